@@ -1,6 +1,7 @@
 """Block pool of one KV group: reference counts, the free list and eviction of cached blocks.
 
-A block is held (reference count above 0), cached (count 0, digest known) or free. Free blocks are taken first, then the cached block that has been idle longest. A new pool hands out ascending ids. `BlockListener` is notified of full and evicted blocks. Touches no tensor.
+A block is held (reference count above 0), idle (count 0, digest known) or free. Free blocks are taken first, then the
+cached block that has been idle longest. A new pool hands out ascending ids. Touches no tensor.
 """
 
 from __future__ import annotations
@@ -16,22 +17,8 @@ from windlass.engine.cache.prefix_cache import BlockKey
 class BlockPool:
     """The blocks of one KV group. `cached` maps the digest of every hashed block, held or idle, to its id.
 
-    forget: called with every block that is evicted, and the digest that it had.
+    on_evicted: called with every evicted block and the digest that it had.
     """
-
-    __slots__ = (
-        "_free",
-        "_idle",
-        "cached",
-        "digests",
-        "holds_states",
-        "num_blocks",
-        "on_evicted",
-        "private",
-        "ref_counts",
-        "rotary_groups",
-        "window",
-    )
 
     def __init__(self, layout: KVGroupLayout, on_evicted: abc.Callable[[int, bytes], None]) -> None:
         self.on_evicted = on_evicted
@@ -44,7 +31,7 @@ class BlockPool:
         self.private = bytearray(layout.num_blocks)
         self.cached: dict[bytes, int] = {}
         self._free = deque(range(layout.num_blocks))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks nobody holds, longest idle first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks without a holder, longest idle first
 
     @property
     def num_available(self) -> int:
@@ -87,7 +74,7 @@ class BlockPool:
     def register(self, block: int, digest: bytes) -> bool:
         """Offer a full block to later prompts, unless another block has this digest already or this one is private.
 
-        Returns whether it is that one now.
+        Returns whether the block was registered.
         """
         if self.private[block] or self.digests[block] is not None or digest in self.cached:
             return False
@@ -96,28 +83,28 @@ class BlockPool:
         return True
 
     def evict_first(self, block: int) -> None:
-        """Let a cached block that nobody holds be evicted before all others; any other is left as it is."""
+        """Evict this block before all others if it is idle; any other block is left as it is."""
         if block in self._idle:
             self._idle.move_to_end(block, last=False)
 
     def touch(self, digest: bytes) -> None:
-        """Let a cached block that nobody holds be evicted last; any other is left as it is."""
+        """Evict the block of this digest last if it is idle; any other block is left as it is."""
         block = self.cached.get(digest)
         if block is not None and block in self._idle:
             self._idle.move_to_end(block)
 
     def is_writable(self, block: int) -> bool:
-        """Whether one holder may write here: nobody else holds it and nobody may match it."""
+        """Whether the holder of a block may write to it: it has no other holder and no later prompt can match it."""
         return self.ref_counts[block] == 1 and self.digests[block] is None
 
     def needs_copy(self, blocks: list[int], index: int) -> bool:
-        """Whether entry `index` of a block table, if there is one, is a block that its holder may not write to."""
+        """Whether entry `index` of a block table exists and is a block that its holder may not write to."""
         return index < len(blocks) and not self.is_writable(blocks[index])
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one state and the digests agree with the map."""
         free, idle = set(self._free), set(self._idle)
-        assert len(free) == len(self._free), "a block is twice on the free list"
+        assert len(free) == len(self._free), "a block is on the free list twice"
         assert not free & idle, "a block is both free and cached"
         held = {block for block, count in enumerate(self.ref_counts) if count > 0}
         assert min(self.ref_counts, default=0) >= 0, "a reference count is negative"
@@ -131,16 +118,16 @@ class BlockPool:
 
 
 class BlockListener(Protocol):
-    """Whom the books tell of blocks that have become full, and of those that are evicted."""
+    """Notified of blocks that become full and of blocks that are evicted."""
 
     def offer(self, key: BlockKey, block: int, index: int) -> None:
-        """A block has become full. index: blocks before it in its text."""
+        """A block has become full. index: number of blocks before it in its sequence."""
         ...
 
     def offer_passage(self, key: BlockKey, block: int, index: int, passage: PassageRecord) -> None:
-        """A block, of the first KV group, may be found as a passage."""
+        """A block of the first KV group can be found as a passage."""
         ...
 
     def withdraw(self, key: BlockKey, block: int, passage: PassageRecord | None) -> None:
-        """A block is evicted, and overwritten from now on. passage: as which it could be found."""
+        """A block is evicted and may be overwritten from now on. passage: as which it could be found."""
         ...

@@ -1,6 +1,8 @@
 """Block store: persisted and offloaded KV blocks of one engine, with a writer and a reader thread.
 
-Blocks are offered when they become full and withdrawn when they are evicted; between the two the writer copies them to files. Device blocks go to the host tier when evicted. The reader fetches what a prompt lacks, the beginning of the text first. The engine thread only updates indexes, in microseconds.
+Blocks are offered when they become full and withdrawn when they are evicted; in between, the writer copies them to
+files. Evicted device blocks go to the host tier. The reader fetches the missing blocks of a prompt, in order. The engine
+thread only updates indexes, in microseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
 
 from windlass.engine.cache.cache_operations import SavedBlock
 from windlass.engine.cache.disk_tier import (
@@ -30,14 +31,19 @@ from windlass.engine.cache.disk_tier import (
     minute,
 )
 from windlass.engine.cache.host_tier import BlockTransfer, DeviceBlockTransfer, HostBlock, HostTier
-from windlass.engine.cache.non_prefix_reuse import Passage, PassageRecord
+from windlass.engine.cache.non_prefix_reuse import Passage, PassageRecord, PassageSearch
 from windlass.engine.cache.prefix_cache import BlockKey
 from windlass.engine.interface.outputs import PersistStats
+
+_logger = logging.getLogger("windlass.engine")
+
+
+# -- fetches -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class WantedBlock:
-    """index: blocks before it in its text; None for one of a passage, which is of use without those."""
+    """index: blocks before it in its sequence; None for a block of a passage, which is useful without preceding blocks."""
 
     key: BlockKey
     index: int | None
@@ -51,26 +57,14 @@ class ArrivedBlock:
     passage: PassageRecord | None
 
 
-class FetchReader(Protocol):
-    """Whoever reads for a `Fetch`."""
-
-    def release_staged(self, num_bytes: int) -> None:
-        """So much of what was read has been taken."""
-        ...
-
-    def cancel(self, fetch: Fetch) -> None:
-        """Nobody waits for it any more."""
-        ...
-
-
 class Fetch:
-    """Blocks that somebody waits for. The engine's thread takes what has arrived, and may cancel the rest at any time.
+    """Blocks that sequences wait for. The engine thread takes those that have arrived, and may cancel at any time.
 
-    keys: of all blocks. num_read: blocks so far. is_done: no more will arrive. num_waiting: how many wait for it. num_loaded: by
-    KV group, blocks that have come into the cache.
+    keys: of all blocks. num_read: blocks read so far. is_done: no more blocks will arrive. num_waiting: sequences that
+    wait for it. num_loaded: blocks loaded into the cache, by KV group.
     """
 
-    def __init__(self, wanted: Sequence[WantedBlock], reader: FetchReader) -> None:
+    def __init__(self, wanted: Sequence[WantedBlock], reader: BlockFileReader) -> None:
         self.wanted, self._reader = wanted, reader
         self.keys = frozenset(block.key for block in wanted)
         self.num_waiting = 1
@@ -81,19 +75,19 @@ class Fetch:
         self.is_done = self.is_cancelled = False
         self.queued_at = time.monotonic()
         self.started_at: float | None = None
-        self.idle_seconds = 0.0  # in which it could not read, as the engine had not taken what was there
+        self.idle_seconds = 0.0  # waiting for the engine to take staged blocks
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing has to be waited for any more."""
+        """Whether there is nothing left to wait for."""
         return self.is_cancelled or (self.is_done and not self.arrived)
 
     def tokens_read(self, block_size: int) -> float:
-        """Of text, about: where there are several KV groups, or keys as seen from afar, several blocks hold the same tokens."""
+        """Approximate number of tokens read: with several KV groups or second keys, several blocks hold the same tokens."""
         return self.num_read * block_size * self._num_distinct_blocks / max(1, len(self.wanted))
 
     def busy_seconds(self, now: float) -> float:
-        """Seconds that reading has taken, or that it has waited for others to be read."""
+        """Seconds spent reading; before reading starts, seconds in the queue."""
         return now - (self.queued_at if self.started_at is None else self.started_at) - self.idle_seconds
 
     def take(self) -> ArrivedBlock:
@@ -102,8 +96,8 @@ class Fetch:
         self._reader.release_staged(block.num_bytes)
         return block
 
-    def leave(self) -> None:
-        """One that waits does so no more."""
+    def remove_waiter(self) -> None:
+        """One sequence less waits. Without any, the fetch is cancelled."""
         self.num_waiting -= 1
         if self.num_waiting == 0:
             self.cancel()
@@ -114,50 +108,55 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class HostSource:
+    """Loads blocks from host memory."""
+
     tier: HostTier
-    pages: DeviceBlockTransfer
+    transfer: DeviceBlockTransfer
     counts: PersistCounters
 
     def load(self, wanted: deque[WantedBlock], stop: Callable[[], bool], *, skip_prefix: bool) -> list[ArrivedBlock]:
-        """The first of these, as far as the host's memory has them and as many as come at once; they are wanted no more.
+        """Load the first of these blocks, up to the first that is not in host memory, and remove them from `wanted`.
 
-        skip_prefix: blocks of a prefix are of no use any more. None at all where it has not got the first, or `stop` came.
+        At most `max_blocks_per_load`. skip_prefix: end before a block of a prefix. Empty if `stop` became true.
         """
         held: list[HostBlock] = []
         try:
-            while (
-                wanted
-                and len(held) < self.pages.max_blocks_per_load
-                and not (skip_prefix and wanted[0].index is not None)
-            ):
+            while wanted and len(held) < self.transfer.max_blocks_per_load:
+                if skip_prefix and wanted[0].index is not None:
+                    break
                 block = self.tier.acquire(wanted[0].key)
                 if block is None:
                     break
                 held.append(block)
                 wanted.popleft()
-            tickets = self.pages.load(held, stop) if held else None
+            tickets = self.transfer.load(held, stop) if held else None
         finally:
             for block in held:
                 self.tier.release(block)
         if tickets is None:
             return []
-        sizes = self.pages.block_bytes
+        sizes = self.transfer.block_bytes
         found = [
             ArrivedBlock(block.key, ticket, sizes[block.key.group], block.passage)
             for block, ticket in zip(held, tickets, strict=True)
         ]
-        self.counts.host_read += len(found)
+        self.counts.host_read_blocks += len(found)
         self.counts.host_read_bytes += sum(block.num_bytes for block in found)
         return found
 
+
+# -- write queue ---------------------------------------------------------------------------------------------------
 
 EVICTED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedBlock:
-    """block: where it lies, `EVICTED` where the host's memory has it. index: blocks before it in its text. full_since: at least
-    so long, by the monotonic clock."""
+    """A cached block that no file holds yet.
+
+    block: its id, or `EVICTED` if it is only in host memory. index: blocks before it in its sequence. full_since: time,
+    by the monotonic clock, at which it was full at the latest.
+    """
 
     key: BlockKey
     block: int
@@ -167,7 +166,7 @@ class QueuedBlock:
 
 
 class WriteQueue:
-    """num_lost: blocks that were evicted before they were written."""
+    """Blocks to be written. Thread-safe. num_lost: blocks that were evicted before they were written."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[BlockKey, QueuedBlock] = OrderedDict()
@@ -181,7 +180,7 @@ class WriteQueue:
         return len(self._blocks)
 
     def offer(self, item: QueuedBlock, *, is_loading: bool = False) -> None:
-        """comes: what lies in the block is not it before `finish_loading`."""
+        """Add a block. is_loading: the block has no valid data before `finish_loading`."""
         with self._changed:
             if self._closed:
                 return
@@ -192,12 +191,12 @@ class WriteQueue:
             if waiting is not None and item.passage is None:
                 if waiting.block != EVICTED:
                     return
-                item = replace(item, passage=waiting.passage)  # it is computed anew, and lies in the pages again
+                item = replace(item, passage=waiting.passage)  # it was computed again and is back in the cache
             self._blocks[item.key] = item
             self._changed.notify()
 
     def finish_loading(self) -> None:
-        """All that comes was put into its blocks, or the device was asked to: whoever copies from now on has it."""
+        """All loads are done or submitted to the device, so that later copies of these blocks are valid."""
         if not self._loading:
             return
         with self._changed:
@@ -206,7 +205,7 @@ class WriteQueue:
                 self.offer(replace(item, full_since=time.monotonic()))
 
     def withdraw(self, key: BlockKey, *, in_host_memory: bool) -> None:
-        """The block is about to be overwritten. kept: the host's memory has it from then on."""
+        """The block is about to be overwritten. in_host_memory: the host tier has admitted it."""
         with self._changed:
             loading = self._loading.pop(key, None)
             copied = self._copying if self._copying is not None and self._copying.key == key else None
@@ -220,7 +219,7 @@ class WriteQueue:
                 self.num_lost += 1
 
     def host_evicted(self, key: BlockKey) -> None:
-        """The host's memory has the block no more."""
+        """The host tier has evicted the block."""
         with self._changed:
             item = self._blocks.get(key)
             if item is not None and item.block == EVICTED:
@@ -228,7 +227,7 @@ class WriteQueue:
                 self.num_lost += 1
 
     def take(self, seconds: float) -> QueuedBlock | None:
-        """The next one, to be copied now; None where none comes within so many seconds."""
+        """The next block, to be copied now; None if there is none within this time."""
         with self._changed:
             deadline = time.monotonic() + seconds
             while not self._blocks:
@@ -240,7 +239,7 @@ class WriteQueue:
             return item
 
     def put_back(self, item: QueuedBlock) -> None:
-        """It could not be written, and comes first again, unless it is gone."""
+        """The block could not be written: it becomes the first of the queue again, unless it was evicted."""
         with self._changed:
             if self._copying is item and item.key not in self._blocks:
                 self._blocks[item.key] = item
@@ -248,46 +247,49 @@ class WriteQueue:
             self._copying = None
 
     def finish_copy(self, item: QueuedBlock) -> bool:
-        """Whether the block lay there as it is until now."""
+        """Whether the block was not overwritten during the copy."""
         with self._changed:
             if self._copying is item:
                 return True
-            self.num_lost += item.key not in self._blocks  # else it waits once more
+            self.num_lost += item.key not in self._blocks  # else it is queued again
             return False
 
     def count_lost(self) -> None:
-        """What was taken is nowhere any more."""
+        """A block that was taken is neither in the cache nor in host memory."""
         with self._changed:
             self.num_lost += 1
 
     def close(self) -> None:
-        """Nobody will take any of these, nor what is offered from now on."""
+        """Discard all blocks, and those offered from now on."""
         with self._changed:
             self._closed = True
             self._blocks.clear()
             self._loading.clear()
 
     def wake(self) -> None:
-        """Let `take` return."""
+        """Make `take` return."""
         with self._changed:
             self._changed.notify_all()
 
 
-_logger = logging.getLogger("windlass.engine")
+# -- reader --------------------------------------------------------------------------------------------------------
 
 
 class BlockFileReader:
-    """directory: asked for when something is to be read that is not in the host's memory; see `HostSource`."""
+    """Thread that reads the blocks of fetches, from host memory if possible, else from files.
+
+    directory: called to get the folder for a block that is not in host memory.
+    """
 
     def __init__(
         self,
         directory: Callable[[], BlockDirectory | None],
-        pages: BlockTransfer,
-        known: TierIndex,
+        transfer: BlockTransfer,
+        index: TierIndex,
         counts: PersistCounters,
         host: HostSource | None = None,
     ) -> None:
-        self._directory, self._pages, self._index, self._counts = directory, pages, known, counts
+        self._directory, self._transfer, self._index, self._counts = directory, transfer, index, counts
         self._host = host
         self._queue: SimpleQueue[Fetch | None] = SimpleQueue()
         self._changed = threading.Condition()
@@ -297,13 +299,13 @@ class BlockFileReader:
         self._thread.start()
 
     def fetch(self, wanted: Sequence[WantedBlock]) -> Fetch:
-        """Begin to read blocks, those that come first in their text first."""
+        """Begin to read blocks, in this order."""
         fetch = Fetch(wanted, self)
         self._queue.put(fetch)
         return fetch
 
     def wait(self, fetches: Sequence[Fetch], seconds: float) -> bool:
-        """Until one of these has something to take, or is over; False if that takes longer."""
+        """Wait until one of these has a block to take or is over; False after a timeout."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: any(f.arrived or f.is_done or f.is_cancelled for f in fetches), seconds
@@ -319,7 +321,7 @@ class BlockFileReader:
             fetch.is_cancelled = True
             while fetch.arrived:
                 block = fetch.arrived.popleft()
-                self._pages.drop(block.ticket)
+                self._transfer.drop(block.ticket)
                 self._staged -= block.num_bytes
             self._changed.notify_all()
 
@@ -335,14 +337,14 @@ class BlockFileReader:
             fetch.started_at = time.monotonic()
             try:
                 self._read_all(fetch)
-            except Exception:  # whatever is wrong with files, requests go on without them
+            except Exception:  # requests never fail because of files
                 _logger.exception("cached blocks could not be read")
             with self._changed:
                 fetch.is_done = True
                 self._changed.notify_all()
 
     def _read_all(self, fetch: Fetch) -> None:
-        broken = False  # the text of a prefix is
+        broken = False  # a block of the prefix is missing, so that later ones are useless
         wanted = deque(fetch.wanted)
 
         def stop() -> bool:
@@ -355,11 +357,11 @@ class BlockFileReader:
             if self._host is not None:
                 began = time.monotonic()
                 loaded = self._host.load(wanted, stop, skip_prefix=broken)
-                fetch.idle_seconds += time.monotonic() - began  # what it waits for is the engine
+                fetch.idle_seconds += time.monotonic() - began  # it waits for the engine only
                 if loaded:
                     self._deliver(fetch, loaded)
                     continue
-                if stop():  # it may have come while that waited, and then the first of these is wanted no more
+                if stop():  # it may have become true during `load`, which then has removed blocks from `wanted`
                     return
             one = wanted.popleft()
             if not self._read(fetch, one, stop):
@@ -373,9 +375,9 @@ class BlockFileReader:
             block = directory.read(key)
         except (DamagedBlockError, ForeignBlockError) as fault:
             if isinstance(fault, DamagedBlockError):
-                self._counts.damaged += 1
+                self._counts.damaged_blocks += 1
             else:
-                self._counts.foreign += 1
+                self._counts.foreign_blocks += 1
             directory.remove(key)
             block = None
         except OSError as error:
@@ -386,12 +388,12 @@ class BlockFileReader:
             return False
         if self._index.touch(key, minute()):
             directory.touch(key, wanted.index or 0)
-        self._counts.read += 1
+        self._counts.read_blocks += 1
         self._counts.read_bytes += block.num_bytes
         waited = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._staged < self._pages.max_staged_bytes or stop())
-        ticket = self._pages.stage(key.group, block.planes, stop)
+            self._changed.wait_for(lambda: self._staged < self._transfer.max_staged_bytes or stop())
+        ticket = self._transfer.stage(key.group, block.planes, stop)
         fetch.idle_seconds += time.monotonic() - waited
         if ticket is not None:
             self._deliver(fetch, [ArrivedBlock(key, ticket, block.num_bytes, block.passage)])
@@ -401,7 +403,7 @@ class BlockFileReader:
         with self._changed:
             if fetch.is_cancelled:
                 for block in blocks:
-                    self._pages.drop(block.ticket)
+                    self._transfer.drop(block.ticket)
                 return
             self._staged += sum(block.num_bytes for block in blocks)
             fetch.arrived.extend(blocks)
@@ -409,66 +411,62 @@ class BlockFileReader:
             self._changed.notify_all()
 
 
+# -- writer --------------------------------------------------------------------------------------------------------
+
 _NICENESS = 10
-
-_MIN_SCAN_INTERVAL = 1.0  # between two looks at what other processes have written, at least
-
-_SCAN_INTERVAL_FACTOR = 100  # and so many times what a look takes
-
-_MEASURE_SHARE = 32  # of the cap, after which the folder is measured again
-
+_MIN_SCAN_INTERVAL = 1.0  # seconds between two scans for files of other processes, at least
+_SCAN_INTERVAL_FACTOR = 100  # times the duration of a scan, at least
+_MEASURE_SHARE = 32  # the folder is measured again after 1/32 of the cap was written
 _MIN_BACKOFF, _MAX_BACKOFF = 1.0, 60.0  # seconds after a failure
-
-_MAX_PENDING_USES = 64  # texts whose use waits to be noted
-
-_CANNOT_STORE = "cached blocks cannot be kept"
-
+_MAX_PENDING_USES = 64  # sequences whose use is not recorded yet
+_CANNOT_STORE = "cached blocks cannot be stored"
 _CANNOT_WRITE = "cached blocks cannot be written to {}"
-
 _CANNOT_REMOVE = "old files of cached blocks cannot be removed from {}, which may grow beyond its cap"
 
 
 class UnusableFolderError(Exception):
-    """The folder cannot be opened, and to try again is of no use."""
+    """The folder cannot be opened, and a later attempt would not help."""
 
 
 class BlockFileWriter:
-    """open_directory: makes what `directory` is from then on; raises OSError or UnusableFolderError. It may take its time, and may
-    return None when what it is given says that nobody needs it any more. max_bytes: of all files together. host: copies of
-    what the pages have lost."""
+    """Thread that writes queued blocks to files, scans for files of other processes, and enforces the cap.
+
+    open_directory: opens the folder; may take long and return None once its argument, a stop function, returns true.
+    Raises OSError or UnusableFolderError. max_bytes: of all files together. host: source of evicted blocks.
+    """
 
     def __init__(
         self,
         open_directory: Callable[[Callable[[], bool]], BlockDirectory | None],
-        pages: BlockTransfer,
+        transfer: BlockTransfer,
         write_queue: WriteQueue,
-        known: TierIndex,
+        index: TierIndex,
         counts: PersistCounters,
         max_bytes: int,
         host: HostSource | None = None,
     ) -> None:
         self.directory: BlockDirectory | None = None
-        self._open, self._pages, self._write_queue = open_directory, pages, write_queue
-        self._index, self._counts, self._max_bytes, self._host = known, counts, max_bytes, host
+        self._open, self._transfer, self._write_queue = open_directory, transfer, write_queue
+        self._index, self._counts, self._max_bytes, self._host = index, counts, max_bytes, host
         self._uses: deque[Sequence[BlockKey]] = deque(maxlen=_MAX_PENDING_USES)
-        self._closing: float | None = None  # when it ends at last
+        self._closing: float | None = None  # deadline after `close`
         self._scanned_at, self._scan_seconds, self._changed_at = 0.0, 0.0, 0
         self._unmeasured = 0  # bytes written since the folder was measured
         self._pause, self._resumes_at = 0.0, 0.0
-        self._has_scanned = threading.Event()  # what the folder holds, or that it cannot be opened
+        self._has_scanned = threading.Event()  # or the folder cannot be opened
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
 
     def note_use(self, keys: Sequence[BlockKey]) -> None:
-        """The blocks of a text, in order, are used now. Of many that come at once only the last are noted."""
+        """Record a use of the blocks of a sequence, in order. If uses come too fast, only the latest are recorded."""
         self._uses.append(keys)
 
     def wait_first_scan(self, seconds: float) -> None:
-        """Until it is known what the folder holds, for so many seconds at most."""
+        """Wait until the folder was scanned once, with a timeout."""
         self._has_scanned.wait(seconds)
 
     def close(self, seconds: float) -> None:
-        """Write what is left, for so many seconds at most, and end."""
+        """Write the remaining blocks, with a time limit, and end the thread."""
         self._closing = time.monotonic() + seconds
         self._write_queue.wake()
         self._thread.join()
@@ -490,14 +488,14 @@ class BlockFileWriter:
                 self._write_queue.close()
                 self._finish_first_scan()
                 return
-            except Exception as error:  # the engine goes on whatever becomes of files
+            except Exception as error:  # the engine never fails because of files
                 self._fail(_CANNOT_STORE, error)
                 self._finish_first_scan()
                 while not self._should_stop() and self._is_backing_off():
                     pass
 
     def _finish_first_scan(self) -> None:
-        """Whoever starts need wait no longer; from here on the engine goes first."""
+        """End `wait_first_scan`, and lower the priority of this thread below the engine's."""
         if not self._has_scanned.is_set():
             with contextlib.suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -517,13 +515,13 @@ class BlockFileWriter:
         held = None if self._host is None else self._host.tier.acquire(item.key)
         if held is not None and self._host is not None:
             try:
-                self._write(directory, item, self._host.pages.read_host_block(held))
+                self._write(directory, item, self._host.transfer.read_host_block(held))
             finally:
                 self._host.tier.release(held)
         elif item.block == EVICTED:
             self._write_queue.count_lost()
         else:
-            planes = self._pages.read_block(item.key.group, item.block, item.full_since)
+            planes = self._transfer.read_block(item.key.group, item.block, item.full_since)
             if self._write_queue.finish_copy(item):
                 self._write(directory, item, planes)
 
@@ -536,7 +534,7 @@ class BlockFileWriter:
             self._fail(what, error)
             return
         self._index.add(item.key, minute(), item.passage)
-        self._counts.written += 1
+        self._counts.written_blocks += 1
         self._counts.written_bytes += size
         self._counts.disk_bytes += size
         self._unmeasured += size
@@ -546,7 +544,7 @@ class BlockFileWriter:
             self._measure(directory)
 
     def _is_backing_off(self) -> bool:
-        """Whether a failure is too fresh to try again; a part of the pause is over then."""
+        """Whether the pause after a failure is not over; if so, sleep for a part of it."""
         pause = self._resumes_at - time.monotonic()
         if pause <= 0:
             return False
@@ -554,7 +552,7 @@ class BlockFileWriter:
         return True
 
     def _is_wanted(self, item: QueuedBlock) -> bool:
-        """Whether no file holds it, or one that lacks what is known of its passage."""
+        """Whether no file holds the block, or its file lacks one of the passage's scopes."""
         if item.key not in self._index:
             return True
         scopes = () if item.passage is None else item.passage.scopes
@@ -566,19 +564,19 @@ class BlockFileWriter:
         self._resumes_at = time.monotonic() + self._pause
 
     def _measure(self, directory: BlockDirectory) -> None:
-        """Hold the cap."""
+        """Measure the folder and enforce the cap."""
         self._counts.disk_bytes, removed, fault = directory.enforce_cap()
         self._unmeasured = 0
-        self._counts.evicted += removed
+        self._counts.evicted_blocks += removed
         what = _CANNOT_REMOVE.format(directory.folder.parent)
         if fault is not None:
             self._counts.fail(what, fault)
         elif removed:
             self._counts.succeed(what)
-        self._scanned_at = 0.0  # look again at once
+        self._scanned_at = 0.0  # scan again at once
 
     def _scan(self, directory: BlockDirectory) -> None:
-        """See what has come and gone."""
+        """Update the index with files that were added or removed."""
         began = time.monotonic()
         if began - self._scanned_at < max(_MIN_SCAN_INTERVAL, _SCAN_INTERVAL_FACTOR * self._scan_seconds):
             return
@@ -589,7 +587,7 @@ class BlockFileWriter:
                 self._index.add(key, -1)
             for key in new:
                 if key.group == 0 and self._closing is None:
-                    with contextlib.suppress(OSError, DamagedBlockError):  # whoever reads it will see
+                    with contextlib.suppress(OSError, DamagedBlockError):  # detected when it is read
                         passage = directory.passage_of(key)
                         if passage is not None:
                             self._index.add(key, -1, passage)
@@ -607,14 +605,17 @@ class BlockFileWriter:
                     directory.touch(key, index)
 
 
-_PIECE = 1 << 22  # bytes of weights that are hashed at a time
+# -- store ---------------------------------------------------------------------------------------------------------
+
+_HASH_CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNamespace:
-    """What all blocks of an engine depend on. files: of the weights, which are hashed whole. said: all else, as text.
+    """Everything that all blocks of an engine depend on.
 
-    is_current: whether the files are still those that the engine has read.
+    files: of the weights, hashed whole. identity: everything else, as text. is_current: whether the files are unchanged
+    since the engine has read them.
     """
 
     files: tuple[Path, ...]
@@ -622,13 +623,13 @@ class BlockNamespace:
     is_current: Callable[[], bool] = lambda: True
 
     def namespace(self, stop: Callable[[], bool]) -> bytes | None:
-        """Their digest, None if told to stop. Raises OSError, or UnusableFolderError where the files are others by now."""
-        self._check()  # before gigabytes are read for nothing
+        """The digest; None if `stop` became true. Raises OSError, or UnusableFolderError if the files have changed."""
+        self._check()  # before gigabytes are read in vain
         digest = hashlib.sha256(f"windlass KV blocks 1\0{self.identity}".encode())
         for path in self.files:
             content = hashlib.sha256()
             with path.open("rb", buffering=0) as file:
-                while piece := file.read(_PIECE):
+                while piece := file.read(_HASH_CHUNK_BYTES):
                     if stop():
                         return None
                     content.update(piece)
@@ -643,7 +644,7 @@ class BlockNamespace:
 
 @dataclass(frozen=True, slots=True)
 class PersistFolder:
-    """root: a folder that `prepare_folder` has seen. max_bytes: of all files in it. origin: what its blocks depend on."""
+    """Folder of the disk tier. root: checked by `prepare_folder`. max_bytes: of all files in it. origin: of the blocks."""
 
     root: Path
     max_bytes: int
@@ -651,66 +652,69 @@ class PersistFolder:
 
 
 class BlockStore:
-    """folder: for files, None where nothing is written. host: where the host's memory keeps what a device's cache evicts.
-    block_size: tokens of a block. counts: those of `host`, if there is one."""
+    """Disk and host tiers of one engine; the `BlockListener` of its block manager.
+
+    folder: for files; None without a disk tier. host: None without a host tier. block_size: tokens of a block. counts:
+    shared with `host`, if there is one.
+    """
 
     def __init__(
         self,
         folder: PersistFolder | None,
-        pages: BlockTransfer,
+        transfer: BlockTransfer,
         block_size: int,
         counts: PersistCounters,
         host: HostSource | None = None,
     ) -> None:
-        self.pages = pages
+        self.transfer = transfer
         self.restored_tokens = 0
         self._is_closed = False
         self._counts, self._host = counts, host
         self._index = TierIndex(block_size)
         self._write_queue = WriteQueue()
-        self._loaded: set[tuple[int, int]] = set()  # group and block, by the plan that is being made
+        self._loaded: set[tuple[int, int]] = set()  # (group, block), by the step that is being planned
         self._writer: BlockFileWriter | None = None
         if folder is not None:
             if host is not None:
                 host.tier.on_evicted = self._write_queue.host_evicted
             self._writer = self._make_writer(folder)
-        self._reader = BlockFileReader(self._directory, pages, self._index, counts, host)
+        self._reader = BlockFileReader(self._directory, transfer, self._index, counts, host)
 
     def _make_writer(self, folder: PersistFolder) -> BlockFileWriter:
-        pages, max_bytes = self.pages, folder.max_bytes
+        transfer, max_bytes = self.transfer, folder.max_bytes
         namespace: bytes | None = None
 
         def open_directory(stop: Callable[[], bool]) -> BlockDirectory | None:
             nonlocal namespace
-            if namespace is None:  # hashed but once, however often there is no folder
+            if namespace is None:  # hashed only once, however often the folder cannot be opened
                 namespace = folder.origin.namespace(stop)
             if namespace is None:
                 return None
-            return BlockDirectory(folder.root, BlockFormat(namespace, pages.forms), max_bytes)
+            return BlockDirectory(folder.root, BlockFormat(namespace, transfer.forms), max_bytes)
 
         return BlockFileWriter(
-            open_directory, pages, self._write_queue, self._index, self._counts, max_bytes, self._host
+            open_directory, transfer, self._write_queue, self._index, self._counts, max_bytes, self._host
         )
 
     def _directory(self) -> BlockDirectory | None:
         return None if self._writer is None else self._writer.directory
 
     def __contains__(self, key: BlockKey) -> bool:
-        """Whether a file or the host's memory holds the block, as far as is known."""
+        """Whether a file or host memory holds the block, according to the indexes."""
         return key in self._index or (self._host is not None and key in self._host.tier)
 
     def wait_scanned(self, seconds: float) -> None:
-        """Until it is known which blocks files hold, for so many seconds at most: from then on requests find them."""
+        """Wait until the files are indexed, so that requests find them, with a timeout."""
         if self._writer is not None:
             self._writer.wait_first_scan(seconds)
 
     def offer(self, key: BlockKey, block: int, index: int) -> None:
-        """A block has become full. index: blocks before it in its text."""
+        """A block has become full. index: blocks before it in its sequence."""
         if self._writer is not None and key not in self._index:
             self._offer(QueuedBlock(key, block, index))
 
     def offer_passage(self, key: BlockKey, block: int, index: int, passage: PassageRecord) -> None:
-        """A block, of the first KV group, may be found as a passage. It is written once more if its file does not say so."""
+        """A block of the first KV group can be found as a passage. It is written again if its file lacks the scope."""
         if self._writer is not None and any(not self._index.is_passage_of(s, key.digest) for s in passage.scopes):
             self._offer(QueuedBlock(key, block, index, passage))
 
@@ -718,74 +722,63 @@ class BlockStore:
         self._write_queue.offer(item, is_loading=(item.key.group, item.block) in self._loaded)
 
     def withdraw(self, key: BlockKey, block: int, passage: PassageRecord | None) -> None:
-        """A block is evicted, and overwritten from now on. The next plan says if it is to be saved."""
+        """A block is evicted and may be overwritten. If the host tier admits it, the next step saves it first."""
         in_host_memory = self._host is not None and self._host.tier.admit(key, block, passage)
         if self._writer is not None:
             self._write_queue.withdraw(key, in_host_memory=in_host_memory)
 
     def note_loaded(self, group: int, block: int) -> None:
-        """A block is brought in by the plan that is being made: until that is followed, something else lies there."""
+        """The step that is being planned loads this block: it has no valid data until the step is executed."""
         self._loaded.add((group, block))
         if self._host is not None:
             self._host.tier.note_loaded(group, block)
 
     def take_saved(self) -> list[SavedBlock]:
-        """For the plan that has been made: what is to be copied before anything else."""
+        """The blocks that the planned step must copy to host memory before anything else."""
         self._loaded.clear()
         return [] if self._host is None else self._host.tier.take_pending_saves()
 
     def note_applied(self) -> None:
-        """The plan has been followed: what it brings in was put into its blocks, or the device was asked to."""
+        """The step has been executed or submitted to the device, including its loads."""
         self._write_queue.finish_loading()
 
     def note_use(self, keys: Sequence[BlockKey]) -> None:
-        """The blocks of a text, in order, are of use once more: they are kept longer."""
+        """Record a use of the blocks of a sequence, in order: they are evicted later."""
         if self._writer is not None:
             self._writer.note_use(keys)
         if self._host is not None:
             self._host.tier.touch(keys)
 
-    def search(
-        self,
-        scope: bytes,
-        token_ids: Sequence[int],
-        *,
-        start: int,
-        end: int,
-        at_least: int,
-        spans: Sequence[tuple[int, int]],
-    ) -> list[Passage]:
-        """Passages that files hold, and those that the host's memory does: see `PassageIndex.search`."""
-        found: list[Passage] = []
-        for known in (self._index,) if self._host is None else (self._host.tier.known, self._index):
-            found += known.search(scope, token_ids, start=start, end=end, at_least=at_least, spans=spans)
-        return found
+    def search(self, scope: bytes, token_ids: Sequence[int], search: PassageSearch) -> list[Passage]:
+        """Passages in host memory, followed by those in files: see `PassageIndex.search`."""
+        found = [] if self._host is None else self._host.tier.index.search(scope, token_ids, search)
+        return found + self._index.search(scope, token_ids, search)
 
     def fetch(self, wanted: Sequence[WantedBlock]) -> Fetch:
         """Begin to read blocks, in this order."""
         return self._reader.fetch(wanted)
 
     def wait(self, fetches: Sequence[Fetch], seconds: float) -> bool:
-        """Until one of these has something to take, or is over; False if that takes longer."""
+        """Wait until one of these has a block to take or is over; False after a timeout."""
         return self._reader.wait(fetches, seconds)
 
     def drop(self, tickets: Iterable[int]) -> None:
-        """Give up what was read and taken, and is not put anywhere."""
+        """Discard blocks that were taken from a fetch and will not be loaded."""
         for ticket in tickets:
-            self.pages.drop(ticket)
+            self.transfer.drop(ticket)
 
     def stats(self) -> PersistStats:
         return self._counts.stats(
-            lost=self._write_queue.num_lost,
-            waiting=len(self._write_queue),
-            known=len(self._index),
-            tokens=self.restored_tokens,
+            restored_tokens=self.restored_tokens,
+            lost_blocks=self._write_queue.num_lost,
+            waiting_blocks=len(self._write_queue),
+            known_blocks=len(self._index),
             host_blocks=0 if self._host is None else self._host.tier.num_blocks,
             host_bytes=0 if self._host is None else self._host.tier.num_bytes,
         )
 
     def close(self, seconds: float) -> None:
-        """Write what is left, for so many seconds at most, and end both threads. Closing twice does nothing more."""
+        """Write the remaining blocks, with a time limit, and end both threads. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             if self._writer is not None:

@@ -1,4 +1,4 @@
-"""Cache operations between two steps, as plain data: block table changes, block copies, loads, saves, swaps and key re-rotation.
+"""Cache operations between two steps, as plain data: table changes, block copies, loads, saves, swaps, key re-rotation.
 
 Their size depends on what has changed, never on the context length.
 """
@@ -12,12 +12,11 @@ from windlass.engine.rotary.rope_scaling import RotarySpec
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """How one block table has changed, in the order in which a copy of it follows.
+    """Change of one block table. The fields are applied in the order below.
 
-    removed: (first, count) of entries that are cut out one after the other, before anything else; those behind move up.
-    length: leading entries that the copy keeps then; those behind are cut off. replaced: (index, block) of entries below
-    `length` that are other blocks now. appended: entries behind `length`. num_dropped: leading entries that are -1 then,
-    in total.
+    removed: (first, count) of entries that are cut out one after the other; later entries move up. length: leading
+    entries that remain; later ones are cut off. replaced: (index, block) of changed entries below `length`.
+    appended: entries after `length`. num_dropped: leading entries that are -1 afterwards, in total.
     """
 
     length: int = 0
@@ -27,7 +26,7 @@ class TableChange:
     removed: tuple[tuple[int, int], ...] = ()
 
     def apply(self, table: list[int]) -> None:
-        """Let a copy of the table follow."""
+        """Apply the change to a copy of the table."""
         for first, count in self.removed:
             del table[first : first + count]
         del table[self.length :]
@@ -42,17 +41,17 @@ class TableChange:
 
 @dataclass(frozen=True, slots=True)
 class TableChanges:
-    """How the block tables of one sequence have changed since this was last asked.
+    """Changes of the block tables of one sequence since they were last taken.
 
-    restart: the sequence was new, or had given up everything it held; `groups` brings its tables in full. groups: one
-    change per KV group, or none where no table has changed.
+    restart: the sequence is new or had released everything; `groups` contains its whole tables. groups: one change
+    per KV group, or empty if no table has changed.
     """
 
     restart: bool = False
     groups: tuple[TableChange, ...] = ()
 
     def apply(self, tables: list[list[int]]) -> None:
-        """Let copies of the tables, one per KV group, follow."""
+        """Apply the changes to copies of the tables, one per KV group."""
         if self.restart:
             tables[:] = [[] for _ in self.groups]
         for table, change in zip(tables, self.groups, strict=bool(self.groups)):
@@ -73,7 +72,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBlock:
-    """Put what was read from a file or the host's memory, and is held under this ticket, into a block."""
+    """Write staged data, read from a file or from host memory under this ticket, into a block."""
 
     group: int
     block: int
@@ -82,7 +81,7 @@ class LoadedBlock:
 
 @dataclass(frozen=True, slots=True)
 class SavedBlock:
-    """Copy a block, which is evicted, to a place in the host's memory before anything else. digest: of what it holds."""
+    """Copy an evicted block to a slot in host memory before anything else. digest: of the block's content."""
 
     group: int
     digest: bytes
@@ -92,7 +91,7 @@ class SavedBlock:
 
 @dataclass(frozen=True, slots=True)
 class SwappedPages:
-    """Whole blocks of a sequence, per KV group, whose contents go into memory of their own or come back from it."""
+    """Whole blocks of a sequence, per KV group, that are swapped out to main memory or swapped in."""
 
     seq_id: int
     blocks: tuple[tuple[int, ...], ...]
@@ -100,12 +99,12 @@ class SwappedPages:
 
 @dataclass(frozen=True, slots=True)
 class KeyRerotation:
-    """Take the cached keys of tokens start .. end - 1 of a sequence from one spec to another, by one rotation each.
+    """Rotate the cached keys of slots start .. end - 1 of a sequence from one spec to another, by one rotation each.
 
-    sources, targets: the block of each logical block from start // block_size on; -1 where a window dropped it. Values go
-    along unless `values` is false: then the targets have them already. first_position: of token `start`; the others
-    follow one by one. from_specs, to_specs: one per rotary group; where they are equal the keys are copied as they are.
-    seq_id: whose keys they are, where that is known.
+    sources, targets: the block of each logical block from start // block_size on; -1 if a window dropped it.
+    values: whether values are copied as well; otherwise the targets have them already. first_position: of slot `start`;
+    positions are consecutive. from_specs, to_specs: one per rotary group; keys are copied unchanged where they are equal.
+    seq_id: of the sequence, where it is known.
     """
 
     group: int
@@ -120,7 +119,7 @@ class KeyRerotation:
     seq_id: int | None = None
 
     def reversed(self, start: int, end: int, block_size: int) -> KeyRerotation:
-        """Of tokens start .. end - 1 of these, the way back, values too."""
+        """The inverse for slots start .. end - 1 of these, values included."""
         column = slice(start // block_size - self.start // block_size, -(-end // block_size) - self.start // block_size)
         return replace(
             self,
@@ -135,7 +134,7 @@ class KeyRerotation:
         )
 
     def split(self, end: int, block_size: int) -> tuple[KeyRerotation, KeyRerotation]:
-        """The same in two, the first up to slot `end`, which lies inside and begins a block."""
+        """Split at slot `end`, which is inside the range and begins a block."""
         count = end // block_size - self.start // block_size
         head = replace(self, end=end, sources=self.sources[:count], targets=self.targets[:count])
         return head, replace(

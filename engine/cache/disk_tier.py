@@ -1,6 +1,9 @@
 """Disk tier: persisted KV blocks as safetensors files in a folder shared by processes.
 
-A file holds the planes of one block, with its identity and a checksum in the metadata; a changed bit makes it damaged, a whole file of another block foreign. Files appear by renaming and are never rewritten; nothing is fsynced. A file's mtime is the minute of its last use, less a microsecond per preceding block of its text, so tails are evicted first. Imports no torch.
+A file holds the planes of one block, with its identity and a checksum in the metadata. A changed bit makes it damaged; an
+intact file of another block is foreign. Files appear by renaming and are never rewritten; nothing is fsynced. A file's
+mtime is the minute of its last use, less a microsecond per preceding block of its sequence, so tails are evicted first.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.engine.cache.kv_cache_budget import gib
-from windlass.engine.cache.non_prefix_reuse import Passage, PassageIndex, PassageRecord, passage_of
+from windlass.engine.cache.non_prefix_reuse import Passage, PassageIndex, PassageRecord, PassageSearch
 from windlass.engine.cache.prefix_cache import BlockKey
 from windlass.engine.errors import LoadError
 from windlass.engine.host_resources import available_memory
@@ -36,68 +39,46 @@ _logger = logging.getLogger("windlass.engine")
 
 
 class PersistCounters:
-    """Each number has one thread that raises it. The meaning of each is that of the field in `PersistStats`."""
+    """Counters with the names and meanings of the fields of `PersistStats`. Each is raised by a single thread."""
 
     def __init__(self) -> None:
-        self.written = self.written_bytes = 0
-        self.read = self.read_bytes = 0
-        self.damaged = self.foreign = self.failed = self.evicted = 0
+        self.written_blocks = self.written_bytes = 0
+        self.read_blocks = self.read_bytes = 0
+        self.damaged_blocks = self.foreign_blocks = self.evicted_blocks = self.failures = 0
         self.disk_bytes = 0
-        self.host_saved = self.host_saved_bytes = self.host_read = self.host_read_bytes = 0
-        self.host_lost = self.host_evicted = 0
+        self.host_saved_blocks = self.host_saved_bytes = self.host_read_blocks = self.host_read_bytes = 0
+        self.host_lost_blocks = self.host_evicted_blocks = 0
         self._reported: set[str] = set()
 
     def fail(self, what: str, error: Exception) -> None:
-        """Count a failure, and say it unless it was said since it last went well."""
-        self.failed += 1
+        """Count a failure. It is logged if it was not logged since the last success."""
+        self.failures += 1
         if what not in self._reported:
             self._reported.add(what)
-            reason = (
-                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-            )
-            _logger.warning("%s (%s): the engine goes on without", what, reason)
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, OSError) and error.strerror:
+                reason = error.strerror
+            _logger.warning("%s (%s): the engine continues without", what, reason)
 
     def succeed(self, what: str) -> bool:
-        """It went well; returns whether it did not before."""
+        """Log a success after a failure; returns whether there was a failure."""
         if what not in self._reported:
             return False
         self._reported.discard(what)
         _logger.warning("%s: this is over", what)
         return True
 
-    def stats(
-        self, *, lost: int, waiting: int, known: int, tokens: int, host_blocks: int, host_bytes: int
-    ) -> PersistStats:
-        return PersistStats(
-            written_blocks=self.written,
-            written_bytes=self.written_bytes,
-            read_blocks=self.read,
-            read_bytes=self.read_bytes,
-            restored_tokens=tokens,
-            damaged_blocks=self.damaged,
-            foreign_blocks=self.foreign,
-            lost_blocks=lost,
-            evicted_blocks=self.evicted,
-            failures=self.failed,
-            waiting_blocks=waiting,
-            known_blocks=known,
-            disk_bytes=self.disk_bytes,
-            host_saved_blocks=self.host_saved,
-            host_saved_bytes=self.host_saved_bytes,
-            host_read_blocks=self.host_read,
-            host_read_bytes=self.host_read_bytes,
-            host_lost_blocks=self.host_lost,
-            host_evicted_blocks=self.host_evicted,
-            host_blocks=host_blocks,
-            host_bytes=host_bytes,
-        )
+    def stats(self, **others: int) -> PersistStats:
+        """A snapshot. others: the fields of `PersistStats` that are not counted here."""
+        counted = {field.name for field in fields(PersistStats)} - others.keys()
+        return PersistStats(**{name: getattr(self, name) for name in counted}, **others)
 
 
 class TierIndex:
-    """Any thread may ask and tell."""
+    """Index of the blocks of one tier, by key and by content. Thread-safe."""
 
     def __init__(self, block_size: int) -> None:
-        self._used: dict[BlockKey, int] = {}  # the minute in which each was last said to be used
+        self._used: dict[BlockKey, int] = {}  # the minute of the last known use
         self._passages = PassageIndex(block_size)
         self._block_size = block_size
         self._lock = threading.Lock()
@@ -122,7 +103,7 @@ class TierIndex:
                 self._passages.remove(key.digest)
 
     def touch(self, key: BlockKey, minute: int) -> bool:
-        """Whether this is its first use in that minute, of those said here."""
+        """Record a use; returns whether the block is known and this is the first recorded use in that minute."""
         with self._lock:
             before = self._used.get(key)
             if before is None or before == minute:
@@ -131,55 +112,47 @@ class TierIndex:
             return True
 
     def compare(self, present: Iterable[BlockKey]) -> list[BlockKey]:
-        """Forget those that are not among these; returns those that were not known."""
+        """Remove all blocks that are not in `present`; returns those of `present` that are not in the index."""
         present = set(present)
         for key in [key for key in list(self._used) if key not in present]:
             self.remove(key)
         return [key for key in present if key not in self._used]
 
     def is_passage_of(self, scope: bytes, digest: bytes) -> bool:
-        """Whether its file says that it may be found in this scope."""
+        """Whether the block is stored with this scope."""
         with self._lock:
             return scope in self._passages.scopes_of(digest)
 
     def passage_of(self, key: BlockKey) -> PassageRecord | None:
-        """As which passage a block is found, if it is."""
+        """The record of a block as a passage, if there is one."""
         with self._lock:
-            return None if key.group else passage_of(self._passages, key.digest)
+            return None if key.group else self._passages.record_of(key.digest)
 
-    def search(
-        self,
-        scope: bytes,
-        token_ids: Sequence[int],
-        *,
-        start: int,
-        end: int,
-        at_least: int,
-        spans: Sequence[tuple[int, int]],
-    ) -> list[Passage]:
+    def search(self, scope: bytes, token_ids: Sequence[int], search: PassageSearch) -> list[Passage]:
         """See `PassageIndex.search`."""
         with self._lock:
-            return self._passages.search(scope, token_ids, start=start, end=end, at_least=at_least, spans=spans)
+            return self._passages.search(scope, token_ids, search)
 
+
+# -- block files ---------------------------------------------------------------------------------------------------
 
 Bytes = NDArray[np.uint8]
 
 _KIND = "windlass KV block 1"
-
-_MAX_HEADER_BYTES = 1 << 16  # bytes
+_MAX_HEADER_BYTES = 1 << 16
 
 
 class DamagedBlockError(Exception):
-    """The file is not what its writer wrote."""
+    """The file differs from what was written."""
 
 
 class ForeignBlockError(Exception):
-    """The file is whole, and another block than the one looked for."""
+    """The file is intact but holds another block than its name says."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneForm:
-    """One plane of a block. shape: layers first. dtype: as safetensors names it. num_bytes: of a whole block."""
+    """One plane of a block. shape: layers first. dtype: safetensors name. num_bytes: of the plane in one block."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -188,7 +161,7 @@ class PlaneForm:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """What a file holds. planes: [layers, bytes of a layer] each. num_bytes: of the file."""
+    """The content of a file. planes: [layers, bytes of a layer] each. num_bytes: of the file."""
 
     planes: tuple[Bytes, ...]
     passage: PassageRecord | None
@@ -196,7 +169,11 @@ class StoredBlock:
 
 
 class BlockFormat:
-    """namespace: digest of all that blocks depend on but their own chain. groups: per KV group the planes of a block."""
+    """Encoding of blocks as files.
+
+    namespace: digest of everything that blocks depend on, except their hash chain. groups: per KV group the planes of a
+    block.
+    """
 
     def __init__(self, namespace: bytes, groups: Sequence[Sequence[PlaneForm]]) -> None:
         self.namespace = namespace
@@ -207,17 +184,17 @@ class BlockFormat:
         return sum(plane.num_bytes for plane in self._groups[group])
 
     def encode(self, key: BlockKey, passage: PassageRecord | None, planes: Sequence[Bytes]) -> list[Any]:
-        """The file in pieces, to be written one after the other."""
+        """The content of the file as consecutive buffers."""
         record = self._record(key, passage)
         checksum = self._checksum(key.group, record, planes)
         return [self._header(key.group, record, checksum), *planes]
 
     def fits(self, group: int, num_bytes: int) -> bool:
-        """Whether a file of this size may be one of these blocks."""
+        """Whether a file of this size can be a block of this group."""
         return 8 <= num_bytes - self.data_bytes(group) <= 8 + _MAX_HEADER_BYTES
 
     def decode(self, key: BlockKey, file: bytearray | memoryview) -> StoredBlock:
-        """What a whole file holds, in memory of `file`. Raises DamagedBlockError or ForeignBlockError."""
+        """The content of a whole file, as views of `file`. Raises DamagedBlockError or ForeignBlockError."""
         metadata, end = read_metadata(file)
         record, checksum = metadata
         found = _parsed(record)
@@ -265,7 +242,7 @@ class BlockFormat:
 
 
 def read_metadata(file: bytes | bytearray | memoryview) -> tuple[tuple[str, str], int]:
-    """(record, checksum) of a file, of which the beginning is enough, and where its data begins. Raises DamagedBlockError."""
+    """((record, checksum), offset of the data) of a file or of its beginning. Raises DamagedBlockError."""
     length = int.from_bytes(file[:8], "little")
     if not 2 <= length <= min(_MAX_HEADER_BYTES, len(file) - 8):
         raise DamagedBlockError
@@ -280,7 +257,7 @@ def read_metadata(file: bytes | bytearray | memoryview) -> tuple[tuple[str, str]
 
 
 def passage_in(record: str) -> PassageRecord | None:
-    """What a file's record says of a passage, if it says anything. Raises DamagedBlockError."""
+    """The passage in a file's record, if there is one. Raises DamagedBlockError."""
     passage = _parsed(record).get("passage")
     if passage is None:
         return None
@@ -296,7 +273,7 @@ def passage_in(record: str) -> PassageRecord | None:
 
 
 def _checked_int(number: object) -> int:
-    """JSON has numbers too that are not whole, not finite, or longer than any of ours. Raises ValueError."""
+    """`number` as a 64-bit integer. Raises ValueError for anything else, such as a JSON number that is not finite."""
     if type(number) is not int or not -(1 << 63) <= number < 1 << 63:
         raise ValueError
     return number
@@ -313,7 +290,7 @@ def _parsed(record: str) -> dict[str, Any]:
 
 
 def _table(planes: Sequence[PlaneForm]) -> dict[str, dict[str, Any]]:
-    """The tensors as a safetensors header lists them."""
+    """The tensor entries of a safetensors header."""
     table, end = {}, 0
     for index, plane in enumerate(planes):
         start, end = end, end + plane.num_bytes
@@ -321,23 +298,19 @@ def _table(planes: Sequence[PlaneForm]) -> dict[str, dict[str, Any]]:
     return table
 
 
+# -- folder of files -----------------------------------------------------------------------------------------------
+
 _NAMESPACE = re.compile("[0-9a-f]{32}")
-
 _SUFFIX = ".safetensors"
-
 _PART = ".part"
-
-_ABANDONED_SECONDS = 150.0  # what was begun so long ago has lost its writer: a block takes milliseconds
-
-_HEAD_BYTES = 4096  # of a file that is looked at for its record; a longer one is read on
-
+_ABANDONED_SECONDS = 150.0  # a partial file of this age has lost its writer: writing a block takes milliseconds
+_HEAD_BYTES = 4096  # read first to find a file's record; longer headers need a second read
 _MINUTE = 60
-
-_LOW_WATER = 14 / 16  # of the cap, to which files are removed
+_LOW_WATER = 14 / 16  # share of the cap that remains after files were removed
 
 
 class BlockDirectory:
-    """root: the folder of all namespaces, which share one cap of `max_bytes`."""
+    """Block files of one namespace. root: the folder of all namespaces, which share one cap of `max_bytes`."""
 
     def __init__(self, root: Path, form: BlockFormat, max_bytes: int) -> None:
         self._root, self._form, self._max_bytes = root, form, max_bytes
@@ -345,7 +318,7 @@ class BlockDirectory:
         self.folder.mkdir(mode=0o700, exist_ok=True)
 
     def present(self) -> Iterator[BlockKey]:
-        """The blocks whose files are there, by their names alone."""
+        """The blocks that have files, according to the file names."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:
                 key = _key_of(entry.name)
@@ -353,14 +326,14 @@ class BlockDirectory:
                     yield key
 
     def changed_at(self) -> int:
-        """A number that changes when files come or go."""
+        """A number that changes when files are added or removed."""
         try:
             return self.folder.stat().st_mtime_ns
         except OSError:
             return 0
 
     def read(self, key: BlockKey) -> StoredBlock | None:
-        """The block, None if there is no such file. Raises DamagedBlockError, ForeignBlockError or OSError."""
+        """The block; None if there is no such file. Raises DamagedBlockError, ForeignBlockError or OSError."""
         try:
             with open(self._path(key), "rb", buffering=0, opener=_open_plain) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -378,23 +351,26 @@ class BlockDirectory:
         return self._form.decode(key, data)
 
     def passage_of(self, key: BlockKey) -> PassageRecord | None:
-        """What its file says of a passage: a hint, which is checked when the block is read. Raises DamagedBlockError, OSError."""
+        """The passage in a file's record: a hint that is verified when the block is read.
+
+        Raises DamagedBlockError or OSError.
+        """
         with open(self._path(key), "rb", buffering=0, opener=_open_plain) as file:
             head = file.read(_HEAD_BYTES) or b""
             missing = 8 + int.from_bytes(head[:8], "little") - len(head)
-            if 0 < missing <= 1 << 16:
+            if 0 < missing <= _MAX_HEADER_BYTES:
                 head += file.read(missing) or b""
         (record, _), _ = read_metadata(head)
         return passage_in(record)
 
     def write(self, key: BlockKey, index: int, passage: PassageRecord | None, planes: list[Bytes]) -> int:
-        """Leave the whole file or none; returns its bytes. index: blocks before it in its text. Raises OSError."""
+        """Write the whole file or none; returns its size. index: blocks before it in its sequence. Raises OSError."""
         part = self.folder / f".{secrets.token_hex(8)}{_PART}"
         pieces = self._form.encode(key, passage, planes)
         try:
             try:
                 number = _create(part)
-            except FileNotFoundError:  # another process found the folder empty
+            except FileNotFoundError:  # another process has removed the empty folder
                 self.folder.mkdir(mode=0o700, exist_ok=True)
                 number = _create(part)
             with os.fdopen(number, "wb", buffering=0) as file:
@@ -410,7 +386,7 @@ class BlockDirectory:
         return size
 
     def touch(self, key: BlockKey, index: int) -> None:
-        """Its block is used now."""
+        """Record a use of the block now, in the file's mtime."""
         with contextlib.suppress(OSError):
             os.utime(self._path(key), ns=_stamp(index))
 
@@ -419,10 +395,9 @@ class BlockDirectory:
             self._path(key).unlink()
 
     def enforce_cap(self) -> tuple[int, int, OSError | None]:
-        """Remove the oldest files, whosever they are, where all of them are more than the cap less a sixteenth.
+        """Remove the oldest files of any namespace if all files exceed 15/16 of the cap, and abandoned partial files.
 
-        Returns the bytes that are left, the files removed, and why one could not be. What writers that were killed have left
-        goes in any case.
+        Returns (bytes that are left, number of files removed, an error if one could not be removed).
         """
         found: list[tuple[int, int, str]] = []  # (time, bytes, path)
         fault: OSError | None = None
@@ -436,7 +411,7 @@ class BlockDirectory:
                         continue
                     fault = error
             elif _key_of(path.rpartition(os.sep)[2]) is None:
-                continue  # not ours: neither counted nor touched
+                continue  # not a block file: neither counted nor removed
             else:
                 found.append((status.st_mtime_ns, size, path))
             total += size
@@ -459,7 +434,7 @@ class BlockDirectory:
 
 
 def minute() -> int:
-    """The minute that a use now falls into."""
+    """The current minute since the epoch."""
     return int(time.time()) // _MINUTE
 
 
@@ -469,7 +444,7 @@ def _stamp(index: int) -> tuple[int, int]:
 
 
 def _key_of(name: str) -> BlockKey | None:
-    """The block that a file of this name holds, if it is such a name."""
+    """The block of a file with this name; None for other names."""
     stem, dot, rest = name.partition(".")
     digest, dash, group = stem.partition("-")
     if dot + rest != _SUFFIX or not dash or len(digest) != 64 or not group.isascii() or not group.isdigit():
@@ -481,7 +456,7 @@ def _key_of(name: str) -> BlockKey | None:
 
 
 def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Every plain file in the folders of all namespaces; those that vanish meanwhile are left out."""
+    """Every regular file in the folders of all namespaces, without those that vanish meanwhile."""
     with os.scandir(root) as folders:
         names = [
             folder.path
@@ -497,7 +472,7 @@ def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _unlink(path: str) -> OSError | None:
-    """Why it is still there, if it is: another process may have been first."""
+    """Remove a file; returns the error if it remains. Another process may have removed it before."""
     try:
         Path(path).unlink()
     except FileNotFoundError:
@@ -512,9 +487,8 @@ def _create(path: Path) -> int:
 
 
 def _open_plain(path: str, flags: int) -> int:
-    return os.open(
-        path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    )  # a pipe put there must not hold anybody up
+    # O_NONBLOCK: a named pipe in place of the file must not block the reader.
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _write_all(number: int, data: memoryview) -> int:
@@ -524,13 +498,14 @@ def _write_all(number: int, data: memoryview) -> int:
     return done
 
 
-_MIN_BLOCKS = 64  # of all KV groups, that the cap has to have room for
+# -- checks before the engine starts -------------------------------------------------------------------------------
 
+_MIN_BLOCKS = 64  # blocks, of all KV groups together, that a tier must be able to hold
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_tier_options(config: EngineConfig) -> None:
-    """Make the folder that is asked for, if any is. Raises LoadError where no model at all can be served so."""
+    """Check the options that do not depend on the model, and create the folder if one is given. Raises LoadError."""
     for field, asked in (("persist", config.cache.persist), ("host_memory", config.cache.host_memory)):
         if asked is not None and not config.cache.prefix_caching:
             raise LoadError(
@@ -544,12 +519,14 @@ def check_tier_options(config: EngineConfig) -> None:
 
 
 def check_tier_support(config: EngineConfig, token_bytes: int, *, is_bidirectional: bool, on_device: bool) -> None:
-    """Raises LoadError where blocks of this model cannot be kept as asked for. token_bytes: of a token in the cache. on_device:
-    whether the cache lies in a memory of its own."""
+    """Raise LoadError if blocks of this model cannot be stored as configured.
+
+    token_bytes: of a token in the cache. on_device: whether the cache is in device memory.
+    """
     cache = config.cache
     if cache.host_memory is not None and not on_device:
         raise LoadError(
-            "`cache.host_memory` takes what a GPU's cache evicts, and this cache lies in main memory already: leave it out and "
+            "`cache.host_memory` takes what a GPU's cache evicts, and this cache is in main memory already: leave it out and "
             "raise `cache.memory`"
         )
     for field, size in (
@@ -571,7 +548,7 @@ def check_tier_support(config: EngineConfig, token_bytes: int, *, is_bidirection
 
 
 def prepare_folder(name: str) -> Path:
-    """The folder, for its owner alone where it is made here. Raises LoadError that says what is wrong with it."""
+    """Create the folder if needed, accessible only to its owner, and check it. Raises LoadError with the reason."""
     path = Path(name)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

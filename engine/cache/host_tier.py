@@ -1,6 +1,9 @@
-"""Host tier: evicted device blocks in pinned host memory, and the transfer of blocks between KV tensors, host memory and files.
+"""Host tier: evicted device blocks in pinned host memory, and block transfers between KV tensors, host memory and files.
 
-The device copies blocks between its KV tensors and staging rows in step order; staging rows and host memory are copied beside the steps. No step waits for host memory unless it evicts more blocks than there are staging rows. Where a draft model uses the same block tables, a block holds the data of both models. The least recently used block is evicted first, tails before heads.
+The device copies blocks between its KV tensors and staging rows in step order; staging rows and host memory are copied
+concurrently with the steps. No step waits for host memory unless it evicts more blocks than there are staging rows. If a
+draft model uses the same block tables, a block holds the data of both models. The least recently used block is evicted
+first, tails before heads.
 """
 
 from __future__ import annotations
@@ -28,11 +31,14 @@ from windlass.engine.cache.non_prefix_reuse import PassageRecord
 from windlass.engine.cache.prefix_cache import BlockKey
 from windlass.kernels import Copies, DeviceEvent, is_out_of_memory, to_device
 
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # the widest that fits is moved quickest
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # the widest that fits is copied fastest
 
 
 class GroupRows:
-    """planes: [layers, blocks, …] of one KV group each, contiguous. dtype, num_words: of a block's row."""
+    """The blocks of one KV group as rows of words.
+
+    planes: [layers, blocks, …] each, contiguous. dtype, num_words: of the row of a block.
+    """
 
     def __init__(self, planes: Sequence[Tensor]) -> None:
         flat = [plane.flatten(2) for plane in planes]
@@ -45,35 +51,35 @@ class GroupRows:
         self.num_words = self._ends[-1]
 
     def gather(self, blocks: Tensor, rows: Tensor) -> None:
-        """Take blocks [N], int64 on the device, into rows [N, words] there."""
+        """Copy blocks [N], int64 on the device, to rows [N, words] on the device."""
         for view, part in zip(self._views, self._parts(rows), strict=True):
             torch.index_select(view, 0, blocks, out=part)
 
     def scatter(self, blocks: Tensor, rows: Tensor) -> None:
-        """Put rows [N, words] of the device into blocks [N], int64 there."""
+        """Copy rows [N, words] on the device to blocks [N], int64 on the device."""
         for view, part in zip(self._views, self._parts(rows), strict=True):
             view.index_copy_(0, blocks, part)
 
     def put(self, row: Tensor, block: int) -> None:
-        """Put a row [words] of the device into a block, which takes no memory there."""
+        """Copy a row [words] on the device to a block, without allocating device memory."""
         for view, part in zip(self._views, self._parts(row[None]), strict=True):
-            # A layer at a time: those of a block lie apart, and for what lies together no program has to be loaded.
+            # Layer by layer: the layers of a block are not contiguous, and a contiguous copy needs no kernel to be loaded.
             for layer, own in zip(view[block], part[0], strict=True):
                 layer.copy_(own)
 
     def read_block(self, block: int, row: Tensor) -> None:
-        """Take a block into a row [words] of the device."""
+        """Copy a block to a row [words] on the device."""
         for view, part in zip(self._views, self._parts(row[None]), strict=True):
             part[0].copy_(view[block])
 
     def _parts(self, rows: Tensor) -> Iterator[Tensor]:
-        """Of each plane [N, layers, words]."""
+        """The part of each plane, [N, layers, words]."""
         for view, first, end in zip(self._views, self._ends, self._ends[1:], strict=False):
             yield rows[:, first:end].view(len(rows), *view.shape[1:])
 
 
 def consecutive_runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, end) of entries whose numbers follow one another, in order."""
+    """(first, end) of the runs of entries whose numbers are consecutive, in order."""
     first = 0
     for index in range(1, len(numbers) + 1):
         if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
@@ -81,21 +87,25 @@ def consecutive_runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
             first = index
 
 
-_PIECE = 1 << 30  # bytes
+# -- pinned host memory --------------------------------------------------------------------------------------------
+
+_PIECE = 1 << 30  # bytes of one pinned allocation
 
 
 def pinned_rows_within(num_bytes: int, row_bytes: Sequence[int]) -> int:
-    """As many rows of each of these sizes as can be pinned without more bytes than these."""
+    """The largest number of rows, of each of these sizes, that can be pinned within `num_bytes`."""
+
+    def pinned(count: int) -> int:
+        return sum(pieces * size for each in row_bytes for pieces, _, size in _piece_sizes(count, each))
+
     count = num_bytes // sum(row_bytes)
-    while (
-        count and sum(pieces * size for each in row_bytes for pieces, _, size in _piece_sizes(count, each)) > num_bytes
-    ):
+    while count and pinned(count) > num_bytes:
         count -= 1
     return count
 
 
 def _piece_sizes(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """(pieces, rows in each, bytes that each takes), the largest first."""
+    """(number of pieces, rows in each, bytes of each), the largest first."""
     size = max(_PIECE, 1 << (row_bytes - 1).bit_length())
     while num_rows:
         each = size // row_bytes
@@ -106,31 +116,31 @@ def _piece_sizes(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int, int]
 
 
 class PinnedRows:
-    """num_rows of num_words each. Raises what torch raises where there is no memory."""
+    """`num_rows` rows of `num_words` each in pinned host memory. Raises torch's error if there is no memory."""
 
     def __init__(self, copies: Copies, num_rows: int, num_words: int, dtype: torch.dtype) -> None:
         counts = [each for pieces, each, _ in _piece_sizes(num_rows, num_words * dtype.itemsize) for _ in range(pieces)]
         self._pieces = [copies.host_memory((count, num_words), dtype) for count in counts]
-        self._firsts = [0, *accumulate(counts)]  # of each piece its first row
+        self._firsts = [0, *accumulate(counts)]  # first row of each piece
 
     def row(self, number: int) -> Tensor:
-        """[words]."""
+        """One row, [words]."""
         piece, first = self._locate(number)
         return piece[first]
 
     def _locate(self, number: int) -> tuple[Tensor, int]:
-        """A piece, and the row in it."""
+        """The piece of a row, and its index in the piece."""
         piece = bisect_right(self._firsts, number) - 1
         return self._pieces[piece], number - self._firsts[piece]
 
     def receive(self, numbers: Sequence[int], rows: Tensor) -> None:
-        """Copy rows [N, words] of a device here. Nobody waits."""
+        """Copy rows [N, words] on a device to these rows, asynchronously."""
         for piece, first, index, end in self._spans(numbers):
             piece[first : first + end - index].copy_(rows[index:end], non_blocking=True)
 
     def send(self, numbers: Sequence[int], rows: Tensor) -> None:
-        """Copy these to rows [N, words] of a device. Nobody waits."""
-        if not rows.is_contiguous():  # torch would wait
+        """Copy these rows to rows [N, words] on a device, asynchronously."""
+        if not rows.is_contiguous():  # torch would synchronize
             for number, row in zip(numbers, rows, strict=True):
                 row.copy_(self.row(number), non_blocking=True)
             return
@@ -138,7 +148,7 @@ class PinnedRows:
             rows[index:end].copy_(piece[first : first + end - index], non_blocking=True)
 
     def _spans(self, numbers: Sequence[int]) -> list[tuple[Tensor, int, int, int]]:
-        """What lies side by side: piece, its first row, first entry and end of `numbers`."""
+        """Contiguous rows: (piece, first row in it, first and end index into `numbers`)."""
         found = []
         for index, end in consecutive_runs(numbers):
             while index < end:
@@ -149,16 +159,23 @@ class PinnedRows:
         return found
 
 
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
+# -- transfers -----------------------------------------------------------------------------------------------------
 
-_NAMES[torch.float8_e4m3fn] = "F8_E4M3"
+_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 
 
 class BlockTransfer(ABC):
-    """Pages that blocks are taken from and put back into.
+    """Copies blocks out of and into the KV tensors.
 
-    forms: of a block's planes, per KV group; block_bytes: of all of them. max_staged_bytes: bytes that are held before their turn has
-    come. load_budget_streaming, alone: bytes that come into the cache before one step, where streams run and where none do.
+    forms: of a block's planes, per KV group; block_bytes: of all planes of a block. max_staged_bytes: limit of data that
+    is staged and not yet copied to a block. load_budget_streaming, load_budget_idle: bytes loaded into the cache before
+    one step, while streams run and while none do.
     """
 
     max_staged_bytes = 64 << 20
@@ -171,34 +188,36 @@ class BlockTransfer(ABC):
 
     @abstractmethod
     def read_block(self, group: int, block: int, full_since: float) -> list[Bytes]:
-        """The bytes of a block as they are: [layers, bytes] for each plane, until the next copy is made.
+        """The bytes of a block, [layers, bytes] for each plane, valid until the next call.
 
-        full_since: when its last token was computed or about to be, by the monotonic clock.
+        full_since: time, by the monotonic clock, at which its last token was computed or its computation was submitted.
         """
 
     @abstractmethod
     def stage(self, group: int, planes: tuple[Bytes, ...], stop: Callable[[], bool]) -> int | None:
-        """Hold what was read; returns the ticket that `put` or `drop` are given, None where `stop` came before there was room."""
+        """Stage the planes of a block; returns the ticket for `put` or `drop`, None if `stop` became true before that."""
 
     @abstractmethod
     def put(self, loaded: Sequence[LoadedBlock]) -> None:
-        """Put what was held into blocks."""
+        """Copy staged data to blocks."""
 
     @abstractmethod
     def drop(self, ticket: int) -> None:
-        """Give up what was held."""
+        """Discard staged data."""
 
     def save(self, saved: Sequence[SavedBlock]) -> None:
-        """Copy blocks of a device into the host's memory before they are overwritten."""
-        raise RuntimeError("these blocks lie in the host's memory already")
+        """Copy device blocks to host memory before they are overwritten."""
+        raise RuntimeError("these blocks are in host memory already")
 
 
 class CPUBlockTransfer(BlockTransfer):
-    """Those of main memory. planes: see `planes_of`."""
+    """Transfer for KV tensors in main memory. planes: see `planes_of`."""
 
     def __init__(self, planes: Sequence[Sequence[torch.Tensor]]) -> None:
         super().__init__(planes)
-        self._views = [[_bytes_of(plane) for plane in of_group] for of_group in planes]  # [layers, blocks, bytes] each
+        self._views: list[list[Bytes]] = [  # of each plane as bytes [layers, blocks, bytes], the same memory
+            [plane.flatten(2).view(torch.uint8).numpy() for plane in of_group] for of_group in planes
+        ]
         self._staged: dict[int, tuple[Bytes, ...]] = {}
 
     def read_block(self, group: int, block: int, full_since: float) -> list[Bytes]:
@@ -219,13 +238,15 @@ class CPUBlockTransfer(BlockTransfer):
 
 
 def bytes_of_blocks(planes: Sequence[Sequence[torch.Tensor]]) -> list[int]:
-    """Of a block, per KV group. planes: see `planes_of`."""
+    """Size of a block, per KV group. planes: see `planes_of`."""
     return [sum(_form(plane).num_bytes for plane in of_group) for of_group in planes]
 
 
 def planes_of(storages: Sequence[KVCache]) -> list[list[torch.Tensor]]:
-    """Of each group all that a block has. storages: of the model and, if there is one, of its draft model, which has one KV
-    group, and states only where the model has them too."""
+    """All planes of a block, per group. storages: of the model and of its draft model, if there is one.
+
+    A draft model has one KV group, and states only if the model has them too.
+    """
     first, *others = [storage.planes for storage in storages]
     groups = [list(planes) for planes in first]
     for other in others:
@@ -239,52 +260,46 @@ def _form(plane: torch.Tensor) -> PlaneForm:
     return PlaneForm((layers, *shape), _NAMES[plane.dtype], layers * prod(shape) * plane.dtype.itemsize)
 
 
-def _bytes_of(plane: torch.Tensor) -> Bytes:
-    """[layers, blocks, …] as bytes [layers, blocks, bytes], the same memory."""
-    view: Bytes = plane.flatten(2).view(torch.uint8).numpy()
-    return view
-
+# -- host tier -----------------------------------------------------------------------------------------------------
 
 _CANNOT_COPY = "blocks that the cache evicts cannot be copied to the host's memory"
-
-_COPY_SECONDS = 1.0  # that a plan with a copy in it may take to begin
+_COPY_SECONDS = 1.0  # time limit until the copy of an admitted block is submitted
 
 
 @dataclass(slots=True)
 class _HostSlot:
-    """mark: behind the copy that fills it; None before that is asked for. num_readers: who copies from it now."""
+    """event: after the copy that fills it; None before that copy is submitted. num_readers: copies from it in progress."""
 
     slot: int
-    mark: DeviceEvent | None = None
+    event: DeviceEvent | None = None
     num_readers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """A block that stays where it is until it is given back. mark: from then on it is there."""
+    """A block that is not evicted before it is released. event: after which its data is complete."""
 
     key: BlockKey
     slot: int
-    mark: DeviceEvent
+    event: DeviceEvent
     passage: PassageRecord | None
 
 
 class HostTier:
-    """num_slots: blocks of each KV group that there is room for. The engine's thread tells; any thread may ask.
+    """Index of the blocks in host memory. The engine thread admits blocks; any thread may acquire them.
 
-    block_size: tokens of a block. block_bytes: of each KV group's.
+    num_slots: blocks of each KV group that fit. block_bytes: of a block, per KV group. block_size: tokens of a block.
     """
 
     def __init__(self, num_slots: int, block_bytes: Sequence[int], block_size: int, counts: PersistCounters) -> None:
         self.num_slots, self._block_bytes, self._counts = num_slots, block_bytes, counts
-        self.known = TierIndex(block_size)  # for what is found as a passage
-        # Called with a lock held: it must not ask back.
+        self.index = TierIndex(block_size)  # of blocks that are found as passages
+        # Called with the lock held: it must not call methods of this object.
         self.on_evicted: Callable[[BlockKey], None] = lambda _: None
-        self._entries: list[OrderedDict[bytes, _HostSlot]] = [
-            OrderedDict() for _ in block_bytes
-        ]  # longest unused first
+        # Per group by digest, least recently used first.
+        self._entries: list[OrderedDict[bytes, _HostSlot]] = [OrderedDict() for _ in block_bytes]
         self._free = [list(range(num_slots - 1, -1, -1)) for _ in block_bytes]
-        self._passages: dict[bytes, PassageRecord] = {}  # of blocks whose first group's is still in the device's cache
+        self._passages: dict[bytes, PassageRecord] = {}  # of blocks whose first group is still in the device's cache
         self._pending_saves: list[SavedBlock] = []
         self._loaded: set[tuple[int, int]] = set()
         self._changed = threading.Condition()
@@ -298,127 +313,125 @@ class HostTier:
 
     @property
     def num_bytes(self) -> int:
-        """Of the blocks."""
+        """Total size of the blocks."""
         return sum(len(entries) * size for entries, size in zip(self._entries, self._block_bytes, strict=True))
 
     def admit(self, key: BlockKey, block: int, passage: PassageRecord | None) -> bool:
-        """A block is evicted, and overwritten by the plan that is being made or a later one. Whether it is kept here.
+        """Admit a block that is evicted from the device and overwritten by the current step or a later one.
 
-        passage: what is known of it as a passage.
+        passage: its record as a passage. Returns whether it is stored here.
         """
         with self._changed:
             if key.group and passage is not None:
                 self._passages[key.digest] = passage
             elif not key.group:
-                kept = self._passages.pop(key.digest, None)
-                passage = passage or kept
+                pending = self._passages.pop(key.digest, None)
+                passage = passage or pending
             entries = self._entries[key.group]
             if key.digest in entries:
                 entries.move_to_end(key.digest)
             elif (key.group, block) in self._loaded or (not self._free[key.group] and not self._evict(key.group)):
-                self._counts.host_lost += (key.group, block) not in self._loaded
+                self._counts.host_lost_blocks += (key.group, block) not in self._loaded
                 return False
             else:
                 slot = self._free[key.group].pop()
                 entries[key.digest] = _HostSlot(slot)
                 self._pending_saves.append(SavedBlock(*key, block, slot))
         if not key.group:
-            self.known.add(key, 0, passage)
+            self.index.add(key, 0, passage)
         return True
 
     def note_loaded(self, group: int, block: int) -> None:
-        """A block is brought in by the plan that is being made: should that evict it, what lies there is not it yet."""
+        """The step that is being planned loads this block: if it also evicts it, the block has no valid data to save."""
         self._loaded.add((group, block))
 
     def take_pending_saves(self) -> list[SavedBlock]:
-        """What a plan has to have copied before anything else, as it has evicted these."""
+        """The copies that the planned step must make before anything else, because it has evicted these blocks."""
         pending, self._pending_saves = self._pending_saves, []
         self._loaded.clear()
         return pending
 
-    def copy_started(self, saved: Sequence[SavedBlock], mark: DeviceEvent) -> None:
-        """The copies of these are asked for. mark: behind them."""
+    def copy_started(self, saved: Sequence[SavedBlock], event: DeviceEvent) -> None:
+        """The copies of these blocks are submitted. event: after them."""
         with self._changed:
             for one in saved:
-                self._entries[one.group][one.digest].mark = mark
-                self._counts.host_saved += 1
+                self._entries[one.group][one.digest].event = event
+                self._counts.host_saved_blocks += 1
                 self._counts.host_saved_bytes += self._block_bytes[one.group]
             self._counts.succeed(_CANNOT_COPY)
             self._changed.notify_all()
 
     def copy_failed(self, saved: Sequence[SavedBlock], error: Exception) -> None:
-        """These could not be copied, and are gone."""
+        """These blocks could not be copied and are lost."""
         self._counts.fail(_CANNOT_COPY, error)
         with self._changed:
             for one in saved:
-                self._counts.host_lost += 1
+                self._counts.host_lost_blocks += 1
                 self._forget(BlockKey(one.group, one.digest))
             self._changed.notify_all()
 
     def acquire(self, key: BlockKey) -> HostBlock | None:
-        """A block, to be given back by `release`; None where it is not here."""
+        """A block, until `release` is called; None if it is not here or not copied in time."""
         entries = self._entries[key.group]
 
         def is_ready() -> bool:
             entry = entries.get(key.digest)
-            return entry is None or entry.mark is not None
+            return entry is None or entry.event is not None
 
         with self._changed:
             if not self._changed.wait_for(is_ready, _COPY_SECONDS):
                 return None
             entry = entries.get(key.digest)
-            if entry is None or entry.mark is None:
+            if entry is None or entry.event is None:
                 return None
             entry.num_readers += 1
             entries.move_to_end(key.digest)
-            return HostBlock(key, entry.slot, entry.mark, self.known.passage_of(key))
+            return HostBlock(key, entry.slot, entry.event, self.index.passage_of(key))
 
     def release(self, block: HostBlock) -> None:
         with self._changed:
             self._entries[block.key.group][block.key.digest].num_readers -= 1
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """The blocks of a text, in order, are of use once more: its end goes first."""
+        """Record a use of the blocks of a sequence, in order. Its last blocks will be evicted first."""
         with self._changed:
             for key in reversed(keys):
                 if key in self:
                     self._entries[key.group].move_to_end(key.digest)
 
     def _evict(self, group: int) -> bool:
-        """Whether there was one that nobody needs at the moment."""
+        """Evict the least recently used block that is copied and has no reader; returns whether there was one."""
         for digest, entry in self._entries[group].items():
-            if entry.mark is not None and not entry.num_readers:
+            if entry.event is not None and not entry.num_readers:
                 self._forget(BlockKey(group, digest))
-                self._counts.host_evicted += 1
+                self._counts.host_evicted_blocks += 1
                 return True
         return False
 
     def _forget(self, key: BlockKey) -> None:
         self._free[key.group].append(self._entries[key.group].pop(key.digest).slot)
-        self.known.remove(key)
+        self.index.remove(key)
         self.on_evicted(key)
 
 
-_OUTGOING_BYTES, _INCOMING_BYTES = (
-    64 << 20,
-    128 << 20,
-)  # bytes of rows on the device: twice for what leaves, once for what comes
+# -- transfers of a device -----------------------------------------------------------------------------------------
 
-_MIN_ROWS = 4  # rows, however large blocks are
-
+_OUTGOING_BYTES, _INCOMING_BYTES = 64 << 20, 128 << 20  # staging rows on the device: two buffers outgoing, one incoming
+_MIN_ROWS = 4  # incoming rows, however large blocks are
 _POLL_SECONDS = 0.05
 
 
 def staging_bytes(block_bytes: int, *, saves: bool) -> int:
-    """That all rows take on the device, at most. block_bytes: of the largest block. saves: whether what is evicted is kept."""
-    incoming, leaving = max(_INCOMING_BYTES, _MIN_ROWS * block_bytes), 2 * max(_OUTGOING_BYTES, block_bytes)
-    return incoming + block_bytes + (leaving if saves else 0)
+    """Upper bound of the device memory for staging rows. block_bytes: of the largest block. saves: with a host tier."""
+    incoming, outgoing = max(_INCOMING_BYTES, _MIN_ROWS * block_bytes), 2 * max(_OUTGOING_BYTES, block_bytes)
+    return incoming + block_bytes + (outgoing if saves else 0)
 
 
 class DeviceBlockTransfer(BlockTransfer):
-    """planes: see `planes_of`. tier: the books of what is kept in the host's memory; None where nothing is.
+    """Transfer for KV tensors in device memory.
 
-    Raises what torch raises where there is no memory.
+    planes: see `planes_of`. tier: the index of host memory; None without a host tier. Raises torch's error if there is
+    no memory.
     """
 
     def __init__(self, planes: Sequence[Sequence[Tensor]], copies: Copies, tier: HostTier | None) -> None:
@@ -439,15 +452,15 @@ class DeviceBlockTransfer(BlockTransfer):
             for group in self._rows:
                 self._host.append(PinnedRows(copies, tier.num_slots, group.num_words, group.dtype))
             self._outgoing = [rows(_OUTGOING_BYTES, 1) for _ in range(2)]
-        self._outgoing_events: list[DeviceEvent | None] = [None, None]  # behind the copies from these rows
+        self._outgoing_events: list[DeviceEvent | None] = [None, None]  # after the copies from these rows
         self._next_outgoing = 0
         self._incoming = rows(_INCOMING_BYTES, _MIN_ROWS)
         self.max_staged_bytes = self._incoming.nbytes
         self.load_budget_streaming = self.load_budget_idle = self._incoming.nbytes
-        # Blocks: of fewer, threads take turns for longer than copies take. Others shall find places there meanwhile.
+        # In blocks. Fewer would make thread switches longer than the copies; a quarter leaves rows for others.
         self.max_blocks_per_load = max(1, min(len(self._incoming), blocks if tier is None else 2 * tier.num_slots) // 4)
         self._free = list(range(len(self._incoming)))
-        self._row_events: list[DeviceEvent | None] = [None] * len(self._incoming)  # behind the copies from these rows
+        self._row_events: list[DeviceEvent | None] = [None] * len(self._incoming)  # after the copies from these rows
         self._staged: dict[int, int] = {}  # row by ticket
         self._changed = threading.Condition()
         self._read = copies.host_memory((self._incoming.shape[1],), torch.int64)
@@ -455,10 +468,10 @@ class DeviceBlockTransfer(BlockTransfer):
         self._save_copies, self._load_copies, self._write_copies = copies.queue(), copies.queue(), copies.queue()
         self._computed, self._computed_at = copies.record_event(), time.monotonic()
 
-    # -- by the engine's thread ------------------------------------------------------------------------------------
+    # -- engine thread ---------------------------------------------------------------------------------------------
 
     def save(self, saved: Sequence[SavedBlock]) -> None:
-        """Where the device has no memory for that the blocks are lost, and nothing else."""
+        """Copy blocks to host memory. If device memory is exhausted, these blocks are lost and the step continues."""
         assert self._tier is not None
         by_group: dict[int, list[SavedBlock]] = defaultdict(list)
         for one in saved:
@@ -483,13 +496,12 @@ class DeviceBlockTransfer(BlockTransfer):
         rows = self._packed(group, self._outgoing[buffer], len(saved))
         self._rows[group].gather(self._block_ids([one.block for one in saved]), rows)
         host, slots = self._host[group], [one.slot for one in saved]
-        mark = self._outgoing_events[buffer] = self._save_copies.submit(
-            lambda: host.receive(slots, rows), [self._copies.record_event()]
-        )
-        return mark
+        event = self._save_copies.submit(lambda: host.receive(slots, rows), [self._copies.record_event()])
+        self._outgoing_events[buffer] = event
+        return event
 
     def put(self, loaded: Sequence[LoadedBlock]) -> None:
-        by_group: dict[int, dict[int, int]] = defaultdict(dict)  # rows by block: the last that is put into one counts
+        by_group: dict[int, dict[int, int]] = defaultdict(dict)  # row by block: the last one for a block counts
         taken = []
         for one in loaded:
             row = self._staged.pop(one.ticket)
@@ -503,7 +515,7 @@ class DeviceBlockTransfer(BlockTransfer):
                     raise
                 for block, row in row_of.items():
                     self._rows[group].put(self._group_rows(group, self._incoming[row]), block)
-        self._give_back(taken, self._copies.record_event())
+        self._free_rows(taken, self._copies.record_event())
 
     def _scatter(self, group: int, row_of: Mapping[int, int]) -> None:
         pairs = sorted((row, block) for block, row in row_of.items())
@@ -515,14 +527,14 @@ class DeviceBlockTransfer(BlockTransfer):
     def drop(self, ticket: int) -> None:
         row = self._staged.pop(ticket, None)
         if row is not None:
-            self._give_back([row], self._row_events[row])
+            self._free_rows([row], self._row_events[row])
 
-    # -- by the reader's thread ------------------------------------------------------------------------------------
+    # -- reader thread ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def load(self, held: Sequence[HostBlock], stop: Callable[[], bool]) -> list[int] | None:
-        """Tickets of blocks that the host's memory holds, at most `max_blocks_per_load`; None where `stop` came before."""
-        # As they lie there: what lies side by side comes in one copy.
+        """Stage at most `max_blocks_per_load` blocks of host memory; returns their tickets, None if `stop` became true."""
+        # In the order of slots: adjacent slots are copied at once.
         order = sorted(range(len(held)), key=lambda index: (held[index].key.group, held[index].slot))
 
         def copy(rows: Sequence[int]) -> None:
@@ -537,7 +549,7 @@ class DeviceBlockTransfer(BlockTransfer):
                 for begin, end in consecutive_runs(own):
                     self._host[group].send(of_group[begin:end], incoming[own[begin] : own[begin] + end - begin])
 
-        found = self._load_rows(len(held), copy, [block.mark for block in held], stop)
+        found = self._load_rows(len(held), copy, [block.event for block in held], stop)
         if found is None:
             return None
         tickets = dict(zip(order, found, strict=True))
@@ -561,10 +573,10 @@ class DeviceBlockTransfer(BlockTransfer):
         if rows is None:
             return None
         try:
-            marks = dict.fromkeys([*after, *(mark for row in rows if (mark := self._row_events[row]) is not None)])
-            self._load_copies.submit(lambda: copy(rows), list(marks)).wait()
+            events = dict.fromkeys([*after, *(event for row in rows if (event := self._row_events[row]) is not None)])
+            self._load_copies.submit(lambda: copy(rows), list(events)).wait()
         except BaseException:
-            self._give_back(rows, None)
+            self._free_rows(rows, None)
             raise
         tickets = [next(self._tickets) for _ in rows]
         self._staged.update(zip(tickets, rows, strict=True))
@@ -578,19 +590,19 @@ class DeviceBlockTransfer(BlockTransfer):
                 self._changed.wait(_POLL_SECONDS)
             return [heapq.heappop(self._free) for _ in range(count)]
 
-    def _give_back(self, rows: Sequence[int], mark: DeviceEvent | None) -> None:
-        """mark: behind what still reads them."""
+    def _free_rows(self, rows: Sequence[int], event: DeviceEvent | None) -> None:
+        """Return rows to the free ones. event: after the last copy that reads them."""
         with self._changed:
             for row in rows:
-                self._row_events[row] = mark
+                self._row_events[row] = event
                 heapq.heappush(self._free, row)
             self._changed.notify_all()
 
-    # -- by the writer's thread ------------------------------------------------------------------------------------
+    # -- writer thread ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def read_block(self, group: int, block: int, full_since: float) -> list[Bytes]:
-        if full_since >= self._computed_at:  # the step that has filled it may be under way
+        if full_since >= self._computed_at:  # the step that fills it may still be running
             self._computed_at = time.monotonic()
             self._computed = self._copies.record_event()
         row = self._group_rows(group, self._writing)
@@ -603,8 +615,8 @@ class DeviceBlockTransfer(BlockTransfer):
         return self._planes_in(group, self._written)
 
     def read_host_block(self, block: HostBlock) -> list[Bytes]:
-        """The bytes of a block that the host's memory holds, as `read_block` has them, until it is given back."""
-        block.mark.wait()
+        """The bytes of a block in host memory, as in `read_block`, valid until the block is released."""
+        block.event.wait()
         return self._planes_in(block.key.group, self._host[block.key.group].row(block.slot))
 
     def _planes_in(self, group: int, row: Tensor) -> list[Bytes]:
@@ -615,15 +627,15 @@ class DeviceBlockTransfer(BlockTransfer):
             first += form.num_bytes
         return planes
 
-    # --------------------------------------------------------------------------------------------------------------
+    # -- views of rows ---------------------------------------------------------------------------------------------
 
     def _group_rows(self, group: int, rows: Tensor) -> Tensor:
-        """The part of rows [..., words] that a block of this group fills, in its words."""
+        """The part of rows [..., words] that a block of this group fills, in the group's dtype."""
         own = self._rows[group]
         return rows.view(own.dtype)[..., : own.num_words]
 
     def _packed(self, group: int, rows: Tensor, count: int) -> Tensor:
-        """So many rows of a block of this group, [count, words], side by side: they go to the host in one copy."""
+        """`count` contiguous rows of blocks of this group, [count, words], which are copied to the host at once."""
         own = self._rows[group]
         return rows.view(-1).view(own.dtype)[: count * own.num_words].view(count, own.num_words)
 

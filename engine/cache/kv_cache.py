@@ -1,6 +1,6 @@
 """KV cache tensors: keys and values per KV group, and recurrent states.
 
-Copies whole blocks and swaps them to main memory. Block ownership is the block manager's.
+Copies whole blocks and swaps them to main memory. The block manager decides which sequence owns which block.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from windlass.engine.cache.cache_operations import BlockCopy, SwappedPages
 from windlass.engine.cache.kv_cache_spec import KVGroupSpec, StateGroupSpec
 from windlass.kernels import Backend, KVPages, StatePages, is_out_of_memory, page_tensor_shapes
 
-# Bytes that are on their way to or from main memory: on a GPU the pages leave little beside them.
-_SWAP_CHUNK_BYTES = 8 << 20
+_SWAP_CHUNK_BYTES = 8 << 20  # copied at once to or from main memory: on a GPU the pages leave little free memory
 
 
 class KVCache:
     """Pages of every KV group, in memory of one backend.
 
-    groups and num_blocks run in parallel. dtype int8 adds scales beside the codes. states, num_states: of layers that carry
-    them, one group more and its blocks; float32 whatever the dtype.
-    Memory is reserved, not touched, so unused pages cost nothing on a CPU.
+    num_blocks: per group. dtype int8 adds scales to the codes. states, num_states: shape and blocks of recurrent states,
+    which form one more group, float32 for every dtype. Memory is reserved, not touched, so unused pages cost nothing
+    on a CPU.
     """
 
     def __init__(
@@ -39,8 +38,7 @@ class KVCache:
         self._pages: dict[int, KVPages] = {}
         self._states: dict[int, StatePages] = {}
         self._groups: list[tuple[torch.Tensor, ...]] = []  # planes [layers of the group, num_blocks, …]
-        # By sequence, per group and plane copies of its blocks, some in each.
-        self._swapped_out: dict[int, list[list[list[torch.Tensor]]]] = {}
+        self._swapped_out: dict[int, list[list[list[torch.Tensor]]]] = {}  # seq_id -> chunks per group and plane
         for group, blocks in zip(groups, num_blocks, strict=True):
             planes = [
                 backend.pages((len(group.layers), *shape), kind)
@@ -77,14 +75,14 @@ class KVCache:
                 plane[:, copy.target] = plane[:, copy.source]
 
     def swap_out(self, swapped_out: SwappedPages) -> None:
-        """Copy what these blocks hold into main memory."""
+        """Copy these blocks to main memory."""
         self._swapped_out[swapped_out.seq_id] = [
             [[_copy_to_host(plane, some) for some in _chunks(plane, blocks)] for plane in planes]
             for planes, blocks in zip(self._groups, swapped_out.blocks, strict=True)
         ]
 
     def swap_in(self, swapped_out: SwappedPages) -> None:
-        """Put what was parked of the sequence into these blocks, and forget the copies. KeyError if nothing was."""
+        """Copy a swapped-out sequence into these blocks and free the copies. KeyError if it was not swapped out."""
         copies = self._swapped_out[swapped_out.seq_id]
         for planes, blocks, copied in zip(self._groups, swapped_out.blocks, copies, strict=True):
             for plane, pieces in zip(planes, copied, strict=True):
@@ -93,25 +91,25 @@ class KVCache:
         del self._swapped_out[swapped_out.seq_id]
 
     def discard_swapped(self, seq_id: int) -> None:
-        """Give up what was parked of a sequence, if anything was."""
+        """Free the copies of a swapped-out sequence, if there are any."""
         self._swapped_out.pop(seq_id, None)
 
 
 def _chunks(plane: torch.Tensor, blocks: Sequence[int]) -> Iterator[list[int]]:
-    """The blocks of a plane [layers, blocks, …] in order, as many at a time as may be on their way."""
+    """The blocks of a plane [layers, blocks, …] in order, in chunks of at most `_SWAP_CHUNK_BYTES`."""
     count = max(1, _SWAP_CHUNK_BYTES // max(1, plane[:, :1].nbytes))
     for first in range(0, len(blocks), count):
         yield list(blocks[first : first + count])
 
 
 def _copy_to_host(plane: torch.Tensor, blocks: list[int]) -> torch.Tensor:
-    """A copy [layers, N, …] in main memory of blocks of a plane."""
+    """Copy N blocks of a plane to main memory, [layers, N, …]."""
     try:
         return plane[:, blocks].cpu()
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-    # What a block holds of one layer lies in one piece: to copy that takes no memory of the device.
+    # One layer's part of a block is contiguous: copying it needs no further device memory.
     copy = torch.empty((plane.shape[0], len(blocks), *plane.shape[2:]), dtype=plane.dtype)
     for layer, own in enumerate(plane):
         for index, block in enumerate(blocks):
@@ -120,7 +118,7 @@ def _copy_to_host(plane: torch.Tensor, blocks: list[int]) -> torch.Tensor:
 
 
 def _copy_to_device(plane: torch.Tensor, blocks: list[int], piece: torch.Tensor) -> None:
-    """Put what was taken, [layers, N, …] in main memory, into blocks of a plane."""
+    """Copy `piece`, [layers, N, …] in main memory, into N blocks of a plane."""
     try:
         plane[:, blocks] = piece.to(plane.device)
         return

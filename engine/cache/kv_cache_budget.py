@@ -1,6 +1,7 @@
 """KV cache budget: how many blocks each KV group gets, and the longest context they hold.
 
-Allocates nothing and imports no torch, so the numbers are available before a model is loaded. Callers measure free memory.
+Allocates nothing and imports no torch, so the numbers are available before a model is loaded. Callers measure free
+memory.
 """
 
 from __future__ import annotations
@@ -14,50 +15,46 @@ from windlass.engine.cache.kv_cache_spec import MAX_STATE_BLOCKS, KVGroupSpec, S
 from windlass.engine.errors import LoadError
 from windlass.engine.interface.config import EngineConfig
 
-DEVICE_SHARE = 0.9  # of a GPU's memory, where the operator names none
-
-_CPU_SHARE = 0.5
-
-_FALLBACK_BYTES = 2 << 30
+DEVICE_SHARE = 0.9  # default share of a GPU's memory
+_CPU_SHARE = 0.5  # default share of free main memory
+_FALLBACK_BYTES = 1 << 30  # if free main memory is unknown
 
 
 def default_kv_budget(free: int | None, engines: int = 1) -> int:
-    """Bytes of KV cache to reserve in main memory when the operator names none: a share of what is free beside the weights.
+    """Default bytes of KV cache in main memory: a share of `free`, the bytes that are free apart from the weights.
 
-    engines: that have equal parts of it.
+    engines: number of engines that share the result equally.
     """
-    if free is None:
-        return _FALLBACK_BYTES // 2 // engines
-    return int(free * _CPU_SHARE) // engines
+    return (_FALLBACK_BYTES if free is None else int(free * _CPU_SHARE)) // engines
 
 
 def device_kv_budget(total: int, taken: int, free: int, share: float | None, step: int = 0) -> int:
-    """Bytes of KV cache in a GPU's memory, less than 1 where there are none.
+    """Bytes of KV cache in a GPU's memory; less than 1 if there is no memory for it.
 
-    total, free: of the GPU, whoever uses it. taken: by this engine already. share: of the GPU that is this engine's, None:
-    `DEVICE_SHARE`. step: what the largest step needs beside weights and cache.
+    total, free: bytes of the GPU, over all its processes. taken: already used by this engine. share: of the GPU for this
+    engine; None: `DEVICE_SHARE`. step: bytes that the largest step needs in addition to weights and cache.
     """
     return min(int(total * (share or DEVICE_SHARE)) - taken, free) - step
 
 
 def gib(num_bytes: float) -> str:
-    """A size for people: "7.6 GiB", small ones in MiB."""
+    """Format a size as "7.6 GiB", small ones in MiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-
-_INT8_QUAD = 4  # codes of a key are padded to a multiple
-
-_INT8_SCALES = 8  # bytes per token and head, one float32 for the key and one for the value
-
-_INT8_GROUP, _INT8_SCALE = 32, 4  # of a row that is key and value at once: numbers of a scale, and its bytes
+_INT8_QUAD = 4  # codes of a key are padded to a multiple of this
+_INT8_SCALES = 8  # bytes per token and head: one float32 for the key and one for the value
+_INT8_GROUP, _INT8_SCALE = 32, 4  # of a row that is both key and value: elements per scale, and bytes of a scale
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """num_blocks, per KV group; max_model_len in tokens; num_bytes of all pages and states; notices: one line each. num_states:
-    blocks of what layers carry from token to token."""
+    """Size of the KV cache.
+
+    num_blocks: per KV group. max_model_len: in tokens. num_bytes: of all pages and states. notices: one line each.
+    num_states: blocks of recurrent state.
+    """
 
     num_blocks: tuple[int, ...]
     max_model_len: int
@@ -67,7 +64,7 @@ class CachePlan:
 
 
 def bytes_per_token(group: KVGroupSpec, dtype: str) -> int:
-    """What one token takes in a KV group's pages of this type, padding and scales included (see `kernels.page_tensor_shapes`)."""
+    """Bytes of one token in a KV group's pages of this dtype, with padding and scales (see `kernels.page_tensor_shapes`)."""
     dim, value_dim = group.head_dim, group.cached_value_dim
     int8 = ceil(dim / _INT8_QUAD) * _INT8_QUAD + value_dim + _INT8_SCALES
     if not value_dim:
@@ -88,15 +85,15 @@ def plan_cache(
     states: StateGroupSpec | None = None,
     draft_state_bytes: int = 0,
 ) -> CachePlan:
-    """Blocks within `budget` bytes, not more than running sequences hold unless the operator named the bytes and beginnings are
-    shared, and the longest sequence they carry.
+    """Plan the blocks within `budget` bytes, and the longest sequence that they can hold.
 
-    trained_len: the model's own context length, which is wanted where the operator asks for none. A notice tells where the
-    budget shortened it. most: bytes that `cache.memory` could be raised to, None if unknown. beside: bytes per token of a
-    draft model's pages, which are as many as the first group's. whole_prompts: a prompt is computed in one step, which bounds
-    its length, and needs pages for that step only. states: of layers that carry them, which take a part of the budget.
-    draft_state_bytes: bytes of a draft model's own behind a token, of which there are as many. Raises LoadError for an explicit
-    `max_model_len` that does not fit.
+    There are no more blocks than running sequences can hold, unless `cache.memory` is set and prefixes are shared.
+    trained_len: context length of the model, used if `max_model_len` is not set; a notice reports a shorter result.
+    most: bytes that `cache.memory` could be raised to; None: unknown. draft_token_bytes: bytes per token of a draft
+    model's pages, which have as many blocks as the first group. whole_prompts: a prompt is computed in one step, which
+    limits its length, and needs pages for that step only. states: of layers with recurrent state, which use a part of
+    the budget. draft_state_bytes: of a draft model's state block, of which there are as many. Raises LoadError if an
+    explicit `max_model_len` does not fit.
     """
     wanted = config.max_model_len or trained_len
     num_states = state_pages_bytes = 0
@@ -122,7 +119,7 @@ def plan_cache(
         wanted = step
 
     def size(count: int, dtype: str = dtype) -> int:
-        """Of so many blocks, and of states."""
+        """Bytes of `count` blocks per group and of the states."""
         blocks = _blocks_for(count, groups, config)
         cost = (bytes_per_token(group, dtype) * config.cache.block_size for group in groups)
         pages = sum(c * n for c, n in zip(cost, blocks, strict=True))
@@ -164,26 +161,30 @@ def plan_cache(
 
 
 def _num_state_blocks(state_bytes: int, config: EngineConfig, budget: int, others: int) -> int:
-    """As many as run, one to copy to, as many again that later prompts may begin with, and one for each token that these propose;
-    in half of the budget at most, and in what `others` leave of it, bytes that are needed for pages in any case.
+    """Number of recurrent state blocks.
 
-    Where that is less, fewer run at once. Raises LoadError where it is not enough for one.
+    Per running sequence: one, one for each proposed token, and with prefix caching one for later prompts. One more is
+    for copies. They use at most half of the budget, and at most what `others`, bytes needed for pages in any case, leave
+    of it; with fewer blocks, fewer sequences run at once. Raises LoadError if one sequence does not fit.
     """
-    running, kept = config.scheduling.max_num_seqs, config.cache.prefix_caching
+    running, cached = config.scheduling.max_num_seqs, config.cache.prefix_caching
     fewest = MAX_STATE_BLOCKS * state_bytes
     if budget // 2 < fewest:
         raise LoadError(
-            f"what this model carries from token to token needs {gib(2 * fewest)} of KV cache beside keys, there are "
+            f"the recurrent state of this model needs {gib(2 * fewest)} of KV cache in addition to keys, there are "
             f"{gib(budget)}: raise `cache.memory`"
         )
-    max_len = max(fewest, min(budget // 2, budget - others))
+    limit = max(fewest, min(budget // 2, budget - others))
     proposed = config.scheduling.speculation.max_proposed_tokens
-    return min(running + 1 + (kept + proposed) * running, max_len // state_bytes)
+    return min(running + 1 + (cached + proposed) * running, limit // state_bytes)
 
 
 def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig) -> tuple[int, ...]:
-    """`count` blocks for each full-attention group. A window group never needs more than its windows plus one step's tokens
-    for every running sequence, so whatever it does not need goes to the others."""
+    """`count` blocks for each full-attention group, and at most that for each window group.
+
+    A window group never needs more than one window per running sequence plus one step's tokens; the rest of the budget
+    goes to the other groups.
+    """
     result = []
     for group in groups:
         need = count
@@ -196,10 +197,10 @@ def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig)
 
 
 def _caches_idle_blocks(config: EngineConfig, groups: Sequence[KVGroupSpec]) -> bool:
-    """Whether blocks beyond those that running sequences can hold are of use: for beginnings that later ones share.
+    """Whether blocks beyond those of running sequences are useful, for prefixes that later sequences share.
 
-    Only as far as the operator says how much the cache may take: else a server would fill half a machine by and by. A match
-    ends where a window group's blocks do, and of those there are only as many as run.
+    Only if `cache.memory` is set: otherwise a server would gradually fill half of the machine. With a window group they
+    are useless: a match needs its blocks too, and it has only as many as running sequences need.
     """
     limits = config.cache
     return limits.memory is not None and limits.prefix_caching and all(group.window is None for group in groups)
@@ -209,11 +210,8 @@ def _max_sequence_len(config: EngineConfig, groups: Sequence[KVGroupSpec], num_b
     """The longest sequence, in tokens."""
     max_len = sys.maxsize
     for group, blocks in zip(groups, num_blocks, strict=True):
-        # A window group with room for one window and one step's tokens carries a sequence of any length.
-        enough = group.window is not None and blocks >= _blocks_per_window(group.window, config)
-        max_len = max_len if enough else min(max_len, blocks * config.cache.block_size)
+        # A window group that holds one window and one step's tokens can serve a sequence of any length.
+        size, step = config.cache.block_size, config.scheduling.max_num_batched_tokens
+        if group.window is None or blocks < -(-(group.window + step) // size) + 2:
+            max_len = min(max_len, blocks * size)
     return max_len
-
-
-def _blocks_per_window(window: int, config: EngineConfig) -> int:
-    return -(-(window + config.scheduling.max_num_batched_tokens) // config.cache.block_size) + 2

@@ -1,21 +1,18 @@
-"""KV cache groups: the shapes of keys, values and recurrent states that share a block table.
-
-Knows no model and no request. Imports no torch.
-"""
+"""KV cache groups: the shapes of keys, values and recurrent states that share a block table. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
 
-MAX_STATE_BLOCKS = 2  # of one sequence at once: its own, and the one it is copied from
+MAX_STATE_BLOCKS = 2  # per sequence at once: its own block, and the one it is copied from
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
     """Layers that share a block table: same head count, head dims and window.
 
-    value_dim: of a cached value, None: as wide as a key; 0: the keys are the values too (latent attention).
+    value_dim: of a cached value. None: equal to `head_dim`; 0: the keys are also the values (latent attention).
     """
 
     layers: tuple[int, ...]
@@ -31,10 +28,9 @@ class KVGroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateGroupSpec:
-    """Layers that carry a state from token to token, all of one shape: see `kernels.StatePages`. A sequence has one block of it,
-    whatever its length.
+    """Layers with a recurrent state of one shape, see `kernels.StatePages`. A sequence of any length has one block of it.
 
-    channels, width: of its convolution. heads, key_dim, value_dim: of its memory.
+    channels, width: of the convolution. heads, key_dim, value_dim: of the memory.
     """
 
     layers: tuple[int, ...]
@@ -46,22 +42,22 @@ class StateGroupSpec:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of one layer's part of a block, float32: the window of its convolution, and its memory."""
+        """Shapes of one layer's part of a block, float32: the window of its convolution, and its memory."""
         return (self.width - 1, self.channels), (self.heads, self.key_dim, self.value_dim)
 
     @property
     def block_bytes(self) -> int:
-        """Of a block, all layers together."""
+        """Size of a block, all layers together."""
         return 4 * len(self.layers) * sum(prod(shape) for shape in self.shapes)
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroupLayout:
-    """The block pool of one group, as the books see it.
+    """Size and rules of the block pool of one KV group.
 
-    window: tokens a query sees back, itself included (None: all). num_blocks: physical blocks, ids 0..num_blocks-1.
-    rotary_groups: the rotary groups of its layers. holds_states: a block is the state of a sequence, see `StateGroupSpec`; what
-    a token needs is that behind the one before it, so the window is 2.
+    num_blocks: physical blocks, ids 0..num_blocks-1. window: tokens that a query sees, itself included (None: all).
+    rotary_groups: of its layers. holds_states: a block is the state of a sequence, see `StateGroupSpec`; a token needs
+    the state after the previous token, so the window is 2.
     """
 
     num_blocks: int
@@ -71,5 +67,5 @@ class KVGroupLayout:
 
     @classmethod
     def of_states(cls, num_blocks: int) -> KVGroupLayout:
-        """That of a group whose blocks are states."""
+        """The layout of a group whose blocks are states."""
         return cls(num_blocks, window=2, rotary_groups=(), holds_states=True)

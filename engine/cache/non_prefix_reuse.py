@@ -1,6 +1,9 @@
 """Non-prefix KV reuse: an index of cached blocks by content, and the search for passages of a prompt in it.
 
-A passage is a run of equal tokens at any offset. A window of `block_size` tokens has a hash; that of every cached block is known, and those of all windows of a prompt are computed at once. Where two hashes and the tokens agree, the match is extended to the left into preceding blocks and to the right into following ones, the last perhaps in part. So a passage is found if it contains at least one whole block. `block_manager.hold_passages` attaches passages to a sequence.
+A passage is a run of equal tokens at any offset. The hash of every cached block is stored, and those of all windows of
+`block_size` tokens of a prompt are computed at once. Where two hashes and the tokens agree, the match is extended to the
+left into preceding blocks and to the right into following ones, the last of them perhaps in part. So a passage is found
+if it contains at least one whole block. The block manager attaches passages to sequences.
 """
 
 from __future__ import annotations
@@ -13,25 +16,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_MAX_CANDIDATES = 4  # blocks of one content, or behind one block, that a search looks at
-
-_MAX_ALIKE = 64  # blocks of one content among which one with a certain parent is looked for
-
+_MAX_CANDIDATES = 4  # blocks with one content, or after one block, that a search compares
+_MAX_ALIKE = 64  # blocks with one content that are searched for one with a certain parent
 _MAX_STEPS = 16_384  # blocks that one search compares
-
-_STEPS_PER_BLOCK = 8  # of them, for each block that the searched tokens would fill
-
+_STEPS_PER_BLOCK = 8  # blocks compared for each block that the searched tokens would fill
 _MIN_STEPS = 2_048
-
-_MAX_SCOPES = 8  # in which one block may be found
+_MAX_SCOPES = 8  # per block
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Prompt tokens start .. end - 1 stand in cached blocks that follow one another.
+    """Prompt tokens start .. end - 1 in consecutive cached blocks.
 
-    digests: of these blocks. offset: of token `start` in the first of them. position: at which the key of token `start` is
-    stored; those of the others follow one by one.
+    digests: of these blocks. offset: of token `start` in the first block. position: at which the key of token `start` is
+    stored; positions are consecutive.
     """
 
     start: int
@@ -42,8 +40,31 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
+class PassageSearch:
+    """Search for passages of at least `at_least` tokens in tokens start .. end - 1 of a prompt.
+
+    spans: [start, end) of the prompt, without overlaps; each passage is within one of them. Empty: no such restriction.
+    """
+
+    start: int
+    end: int
+    at_least: int
+    spans: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PassageRecord:
+    """A block as stored in a `PassageIndex`, without its digest. scopes: in which it can be found."""
+
+    parent: bytes
+    position: int
+    token_ids: tuple[int, ...]
+    scopes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Block:
-    """digest: its key in the cache. parent: that of the block before it. position: at which its first key is stored."""
+    """digest: key in the cache. parent: digest of the block before it. position: at which its first key is stored."""
 
     digest: bytes
     parent: bytes
@@ -53,7 +74,7 @@ class _Block:
 
 
 class _Scope:
-    """The blocks that may be found together. The newest of one content, or of one parent, stand last in their dict."""
+    """The blocks that can be found together. The newest of one content, or of one parent, is the last in its dict."""
 
     __slots__ = ("blocks", "by_content", "by_parent")
 
@@ -79,16 +100,16 @@ class _Scope:
             del self.by_parent[block.parent]
 
     def predecessor(self, block: _Block) -> _Block | None:
-        """The block that `block` follows, if it is here and its keys stand right before."""
+        """The block that `block` follows, if it is in this scope and its positions end where those of `block` begin."""
         parent = self.blocks.get(block.parent)
         if parent is None or parent.position + len(parent.token_ids) != block.position:
             return None
         return parent
 
     def successors(self, block: _Block, content: int | None) -> Iterator[_Block]:
-        """The newest blocks that follow `block` and whose keys stand right behind it.
+        """The newest blocks that follow `block` and continue its positions.
 
-        content: hash of the tokens that are looked for, so that one of few such is found among many that follow.
+        content: hash of the wanted tokens, which selects among many following blocks.
         """
         found = self.by_parent.get(block.digest, {})
         if len(found) > _MAX_CANDIDATES and content is not None:
@@ -100,30 +121,29 @@ class _Scope:
 
 
 class PassageIndex:
-    """block_size: tokens of each block."""
+    """Index of cached blocks by content, in scopes that are searched separately. block_size: tokens of each block."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._hashes = _WindowHashes(block_size)
         self._scopes: dict[bytes, _Scope] = {}
-        self._scopes_of: dict[bytes, dict[bytes, None]] = {}  # digest -> in which it is found, the newest last
+        self._scopes_of: dict[bytes, dict[bytes, None]] = {}  # digest -> its scopes, the newest last
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
         return len(self._scopes_of)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._scopes_of
 
     def add(self, scope: bytes, digest: bytes, parent: bytes, token_ids: Sequence[int], position: int) -> None:
-        """Let a full cached block be found in `scope`; to add it again changes nothing.
+        """Add a full cached block to `scope`; adding it again changes nothing.
 
-        digest: its key in the cache, which stands for its keys and so for all else that is said here. parent: that of the
-        block before it, or the root of its chain. position: at which its first key is stored. A block is found in a few
-        scopes only, those it was added to last.
+        digest: its key in the cache, which determines all other arguments. parent: digest of the block before it, or the
+        root of its chain. position: at which its first key is stored. A block is retained in the `_MAX_SCOPES` scopes to
+        which it was added last. Raises ValueError unless there are `block_size` tokens.
         """
         if len(token_ids) != self._block_size:
-            raise ValueError(f"a block of {self._block_size} tokens was said to hold {len(token_ids)}")
+            raise ValueError(f"a block holds {self._block_size} tokens; got {len(token_ids)}")
         scopes = self._scopes_of.setdefault(digest, {})
         if scope in scopes:
             return
@@ -136,19 +156,20 @@ class PassageIndex:
         self._scopes.setdefault(scope, _Scope()).add(known)
 
     def scopes_of(self, digest: bytes) -> tuple[bytes, ...]:
-        """In which a block is found."""
+        """The scopes in which a block can be found."""
         return tuple(self._scopes_of.get(digest, ()))
 
-    def recorded(self, digest: bytes) -> tuple[bytes, int, tuple[int, ...]] | None:
-        """Parent, position and tokens, as `add` was told them; None of a block that is not found anywhere."""
-        for scope in self._scopes_of.get(digest, ()):
-            block = self._scopes[scope].blocks[digest]
-            return block.parent, block.position, block.token_ids
-        return None
+    def record_of(self, digest: bytes) -> PassageRecord | None:
+        """The record of a block; None for one that is in no scope."""
+        scopes = self.scopes_of(digest)
+        if not scopes:
+            return None
+        block = self._scopes[scopes[0]].blocks[digest]
+        return PassageRecord(block.parent, block.position, block.token_ids, scopes)
 
     def remove(self, digest: bytes) -> None:
-        """Let a block be found no more; one that never could is none of ours."""
-        for scope in list(self._scopes_of.get(digest, ())):
+        """Remove a block from all scopes, if it is in any."""
+        for scope in self.scopes_of(digest):
             self._remove_from_scope(scope, digest)
         self._scopes_of.pop(digest, None)
 
@@ -159,28 +180,19 @@ class PassageIndex:
             del self._scopes[scope]
         del self._scopes_of[digest][scope]
 
-    def search(
-        self,
-        scope: bytes,
-        token_ids: Sequence[int],
-        *,
-        start: int,
-        end: int,
-        at_least: int,
-        spans: Sequence[tuple[int, int]] = (),
-    ) -> list[Passage]:
-        """Passages of at least `at_least` tokens in tokens start .. end - 1 of a prompt; in order, none overlaps another.
+    def search(self, scope: bytes, token_ids: Sequence[int], search: PassageSearch) -> list[Passage]:
+        """The passages of a prompt that are cached in `scope`, in order and without overlaps.
 
-        spans: [start, end) of the prompt, none overlapping another; a passage lies in one of them. None: it may lie
-        anywhere. From left to right, the longest passage is taken of those that hold the first window found. The work has a
-        bound: few blocks of one content are looked at, and where it is reached the passages found by then are returned.
+        From left to right, the longest passage is chosen among those that contain the first window found. The work is
+        bounded: few blocks of one content are compared. At the bound, the passages found so far are returned.
         """
         entries = self._scopes.get(scope)
         if entries is None:
             return []
+        start, end, at_least = search.start, search.end, search.at_least
         steps = _StepBudget(min(_MAX_STEPS, _MIN_STEPS + max(0, end - start) // self._block_size * _STEPS_PER_BLOCK))
         found: list[Passage] = []
-        for low, high in sorted(spans) or [(start, end)]:
+        for low, high in sorted(search.spans) or [(start, end)]:
             first, last = max(start, low), min(end, high, len(token_ids))
             if last - first >= max(at_least, self._block_size):
                 tokens = tuple(token_ids[first:last])
@@ -188,30 +200,28 @@ class PassageIndex:
         return found
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is in every book exactly as it should be."""
+        """Raise AssertionError unless the dictionaries of all scopes agree."""
         seen: dict[bytes, set[bytes]] = {}
         for name, entries in self._scopes.items():
-            assert entries.blocks, "an empty scope is kept"
+            assert entries.blocks, "a scope is empty"
             for digest, block in entries.blocks.items():
                 assert block.digest == digest, "a block has another's digest"
                 assert entries.by_content[block.content][digest] is block, "a block is not found by its content"
                 assert entries.by_parent[block.parent][digest] is block, "a block is not found by its parent"
                 seen.setdefault(digest, set()).add(name)
-            for books in (entries.by_content, entries.by_parent):
-                assert all(books.values()), "an empty list of blocks is kept"
-                assert sum(map(len, books.values())) == len(entries.blocks), "a list holds a block that is gone"
+            for blocks in (entries.by_content, entries.by_parent):
+                assert all(blocks.values()), "a list of blocks is empty"
+                assert sum(map(len, blocks.values())) == len(entries.blocks), "a list contains a removed block"
         assert seen == {digest: set(scopes) for digest, scopes in self._scopes_of.items()}, "scopes and blocks differ"
 
 
 @dataclass(slots=True)
 class _StepBudget:
-    """What a search may still do."""
-
-    left: int
+    left: int  # comparisons that a search may still make
 
 
 class _Search:
-    """One search in `tokens`, which begin at token `first` of the prompt. Indices below are those into `tokens`."""
+    """One search in `tokens`, which begin at token `first` of the prompt. The methods use indices into `tokens`."""
 
     def __init__(
         self,
@@ -228,8 +238,8 @@ class _Search:
 
     def run(self) -> Iterator[Passage]:
         contents, by_content = self._contents, self._entries.by_content
-        begin = at = 0  # where a passage may begin, and the window that is looked at
-        tried: set[tuple[bytes, int]] = set()  # blocks that lie in passages which are too short, and where
+        begin = at = 0  # the earliest begin of a passage, and the current window
+        tried: set[tuple[bytes, int]] = set()  # (block, index) in passages that are too short
         while at < len(contents):
             alike = by_content.get(contents[at])
             passage = None
@@ -247,7 +257,7 @@ class _Search:
     def _longest(
         self, alike: dict[bytes, _Block], begin: int, at: int, tried: set[tuple[bytes, int]]
     ) -> Passage | None:
-        """The longest passage, not before `begin`, with one of these blocks at `at`; None if all are too short."""
+        """The longest passage that starts at or after `begin` and has one of these blocks at `at`; None: all too short."""
         best: tuple[int, int, list[_Block]] | None = None
         window = self._tokens[at : at + self._size]
         for block in itertools.islice(reversed(alike.values()), _MAX_CANDIDATES):
@@ -266,7 +276,7 @@ class _Search:
         return Passage(start + self._first, end + self._first, digests, offset, blocks[0].position + offset)
 
     def _follow_left(self, block: _Block, begin: int, at: int) -> tuple[int, list[_Block]]:
-        """Where the passage with `block` at `at` begins, and its blocks before that one."""
+        """The start of the passage with `block` at `at`, and its blocks before that one."""
         blocks: list[_Block] = []
         while at > begin and self._steps.left > 0:
             parent = self._entries.predecessor(block)
@@ -285,11 +295,11 @@ class _Search:
         return at, blocks[::-1]
 
     def _follow_right(self, block: _Block, at: int, tried: set[tuple[bytes, int]]) -> tuple[int, list[_Block]]:
-        """Where the passage with `block` at `at` ends, and its blocks behind that one."""
+        """The end of the passage with `block` at `at`, and its blocks after that one."""
         size, tokens, contents = self._size, self._tokens, self._contents
         parents: dict[bytes, _Block] = {}
         end, last = at + size, block
-        to_do = [(block, at + size)]  # whole blocks that match, and where they end
+        to_do = [(block, at + size)]  # (whole block that matches, its end)
         while to_do and self._steps.left > 0:
             one, stop = to_do.pop()
             tried.add((one.digest, stop - size))
@@ -315,9 +325,9 @@ class _Search:
 
 
 class _WindowHashes:
-    """Hashes of windows of `block_size` tokens: a polynomial in a number nobody knows, modulo 2^64.
+    """Hashes of windows of `block_size` tokens: a polynomial in a secret random number, modulo 2^64.
 
-    Whoever could choose tokens that collide would make a search slower, never wrong: tokens are compared.
+    Colliding tokens would make a search slower, never wrong, because tokens are compared as well.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -331,7 +341,7 @@ class _WindowHashes:
         return sum(token * power for token, power in zip(tokens, self._first_powers, strict=True)) % (1 << 64)
 
     def hash_windows(self, tokens: NDArray[np.int64]) -> list[int]:
-        """The hash of the window that begins at each token, as far as there are whole ones; uint64 arithmetic wraps."""
+        """The hash of each whole window, by its first token; uint64 arithmetic wraps."""
         length, size = len(tokens), self.block_size
         if length < size:
             return []
@@ -349,22 +359,6 @@ class _WindowHashes:
 
 
 def _common_length(left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    """Equal tokens at the beginning of both."""
+    """Number of equal tokens at the beginning of both."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(left), len(right)))
-
-
-@dataclass(frozen=True, slots=True)
-class PassageRecord:
-    """What `PassageIndex.add` is told of a block. scopes: in which it may be found."""
-
-    parent: bytes
-    position: int
-    token_ids: tuple[int, ...]
-    scopes: tuple[bytes, ...]
-
-
-def passage_of(passages: PassageIndex, digest: bytes) -> PassageRecord | None:
-    """What an index knows of a block."""
-    entry = passages.recorded(digest)
-    return None if entry is None else PassageRecord(*entry, passages.scopes_of(digest))

@@ -19,11 +19,11 @@ def root_digest(
     seen: tuple[int, int] | None = None,
     adapter: bytes | None = None,
 ) -> bytes:
-    """Digest from which a chain starts: everything but the tokens that a key or value depends on.
+    """Digest from which a chain starts: everything that a key or value depends on, except the tokens.
 
-    namespace: weights, dtypes and layout version, as the core digests them. fingerprints: of the rotary specs, one per
-    rotary group. seen: the attention window and sinks of a request that brings its own, adapter: what
-    tells its adapter from others. Parts are written with their lengths, so no two different inputs run together.
+    namespace: digest of weights, dtypes and layout version. fingerprints: of the rotary specs, one per rotary group.
+    seen: attention window and sinks of a request that sets its own. adapter: identity of the request's adapter.
+    Every part is preceded by its length, so different inputs never give the same bytes.
     """
     digest = hashlib.sha256(b"windlass prefix chain 1")
     salt = b"-" if cache_salt is None else b"+" + cache_salt.encode("utf-8", "surrogatepass")
@@ -44,7 +44,7 @@ def root_digest(
 
 
 def second_keys_root(root: bytes) -> bytes:
-    """The root for keys of the same tokens as they seem from far away."""
+    """The root of the second key copy of the same tokens."""
     return hashlib.sha256(b"windlass far keys 1" + root).digest()
 
 
@@ -56,7 +56,10 @@ def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 def shifted_digest(
     parent: bytes, numbers: Sequence[int], token_ids: Sequence[int], digests: Iterable[bytes] = ()
 ) -> bytes:
-    """Digest of what no plain chain has: tokens computed where keys stand moved. numbers: how; digests: of what moved."""
+    """Digest of tokens computed after cached keys have moved, which no plain chain contains.
+
+    numbers: how the keys moved. digests: of the moved blocks.
+    """
     moved = hashlib.sha256(b"windlass moved keys 1" + parent)
     for part in (numbers, token_ids):
         moved.update(struct.pack(f"<{1 + len(part)}q", len(part), *part))
@@ -66,10 +69,10 @@ def shifted_digest(
 
 
 class HashChain:
-    """The digests of one sequence's full blocks, grown as tokens arrive so that no block is hashed twice.
+    """The digests of one sequence's full blocks, extended as tokens arrive so that no block is hashed twice.
 
     Equal digests at one index mean equal digests at every earlier index, because each covers its parent.
-    scope: where its blocks may be found as passages, None for nowhere.
+    scope: in which the blocks can be found as passages; None: in none.
     """
 
     __slots__ = ("block_size", "digests", "root", "scope")
@@ -88,7 +91,7 @@ class HashChain:
             self.digests.append(block_digest(parent, token_ids[start : start + size]))
 
     def fork(self) -> HashChain:
-        """A chain with the same past that grows on its own."""
+        """A copy that grows independently."""
         child = HashChain(self.root, self.block_size, self.scope)
         child.digests = list(self.digests)
         return child
@@ -108,7 +111,7 @@ class HashChain:
 def first_visible_block(num_computed_tokens: int, window: int | None, block_size: int) -> int:
     """First logical block that the query after `num_computed_tokens` tokens can see.
 
-    That query stands at index p = num_computed_tokens and sees the keys p - window + 1 .. p; so does every later one.
+    That query is at index p = num_computed_tokens and sees keys p - window + 1 .. p. Later queries see no earlier key.
     """
     if window is None:
         return 0
@@ -124,7 +127,7 @@ def longest_hit(
     """The largest n <= limit such that the first n blocks can be taken from the cache.
 
     groups: per KV group the digests of its cached blocks and its window. A group without a window must hold all of
-    blocks 0 .. n-1; one with a window only those the next query, at token n * block_size, can see.
+    blocks 0 .. n-1; a group with a window only those that the next query, at token n * block_size, can see.
     """
     n = min(limit, len(digests))
     for cached, window in groups:
@@ -147,7 +150,7 @@ def longest_hit(
 
 
 class BlockKey(NamedTuple):
-    """A block of one KV group; `digest` as in `cache.prefix`."""
+    """A block of one KV group. digest: as in `HashChain`."""
 
     group: int
     digest: bytes

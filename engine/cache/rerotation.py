@@ -1,6 +1,8 @@
 """Key re-rotation: plans how the cached keys of a sequence are rotated to other frequencies.
 
-Keys as computed are never changed. The first re-rotation leaves them in place and writes rotated keys to new blocks; later ones start from the originals again. So a sequence with re-rotated keys holds its blocks twice, and other holders and the prefix cache are unaffected. The model runner computes the angles.
+Computed keys are never modified. The first re-rotation leaves them in place and writes rotated keys to new blocks; later
+ones start from the originals again. So a sequence with re-rotated keys holds its blocks twice, and other holders and the
+prefix cache are unaffected. The model runner computes the angles.
 """
 
 from __future__ import annotations
@@ -15,50 +17,49 @@ from windlass.engine.rotary.rope_scaling import RotarySpec
 Specs = tuple[RotarySpec, ...]
 
 
-def blocks_to_rerotate(blocks: BlockManager, handle: SequenceCache, specs: Specs) -> list[int]:
+def blocks_to_rerotate(blocks: BlockManager, cache: SequenceCache, specs: Specs) -> list[int]:
     """Per KV group the blocks that `rerotate` takes."""
     needs = [0] * len(blocks.pools)
-    for group in _changing_groups(blocks, handle, specs):
-        originals = handle.originals[group] if handle.originals else OriginalKeys()
-        for _, block, full in _new_blocks(handle, group, originals, blocks.block_size):
+    for group in _changing_groups(blocks, cache, specs):
+        originals = cache.originals[group] if cache.originals else OriginalKeys()
+        for _, block, full in _new_blocks(cache, group, originals, blocks.block_size):
             if block >= 0:
                 needs[group] += 1 if full or blocks.pools[group].is_writable(block) else 2
     return needs
 
 
 def rerotate(
-    blocks: BlockManager, handle: SequenceCache, specs: Specs
+    blocks: BlockManager, cache: SequenceCache, specs: Specs
 ) -> tuple[list[KeyRerotation], list[KeyRerotation]]:
-    """Bring the keys that `handle` holds under `specs`: take the blocks that needs.
+    """Plan the rotation of all keys of `cache` to `specs`, and take the blocks for it.
 
-    Returns which originals to set aside, and then what to re-rotate. From now on nothing that is computed is shared:
-    deeper keys and values still encode the old frequencies.
+    Returns the original keys to copy first, then the rotations. From now on the sequence shares nothing that it
+    computes: deeper keys and values still encode the old frequencies.
     """
     original_copies: list[KeyRerotation] = []
     rerotations: list[KeyRerotation] = []
-    all_originals = handle.start_originals()
-    size, computed, old = blocks.block_size, handle.num_slots, handle.specs
-    for group in _changing_groups(blocks, handle, specs):
-        pool, table, originals = blocks.pools[group], handle.tables[group], all_originals[group]
-        kept, done = originals.blocks, originals.num_slots
-        if done % size and kept[done // size] >= 0:
-            # Tokens that joined a block after it was re-rotated: their originals join those of the block's older tokens.
+    all_originals = cache.start_originals()
+    size, computed, old = blocks.block_size, cache.num_slots, cache.specs
+    for group in _changing_groups(blocks, cache, specs):
+        pool, table, originals = blocks.pools[group], cache.tables[group], all_originals[group]
+        retained, done = originals.blocks, originals.num_slots
+        if done % size and retained[done // size] >= 0:
+            # Tokens added to a block after its re-rotation: their originals join those of the block's older tokens.
             index, end = done // size, min(computed, (done // size + 1) * size)
-            source, target = [table.blocks[index]], [kept[index]]
-            original_copies += _rerotations(handle, group, (done, end), source, target, old, old, size)
-        for index, block, full in _new_blocks(handle, group, originals, size):
+            source, target = [table.blocks[index]], [retained[index]]
+            original_copies += _rerotations(cache, group, (done, end), source, target, old, old, size)
+        for index, block, full in _new_blocks(cache, group, originals, size):
             if block < 0:
-                kept.append(-1)
+                retained.append(-1)
             elif full:
-                kept.append(block)
+                retained.append(block)
                 table.replace(index, pool.take(private=True))
             else:
-                # More tokens will come to this block, so its originals are what goes elsewhere.
-                aside = pool.take(private=True)
-                kept.append(aside)
-                original_copies += _rerotations(
-                    handle, group, (index * size, computed), [block], [aside], old, old, size
-                )
+                # More tokens will be written to this block, so its originals are copied to another one.
+                copy = pool.take(private=True)
+                retained.append(copy)
+                span = index * size, computed
+                original_copies += _rerotations(cache, group, span, [block], [copy], old, old, size)
                 if not pool.is_writable(block):
                     table.replace(index, pool.take(private=True))
                     pool.release(block)
@@ -67,33 +68,31 @@ def rerotate(
         start = 0
         for end, origin in originals.origins:
             column = slice(start // size, -(-end // size))
-            # Blocks that were re-rotated before hold their values already.
-            new = end == computed
-            rerotations += _rerotations(
-                handle, group, (start, end), kept[column], table.blocks[column], origin, specs, size, values=new
-            )
+            sources, targets = retained[column], table.blocks[column]
+            new = end == computed  # blocks that were re-rotated before have their values already
+            rerotations += _rerotations(cache, group, (start, end), sources, targets, origin, specs, size, values=new)
             start = end
-    handle.set_rerotated_specs(specs)
+    cache.set_rerotated_specs(specs)
     return original_copies, rerotations
 
 
-def _changing_groups(blocks: BlockManager, handle: SequenceCache, specs: Specs) -> list[int]:
-    """The KV groups with a layer whose frequencies change. Keys stand at unit scale, so nothing else about a spec matters."""
-    changed = [old.inv_freq != new.inv_freq for old, new in zip(handle.specs, specs, strict=True)]
+def _changing_groups(blocks: BlockManager, cache: SequenceCache, specs: Specs) -> list[int]:
+    """The KV groups with a layer whose frequencies change. Keys are stored at unit scale, so only frequencies matter."""
+    changed = [old.inv_freq != new.inv_freq for old, new in zip(cache.specs, specs, strict=True)]
     return [group for group, pool in enumerate(blocks.pools) if any(changed[i] for i in pool.rotary_groups)]
 
 
 def _new_blocks(
-    handle: SequenceCache, group: int, originals: OriginalKeys, size: int
+    cache: SequenceCache, group: int, originals: OriginalKeys, size: int
 ) -> abc.Iterator[tuple[int, int, bool]]:
-    """(logical index, block, whether it is full) of the blocks with computed tokens whose originals are not kept yet."""
-    computed, blocks = handle.num_slots, handle.tables[group].blocks
+    """(logical index, block, whether it is full) of the blocks with computed tokens whose originals are not retained yet."""
+    computed, blocks = cache.num_slots, cache.tables[group].blocks
     for index in range(len(originals.blocks), -(-computed // size)):
         yield index, blocks[index], (index + 1) * size <= computed
 
 
 def _rerotations(
-    handle: SequenceCache,
+    cache: SequenceCache,
     group: int,
     span: tuple[int, int],
     sources: list[int],
@@ -104,9 +103,9 @@ def _rerotations(
     *,
     values: bool = True,
 ) -> abc.Iterator[KeyRerotation]:
-    """Those of one span of slots, one for each run of positions. sources, targets: from the span's first block on."""
+    """The rotations of one span of slots, one for each run. sources, targets: from the span's first block on."""
     first = span[0] // size
-    for start, end, position in handle.layout.spans(*span):
+    for start, end, position in cache.layout.spans(*span):
         column = slice(start // size - first, -(-end // size) - first)
         yield KeyRerotation(
             group=group,

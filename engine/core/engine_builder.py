@@ -298,7 +298,7 @@ def make_runner(
         config.cache.block_size,
         draft=pages.draft,
         adapters=adapters,
-        persisted=None if store is None else store.pages,
+        persisted=None if store is None else store.transfer,
         send_command=send_command,
     )
     if config.compute.cuda_graphs:

@@ -1,6 +1,7 @@
 """Distance-based attention: dual chunk attention, Self-Extend, ReRoPE and log-n scores.
 
-Rules for the distance between query and key, and for the scale of scores. Imports no torch. Symbols: s tokens of a chunk, c one more than the greatest distance, L the trained length, i position of a query, j of a key, // floor division.
+Rules for the distance between query and key, and for the scale of scores. Imports no torch. Symbols: s tokens of a
+chunk, c one more than the greatest distance, L the trained length, i position of a query, j of a key, // floor division.
 """
 
 from __future__ import annotations
@@ -10,26 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.engine.errors import RequestError
 from windlass.engine.rotary import frequencies
-from windlass.engine.rotary.scaling_fields import INVALID
+from windlass.engine.rotary.scaling_fields import invalid
 
-MIN_CHUNK_TOKENS = 16  # tokens; each chunk of a prompt is a row of its own in a step
-
-DEFAULT_GROUP_SIZE = 4  # tokens that Self-Extend takes for one
+MIN_CHUNK_TOKENS = 16  # each chunk of a prompt is a separate row in a step
+DEFAULT_GROUP_SIZE = 4  # tokens that share one position in Self-Extend
 
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """A rule of distances and scores; the default is that of every model: a key is as far as there are tokens between.
+    """A rule of distances and scores. By default the distance is i - j and scores are unchanged.
 
-    chunk, most: dual chunk attention (arXiv 2402.17463): a key in the query's own chunk of s tokens is at i - j, one in the
-    chunk before at min(i mod s + s, c - 1) - j mod s, older ones at c - 1 - j mod s. Keys are rotated at j mod s.
-    near, group, slope: keys closer than w = near tokens are at i - j. Those from there on are at (i // G + w - w // G) - j // G
-    with G = group (Self-Extend, arXiv 2401.01325), and without a group at w + (i - j - w) * slope (ReRoPE: slope 0; leaky ReRoPE:
-    1 / G; kexue.fm/archives/9708). Such keys are kept a second time, as queries far behind them see them.
-    log_base: scores of the query at i are multiplied by max(1, ln(i + 1) / ln L) (arXiv 2202.12172).
-    score_factor: all scores are multiplied by it.
+    chunk, most: dual chunk attention (arXiv 2402.17463), s = chunk, c = most: a key in the query's own chunk is at
+    distance i - j, one in the preceding chunk at min(i mod s + s, c - 1) - j mod s, older ones at c - 1 - j mod s. Keys
+    are rotated at j mod s.
+    near, group, slope: keys closer than w = near tokens are at i - j. Others are at (i // G + w - w // G) - j // G with
+    G = group (Self-Extend, arXiv 2401.01325), and without a group at w + (i - j - w) * slope (ReRoPE: slope 0; leaky
+    ReRoPE: 1 / G; kexue.fm/archives/9708). Keys are stored in a second copy for these distances.
+    log_base: L; scores of the query at i are multiplied by max(1, ln(i + 1) / ln L) (arXiv 2202.12172).
+    score_factor: factor of all scores.
     """
 
     chunk: int | None = None
@@ -47,35 +47,35 @@ class Distances:
 
     @property
     def changes_distances(self) -> bool:
-        """Whether keys seem elsewhere than where they stand; else the rule is of scores alone."""
+        """Whether the rule changes distances; otherwise it changes scores at most."""
         return self.chunk is not None or self.near is not None
 
     @property
     def has_second_keys(self) -> bool:
-        """Whether every key is kept a second time, as it seems from far away."""
+        """Whether a second key copy is stored."""
         return self.near is not None
 
     def described(self) -> dict[str, int]:
-        """As answers show it, in the names of a scaling's fields where they have one: what applies alone."""
-        shown: dict[str, int] = {}
+        """The values in use, as in API responses: under the names of the scaling's fields where these exist."""
+        fields: dict[str, int] = {}
         if self.near is not None:
-            shown["window"] = self.near
+            fields["window"] = self.near
         if self.group is not None:
-            shown["group_size"] = self.group
+            fields["group_size"] = self.group
         if self.chunk is not None:
-            shown |= {"chunk_size": self.most, "local_size": self.most - self.chunk}
+            fields |= {"chunk_size": self.most, "local_size": self.most - self.chunk}
         if self.log_base is not None:
-            shown["log_n_length"] = self.log_base
-        return shown
+            fields["log_n_length"] = self.log_base
+        return fields
 
 
 PLAIN_DISTANCES = Distances()
 
 
 def resolve_distances(rope_type: str, given: Mapping[str, Any], trained: int, length: int, param: str) -> Distances:
-    """The rule of a scaling. given: its fields. trained: L. length: of the request, in tokens, as far as it may grow.
+    """The rule of a scaling. given: its fields. trained: L. length: the longest that the request can become, in tokens.
 
-    Raises RequestError naming the field where chunks do not fit the trained length.
+    Raises RequestError naming the field if a window or chunk does not fit the trained length.
     """
     match rope_type:
         case "log_n":
@@ -91,10 +91,9 @@ def _two_range_distances(rope_type: str, given: Mapping[str, Any], trained: int,
     grouped = rope_type == "self_extend"
     near = int(given.get("window") or max(trained // (4 if grouped else 2), 1))
     if near > trained:
-        raise RequestError(
-            f"{param}.window {near} is beyond the {trained} tokens that this model was trained for: use at most that",
+        raise invalid(
             f"{param}.window",
-            INVALID,
+            f"{near} is beyond the {trained} tokens that this model was trained for: use at most that",
         )
     log_base = trained if given.get("log_n") else None
     if grouped:
@@ -107,18 +106,16 @@ def _dual_chunk(given: Mapping[str, Any], trained: int, length: int, param: str)
     most = int(given.get("chunk_size") or max(longest * 3 // 4, 2))
     local = int(given.get("local_size") or max(min(longest // 8, most - 1), 1))
     if most > longest:
-        raise RequestError(
-            f"{param}.chunk_size {most} is beyond the {longest} tokens that distances may reach on this model: use at most "
-            "that, or a factor",
+        raise invalid(
             f"{param}.chunk_size",
-            INVALID,
+            f"{most} is beyond the {longest} tokens that distances may reach on this model: use at most "
+            "that, or a factor",
         )
     if most - local < MIN_CHUNK_TOKENS:
-        raise RequestError(
-            f"{param}.local_size {local} leaves {most - local} of chunk_size {most} to a chunk, at least {MIN_CHUNK_TOKENS} are "
-            "needed: use a smaller local_size or a larger chunk_size",
+        raise invalid(
             f"{param}.local_size",
-            INVALID,
+            f"{local} leaves {most - local} of chunk_size {most} to a chunk, at least {MIN_CHUNK_TOKENS} are "
+            "needed: use a smaller local_size or a larger chunk_size",
         )
     factor = 1.0
     if given.get("length_scores") and length > trained:

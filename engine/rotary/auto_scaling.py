@@ -1,6 +1,8 @@
 """Automatic scaling (`rope_scaling: "auto"`): thresholds by length, and the least scaling that a request needs.
 
-A model's own thresholds start with the trained length and continue with its own kind of scaling (YaRN for a model without), doubling the factor each time. Kinds that follow the length by themselves (dynamic, longrope) have one threshold without an end. Imports no torch.
+A model's own thresholds start with the trained length and continue with its own kind of scaling (YaRN for a model without
+one), doubling the factor each time. Kinds that depend on the length themselves (dynamic, longrope) have one threshold
+without an end. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,17 +26,15 @@ from windlass.engine.rotary.rope_scaling import (
 )
 
 AUTO_NAME = "auto"
-
-AUTO = RopeScaling(AUTO_NAME)  # in place of a scaling: the least that the length needs
-
+AUTO = RopeScaling(AUTO_NAME)  # instead of a scaling: the least that the length needs
 MAX_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingThreshold:
-    """One step: what requests of up to `up_to` tokens run under (None: of any length).
+    """Scaling of requests of up to `up_to` tokens (None: of any length).
 
-    scaling: None for the model's own. profile: the name under which an operator gave it, if any.
+    scaling: None for the model's own. profile: name of the configured profile that it comes from, if any.
     """
 
     up_to: int | None
@@ -44,18 +44,18 @@ class ScalingThreshold:
 
 @dataclass(frozen=True, slots=True)
 class AutoScalingThresholds:
-    """Steps in order of length. groups: the model's own rotary groups."""
+    """Thresholds in order of length. groups: the model's own rotary groups."""
 
     groups: tuple[RotaryGroup, ...]
     steps: tuple[ScalingThreshold, ...]
 
     @property
     def end(self) -> int | None:
-        """The longest request that any step holds; None: there is no such bound."""
+        """The longest request that any threshold covers; None: no limit."""
         return self.steps[-1].up_to
 
     def step(self, length: int) -> ScalingThreshold:
-        """The first step that holds `length` tokens. Raises RequestError where none does."""
+        """The first threshold that covers `length` tokens. Raises RequestError if there is none."""
         for step in self.steps:
             if step.up_to is None or length <= step.up_to:
                 return step
@@ -67,20 +67,22 @@ class AutoScalingThresholds:
         )
 
     def groups_under(self, step: ScalingThreshold) -> tuple[RotaryGroup, ...]:
-        """The model's rotary groups under a step."""
+        """The model's rotary groups with the scaling of a threshold."""
         return apply_scaling(self.groups, step.scaling)
 
 
 def model_thresholds(groups: tuple[RotaryGroup, ...], longest: int) -> AutoScalingThresholds:
-    """A model's own steps, as many as requests of up to `longest` tokens need."""
+    """A model's own thresholds, as many as requests of up to `longest` tokens need."""
     main = main_group(groups)
     if main.scaling.depends_on_length or main.scaling.rope_type in DISTANCE_KINDS:
         return AutoScalingThresholds(groups, (ScalingThreshold(None),))
     least, growing, reach = _first_threshold(main.scaling, main.base)
+    grows_factor = growing.get("factor") is not None and growing.get("alpha") is None
+    name = "factor" if grows_factor else "alpha"
     steps = [ScalingThreshold(reach, least)]
     while reach < longest and len(steps) < MAX_STEPS:
         reach *= 2
-        growing = _doubled(growing)
+        growing = _with(growing, name, 2 * cast(float, growing.get(name)))
         steps.append(ScalingThreshold(reach, growing))
     return AutoScalingThresholds(groups, tuple(steps))
 
@@ -88,7 +90,7 @@ def model_thresholds(groups: tuple[RotaryGroup, ...], longest: int) -> AutoScali
 def checked_thresholds(
     groups: tuple[RotaryGroup, ...], steps: Sequence[ScalingThreshold], param: str
 ) -> AutoScalingThresholds:
-    """An operator's steps on a model. Raises LoadError, naming the step as `param`, for steps that cannot be one ladder."""
+    """Check an operator's thresholds on a model. Raises LoadError, naming them as `param`, if they are inconsistent."""
     if not 1 <= len(steps) <= MAX_STEPS:
         raise LoadError(f"{param} has {len(steps)} steps: give 1 to {MAX_STEPS}")
     before, factor = 0, 0.0
@@ -104,7 +106,7 @@ def checked_thresholds(
             raise LoadError(error.message) from None
         main = main_group(scaled)
         stretch = _stretch(main.scaling, main.base, step.up_to)
-        if main.scaling.rope_type in DISTANCE_KINDS:  # which reach further at no factor at all
+        if main.scaling.rope_type in DISTANCE_KINDS:  # these extend the context without a factor
             stretch = max(stretch, factor)
         if stretch < factor * (1 - 1e-9):
             raise LoadError(
@@ -118,25 +120,25 @@ def checked_thresholds(
 def make_thresholds(
     groups: tuple[RotaryGroup, ...], steps: Sequence[ScalingThreshold], longest: int, param: str
 ) -> AutoScalingThresholds | None:
-    """The operator's ladder, or the model's own where he gave none; None for a model that does not rotate. Raises LoadError."""
-    if not steps and main_group(groups).base.unrotated is not None:
-        return None
-    return checked_thresholds(groups, steps, param) if steps else model_thresholds(groups, longest)
+    """The operator's thresholds, or the model's own without any; None for a model that does not rotate. Raises LoadError."""
+    if steps:
+        return checked_thresholds(groups, steps, param)
+    return None if main_group(groups).base.unrotated is not None else model_thresholds(groups, longest)
 
 
 def _first_threshold(own: RopeScaling, base: RotaryBase) -> tuple[RopeScaling | None, RopeScaling, int]:
-    """(the scaling of the first step, what is doubled from there on, the tokens that the first step holds)."""
+    """(scaling of the first threshold, scaling whose factor is doubled from there on, tokens that the first covers)."""
     trained = base.trained_len
     if own.rope_type in ("default", "learned"):
         if "yarn" in runnable_kinds(base):
             return None, RopeScaling("yarn", (("factor", 1.0),)), trained
-        # Learned frequencies have no base, so their pairs are told apart by wavelength, as Llama 3.1 does.
+        # Learned frequencies have no base, so their pairs are distinguished by wavelength, as in Llama 3.1.
         bounds = (("low_freq_factor", 1.0), ("high_freq_factor", 4.0))
         return None, RopeScaling("llama3", (("factor", 1.0), *bounds)), trained
     if own.rope_type in ("yarn", "llama3"):
         original = original_len(own, base)
         if original >= trained:
-            # The model was trained for the length before scaling: what config.json adds is for longer texts alone.
+            # The model was trained for the length before scaling: the scaling in config.json is for longer texts only.
             return RopeScaling(), _with(own, "factor", 1.0), original
         return None, _with(own, "factor", own.get("factor") or trained / original), trained
     if own.get("alpha") is not None:
@@ -144,18 +146,13 @@ def _first_threshold(own: RopeScaling, base: RotaryBase) -> tuple[RopeScaling | 
     return None, _with(own, "factor", own.get("factor") or 1.0), trained
 
 
-def _doubled(scaling: RopeScaling) -> RopeScaling:
-    name = "factor" if scaling.get("factor") is not None and scaling.get("alpha") is None else "alpha"
-    return _with(scaling, name, 2 * cast(float, scaling.get(name)))
-
-
 def _with(scaling: RopeScaling, name: str, value: Any) -> RopeScaling:
-    """The same with another value of a field, in canonical form."""
+    """The scaling with another value of a field, in canonical form."""
     return RopeScaling.from_dict({**scaling.to_dict(), name: value})
 
 
 def _stretch(scaling: RopeScaling, base: RotaryBase, up_to: int | None) -> float:
-    """By how much a flat scaling slows the slowest pairs, for requests of `up_to` tokens."""
+    """The factor by which a flat scaling slows the slowest pairs, for requests of `up_to` tokens."""
     factor = cast("float | None", scaling.get("factor"))
     match scaling.rope_type:
         case "dynamic":

@@ -1,6 +1,8 @@
 """Rotary frequencies: the formulas of all scaling kinds, in float64.
 
-Plain arithmetic without torch or numpy. Symbols: `d` rotary dimension, `b` base (theta), `j` pair index 0 .. d/2 - 1, `w_j` the unscaled frequency in radians per token: b^(-2j/d), or what the checkpoint learned. Formulas that only use frequencies take w; those that need a base take it too.
+Plain arithmetic without torch or numpy. Symbols: `d` rotary dimension, `b` base (theta), `j` pair index 0 .. d/2 - 1,
+`w_j` the unscaled frequency in radians per token: b^(-2j/d), or a learned value from the checkpoint. Formulas that only
+use frequencies take w; the others take the base as well.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ Frequencies = tuple[float, ...]
 def default(theta: float, dim: int, rotating: int | None = None) -> Frequencies:
     """w_j = theta^(-2j/dim), the frequencies of RoFormer (arXiv 2104.09864), shape [dim/2].
 
-    rotating: only the first so many pairs rotate and the rest have frequency 0 (p-RoPE, arXiv 2410.06205; "proportional"
-    in Gemma 4), with exponents over the whole of dim all the same.
+    rotating: number of leading pairs that rotate; the others have frequency 0 (p-RoPE, arXiv 2410.06205; "proportional"
+    in Gemma 4). The exponents are over the full `dim` in either case.
     """
     pairs = dim // 2
     rotating = pairs if rotating is None else rotating
@@ -23,7 +25,7 @@ def default(theta: float, dim: int, rotating: int | None = None) -> Frequencies:
 
 
 def wavelength(frequency: float) -> float | None:
-    """Tokens per whole turn of a pair; None where it never turns, or where they are more than float64 holds."""
+    """Tokens per full turn of a pair; None if it never turns or the number exceeds float64."""
     tokens = 2 * math.pi / frequency if frequency else math.inf
     return tokens if math.isfinite(tokens) else None
 
@@ -34,9 +36,9 @@ def linear(w: Sequence[float], factor: float) -> Frequencies:
 
 
 def stretched_base(theta: float, dim: int, stretch: float) -> float:
-    """NTK-aware scaling's base, theta * stretch^(dim/(dim-2)): the slowest pair slows by exactly `stretch`.
+    """Base of NTK-aware scaling, theta * stretch^(dim/(dim-2)): the slowest pair slows by exactly `stretch`.
 
-    A single pair (dim 2) has frequency 1 under any base. Raises OverflowError when the base leaves float64.
+    A single pair (dim 2) has frequency 1 with any base. Raises OverflowError if the base exceeds float64.
     """
     return theta if dim == 2 else theta * stretch ** (dim / (dim - 2))
 
@@ -52,7 +54,7 @@ def grid_ratio(trained_len: int, length: int) -> float:
         return 1.0
     ratio = length / trained_len
     step = math.ceil(4 * math.log2(ratio))
-    # The logarithm may land a hair beside a grid point: settle it by comparing the points themselves.
+    # The logarithm may be slightly off a grid point: compare the points themselves.
     while step > 0 and 2.0 ** ((step - 1) / 4) >= ratio:
         step -= 1
     while 2.0 ** (step / 4) < ratio:
@@ -72,12 +74,12 @@ def yarn(
 ) -> Frequencies:
     """YaRN's ramp from w (pairs that rotate often within `original_len`) to w / factor (arXiv 2309.00071, section 3.2).
 
-    w: [dim/2], the unscaled frequencies of base theta. beta_fast, beta_slow: whole rotations within `original_len` at which the
-    ramp starts and ends. truncate: round the ramp's ends outwards to whole pairs.
+    w: [dim/2], the unscaled frequencies of base theta. beta_fast, beta_slow: full rotations within `original_len` at
+    which the ramp starts and ends. truncate: round the ends of the ramp outwards to whole pairs.
     """
 
     def pair_that_rotates(times: float) -> float:
-        # A sum of logarithms: the quotient would leave float64 for extreme counts of rotations.
+        # A sum of logarithms: the quotient would exceed float64 for extreme numbers of rotations.
         return dim * (math.log(original_len) - math.log(times) - math.log(2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_that_rotates(beta_fast), pair_that_rotates(beta_slow)
@@ -85,7 +87,7 @@ def yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # a step, as everybody writes it, instead of a division by zero
+        high += 0.001  # a step, as in other implementations, instead of a division by zero
 
     frequencies = []
     for j, one in enumerate(w):
@@ -109,9 +111,9 @@ def yarn_magnitude(factor: float, scale: float) -> float:
 def llama3(
     w: Sequence[float], factor: float, low_freq_factor: float, high_freq_factor: float, original_len: int
 ) -> Frequencies:
-    """Llama 3.1: short wavelengths stay, long ones are divided by `factor`, those between are blended.
+    """Llama 3.1: high frequencies stay, low ones are divided by `factor`, those between are blended.
 
-    With low_freq_factor == high_freq_factor there is nothing between and the result stays finite.
+    With low_freq_factor == high_freq_factor nothing is blended, and the result stays finite.
     """
     frequencies = []
     for one in w:

@@ -1,6 +1,6 @@
-"""Rotary scaling: the `rope_scaling` object in Hugging Face's names, the rotary groups of a model, and the frequencies they resolve to.
+"""Rotary scaling: the `rope_scaling` object in Hugging Face's names, the rotary groups of a model, and their frequencies.
 
-A rotary group is a set of layers that rotate alike. `DraftRotaryMapper` maps a model's resolved rotation to its draft model: the ratio of scaled to unscaled frequency is interpolated over the logarithm of the frequency; it affects only how many proposals are accepted. Imports no torch: the API process validates requests with it.
+A rotary group is a set of layers with the same frequencies. Imports no torch: the API process validates requests with it.
 """
 
 from __future__ import annotations
@@ -23,37 +23,29 @@ from windlass.engine.rotary.scaling_fields import (
     Value,
     format_key,
     format_value,
+    invalid,
     read_fields,
     read_rope_type,
 )
 
 FULL_ATTENTION = "full_attention"
-
 SLIDING_ATTENTION = "sliding_attention"
-
 GROUP_NAMES = (FULL_ATTENTION, SLIDING_ATTENTION)
-
 NESTED = "nested"  # `rope_type` of an object that names groups
+_NEED_A_BASE = ("ntk", "dynamic", "yarn", "proportional")  # kinds that change the base, which learned frequencies lack
+DISTANCE_KINDS = ("dual_chunk", "self_extend", "rerope", "log_n")  # distance-based attention; needs full attention
 
-# Kinds that change the base, which learned frequencies do not have.
-_NEED_A_BASE = ("ntk", "dynamic", "yarn", "proportional")
-
-# Kinds that change how far keys seem, which needs layers that see as far as there are keys.
-DISTANCE_KINDS = ("dual_chunk", "self_extend", "rerope", "log_n")
-
-# Beyond these a request could only produce infinities or noise, never text.
-_MAX_FREQUENCY = 1e6
-
-_MAX_ATTENTION_FACTOR = 1e4
+# Beyond these limits a request could only produce infinities or noise, never text.
+_MAX_FREQUENCY, _MAX_ATTENTION_FACTOR = 1e6, 1e4
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """One `rope_scaling` object, checked and in canonical form; hashable, picklable, compared by value.
 
-    rope_type: one of `fields.KINDS`; "nested" when the object names groups.
-    parameters: the given fields in canonical order, numbers as float (`original_max_position_embeddings` as int).
-    groups: for a nested object, the flat scaling of each named group; then `parameters` is empty.
+    rope_type: one of `KINDS`; "nested" if the object names groups. parameters: the given fields in canonical order,
+    numbers as float (lengths as int). groups: for a nested object, the flat scaling of each named group; then
+    `parameters` is empty.
     """
 
     rope_type: str = "default"
@@ -62,7 +54,7 @@ class RopeScaling:
 
     @classmethod
     def from_dict(cls, obj: Mapping[str, Any], *, param: str = "rope_scaling") -> RopeScaling:
-        """Read a flat object, or one nested by group name; raises RequestError naming the field as `param`.field."""
+        """Read a flat object, or one nested by group name. Raises RequestError naming the field as `param`.field."""
         if not isinstance(obj, Mapping):
             raise RequestError(
                 f'{param} must be an object such as {{"rope_type": "yarn", "factor": 4}}, got {format_value(obj)}',
@@ -79,9 +71,9 @@ class RopeScaling:
     def _nested_from_dict(cls, obj: dict[str, Any], param: str) -> RopeScaling:
         for key in obj:
             if key not in GROUP_NAMES:
-                raise RequestError(
-                    f"{param}.{format_key(key)} stands beside group names: put it inside {' or '.join(GROUP_NAMES)}",
+                raise invalid(
                     f"{param}.{format_key(key)}",
+                    f"is next to group names: put it inside {' or '.join(GROUP_NAMES)}",
                     UNKNOWN,
                 )
         groups = []
@@ -90,12 +82,10 @@ class RopeScaling:
                 continue
             inner = cls.from_dict(obj[name], param=f"{param}.{name}")
             if inner.groups:
-                raise RequestError(
-                    f"{param}.{name} must be flat, without group names inside", f"{param}.{name}", INVALID
-                )
+                raise invalid(f"{param}.{name}", "must be flat, without group names inside")
             groups.append((name, inner))
         if not groups:
-            raise RequestError(f"{param} names groups but gives none an object", param, INVALID)
+            raise invalid(param, "names groups but gives none an object")
         return cls(NESTED, (), tuple(groups))
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,15 +116,14 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class RotaryBase:
-    """What the model brings to a rotary group.
+    """Properties of the model that determine the unscaled rotation of a rotary group.
 
     rotary_dim: how many of head_dim elements are rotated, even. trained_len: the model's own context length M.
-    rotating_pairs: on a proportional model, how many of the rotary_dim/2 pairs rotate at all; None: all of them.
-    inv_freq: frequencies learned with the weights, rotary_dim/2 of them, in place of rope_theta; empty until they have
-    been read from the checkpoint.
-    fixed_distances_reason: why this model's distances are not to be changed, None where they may be.
-    scales_scores: YaRN's `mscale_all_dim` multiplies whole scores too, as it does with latent attention.
-    unrotated: what tells positions apart in a model none of whose layers rotates; None where some do.
+    rotating_pairs: on a proportional model, how many of the rotary_dim/2 pairs rotate; None: all of them.
+    inv_freq: rotary_dim/2 frequencies learned with the weights, instead of rope_theta; empty until they are read from
+    the checkpoint. fixed_distances_reason: why distances of this model cannot be changed; None if they can.
+    scales_scores: whether YaRN's `mscale_all_dim` also multiplies whole scores, as with latent attention.
+    unrotated: how a model without any rotating layer represents positions; None if some layer rotates.
     """
 
     rope_theta: float
@@ -148,7 +137,10 @@ class RotaryBase:
     unrotated: str | None = None
 
     def unscaled(self, theta: float | None = None) -> tuple[float, ...]:
-        """The model's own frequencies, radians per token, under another base if one is given; [rotary_dim/2]."""
+        """The model's own frequencies, radians per token, with base `theta` if it is given; [rotary_dim/2].
+
+        Raises ValueError if the frequencies are learned and not read yet.
+        """
         if self.inv_freq is None:
             return frequencies.default(
                 self.rope_theta if theta is None else theta, self.rotary_dim, self.rotating_pairs
@@ -159,21 +151,21 @@ class RotaryBase:
 
 
 def runnable_kinds(base: RotaryBase) -> tuple[str, ...]:
-    """The kinds of scaling this group of a model can run, in canonical order."""
+    """The kinds of scaling that this rotary group supports, in canonical order."""
     if base.inv_freq is not None:
         return tuple(kind for kind in KINDS if kind not in _NEED_A_BASE)
-    # Where only some dimensions rotate, the zeros that proportional fills up with would pair other dimensions.
+    # With partial rotation, the padding zeros of "proportional" would change which dimensions form pairs.
     refused = ("learned",) if base.rotary_dim == base.head_dim else ("learned", "proportional")
     return tuple(kind for kind in KINDS if kind not in refused)
 
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """Everything the rotation of one request in one group depends on.
+    """Everything that the rotation of one request in one group depends on.
 
     inv_freq: rotary_dim/2 radians per token, float64. rotary_scale: the attention factor A on cos and sin, so that
-    scores over the rotated dimensions grow by A². distances: the rule of how far keys seem. score_scale: of whole scores.
-    fingerprint: sha256 over all of it; two specs share cached keys only if it is equal.
+    scores over the rotated dimensions grow by A². distances: rule of distance-based attention. score_scale: factor of
+    whole scores. fingerprint: sha256 over all of these; two specs share cached keys only if it is equal.
     """
 
     inv_freq: tuple[float, ...]
@@ -197,10 +189,10 @@ def original_len(scaling: RopeScaling, base: RotaryBase) -> int:
 
 
 def effective_length(scaling: RopeScaling, base: RotaryBase, length: int, *, exact: bool = False) -> float | None:
-    """The length for which the frequencies of a request of `length` tokens are formed; None for kinds without one.
+    """The length for which the frequencies of a request of `length` tokens are computed; None for kinds without one.
 
-    dynamic: the grid point M * 2^(k/4) at or above `length`, M itself below M; with `exact`, `length` itself past M.
-    longrope: the original length under the short list, the model's (or `factor` times the original) under the long one.
+    dynamic: the grid point M * 2^(k/4) at or above `length`, at least M; with `exact`, `length` itself, at least M.
+    longrope: the original length with the short list, the model's (or `factor` times the original) with the long one.
     """
     if not scaling.depends_on_length:
         return None
@@ -209,13 +201,13 @@ def effective_length(scaling: RopeScaling, base: RotaryBase, length: int, *, exa
         if length <= original:
             return float(original)
         return max(float(base.trained_len), original * cast(float, scaling.get("factor") or 1.0))
-    if exact:  # by itself: a ratio and back again may be a token short
+    if exact:  # without the detour over a ratio, which may lose a token by rounding
         return float(max(length, base.trained_len))
     return base.trained_len * frequencies.grid_ratio(base.trained_len, length)
 
 
 def last_length(scaling: RopeScaling, base: RotaryBase, length: int, *, exact: bool = False) -> int | None:
-    """The longest request that runs under the same frequencies as one of `length` tokens; None: any longer one does."""
+    """The longest request with the same frequencies as one of `length` tokens; None: no limit."""
     if scaling.rope_type == "longrope":
         original = original_len(scaling, base)
         same = all(scaling.get(f"short_{name}") == scaling.get(f"long_{name}") for name in ("factor", "mscale"))
@@ -229,12 +221,11 @@ def resolve(
 ) -> RotarySpec:
     """Frequencies and factors of a flat scaling on one group of a model.
 
-    length: the request's, in tokens, for the kinds that depend on it. exact: dynamic at that length rather than on its
-    grid. Raises RequestError where the object does not fit the model; ValueError for a nested object (pick its groups
-    first).
+    length: of the request, in tokens, for kinds that depend on it. exact: dynamic at that length instead of on its grid.
+    Raises RequestError if the object does not fit the model, ValueError for a nested object.
     """
     if scaling.groups:
-        raise ValueError("a nested scaling is resolved group by group: see groups.apply_scaling")
+        raise ValueError("a nested scaling is resolved group by group: see `apply_scaling`")
     _check_kind(scaling, base, param)
     _check_lists(scaling, base, param)
     try:
@@ -244,11 +235,10 @@ def resolve(
     if not all(0 <= w <= _MAX_FREQUENCY for w in inv_freq):
         cause = _cause(scaling)
         field = f"{param}.{cause}" if cause else param
-        raise RequestError(
-            f"{field} gives frequencies outside 0 .. {_MAX_FREQUENCY:g} radians per token: use "
-            f"{'a more moderate value' if cause else 'more moderate values'}",
+        raise invalid(
             field,
-            INVALID,
+            f"gives frequencies outside 0 .. {_MAX_FREQUENCY:g} radians per token: use "
+            f"{'a more moderate value' if cause else 'more moderate values'}",
         )
     if not 1 / _MAX_ATTENTION_FACTOR <= rotary_scale <= _MAX_ATTENTION_FACTOR:
         raise RequestError(
@@ -259,11 +249,9 @@ def resolve(
         )
     score_scale = _score_scale(scaling, base)
     if not score_scale <= _MAX_ATTENTION_FACTOR:
-        raise RequestError(
-            f"{param}.mscale_all_dim gives a factor of {score_scale:g} on scores: it must not be above "
-            f"{_MAX_ATTENTION_FACTOR:g}",
+        raise invalid(
             f"{param}.mscale_all_dim",
-            INVALID,
+            f"gives a factor of {score_scale:g} on scores: it must not be above {_MAX_ATTENTION_FACTOR:g}",
         )
     distances = resolve_distances(
         scaling.rope_type, dict(scaling.parameters), min(original_len(scaling, base), base.trained_len), length, param
@@ -272,7 +260,7 @@ def resolve(
 
 
 def _score_scale(scaling: RopeScaling, base: RotaryBase) -> float:
-    """What whole scores are multiplied by."""
+    """The factor of whole scores."""
     all_dim = scaling.get("mscale_all_dim")
     if not base.scales_scores or scaling.rope_type != "yarn" or not all_dim:
         return 1.0
@@ -281,15 +269,15 @@ def _score_scale(scaling: RopeScaling, base: RotaryBase) -> float:
 
 
 def _cause(scaling: RopeScaling) -> str:
-    """The field that frequencies out of range come from, where only one can be meant, else ""."""
-    if scaling.rope_type == "longrope":  # its factor goes into the attention factor alone
+    """The field that causes frequencies out of range, if only one can, else ""."""
+    if scaling.rope_type == "longrope":  # its factor affects the attention factor only
         return ""
     given = [name for name in ("factor", "alpha", "rope_theta") if scaling.get(name) is not None]
     return given[0] if len(given) == 1 else ""
 
 
 def check(scaling: RopeScaling, base: RotaryBase, *, param: str = "rope_scaling") -> None:
-    """Raise RequestError, naming the field, if a flat scaling cannot be used on this group at some length."""
+    """Raise RequestError, naming the field, if a flat scaling cannot be used on this group at every length."""
     lengths = (1, base.trained_len * 64) if scaling.depends_on_length else (1,)
     if scaling.rope_type == "longrope":
         lengths = (1, original_len(scaling, base) + 1)
@@ -306,49 +294,39 @@ def _check_kind(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
             INVALID,
         )
     if scaling.rope_type not in kinds:
-        raise RequestError(
-            f"{param}.rope_type {scaling.rope_type!r} cannot run on this model: use one of {', '.join(kinds)}",
-            f"{param}.rope_type",
-            INVALID,
+        raise invalid(
+            f"{param}.rope_type", f"{scaling.rope_type!r} cannot run on this model: use one of {', '.join(kinds)}"
         )
     if scaling.rope_type in DISTANCE_KINDS and base.fixed_distances_reason is not None:
-        raise RequestError(
-            f"{param}.rope_type {scaling.rope_type!r} cannot run on this model, {base.fixed_distances_reason}: use one of "
-            f"{', '.join(kind for kind in kinds if kind not in DISTANCE_KINDS)}",
+        raise invalid(
             f"{param}.rope_type",
-            INVALID,
+            f"{scaling.rope_type!r} cannot run on this model, {base.fixed_distances_reason}: use one of "
+            f"{', '.join(kind for kind in kinds if kind not in DISTANCE_KINDS)}",
         )
     if base.inv_freq is not None and scaling.rope_type == "dual_chunk" and scaling.get("factor") is not None:
-        raise RequestError(
-            f"{param}.factor asks for YaRN, which has no base to work on: this model's frequencies are learned: leave it out",
+        raise invalid(
             f"{param}.factor",
-            INVALID,
+            "asks for YaRN, which has no base to work on: this model's frequencies are learned: leave it out",
         )
     if base.inv_freq is not None and scaling.get("rope_theta") is not None:
-        raise RequestError(
-            f"{param}.rope_theta has nothing to change: this model's frequencies are learned: leave it out",
-            f"{param}.rope_theta",
-            INVALID,
+        raise invalid(
+            f"{param}.rope_theta", "has nothing to change: this model's frequencies are learned: leave it out"
         )
 
 
 def _check_lists(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
     sections = scaling.get("mrope_section")
     if sections is not None and sum(sections) != base.rotary_dim // 2:
-        raise RequestError(
-            f"{param}.mrope_section must add up to the {base.rotary_dim // 2} rotated pairs of this model, "
-            f"got {format_value(sum(sections))}",
+        raise invalid(
             f"{param}.mrope_section",
-            INVALID,
+            f"must add up to the {base.rotary_dim // 2} rotated pairs of this model, got {format_value(sum(sections))}",
         )
     for name in ("short_factor", "long_factor"):
         given = scaling.get(name)
         if given is not None and len(given) != base.rotary_dim // 2:
-            raise RequestError(
-                f"{param}.{name} must hold {base.rotary_dim // 2} numbers, one per rotated pair of this model, "
-                f"got {len(given)}",
+            raise invalid(
                 f"{param}.{name}",
-                INVALID,
+                f"must hold {base.rotary_dim // 2} numbers, one per rotated pair of this model, got {len(given)}",
             )
 
 
@@ -358,7 +336,7 @@ def _formulas(scaling: RopeScaling, base: RotaryBase, length: int, exact: bool) 
     theta = cast(float, given.get("rope_theta", base.rope_theta))
     w, dim = base.unscaled(theta), base.rotary_dim
     original = original_len(scaling, base)
-    # Absent factors follow from the two lengths, as in transformers.
+    # A missing factor is the ratio of the two lengths, as in transformers.
     factor = cast(float, given.get("factor", base.trained_len / original))
     match scaling.rope_type:
         case "default" | "learned" | "log_n" | "self_extend" | "rerope":
@@ -408,38 +386,38 @@ def _formulas(scaling: RopeScaling, base: RotaryBase, length: int, exact: bool) 
 
 @dataclass(frozen=True, slots=True)
 class RotaryGroup:
-    """Layers that rotate alike. name: "full_attention" or "sliding_attention"; scaling never carries rope_theta
-    (base has it) unless a request or the operator gave one."""
+    """Layers with the same frequencies. name: "full_attention" or "sliding_attention". scaling: contains rope_theta only
+    if a request or the operator has given it."""
 
     name: str
     base: RotaryBase
     scaling: RopeScaling
 
     def parameters(self) -> dict[str, Any]:
-        """The scaling's fields as a JSON object without `rope_type`, theta included."""
+        """The scaling's fields as a JSON object, with rope_theta and without `rope_type`."""
         given = self.scaling.to_dict()
         given.pop("rope_type")
         if self.base.unrotated is not None:
             return given
-        if self.scaling.rope_type in DISTANCE_KINDS:  # whose sizes nobody can tell from the model's length by heart
+        if self.scaling.rope_type in DISTANCE_KINDS:  # with default sizes, which follow from the model's length
             sizes = resolve(self.scaling, self.base, 1).distances.described()
             given |= {name: size for name, size in sizes.items() if name in KINDS[self.scaling.rope_type]}
-        # Learned frequencies follow from no base.
+        # Learned frequencies have no base.
         return given if self.base.inv_freq is not None else {"rope_theta": self.base.rope_theta, **given}
 
 
 def main_group(groups: tuple[RotaryGroup, ...]) -> RotaryGroup:
-    """The group that a flat scaling speaks of: that of full attention, or the first."""
+    """The group that a flat scaling applies to: that of full attention, or the first."""
     return next((group for group in groups if group.name == FULL_ATTENTION), groups[0])
 
 
 def apply_scaling(
     groups: tuple[RotaryGroup, ...], scaling: RopeScaling | None, *, param: str = "rope_scaling"
 ) -> tuple[RotaryGroup, ...]:
-    """The groups under a request's or the operator's scaling; None leaves the model's own.
+    """The groups with a request's or the operator's scaling; None leaves the model's own.
 
-    A flat scaling replaces that of the full-attention group (or of the only group); a nested one replaces those it
-    names. A group's theta stays unless the scaling gives one. Raises RequestError where it does not fit the model.
+    A flat scaling replaces that of `main_group`; a nested one replaces those of the named groups. A group's theta
+    remains unless the scaling gives one. Raises RequestError if the scaling does not fit the model.
     """
     if scaling is None:
         return groups
@@ -464,7 +442,11 @@ def apply_scaling(
 
 
 class DraftRotaryMapper:
-    """From the specs of a model to those of its draft model. source, target: their rotary groups without a request's scaling."""
+    """Maps the specs of a model to those of its draft model.
+
+    The ratio of scaled to unscaled frequency is interpolated over the logarithm of the frequency. This affects only how
+    many proposals are accepted. source, target: rotary groups of the two models, without a request's scaling.
+    """
 
     def __init__(self, source: Sequence[RotaryGroup], target: Sequence[RotaryGroup]) -> None:
         self._source, self._target = tuple(source), tuple(target)
@@ -474,43 +456,43 @@ class DraftRotaryMapper:
         self._origin = [names.index(group.name) if group.name in names else 0 for group in target]
 
     def __call__(self, specs: Sequence[RotarySpec]) -> tuple[RotarySpec, ...]:
-        """The draft model's specs, one per group of its own, where the model runs under `specs`.
+        """The draft model's specs, one per rotary group of the draft model, for `specs` of the model.
 
-        Where that is the model's own rotation, it is the draft model's own, which may be another kind.
+        The model's own rotation maps to the draft model's own, which may be of another kind.
         """
-        found = []
+        mapped = []
         for group, origin, default in zip(self._target, self._origin, self._default, strict=True):
             distances, spec = specs[origin].distances, replace(specs[origin], distances=PLAIN_DISTANCES)
             own = spec == replace(self._own[origin], distances=PLAIN_DISTANCES)
-            moved = default if own else _map_spec(spec, self._source[origin].base, group.base, default)
-            found.append(
-                replace(moved, distances=distances if _supports_distances(group.base, distances) else PLAIN_DISTANCES)
-            )
-        return tuple(found)
+            target = default if own else _map_spec(spec, self._source[origin].base, group.base, default)
+            if not _supports_distances(group.base, distances):
+                distances = PLAIN_DISTANCES
+            mapped.append(replace(target, distances=distances))
+        return tuple(mapped)
 
 
 def _supports_distances(base: RotaryBase, distances: Distances) -> bool:
-    """Whether the rule of the model makes sense on its draft model too, which otherwise goes on by its own distances."""
+    """Whether the draft model can use the distance rule of the model; otherwise it uses plain distances."""
     return base.fixed_distances_reason is None and max(distances.most, distances.near or 0) <= base.trained_len
 
 
 def _map_spec(spec: RotarySpec, source: RotaryBase, target: RotaryBase, default: RotarySpec) -> RotarySpec:
     if source.inv_freq is not None or target.inv_freq is not None:
-        return default  # learned frequencies have no scale in common
-    known = sorted(
+        return default  # learned frequencies are not comparable
+    pairs = sorted(
         (math.log(plain), scaled / plain)
         for plain, scaled in zip(source.unscaled(), spec.inv_freq, strict=True)
         if plain > 0
     )
-    if not known:
+    if not pairs:
         return default
-    log_frequencies, ratios = [log_frequency for log_frequency, _ in known], [ratio for _, ratio in known]
+    log_frequencies, ratios = [log_frequency for log_frequency, _ in pairs], [ratio for _, ratio in pairs]
     scaled = tuple(f * _interpolate(math.log(f), log_frequencies, ratios) if f > 0 else f for f in target.unscaled())
     return RotarySpec(scaled, spec.rotary_scale)
 
 
 def _interpolate(log_frequency: float, log_frequencies: Sequence[float], ratios: Sequence[float]) -> float:
-    """The ratio at a place, on the line between its neighbours; at and past the ends that of the end."""
+    """Linear interpolation of the ratio, constant outside the range."""
     at = bisect_left(log_frequencies, log_frequency)
     if at == 0 or at == len(log_frequencies):
         return ratios[0] if at == 0 else ratios[-1]

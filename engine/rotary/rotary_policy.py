@@ -1,6 +1,8 @@
 """Rotary policy: the frequencies of a request as it grows, under `frozen`, `recompute` or `rotate`.
 
-A context of n tokens uses the frequencies of length n, where n counts the token being computed; under `frozen`, those of the longest length the request can reach. Nothing depends on chunks, batches or earlier requests. The scheduler decides what happens to cached keys at a change. Imports no torch.
+A context of n tokens uses the frequencies of length n, where n counts the token being computed; under `frozen`, those of
+the longest length that the request can reach. Nothing depends on chunks, batches or earlier requests. The scheduler
+decides what happens to cached keys at a change. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from windlass.engine.rotary.rope_scaling import (
 
 RopeUpdate = Literal["frozen", "recompute", "rotate"]
 
-# Kinds that rotate keys elsewhere than where they stand.
-_KEY_MOVING_KINDS = ("dual_chunk", "self_extend", "rerope")
-
 ROPE_UPDATES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
+_KEY_MOVING_KINDS = ("dual_chunk", "self_extend", "rerope")  # rotate keys at other positions than their own
 
 
 @dataclass(frozen=True, slots=True)
 class AutoScalingChoice:
-    """A scaling chosen by length. length: tokens it was chosen for, None where it follows the context as that stands. step: of
-    the ladder. up_to: tokens for which the choice is the same, None for any longer ones.
+    """A scaling chosen by length.
+
+    length: tokens that it was chosen for; None if it follows the current length. step: the threshold chosen. up_to:
+    tokens up to which the choice is the same; None: no limit.
     """
 
     length: int | None
@@ -41,7 +43,7 @@ class AutoScalingChoice:
     up_to: int | None
 
     def described(self) -> dict[str, Any]:
-        """As answers tell it."""
+        """The choice as in API responses."""
         named = {} if self.step.profile is None else {"profile": self.step.profile}
         return {"length": self.length, "up_to": self.up_to, **named}
 
@@ -50,9 +52,9 @@ class AutoScalingChoice:
 class RotaryStage:
     """Specs, one per rotary group, that hold for contexts of up to `last_length` tokens (None: for all longer ones).
 
-    effective_length: the length the frequencies are formed for, per group; None where the kind has none.
-    single_length: they are those of one length only, so that hardly anybody else computes keys under them.
-    choice: why they are these, where the scaling was chosen by length.
+    effective_lengths: lengths that the frequencies are computed for, per group; None for kinds without one.
+    single_length: the specs are those of a single length, so that other requests hardly ever share keys under them.
+    choice: of automatic scaling, if it is used.
     """
 
     specs: tuple[RotarySpec, ...]
@@ -64,12 +66,11 @@ class RotaryStage:
 
 @dataclass(frozen=True, slots=True)
 class RotaryReport:
-    """What one sample ran under, as answers tell it: the main group's scaling, and each group's where there are several.
+    """Rotation of one sample as in API responses: the main group's scaling, and that of each group if there are several.
 
-    fingerprint: of the frequencies and factors of all groups together.
-    effective_length: tokens the frequencies were formed for last, None for kinds without a length.
-    moves: how often the cached keys were re-rotated.
-    auto: what the scaling was chosen by, where it was chosen by length.
+    fingerprint: of the frequencies and factors of all groups together. effective_length: tokens that the last frequencies
+    were computed for; None for kinds without a length. moves: number of re-rotations of the cached keys. auto: the choice
+    of automatic scaling, if it was used.
     """
 
     rope_type: str
@@ -87,8 +88,8 @@ class RotaryPlan:
     """The rotation of one request from its first to its last token.
 
     groups: the model's rotary groups under the request's scaling. policy: "frozen" if nothing depends on length.
-    longest: tokens that are held of the request at once, at most. exact: dynamic changes with every token past M, not on
-    its grid. ladder: what the scaling is chosen from by length; then `groups` are those of the longest.
+    longest: maximum number of tokens of the request that are held at once. exact: dynamic changes with every token past
+    M, not on its grid. ladder: thresholds of automatic scaling, if it is used; then `groups` are those of `longest`.
     """
 
     groups: tuple[RotaryGroup, ...]
@@ -98,7 +99,7 @@ class RotaryPlan:
     ladder: AutoScalingThresholds | None = None
 
     def stage(self, length: int) -> RotaryStage:
-        """The specs of a context of `length` tokens; of more than `longest`, those of `longest`."""
+        """The specs of a context of `length` tokens, or of `longest` if that is shorter."""
         length = self.longest if self.policy == "frozen" else min(length, self.longest)
         specs: list[RotarySpec] = []
         ends: list[int | None] = []
@@ -110,9 +111,9 @@ class RotaryPlan:
             ends.append(step.up_to)
         for group in groups:
             scaling, base = group.scaling, group.base
-            # A factor on scores that goes by the length is fixed when the request arrives, whatever the policy.
-            formed = length if scaling.depends_on_length else self.longest
-            specs.append(resolve(scaling, base, formed, exact=self.exact))
+            # A score factor that depends on the length is fixed when the request arrives, under every policy.
+            resolved = length if scaling.depends_on_length else self.longest
+            specs.append(resolve(scaling, base, resolved, exact=self.exact))
             lengths.append(effective_length(scaling, base, length, exact=self.exact))
             ends.append(last_length(scaling, base, length, exact=self.exact))
             single |= self.exact and scaling.rope_type == "dynamic" and lengths[-1] == length > base.trained_len
@@ -128,7 +129,7 @@ class RotaryPlan:
         return self.ladder.groups_under(stage.choice.step)
 
     def report(self, stage: RotaryStage, moves: int) -> RotaryReport:
-        """What to tell of a sample that ended in `stage` whose keys were re-rotated `moves` times."""
+        """The report of a sample that ended in `stage` and whose keys were re-rotated `moves` times."""
         groups = self.groups_in(stage)
         described: list[dict[str, Any]] = [
             {
@@ -146,7 +147,7 @@ class RotaryPlan:
 
 
 def joint_fingerprint(specs: Sequence[RotarySpec]) -> str:
-    """What all rotary groups rotate by: the fingerprint of the only one, or a digest of all."""
+    """Fingerprint of all rotary groups together: that of the only one, or a digest of all."""
     if len(specs) == 1:
         return specs[0].fingerprint
     return hashlib.sha256("".join(spec.fingerprint for spec in specs).encode()).hexdigest()
@@ -155,9 +156,9 @@ def joint_fingerprint(specs: Sequence[RotarySpec]) -> str:
 def make_plan(
     groups: tuple[RotaryGroup, ...], longest: int, rope_update: RopeUpdate | None, *, exact: bool = False
 ) -> RotaryPlan:
-    """The plan of a request of at most `longest` tokens; rope_update None picks the default of the kinds.
+    """The plan of a request of at most `longest` tokens.
 
-    That is `recompute` where a group has longrope, whose frequencies change once, and `frozen` elsewhere.
+    rope_update: None: `recompute` if a group has longrope, whose frequencies change once; otherwise `frozen`.
     """
     if not any(group.scaling.depends_on_length for group in groups):
         rope_update = "frozen"
@@ -172,21 +173,21 @@ def make_auto_plan(
 ) -> RotaryPlan:
     """The plan of a request of at most `longest` tokens whose scaling is chosen by length.
 
-    rope_update None: `frozen`, whatever the kinds: one choice for the whole of prompt and output. Under the others the choice
-    follows the context as it stands. Raises RequestError where no step holds the request.
+    rope_update: None: `frozen` for all kinds: one choice for prompt and output together. Under the other policies the
+    choice follows the current length. Raises RequestError if no threshold covers the request.
     """
     step = ladder.step(longest)
     groups = ladder.groups_under(step)
     policy: RopeUpdate = rope_update or "frozen"
     if policy == "rotate" and any(_moves_keys(step.scaling) for step in ladder.steps):
-        policy = "recompute"  # keys within chunks stand elsewhere, which no turn by other frequencies makes of them
+        policy = "recompute"  # re-rotation cannot move keys to positions within chunks
     if len(ladder.steps) == 1 and not any(group.scaling.depends_on_length for group in groups):
         policy = "frozen"
     return RotaryPlan(groups, policy, longest, exact and policy == "recompute", ladder)
 
 
 def _moves_keys(scaling: RopeScaling | None) -> bool:
-    """Whether a scaling rotates keys elsewhere than where they stand."""
+    """Whether a scaling rotates keys at other positions than their own."""
     if scaling is None:
         return False
     return scaling.rope_type in _KEY_MOVING_KINDS or any(_moves_keys(inner) for _, inner in scaling.groups)
@@ -194,11 +195,10 @@ def _moves_keys(scaling: RopeScaling | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RotaryPlanner:
-    """Plans the rotation of requests, in the engine and wherever else one asks what a request will run under.
+    """Plans the rotation of requests, in the engine and in previews of it.
 
-    groups, update: the model's rotary groups and the policy that requests run under which ask for nothing else; update None:
-    the default of the kinds. ladder: what `AUTO` chooses from, None where nothing can be scaled. auto: requests that ask for
-    nothing else have it choose.
+    groups, update: the model's rotary groups and the default policy; update None: the default of the kinds. ladder: the
+    thresholds that `AUTO` chooses from; None if nothing can be scaled. auto: whether `AUTO` is the default scaling.
     """
 
     groups: tuple[RotaryGroup, ...]
@@ -207,7 +207,7 @@ class RotaryPlanner:
     auto: bool = False
 
     def chooses(self, scaling: RopeScaling | None) -> bool:
-        """Whether the scaling of a request that asks for this is chosen by its length."""
+        """Whether a request with this `rope_scaling` gets its scaling by length."""
         return scaling == AUTO or (scaling is None and self.auto)
 
     def plan(
@@ -218,7 +218,7 @@ class RotaryPlanner:
         *,
         exact: bool = False,
     ) -> RotaryPlan:
-        """The plan of a request of at most `longest` tokens that asks for these; raises RequestError where they do not fit."""
+        """The plan of a request of at most `longest` tokens with these options. Raises RequestError if they do not fit."""
         if self.chooses(scaling):
             if self.ladder is None:
                 raise RequestError(
@@ -231,7 +231,7 @@ class RotaryPlanner:
 
 
 class RotaryRows(Protocol):
-    """Rows of the rotary tables. There are enough for `max_num_seqs` sequences."""
+    """Rows of the rotary tables, enough for `max_num_seqs` sequences."""
 
     def acquire(self, specs: tuple[RotarySpec, ...], /) -> int: ...
     def release(self, row: int, /) -> None: ...

@@ -17,24 +17,20 @@ from windlass.kernels import Backend
 
 
 class TokenRotations(NamedTuple):
-    """What the tokens of one step are rotated by, float32. cos, sin: [G, T, D/2] at unit scale, D the widest rotary_dim.
+    """Rotation of the T tokens of one step, float32; D is the widest rotary_dim."""
 
-    q_scale: [G, T], the square of the attention factor, for the rotated slice of the query only. score_scale: [T], for
-    whole scores.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    q_scale: Tensor
-    score_scale: Tensor
+    cos: Tensor  # [G, T, D/2], at unit scale
+    sin: Tensor  # [G, T, D/2]
+    q_scale: Tensor  # [G, T], the square of the attention factor, for the rotated slice of the query only
+    score_scale: Tensor  # [T], for whole scores
 
 
 class RotaryTables:
-    """Ref-counted rows, one per distinct spec; a row holds the frequencies of every rotary group.
+    """Reference-counted rows, one per distinct set of specs; a row holds the frequencies of every rotary group.
 
     num_rows: at least twice the number of sequences, so that rows cannot run out. Groups with a smaller rotary_dim than
-    the widest are padded with frequency 0 (cosine 1, sine 0: no rotation). inv_freq, q_scale, score_scale: [G, R, D/2] float64,
-    [G, R] and [R] float32, whose memory stays. distances: of each row, as its first group has them.
+    the widest are padded with frequency 0 (cosine 1, sine 0: no rotation). inv_freq, q_scale and score_scale are modified
+    in place and never reallocated. distances: of the first group, per row.
     """
 
     def __init__(self, num_rows: int, bases: Sequence[RotaryBase], backend: Backend) -> None:
@@ -50,7 +46,7 @@ class RotaryTables:
         self.distances: list[Distances] = [PLAIN_DISTANCES] * num_rows
         self._row_of: dict[tuple[str, ...], int] = {}
         self._key_of: dict[int, tuple[str, ...]] = {}
-        self._content: dict[int, tuple[str, ...]] = {}  # what was written to each row last
+        self._content: dict[int, tuple[str, ...]] = {}  # fingerprints last written to each row
         self._users = [0] * num_rows
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -62,7 +58,7 @@ class RotaryTables:
     def acquire(self, specs: Sequence[RotarySpec]) -> int:
         """The row of these specs, one per group; every acquire needs a release. Equal fingerprints share a row.
 
-        Raises ValueError for specs that do not fit the groups, RuntimeError when every row is in use.
+        Raises ValueError for specs that do not fit the groups, RuntimeError if every row is in use.
         """
         if len(specs) != len(self._half_dims):
             raise ValueError(f"{len(self._half_dims)} rotary groups need as many specs, got {len(specs)}")
@@ -79,7 +75,7 @@ class RotaryTables:
         return row
 
     def release(self, row: int) -> None:
-        """Give back one acquire; raises ValueError if nobody holds the row."""
+        """Undo one `acquire`. Raises ValueError if the row is not in use."""
         if row not in self._key_of:
             raise ValueError(f"rotary row {row} is not in use")
         self._users[row] -= 1
@@ -88,9 +84,9 @@ class RotaryTables:
             self._free.append(row)
 
     def write(self, row: int, specs: Sequence[RotarySpec]) -> None:
-        """Let a row hold these specs, one per group, whoever counts its users: nothing is to do where it does already.
+        """Write these specs, one per group, to a row, unless it holds them already. Reference counts are not affected.
 
-        That takes no memory of the device. Raises ValueError for specs that do not fit the groups.
+        Allocates no device memory. Raises ValueError for specs that do not fit the groups.
         """
         key = tuple(spec.fingerprint for spec in specs)
         if self._content.get(row) == key:
@@ -109,9 +105,8 @@ class RotaryTables:
     def cos_sin(self, rotary_ids: Tensor, positions: Tensor) -> TokenRotations:
         """Cosines, sines and query scales of T tokens.
 
-        rotary_ids: [T] int64 rows. positions: [T] int64 absolute positions, exact to 2^53. The angle is formed and
-        reduced in float64, so the float32 results are right to rounding at any position; a token's bits do not depend
-        on the tokens beside it.
+        rotary_ids: [T] int64 rows. positions: [T] int64 absolute positions, exact to 2^53. The angle is computed and
+        reduced in float64, so the float32 results are right to rounding at any position. Row-independent.
         """
         cos, sin = self.angles(rotary_ids, positions)
         return TokenRotations(
@@ -119,7 +114,7 @@ class RotaryTables:
         )
 
     def angles(self, rotary_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [G, T, D/2] alone, of T tokens or turns: see `cos_sin`."""
+        """Cosines and sines [G, T, D/2] of T tokens or query rotations: see `cos_sin`."""
         return self._backend.rotary_angles(self.inv_freq, rotary_ids, positions)
 
     def slowed_cos_sin(self, rotary_ids: Tensor, positions: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,9 +129,9 @@ class RotaryTables:
 def rerotation_angles(
     backend: Backend, old: Sequence[float], new: Sequence[float], positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [T, d/2], of the rotations that take keys from frequencies `old` to `new` in place.
+    """Cosines and sines, float32 [T, d/2], of the rotations that take keys from frequencies `old` to `new`.
 
-    old, new: d/2 radians per token. positions: [T] int64. The angle is formed and reduced in float64.
+    old, new: d/2 radians per token. positions: [T] int64. The angle is computed and reduced in float64.
     """
     step = torch.tensor(new, dtype=torch.float64) - torch.tensor(old, dtype=torch.float64)
     cos, sin = backend.rotary_angles(step.to(positions.device).view(1, 1, -1), torch.zeros_like(positions), positions)

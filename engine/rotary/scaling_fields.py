@@ -1,6 +1,6 @@
 """Fields of a rotary scaling: the keys of each kind, and how values are checked and normalised.
 
-Reads one JSON object with errors that name the field. Whatever needs a model (list lengths) is checked in `rope_scaling`. Imports no torch.
+Errors name the field. Checks that need a model (list lengths) are in `rope_scaling`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 from windlass.engine.errors import RequestError, did_you_mean, nearest
 
 Value = float | int | bool | tuple[float, ...]
+
+Reader = Callable[[Any, str], Value]  # of a value and the name of its field
 
 KINDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -59,10 +61,9 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 ALIASES = {"su": "longrope", "mrope": "default"}
 
-# Three-part positions of models that also see images. On text the parts are equal, which leaves the plain rotation, so
-# every kind takes these fields and only their sum is checked.
+# Three-part positions of vision models. On text the parts are equal, which gives the plain rotation, so every kind
+# accepts these fields and only the sum of the sections is checked.
 SECTION_FIELDS = ("mrope_section", "mrope_interleaved")
-
 KNOWN = (*KINDS, *ALIASES)
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
@@ -74,44 +75,46 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 
 _MAX_LIST = 4096
 
-# The codes of errors, as everywhere in the API.
+# Error codes of the API.
 UNKNOWN, MISSING, INVALID = "unknown_field", "missing_field", "invalid_value"
 
 
+def invalid(field: str, message: str, code: str = INVALID) -> RequestError:
+    """An error whose message begins with the name of the field."""
+    return RequestError(f"{field} {message}", field, code)
+
+
 def fields_of(rope_type: str) -> tuple[str, ...]:
-    """Every key an object of this kind may carry beside `rope_type` and SECTION_FIELDS, in canonical order."""
+    """All keys of an object of this kind except `rope_type` and SECTION_FIELDS, in canonical order."""
     return KINDS[rope_type] if rope_type == "learned" else ("rope_theta", *KINDS[rope_type])
 
 
 def read_rope_type(obj: dict[str, Any], param: str) -> str:
-    """The canonical kind of a flat object, from `rope_type` or the older `type`; raises RequestError."""
+    """The canonical kind of a flat object, from `rope_type` or the older `type`. Raises RequestError."""
     names = [key for key in ("rope_type", "type") if obj.get(key) is not None]
     if not names:
         written = next((key for key in islice(obj, 16) if nearest(key, ("rope_type",))), None)
         meant = "" if written is None else f" (did you mean it by {format_value(written)}?)"
-        raise RequestError(
-            f"{param}.rope_type is missing{meant}: give one of {_listed(KNOWN)}", f"{param}.rope_type", MISSING
-        )
+        raise invalid(f"{param}.rope_type", f"is missing{meant}: give one of {', '.join(KNOWN)}", MISSING)
     kinds = []
     for key in names:
         kind = obj[key]
         canonical = ALIASES.get(kind, kind) if isinstance(kind, str) else None
         if canonical not in KINDS:
-            raise RequestError(
-                f"{param}.{key} {format_value(kind)} is not known{did_you_mean(kind, KNOWN)}: use one of {_listed(KNOWN)}",
+            raise invalid(
                 f"{param}.{key}",
-                INVALID,
+                f"{format_value(kind)} is not known{did_you_mean(kind, KNOWN)}: use one of {', '.join(KNOWN)}",
             )
         kinds.append(canonical)
     if len(set(kinds)) > 1:
         raise RequestError(
-            f"{param} says rope_type {kinds[0]!r} and type {kinds[1]!r}: keep rope_type only", f"{param}.type", INVALID
+            f"{param} has rope_type {kinds[0]!r} and type {kinds[1]!r}: keep rope_type only", f"{param}.type", INVALID
         )
     return kinds[0]
 
 
 def read_fields(obj: dict[str, Any], rope_type: str, param: str) -> tuple[tuple[str, Value], ...]:
-    """Check and normalise the values of a flat object of this kind, in canonical order. `null` means absent.
+    """Check and normalise the values of a flat object of this kind, in canonical order. `null` means missing.
 
     Raises RequestError naming the field for an unknown key, a wrong type or value, or a missing one.
     """
@@ -120,57 +123,44 @@ def read_fields(obj: dict[str, Any], rope_type: str, param: str) -> tuple[tuple[
         if key in ("rope_type", "type"):
             continue
         if key == "partial_rotary_factor":
-            raise RequestError(
-                f"{param}.partial_rotary_factor belongs to the model and cannot be changed: leave it out",
-                f"{param}.partial_rotary_factor",
-                UNKNOWN,
+            raise invalid(
+                f"{param}.partial_rotary_factor", "belongs to the model and cannot be changed: leave it out", UNKNOWN
             )
         if key not in known:
-            raise RequestError(
-                f"{param}.{format_key(key)} is not a field of rope_type {rope_type!r}{did_you_mean(key, known)}: it takes "
-                f"{_listed(known)}",
+            raise invalid(
                 f"{param}.{format_key(key)}",
+                f"is not a field of rope_type {rope_type!r}{did_you_mean(key, known)}: it takes {', '.join(known)}",
                 UNKNOWN,
             )
     values = {key: _READERS[key](obj[key], f"{param}.{key}") for key in known if obj.get(key) is not None}
     for key in _REQUIRED.get(rope_type, ()):
         if key not in values:
-            raise RequestError(f"{param}.{key} is missing: rope_type {rope_type!r} needs it", f"{param}.{key}", MISSING)
+            raise invalid(f"{param}.{key}", f"is missing: rope_type {rope_type!r} needs it", MISSING)
     _check_together(values, rope_type, param)
     return tuple(values.items())
 
 
 def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
-    """Refuse values that are fine alone and make no sense beside each other."""
+    """Refuse combinations of values that are valid one by one."""
 
     def refuse(key: str, message: str) -> None:
         code = MISSING if message.startswith("is missing") else INVALID
-        raise RequestError(f"{param}.{key} {message}", f"{param}.{key}", code)
+        raise invalid(f"{param}.{key}", message, code)
 
     if rope_type == "dynamic":
         if "factor" not in values and "alpha" not in values:
             refuse("factor", "is missing: rope_type 'dynamic' needs factor, or alpha for a fixed base")
         if "alpha" in values and values.get("factor", 1.0) != 1.0:
-            refuse("factor", "would be ignored beside alpha: leave one of them out")
+            refuse("factor", "would be ignored with alpha: leave one of them out")
     elif rope_type == "yarn":
         if "factor" not in values and "original_max_position_embeddings" not in values:
             refuse("factor", "is missing: rope_type 'yarn' needs it (or original_max_position_embeddings)")
-        if values.get("beta_fast", 32.0) < values.get("beta_slow", 1.0):
-            refuse("beta_fast", "must not be smaller than beta_slow (they default to 32 and 1)")
-    elif rope_type == "dual_chunk":
+    elif rope_type in ("dual_chunk", "rerope"):
         if values.get("factor", 1.0) < 1.0:
             refuse("factor", "must be at least 1")
-        if "factor" not in values:
-            for key in ("attention_factor", "beta_fast", "beta_slow"):
-                if key in values:
-                    refuse(key, "would be ignored without factor: give both or neither")
-        if values.get("beta_fast", 32.0) < values.get("beta_slow", 1.0):
-            refuse("beta_fast", "must not be smaller than beta_slow (they default to 32 and 1)")
-        if values.get("local_size", 1) >= values.get("chunk_size", 2**53):
-            refuse("local_size", "must be smaller than chunk_size")
-    elif rope_type == "rerope":
-        if values.get("factor", 1.0) < 1.0:
-            refuse("factor", "must be at least 1")
+        for key in ("attention_factor", "beta_fast", "beta_slow"):
+            if key in values and "factor" not in values:
+                refuse(key, "would be ignored without factor: give both or neither")
     elif rope_type == "llama3":
         if values["high_freq_factor"] < values["low_freq_factor"]:
             refuse("high_freq_factor", "must not be smaller than low_freq_factor")
@@ -181,92 +171,84 @@ def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
             missing = "long_mscale" if "short_mscale" in values else "short_mscale"
             refuse(missing, "is missing: give short_mscale and long_mscale together")
         if "short_mscale" in values and "attention_factor" in values:
-            refuse("attention_factor", "would be ignored beside short_mscale and long_mscale: leave one out")
+            refuse("attention_factor", "would be ignored with short_mscale and long_mscale: leave one out")
+    if values.get("beta_fast", 32.0) < values.get("beta_slow", 1.0):
+        refuse("beta_fast", "must not be smaller than beta_slow (they default to 32 and 1)")
+    if values.get("local_size", 1) >= values.get("chunk_size", 2**53):
+        refuse("local_size", "must be smaller than chunk_size")
 
 
 def _number(value: Any, param: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{param} must be a number, got {format_value(value)}", param, INVALID)
+        raise invalid(param, f"must be a number, got {format_value(value)}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RequestError(f"{param} must be a finite number, got {format_value(value)}", param, INVALID)
+        raise invalid(param, f"must be a finite number, got {format_value(value)}")
     return number
 
 
-def _positive(value: Any, param: str) -> float:
-    number = _number(value, param)
-    if number <= 0:
-        raise RequestError(f"{param} must be greater than 0, got {format_value(value)}", param, INVALID)
-    return number
+def _above(bound: int) -> Callable[[Any, str], float]:
+    def read(value: Any, param: str) -> float:
+        number = _number(value, param)
+        if number <= bound:
+            raise invalid(param, f"must be greater than {bound}, got {format_value(value)}")
+        return number
+
+    return read
+
+
+_positive = _above(0)
 
 
 def _not_negative(value: Any, param: str) -> float:
     number = _number(value, param)
     if number < 0:
-        raise RequestError(f"{param} must not be negative, got {format_value(value)}", param, INVALID)
+        raise invalid(param, f"must not be negative, got {format_value(value)}")
     return number
 
 
-def _theta(value: Any, param: str) -> float:
-    number = _number(value, param)
-    if number <= 1:
-        raise RequestError(f"{param} must be greater than 1, got {format_value(value)}", param, INVALID)
-    return number
+def _whole(least: int, end: int, unit: str = "") -> Callable[[Any, str], int]:
+    def read(value: Any, param: str) -> int:
+        number = _number(value, param)
+        if number != int(number) or not least <= number < end:
+            message = f"{param} must be a whole number{unit}, at least {least}, got {format_value(value)}"
+            raise RequestError(message, param, INVALID)
+        return int(number)
+
+    return read
 
 
-def _length(value: Any, param: str) -> int:
-    number = _number(value, param)
-    if number != int(number) or not 2 <= number < 2**53:
-        raise RequestError(
-            f"{param} must be a whole number of tokens, at least 2, got {format_value(value)}", param, INVALID
-        )
-    return int(number)
-
-
-def _tokens(value: Any, param: str) -> int:
-    number = _number(value, param)
-    if number != int(number) or not 1 <= number < 2**53:
-        raise RequestError(
-            f"{param} must be a whole number of tokens, at least 1, got {format_value(value)}", param, INVALID
-        )
-    return int(number)
-
-
-def _group(value: Any, param: str) -> int:
-    number = _number(value, param)
-    if number != int(number) or not 2 <= number < 2**31:
-        raise RequestError(f"{param} must be a whole number, at least 2, got {format_value(value)}", param, INVALID)
-    return int(number)
+_length, _tokens = _whole(2, 2**53, " of tokens"), _whole(1, 2**53, " of tokens")
 
 
 def _sections(value: Any, param: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_LIST:
-        raise RequestError(f"{param} must be a list of pair counts, got {format_value(value)}", param, INVALID)
+        raise invalid(param, f"must be a list of pair counts, got {format_value(value)}")
     counts = tuple(_number(entry, f"{param}[{i}]") for i, entry in enumerate(value))
     if any(count != int(count) or count < 0 for count in counts):
-        raise RequestError(f"{param} must hold whole numbers of pairs, not negative", param, INVALID)
+        raise invalid(param, "must hold whole numbers of pairs, not negative")
     return tuple(int(count) for count in counts)
 
 
 def _flag(value: Any, param: str) -> bool:
     if not isinstance(value, bool):
-        raise RequestError(f"{param} must be true or false, got {format_value(value)}", param, INVALID)
+        raise invalid(param, f"must be true or false, got {format_value(value)}")
     return value
 
 
 def _positives(value: Any, param: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{param} must be a list of numbers, got {format_value(value)}", param, INVALID)
+        raise invalid(param, f"must be a list of numbers, got {format_value(value)}")
     if not 1 <= len(value) <= _MAX_LIST:
-        raise RequestError(f"{param} must hold one number per rotated pair, got {len(value)} numbers", param, INVALID)
+        raise invalid(param, f"must hold one number per rotated pair, got {len(value)} numbers")
     return tuple(_positive(entry, f"{param}[{i}]") for i, entry in enumerate(value))
 
 
 def format_value(value: Any) -> str:
-    """A value as a short piece of a message, in JSON's names and however large it is."""
+    """A value of any size, shortened for a message, with JSON names."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
@@ -281,8 +263,8 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-_READERS: dict[str, Callable[[Any, str], Value]] = {
-    "rope_theta": _theta,
+_READERS: dict[str, Reader] = {
+    "rope_theta": _above(1),
     "factor": _positive,
     "alpha": _positive,
     "original_max_position_embeddings": _length,
@@ -295,7 +277,7 @@ _READERS: dict[str, Callable[[Any, str], Value]] = {
     "chunk_size": _length,
     "local_size": _tokens,
     "window": _tokens,
-    "group_size": _group,
+    "group_size": _whole(2, 2**31),
     "log_n": _flag,
     "length_scores": _flag,
     "low_freq_factor": _positive,
@@ -309,12 +291,8 @@ _READERS: dict[str, Callable[[Any, str], Value]] = {
 }
 
 
-def _listed(names: Any) -> str:
-    return ", ".join(names)
-
-
 def format_key(key: Any) -> str:
-    """A key as a short piece of a message, what cannot be printed escaped."""
+    """A key shortened for a message, with unprintable characters escaped."""
     text = str(key)
     text = text if len(text) <= 60 else text[:57] + "..."
     return text if text.isprintable() else repr(text)[1:-1]

@@ -22,21 +22,17 @@ State of a waiting sequence, in fields of `Sequence` written only here (preempti
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from windlass.engine.cache.block_manager import (
-    MIN_PASSAGE_TOKENS,
-    BlockManager,
-    ReuseLimits,
-    attach_passage,
-    hold_passages,
-)
+from windlass.engine.cache.block_manager import BlockManager, ReuseLimits
 from windlass.engine.cache.block_store import ArrivedBlock, Fetch, WantedBlock
 from windlass.engine.cache.cache_operations import LoadedBlock
+from windlass.engine.cache.non_prefix_reuse import PassageSearch
 from windlass.engine.cache.prefix_cache import BlockKey, first_visible_block, longest_hit
 from windlass.engine.cache.recurrent_state import eviction_window, holds_blocks_of
 from windlass.engine.cache.sequence_cache import SequenceCache
+from windlass.engine.interface.context import MIN_PASSAGE_TOKENS
 from windlass.engine.scheduling.scheduler_counters import SchedulerCounters
 from windlass.engine.scheduling.sequence import EVICTION_RETRIED, Sequence
 
@@ -124,7 +120,7 @@ class KVRestorer:
         loaded: list[LoadedBlock] = []
         if not self._waiting:
             return loaded
-        budget_bytes = self._store.pages.load_budget_streaming if streams else self._store.pages.load_budget_idle
+        budget_bytes = self._store.transfer.load_budget_streaming if streams else self._store.transfer.load_budget_idle
         fetches = set(self.fetches)
         before = [sum(fetch.num_loaded[group] for fetch in fetches) for group in range(len(self._blocks.pools))]
         for waiting in self._waiting:
@@ -203,14 +199,8 @@ class KVRestorer:
         found: dict[bytes, None] = {}
         search = self._reuse.search_for(seq)
         if search is not None and seq.cache.chain.scope is not None:
-            for passage in self._store.search(
-                seq.cache.chain.scope,
-                seq.token_ids,
-                start=max(search.start, start),
-                end=search.end,
-                at_least=search.at_least,
-                spans=search.spans,
-            ):
+            search = replace(search, start=max(search.start, start))
+            for passage in self._store.search(seq.cache.chain.scope, seq.token_ids, search):
                 found |= dict.fromkeys(passage.digests)
         groups = reversed(list(enumerate(self._blocks.pools)))
         keys = [BlockKey(group, digest) for group, pool in groups for digest in found if digest not in pool.cached]
@@ -278,16 +268,6 @@ def _parts(seq: Sequence) -> list[SequenceCache]:
     return [seq.cache] if seq.cache.second_keys is None else [seq.cache.second_keys, seq.cache]
 
 
-@dataclass(frozen=True, slots=True)
-class PassageSearch:
-    """Passages of at least `at_least` tokens between two tokens of a prompt, in one of `spans` each if there are any."""
-
-    start: int
-    end: int
-    at_least: int
-    spans: tuple[tuple[int, int], ...]
-
-
 class NonPrefixReuse:
     def __init__(self, blocks: BlockManager, counters: SchedulerCounters) -> None:
         self._blocks = blocks
@@ -301,7 +281,7 @@ class NonPrefixReuse:
         """
         limits, rule = self._limits_of(seq), seq.request.reuse
         if limits is not None and rule is not None:
-            hold_passages(self._blocks, seq.cache, seq.token_ids, rule, limits)
+            self._blocks.hold_passages(seq.cache, seq.token_ids, rule, limits)
 
     def search_for(self, seq: Sequence) -> PassageSearch | None:
         """What `find_passages` will search for, beyond the prefix."""
@@ -331,7 +311,7 @@ class NonPrefixReuse:
 
     def attach_passage(self, seq: Sequence) -> None:
         """Take up what begins with the next token, if anything does."""
-        for passage in attach_passage(self._blocks, seq.cache, seq.token_ids):
+        for passage in self._blocks.attach_passages(seq.cache, seq.token_ids):
             self._counters.reused_passages += 1
             self._counters.reused_tokens += passage.num_tokens
             self._counters.recomputed_tokens["cache_reuse"] += passage.num_repeated

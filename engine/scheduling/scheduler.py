@@ -649,7 +649,7 @@ class ResultProcessor:
     def end(self, seq: Sequence) -> None:
         """Forget a sample and free what it holds; the last one ends its request."""
         if seq.fetch is not None:
-            seq.fetch.leave()
+            seq.fetch.remove_waiter()
         self._queues.leave(seq)
         self._requests.forget(seq)
 

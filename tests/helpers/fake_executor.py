@@ -405,8 +405,8 @@ class FakeExecutor:
         live = {seq.seq_id: seq for seq in self.scheduler.live_sequences()}
         holders = [Counter[int]() for _ in pools]
         for seq in live.values():
-            if seq.cache.far is not None:
-                for held, table in zip(holders, seq.cache.far.block_tables, strict=False):
+            if seq.cache.second_keys is not None:
+                for held, table in zip(holders, seq.cache.second_keys.block_tables, strict=False):
                     held.update(table)
             for group, table in enumerate(seq.cache.block_tables):
                 kept = seq.cache.originals[group].blocks if seq.cache.originals else []

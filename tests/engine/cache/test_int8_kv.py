@@ -1,4 +1,4 @@
-"""int8 KV caches in the engine: what they cost, how near they stay to float32, and that every way of running agrees."""
+"""int8 KV caches in the engine: memory, distance from float32, and agreement of all ways to run."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_held_out_text_is_as_likely_as_with_float32_keys() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_mixed_batches_preemption_and_the_prefix_cache(deterministic: bool) -> None:
-    """The demo model's answers alone, in company, in chunks, preempted and from the prefix cache."""
+    """The demo model's answers alone, in a batch, in chunks, preempted and from the prefix cache."""
     sent = [greedy(str(i), [3 + (11 * i + 7 * j) % 500 for j in range(20 + 9 * i)], 20) for i in range(6)]
     options: dict[str, Any] = {"deterministic": deterministic}
     alone = {name: tokens for one in sent for name, tokens in tokens_of(run(core_of(DEMO, **options), [one])).items()}
@@ -117,12 +117,12 @@ def test_mixed_batches_preemption_and_the_prefix_cache(deterministic: bool) -> N
     assert tight.stats().num_preemptions > 0
     for way, tokens in found.items():
         same = sum(tokens[name] == alone[name] for name in alone)
-        # A sum in another order may round a key to the next code, so only the mode promises every token.
+        # A sum in another order may round a key to the next code, so only deterministic mode guarantees every token.
         assert same == len(alone) if deterministic else same >= len(alone) - 2, way
 
 
 def test_rerotated_keys_are_rounded_once_however_often(tmp_path: Path) -> None:
-    """Four re-rotations away from its origin a key is as near to the exact one as after its first rounding."""
+    """After four re-rotations a key is as close to the exact one as after its first rounding."""
     core = core_of(make_model("llama", tmp_path, max_position_embeddings=32), max_model_len=256, deterministic=True)
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
     core.add(greedy("a", range(3, 51), 120, rope_scaling=dynamic, rope_update="rotate"))

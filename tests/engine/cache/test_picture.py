@@ -1,4 +1,4 @@
-"""The picture of the cache against a count of every block."""
+"""Cache occupancy report against a count of every block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def new_handle(manager: BlockManager) -> SequenceCache:
 
 
 def fill(manager: BlockManager, handle: SequenceCache, tokens: list[int]) -> None:
-    """Compute all of these tokens, of which the handle may hold some already."""
+    """Compute all of these tokens; the handle may hold some already."""
     if not handle.tables:
         manager.attach(handle, 0)
     assert manager.capacity(handle, len(tokens) - handle.num_slots) == len(tokens) - handle.num_slots

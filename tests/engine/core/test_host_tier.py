@@ -247,7 +247,7 @@ def test_what_comes_back_evicts_nothing_that_came_with_it(
     (fetch,) = restoring.fetches
     eventually(lambda: fetch.is_done, 30)
     if not at_once:
-        core._store.pages.load_budget_streaming = 1  # type: ignore[union-attr]
+        core._store.transfer.load_budget_streaming = 1  # type: ignore[union-attr]
     while restoring.fetches:
         core.step()
     assert len(loaded) == 1 if at_once else len(loaded) > 1
@@ -311,7 +311,7 @@ def test_what_does_not_come_back_is_computed(models: dict[str, Path], ended: lis
     backend.copies.before_ask = refuse
     again = ask(core)
     assert same(again, right) and cached(again) == 0
-    pages: Any = core._store.pages  # type: ignore[union-attr]
+    pages: Any = core._store.transfer  # type: ignore[union-attr]
     eventually(lambda: len(pages._free) == len(pages._incoming) and pages._staged == {}, 30)
     push_out(core)
     assert cached(ask(core)) == FULL
@@ -326,7 +326,7 @@ def test_requests_that_end_while_blocks_come_leave_nothing(models: dict[str, Pat
         core.add(greedy(str(number), PROMPT, 12))
         core.step()
         core.abort(str(number))
-    pages: Any = core._store.pages  # type: ignore[union-attr]
+    pages: Any = core._store.transfer  # type: ignore[union-attr]
     eventually(lambda: len(pages._free) == len(pages._incoming) and pages._staged == {}, 30)
     assert same(ask(core), right)
 

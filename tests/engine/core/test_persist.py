@@ -382,7 +382,7 @@ def test_requests_that_end_while_they_wait_leave_nothing(models: dict[str, Path]
             core.abort(str(number))
         assert not core.has_work()
         assert same(ask(core), right)
-        eventually(lambda: core._store.pages._staged == {}, 30)
+        eventually(lambda: core._store.transfer._staged == {}, 30)
 
 
 def test_what_several_want_is_read_once(
@@ -410,7 +410,7 @@ def test_what_several_want_is_read_once(
         for (name, _), one in got.items():
             assert same_tokens(one, right[name[0]]) and cached(one) == (FULL if name[0] == "a" else 112)
         assert core.stats().persist.read_blocks == FULL // 16 + 3
-        assert core.scheduler._kv_restorer.fetches == [] and core._store.pages._staged == {}
+        assert core.scheduler._kv_restorer.fetches == [] and core._store.transfer._staged == {}
 
 
 def test_a_disk_that_answers_slowly_is_not_waited_for(

@@ -45,7 +45,7 @@ def put_late(core: EngineCore, puts: list[int]) -> None:
     then."""
     store = core._store
     assert store is not None
-    pages, write_queue = store.pages, store._write_queue
+    pages, write_queue = store.transfer, store._write_queue
     put, take, taken = pages.put, write_queue.take, list[float]()
 
     def late(loaded: Sequence[LoadedBlock]) -> None:

@@ -200,10 +200,10 @@ def test_pages_are_parked_before_a_loaded_block_lies_there(tmp_path: Path, direc
     planes = [plane for cache in (core.runner.cache, proposer._cache) for plane in cache.planes[0] if plane.numel()]
     for plane in planes:
         plane[:, 3] = 1.0
-    held = store.pages.read_block(0, 3, time.monotonic())
+    held = store.transfer.read_block(0, 3, time.monotonic())
     for plane in planes:
         plane[:, 3] = 2.0
-    ticket = store.pages.stage(0, tuple(plane.copy() for plane in held), lambda: False)
+    ticket = store.transfer.stage(0, tuple(plane.copy() for plane in held), lambda: False)
     assert ticket is not None
     first = core.runner.sequences.step + 1
     loaded = (LoadedBlock(group=0, block=3, ticket=ticket),)

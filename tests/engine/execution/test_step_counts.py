@@ -163,7 +163,7 @@ def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
             for group, table in enumerate(cache.tables):
                 assert found[group, b, : len(table.blocks)].tolist() == table.blocks, (step, chunk.seq.seq_id, group)
                 assert sequences.table(chunk.seq.seq_id, group).tolist() == table.blocks
-            cache.set_computed(cache.num_computed_tokens + chunk.num_tokens)
+            cache.num_computed_tokens += chunk.num_tokens
             for table in cache.tables:  # proposed tokens were not accepted: their blocks are given back
                 while len(table.blocks) > -(-cache.num_computed_tokens // size):
                     table.pop()

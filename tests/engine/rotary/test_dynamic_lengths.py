@@ -1,4 +1,4 @@
-"""Frequencies that go by a length go by the request's own: not by that of the batch, a chunk, a request before or the server."""
+"""Frequencies that depend on a length use the request's own, not that of the batch, a chunk, another request or the server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def uncached(directory: Path, n: float, tokens: list[int]) -> torch.Tensor:
-    """transformers' logits over `tokens` under its dynamic frequencies of length n, in one pass."""
+    """transformers' logits of `tokens` with its dynamic frequencies of length n, in one pass."""
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16, max_position_embeddings=M)
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     inv_freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=n)
@@ -61,7 +61,7 @@ def test_a_short_request_beside_a_long_one(llama: Path) -> None:
 
 
 def test_a_short_request_after_a_long_one(llama: Path) -> None:
-    """transformers keeps the longer request's base for what follows, down to half the trained length."""
+    """transformers retains the longer request's base for later requests, down to half the trained length."""
     core = make_core(llama, rope_scaling=DYNAMIC, max_model_len=256)
     long, short = prompt(120, 1), prompt(M - 8, 2)
     agrees(llama, long, run(core, [greedy("long", long, 8)])["long", 0], 2 * M)

@@ -1,4 +1,4 @@
-"""A step's positions, angles and cached keys are exact whatever the model computes in, and keys have no attention factor."""
+"""Positions, angles and cached keys are exact for every dtype of the model, and keys have no attention factor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def recorded_batches(core: EngineCore) -> Iterator[list[ForwardBatch]]:
 
 
 def cached_keys(core: EngineCore, scaling: RopeScaling, tokens: list[int]) -> torch.Tensor:
-    """The first layer's keys of a prompt, as they stand in the pages."""
+    """The first layer's cached keys of a prompt."""
     with recorded_batches(core) as batches:
         run(core, [greedy("a", tokens, 1, rope_scaling=scaling)])
     keys = core.runner.cache.pages(0).key.flatten(0, 1)
@@ -69,7 +69,7 @@ def exact(function: Any, position: int, frequencies: tuple[float, ...]) -> list[
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_model_cast_to_half_does_not_cast_its_rotation(dtype: str, llama: Path) -> None:
-    """Positions, frequencies, angles or tables in the weights' type: off by up to 2 (everything) from position 4k on."""
+    """Positions, frequencies, angles or tables in the weights' dtype would be off by up to 2 (everything) from position 4k."""
     core = make_core(llama, dtype=dtype)
     request = greedy("a", prompt(40), 4)
     (spec,) = specs_of(core, request)
@@ -86,7 +86,7 @@ def test_a_model_cast_to_half_does_not_cast_its_rotation(dtype: str, llama: Path
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_keys_are_rounded_once_after_an_exact_rotation(dtype: str, llama: Path) -> None:
-    """With cosines in the weights' type half of all cached keys come out another number."""
+    """With cosines in the weights' dtype half of all cached keys would be different numbers."""
     core = make_core(llama, dtype=dtype)
     keys = cached_keys(
         core, RopeScaling(), [7] * 60
@@ -101,7 +101,7 @@ def test_keys_are_rounded_once_after_an_exact_rotation(dtype: str, llama: Path) 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_positions_stay_whole_past_what_float32_counts(dtype: str, llama: Path) -> None:
-    """float32 cannot tell 2^24 from 2^24 + 1, bfloat16 cannot tell 256 from 257."""
+    """float32 cannot represent 2^24 + 1, and bfloat16 cannot represent 257."""
     core = make_core(llama, dtype=dtype)
     (spec,) = specs_of(core, greedy("a", prompt(4), 1))
     row = core.runner.tables.acquire([spec])

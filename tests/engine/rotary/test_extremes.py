@@ -1,4 +1,4 @@
-"""Whatever finite numbers a scaling holds, the result is frequencies in range or one refusal that names the field."""
+"""Any finite numbers in a scaling give frequencies in range or one error that names the field."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_angles_are_exact_at_ten_million_tokens(theta: float) -> None:
             cos, sin = exact_cos_sin(frequency, position)
             worst = max(worst, abs(float(out.cos[0, t, j]) - cos), abs(float(out.sin[0, t, j]) - sin))
     assert worst < 3e-7
-    # The same in float32 throughout is wrong in the first decimal: the test can tell.
+    # The same in float32 throughout is wrong in the first decimal, which this test would detect.
     narrow = np.float32(9_999_999) * np.array(spec(base).inv_freq, dtype=np.float32)
     assert np.abs(np.cos(narrow) - out.cos[0, 5].numpy()).max() > 0.1
 
@@ -121,7 +121,7 @@ def test_a_freed_row_is_written_anew() -> None:
 
 
 class _Full(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """No memory on the device that tensors without data stand for: what is there can be written to and viewed."""
+    """No allocation on the device, which is simulated by tensors without data: these can be written to and viewed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))

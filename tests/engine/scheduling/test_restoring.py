@@ -50,7 +50,7 @@ def test_a_thousand_tokens_a_second_are_waited_for_in_however_many_blocks(
     seconds = 1 + 800 / per_second  # the first one whatever comes
     blocks = cast(Any, SimpleNamespace(block_size=16))
     restoring = KVRestorer(blocks, cast(Any, None), cast(Any, None), lambda: seconds)
-    fetch = Fetch(wanted, Reader())
+    fetch = Fetch(wanted, cast(Any, Reader()))
     fetch.started_at, fetch.num_read = 0.0, len(wanted) // 2  # 800 tokens
     restoring._cancel_if_slow(fetch)
     assert fetch.is_cancelled is not waits

@@ -371,7 +371,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("parked and unparked")
         if stats.prefix_cache_hits:
             event("prefix hit")
-        if any(seq.cache.far is not None and seq.cache.tables for seq in self.scheduler.live_sequences()):
+        if any(seq.cache.second_keys is not None and seq.cache.tables for seq in self.scheduler.live_sequences()):
             event("keys kept twice")
         if self.executor.num_healed:
             event("snapshot")

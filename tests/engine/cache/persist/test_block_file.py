@@ -1,4 +1,4 @@
-"""The file of a block: what the library reads in it, and that no changed bit and no missing byte goes unnoticed."""
+"""Block files: readable by the safetensors library; every changed bit and missing byte is detected."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The thread that reads blocks: who stops waiting ends it where it is, without a word."""
+"""Reader thread: a cancelled fetch ends at once and logs nothing."""
 
 import logging
 from collections import deque
@@ -18,7 +18,7 @@ WANTED = [WantedBlock(BlockKey(0, bytes([number]) * 32), number) for number in r
 
 
 class WaitingHost:
-    """The host's memory has these blocks, and there is no room for them on the device until `stop` comes."""
+    """Host memory has these blocks, and the device has no free rows until `stop` returns true."""
 
     def __init__(self, max_blocks_per_load: int) -> None:
         self._most_at_once, self.asked = max_blocks_per_load, 0

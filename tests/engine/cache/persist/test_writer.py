@@ -1,4 +1,4 @@
-"""The thread that writes blocks: it goes on whatever it finds in the folder, and says what it cannot do."""
+"""Writer thread: it continues in spite of any content of the folder, and logs its failures."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ def key(number: int) -> BlockKey:
 
 
 class Writing:
-    """A writer of one folder, and all that it is told."""
+    """A writer of one folder and its inputs."""
 
     def __init__(self, root: Path, max_bytes: int = 1 << 30) -> None:
         self.counts, self.write_queue, self.known = PersistCounters(), WriteQueue(), TierIndex(4)
@@ -63,8 +63,8 @@ def test_a_file_that_says_nonsense_keeps_no_block_from_being_written(writing: Ca
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     at.start()
     at.offer(1)
-    eventually(lambda: at.counts.written or at.counts.failed, 30)
-    assert (at.counts.written, at.counts.failed) == (1, 0) and key(7) in at.known
+    eventually(lambda: at.counts.written_blocks or at.counts.failures, 30)
+    assert (at.counts.written_blocks, at.counts.failures) == (1, 0) and key(7) in at.known
 
 
 def test_files_that_cannot_be_removed_are_told_once(
@@ -83,9 +83,9 @@ def test_files_that_cannot_be_removed_are_told_once(
     for number in range(12):
         at.offer(number)
     with caplog.at_level(logging.WARNING):
-        eventually(lambda: at.counts.written == 12, 30)
+        eventually(lambda: at.counts.written_blocks == 12, 30)
         eventually(lambda: at.counts.disk_bytes == 12 * 4096, 30)
-        assert at.counts.failed > 1 and at.counts.evicted == 0
+        assert at.counts.failures > 1 and at.counts.evicted_blocks == 0
         assert (
             len(caplog.records) == 1
             and "Permission denied" in caplog.text
@@ -93,7 +93,7 @@ def test_files_that_cannot_be_removed_are_told_once(
         )
         allowed.set()
         at.offer(12)
-        eventually(lambda: at.counts.evicted, 30)
+        eventually(lambda: at.counts.evicted_blocks, 30)
         assert len(caplog.records) == 2 and "this is over" in caplog.text
 
 
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_listed_is_tried_again_later_each_time(
     def noted(what: str, error: Exception) -> None:
         fail(what, error)
         failed_at.append(now[0])
-        if len(failed_at) == 9:  # it comes back
+        if len(failed_at) == 9:  # the folder is usable again
             folder.unlink()
             folder.mkdir()
             enough.set()
@@ -124,10 +124,10 @@ def test_a_folder_that_cannot_be_listed_is_tried_again_later_each_time(
         at.offer(1)
         at.start()
         assert enough.wait(30)
-        eventually(lambda: at.counts.written, 30)
+        eventually(lambda: at.counts.written_blocks, 30)
     pauses = [later - before for before, later in itertools.pairwise(failed_at)]
     assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60])
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
-        "cached blocks cannot be kept",
-        "cached blocks cannot be kept: this is over",
+        "cached blocks cannot be stored",
+        "cached blocks cannot be stored: this is over",
     ]

@@ -1,4 +1,4 @@
-"""Layouts of slots, against lists of tokens: whatever is cut out, every token lies and stands where a plain list says."""
+"""Slot layouts against lists of tokens: after any removal every token has the slot and position given by a plain list."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from windlass.engine.cache.sequence_cache import OPEN_END, PLAIN_LAYOUT, SlotLay
 
 
 def listed(layout: SlotLayout, num_slots: int) -> list[tuple[int, int] | None]:
-    """Of every slot the position its key was rotated at and the one it stands at; None where nothing lies."""
+    """(position of rotation, current position) of every slot; None for empty slots."""
     found: list[tuple[int, int] | None] = [None] * num_slots
     for run in layout.runs:
         for slot in range(run.first_slot, min(run.end_slot, num_slots)):
@@ -29,7 +29,7 @@ def test_cutting_out_is_what_it_is_for_a_list(
 ) -> None:
     runs, slot, position = [], 0, start
     for length, hole in holes:
-        runs.append(SlotRun(slot, slot + length, position, 7))  # keys that were rotated elsewhere
+        runs.append(SlotRun(slot, slot + length, position, 7))  # keys that were rotated at other positions
         slot, position = slot + length + hole, position + length
     layout = SlotLayout((*runs, SlotRun(slot, OPEN_END, position + 7)), slot_offset=slot - (position - start))
     num_slots = slot + 3

@@ -1,4 +1,4 @@
-"""Which scaling `auto` chooses for a length: the model's own steps by kind, an operator's, and what is refused."""
+"""Automatic scaling: the model's own thresholds by kind, configured ones, and errors."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_first_step_is_no_scaling_at_all() -> None:
     ],
 )
 def test_lengths_at_which_the_choice_changes(own: dict[str, Any] | None, ends: list[int]) -> None:
-    """Right behind each end other frequencies hold, at no other length; up_to says so beforehand."""
+    """Frequencies change right after each threshold and at no other length, as `up_to` reports."""
     climbing = planner(own)
     specs = [climbing.plan(length, AUTO).stage(1).specs for length in range(1, 1025)]
     changes = [length for length in range(1, 1024) if specs[length] != specs[length - 1]]
@@ -154,7 +154,7 @@ def test_as_the_servers_default_it_is_for_requests_that_say_nothing() -> None:
     assert caught.value.param == "rope_scaling"
 
 
-# ---- an operator's ladder --------------------------------------------------------------------------------------------
+# ---- configured thresholds -------------------------------------------------------------------------------------------
 def steps(*given: tuple[int | None, dict[str, Any] | None]) -> tuple[ScalingThreshold, ...]:
     return tuple(ScalingThreshold(up_to, scaling(obj), obj and obj["rope_type"]) for up_to, obj in given)
 

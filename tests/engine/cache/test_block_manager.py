@@ -1,4 +1,4 @@
-"""The block manager's books: order of ids, sharing, copy on write, windows, eviction, private blocks."""
+"""Block manager: order of ids, sharing, copy on write, windows, eviction, private blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.engine.rotary.rotary_policy import RotaryStage
 
 
 class Sequence:
-    """Tokens, and what they hold in the cache."""
+    """Tokens and their sequence cache."""
 
     def __init__(self, tokens: list[int], cache: SequenceCache) -> None:
         self.token_ids = list(tokens)
@@ -122,7 +122,7 @@ def test_free_blocks_go_first_then_the_longest_idle_and_tails_before_heads() -> 
     assert c.block_tables == [[6, 2, 1, 0]]
     blocks.free(c.cache)
     assert match(blocks, sequence(blocks, [2] * 13)) == (3, False)
-    d = start(blocks, [4] * 4)  # the longest idle is the tail of b
+    d = start(blocks, [4] * 4)  # the tail of b has been idle longest
     compute(blocks, d)
     assert match(blocks, sequence(blocks, [2] * 13)) == (2, False)
     blocks.free(d.cache)
@@ -172,7 +172,7 @@ def test_a_write_into_a_hashed_block_copies_even_for_a_single_holder() -> None:
     blocks = manager((4, None))
     seq = start(blocks, list(range(4)))
     compute(blocks, seq)
-    seq.cache.set_computed(3)  # as if the last token were to be computed again in place
+    seq.cache.num_computed_tokens = 3  # as if the last token were to be computed again in place
     held = seq.block_tables[0][0]
     assert blocks.allocate(seq.cache, 1) == [BlockCopy(0, held, seq.block_tables[0][0])]
     assert seq.block_tables[0][0] != held
@@ -241,7 +241,7 @@ def test_capacity_is_exactly_what_can_be_allocated() -> None:
 
 
 def test_rerotated_keys_are_private_and_their_originals_stay_as_they_were() -> None:
-    """Block size 4: a re-rotation at 6 tokens leaves one full block in place and sets the partial one aside; then one at 10."""
+    """Block size 4: re-rotation at 6 tokens leaves a full block in place and copies the partial one; then again at 10."""
     rotation = FakeRotation("dynamic", "rotate")
     blocks = manager((20, None))
     seq = start(blocks, list(range(16)), stage=rotation.stage(6))
@@ -258,7 +258,7 @@ def test_rerotated_keys_are_private_and_their_originals_stay_as_they_were() -> N
     compute(blocks, seq, 2)
     assert blocks_to_rerotate(blocks, seq.cache, rotation.stage(11).specs) == [1]
     set_aside, rerotations = rerotate(blocks, seq.cache, rotation.stage(11).specs)
-    # Tokens 6 and 7 joined a re-rotated block: their originals join those of 4 and 5. The third block is new and partial.
+    # Tokens 6 and 7 were added to a re-rotated block: their originals join those of 4 and 5. The third block is partial.
     assert [(m.start, m.end, m.sources, m.targets) for m in set_aside] == [
         (6, 8, (table[1],), (kept[1],)),
         (8, 10, (table[2],), (kept[2],)),
@@ -269,7 +269,7 @@ def test_rerotated_keys_are_private_and_their_originals_stay_as_they_were() -> N
     ]
     assert rerotations[1].sources == tuple(kept[1:]) and rerotations[1].targets == tuple(table[1:])
     compute(blocks, seq)
-    # The original of the first block is still what another prompt may take; nothing computed since is.
+    # Another prompt can still use the original of the first block, but nothing computed since.
     assert match(blocks, sequence(blocks, list(range(17)))) == (1, False)
     assert all(blocks.pools[0].private[block] for block in table)
     blocks.assert_consistent([seq.cache])

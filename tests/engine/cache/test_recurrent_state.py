@@ -1,4 +1,4 @@
-"""The books of states: one block a sequence, copies of it where a block of tokens ends, and who may evict them."""
+"""Recurrent state blocks: one per sequence, copies at the end of a block of tokens, and their eviction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZE = 4
 
 
 class Held:
-    """A sequence and what it holds."""
+    """Tokens and their sequence cache."""
 
     def __init__(
         self, blocks: BlockManager, tokens: list[int], salt: str | None = None, near: int | None = None
@@ -41,7 +41,7 @@ class Held:
         return self.cache.block_tables[1]
 
     def hit(self) -> int:
-        """Tokens that it could begin behind."""
+        """Number of cached tokens that it could start with."""
         return self.blocks.match(self.cache, self.tokens, len(self.tokens))[0] * SIZE
 
     def start(self) -> int:
@@ -67,9 +67,11 @@ def test_a_sequence_has_one_state_that_is_copied_where_a_block_ended() -> None:
     a = Held(blocks, list(range(20)))
     a.start()
     assert a.compute(6) == [] and a.state == [0]
-    assert a.compute(2) == [] and a.state == [0]  # the end of a block: kept from now on
+    assert a.compute(2) == [] and a.state == [0]  # the end of a block: cached from now on
     assert a.compute(1) == [BlockCopy(1, 0, 1)] and a.state == [1]
-    assert a.compute(6) == [] and a.state == [1]  # tokens 9 to 15 passed the end of another, where nothing was kept
+    assert a.compute(6) == [] and a.state == [
+        1
+    ]  # tokens 9 to 15 passed the end of another block, where no state was cached
     assert len(a.cache.block_tables[0]) == 4
 
 
@@ -79,9 +81,9 @@ def test_a_prompt_begins_where_a_state_was_kept_and_nowhere_else() -> None:
     a.start()
     a.compute(8)
     a.compute(7)
-    assert Held(blocks, [*range(14), 99]).hit() == 8  # three blocks of keys are there
+    assert Held(blocks, [*range(14), 99]).hit() == 8  # three blocks of keys are cached
     assert Held(blocks, [*range(7), 99, 100]).hit() == 0
-    assert Held(blocks, list(range(8))).hit() == 0  # the last token is computed, and none before it was kept
+    assert Held(blocks, list(range(8))).hit() == 0  # the last token is computed, and no state before it was cached
     assert Held(blocks, list(range(15)), salt="other").hit() == 0
     b = Held(blocks, list(range(12)))
     assert b.start() == 8 and b.compute() == [BlockCopy(1, 0, 2)]
@@ -99,7 +101,7 @@ def test_what_is_being_computed_behind_it_leaves_no_state() -> None:
 
 
 def test_a_state_that_ends_a_block_is_set_aside_from_the_tokens_planned_behind_it() -> None:
-    """Where there is a block for it; and a step that was planned so and is given up leaves the copy, which is as good."""
+    """If a block is available. A planned step that is cancelled leaves the copy, which is equally valid."""
     for states, given_up in ((4, False), (4, True), (1, False)):
         blocks = manager(states=states)
         a = Held(blocks, list(range(20)))
@@ -127,9 +129,9 @@ def test_the_state_behind_accepted_tokens_stays_and_one_at_the_end_of_a_block_is
     a.start()
     a.compute(6)
     assert blocks.allocate(a.cache, 1) == []
-    assert blocks.capacity_for_proposals(a.cache, 100) == 8  # a block for each, but for the last of all
+    assert blocks.capacity_for_proposals(a.cache, 100) == 8  # a block for each except the last
     assert blocks.allocate_for_proposals(a.cache, 6) == []
-    assert a.state == [0, 1, 2, 3, 4, 5, 6]  # behind tokens 12, 6, 7, 8, 9, 10 and 11
+    assert a.state == [0, 1, 2, 3, 4, 5, 6]  # after tokens 12, 6, 7, 8, 9, 10 and 11
     blocks.mark_computed(a.cache, a.tokens, 7 + accepted)
     assert a.state == [[1, 2, 3, 4, 5, 6, 0][accepted]]
     assert Held(blocks, a.tokens).hit() == hit
@@ -170,7 +172,7 @@ def test_of_what_a_stream_leaves_behind_the_last_stays_longest() -> None:
         a.compute(1)  # 12, 16 and 20 tokens: blocks 1, 2 and 3
     blocks.free(a.cache)
     assert [Held(blocks, list(range(n))).hit() for n in (9, 13, 17, 21)] == [8, 12, 16, 20]
-    # Four states that are taken: the one nobody had first, then those it left behind, and those that matter last.
+    # Four states are taken: first the one without a holder, then superseded ones, and those to be retained last.
     others = [Held(blocks, [100 + n]) for n in range(4)]
     gone = []
     for other in others:
@@ -229,7 +231,7 @@ def test_dropped_tokens_leave_the_state_as_it_is() -> None:
     a.compute(14)
     blocks.remove_range(a.cache, 1, 2, close_gap=True)
     assert a.state == [0] and a.cache.num_slots == 10
-    a.compute(2)  # the end of a block, but not of a prompt's beginning
+    a.compute(2)  # the end of a block, but not of a prefix of a prompt
     assert a.compute(1) == []
     swapped_out = blocks.swap_out(a.cache)
     assert swapped_out[1] == (0,)
@@ -237,10 +239,10 @@ def test_dropped_tokens_leave_the_state_as_it_is() -> None:
 
 
 class Told:
-    """Whom the books tell of blocks."""
+    """A block listener."""
 
     def __init__(self) -> None:
-        self.states: list[int] = []  # indices of blocks that states of were offered
+        self.states: list[int] = []  # indices of blocks whose states were offered
 
     def offer(self, key: BlockKey, block: int, index: int) -> None:
         if key.group == 1:
@@ -256,7 +258,7 @@ def test_those_that_stay_alone_are_offered_to_files() -> None:
     a = Held(blocks, list(range(1500)))
     a.start()
     for _ in range(3):
-        a.compute(500)  # 1000 and 1500 are passed by, 1500 goes beyond 1024
+        a.compute(500)  # 1000 and 1500 are superseded; 1500 passes 1024
     a.tokens += list(range(30))
     for _ in range(20):
         a.compute(1)
@@ -269,7 +271,7 @@ def test_those_that_stay_alone_are_offered_to_files() -> None:
     b.compute(2)
     b.tokens += [1, 2, 3]
     for _ in range(2):
-        b.compute(1)  # the end of a block that it drew: the prompt's own stays
+        b.compute(1)  # the end of a sampled block: the prompt's own state is retained
     assert told.states[2:] == [20 // SIZE - 1]
 
 
@@ -282,7 +284,7 @@ def test_what_holds_far_keys_holds_no_state() -> None:
     a.compute(8)
     a.compute(5)
     assert [len(table) for table in a.cache.second_keys.block_tables] == [6, 0] and len(a.state) == 1
-    # Far keys are there up to 20 tokens, a state at 16 and at 8: what is taken has to do for both.
+    # Second keys are cached up to 20 tokens, states at 16 and 8: the match must satisfy both.
     b = Held(blocks, [*range(14), 99], near=4)
     assert b.start() == 8
     c = Held(blocks, list(range(8)), near=4)
@@ -304,7 +306,7 @@ def test_they_are_shown_as_what_they_are() -> None:
 
 
 def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
-    """States are played with: each block holds the tokens that made it."""
+    """Simulated states: each block holds the tokens that it was computed from."""
     hits = passed = 0
     for seed in range(30):
         rng = random.Random(seed)
@@ -352,8 +354,8 @@ def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
 @pytest.mark.parametrize(
     ("start", "due", "tokens", "taken"),
     [
-        (0, 100, 512, 96),  # all of it, but for its end
-        (96, 4, 512, 4),  # which is a chunk of its own
+        (0, 100, 512, 96),  # all of it, except its end
+        (96, 4, 512, 4),  # which is a separate chunk
         (0, 100, 50, 48),
         (32, 68, 50, 48),
         (40, 60, 50, 40),  # from within a block
@@ -386,7 +388,7 @@ def test_the_bytes_of_a_state() -> None:
 def test_states_take_their_part_of_the_budget(tmp_path: Path) -> None:
     config = engine_config(tmp_path, max_num_seqs=8)
     ample = plan_cache(config, [GROUP], 256, "float32", 1 << 20, states=STATES)
-    assert ample.num_states == 17  # 8 run, one to copy to, and as many that are kept
+    assert ample.num_states == 17  # 8 running, one to copy to, and as many cached
     assert ample.num_bytes <= 1 << 20 and ample.num_blocks[0] == 8 * 16
     without = plan_cache(config, [GROUP], 256, "float32", 1 << 20)
     assert ample.num_bytes - without.num_bytes == 17 * STATES.block_bytes and without.num_states == 0
@@ -399,9 +401,9 @@ def test_states_take_their_part_of_the_budget(tmp_path: Path) -> None:
     alone = replace(config, cache=replace(config.cache, prefix_caching=False))
     assert plan_cache(alone, [GROUP], 256, "float32", 1 << 20, states=STATES).num_states == 9
     assert plan_cache(config, [GROUP], 16, "float32", 4 * STATES.block_bytes, states=STATES).num_states == 2
-    with pytest.raises(LoadError, match=r"carries from token to token needs .* raise `cache.memory`"):
+    with pytest.raises(LoadError, match=r"the recurrent state of this model needs .* raise `cache.memory`"):
         plan_cache(config, [GROUP], 16, "float32", 4 * STATES.block_bytes - 1, states=STATES)
-    # A length that the operator asks for comes before states that later prompts may begin with.
+    # A configured length has priority over states for later prompts.
     asked = replace(config, max_model_len=192)
     long = plan_cache(asked, [GROUP], 256, "float32", 64 << 10, states=STATES)
     assert long.max_model_len == 192 and 2 <= long.num_states < scarce.num_states and long.num_bytes <= 64 << 10

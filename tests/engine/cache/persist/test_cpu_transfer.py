@@ -1,4 +1,4 @@
-"""Blocks that are copied out of the pages of main memory."""
+"""Transfer of blocks out of pages in main memory."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The rotation of a draft model: held against the scaling as it is resolved for the draft model itself."""
+"""Rotation of a draft model, compared with the scaling resolved for the draft model itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_heads_of_another_size(scaling: dict[str, Any], dims: tuple[int, int]) -
     (found,) = DraftRotaryMapper([source], [target])([resolve(wanted, source.base, 6000)])
     right = resolve(wanted, target.base, 6000)
     assert found.rotary_scale == right.rotary_scale
-    # Between two known frequencies the ratio is on a line; YaRN rounds the ends of its ramp to pairs, which differ.
+    # The ratio is interpolated linearly; YaRN rounds the ends of its ramp to pairs, which differ.
     tolerance = 1e-12 if dims[0] == dims[1] else 0.4 if scaling is YARN else 0.08
     assert found.inv_freq == pytest.approx(right.inv_freq, rel=tolerance)
     assert max(abs(a / b - 1) for a, b in zip(right.inv_freq, target.base.unscaled(), strict=True)) > 0.5

@@ -1,4 +1,4 @@
-"""Blocks between a device's pages and the host's memory: whole, and each copy behind what it has to come after."""
+"""Transfer of blocks between device pages and host memory: complete, and each copy after those it depends on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPES: dict[str, list[list[tuple[tuple[int, ...], torch.dtype]]]] = {
 
 
 class Pages:
-    """A device's pages with a number in every byte, their books, and what was in them at first."""
+    """Device pages with random bytes, their host tier, and their initial content."""
 
     def __init__(self, kind: str, slots: int = 12) -> None:
         self.planes = [
@@ -52,7 +52,7 @@ class Pages:
         self.pages = DeviceBlockTransfer(self.planes, self.copies, self.tier)
 
     def evict(self, group: int, blocks: range, first_key: int = 0) -> list[BlockKey]:
-        """And overwrite them."""
+        """Evict blocks and overwrite them."""
         keys = [BlockKey(group, (first_key + number).to_bytes(32, "big")) for number in blocks]
         for key, block in zip(keys, blocks, strict=True):
             assert self.tier.admit(key, block, None)
@@ -78,7 +78,7 @@ class Pages:
         self.pages.put([LoadedBlock(group, block, ticket) for block, ticket in zip(blocks, tickets, strict=True)])
 
     def same(self, group: int, sources: range, targets: range) -> bool:
-        """Whether blocks hold what others held at first."""
+        """Whether the target blocks equal the initial content of the source blocks."""
         return all(
             torch.equal(plane.view(torch.uint8)[:, list(targets)], before[:, list(sources)])
             for plane, before in zip(self.planes[group], self.before[group], strict=True)
@@ -93,12 +93,12 @@ def test_every_byte_comes_back(kind: str) -> None:
         made.load(list(reversed(keys)), range(23, 12, -1))
         assert made.same(group, range(13, 2, -1), range(23, 12, -1))
         assert made.same(group, range(3), range(3)), "others are touched"
-    assert made.counts.host_saved == 11 * len(made.planes)
+    assert made.counts.host_saved_blocks == 11 * len(made.planes)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_files_are_those_of_main_memory(kind: str) -> None:
-    """What is written and what is read have the bytes that a CPU's pages have."""
+    """Files have the same bytes as those of a CPU's pages."""
     made = Pages(kind)
     plain = CPUBlockTransfer(made.planes)
     assert made.pages.forms == plain.forms
@@ -122,7 +122,7 @@ def test_files_are_those_of_main_memory(kind: str) -> None:
 
 
 def test_of_two_that_are_put_into_one_block_the_last_counts() -> None:
-    """Whichever row it lies in, and the rows of both are free again."""
+    """In every order of rows; the rows of both are free again."""
     made = Pages("bfloat16")
     keys = made.evict(0, range(4))
     held = [made.tier.acquire(key) for key in keys]
@@ -144,7 +144,7 @@ def test_what_came_is_put_without_memory_too(kind: str, there_is: int, monkeypat
         scatter, left = rows.scatter, [there_is]
 
         def fails(blocks: torch.Tensor, row: torch.Tensor, scatter: Any = scatter, left: list[int] = left) -> None:
-            scatter(blocks[:1], row[:1])  # as far as it came
+            scatter(blocks[:1], row[:1])  # a part is written before the failure
             left[0] -= 1
             if left[0] < 0:
                 raise torch.OutOfMemoryError(NO_ROOM)
@@ -158,9 +158,9 @@ def test_what_came_is_put_without_memory_too(kind: str, there_is: int, monkeypat
 
 
 def test_more_than_there_are_rows_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are filled again once what was in them has been copied, and not before; copies are made as late as can be here."""
-    monkeypatch.setattr(host_tier, "_LEAVING", 3 * sum(bytes_of_blocks(Pages("bfloat16").planes)))
-    monkeypatch.setattr(host_tier, "_ARRIVING", 1)
+    """Rows are reused only after their content was copied; the copies here run as late as possible."""
+    monkeypatch.setattr(host_tier, "_OUTGOING_BYTES", 3 * sum(bytes_of_blocks(Pages("bfloat16").planes)))
+    monkeypatch.setattr(host_tier, "_INCOMING_BYTES", 1)
     made = Pages("bfloat16")
     keys = made.evict(0, range(12))
     assert len(made.copies.queues[0].asked) == 4 and made.copies.queues[0].done == 2  # the first two, for their rows
@@ -169,17 +169,17 @@ def test_more_than_there_are_rows_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_each_copy_comes_after() -> None:
-    """On the way out what was gathered; on the way back that, and what was put from the same rows."""
+    """Outgoing copies wait for the gather; incoming ones for that copy and for the last scatter from the same rows."""
     made = Pages("bfloat16", slots=24)
     out, back, aside = made.copies.queues
     keys = made.evict(0, range(12))
     assert out.asked == [[made.copies.marks[-1]]]
     made.load(keys[:6], range(12, 18))
     left = made.tier.acquire(keys[0])
-    assert left is not None and back.asked == [[left.mark]] and out.done == 1
+    assert left is not None and back.asked == [[left.event]] and out.done == 1
     put = made.copies.marks[-1]
     made.load(keys[6:], range(18, 24))
-    assert back.asked[1] in ([left.mark, put], [left.mark]), "rows that were never used wait for nothing"
+    assert back.asked[1] in ([left.event, put], [left.event]), "rows that were never used wait for nothing"
     made.pages.read_block(0, 5, full_since=float("inf"))
     made.pages.read_block(0, 5, full_since=0.0)
     assert aside.asked[0] == aside.asked[1] == [made.copies.marks[-1]]
@@ -190,21 +190,21 @@ def test_a_place_that_is_read_from_is_not_taken() -> None:
     keys = made.evict(0, range(2))
     held = made.tier.acquire(keys[0])
     assert held is not None
-    made.evict(0, range(4, 5))  # in the place of the other
+    made.evict(0, range(4, 5))  # in the slot of the other
     assert keys[0] in made.tier and keys[1] not in made.tier
     made.tier.acquire(BlockKey(0, (4).to_bytes(32, "big")))
-    assert not made.tier.admit(BlockKey(0, b"y" * 32), 6, None) and made.counts.host_lost == 1
+    assert not made.tier.admit(BlockKey(0, b"y" * 32), 6, None) and made.counts.host_lost_blocks == 1
     made.tier.release(held)
     assert made.tier.admit(BlockKey(0, b"y" * 32), 6, None) and keys[0] not in made.tier
 
 
 def test_what_is_brought_in_and_evicted_by_one_plan_is_not_saved() -> None:
-    """What lies there then is what was there before."""
+    """The block still has its previous content then."""
     made = Pages("bfloat16")
     made.tier.note_loaded(0, 5)
     assert not made.tier.admit(BlockKey(0, b"a" * 32), 5, None)
-    assert made.tier.take_pending_saves() == [] and made.counts.host_lost == 0
-    assert made.tier.admit(BlockKey(0, b"a" * 32), 5, None)  # by the next plan
+    assert made.tier.take_pending_saves() == [] and made.counts.host_lost_blocks == 0
+    assert made.tier.admit(BlockKey(0, b"a" * 32), 5, None)  # by the next step
 
 
 def test_whoever_reads_waits_for_the_plan_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_whoever_reads_waits_for_the_plan_that_copies(monkeypatch: pytest.Monkey
 
 
 def test_no_room_for_what_arrives_ends_with_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "_ARRIVING", 1)
+    monkeypatch.setattr(host_tier, "_INCOMING_BYTES", 1)
     made = Pages("bfloat16")
     keys = made.evict(0, range(8))
     tickets: list[int] = []
@@ -247,7 +247,7 @@ def test_passages_are_known_whichever_group_goes_first() -> None:
     record = PassageRecord(b"p" * 32, 16, tuple(range(16)), (b"me",))
     for order in ((0, 1), (1, 0)):
         digest = bytes([order[0]]) * 32
-        for group in order:  # the index of the cache forgets a passage with its first block
+        for group in order:  # the passage index removes a passage with its first block
             assert made.tier.admit(BlockKey(group, digest), 3 + group, record if group == order[0] else None)
         made.pages.save(made.tier.take_pending_saves())
         held = made.tier.acquire(BlockKey(0, digest))
@@ -262,8 +262,8 @@ def test_runs() -> None:
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_no_more_is_taken_of_the_device_than_is_said(saves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "_LEAVING", 3000)
-    monkeypatch.setattr(host_tier, "_ARRIVING", 9000)
+    monkeypatch.setattr(host_tier, "_OUTGOING_BYTES", 3000)
+    monkeypatch.setattr(host_tier, "_INCOMING_BYTES", 9000)
     made: list[torch.Tensor] = []
     empty: Callable[..., torch.Tensor] = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *given, **named: made.append(empty(*given, **named)) or made[-1])

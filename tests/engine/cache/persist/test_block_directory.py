@@ -1,4 +1,4 @@
-"""The folder of blocks: whole files only, the oldest go, what is not ours stays, writers that are killed leave nothing wrong."""
+"""Folder of block files: only whole files appear, the oldest are removed, other files stay, killed writers do no harm."""
 
 import os
 import random
@@ -90,7 +90,7 @@ def test_names_and_kinds_that_are_not_ours(tmp_path: Path) -> None:
         (folder.folder / other).write_bytes(b"x")
     (folder.folder / f"{'g' * 64}-0.safetensors").write_bytes(b"x")
     assert list(folder.present()) == [key(1)]
-    os.mkfifo(folder.folder / f"{name}-0.safetensors")  # whoever opens one waits for its writer
+    os.mkfifo(folder.folder / f"{name}-0.safetensors")  # opening one waits for its writer
     with pytest.raises((DamagedBlockError, OSError)):
         folder.read(key(2))
     (folder.folder / f"{name}-0.safetensors").unlink()
@@ -155,7 +155,7 @@ def test_files_that_vanish_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_files_that_cannot_be_removed_are_counted_as_what_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They stay, and others go for them."""
+    """They stay, and others are removed instead."""
     folder = directory(tmp_path, 8 * 8192)
     for number in range(10):
         put(folder, number, index=number)
@@ -181,9 +181,8 @@ _WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from windlass.engine.cache.disk_tier import BlockFormat, PlaneForm
-from windlass.engine.cache.disk_tier import BlockDirectory
-from windlass.engine.cache.non_prefix_reuse import BlockKey
+from windlass.engine.cache.disk_tier import BlockDirectory, BlockFormat, PlaneForm
+from windlass.engine.cache.prefix_cache import BlockKey
 
 forms = [[PlaneForm((2, 512), "F32", 4096)]]
 folder = BlockDirectory(Path(sys.argv[1]), BlockFormat(b"n" * 32, forms), 1 << 30)

@@ -1,4 +1,4 @@
-"""The folder of an engine's blocks while it cannot be opened: what is hashed, what is kept waiting, and what is said."""
+"""Block store whose folder cannot be opened yet: hashing of weights, queued blocks, log messages."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -25,8 +25,8 @@ def key(number: int) -> BlockKey:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BlockStore]]:
-    monkeypatch.setattr("windlass.engine.cache.block_store._FIRST_PAUSE", 0.02)
-    monkeypatch.setattr("windlass.engine.cache.block_store._LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("windlass.engine.cache.block_store._MIN_BACKOFF", 0.02)
+    monkeypatch.setattr("windlass.engine.cache.block_store._MAX_BACKOFF", 0.02)
     made: list[BlockStore] = []
 
     def make(root: Path, weights: Path, is_current: Callable[[], bool], host: HostSource | None = None) -> BlockStore:
@@ -78,7 +78,7 @@ def test_weights_are_hashed_once_however_often_there_is_no_folder(
 
 
 class Host:
-    """The host's memory, of so many blocks, beside a folder that cannot be opened before `open`."""
+    """Host memory of `slots` blocks, with a folder that cannot be opened before `open`."""
 
     def __init__(self, opened: Callable[..., BlockStore], root: Path, slots: int) -> None:
         self.counts = PersistCounters()
@@ -92,7 +92,7 @@ class Host:
         self.store.offer(key(number), number % 8, 0)
 
     def evict(self, number: int) -> None:
-        """From the device."""
+        """Evict a block from the device."""
         self.store.withdraw(key(number), number % 8, None)
         self.tier.copy_started(self.store.take_saved(), SimpleNamespace(wait=lambda: None))
 
@@ -101,7 +101,7 @@ class Host:
 
 
 def test_no_more_blocks_wait_to_be_written_than_there_are(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
-    """Those that the host's memory gives up wait no more, and are lost."""
+    """Blocks that host memory evicts leave the queue and are lost."""
     host = Host(opened, tmp_path, 3)
     for number in range(20):
         host.compute(number)
@@ -136,7 +136,7 @@ PASSAGE = PassageRecord(b"p" * 32, 0, (1, 2, 3, 4), (b"me",))
 
 
 def test_what_a_plan_brings_in_waits_until_it_is_followed(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
-    """And is copied behind what put it there, however long before that it was offered."""
+    """It is copied after its load, even if it was offered long before."""
     host = Host(opened, tmp_path, 1)
     store, waiting = host.store, host.store._write_queue._blocks
     store.note_loaded(0, 1)
@@ -149,12 +149,12 @@ def test_what_a_plan_brings_in_waits_until_it_is_followed(opened: Callable[..., 
     store.note_applied()
     assert list(waiting) == [key(2), key(3), key(1)]
     assert waiting[key(1)].full_since >= waiting[key(3)].full_since and waiting[key(1)].passage == PASSAGE
-    store.offer_passage(key(1), 1, 0, PASSAGE)  # a later plan brings nothing into this block
+    store.offer_passage(key(1), 1, 0, PASSAGE)  # a later step loads nothing into this block
     assert not store._write_queue._loading
 
 
 def test_what_a_plan_brings_in_and_evicts_is_not_written(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
-    """But from the host's memory, where that holds it."""
+    """Except from host memory, if that holds it."""
     host = Host(opened, tmp_path, 1)
     host.evict(2)
     for number in (1, 2):

@@ -77,14 +77,14 @@ CASES: list[tuple[dict[str, Any], int]] = [
     # On a model that rotates every dimension, proportional leaves no zeros.
     ({"rope_type": "proportional", "factor": 8.0}, 1),
     ({"rope_type": "proportional"}, 1),
-    # What chunks change is the distance; the frequencies within them are plain, or YaRN's.
+    # Chunks change distances; the frequencies within them are plain, or YaRN's.
     ({"rope_type": "dual_chunk"}, 1),
     ({"rope_type": "dual_chunk", "chunk_size": 3000, "local_size": 64, "rope_theta": 5e4}, 100_000),
     ({"rope_type": "dual_chunk", "factor": 4.0, "beta_fast": 16.0, "length_scores": True}, 100_000),
     ({"rope_type": "self_extend", "group_size": 8}, 100_000),
     ({"rope_type": "rerope", "window": 100, "factor": 3.0}, 100_000),
     ({"rope_type": "log_n"}, 100_000),
-    # Sections deal out pairs among three positions, which are equal on text.
+    # Sections divide the pairs among three positions, which are equal on text.
     ({"rope_type": "default", "mrope_section": [8, 12, 12]}, 1),
     ({"rope_type": "yarn", "factor": 4.0, "mrope_section": [16, 8, 8], "mrope_interleaved": True}, 1),
 ]
@@ -430,7 +430,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({"rope_type": "yarn"}, ".factor", "missing"),
         ({"rope_type": "llama3", "factor": 8.0}, ".low_freq_factor", "missing"),
         ({"rope_type": "longrope", "short_factor": SHORT}, ".long_factor", "missing"),
-        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 3.0}, ".factor", "ignored beside alpha"),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 3.0}, ".factor", "ignored with alpha"),
         ({**YARN, "factor": 0}, ".factor", "greater than 0"),
         ({**YARN, "factor": -1.5}, ".factor", "greater than 0"),
         ({**YARN, "factor": math.nan}, ".factor", "finite"),
@@ -463,7 +463,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
             "leave one out",
         ),
         ({**YARN, "partial_rotary_factor": 0.5}, ".partial_rotary_factor", "belongs to the model"),
-        ({"full_attention": YARN, "factor": 4}, ".factor", "beside group names"),
+        ({"full_attention": YARN, "factor": 4}, ".factor", "next to group names"),
         ({"full_attention": {"full_attention": YARN}}, ".full_attention", "flat"),
         ({"full_attention": None}, "", "gives none"),
         ({"full_attention": 4}, ".full_attention", "must be an object"),
@@ -479,7 +479,7 @@ def test_refusals_name_the_field_and_say_what_to_do(obj: Any, param: str, says: 
     assert len(caught.value.message) < 300
     says = caught.value.message
     expected = "missing_field" if "is missing" in says else "invalid_value"
-    foreign = ("is not a field", "belongs to the model", "beside group names")
+    foreign = ("is not a field", "belongs to the model", "next to group names")
     assert caught.value.code == ("unknown_field" if any(words in says for words in foreign) else expected)
 
 
@@ -550,7 +550,7 @@ def test_check_accepts_every_case() -> None:
 
 @pytest.mark.parametrize("trained", [71, 4096, 32_000, 128_000, 1_010_000])
 def test_exact_lengths_are_those_of_the_request(trained: int) -> None:
-    """A token less, and a request of that length would be read again for its next token although its window is full."""
+    """One token less, and a request of that length would be computed again for its next token although its window is full."""
     base = RotaryBase(rope_theta=10_000.0, head_dim=DIM, rotary_dim=DIM, trained_len=trained)
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
     for length in (1, trained, trained + 1, *range(trained + 7, 2 * trained, max(1, trained // 501))):

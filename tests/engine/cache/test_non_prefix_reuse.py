@@ -1,4 +1,4 @@
-"""The index of cached passages against a search that compares token by token, and its books."""
+"""Passage index against a search that compares token by token; consistency of the index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.engine.cache import non_prefix_reuse
-from windlass.engine.cache.non_prefix_reuse import Passage, PassageIndex
+from windlass.engine.cache.non_prefix_reuse import Passage, PassageIndex, PassageSearch
 from windlass.engine.cache.prefix_cache import block_digest
 
 SCOPE, OTHER = b"one", b"other"
@@ -46,11 +46,11 @@ def add(index: PassageIndex, blocks: Sequence[Block], scope: bytes = SCOPE) -> N
 
 
 def find(index: PassageIndex, prompt: Sequence[int], at_least: int, scope: bytes = SCOPE) -> list[Passage]:
-    return index.search(scope, prompt, start=0, end=len(prompt), at_least=at_least)
+    return index.search(scope, prompt, PassageSearch(0, len(prompt), at_least))
 
 
 def assert_true(passage: Passage, prompt: Sequence[int], blocks: Sequence[Block], size: int) -> None:
-    """What a passage says of itself is so: the tokens are equal, the blocks follow one another and none is too many."""
+    """Check a passage: its tokens are equal, its blocks are consecutive and all needed."""
     by_digest = {block.digest: block for block in blocks}
     found = [by_digest[digest] for digest in passage.digests]
     tokens = [token for block in found for token in block.token_ids]
@@ -65,14 +65,14 @@ def assert_true(passage: Passage, prompt: Sequence[int], blocks: Sequence[Block]
 def cover(
     prompt: Sequence[int], blocks: Sequence[Block], size: int, at_least: int, start: int, end: int
 ) -> list[tuple[int, int]]:
-    """The passages' ends, found token by token in the graph of all blocks; those added last are preferred."""
+    """(start, end) of the passages, found token by token in the graph of all blocks; those added last are preferred."""
     by_digest = {block.digest: block for block in blocks}
 
     def follows(behind: Block, before: Block | None) -> bool:
         return before is not None and behind.position == before.position + size
 
     def right(block: Block, offset: int, at: int) -> int:
-        """Where a match ends that goes on with this token of this block."""
+        """The end of a match that continues with this token of this block."""
         if at == end or prompt[at] != block.token_ids[offset]:
             return at
         if offset + 1 < size:
@@ -81,7 +81,7 @@ def cover(
         return max([at + 1, *(right(one, 0, at + 1) for one in behind)])
 
     def left(block: Block, offset: int, at: int, begin: int) -> int:
-        """Where a match begins that holds this token of this block at `at`."""
+        """The start of a match that has this token of this block at `at`."""
         before: Block | None = block
         if offset == 0:
             before, offset = by_digest.get(block.parent), size
@@ -113,7 +113,7 @@ Cache = tuple[int, list[Block], list[int]]
 
 
 def make_cache(rng: random.Random) -> Cache:
-    """A block size, cached blocks of a few chains with gaps among them, and a prompt that has much in common with them."""
+    """A block size, cached blocks of a few chains with gaps, and a prompt that shares much with them."""
     size, kinds = rng.randint(1, 4), rng.randint(1, 4)
     texts = [[rng.randrange(kinds) for _ in range(rng.randint(0, 20))] for _ in range(rng.randint(1, 4))]
     texts += [[*rng.choice(texts)[: rng.randint(0, 20)], *(rng.randrange(kinds) for _ in range(6))]]
@@ -121,7 +121,7 @@ def make_cache(rng: random.Random) -> Cache:
     for text in texts:
         made = chain(text, size, first_position=rng.choice([0, 0, 5]))
         if len(made) > 1 and rng.random() < 0.5:
-            # What was computed behind moved keys: the same tokens behind the same block, under another digest.
+            # Computed after moved keys: the same tokens after the same block, with another digest.
             at = rng.randint(1, len(made) - 1)
             apart = chain(text[at * size :], size, root=b"apart", first_position=rng.choice([at * size, 50]))
             parents = [made[at - 1].digest, *(block.digest for block in apart)]
@@ -139,7 +139,7 @@ def make_cache(rng: random.Random) -> Cache:
     return size, kept, prompt
 
 
-# Drawn from a seed: choices one by one make nearly all prompts and caches too small to have anything in common.
+# Generated from a seed: individual draws would make most prompts and caches too small to share anything.
 caches = st.integers(0, 2**32).map(random.Random).map(make_cache)
 
 
@@ -156,7 +156,7 @@ def test_what_is_found_is_what_a_comparison_token_by_token_finds(
     size, blocks, prompt = cache
     other = [block for block in blocks if data.draw(st.booleans())]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(non_prefix_reuse, "_NEWEST", 10_000)
+        patch.setattr(non_prefix_reuse, "_MAX_CANDIDATES", 10_000)
         if weak:  # then all windows of the same tokens in any order have one hash
             patch.setattr(non_prefix_reuse._WindowHashes, "__init__", _hash_by_sums)
         index = PassageIndex(size)
@@ -166,7 +166,7 @@ def test_what_is_found_is_what_a_comparison_token_by_token_finds(
         start = data.draw(st.integers(0, len(prompt)))
         end = data.draw(st.integers(start, len(prompt)))
         for scope, there in ((SCOPE, blocks), (OTHER, other), (b"nobody", [])):
-            found = index.search(scope, prompt, start=start, end=end, at_least=at_least)
+            found = index.search(scope, prompt, PassageSearch(start, end, at_least))
             for passage in found:
                 assert_true(passage, prompt, there, size)
             assert [(p.start, p.end) for p in found] == cover(prompt, there, size, at_least, start, end)
@@ -174,7 +174,7 @@ def test_what_is_found_is_what_a_comparison_token_by_token_finds(
         spans = list(zip(edges[::2], edges[1::2], strict=False))
         if spans:
             shuffled = data.draw(st.permutations(spans))
-            found = index.search(SCOPE, prompt, start=start, end=end, at_least=at_least, spans=shuffled)
+            found = index.search(SCOPE, prompt, PassageSearch(start, end, at_least, tuple(shuffled)))
             wanted = [
                 ends
                 for low, high in spans
@@ -189,8 +189,8 @@ def test_a_bound_on_the_candidates_finds_less_and_nothing_wrong(cache: Cache, da
     index = PassageIndex(size)
     add(index, blocks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(non_prefix_reuse, "_NEWEST", 1)
-        patch.setattr(non_prefix_reuse, "_MANY", data.draw(st.sampled_from([0, 100])))
+        patch.setattr(non_prefix_reuse, "_MAX_CANDIDATES", 1)
+        patch.setattr(non_prefix_reuse, "_MAX_ALIKE", data.draw(st.sampled_from([0, 100])))
         patch.setattr(non_prefix_reuse, "_MAX_STEPS", data.draw(st.integers(0, 12)))
         found = find(index, prompt, 1)
     for passage in found:
@@ -202,7 +202,7 @@ def test_a_bound_on_the_candidates_finds_less_and_nothing_wrong(cache: Cache, da
 def test_the_books_are_exact_after_any_coming_and_going(cache: Cache, moves: list[tuple[bool, int, int]]) -> None:
     size, blocks, prompt = cache
     index = PassageIndex(size)
-    there: dict[bytes, list[bytes]] = {}  # digest -> its scopes, those of late last
+    there: dict[bytes, list[bytes]] = {}  # digest -> its scopes, the latest last
     for come, which, scope_number in moves:
         if not blocks:
             break
@@ -235,7 +235,7 @@ def test_a_passage_stands_at_any_offset_and_its_last_block_may_be_left_in_the_mi
     (passage,) = find(index, prompt, 16)
     assert passage == Passage(3, 24, tuple(b.digest for b in blocks[1:7]), 2, 1006)
     assert find(index, prompt, 22) == []
-    (short,) = index.search(SCOPE, prompt, start=5, end=20, at_least=8)
+    (short,) = index.search(SCOPE, prompt, PassageSearch(5, 20, 8))
     assert (short.start, short.end, short.offset, short.position) == (5, 20, 0, 1008)
 
 
@@ -243,13 +243,13 @@ def test_a_passage_does_not_cross_a_span_s_edge_nor_a_jump_of_positions() -> Non
     index, size = PassageIndex(4), 4
     blocks = chain(range(40), size)
     add(index, blocks[:5])
-    moved = [Block(b.digest, b.parent, b.token_ids, b.position + 8) for b in blocks[5:]]  # behind dropped tokens
+    moved = [Block(b.digest, b.parent, b.token_ids, b.position + 8) for b in blocks[5:]]  # after dropped tokens
     add(index, moved)
     assert [(p.start, p.end, p.position) for p in find(index, range(40), 8)] == [(0, 20, 0), (20, 40, 28)]
-    spans = [(22, 35), (2, 15)]
-    found = index.search(SCOPE, range(40), start=0, end=40, at_least=8, spans=spans)
+    spans = ((22, 35), (2, 15))
+    found = index.search(SCOPE, range(40), PassageSearch(0, 40, 8, spans))
     assert [(p.start, p.end, p.position) for p in found] == [(2, 15, 2), (22, 35, 30)]
-    assert index.search(SCOPE, range(40), start=0, end=40, at_least=14, spans=spans) == []
+    assert index.search(SCOPE, range(40), PassageSearch(0, 40, 14, spans)) == []
 
 
 @pytest.mark.parametrize("longer_first", [True, False])
@@ -257,7 +257,7 @@ def test_where_equal_blocks_are_followed_by_different_ones_the_longest_way_is_fo
     index, size = PassageIndex(2), 2
     plain = chain([1, 2, 3, 4, 5, 6, 7, 8], size)
     other = [
-        Block(b"3", plain[0].digest, (3, 4), 2),  # as after moved keys: equal tokens behind the same block
+        Block(b"3", plain[0].digest, (3, 4), 2),  # as after moved keys: equal tokens after the same block
         Block(b"4", b"3", (5, 9), 4),
     ]
     add(index, plain[:1])
@@ -267,7 +267,7 @@ def test_where_equal_blocks_are_followed_by_different_ones_the_longest_way_is_fo
 
 
 def test_of_many_blocks_of_one_content_or_one_parent_the_right_one_is_found() -> None:
-    """A system prompt that a thousand chats go on from: the whole block that follows is found by its content."""
+    """A system prompt continued by a thousand chats: the next whole block is found by its content."""
     index, size = PassageIndex(4), 4
     head = list(range(8))
     chats = [[*head, *(1000 + chat, 2000, 2001, 2002), *range(50, 54)] for chat in range(1000)]
@@ -277,7 +277,7 @@ def test_of_many_blocks_of_one_content_or_one_parent_the_right_one_is_found() ->
         (passage,) = find(index, chat, 8)
         assert (passage.start, passage.end) == (0, 16)
         assert_true(passage, chat, chain(chat, size), size)
-    # A last block in part is looked for in the newest chats only.
+    # A partial last block is searched in the newest chats only.
     assert [(p.start, p.end) for p in find(index, [*head, 1999, 2000], 4)] == [(0, 10)]
     assert [(p.start, p.end) for p in find(index, [*head, 1000, 2000], 4)] == [(0, 8)]
 
@@ -287,14 +287,14 @@ def test_text_of_one_token_costs_no_more_than_the_bound(monkeypatch: pytest.Monk
     blocks = chain([7] * 16_000, size)
     add(index, blocks)
     looks = 0
-    behind = non_prefix_reuse._Scope.behind
+    behind = non_prefix_reuse._Scope.successors
 
     def counting(self, block, content):  # type: ignore[no-untyped-def]
         nonlocal looks
         looks += 1
         return behind(self, block, content)
 
-    monkeypatch.setattr(non_prefix_reuse._Scope, "behind", counting)
+    monkeypatch.setattr(non_prefix_reuse._Scope, "successors", counting)
     prompt = [7] * 100_000
     found = find(index, prompt, 64)
     for passage in found:
@@ -307,5 +307,5 @@ def test_text_of_one_token_costs_no_more_than_the_bound(monkeypatch: pytest.Monk
 
 def test_a_block_of_another_length_is_refused() -> None:
     index = PassageIndex(4)
-    with pytest.raises(ValueError, match="a block of 4 tokens was said to hold 3"):
+    with pytest.raises(ValueError, match="a block holds 4 tokens; got 3"):
         index.add(SCOPE, b"d", b"p", [1, 2, 3], 0)

@@ -1,4 +1,4 @@
-"""The cache handle: whoever follows its changes has its tables, positions follow from its segments, only the cache writes it."""
+"""Sequence cache: its changes reproduce its tables, positions follow from its layout, only engine.cache modifies it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _LAYOUTS = [[(None, 60)], [(None, 60), (5, 40)], [(3, 30)], [(7, 50), (None, 50)
 
 
 class HandleMachine(RuleBasedStateMachine):
-    """Random traffic over a few handles; each has a copy of its tables that only follows its changes."""
+    """Random traffic over a few handles; each has a copy of its tables that is updated by its changes only."""
 
     @initialize(layout=st.sampled_from(_LAYOUTS), block_size=st.integers(1, 4), prefix_caching=st.booleans())
     def begin(self, layout: list[tuple[int | None, int]], block_size: int, prefix_caching: bool) -> None:
         self.blocks = BlockManager([KVGroupLayout(n, window) for window, n in layout], block_size, prefix_caching)
         self.handles = [SequenceCache(HashChain(b"root", block_size), _STAGES[0]) for _ in range(4)]
-        self.planned = [0] * len(self.handles)  # tokens whose slots are taken, but which are not computed yet
+        self.planned = [0] * len(self.handles)  # tokens with allocated slots that are not computed yet
         self.copies: list[list[list[int]]] = [[] for _ in self.handles]
 
     def pick(self, data: st.DataObject, *, holds: bool) -> int | None:
@@ -56,7 +56,7 @@ class HandleMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def mark_computed(self, data: st.DataObject) -> None:
-        """Some of the planned tokens are accepted; room for the others is given back, windows drop, blocks are offered."""
+        """Some of the planned tokens are accepted; blocks of the others are released, windows drop, blocks are offered."""
         if (i := self.pick(data, holds=True)) is not None and self.planned[i]:
             computed = self.handles[i].num_computed_tokens + data.draw(st.integers(1, self.planned[i]))
             self.blocks.mark_computed(self.handles[i], _TOKENS, computed)
@@ -153,7 +153,7 @@ def test_what_a_change_says() -> None:
     )
     child = SequenceCache(HashChain(b"root", 4), _STAGES[0])
     blocks.fork(handle, child)
-    blocks.allocate(handle, 8)  # the shared last block is copied, two come behind it
+    blocks.allocate(handle, 8)  # the shared last block is copied, two are appended
     assert handle.take_changes().groups == (
         TableChange(3, ((2, 3),), (4, 5)),
         TableChange(3, ((2, 3),), (4, 5), num_dropped=1),
@@ -166,7 +166,7 @@ def test_what_a_change_says() -> None:
 
 
 def test_digests_say_how_many_tokens_stayed_in_front_of_what_was_dropped() -> None:
-    """Texts are the same up to there, as many tokens were dropped, and yet other keys are seen."""
+    """Equal tokens up to there and as many dropped tokens, but different visible keys."""
 
     def digests(kept: int, shifts: int) -> list[bytes]:
         blocks = BlockManager([KVGroupLayout(20, None)], 4)
@@ -186,7 +186,7 @@ def test_digests_say_how_many_tokens_stayed_in_front_of_what_was_dropped() -> No
 
 def test_rerotations_are_split_where_positions_jump() -> None:
     blocks, handle = started((20, None))
-    handle._layout = SlotLayout((SlotRun(0, 6, 0), SlotRun(6, OPEN_END, 100)))
+    handle.layout = SlotLayout((SlotRun(0, 6, 0), SlotRun(6, OPEN_END, 100)))
     blocks.allocate(handle, 10)
     blocks.mark_computed(handle, list(range(10)), 10)
     _, rerotations = rerotate(blocks, handle, _STAGES[1])
@@ -200,19 +200,27 @@ def test_a_handle_refuses_misuse() -> None:
         handle.hold([], 0, 0)
     with pytest.raises(RuntimeError, match="still holds"):
         handle.reset(HashChain(b"root", 4), _STAGES[0], private=False)
-    with pytest.raises(AttributeError):
-        handle.num_computed_tokens = 3  # type: ignore[misc]
     blocks.free(handle)
 
 
-# -- only the cache writes ---------------------------------------------------------------------------------------------
+# -- only engine.cache writes ------------------------------------------------------------------------------------------
 
-_WRITERS = {"hold", "set_computed", "set_committed", "start_originals", "enter", "release", "copy", "reset"}
-_MUTABLE = {"tables", "originals", "chain"}  # what is read from a handle and could be changed in place
+_WRITERS = {
+    "hold",
+    "take_full_blocks",
+    "attach_passage",
+    "start_originals",
+    "remove_range",
+    "set_rerotated_specs",
+    "release",
+    "copy",
+    "reset",
+}
+_MUTABLE = {"tables", "originals", "chain"}  # attributes that could be modified in place
 
 
 def writes(tree: ast.AST) -> abc.Iterator[int]:
-    """Lines that change a handle: a call of a writing method on what is named as one, or a change of what it hands out."""
+    """Lines that modify a handle, recognized by its name: a call of a writing method, or a change of an attribute."""
 
     def is_handle(node: ast.expr) -> bool:
         named = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
@@ -252,6 +260,13 @@ def test_only_modules_of_the_cache_write_handles() -> None:
     ]
     assert found == []
     assert (
-        len(list(writes(ast.parse("seq.cache.enter(specs)\nseq.cache.x = 1\nhandle.tables[0].blocks[1] = 3\n")))) == 3
+        len(
+            list(
+                writes(
+                    ast.parse("seq.cache.set_rerotated_specs(specs)\nseq.cache.x = 1\nhandle.tables[0].blocks[1] = 3\n")
+                )
+            )
+        )
+        == 3
     )
     assert len(list(writes(ast.parse("handle.chain.extend([1], 1)\ndel seq.cache.originals[0].blocks[:]\n")))) == 2

@@ -1,4 +1,4 @@
-"""The hash chain and the search for the longest usable prefix, against brute force."""
+"""Hash chain and search for the longest usable prefix, against brute force."""
 
 from __future__ import annotations
 

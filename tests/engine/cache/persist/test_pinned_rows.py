@@ -1,4 +1,4 @@
-"""Rows in pieces of pinned memory: no more than was asked for is taken, and every row is where it was put."""
+"""Rows in pieces of pinned memory: within the given size, and every row keeps its content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KIB = 1 << 10
 
 
 class _Pinned(PlayedCopies):
-    """taken: bytes, as torch pins them."""
+    """taken: sizes of the allocations, rounded up as torch does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def test_no_more_is_pinned_than_was_asked_for(asked: int, sizes: list[int], monk
     for size in sizes:
         PinnedRows(copies, rows, size // 8, torch.int64)
     assert sum(copies.taken) <= asked and max(copies.taken) <= 64 * KIB
-    # In each piece less than a row is left over, and at the end what would be a smaller piece than one row's.
+    # Less than a row is wasted in each piece, and at the end less than the smallest piece that holds a row.
     wasted = sum(size * (asked // (64 * KIB) + 12) for size in sizes)
     assert rows * sum(sizes) > asked - wasted - len(sizes) * max(sizes)
     assert sizes != [1024] or rows == asked // 1024
@@ -48,7 +48,7 @@ def test_a_row_larger_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_row_is_where_it_was_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one, and many that lie side by side through several pieces."""
+    """One by one, and in contiguous ranges over several pieces."""
     monkeypatch.setattr(host_tier, "_PIECE", KIB)
     copies, words = _Pinned(), 13  # 9 rows in a piece, then 4, 2 and 1
     rows = PinnedRows(copies, 34, words, torch.int64)

@@ -1,4 +1,4 @@
-"""Pages that are parked in main memory and come back, through little memory of the device."""
+"""Blocks swapped out to main memory and back, with little device memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCKS = 24
 
 
 class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The bytes of the largest tensor that blocks are gathered into or put from."""
+    """Records the size of the largest tensor for gathering or scattering blocks."""
 
     most = 0
 
@@ -33,7 +33,7 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NoRoom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """No memory for tensors that blocks are gathered into or put from, but for the first few."""
+    """Refuses memory for gathering or scattering blocks, except for the first few times."""
 
     def __init__(self, there_is: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _NoRoom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _filled(dtype: torch.dtype) -> tuple[KVCache, list[list[torch.Tensor]]]:
-    """Pages of two KV groups with a number in every byte, and what they hold."""
+    """Pages of two KV groups with random bytes, and a copy of them."""
     groups = [KVGroupSpec((0, 2, 3), 2, 8, None, 4), KVGroupSpec((1,), 1, 8, 40)]
     pages = KVCache(groups, [_BLOCKS, _BLOCKS], 16, dtype, select_backend("cpu"))
     before = []
@@ -64,7 +64,7 @@ def _filled(dtype: torch.dtype) -> tuple[KVCache, list[list[torch.Tensor]]]:
 def test_they_come_and_go_without_memory_of_the_device(
     dtype: torch.dtype, there_is: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_cache, "_PARKED_AT_ONCE", 7000)
+    monkeypatch.setattr(kv_cache, "_SWAP_CHUNK_BYTES", 7000)
     pages, before = _filled(dtype)
     blocks, others = ((7, 3, 5, 20, 2), (1, 0, 9)), ((11, 12, 3, 0, 23), (9, 1, 2))
     with _NoRoom(there_is):
@@ -83,7 +83,7 @@ def test_they_come_and_go_without_memory_of_the_device(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("at_once", [1, 7000, 8 << 20])
 def test_every_bit_comes_back_in_pieces(dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "_PARKED_AT_ONCE", at_once)
+    monkeypatch.setattr(kv_cache, "_SWAP_CHUNK_BYTES", at_once)
     pages, before = _filled(dtype)
     blocks, others = ((7, 3, 5, 20, 2), (1, 0, 9)), ((11, 12, 3, 0, 23), (9, 1, 2))
     with _Largest() as moved:
