@@ -36,7 +36,7 @@ TEXT_FAULTS = (
 def check_bounds(world: World, scheduler: Scheduler) -> None:
     """In the middle of a step: nothing has grown past what it may be."""
     plan, seqs = world.plan, world.plan.scheduling
-    never_ran = sum(seq.first_scheduled_time is None for seq in scheduler._places.waiting)
+    never_ran = sum(seq.first_scheduled_time is None for seq in scheduler._queues.waiting)
     for what, count, most in (
         ("requests are in flight", world.state.in_flight, plan.max_in_flight),
         ("connections are held", len(world.server.registry), plan.max_connections),

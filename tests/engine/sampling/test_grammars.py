@@ -117,7 +117,7 @@ def test_masks_are_what_the_matcher_would_take() -> None:
     slot = SampleSlot(0, 0, request.sampling, 0, len(prompt), prompt + said, (EOS,))
     expected = []
     for count in range(len(said) + 1):
-        oracle = compiler.matcher(OBJECT)
+        oracle = compiler.begin(OBJECT)[0]
         assert oracle.consume_tokens(said[:count])
         expected.append(bits_of(oracle.compute_bitmask()))
         # What the mask lets come is taken, and the text's next token is let come.
@@ -178,7 +178,7 @@ def test_the_first_mask_is_made_with_the_grammar_and_in_no_step(monkeypatch: pyt
 def test_a_grammar_that_takes_long_holds_up_none_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(DEMO, VOCAB, [EOS])
     masks, request = GrammarMasks(compiler), ask("x", DATE)
-    compiler.matcher(DATE)
+    compiler.begin(DATE)[0]
     begun, may_end = threading.Event(), threading.Event()
 
     def slow(*arguments: Any, **fields: Any) -> LLMatcher:
@@ -228,7 +228,7 @@ def test_no_step_compiles_the_grammars_of_those_that_waited(monkeypatch: pytest.
 def test_only_so_many_grammars_are_held_for_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are compiled again where they were dropped meanwhile."""
     monkeypatch.setattr(requests, "MAX_RETAINED", 3)
-    monkeypatch.setattr(compiler, "_KEPT", 2)
+    monkeypatch.setattr(compiler, "_MAX_CACHED", 2)
     core = make_core(DEMO, max_num_seqs=1)
     for i in range(9):
         core.add(ask(f"r{i}", LLMatcher.grammar_from_regex(f"{i:03}[a-z]"), max_tokens=10))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.engine.scheduling.ngram_proposer import NgramIndex
+from windlass.engine.scheduling.speculation import NgramIndex
 
 
 def by_search(tokens: list[int], shortest: int, longest: int, count: int) -> tuple[int, ...]:

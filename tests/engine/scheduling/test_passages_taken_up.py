@@ -9,9 +9,8 @@ from helpers.fake_executor import FakeExecutor, FakeRotation, add, make_request,
 
 from windlass.engine.cache.sequence_cache import OPEN_END, HeldPassage, SlotLayout, SlotRun
 from windlass.engine.errors import RequestError
-from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.context import ContextRule, ContextSizes, NonPrefixReuseParams
 from windlass.engine.interface.outputs import RequestOutput
-from windlass.engine.scheduling.context_shift import ContextLimits
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.sequence import Sequence
 
@@ -177,8 +176,8 @@ def test_keys_that_will_be_rotated_anew_take_none() -> None:
 
 def test_a_model_whose_context_cannot_move_refuses() -> None:
     scheduler, executor, _ = make_scheduler()
-    limits = ContextLimits(200, 4, 200, None, None, "this model learned its positions")
-    scheduler._admission._limits = limits
+    limits = ContextSizes(200, 4, 200, None, None, "this model learned its positions")
+    scheduler.limits = limits
     with pytest.raises(RequestError, match="cache_reuse: this model learned its positions"):
         add(executor, make_request("a", TURNED, reuse=ANY))
     add(executor, make_request("b", TURNED, reuse=OFFER))

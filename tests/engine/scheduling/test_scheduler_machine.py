@@ -217,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         try:
             if context is not None:
-                longest = self.scheduler.limits.context_limits(context).rotary_length
+                longest = self.scheduler.limits.size(context).rotary_length
                 rotation = replace(rotation, longest=min(len(prompt) + options["max_tokens"], longest))
             add(self.executor, request, rotation)
         except QueueFullError:
@@ -371,7 +371,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("parked and unparked")
         if stats.prefix_cache_hits:
             event("prefix hit")
-        if any(seq.cache.far is not None and seq.cache.tables for seq in self.scheduler.live_sequences()):
+        if any(seq.cache.second_keys is not None and seq.cache.tables for seq in self.scheduler.live_sequences()):
             event("keys kept twice")
         if self.executor.num_healed:
             event("snapshot")
@@ -410,7 +410,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.scheduler.stats().kv_blocks_used == 0
         for request_id, request in self.requests.items():
-            longest = self.scheduler.limits.context_limits(request.context).longest
+            longest = self.scheduler.limits.size(request.context).longest
             for index in range(request.sampling.n):
                 if request_id in self.executor.reused:
                     continue  # what it drew from was compared token by token
@@ -433,7 +433,7 @@ def test_random_traffic_gives_the_oracles_tokens_and_balanced_books(
     examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert EOS < VOCAB
-    monkeypatch.setattr(passages_taken, "FEWEST_TOKENS", 2)
+    monkeypatch.setattr(passages_taken, "MIN_PASSAGE_TOKENS", 2)
     monkeypatch.setattr(passages_taken, "MAX_RUNS", 6)
     run_state_machine_as_test(
         SchedulerMachine,

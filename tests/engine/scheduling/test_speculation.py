@@ -23,7 +23,7 @@ from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.sampling.acceptance import SamplingRequest, sample_and_accept
 from windlass.engine.sampling.sample_slot import ExtendedTokens, SampleSlot
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.scheduling.ngram_proposer import DraftLengthController
+from windlass.engine.scheduling.speculation import DraftLengthController
 from windlass.kernels import select_backend
 
 
