@@ -6,7 +6,7 @@ to end with those is left out. One that ends otherwise, by a token or an abort, 
 
 Multi-step decoding lets running streams alone in a step run several forward passes within a time limit, because planning a step
 costs the same for one pass as for several. No token changes: each pass computes what the previous one sampled. Times are seconds,
-passed in; there is no clock here.
+passed in by the caller.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Chunked prefill: prefill tokens per step, their division among prompts, and chunk boundaries.
 
-The limit per step adapts to measured step times (seconds, passed in; there is no clock here). Chunk boundaries make results
+The limit per step adapts to measured step times (seconds, passed in by the caller). Chunk boundaries make results
 independent of what was cached and of how a prompt was chunked: some attention kernels treat a sequence with many new tokens
 differently from one with few. The tail of a prompt, which is computed whatever is cached, therefore attends as a sequence of its
 own, and a chunk before it is never short. Recurrent state is cached where a chunk ends with a block.
@@ -92,7 +92,7 @@ class ChunkBoundaries:
         return (known - 1) // self.block_size * self.block_size
 
     def attention_segments(self, first: int, count: int, known: int) -> list[tuple[int, int]]:
-        """The (first, count) segments of a chunk that attend as sequences of their own. The chunk is the last of `known` tokens."""
+        """The (first, count) segments of the last chunk of `known` tokens that attend as sequences of their own."""
         tail = self.tail_start(known)
         if not self.min_tokens or not first < tail < first + count:
             return [(first, count)]

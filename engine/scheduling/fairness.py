@@ -2,8 +2,8 @@
 
 Every request gets a start tag, measured in tokens: the end of the caller's previous request, or now if that is over; it ends its
 tokens later (Goyal, Vin and Cheng, 1996). A caller with a hundred requests therefore queues behind the first request of another
-caller, and the requests of one caller keep their order. Virtual time advances with the tokens that each active caller receives, as
-in weighted fair queueing (Demers, Keshav and Shenker, 1989); otherwise new callers would always precede one that returns.
+caller, and the requests of one caller keep their order. Virtual time advances with the tokens that each active caller receives,
+as in weighted fair queueing (Demers, Keshav and Shenker, 1989); otherwise new callers would always precede one that returns.
 Callers are names only.
 """
 

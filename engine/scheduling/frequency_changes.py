@@ -22,7 +22,7 @@ from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class FrequencyChanges:
-    """namespace: digest of all that keys depend on besides the request. adapter_key: digest of an adapter, by its id."""
+    """namespace: digest of all that keys depend on apart from the request. adapter_key: digest of an adapter, by its id."""
 
     def __init__(
         self,

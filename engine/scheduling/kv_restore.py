@@ -1,13 +1,13 @@
 """KV restore before admission: blocks from the disk and host tiers, and non-prefix KV reuse.
 
 A waiting sequence at the head of the queue is checked once: if the tiers hold more of its prefix than the cache, or passages that
-it may reuse, others are admitted before it until these blocks are read. Loaded blocks enter the cache between steps, few at a time
-while streams run, and belong to no sequence, like the blocks of a finished request. The sequence is then admitted with whatever is
-cached, so a file that is missing, damaged or slow only costs a short delay.
+it may reuse, others are admitted before it until these blocks are read. Loaded blocks enter the cache between steps, few at a
+time while streams run, and belong to no sequence, like the blocks of a finished request. The sequence is then admitted with
+whatever is cached, so a file that is missing, damaged or slow only costs a short delay.
 
 Non-prefix reuse: a sequence attaches its cached prefix first, then searches for passages after it when it is admitted, computes
-up to the first passage, continues after it, and so on. The last token of a prompt is always computed. A preempted sequence returns
-its passages and searches again only if it has not produced output.
+up to the first passage, continues after it, and so on. The last token of a prompt is always computed. A preempted sequence
+returns its passages and searches again only if it has not produced output.
 
 State of a waiting sequence, in fields of `Sequence` written only here (preemption resets `restore_checked`):
 

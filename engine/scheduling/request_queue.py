@@ -1,7 +1,7 @@
 """Request queue: live requests, the waiting and running queues, preemption, and deadlines.
 
-Creates sequences from requests, changes their status, and allocates and releases their rotary rows and blocks as they move between
-the queues. The scheduler makes the decisions.
+Creates sequences from requests, changes their status, and allocates and releases their rotary rows and blocks as they move
+between the queues. The scheduler makes the decisions.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class LiveRequests:
             self._fair_queue.request_ended(seq.request.caller)
 
     def overdue(self, now: float) -> abc.Iterator[Sequence]:
-        """The first live sample of each request whose deadline lies before `now`."""
+        """The first live sample of each request whose deadline is at or before `now`."""
         for request_id in self._deadlines.passed(now):
             for first in self.samples(request_id)[:1]:
                 # The id may have been used again, with a later deadline or none.
@@ -259,7 +259,7 @@ def _max_request_tokens(request: EngineRequest) -> int:
 
 
 def _unused_tokens(seq: Sequence) -> int:
-    """Tokens of `_max_request_tokens` that an ended sample did not use; sample 0 includes the prompt and samples never created."""
+    """Tokens of `_max_request_tokens` that an ended sample did not use. Sample 0 includes the prompt and uncreated samples."""
     num_samples = seq.request.sampling.n if seq.index == 0 and seq.children is None else 1
     unused = num_samples * seq.request.sampling.max_tokens - seq.num_output_tokens
     return unused + (max(0, seq.num_prompt_tokens - seq.max_computed_tokens) if seq.index == 0 else 0)

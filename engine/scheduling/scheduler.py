@@ -11,9 +11,9 @@ Every sequence has a rank (priority, start tag of fair queueing, arrival, sample
    addition to those of the running sequences.
 3. Prefill tokens are divided: half to the best-ranked prefill, so that it always advances, the rest to the shortest, so that a
    new arrival does not wait behind a long prompt. Chunk boundaries (`chunked_prefill`) may leave a few tokens unused.
-4. Blocks are allocated in order of rank. A sequence that finds none preempts the worst-ranked sequence not yet planned, or itself.
-   Therefore neither a planned sequence nor the best-ranked one is ever preempted. The latter always finishes, since `add`
-   rejects requests that do not fit alone.
+4. Blocks are allocated in order of rank. A sequence that finds none preempts the worst-ranked sequence not yet planned, or
+   itself. Therefore neither a planned sequence nor the best-ranked one is ever preempted. The latter always finishes, since
+   `add` rejects requests that do not fit alone.
 5. With speculative decoding, running streams add proposed tokens from the remaining budget and blocks.
 6. Where only running streams are scheduled and steps are short, a step has several forward passes (multi-step decoding).
 
@@ -70,7 +70,7 @@ _RETRY_STEPS = 8  # steps after which a sequence that did not fit is matched aga
 class Scheduler:
     """Plans steps for requests. `schedule` and `update` alternate; `add`, `abort` and `expire` may be called in between.
 
-    limits: what a sequence may hold, prompt and output together. namespace: digest of all that keys depend on besides the
+    limits: what a sequence may hold, prompt and output together. namespace: digest of all that keys depend on apart from the
     request (weights, dtypes, layout version). eos_token_ids: tokens that end an output unless a request ignores them.
     clock: seconds, monotonic. fresh_seed: returns a seed for requests without one. whole_prompts: a prompt is computed in one
     step, because its tokens also attend to later ones. chunk_boundaries: where prefill chunks may end.
@@ -279,7 +279,7 @@ class Scheduler:
     # -- planning --
 
     def schedule(self) -> SchedulerOutput:
-        """Plan one step. It is empty only if there is no work, or if all work waits for blocks to be read."""
+        """Plan one step. It is empty only if no request is live, or if all wait for blocks to be read."""
         step = self._output_builder
         if self._kv_restorer is not None:
             step.loaded = self._kv_restorer.take_loaded_blocks(streams=self.num_running > 0)

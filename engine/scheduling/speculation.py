@@ -2,8 +2,8 @@
 
 A step of k + 1 rows costs little more than one of a single row while reading weights dominates. A stream proposes the k tokens
 that followed an earlier occurrence of its last tokens (n-gram proposer, prompt lookup: arXiv 2304.04487,
-github.com/apoorvumang/prompt-lookup-decoding); if there is none, a draft model or MTP layer proposes k tokens within the same step
-(`windlass.engine.execution`). Acceptance (`windlass.engine.sampling.acceptance`) keeps outputs identical. The number of proposed
+github.com/apoorvumang/prompt-lookup-decoding); if there is none, a draft model or MTP layer proposes k tokens within the same
+step (`windlass.engine.execution`). Acceptance (`windlass.engine.sampling.acceptance`) keeps outputs identical. The number of proposed
 tokens adapts to past acceptance, and the draft model is paused while measured step times show that it does not pay off.
 """
 
@@ -20,7 +20,7 @@ from windlass.engine.scheduling.scheduler_counters import SchedulerCounters
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, SchedulerOutputBuilder
 from windlass.engine.scheduling.sequence import Sequence
 
-# Tokens of a prompt indexed per step, so that no step waits for the index of a long one. Nothing is proposed before it is complete.
+# Tokens of a prompt indexed per step, so that no step waits for the index of a long one. Proposals begin when it is complete.
 _INDEXED_PER_STEP = 2048
 
 # The draft model computes a longer lag only if it tracks all tokens; otherwise that would delay the other streams.
