@@ -76,17 +76,13 @@ class GrammarCompiler:
     """
 
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._file, self._vocab_size, self._eos = directory / "tokenizer.json", vocab_size, list(eos_token_ids)
+        self._file, self.vocab_size, self._eos = directory / "tokenizer.json", vocab_size, list(eos_token_ids)
         self._compiling = threading.Lock()  # held while a grammar is compiled
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()  # held briefly: a step may wait for it
         self._compiled: weakref.WeakValueDictionary[str, CompiledGrammar] = weakref.WeakValueDictionary()
         self._recent: OrderedDict[str, CompiledGrammar] = OrderedDict()  # most recently used last
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine-grammar")
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
 
     def known(self, grammar: str) -> CompiledGrammar | None:
         """A grammar that is compiled already, for which `begin` only copies a matcher."""
@@ -135,7 +131,7 @@ class GrammarCompiler:
 
             matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
             # The first mask of a large grammar takes longest. It is computed here, where no step waits for it.
-            mask = None if matcher.is_error() else next_mask(matcher, self._vocab_size)
+            mask = None if matcher.is_error() else next_mask(matcher, self.vocab_size)
             if mask is None or matcher.is_error():
                 reason = " ".join(matcher.get_error().split())[:_MAX_ERROR_LENGTH]
                 raise RequestError(f"this grammar cannot be used: {reason}", "grammar")
@@ -152,7 +148,7 @@ class GrammarCompiler:
             if not self._eos:
                 raise RequestError("this model names no token that ends an answer, which grammars need", "grammar")
             try:
-                self._tokenizer = LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=self._eos)
+                self._tokenizer = LLTokenizer(str(self._file), n_vocab=self.vocab_size, eos_token=self._eos)
             except Exception as error:  # the library raises what its parts raise
                 reason = " ".join(str(error).split())[:_MAX_ERROR_LENGTH]
                 raise RequestError(

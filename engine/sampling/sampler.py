@@ -119,10 +119,7 @@ class Sampler:
             self._masks.prepare([slot for slot in slots if slot.sampling.grammar is not None])
 
     def sample(
-        self,
-        logits: Tensor,
-        slots: Sequence[tuple[int, SampleSlot]],
-        maxima: tuple[Tensor, Tensor] | None = None,
+        self, logits: Tensor, slots: Sequence[tuple[int, SampleSlot]], maxima: tuple[Tensor, Tensor] | None = None
     ) -> list[SampledToken]:
         """Sample one token per slot.
 

@@ -35,43 +35,34 @@ class SchedulerQueues:
         counters: SchedulerCounters,
     ) -> None:
         self._max_num_seqs = max_num_seqs
-        self._blocks = blocks
-        self._rotary = rotary
+        self._blocks, self._rotary = blocks, rotary
         self._frequency_changes = frequency_changes
         self._output_builder = output_builder
         self._counters = counters
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
-
-    @property
-    def waiting(self) -> abc.Sequence[Sequence]:
-        return self._waiting
-
-    @property
-    def running(self) -> abc.Sequence[Sequence]:
-        return self._running
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
 
     @property
     def has_capacity(self) -> bool:
         """Whether one more sequence may run."""
-        return len(self._running) < self._max_num_seqs
+        return len(self.running) < self._max_num_seqs
 
     def queue(self, seq: Sequence) -> None:
         """Add a sequence that holds nothing to the waiting queue."""
         seq.status = SequenceStatus.WAITING
-        insort(self._waiting, seq, key=rank_key)
+        insort(self.waiting, seq, key=rank_key)
 
     def sort_waiting(self) -> None:
         """Restore the order of the waiting queue after ranks have changed."""
-        self._waiting.sort(key=rank_key)
+        self.waiting.sort(key=rank_key)
 
     def start(self, seq: Sequence) -> None:
         """Move a waiting or forked sequence to the running queue."""
         if seq.status is SequenceStatus.WAITING:
-            self._waiting.remove(seq)
+            self.waiting.remove(seq)
         seq.status = SequenceStatus.RUNNING
         seq.rotary_id = self._rotary.acquire(seq.stage.specs)
-        insort(self._running, seq, key=rank_key)
+        insort(self.running, seq, key=rank_key)
 
     def preempt(self, seq: Sequence, *, may_swap: bool = True) -> None:
         """Release all that a sequence holds and return it to the waiting queue.
@@ -101,7 +92,7 @@ class SchedulerQueues:
 
     def _may_swap_out(self, seq: Sequence) -> bool:
         """Whether the blocks of all swapped-out sequences and of `seq` together fit in the pools."""
-        caches = [seq.cache, *(other.cache for other in self._waiting if other.cache.is_swapped_out)]
+        caches = [seq.cache, *(other.cache for other in self.waiting if other.cache.is_swapped_out)]
         totals = [sum(counts) for counts in zip(*(cache.held_or_swapped_out() for cache in caches), strict=True)]
         return all(count <= pool.num_blocks for count, pool in zip(totals, self._blocks.pools, strict=True))
 
@@ -113,11 +104,11 @@ class SchedulerQueues:
     def _unlink(self, seq: Sequence) -> None:
         """Remove a sequence from its queue and release its blocks and rotary row."""
         if seq.status is SequenceStatus.RUNNING:
-            self._running.remove(seq)
+            self.running.remove(seq)
             self._rotary.release(seq.rotary_id)
             seq.rotary_id = -1
         elif seq.status is SequenceStatus.WAITING:
-            self._waiting.remove(seq)
+            self.waiting.remove(seq)
         seq.rerotations = []
         self._output_builder.remove(seq.seq_id)
         if seq.status is SequenceStatus.WAITING and seq.cache.is_swapped_out:
@@ -149,7 +140,7 @@ class LiveRequests:
         self._context_limits = context_limits
         self._fair_queue = fair_queue
         self._samples: dict[str, list[Sequence]] = {}  # live ones of each request, sample 0 first
-        self._sequences: dict[int, Sequence] = {}
+        self.by_id: dict[int, Sequence] = {}
         self._retained: dict[str, object] = {}  # by request
         self._deadlines = Deadlines()
         self._num_sequences = 0  # created in total
@@ -157,14 +148,10 @@ class LiveRequests:
 
     def __len__(self) -> int:
         """Live samples."""
-        return len(self._sequences)
+        return len(self.by_id)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._samples
-
-    @property
-    def by_id(self) -> abc.Mapping[int, Sequence]:
-        return self._sequences
 
     def samples(self, request_id: str) -> list[Sequence]:
         """The live samples of a request, sample 0 first; empty for an unknown id."""
@@ -192,7 +179,7 @@ class LiveRequests:
             arrival_time=now,
         )
         self._num_requests += 1
-        self._sequences[seq.seq_id] = seq
+        self.by_id[seq.seq_id] = seq
         self._samples[request.request_id] = [seq]
         if retained is not None and len(self._retained) < MAX_RETAINED:
             self._retained[request.request_id] = retained
@@ -204,13 +191,13 @@ class LiveRequests:
         """Create the other samples of a request, except for those that were ended already."""
         wanted = [i for i in range(1, parent.request.sampling.n) if i not in parent.ended_samples]
         children = [self._new_child(parent, index) for index in wanted]
-        self._sequences.update((child.seq_id, child) for child in children)
+        self.by_id.update((child.seq_id, child) for child in children)
         self._samples[parent.request.request_id] += children
         return children
 
     def forget(self, seq: Sequence) -> None:
         """Remove a sample that has ended, and its request with the last one."""
-        del self._sequences[seq.seq_id]
+        del self.by_id[seq.seq_id]
         self._fair_queue.refund(seq.request.caller, seq.queue_entry, _unused_tokens(seq), seq.request.share)
         live = self._samples[seq.request.request_id]
         live.remove(seq)

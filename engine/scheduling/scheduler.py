@@ -125,13 +125,7 @@ class Scheduler:
         speculates = config.speculation.max_proposed_tokens > 0
         self._multi_step = MultiStepDecoding(0.0 if speculates else config.burst_seconds, blocks)
         self.async_scheduling = AsyncScheduling(
-            self._requests,
-            self._queues,
-            blocks,
-            self._multi_step,
-            self._output_builder,
-            counters,
-            proposes=speculates,
+            self._requests, self._queues, blocks, self._multi_step, self._output_builder, counters, proposes=speculates
         )
         # The waiting sequence that did not fit last, the step, and the blocks that were available.
         self._blocked: tuple[int, int, list[int]] | None = None

@@ -32,28 +32,22 @@ from windlass.engine.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that the workers do not hold yet. Copies of the fields of `Sequence` that a worker needs, for other processes.
-
-    token_ids: prompt and output so far. stop_ids: ids that `sampling.min_tokens` masks (eos unless ignored, and stop ids).
-    tables: complete; empty while it holds no blocks. layout: which slots of them hold which positions.
-    window, sinks: the attention window in keys, and the leading tokens visible beyond it; None without a window.
-    adapter: id of its adapter. pooling: set if its prompt is pooled and nothing is sampled.
-    """
+    """A sequence that the workers do not hold yet: the fields of `Sequence` that they need, for other processes."""
 
     seq_id: int
     index: int
     sampling: SamplingParams
     seed: int
     num_prompt_tokens: int
-    stop_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    tables: TableChanges
+    stop_ids: tuple[int, ...]  # ids that `sampling.min_tokens` masks: eos unless ignored, and stop ids
+    token_ids: tuple[int, ...]  # prompt and output so far
+    tables: TableChanges  # complete; empty while it holds no blocks
     rotary_id: int
-    layout: SlotLayout = PLAIN_LAYOUT
-    window: int | None = None
-    sinks: int = 0
-    adapter: int | None = None
-    pooling: PoolingRule | None = None
+    layout: SlotLayout = PLAIN_LAYOUT  # which slots of the tables hold which positions
+    window: int | None = None  # attention window in keys
+    sinks: int = 0  # leading tokens visible beyond the window
+    adapter: int | None = None  # id
+    pooling: PoolingRule | None = None  # set if its prompt is pooled and nothing is sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +62,24 @@ class ForkedSequence:
 class ScheduledSequence(NamedTuple):
     """A chunk of one sequence: tokens `start .. start + num_tokens - 1`, proposed ones last.
 
-    num_known_tokens: tokens of the sequence without proposed ones. token_ids: the last of these, appended since the
-    sequence was last scheduled. tables: changes since then. rotary_id: row of the rotary tables, None if unchanged.
-    layout: slot layout from this step on, None if unchanged.
-    samples: ids of the sequences for which a token is sampled from the last row. Empty if the chunk does not include the
-    last known token; several if a prompt forks into n samples.
-    prompt_logprobs: set if prompt log-probabilities of this chunk's rows are requested (see SamplingParams).
-    draft: proposed tokens. The chunk then holds only the last known token and these, and a token is sampled from every row.
-    num_drafted: tokens that the draft model proposes within the step instead; included in `num_tokens`.
     A tuple, because every step creates one for each of its sequences.
     """
 
     seq_id: int
     start: int
     num_tokens: int
-    num_known_tokens: int
-    token_ids: tuple[int, ...] = ()
-    tables: TableChanges = NO_TABLE_CHANGES
-    rotary_id: int | None = None
+    num_known_tokens: int  # tokens of the sequence without proposed ones
+    token_ids: tuple[int, ...] = ()  # the last of these, appended since the sequence was last scheduled
+    tables: TableChanges = NO_TABLE_CHANGES  # since then
+    rotary_id: int | None = None  # row of the rotary tables, None if unchanged
+    # Ids of the sequences for which a token is sampled from the last row. Empty if the chunk does not include the last known
+    # token; several if a prompt forks into n samples.
     samples: tuple[int, ...] = ()
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # set if those of this chunk's rows are requested (see SamplingParams)
+    # Proposed tokens. The chunk then holds only the last known token and these; a token is sampled from every row.
     draft: tuple[int, ...] = ()
-    layout: SlotLayout | None = None
-    num_drafted: int = 0
+    layout: SlotLayout | None = None  # slot layout from this step on, None if unchanged
+    num_drafted: int = 0  # tokens that the draft model proposes within the step instead, included in `num_tokens`
 
     @property
     def num_proposed(self) -> int:
@@ -110,35 +99,29 @@ class RotaryRow:
 class SchedulerOutput:
     """One step: changes since the previous step, and what to compute.
 
-    step: increases by one; a worker that misses a number needs a `Snapshot`.
-    removed: sequences that have ended or were preempted; one of these may be in `new` again, even in this step.
-    saved: evicted blocks that are copied to main memory before anything is written to the device cache.
-    swapped_out, swapped_in, discarded: blocks of sequences that are preempted and will continue, blocks that come back, and
-    sequences whose swapped-out blocks are no longer needed.
-    loaded: blocks read from the disk or host tier.
-    Operations are executed in this order: saved, swapped_out, loaded, swapped_in, copies, original_copies (of retained
-    original keys), rerotations, then one forward pass over all sequences. No target in one list is a source in the same list.
-    num_passes: forward passes; more than one only if every sequence is a running stream (multi-step decoding). Each pass
-    computes the token that the previous one sampled. `sequences` describes the first; the tables have slots for all.
-    num_inflight_passes: passes of the previous step that were not known to be finished when this one was planned (async
-    scheduling), else 0. If set, every sequence is a stream of the previous step, and `start` counts the tokens in flight.
+    Operations are executed in this order: saved, swapped_out, loaded, swapped_in, copies, original_copies, rerotations, then one
+    forward pass over all sequences. No target in one list is a source in the same list.
     """
 
-    step: int
-    removed: tuple[int, ...] = ()
+    step: int  # increases by one; a worker that misses a number needs a `Snapshot`
+    removed: tuple[int, ...] = ()  # ended or preempted; one of these may be in `new` again, even in this step
     rotary_rows: tuple[RotaryRow, ...] = ()
     new: tuple[NewSequence, ...] = ()
     forks: tuple[ForkedSequence, ...] = ()
-    saved: tuple[SavedBlock, ...] = ()
-    swapped_out: tuple[SwappedPages, ...] = ()
+    saved: tuple[SavedBlock, ...] = ()  # evicted; copied to main memory before anything is written to the device cache
+    swapped_out: tuple[SwappedPages, ...] = ()  # of preempted sequences that will continue
     swapped_in: tuple[SwappedPages, ...] = ()
-    discarded: tuple[int, ...] = ()
-    loaded: tuple[LoadedBlock, ...] = ()
+    discarded: tuple[int, ...] = ()  # sequences whose swapped-out blocks are no longer needed
+    loaded: tuple[LoadedBlock, ...] = ()  # from the disk or host tier
     copies: tuple[BlockCopy, ...] = ()
-    original_copies: tuple[KeyRerotation, ...] = ()
+    original_copies: tuple[KeyRerotation, ...] = ()  # of retained original keys
     rerotations: tuple[KeyRerotation, ...] = ()
     sequences: tuple[ScheduledSequence, ...] = ()
+    # Forward passes; more than one only if every sequence is a running stream (multi-step decoding). Each pass computes the
+    # token that the previous one sampled. `sequences` describes the first; the tables have slots for all.
     num_passes: int = 1
+    # Passes of the previous step that were not known to be finished when this one was planned (async scheduling), else 0.
+    # If set, every sequence is a stream of the previous step, and `start` counts the tokens in flight.
     num_inflight_passes: int = 0
 
     @property
@@ -165,22 +148,17 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step for one sequence.
-
-    token_ids: sampled tokens. Empty if only prompt log-probabilities are returned; several if proposed tokens are accepted
-    (these and the one sampled after them) or in multi-step decoding (one per pass, fewer if the sequence ended or failed).
-    logprobs: parallel to token_ids, if requested. prompt_logprobs: for the prompt tokens at indices
-    `start + 1 .. start + num_tokens` of the scheduled chunk that are part of the prompt, in order.
-    error: sampling or pooling failed for this sequence, for example on values that are not finite; only its request fails.
-    pooled: with the last chunk of a prompt that is pooled.
-    """
+    """Result of a step for one sequence."""
 
     seq_id: int
+    # Sampled tokens. Empty if only prompt log-probabilities are returned; several if proposed tokens are accepted (these and
+    # the one sampled after them) or in multi-step decoding (one per pass, fewer if the sequence ended or failed).
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # parallel to token_ids, if requested
+    # Of the prompt tokens at indices `start + 1 .. start + num_tokens` of the chunk that are part of the prompt, in order.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    error: EngineError | None = None
-    pooled: PooledRows | None = None
+    error: EngineError | None = None  # sampling or pooling failed, for example on NaN; only this request fails
+    pooled: PooledRows | None = None  # with the last chunk of a prompt that is pooled
 
 
 @dataclass(slots=True)

@@ -40,79 +40,44 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """State of one sample.
+    """State of one sample. *_time: seconds on the scheduler's clock."""
 
-    Set at creation (`LiveRequests`):
-    token_ids: the prompt followed by the output so far. `Scheduler.update` appends to it in place.
-    rotation: how frequencies depend on the length.
-    cache: its block tables and computed length. context_limits: how many tokens and blocks it may hold.
-    queue_entry: position of its request in the fair queue.
-    arrival_number: order of arrival among requests; (priority, start tag, arrival_number, index) ranks sequences.
-    arrival_time and the other *_time: seconds on the scheduler's clock.
-
-    Resources (`SchedulerQueues`, `FrequencyChanges`):
-    stage: the frequencies of the cached keys. rotary_id: row of the rotary tables, -1 while not running.
-    rerotations: re-rotations of cached keys that must be done before it computes further tokens.
-
-    Recomputation (`SchedulerCounters`, `FrequencyChanges`, `Scheduler`):
-    max_computed_tokens: the largest computed length so far; tokens computed below it are recomputed.
-    recompute_reason: the reason, as named by the counters.
-    full_hit_end: end of the tokens that are recomputed because the cache held all of them.
-    cached_tokens: prompt tokens taken from the cache at the first admission, None before it.
-
-    Waiting (`Scheduler`, `KVRestorer`; see `kv_restore` for the combinations of the last three):
-    awaited_prefix: a running sequence that is about to compute a prefix which this one can share, and the tokens of that prefix.
-    restore_checked: whether the disk and host tiers were searched since it began to wait.
-    num_expected_blocks: blocks of its prefix that were cached at that time or loaded since; `EVICTION_RETRIED` after they were
-    found evicted at admission.
-    fetch: the blocks being read for it.
-
-    Other samples of the request, set for sample 0 only (`Scheduler`):
-    children: None until the prompt is planned to its end, then the other samples, and empty once they have forked.
-    ended_samples: samples that were ended before they forked.
-
-    Results of steps (`Scheduler`, `AsyncScheduling`):
-    prompt_logprobs: entries known so far, None if not requested or already returned.
-    num_inflight_tokens: tokens of steps that async scheduling submitted and whose results have not been processed.
-    num_dropped_early: tokens dropped for such a step while an earlier one is not processed.
-    last_scheduled_step: the step that last scheduled it.
-    """
-
+    # Set at creation (`LiveRequests`).
     seq_id: int
     request: EngineRequest
     index: int
-    token_ids: list[int]
+    token_ids: list[int]  # prompt, then output; `Scheduler.update` appends in place
     num_prompt_tokens: int
-    rotation: RotaryPlan
-    stage: RotaryStage
+    rotation: RotaryPlan  # how frequencies depend on the length
+    stage: RotaryStage  # frequencies of the cached keys; `FrequencyChanges` changes it
     seed: int
-    cache: SequenceCache
-    context_limits: ContextSize
+    cache: SequenceCache  # block tables and computed length
+    context_limits: ContextSize  # how many tokens and blocks it may hold
     stop_ids: frozenset[int]
     queue_entry: FairQueueEntry
-    arrival_number: int
+    arrival_number: int  # order among requests
     arrival_time: float
-    # Resources.
+    # Resources (`SchedulerQueues`, `FrequencyChanges`).
     status: SequenceStatus = SequenceStatus.WAITING
-    rotary_id: int = -1
-    rerotations: list[KeyRerotation] = field(default_factory=list)
-    # Recomputation.
-    max_computed_tokens: int = 0
-    recompute_reason: str = "preemption"
-    full_hit_end: int = 0
-    cached_tokens: int | None = None
-    # Waiting.
-    awaited_prefix: tuple[Sequence, int] | None = None
-    restore_checked: bool = False
-    num_expected_blocks: int = 0
-    fetch: Fetch | None = None
-    # Other samples.
-    children: list[Sequence] | None = None
-    ended_samples: set[int] = field(default_factory=set)
-    # Results of steps.
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    num_inflight_tokens: int = 0
-    num_dropped_early: int = 0
+    rotary_id: int = -1  # row of the rotary tables, -1 while not running
+    rerotations: list[KeyRerotation] = field(default_factory=list)  # must be done before it computes further tokens
+    # Recomputation (`SchedulerCounters`, `FrequencyChanges`, `Scheduler`).
+    max_computed_tokens: int = 0  # largest computed length so far; tokens computed below it are recomputed
+    recompute_reason: str = "preemption"  # as named by the counters
+    full_hit_end: int = 0  # end of the tokens that are recomputed because the cache held all of them
+    cached_tokens: int | None = None  # prompt tokens from the cache at the first admission, None before it
+    # Waiting (`Scheduler`, `KVRestorer`; see `kv_restore` for the combinations of the last three).
+    awaited_prefix: tuple[Sequence, int] | None = None  # a running sequence about to compute this many shared tokens
+    restore_checked: bool = False  # whether the disk and host tiers were searched since it began to wait
+    num_expected_blocks: int = 0  # of its prefix, cached then or loaded since; `EVICTION_RETRIED` if found evicted
+    fetch: Fetch | None = None  # blocks being read for it
+    # Other samples of the request, for sample 0 only (`Scheduler`).
+    children: list[Sequence] | None = None  # None until the prompt is planned to its end; empty once they have forked
+    ended_samples: set[int] = field(default_factory=set)  # ended before they forked
+    # Results of steps (`Scheduler`, `AsyncScheduling`).
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # known so far; None if not requested or already returned
+    num_inflight_tokens: int = 0  # of steps that async scheduling submitted and whose results are not processed
+    num_dropped_early: int = 0  # dropped for such a step while an earlier one is not processed
     last_scheduled_step: int = -1
     first_scheduled_time: float | None = None
     first_token_time: float | None = None

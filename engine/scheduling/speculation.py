@@ -3,8 +3,8 @@
 A step of k + 1 rows costs little more than one of a single row while reading weights dominates. A stream proposes the k tokens
 that followed an earlier occurrence of its last tokens (n-gram proposer, prompt lookup: arXiv 2304.04487,
 github.com/apoorvumang/prompt-lookup-decoding); if there is none, a draft model or MTP layer proposes k tokens within the same
-step (`windlass.engine.execution`). Acceptance (`windlass.engine.sampling.acceptance`) keeps outputs identical. The number of proposed
-tokens adapts to past acceptance, and the draft model is paused while measured step times show that it does not pay off.
+step (`windlass.engine.execution`). Acceptance (`windlass.engine.sampling.acceptance`) keeps outputs identical. The number of
+proposed tokens adapts to past acceptance, and the draft model is paused while measured step times show that it does not pay off.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class Speculation:
             if not draft and config.drafts and state.draft_lag <= self._max_draft_lag:
                 if uses_draft_model is None:
                     uses_draft_model = not config.adaptive or self._payoff.allows(len(step.chunks))
-                count = min(max_proposed, self._max_draft_tokens(state)) if uses_draft_model else 0
+                if uses_draft_model:
+                    limit = state.model_length.limit() if config.adaptive else config.draft_tokens
+                    count = min(max_proposed, limit)
             if count:
                 count = self._blocks.capacity_for_proposals(seq.cache, count)
             if count > 0:
@@ -124,9 +126,6 @@ class Speculation:
     def forget(self, seq_id: int) -> None:
         """Drop the state of a sequence; unknown ids are ignored."""
         self._states.pop(seq_id, None)
-
-    def _max_draft_tokens(self, state: _DraftState) -> int:
-        return state.model_length.limit() if self._config.adaptive else self._config.draft_tokens
 
 
 @dataclass(slots=True)
