@@ -51,7 +51,7 @@ def drop_blocks_early(
 
 
 def context_report(limits: ContextSize, cache: SequenceCache, dropped_early: int = 0) -> ContextReport | None:
-    """What was dropped and reused of a sample's context, or None if its rule never drops and nothing was reused.
+    """Report of dropped and reused tokens of a sample, or None if its rule never drops any and none were reused.
 
     dropped_early: tokens dropped last, for a token that was never computed.
     """

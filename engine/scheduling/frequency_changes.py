@@ -59,7 +59,7 @@ class FrequencyChanges:
         return HashChain(root, self._blocks.block_size, scope)
 
     def capacity(self, seq: Sequence, wanted: int) -> int:
-        """How many of the next `wanted` tokens of `seq` find free blocks, after those that a re-rotation needs first."""
+        """Number of the next `wanted` tokens of `seq` that find free blocks, after those that a re-rotation needs first."""
         stage = seq.stage_to_rerotate()
         reserved = blocks_to_rerotate(self._blocks, seq.cache, stage.specs) if stage else None
         return self._blocks.capacity(seq.cache, wanted, reserved)

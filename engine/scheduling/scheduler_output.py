@@ -112,7 +112,7 @@ class SchedulerOutput:
     swapped_out: tuple[SwappedPages, ...] = ()  # of preempted sequences that will continue
     swapped_in: tuple[SwappedPages, ...] = ()
     discarded: tuple[int, ...] = ()  # sequences whose swapped-out blocks are no longer needed
-    loaded: tuple[LoadedBlock, ...] = ()  # from the disk or host tier
+    loaded: tuple[LoadedBlock, ...] = ()  # from the disk or host tier; may be in no block table yet
     copies: tuple[BlockCopy, ...] = ()
     original_copies: tuple[KeyRerotation, ...] = ()  # of retained original keys
     rerotations: tuple[KeyRerotation, ...] = ()
@@ -185,7 +185,7 @@ class PlannedChunk:
 
 @dataclass(slots=True)
 class _SentState:
-    """What was sent of a sequence. specs: those of its rotary row. layout: None if it may not have been sent."""
+    """State sent for a sequence. specs: those of its rotary row. layout: None if it may not have been sent."""
 
     num_tokens: int
     layout: SlotLayout | None
@@ -316,7 +316,7 @@ class SchedulerOutputBuilder:
         return output
 
     def snapshot(self, sequences: abc.Mapping[int, Sequence]) -> Snapshot:
-        """What was sent of running sequences, in its present state. sequences: the live ones by id."""
+        """The sequences and rotary rows that were sent, in their present state. sequences: the live ones by id."""
         sent = [sequences[seq_id] for seq_id in self._sent]
         # Includes unused rows: if one is used again with the same specs, it is not sent a second time.
         rows = tuple(RotaryRow(row, specs) for row, specs in self._rows.items())

@@ -23,7 +23,7 @@ EVICTION_RETRIED = -1
 
 
 class SequenceStatus(Enum):
-    """What a sequence holds, and which of its fields may be set. `SchedulerQueues` changes it.
+    """Resources of a sequence, and fields that may be set. `SchedulerQueues` changes it.
 
     WAITING: no blocks and no rotary row, except for swapped-out blocks (`cache.is_swapped_out`); `awaited_prefix` and `fetch`
     may be set.

@@ -200,7 +200,7 @@ class NgramIndex:
         return tuple(token_ids[best + i % period] for i in range(count))
 
     def _match_length(self, token_ids: abc.Sequence[int], position: int) -> int:
-        """How many tokens before `position` equal those before the end: min_match .. max_match."""
+        """Number of tokens before `position` that equal those before the end: min_match .. max_match."""
         length, matched, limit = len(token_ids), self._min_match, min(self._max_match, position)
         while matched < limit and token_ids[position - 1 - matched] == token_ids[length - 1 - matched]:
             matched += 1

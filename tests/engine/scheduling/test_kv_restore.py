@@ -1,4 +1,4 @@
-"""When a request stops waiting for blocks, with a simulated clock."""
+"""The time at which a request stops waiting for blocks, with a simulated clock."""
 
 from __future__ import annotations
 
