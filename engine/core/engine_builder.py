@@ -41,6 +41,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.execution.model_runner import ModelRunner, RankCommand
 from windlass.engine.execution.proposers import DraftModel, DraftModelProposer
 from windlass.engine.interface.config import PERSIST_SIZE, EngineConfig, SpeculationConfig
+from windlass.engine.interface.context import ContextSizes
 from windlass.engine.interface.model_info import DraftInfo, ModelInfo
 from windlass.engine.model.loading.checkpoint import weight_files, weights_digest
 from windlass.engine.model.loading.loader import LoadedModel, RankPlacement, load_draft, load_model
@@ -52,7 +53,6 @@ from windlass.engine.rotary.rotary_policy import RotaryPlanner
 from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.chunked_prefill import ChunkBoundaries
-from windlass.engine.scheduling.context_shift import ContextLimits
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.kernels import blocks_per_split, is_out_of_memory
 
@@ -321,9 +321,9 @@ def make_blocks(config: EngineConfig, spec: ModelSpec, plan: CachePlan, store: B
     return BlockManager(layouts, config.cache.block_size, shares, listener=store)
 
 
-def make_context_limits(config: EngineConfig, spec: ModelSpec, plan: CachePlan) -> ContextLimits:
+def make_context_limits(config: EngineConfig, spec: ModelSpec, plan: CachePlan) -> ContextSizes:
     """LoadError for a shifted context that is longer than any sequence may be."""
-    return ContextLimits(
+    return ContextSizes(
         max_model_len=plan.max_model_len,
         block_size=config.cache.block_size,
         shift_context=_shift_context(config, plan.max_model_len),
@@ -336,7 +336,7 @@ def make_context_limits(config: EngineConfig, spec: ModelSpec, plan: CachePlan) 
 def make_scheduler(
     config: EngineConfig,
     models: LoadedModels,
-    limits: ContextLimits,
+    limits: ContextSizes,
     blocks: BlockManager,
     *,
     tables: RotaryTables,
@@ -359,7 +359,7 @@ def make_scheduler(
         namespace=cache_namespace(model),
         eos_token_ids=spec.eos_token_ids,
         whole_prompts=spec.is_bidirectional,
-        cuts=ChunkBoundaries(
+        chunk_boundaries=ChunkBoundaries(
             decoder.backend.uniform_prefill_min_tokens,
             config.cache.block_size,
             align_to_blocks=spec.state_group is not None and config.cache.prefix_caching,

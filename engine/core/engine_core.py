@@ -186,7 +186,7 @@ class StepExecutor:
         """
         scheduler, started = self._scheduler, self._in_flight
         self._in_flight = None
-        if started is not None and scheduler.ahead.is_surplus(started.plan):
+        if started is not None and scheduler.async_scheduling.is_surplus(started.plan):
             started = None
         plan = scheduler.schedule() if started is None else started.plan
         self._forecast.announce(plan.num_tokens, announce)
@@ -194,7 +194,7 @@ class StepExecutor:
             self._started_at = time.perf_counter()
             self._notify_watcher(plan, watcher)
             started = start_step(plan, self._runner, scheduler)
-        following = scheduler.ahead.plan(started.plan) if started.step.in_flight else None
+        following = scheduler.async_scheduling.plan(started.plan) if started.step.in_flight else None
         if following is not None:
             self._notify_watcher(following, watcher)
             self._in_flight = start_async_step(following, self._runner, scheduler)
@@ -203,7 +203,7 @@ class StepExecutor:
         seconds, self._started_at = now - self._started_at, now
         self._forecast.observe(started.plan.num_tokens, seconds)
         scheduler.observe(started.plan, seconds)
-        plan, results = scheduler.ahead.drop_surplus(started.plan, results)
+        plan, results = scheduler.async_scheduling.drop_surplus(started.plan, results)
         outputs: list[RequestOutput] = []
         for result in results:
             if result.error is not None:
@@ -353,7 +353,7 @@ class EngineCore:
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
-        context_limits = self._limits.context_limits(request.context)
+        context_limits = self._limits.size(request.context)
         longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, context_limits.rotary_length)
         return self._planner.plan(longest, request.rope_scaling, request.rope_update, exact=request.rope_exact)
 

@@ -59,7 +59,7 @@ def start_async_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Sche
     if runner.graphs is not None:
         runner.graphs.rows.record_end()  # what was asked for by then is still to be done
     _release_device_memory(runner)
-    pause = scheduler.ahead.cancel_step(plan, has_changed_states=runner.has_changed_states)
+    pause = scheduler.async_scheduling.cancel_step(plan, has_changed_states=runner.has_changed_states)
     _logger.warning("no memory for a step planned ahead: the next %d steps wait for each other", pause)
     return None
 

@@ -230,7 +230,9 @@ class ForwardBatchBuilder:
         attention_chunks = attention_chunks_of(distances, item.start, count)
         if item.start + count != item.num_known_tokens:
             return attention_chunks
-        return [part for piece in attention_chunks for part in self._cuts.parts(*piece, item.num_known_tokens)]
+        return [
+            part for piece in attention_chunks for part in self._cuts.attention_segments(*piece, item.num_known_tokens)
+        ]
 
     def _build_chunks(self, chunks: list[tuple[RunnerSequence, int, list[int]]], *, ranged: bool) -> ForwardBatch:
         """A batch of chunks (sequence, index of the first token, tokens) in memory of its own."""

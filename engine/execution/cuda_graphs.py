@@ -400,11 +400,11 @@ class DeviceStepLauncher:
     def start(self, plan: SchedulerOutput, graphs: DecodeGraphs) -> StepFuture | None:
         """None where the step has to be computed otherwise. The plan has been followed."""
         items = plan.sequences
-        if not plan.ahead and not self._runs_on_device(items):
+        if not plan.num_inflight_passes and not self._runs_on_device(items):
             return None
         slots = [self._input_batch.by_id[item.seq_id].slot for item in items]
-        sampling_rows = [self._row_sampling(slot, plan.ahead, plan.num_passes) for slot in slots]
-        if plan.ahead:
+        sampling_rows = [self._row_sampling(slot, plan.num_inflight_passes, plan.num_passes) for slot in slots]
+        if plan.num_inflight_passes:
             order = [self._rows[item.seq_id] for item in items]
             pending: PendingTokens | None = graphs.submit_behind(items, plan.num_passes, sampling_rows, order)
         else:

@@ -144,7 +144,7 @@ class RankRunner:
             self.cache.swap_in(swapped_out)
         for seq_id in plan.discarded:
             self.cache.discard_swapped(seq_id)
-        if plan.ahead and plan.copies and self.graphs is not None:
+        if plan.num_inflight_passes and plan.copies and self.graphs is not None:
             self.graphs.apply(lambda: self.cache.copy_blocks(plan.copies))
         else:
             self.cache.copy_blocks(plan.copies)
@@ -370,7 +370,7 @@ class ModelRunner(RankRunner):
         self._applied_step = None
         if self._send_command is not None and self.proposer is None:
             self._send_command(ExecutePlan(plan))
-        if not plan.ahead:
+        if not plan.num_inflight_passes:
             self.join()
         self._apply(plan)
         self._applied_step = plan.step

@@ -1,9 +1,9 @@
 """Grammar-constrained decoding: compiled grammars, a matcher per sample, and token bitmasks.
 
-llguidance parses the grammars; it is imported when the first grammar arrives or the engine is idle, and then reads the bytes of each
-token from the tokenizer's file. A compiled grammar takes about 50 KB, and 10 MB where it lists 20,000 strings (`grammar_limits` is the bound).
-Recently used ones are cached. Masks are computed in a thread while the model computes the logits; rejected proposed tokens are
-rolled back.
+llguidance parses the grammars; it is imported when the first grammar arrives or the engine is idle, and then reads the bytes of
+each token from the tokenizer's file. A compiled grammar takes about 50 KB, and 10 MB if it lists 20,000 strings (`GRAMMAR_LIMITS`
+bounds it). Recently used ones are cached. Masks are computed in a thread while the model computes the logits; rejected proposed
+tokens are rolled back.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """bits: int32 [ceil(V / 32)], bit i % 32 of word i // 32 set where token i may come; none are where the matcher failed.
-
-    complete: nothing may follow but an end.
+    """Allowed tokens. bits: int32 [ceil(V / 32)]; bit i % 32 of word i // 32 is set if token i is allowed, none if the matcher
+    failed. complete: only the end of the output is allowed.
     """
 
     bits: Tensor
@@ -44,51 +43,49 @@ class GrammarMask:
 
 
 def no_token(vocab_size: int) -> GrammarMask:
-    """The mask of a text that the grammar does not have."""
+    """A mask that allows no token, for text outside the grammar."""
     return GrammarMask(torch.zeros(-(-vocab_size // 32), dtype=torch.int32), complete=False)
 
 
 def next_mask(matcher: LLMatcher, vocab_size: int) -> GrammarMask:
-    """What may come where the matcher stands. The interpreter's lock is released meanwhile."""
+    """The mask of the next token. Releases the interpreter's lock while it computes."""
     bits = no_token(vocab_size).bits
     matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.nbytes)
     return GrammarMask(bits, matcher.is_stopped() and not matcher.is_error())
 
 
-_MAX_CACHED = 64  # grammars that are not compiled again though nobody holds them
+# -- compiler --
 
-_LONGEST_ERROR = 500
+_MAX_CACHED = 64  # grammars that stay compiled although no request uses them
+
+_MAX_ERROR_LENGTH = 500
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class CompiledGrammar:
-    """A matcher that has taken no token, and what it lets come first. No step compiles it as long as somebody holds it."""
+    """A matcher without tokens, and the mask of the first one. While an object refers to it, it is not compiled again."""
 
     matcher: LLMatcher
     mask: GrammarMask
 
 
 class GrammarCompiler:
-    """One per engine; any thread may use it.
+    """Compiles and caches the grammars of one engine; thread-safe.
 
-    directory: of the model. vocab_size: columns of the logits. eos_token_ids: what ends an output where its grammar lets it.
+    directory: of the model. vocab_size: columns of the logits. eos_token_ids: tokens that end an output where its grammar allows.
     """
 
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._file, self._vocab_size, self._eos = directory / "tokenizer.json", vocab_size, list(eos_token_ids)
-        self._compiling = threading.Lock()  # held for as long as a grammar takes
+        self._file, self.vocab_size, self._eos = directory / "tokenizer.json", vocab_size, list(eos_token_ids)
+        self._compiling = threading.Lock()  # held while a grammar is compiled
         self._tokenizer: LLTokenizer | None = None
-        self._lock = threading.Lock()  # held for a moment: a step may wait for it
+        self._lock = threading.Lock()  # held briefly: a step may wait for it
         self._compiled: weakref.WeakValueDictionary[str, CompiledGrammar] = weakref.WeakValueDictionary()
-        self._recent: OrderedDict[str, CompiledGrammar] = OrderedDict()  # the last used ones last
+        self._recent: OrderedDict[str, CompiledGrammar] = OrderedDict()  # most recently used last
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine-grammar")
 
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
     def known(self, grammar: str) -> CompiledGrammar | None:
-        """One that was compiled before: a matcher of it costs no more than a copy."""
+        """A grammar that is compiled already, for which `begin` only copies a matcher."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:
@@ -96,9 +93,9 @@ class GrammarCompiler:
             return found
 
     def prepare_in_background(self) -> None:
-        """Make in the background what any grammar needs: tenths of a second, in which no other Python code runs here.
+        """Read the vocabulary in the background: tenths of a second, during which no other Python code runs.
 
-        What is wrong with the model is told when a grammar comes.
+        Errors are reported with the first grammar.
         """
         if self._file.is_file():
             self._pool.submit(self._prepare)
@@ -108,15 +105,14 @@ class GrammarCompiler:
             self._vocabulary()
 
     def compile_in_background(self, grammar: str) -> Future[CompiledGrammar]:
-        """Compile in the background; the future raises what `matcher` would."""
+        """Compile in the background; the future raises RequestError for a grammar that cannot be used."""
         return self._pool.submit(self._compile, grammar)
 
-    def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher at its beginning, the caller's own. Raises RequestError for one that cannot be used."""
-        return self.begin(grammar)[0]
-
     def begin(self, grammar: str) -> tuple[LLMatcher, GrammarMask]:
-        """The same with the mask of the first token, which is shared and never written to."""
+        """A new matcher, and the mask of the first token, which is shared and must not be changed.
+
+        Raises RequestError for a grammar that cannot be used.
+        """
         compiled = self.known(grammar) or self._compile(grammar)
         with self._lock:
             return compiled.matcher.deep_copy(), compiled.mask
@@ -134,10 +130,10 @@ class GrammarCompiler:
             from llguidance import LLMatcher, LLParserLimits
 
             matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
-            # The first mask of a large grammar takes longer than any other: it is made here, where no step waits for it.
-            mask = None if matcher.is_error() else next_mask(matcher, self._vocab_size)
+            # The first mask of a large grammar takes longest. It is computed here, where no step waits for it.
+            mask = None if matcher.is_error() else next_mask(matcher, self.vocab_size)
             if mask is None or matcher.is_error():
-                reason = " ".join(matcher.get_error().split())[:_LONGEST_ERROR]
+                reason = " ".join(matcher.get_error().split())[:_MAX_ERROR_LENGTH]
                 raise RequestError(f"this grammar cannot be used: {reason}", "grammar")
             compiled = CompiledGrammar(matcher, mask)
         with self._lock:
@@ -152,60 +148,58 @@ class GrammarCompiler:
             if not self._eos:
                 raise RequestError("this model names no token that ends an answer, which grammars need", "grammar")
             try:
-                self._tokenizer = LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=self._eos)
+                self._tokenizer = LLTokenizer(str(self._file), n_vocab=self.vocab_size, eos_token=self._eos)
             except Exception as error:  # the library raises what its parts raise
-                reason = " ".join(str(error).split())[:_LONGEST_ERROR]
+                reason = " ".join(str(error).split())[:_MAX_ERROR_LENGTH]
                 raise RequestError(
-                    f"no grammar can be used with this model: {self._file.name} does not tell the bytes of its tokens ({reason})",
+                    f"no grammar can be used with this model: {self._file.name} does not give the bytes of its tokens ({reason})",
                     "grammar",
                 ) from None
         return self._tokenizer
 
 
-# Tokens at the end of a text that may have been proposed only: those before never change.
-_MAX_PROPOSED = 64
+# -- masks --
+
+_MAX_PROPOSED = 64  # tokens at the end of a text that may be proposed ones; those before never change
 
 
 class _SampleMatcher:
-    """A matcher that stands behind the output of one sample."""
+    """A matcher that follows the output of one sample. begin: the number of tokens before the output."""
 
     def __init__(self, matcher: LLMatcher, first: GrammarMask, begin: int) -> None:
         self._matcher, self._first, self._begin = matcher, first, begin
-        self._taken: list[int] = []  # what the matcher has taken
+        self._consumed: list[int] = []  # tokens that the matcher has consumed
 
     def advance_to(self, token_ids: Sequence[int]) -> bool:
-        """Stand behind these tokens; False, with the matcher somewhere before, where the grammar has no such text."""
+        """Move the matcher after these tokens. Returns False, with fewer tokens consumed, if the grammar does not allow them."""
         begin = self._begin
-        shared = min(len(self._taken), len(token_ids) - begin)
-        for at in range(max(0, shared - _MAX_PROPOSED), shared):
-            if self._taken[at] != token_ids[begin + at]:
-                shared = at
+        shared = min(len(self._consumed), len(token_ids) - begin)
+        for i in range(max(0, shared - _MAX_PROPOSED), shared):
+            if self._consumed[i] != token_ids[begin + i]:
+                shared = i
                 break
-        self._rollback(shared)
-        wanted = list(token_ids[begin + shared :])
-        # Asked before they are taken: a token that does not fit would put the matcher into an error for good.
-        fitting = wanted[: self._matcher.validate_tokens(wanted)] if wanted else wanted
-        if fitting and self._matcher.consume_tokens(fitting):
-            self._taken += fitting
-        return len(self._taken) == len(token_ids) - begin
+        if shared < len(self._consumed):
+            self._matcher.rollback(len(self._consumed) - shared)
+            del self._consumed[shared:]
+        new = list(token_ids[begin + shared :])
+        # Validated first: consuming a token that is not allowed would put the matcher into an error state permanently.
+        allowed = new[: self._matcher.validate_tokens(new)] if new else new
+        if allowed and self._matcher.consume_tokens(allowed):
+            self._consumed += allowed
+        return len(self._consumed) == len(token_ids) - begin
 
     def mask(self, vocab_size: int) -> GrammarMask:
-        """Of the tokens after those it stands behind; the first was made with the matcher, since it may take long."""
-        return next_mask(self._matcher, vocab_size) if self._taken else self._first
-
-    def _rollback(self, count: int) -> None:
-        if count < len(self._taken):
-            self._matcher.rollback(len(self._taken) - count)
-            del self._taken[count:]
+        """The mask of the next token. The first one was computed by the compiler, because it may take long."""
+        return next_mask(self._matcher, vocab_size) if self._consumed else self._first
 
 
 class GrammarMasks:
-    """The masks of one engine's samples. `prepare` before a forward pass, `mask` behind it; one thread calls both."""
+    """The masks of one engine's samples. One thread calls `prepare` before a forward pass and `mask` after it."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._matchers: dict[int, _SampleMatcher] = {}
-        self._made: dict[tuple[int, int], GrammarMask] = {}  # by sequence and number of its tokens
+        self._masks: dict[tuple[int, int], GrammarMask] = {}  # by sequence and number of tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-masks")
         self._pending: Future[None] | None = None
 
@@ -213,35 +207,35 @@ class GrammarMasks:
         return len(self._matchers)
 
     def forget(self, seq_id: int) -> None:
-        """Drop what is kept for a sequence; unknown ids are ignored."""
+        """Drop the matcher of a sequence; unknown ids are ignored."""
         self._wait()
         self._matchers.pop(seq_id, None)
 
     def prepare(self, slots: Sequence[SampleSlot]) -> None:
-        """Begin to make the masks of a step. Slots of one sequence, with more and more tokens proposed, follow each other."""
+        """Start to compute the masks of a step. Slots of one sequence are adjacent and ordered by their number of tokens."""
         self._wait()
-        self._made.clear()
+        self._masks.clear()
         if slots:
-            self._pending = self._thread.submit(self._make_all, slots)
+            self._pending = self._thread.submit(self._compute_all, slots)
 
     def mask(self, slot: SampleSlot) -> GrammarMask:
-        """The mask after the slot's tokens, prepared or made now. Raises RequestError, as `GrammarCompiler.matcher` does."""
+        """The mask after the slot's tokens, prepared or computed now. Raises RequestError as `GrammarCompiler.begin` does."""
         self._wait()
         key = (slot.seq_id, len(slot.token_ids))
-        if key not in self._made:
-            self._make_all([slot])
-        return self._made[key]
+        if key not in self._masks:
+            self._compute_all([slot])
+        return self._masks[key]
 
     def _wait(self) -> None:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
 
-    def _make_all(self, slots: Sequence[SampleSlot]) -> None:
+    def _compute_all(self, slots: Sequence[SampleSlot]) -> None:
         for slot in slots:
-            self._made[slot.seq_id, len(slot.token_ids)] = self._make(slot)
+            self._masks[slot.seq_id, len(slot.token_ids)] = self._compute(slot)
 
-    def _make(self, slot: SampleSlot) -> GrammarMask:
+    def _compute(self, slot: SampleSlot) -> GrammarMask:
         sample_matcher = self._matchers.get(slot.seq_id)
         if sample_matcher is None:
             assert slot.sampling.grammar is not None

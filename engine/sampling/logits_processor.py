@@ -1,8 +1,8 @@
 """Logits processor of one sequence: masked, biased and penalised tokens, and the thinking budget.
 
-Computes `LogitsChanges` for the backend; it changes no logits itself. Per step it reads only new tokens, so its Python work does not
-grow with the context. When a thinking budget is used up, the tokens of the closing marker are forced; this depends only on previous
-tokens, so it is the same under speculation, preemption and in any batch.
+Computes `LogitsChanges` for the backend and changes no logits itself. Per step it reads only new tokens, so its Python work does
+not grow with the context. When a thinking budget is used up, the tokens of the closing marker are forced; this depends on
+previous tokens only, so it is the same under speculation, preemption and in any batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from windlass.kernels import LogitsChanges
 
 
 def changes_logits(sampling: SamplingParams) -> bool:
-    """Whether a row needs a LogitsProcessor at all (min_tokens aside, which ends by itself)."""
+    """Whether a row needs a LogitsProcessor (apart from min_tokens, which needs one for the first tokens only)."""
     return bool(
         sampling.logit_bias
         or sampling.allowed_token_ids is not None
@@ -32,11 +32,11 @@ def changes_logits(sampling: SamplingParams) -> bool:
 
 
 def uses_penalties(sampling: SamplingParams) -> bool:
-    """Whether a row depends on what is kept of the tokens before it from row to row."""
-    return _counts(sampling) or sampling.repeats is not None
+    """Whether a row depends on state that is updated from token to token."""
+    return counts_tokens(sampling) or sampling.repeats is not None
 
 
-def _counts(sampling: SamplingParams) -> bool:
+def counts_tokens(sampling: SamplingParams) -> bool:
     return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
@@ -54,11 +54,11 @@ class LogitsProcessor:
         self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
         self._bad_tokens = tuple(word[0] for word in sampling.bad_words if len(word) == 1)
         self._bad_phrases = [list(word) for word in sampling.bad_words if len(word) > 1]
-        self._counts = TokenCounts(device) if _counts(sampling) else None
+        self._counts = TokenCounts(device) if counts_tokens(sampling) else None
         self._repeats = None if sampling.repeats is None else DryPenalty(sampling.repeats)
 
     def changes(self, slot: SampleSlot, mask: GrammarMask | None = None) -> LogitsChanges:
-        """What is to be done to the slot's row of logits now. The tensors are those of the next call too. mask: its grammar's."""
+        """Changes to the slot's row of logits, in tensors that the next call may reuse. mask: that of its grammar."""
         counted, in_output = self._nothing, self._no_numbers
         if self._counts is not None:
             self._counts.update(slot.token_ids, slot.num_prompt_tokens)
@@ -71,7 +71,7 @@ class LogitsProcessor:
         allowed, forbidden = self._allowed, self._forbidden(slot, complete=mask is not None and mask.complete)
         if (budget := self._sampling.thinking) is not None:
             forced = forced_token(budget, slot.token_ids, slot.num_prompt_tokens)
-            # A grammar may want a character finished first.
+            # A grammar may require that a character is finished first.
             if forced is not None and (mask is None or mask.allows(forced)):
                 allowed, forbidden = self._ids((forced,)), self._nothing
         bias_ids, bias = self._bias_ids, self._bias
@@ -79,8 +79,8 @@ class LogitsProcessor:
         return LogitsChanges(allowed, forbidden, bias_ids, bias, counted, in_output, decreased, decrease, bits)
 
     def _forbidden(self, slot: SampleSlot, *, complete: bool) -> Tensor:
-        """Ids masked now: single bad words, the last token of every word whose beginning stands at the end of the text
-        (prompt included), and the ids that end it while it is too short, unless its grammar lets nothing else follow."""
+        """Ids to mask: single bad words, the last token of each bad word whose other tokens end the text (prompt included),
+        and the ids that end the text while it is too short, unless its grammar is complete."""
         too_short = not complete and len(slot.token_ids) - slot.num_prompt_tokens < self._sampling.min_tokens
         ids = (*self._bad_tokens, *self._completions(slot.token_ids), *(slot.stop_ids if too_short else ()))
         if ids != self._forbidden_now[0]:
@@ -89,53 +89,54 @@ class LogitsProcessor:
 
     def _completions(self, token_ids: Sequence[int]) -> list[int]:
         found = []
-        for phrase in self._bad_phrases:
-            begun = phrase[:-1]
-            if len(token_ids) >= len(begun) and list(token_ids[-len(begun) :]) == begun:
-                found.append(phrase[-1])
+        for *start, last in self._bad_phrases:
+            if len(token_ids) >= len(start) and list(token_ids[-len(start) :]) == start:
+                found.append(last)
         return found
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._device)
 
 
-_MAX_LEAD = 2  # tokens, of white space mostly, that may stand before an opening marker
+# -- thinking budget --
+
+_MAX_LEAD = 2  # tokens, mostly of white space, that may precede an opening marker
 
 _MAX_DELAY = 3  # tokens that may finish a character whose first byte was the last of the budget
 
 
 def forced_token(budget: ThinkingBudget, token_ids: Sequence[int], num_prompt_tokens: int) -> int | None:
-    """The token that must come next, if one must. token_ids: prompt and output so far.
+    """The forced next token, None if there is none. token_ids: prompt and output so far.
 
-    Where something else came at its place, as a grammar had it, it must come at one of the next.
+    If a grammar required another token at its position, it is forced at one of the next positions.
     """
     drawn = len(token_ids) - num_prompt_tokens
     longest = _MAX_LEAD + max(map(len, budget.opens), default=0) + len(budget.close) + _MAX_DELAY
     if not budget.tokens <= drawn < longest + budget.tokens:
-        return None  # as at nearly every step
+        return None  # in nearly every step
     output = list(token_ids[num_prompt_tokens:])
     begin = _thinking_start(budget, output)
     if begin is None:
         return None
     for tokens in range(budget.tokens, min(budget.tokens + _MAX_DELAY, drawn - begin) + 1):
-        thought, behind = output[begin : begin + tokens], output[begin + tokens :]
+        thought, after = output[begin : begin + tokens], output[begin + tokens :]
         if any(_contains(thought, marker) for marker in (budget.close, *budget.closes)):
             return None
         left = _remaining_marker(budget.close, thought)
-        if len(behind) < len(left) and _starts(left, behind, 0):
-            return left[len(behind)]
+        if len(after) < len(left) and _starts(left, after, 0):
+            return left[len(after)]
     return None
 
 
 def _remaining_marker(close: Sequence[int], thought: list[int]) -> list[int]:
-    """What closes the thinking: it may have begun to close by itself, and what stands of the marker is not said twice."""
-    most = min(len(close) - 1, len(thought))
-    said = next(n for n in range(most, -1, -1) if thought[len(thought) - n :] == [*close[:n]])
-    return [*close[said:]]
+    """The tokens of the closing marker that the end of the thinking does not contain yet."""
+    longest = min(len(close) - 1, len(thought))
+    num_present = next(n for n in range(longest, -1, -1) if thought[len(thought) - n :] == [*close[:n]])
+    return [*close[num_present:]]
 
 
 def _thinking_start(budget: ThinkingBudget, output: list[int]) -> int | None:
-    """Where the thinking begins; None where nothing opens it."""
+    """The index at which thinking begins, None if no marker opens it."""
     if not budget.opens:
         return 0
     for lead in range(_MAX_LEAD + 1):

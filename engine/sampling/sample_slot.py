@@ -1,4 +1,4 @@
-"""Sample slot: settings and tokens of one sample, as the sampler sees it. Plain data."""
+"""Sample slot: settings and tokens of one sample, as plain data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from windlass.engine.interface.request import SamplingParams
 
 
 class ExtendedTokens(Sequence[int]):
-    """Token ids followed by a few more, to be read as one list; nothing is copied."""
+    """Token ids followed by further ones, without a copy."""
 
     __slots__ = ("_more", "_token_ids")
 
@@ -36,11 +36,11 @@ class ExtendedTokens(Sequence[int]):
 
 @dataclass(frozen=True, slots=True)
 class SampleSlot:
-    """One sample drawn from a row of logits.
+    """One sample for which a token is sampled.
 
-    `token_ids` is the sequence's prompt followed by its output so far, a list that grows as the sequence does;
-    `num_prompt_tokens` splits them. `stop_ids` are the ids that `sampling.min_tokens` keeps masked (eos unless ignored,
-    and stop ids).
+    It has the sampling fields of a `NewSequence`, but a token list that grows with the sequence, and exists for tests and
+    proposed tokens without one. token_ids: `num_prompt_tokens` tokens of the prompt, then the output so far. stop_ids: ids that
+    `sampling.min_tokens` masks (eos unless ignored, and stop ids).
     """
 
     seq_id: int
@@ -52,5 +52,5 @@ class SampleSlot:
     stop_ids: tuple[int, ...] = ()
 
     def after(self, more: Sequence[int]) -> Self:
-        """The slot once these tokens stand behind its own."""
+        """The same slot with further tokens appended."""
         return replace(self, token_ids=ExtendedTokens(self.token_ids, more))

@@ -1,36 +1,37 @@
 """Async scheduling and multi-step decoding.
 
 Async scheduling plans a step while the previous one is computed, so that the device never waits for the host. Only running
-streams qualify: the position and the blocks of each follow from the number of forward passes in flight. A stream that is sure to
-end with those is left out. One that ends otherwise, by a token or an abort, is computed once in vain; that result is surplus.
+streams qualify: the position and the blocks of each follow from the number of forward passes in flight. A stream that is certain
+to end with those is left out. One that ends otherwise, by a token or an abort, is computed once in vain; that result is surplus.
 
 Multi-step decoding lets running streams alone in a step run several forward passes within a time limit, because planning a step
 costs the same for one pass as for several. No token changes: each pass computes what the previous one sampled. Times are seconds,
-passed in; there is no clock here.
+passed in by the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from collections.abc import Sequence as Seq
+from collections import abc
 from dataclasses import replace
 
 from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.scheduling.context_shift import drop_blocks_early
 from windlass.engine.scheduling.request_queue import LiveRequests, SchedulerQueues
 from windlass.engine.scheduling.scheduler_counters import SchedulerCounters
 from windlass.engine.scheduling.scheduler_output import (
     PlannedChunk,
-    PlannedStep,
     SchedulerOutput,
     SchedulerOutputBuilder,
     StepResult,
 )
 
+# -- async scheduling --
+
 FIRST_PAUSE, LONGEST_PAUSE = 32, 4096  # steps
 
 
 class AsyncScheduling:
-    """blocks: of the sequences. proposes: whether streams propose tokens, which have to be known for that."""
+    """Plans steps from the scheduler's state. proposes: whether streams propose tokens, for which results must be known."""
 
     def __init__(
         self,
@@ -48,45 +49,45 @@ class AsyncScheduling:
         self._pause, self._not_before = FIRST_PAUSE, 0
 
     def plan(self, output: SchedulerOutput) -> SchedulerOutput | None:
-        """The step behind `output`, whose results are not known yet; None where it has to wait for them."""
+        """Plan the step after `output`, whose results are not known yet. Returns None if it has to wait for them."""
         if self._proposes or self._queues.waiting or self._counters.num_steps < self._not_before:
             return None
-        live, ahead = self._requests.by_id, output.num_passes
-        step = PlannedStep(ahead=ahead)
-        planned = 0
+        live, num_inflight = self._requests.by_id, output.num_passes
+        builder, chunks, num_streams = self._output_builder, list[PlannedChunk](), 0
         for item in output.sequences:
             seq = live.get(item.seq_id)
             if seq is None:
                 continue
             if item.start != seq.num_tokens - 1 or item.num_tokens > 1 or item.samples != (item.seq_id,):
                 return None
-            planned += 1
-            if seq.num_remaining_tokens > ahead:
-                start = seq.num_tokens - 1 + ahead
-                step.chunks.append(PlannedChunk(seq, start, 1, samples=(seq,)))
-        if not step.chunks or planned < len(self._queues.running):
+            num_streams += 1
+            if seq.num_remaining_tokens > num_inflight:
+                start = seq.num_tokens - 1 + num_inflight
+                chunks.append(PlannedChunk(seq, start, 1, samples=(seq,)))
+        if not chunks or num_streams < len(self._queues.running):
             return None
-        for chunk in step.chunks:
+        for chunk in chunks:
             seq = chunk.seq
-            dropped = seq.context_limits.drop_blocks_early(self._blocks, seq.cache, ahead)
+            dropped = drop_blocks_early(seq.context_limits, self._blocks, seq.cache, num_inflight)
             if dropped is None:
                 return None
             seq.num_dropped_early += dropped
-        step.num_passes = self._multi_step.extend_async(step.chunks, ahead)
-        if step.num_passes < 1:
+        num_passes = self._multi_step.allocate_async(chunks, num_inflight)
+        if num_passes < 1:
             return None
-        for chunk in step.chunks:
-            step.copies += self._blocks.checkpoint_states(chunk.seq.cache, ahead)
+        for chunk in chunks:
+            builder.copies += self._blocks.checkpoint_states(chunk.seq.cache, num_inflight)
             chunk.seq.last_scheduled_step = self._counters.num_steps
-            chunk.seq.num_inflight_tokens += step.num_passes
-        self._counters.count_step(step.num_passes * len(step.chunks))
-        return self._output_builder.build(step)
+            chunk.seq.num_inflight_tokens += num_passes
+        self._counters.count_step(num_passes * len(chunks))
+        builder.chunks, builder.num_passes, builder.num_inflight_passes = chunks, num_passes, num_inflight
+        return builder.build()
 
     def cancel_step(self, output: SchedulerOutput, *, has_changed_states: bool) -> int:
-        """A step that was planned so will not be computed. What it took goes back once the step before it is taken in.
+        """Cancel a step planned here. Its blocks are released once the results of the previous step are processed.
 
-        For some steps none is planned so, each time for twice as many. Returns how many. has_changed_states: its sequences begin
-        again then, and count as under way until they do, as the states that they hold are not those between the two steps.
+        No step is planned here for a number of steps, which is returned and doubles each time. has_changed_states: the step
+        changed recurrent states, so its sequences will be restarted, and their tokens count as in flight until then.
         """
         self._counters.count_step(output.num_tokens, -1)
         pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
@@ -98,41 +99,42 @@ class AsyncScheduling:
         return pause
 
     def is_surplus(self, output: SchedulerOutput) -> bool:
-        """Whether all of a step that was planned so is surplus, all steps before it being taken in."""
+        """Whether all sequences of a step have ended. The results of all earlier steps must have been processed."""
         return not any(item.seq_id in self._requests.by_id for item in output.sequences)
 
     def drop_surplus(
-        self, output: SchedulerOutput, results: Seq[StepResult]
+        self, output: SchedulerOutput, results: abc.Sequence[StepResult]
     ) -> tuple[SchedulerOutput, list[StepResult]]:
-        """A plan and its results, which are to be taken in next, without what belongs to nobody: of streams that have ended, or
-        do not stand where it took them to be."""
-        if not output.ahead:
+        """The step whose results are processed next, without streams that have ended or whose tokens it predicted wrongly."""
+        if not output.num_inflight_passes:
             return output, list(results)
-        kept = {}
+        valid = {}
         for item in output.sequences:
             seq = self._requests.by_id.get(item.seq_id)
             if seq is not None:
                 seq.num_inflight_tokens -= output.num_passes
                 if seq.num_tokens == item.start + 1:
-                    kept[item.seq_id] = item
-        return replace(output, sequences=tuple(kept.values())), [one for one in results if one.seq_id in kept]
+                    valid[item.seq_id] = item
+        return replace(output, sequences=tuple(valid.values())), [one for one in results if one.seq_id in valid]
 
 
-MAX_PASSES = 8  # what arrives meanwhile waits for the end
+# -- multi-step decoding --
 
-_SHARE = 0.25  # of the last step in what is known of a pass
+MAX_PASSES = 8  # new requests wait for the end of all passes
+
+_LAST_STEP_WEIGHT = 0.25  # in the moving average of the duration of a pass
 
 
 class MultiStepDecoding:
-    """seconds: how long a step of several passes may last; 0: there are none."""
+    """seconds: how long a step of several passes may last; 0 disables multi-step decoding."""
 
     def __init__(self, seconds: float, blocks: BlockManager) -> None:
         self._seconds, self._blocks = seconds, blocks
         self._pass_seconds: dict[int, float] = {}  # by the rows of a pass, where 2^k to 2^(k+1) - 1 are one size
 
-    def extend(self, step: PlannedStep) -> None:
-        """Let a planned step go on for more passes, where it holds running streams and nothing else, from free blocks."""
-        if self._seconds <= 0 or not step.chunks or step.has_page_operations:
+    def extend(self, step: SchedulerOutputBuilder) -> None:
+        """Add passes to a planned step of running streams alone, as far as free blocks and the time limit allow."""
+        if self._seconds <= 0 or not step.chunks or step.has_key_operations:
             return
         num_passes = self._max_passes(len(step.chunks), self._seconds)
         for chunk in step.chunks:
@@ -144,19 +146,20 @@ class MultiStepDecoding:
             step.copies += self._blocks.allocate(chunk.seq.cache, num_passes)
         step.num_passes = num_passes
 
-    def extend_async(self, chunks: Sequence[PlannedChunk], ahead: int) -> int:
-        """How many passes streams may have behind `ahead` others that are not over: their blocks are taken then. 0: none.
+    def allocate_async(self, chunks: abc.Sequence[PlannedChunk], num_inflight_passes: int) -> int:
+        """Allocate blocks for streams while passes are in flight. Returns the number of passes, 0 if blocks are missing.
 
-        What arrives waits for both, so each has half the time.
+        New requests wait for both steps, so each has half the time.
         """
         num_passes = max(1, self._max_passes(len(chunks), self._seconds / 2))
         for chunk in chunks:
-            num_passes = min(num_passes, 1 + chunk.seq.num_lookahead_tokens - ahead)
+            num_passes = min(num_passes, 1 + chunk.seq.num_lookahead_tokens - num_inflight_passes)
         for chunk in chunks:
-            num_passes = min(num_passes, self._blocks.capacity(chunk.seq.cache, ahead + num_passes) - ahead)
+            wanted = num_inflight_passes + num_passes
+            num_passes = min(num_passes, self._blocks.capacity(chunk.seq.cache, wanted) - num_inflight_passes)
             if num_passes < 1:
                 return 0
-            self._blocks.allocate(chunk.seq.cache, ahead + num_passes)
+            self._blocks.allocate(chunk.seq.cache, num_inflight_passes + num_passes)
         return num_passes
 
     def _max_passes(self, rows: int, seconds: float) -> int:
@@ -164,12 +167,12 @@ class MultiStepDecoding:
         return 1 if known is None else min(MAX_PASSES, int(seconds / known))
 
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
-        """Learn from a finished step of running streams alone how long a pass takes."""
+        """Update the duration of a pass from a finished step, if it computed running streams alone."""
         rows = len(output.sequences)
         if self._seconds <= 0 or not rows or output.rerotations:
             return
         if any(item.start + 1 < item.num_known_tokens for item in output.sequences):
             return
-        size, one = rows.bit_length(), seconds / output.num_passes
-        known = self._pass_seconds.get(size, one)
-        self._pass_seconds[size] = known + _SHARE * (one - known)
+        size, measured = rows.bit_length(), seconds / output.num_passes
+        known = self._pass_seconds.get(size, measured)
+        self._pass_seconds[size] = known + _LAST_STEP_WEIGHT * (measured - known)

@@ -1,9 +1,9 @@
 """Chunked prefill: prefill tokens per step, their division among prompts, and chunk boundaries.
 
-The limit per step adapts to measured step times (seconds, passed in; there is no clock here). Chunk boundaries make results
+The limit per step adapts to measured step times (seconds, passed in by the caller). Chunk boundaries make results
 independent of what was cached and of how a prompt was chunked: some attention kernels treat a sequence with many new tokens
-differently from one with few, so the end of a prompt, which is computed whatever is cached, attends as a sequence of its own, and
-a chunk in front of it is never short. Recurrent state is cached where a chunk ends with a block.
+differently from one with few. The tail of a prompt, which is computed whatever is cached, therefore attends as a sequence of its
+own, and a chunk before it is never short. Recurrent state is cached where a chunk ends with a block.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 
 _FIRST_LIMIT = 64
 
-_MIN_LIMIT = 4  # of a prompt of 30,000 tokens beside streams, 16 take half a second on two cores
+_MIN_LIMIT = 4  # next to streams, 16 tokens of a prompt of 30,000 take half a second on two cores
 
 _ALONE_FACTOR = 4.0  # how much longer a step may last when no stream waits for its next token
 
 _FIRST_REROTATIONS = 512  # keys of one KV group
 
-_AIM = 0.8  # share of the target to aim at when growing: the noise of a shared machine reaches a quarter more
+_AIM = 0.8  # share of the target to aim at when growing: the noise of a shared machine adds up to a quarter
 
 
 class StepLimiter:
-    """An adaptive bound on prefill tokens per step, one for steps beside running streams and one for steps without.
+    """Adaptive bounds on the prefill tokens of a step: one for steps with running streams and one for steps without.
 
-    target_seconds: how long a step beside running streams may last; one without may last four times that; 0 means no
-    bound. Each bound starts low and at most doubles or halves per observation. It shrinks when a step was too long and
-    grows only when a step that filled at least half of it was short, so that short prompts teach it nothing false.
+    target_seconds: how long a step with running streams may last; one without may last four times that; 0: no bound.
+    Each bound starts low and at most doubles or halves per observation. It shrinks when a step was too long. It grows only
+    when a step that filled at least half of it was short, so that short prompts do not raise it wrongly.
     """
 
     __slots__ = ("_limits", "_max_tokens", "_rerotations", "_target")
@@ -37,16 +37,16 @@ class StepLimiter:
         self._target = target_seconds
         self._max_tokens = max_num_batched_tokens
         first = min(_FIRST_LIMIT, max_num_batched_tokens)
-        self._limits = {True: first, False: first}  # by: are there decode streams
+        self._limits = {True: first, False: first}  # by whether there are decode streams
         self._rerotations = _FIRST_REROTATIONS
 
     @property
     def rerotation_limit(self) -> int:
-        """Cached tokens, of one KV group, whose keys one step may re-rotate."""
+        """Cached tokens of one KV group whose keys a step may re-rotate."""
         return self._rerotations if self._target > 0 else sys.maxsize
 
     def observe_rerotations(self, count: int, seconds: float) -> None:
-        """Learn from a finished step that re-rotated the keys of so many tokens, beside whatever else it did."""
+        """Adapt to a finished step that re-rotated the keys of `count` tokens and possibly computed others."""
         if self._target <= 0 or seconds <= 0:
             return
         wanted = int(count * _AIM * self._target / seconds)
@@ -54,11 +54,11 @@ class StepLimiter:
             self._rerotations = max(1, self._rerotations // 2, min(2 * self._rerotations, wanted))
 
     def limit(self, num_decodes: int) -> int:
-        """Prefill tokens the next step may take beside `num_decodes` decode tokens."""
+        """Prefill tokens that the next step may compute next to `num_decodes` decode tokens."""
         return self._max_tokens if self._target <= 0 else self._limits[num_decodes > 0]
 
     def observe(self, num_tokens: int, num_decodes: int, seconds: float) -> None:
-        """Learn from a finished step of `num_tokens` tokens, `num_decodes` of them of decode streams."""
+        """Adapt to a finished step of `num_tokens` tokens, `num_decodes` of them of decode streams."""
         prefill = num_tokens - num_decodes
         if self._target <= 0 or prefill <= 0 or seconds <= 0:
             return
@@ -75,91 +75,90 @@ class StepLimiter:
         self._limits[streams] = min(max(wanted, _MIN_LIMIT), self._max_tokens)
 
 
-def split_whole_prompt_budget(needs: abc.Sequence[int], budget: int) -> list[int]:
-    """Share `budget` tokens among prompts of `needs[i]` tokens that are computed whole or not at all, best rank first.
-
-    The best-ranked one is always computed, whatever the budget; of the others each that still fits beside those before it.
-    """
-    grants = []
-    for index, need in enumerate(needs):
-        granted = need if index == 0 or need <= budget else 0
-        budget -= granted
-        grants.append(granted)
-    return grants
-
-
 @dataclass(frozen=True, slots=True)
 class ChunkBoundaries:
-    """fewest: new tokens of a sequence from which all are treated alike, 0 where any are. block: tokens of a cached block.
-    align_to_blocks: chunks end with blocks, the last one aside."""
+    """Positions at which prefill chunks may end.
 
-    fewest: int = 0
-    block: int = 1
+    min_tokens: the number of new tokens of a sequence from which kernels treat all numbers alike; 0: they always do.
+    block_size: tokens of a cached block. align_to_blocks: chunks end with blocks, except for the last one.
+    """
+
+    min_tokens: int = 0
+    block_size: int = 1
     align_to_blocks: bool = False
 
-    def end(self, known: int) -> int:
-        """Where the end of so many tokens begins: the cache is looked up in whole blocks, and the last token never."""
-        return (known - 1) // self.block * self.block
+    def tail_start(self, known: int) -> int:
+        """Start of the tail of `known` tokens: the cache is searched in whole blocks and never for the last token."""
+        return (known - 1) // self.block_size * self.block_size
 
-    def parts(self, first: int, count: int, known: int) -> list[tuple[int, int]]:
-        """Those (first, tokens) of a piece of the last chunk of `known` tokens that attend on their own."""
-        end = self.end(known)
-        if not self.fewest or not first < end < first + count:
+    def attention_segments(self, first: int, count: int, known: int) -> list[tuple[int, int]]:
+        """The (first, count) segments of the last chunk of `known` tokens that attend as sequences of their own."""
+        tail = self.tail_start(known)
+        if not self.min_tokens or not first < tail < first + count:
             return [(first, count)]
-        return [(first, end - first), (end, first + count - end)]
+        return [(first, tail - first), (tail, first + count - tail)]
 
-    def longest(self, start: int, due: int, tokens: int) -> int:
-        """How many of the `due` tokens from `start` on a chunk takes that may take so many; perhaps none."""
+    def max_chunk(self, start: int, needed: int, budget: int) -> int:
+        """Tokens of the longest chunk from `start` of `needed` tokens within `budget`; 0 if no boundary is within reach."""
+        if not self.align_to_blocks and (budget >= needed or not self.min_tokens):
+            return min(budget, needed)
+        before_tail = self.tail_start(start + needed) - start
         if self.align_to_blocks:
-            return self._to_end_of_block(start, due, tokens)
-        if tokens >= due or not self.fewest:
-            return min(tokens, due)
-        before = self.end(start + due) - start
-        if before <= tokens:
-            return max(0, before)
-        taken = min(tokens, before - self.fewest)
-        return taken if taken >= self.fewest else 0
-
-    def _to_end_of_block(self, start: int, due: int, tokens: int) -> int:
-        before = self.end(start + due) - start
-        if before <= 0:
-            return min(tokens, due)
-        if tokens >= before:
-            return before
-        end = (start + min(tokens, before - self.fewest)) // self.block * self.block
-        return end - start if end - start >= max(1, self.fewest) else 0
+            if before_tail <= 0:
+                return min(budget, needed)
+            if budget >= before_tail:
+                return before_tail
+            end = (start + min(budget, before_tail - self.min_tokens)) // self.block_size * self.block_size
+            return end - start if end - start >= max(1, self.min_tokens) else 0
+        if before_tail <= budget:
+            return max(0, before_tail)
+        tokens = min(budget, before_tail - self.min_tokens)
+        return tokens if tokens >= self.min_tokens else 0
 
 
 NO_BOUNDARIES = ChunkBoundaries()
 
 
 def split_prefill_budget(
-    needs: abc.Sequence[int], budget: int, starts: abc.Sequence[int] = (), cuts: ChunkBoundaries = NO_BOUNDARIES
+    needs: abc.Sequence[int], budget: int, starts: abc.Sequence[int] = (), boundaries: ChunkBoundaries = NO_BOUNDARIES
 ) -> list[int]:
-    """Share `budget` tokens among prefills that need `needs[i]` tokens, given by rank, best first.
+    """Divide `budget` tokens among prefills that need `needs[i]` tokens, in order of rank.
 
     Half goes to the first, so that the best-ranked prefill always advances, and the rest to the shortest, so that a
-    new arrival with a short prompt does not wait until a long one is through. Without cuts nothing is left over while
-    anybody needs more.
+    new arrival with a short prompt does not wait for a long one. Without boundaries the budget is used up while any prefill
+    needs more.
 
-    starts: tokens that each has behind it. cuts: where chunks may end, which leaves a few tokens over; they hold where the budget
-    has room for two chunks, or the one that is needed.
+    starts: computed tokens of each. boundaries: where chunks may end, which may leave a few tokens unused. They are ignored
+    if the budget has no space for two chunks, or for one if there is one prefill.
     """
     if not needs:
         return []
-    if budget < cuts.fewest * min(len(needs), 2):
-        cuts = NO_BOUNDARIES
+    if budget < boundaries.min_tokens * min(len(needs), 2):
+        boundaries = NO_BOUNDARIES
     starts = starts or [0] * len(needs)
 
-    def longest(i: int, tokens: int) -> int:
-        return cuts.longest(starts[i], needs[i], tokens)
+    def max_chunk(i: int, tokens: int) -> int:
+        return boundaries.max_chunk(starts[i], needs[i], tokens)
 
     grants = [0] * len(needs)
     half = -(-budget // 2)
-    grants[0] = longest(0, half) or longest(0, budget) or min(needs[0], half)
+    grants[0] = max_chunk(0, half) or max_chunk(0, budget) or min(needs[0], half)
     budget -= grants[0]
     for i in sorted(range(len(needs)), key=needs.__getitem__):  # stable: by rank among equals
-        more = max(0, longest(i, grants[i] + budget) - grants[i])
+        more = max(0, max_chunk(i, grants[i] + budget) - grants[i])
         grants[i] += more
         budget -= more
+    return grants
+
+
+def split_whole_prompt_budget(needs: abc.Sequence[int], budget: int) -> list[int]:
+    """Divide `budget` tokens among prompts that are computed in one step or not at all, in order of rank.
+
+    The best-ranked prompt is always computed, whatever the budget, and each further one that fits in what is left.
+    """
+    grants = []
+    for index, need in enumerate(needs):
+        granted = need if index == 0 or need <= budget else 0
+        budget -= granted
+        grants.append(granted)
     return grants

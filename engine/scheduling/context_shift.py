@@ -1,91 +1,83 @@
 """Context shift and attention windows: what a sequence holds of its context, and which blocks it drops when that is full.
 
-Under `shift` a sequence holds a window of slots. When they are full, the oldest block behind the pinned ones is dropped, and the
+Under `shift` a sequence holds a window of slots. When they are full, the oldest block after the retained ones is dropped, and the
 remaining tokens become adjacent, as if the dropped ones had never existed. Which tokens are held when a token is computed follows
 from its index alone, so a preempted sequence recomputes the same keys. Under an attention window, blocks that no later token sees
-are dropped once a step, and positions do not change.
+are dropped once per step, and positions do not change.
+
+`limits` is the rule of a request in slots and whole blocks.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import astuple, dataclass
 
 from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.cache.sequence_cache import SequenceCache
-from windlass.engine.interface.context import ContextReport, ContextRule, ContextSize, ContextSizes
+from windlass.engine.interface.context import ContextReport, ContextSize
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceContextLimits(ContextSize):
-    """A request's rule in slots and whole blocks, and what follows from it for what a sequence holds."""
-
-    def num_free_slots(self, handle: SequenceCache) -> int:
-        """Tokens that may be computed before blocks have to go: those of one block where they have to go first."""
-        if self.window is None:
-            return sys.maxsize
-        return self.window - handle.num_slots or self.block_size
-
-    def drop_blocks(self, blocks: BlockManager, handle: SequenceCache) -> int:
-        """Give up what the next token does not need or leaves no room for; returns the tokens dropped."""
-        cut = self._blocks_to_drop(handle, handle.num_slots)
-        return 0 if cut is None else self._drop(blocks, handle, *cut)
-
-    def drop_blocks_early(self, blocks: BlockManager, handle: SequenceCache, num_inflight_tokens: int) -> int | None:
-        """The same for the token behind so many that are being computed; None where that has to wait for them.
-
-        What stands for the step that is being computed has to stand for the next. So nothing is given up where the layout gets
-        wider by it, or is no plain one any more. Nor where a block goes that is not full yet, or the tokens under way are a block
-        or more: see `SequenceCache.remove_range`.
-        """
-        cut = self._blocks_to_drop(handle, handle.num_slots + num_inflight_tokens)
-        if cut is None:
-            return 0
-        size, layout = self.block_size, handle.layout
-        first, end = cut
-        if layout.is_plain or num_inflight_tokens >= size or end * size > handle.num_slots:
-            return None
-        if not layout.with_range_removed(
-            first * size, end * size, close_gap=self.attention_window is None
-        ).is_no_wider_than(layout):
-            return None
-        return self._drop(blocks, handle, first, end, num_inflight_tokens)
-
-    def _blocks_to_drop(self, handle: SequenceCache, slot: int) -> tuple[int, int] | None:
-        """The first block to give up before the token of this slot, and the one behind the last; None where none has to go."""
-        if self.attention_window is None:
-            return (self.retained_blocks, self.retained_blocks + 1) if slot == self.window else None
-        cut = self.cut_blocks * self.block_size
-        end = handle.layout.first_visible_slot(slot, self.attention_window) // cut * self.cut_blocks
-        return (self.aligned_retained_blocks, end) if end > self.aligned_retained_blocks else None
-
-    def _drop(
-        self, blocks: BlockManager, handle: SequenceCache, first: int, end: int, num_inflight_tokens: int = 0
-    ) -> int:
-        """Give up blocks first .. end - 1; returns the tokens dropped."""
-        before = handle.layout.num_dropped
-        blocks.remove_range(
-            handle, first, end, close_gap=self.attention_window is None, num_inflight_tokens=num_inflight_tokens
-        )
-        return handle.layout.num_dropped - before
-
-    def context_report(self, handle: SequenceCache, dropped_early: int = 0) -> ContextReport | None:
-        """What became of a sample's context; None where nothing ever becomes of it. dropped_early: tokens that were dropped last,
-        for a token that never came."""
-        reused = handle.num_reused_tokens, handle.num_reused_passages
-        kept = self.retained_blocks * self.block_size
-        if self.window is not None:
-            dropped, shifts = handle.layout.num_dropped - dropped_early, handle.num_shifts - bool(dropped_early)
-            return ContextReport(self.window, kept, dropped, shifts, *reused)
-        if self.attention_window is not None:
-            return ContextReport(self.attention_window, kept, 0, 0, *reused)
-        return ContextReport(None, 0, 0, 0, *reused) if any(reused) else None
+def num_free_slots(limits: ContextSize, cache: SequenceCache) -> int:
+    """Tokens that may be computed before blocks are dropped. If a drop is due first, the slots that it frees."""
+    if limits.window is None:
+        return sys.maxsize
+    return limits.window - cache.num_slots or limits.block_size
 
 
-@dataclass(frozen=True, slots=True)
-class ContextLimits(ContextSizes):
-    """What sequences of one server may hold."""
+def drop_blocks(limits: ContextSize, blocks: BlockManager, cache: SequenceCache) -> int:
+    """Drop the blocks that the next token does not see, or needs dropped to find a slot. Returns the number of dropped tokens."""
+    dropped = _blocks_to_drop(limits, cache, cache.num_slots)
+    return 0 if dropped is None else _drop(limits, blocks, cache, *dropped)
 
-    def context_limits(self, rule: ContextRule) -> SequenceContextLimits:
-        """The rule of a request. Raises RequestError for one that cannot be."""
-        return SequenceContextLimits(*astuple(self.size(rule)))
+
+def drop_blocks_early(
+    limits: ContextSize, blocks: BlockManager, cache: SequenceCache, num_inflight_tokens: int
+) -> int | None:
+    """Drop blocks for the token after those in flight. Returns the number of dropped tokens.
+
+    Returns None if the drop has to wait for the tokens in flight, because the step that computes them and the next one share
+    a layout. That is the case if the layout would become wider or is still plain, if a block to drop is not full yet, or if
+    a block or more is in flight (see `SequenceCache.remove_range`).
+    """
+    dropped = _blocks_to_drop(limits, cache, cache.num_slots + num_inflight_tokens)
+    if dropped is None:
+        return 0
+    size, layout = limits.block_size, cache.layout
+    first, end = dropped
+    if layout.is_plain or num_inflight_tokens >= size or end * size > cache.num_slots:
+        return None
+    after = layout.with_range_removed(first * size, end * size, close_gap=limits.attention_window is None)
+    return _drop(limits, blocks, cache, first, end, num_inflight_tokens) if after.is_no_wider_than(layout) else None
+
+
+def context_report(limits: ContextSize, cache: SequenceCache, dropped_early: int = 0) -> ContextReport | None:
+    """Report of dropped and reused tokens of a sample, or None if its rule never drops any and none were reused.
+
+    dropped_early: tokens dropped last, for a token that was never computed.
+    """
+    reused = cache.num_reused_tokens, cache.num_reused_passages
+    retained = limits.retained_blocks * limits.block_size
+    if limits.window is not None:
+        dropped, shifts = cache.layout.num_dropped - dropped_early, cache.num_shifts - bool(dropped_early)
+        return ContextReport(limits.window, retained, dropped, shifts, *reused)
+    if limits.attention_window is not None:
+        return ContextReport(limits.attention_window, retained, 0, 0, *reused)
+    return ContextReport(None, 0, 0, 0, *reused) if any(reused) else None
+
+
+def _blocks_to_drop(limits: ContextSize, cache: SequenceCache, slot: int) -> tuple[int, int] | None:
+    """First and end index of the blocks to drop before the token of this slot, None if there are none."""
+    if limits.attention_window is None:
+        return (limits.retained_blocks, limits.retained_blocks + 1) if slot == limits.window else None
+    split = limits.cut_blocks * limits.block_size
+    end = cache.layout.first_visible_slot(slot, limits.attention_window) // split * limits.cut_blocks
+    return (limits.aligned_retained_blocks, end) if end > limits.aligned_retained_blocks else None
+
+
+def _drop(
+    limits: ContextSize, blocks: BlockManager, cache: SequenceCache, first: int, end: int, num_inflight_tokens: int = 0
+) -> int:
+    before = cache.layout.num_dropped
+    close_gap = limits.attention_window is None
+    blocks.remove_range(cache, first, end, close_gap=close_gap, num_inflight_tokens=num_inflight_tokens)
+    return cache.layout.num_dropped - before

@@ -1,7 +1,7 @@
 """Frequency changes of a growing sequence: re-rotation of its cached keys, or recomputation.
 
-Implements rope_update `rotate` and `recompute`, and what follows for blocks, rotary rows and hash chains. When they occur depends on
-the sequence's own tokens only (see `rotary.policy`), so a preempted sequence recomputes the same keys, re-rotations included.
+Implements rope_update `rotate` and `recompute`, and their effects on blocks, rotary rows and hash chains. When they occur depends
+on the sequence's own tokens only (see `rotary.rotary_policy`), so a preempted sequence recomputes the same keys.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.cache.prefix_cache import HashChain, root_digest
 from windlass.engine.cache.rerotation import blocks_to_rerotate, rerotate
 from windlass.engine.cache.sequence_cache import SequenceCache
+from windlass.engine.interface.context import ContextSizes
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.rotary.rotary_policy import RotaryRows, RotaryStage
-from windlass.engine.scheduling.context_shift import ContextLimits
 from windlass.engine.scheduling.scheduler_counters import SchedulerCounters
-from windlass.engine.scheduling.scheduler_output import PlannedStep
+from windlass.engine.scheduling.scheduler_output import SchedulerOutputBuilder
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class FrequencyChanges:
-    """namespace: digest of everything but the request that keys depend on. adapter_key: what tells an adapter from others."""
+    """namespace: digest of all that keys depend on apart from the request. adapter_key: digest of an adapter, by its id."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class FrequencyChanges:
         rotary: RotaryRows,
         counters: SchedulerCounters,
         namespace: bytes,
-        limits: ContextLimits,
+        limits: ContextSizes,
         adapter_key: abc.Callable[[int], bytes],
     ) -> None:
         self._adapter_key = adapter_key
@@ -40,37 +40,32 @@ class FrequencyChanges:
         self._counters = counters
         self._namespace = namespace
 
-    def new_handle(self, request: EngineRequest, stage: RotaryStage) -> SequenceCache:
-        """For a sample whose keys are computed under `stage` from the first token on."""
-        chain, context_limits = self._new_chain(request, stage), self._limits.context_limits(request.context)
-        return SequenceCache(
-            chain,
-            stage.specs,
-            private=stage.single_length,
-            floor=context_limits.floor,
-            sinks_window=context_limits.sinks_window,
-        )
+    def new_cache(self, request: EngineRequest, stage: RotaryStage) -> SequenceCache:
+        """An empty cache for a sample whose keys are computed under `stage` from the first token."""
+        chain, limits = self._new_chain(request, stage), self._limits.size(request.context)
+        private, sinks_window = stage.single_length, limits.sinks_window
+        return SequenceCache(chain, stage.specs, private=private, floor=limits.floor, sinks_window=sinks_window)
 
     def _new_chain(self, request: EngineRequest, stage: RotaryStage) -> HashChain:
         fingerprints = [spec.fingerprint for spec in stage.specs]
         rule = request.context
-        seen = None if rule.attention_window is None else (rule.attention_window, rule.attention_sinks)
+        window = None if rule.attention_window is None else (rule.attention_window, rule.attention_sinks)
         adapter = None if request.adapter is None else self._adapter_key(request.adapter)
-        root = root_digest(self._namespace, fingerprints, 0, request.cache_salt, seen, adapter)
+        root = root_digest(self._namespace, fingerprints, 0, request.cache_salt, window, adapter)
         reuse, scope = request.reuse, None
         if reuse is not None and self._blocks.enable_prefix_caching and not stage.single_length:
-            # A request finds what others have computed under the same rotation and rule, and in the same scope.
-            scope = b"passages" + root_digest(self._namespace, fingerprints, 0, reuse.scope, seen, adapter)
+            # Passages are shared between requests with the same rotation, window, adapter and scope.
+            scope = b"passages" + root_digest(self._namespace, fingerprints, 0, reuse.scope, window, adapter)
         return HashChain(root, self._blocks.block_size, scope)
 
     def capacity(self, seq: Sequence, wanted: int) -> int:
-        """How many of the next `wanted` tokens of `seq` there is room for, beside what a re-rotation takes first."""
+        """Number of the next `wanted` tokens of `seq` that find free blocks, after those that a re-rotation needs first."""
         stage = seq.stage_to_rerotate()
         reserved = blocks_to_rerotate(self._blocks, seq.cache, stage.specs) if stage else None
         return self._blocks.capacity(seq.cache, wanted, reserved)
 
-    def rerotate_if_due(self, seq: Sequence, step: PlannedStep) -> None:
-        """Book the re-rotation of the cached keys of `seq` to the frequencies of its next chunk, if those are others."""
+    def rerotate_if_due(self, seq: Sequence, step: SchedulerOutputBuilder) -> None:
+        """Begin the re-rotation of the cached keys of `seq`, if the frequencies of its next chunk differ."""
         stage = seq.stage_to_rerotate()
         if stage is None:
             return
@@ -81,8 +76,8 @@ class FrequencyChanges:
         self._replace_rotary_row(seq)
         self._counters.key_moves += seq.cache.num_slots
 
-    def continue_rerotation(self, seq: Sequence, step: PlannedStep, limit: int) -> None:
-        """Plan up to about `limit` of the keys that `seq` has to re-rotate; what is left over is for later steps."""
+    def continue_rerotation(self, seq: Sequence, step: SchedulerOutputBuilder, limit: int) -> None:
+        """Plan the re-rotation of about `limit` of the remaining keys of `seq`, in whole blocks."""
         size = self._blocks.block_size
         while seq.rerotations and limit > 0:
             piece = seq.rerotations.pop(0)
@@ -94,7 +89,7 @@ class FrequencyChanges:
             limit -= piece.end - piece.start
 
     def recompute_if_stage_changed(self, seq: Sequence) -> None:
-        """Under `recompute`, forget the keys of a sequence whose frequencies have changed; it computes all tokens anew."""
+        """Under `recompute`, discard the keys of a sequence whose frequencies have changed; all its tokens are recomputed."""
         stage = seq.stage_to_recompute()
         if stage is None:
             return
@@ -107,7 +102,7 @@ class FrequencyChanges:
             self._counters.count_hit(seq, full, looked_up=False)
 
     def reset_after_preemption(self, seq: Sequence) -> None:
-        """A preempted sequence has lost its keys, re-rotated ones too, and those behind dropped tokens: it begins again."""
+        """Reset a preempted sequence. If its keys were re-rotated or tokens were dropped, it starts from its first stage."""
         seq.recompute_reason = "preemption"
         seq.restore_checked = False
         if seq.cache.num_rerotations:
@@ -121,6 +116,6 @@ class FrequencyChanges:
         self._blocks.reset(seq.cache, chain, stage.specs, private=stage.single_length)
 
     def _replace_rotary_row(self, seq: Sequence) -> None:
-        """Exchange the rotary row of a running sequence for that of its present stage."""
+        """Replace the rotary row of a running sequence with that of its present stage."""
         self._rotary.release(seq.rotary_id)
         seq.rotary_id = self._rotary.acquire(seq.stage.specs)

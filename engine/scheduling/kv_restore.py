@@ -1,20 +1,20 @@
 """KV restore before admission: blocks from the disk and host tiers, and non-prefix KV reuse.
 
 A waiting sequence at the head of the queue is checked once: if the tiers hold more of its prefix than the cache, or passages that
-it may reuse, it steps aside until they are read. Loaded blocks enter the cache between steps, few at a time while streams run, and
-belong to no sequence, like the blocks of a finished request. The sequence is then admitted with whatever is cached, so a file that is
-missing, damaged or slow costs a moment and nothing else.
+it may reuse, others are admitted before it until these blocks are read. Loaded blocks enter the cache between steps, few at a
+time while streams run, and belong to no sequence, like the blocks of a finished request. The sequence is then admitted with
+whatever is cached, so a file that is missing, damaged or slow only costs a short delay.
 
-Non-prefix reuse: a sequence attaches its cached prefix first, then searches for passages behind it when it is admitted, computes
-up to the first passage, continues behind it, and so on. The last token of a prompt is always computed. A preempted sequence gives
-its passages back and searches again only if it has not produced output.
+Non-prefix reuse: a sequence attaches its cached prefix first, then searches for passages after it when it is admitted, computes
+up to the first passage, continues after it, and so on. The last token of a prompt is always computed. A preempted sequence
+returns its passages and searches again only if it has not produced output.
 
 State of a waiting sequence, in fields of `Sequence` written only here (preemption resets `restore_checked`):
 
 | restore_checked | fetch | num_expected_blocks | meaning |
 | --- | --- | --- | --- |
 | no | None | any | not checked since it began to wait, or to be checked again |
-| yes | set | blocks cached at the check | steps aside until the fetch is over |
+| yes | set | blocks cached at the check | waits until the fetch has ended |
 | yes | None | blocks cached at the check, or loaded since | may be admitted |
 | yes | set or None | `EVICTION_RETRIED` | the same, and does not wait for evicted blocks a second time |
 """
@@ -22,7 +22,7 @@ State of a waiting sequence, in fields of `Sequence` written only here (preempti
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from windlass.engine.cache.block_manager import BlockManager, ReuseLimits
@@ -40,16 +40,14 @@ if TYPE_CHECKING:
     from windlass.engine.cache.block_store import BlockStore
 
 
-_GRACE_SECONDS = 1.0  # seconds that reading may take whatever comes of it
+_GRACE_SECONDS = 1.0  # reading is never cancelled as slow before this time
 
-_MIN_TOKENS_PER_SECOND = (
-    1000  # tokens a second that it has to bring from then on: few engines compute a prompt more slowly
-)
+_MIN_TOKENS_PER_SECOND = 1000  # reading slower than this is cancelled: few engines compute a prompt more slowly
 
 
 @dataclass(frozen=True, slots=True)
 class _CachedOrStored:
-    """Blocks of a KV group that are cached or kept, by digest."""
+    """The digests of the blocks of a KV group that are in the cache or in a tier."""
 
     group: int
     cached: abc.Mapping[bytes, int]
@@ -61,8 +59,8 @@ class _CachedOrStored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PendingRestore:
-    """num_cached: blocks of its prefix that the cache held when it began to wait. is_shared: it waits for what another wants,
-    which may not be all that it lacks: it looks once more then.
+    """num_cached: blocks of the prefix that were cached at the check. is_shared: the fetch was started for another sequence and
+    may lack blocks, so the sequence is checked again after it.
     """
 
     seq: Sequence
@@ -72,7 +70,7 @@ class _PendingRestore:
 
 
 class KVRestorer:
-    """clock: seconds, as `Fetch` has them."""
+    """Reads blocks of waiting sequences from `store` into the cache. clock: seconds, the same as that of `Fetch`."""
 
     def __init__(
         self, blocks: BlockManager, store: BlockStore, reuse: NonPrefixReuse, clock: abc.Callable[[], float]
@@ -82,15 +80,15 @@ class KVRestorer:
 
     @property
     def fetches(self) -> list[Fetch]:
-        """Those that sequences wait for."""
+        """The fetches that sequences wait for."""
         return [waiting.fetch for waiting in self._waiting]
 
     def wait(self, seconds: float) -> bool:
-        """Until there is something to do for a sequence that waits; False if that takes longer."""
+        """Wait until blocks have arrived or a fetch has ended. Returns False after `seconds`."""
         return self._store.wait(self.fetches, seconds)
 
     def should_wait(self, seq: Sequence) -> bool:
-        """Whether `seq`, which is to be admitted, had better wait for what is being read."""
+        """Whether a sequence waits for blocks from the tiers instead of being admitted. Starts a fetch at the first call."""
         if not seq.restore_checked:
             seq.restore_checked = True
             cached, wanted = self._wanted(seq)
@@ -104,9 +102,9 @@ class KVRestorer:
         return seq.fetch is not None
 
     def should_wait_again(self, seq: Sequence, hit: int) -> bool:
-        """Whether `seq`, for which there is room and whose cached prefix has `hit` blocks, had better wait once more.
+        """Whether a sequence that could be admitted waits once more, because blocks of its prefix have been evicted.
 
-        It may have waited so long for room that blocks were evicted which were there when it looked; they are missed once.
+        hit: blocks of its prefix that are cached now.
         """
         if hit >= seq.num_expected_blocks:
             return False
@@ -116,22 +114,24 @@ class KVRestorer:
         return waits
 
     def take_loaded_blocks(self, *, streams: bool) -> list[LoadedBlock]:
-        """Take blocks for what has arrived, up to a bound; what to put into them comes back, for the next plan."""
+        """Allocate blocks for data that has arrived, up to a limit of bytes, and return what the next step must load.
+
+        streams: whether streams are running, for which the limit is lower.
+        """
         loaded: list[LoadedBlock] = []
         if not self._waiting:
             return loaded
         budget_bytes = self._store.transfer.load_budget_streaming if streams else self._store.transfer.load_budget_idle
         fetches = set(self.fetches)
         before = [sum(fetch.num_loaded[group] for fetch in fetches) for group in range(len(self._blocks.pools))]
-        for waiting in self._waiting:
-            fetch = waiting.fetch
+        for fetch in self.fetches:
             while fetch.arrived and budget_bytes > 0:
                 block = fetch.take()
                 budget_bytes -= block.num_bytes
                 loaded += self._load_block(fetch, block, before[block.key.group])
-        # Held until here, as none may be evicted for another of this plan: their rows would be put into one block.
-        for one in reversed(loaded):
-            self._blocks.pools[one.group].release(one.block)
+        # Released only now, so that no block of this step is evicted for another one and loaded twice.
+        for block_load in reversed(loaded):
+            self._blocks.pools[block_load.group].release(block_load.block)
         for waiting in list(self._waiting):
             self._cancel_if_slow(waiting.fetch)
             if waiting.fetch.is_over:
@@ -139,17 +139,12 @@ class KVRestorer:
         return loaded
 
     def note_applied(self) -> None:
-        """What the last plan had brought in lies in its blocks."""
+        """Record that the blocks of the last step were loaded."""
         self._store.note_applied()
 
     def _wanted(self, seq: Sequence) -> tuple[int, list[WantedBlock]]:
-        """Blocks of its prefix that the cache holds, and what is kept beside."""
-        if (
-            seq.needs_full_prefill
-            or seq.cache.is_swapped_out
-            or not self._blocks.enable_prefix_caching
-            or seq.cache.private
-        ):
+        """The number of cached blocks of its prefix, and the blocks to read."""
+        if seq.cache.is_swapped_out or not self._blocks.enable_prefix_caching or not seq.can_share_prefix:
             return 0, []
         size = self._blocks.block_size
         limit = min(seq.num_shareable_tokens, seq.num_tokens - 1) // size
@@ -165,12 +160,12 @@ class KVRestorer:
             chain = part.chain.digests[:present]
             for group in range(len(self._blocks.pools)) if chain else ():
                 self._store.note_use([BlockKey(group, digest) for digest in chain])
-            self._protect_chain(chain)  # what is brought in shall not evict what it follows
-        return cached, wanted + self._passages(seq, present * size)
+            self._protect_chain(chain)  # so that loaded blocks do not evict those before them
+        return cached, wanted + self._wanted_passages(seq, present * size)
 
-    def _hit(self, parts: abc.Sequence[SequenceCache], limit: int, there: abc.Sequence[abc.Container[bytes]]) -> int:
-        """Leading blocks of all parts, given per KV group which blocks there are."""
-        pools = list(zip(there, self._blocks.pools, strict=True))
+    def _hit(self, parts: abc.Sequence[SequenceCache], limit: int, found: abc.Sequence[abc.Container[bytes]]) -> int:
+        """The number of leading blocks, up to `limit`, that all parts have. found: per KV group the digests that exist."""
+        pools = list(zip(found, self._blocks.pools, strict=True))
         for part in parts:
             groups = [(blocks, eviction_window(pool, part)) for blocks, pool in pools if holds_blocks_of(pool, part)]
             limit = longest_hit(part.chain.digests, limit, groups, self._blocks.block_size)
@@ -183,7 +178,7 @@ class KVRestorer:
         return [_CachedOrStored(group, pool.cached, self._store) for group, pool in enumerate(self._blocks.pools)]
 
     def _missing(self, handle: SequenceCache, num_blocks: int) -> abc.Iterator[WantedBlock]:
-        """What the cache lacks of the first `num_blocks` blocks, as far as a query behind them sees them."""
+        """Blocks missing in the cache among the first `num_blocks`, as far as the next token sees them."""
         size = self._blocks.block_size
         for group, pool in enumerate(self._blocks.pools):
             if not holds_blocks_of(pool, handle):
@@ -194,22 +189,23 @@ class KVRestorer:
                 if digest not in pool.cached:
                     yield WantedBlock(BlockKey(group, digest), index)
 
-    def _passages(self, seq: Sequence, start: int) -> list[WantedBlock]:
-        """Blocks of the passages that are kept and not cached; the first group's last, which say what they are."""
+    def _wanted_passages(self, seq: Sequence, start: int) -> list[WantedBlock]:
+        """Blocks of stored passages that are not cached. Those of group 0 come last, as they describe the passages."""
         found: dict[bytes, None] = {}
-        search = self._reuse.search_for(seq)
-        if search is not None and seq.cache.chain.scope is not None:
-            search = replace(search, start=max(search.start, start))
-            for passage in self._store.search(seq.cache.chain.scope, seq.token_ids, search):
+        limits, rule, scope = self._reuse.limits(seq), seq.request.reuse, seq.cache.chain.scope
+        if limits is not None and rule is not None and rule.is_enabled and scope is not None:
+            at_least = max(rule.at_least, MIN_PASSAGE_TOKENS)
+            search = PassageSearch(max(limits.start, start), limits.end, at_least, rule.passages)
+            for passage in self._store.search(scope, seq.token_ids, search):
                 found |= dict.fromkeys(passage.digests)
         groups = reversed(list(enumerate(self._blocks.pools)))
         keys = [BlockKey(group, digest) for group, pool in groups for digest in found if digest not in pool.cached]
         return [WantedBlock(key, None) for key in keys]
 
     def _load_block(self, fetch: Fetch, block: ArrivedBlock, before: int) -> list[LoadedBlock]:
-        """Let it be a cached block, unless it has become one meanwhile or there is no room. It is held for now.
+        """Register an arrived block in the cache, unless it is cached already or too few blocks are free. It stays allocated.
 
-        before: blocks of its group that earlier plans have brought those that wait. None shall evict what it follows.
+        before: blocks of its group that earlier steps loaded for the same fetches, which a loaded block must not evict.
         """
         (group, digest), pool = block.key, self._blocks.pools[block.key.group]
         if digest in pool.cached or pool.num_available - before <= pool.num_blocks // 16:
@@ -233,7 +229,7 @@ class KVRestorer:
             fetch.cancel()
 
     def _finish_restore(self, waiting: _PendingRestore) -> None:
-        """Its sequence may be admitted, or has ended."""
+        """Let the sequence of a fetch that has ended be admitted, and count the restored tokens."""
         seq, fetch = waiting.seq, waiting.fetch
         self._waiting.remove(waiting)
         seq.fetch = None
@@ -243,16 +239,16 @@ class KVRestorer:
             self._protect_chain(part.chain.digests)
         prefix = [block for block in fetch.wanted if block.index is not None]
         last = max((block.index or 0 for block in prefix), default=-1)
-        there = self._hit(parts, last + 1, self._cached())
+        cached = self._hit(parts, last + 1, self._cached())
         if seq.num_expected_blocks != EVICTION_RETRIED:
-            seq.num_expected_blocks = there
-        restored = max(0, there - waiting.num_cached)
-        passages = [key for key, index in ((b.key, b.index) for b in fetch.wanted) if index is None and key.group == 0]
+            seq.num_expected_blocks = cached
+        restored = max(0, cached - waiting.num_cached)
+        passages = [block.key for block in fetch.wanted if block.index is None and block.key.group == 0]
         restored += sum(key.digest in self._blocks.pools[0].cached for key in passages)
         self._store.restored_tokens += restored * self._blocks.block_size
 
     def _protect_chain(self, chain: abc.Sequence[bytes]) -> None:
-        """Let the idle blocks of a text be evicted after all others, its tail first; of its states the last alone."""
+        """Make the unused blocks of a text the last ones to be evicted, its tail first. Of its states, only the last one."""
         for pool in self._blocks.pools:
             if pool.holds_states:
                 last = next((digest for digest in reversed(chain) if digest in pool.cached), None)
@@ -264,53 +260,46 @@ class KVRestorer:
 
 
 def _parts(seq: Sequence) -> list[SequenceCache]:
-    """What holds its keys: its far ones too, if there are any. Those first, as all of their beginnings can be taken."""
+    """The caches of a sequence. The second key copies come first, because each of their prefixes can be used."""
     return [seq.cache] if seq.cache.second_keys is None else [seq.cache.second_keys, seq.cache]
 
 
 class NonPrefixReuse:
+    """Attaches cached passages to prompts."""
+
     def __init__(self, blocks: BlockManager, counters: SchedulerCounters) -> None:
         self._blocks = blocks
         self._counters = counters
 
     def find_passages(self, seq: Sequence) -> None:
-        """Let a sequence that has just got its prefix, but not all of its tokens, hold the passages it will take up.
-
-        Nothing is taken where prompt log-probabilities are asked for, where keys will be re-rotated, where tokens see a window of
-        their own, and where the answer has begun.
-        """
-        limits, rule = self._limits_of(seq), seq.request.reuse
+        """Let a sequence whose cached prefix was just attached, and is not complete, hold the passages that it will reuse."""
+        limits, rule = self.limits(seq), seq.request.reuse
         if limits is not None and rule is not None:
             self._blocks.hold_passages(seq.cache, seq.token_ids, rule, limits)
 
-    def search_for(self, seq: Sequence) -> PassageSearch | None:
-        """What `find_passages` will search for, beyond the prefix."""
-        limits, rule = self._limits_of(seq), seq.request.reuse
-        if limits is None or rule is None or not rule.is_enabled:
-            return None
-        return PassageSearch(limits.start, limits.end, max(rule.at_least, MIN_PASSAGE_TOKENS), rule.passages)
+    def limits(self, seq: Sequence) -> ReuseLimits | None:
+        """Limits of the passages of a sequence.
 
-    def _limits_of(self, seq: Sequence) -> ReuseLimits | None:
+        None if it did not request reuse, has produced output, requests prompt log-probabilities, must compute its entire
+        prompt, has an attention window, or will be re-rotated.
+        """
         rule, context_limits = seq.request.reuse, seq.context_limits
         if (
             rule is None
+            or seq.num_output_tokens
             or seq.needs_full_prefill
             or seq.prompt_logprobs is not None
             or context_limits.attention_window is not None
+            or (seq.rotation.policy == "rotate" and seq.stage.last_length is not None)
         ):
             return None
-        if seq.num_output_tokens:
-            return None
-        if seq.rotation.policy == "rotate" and seq.stage.last_length is not None:
-            return None
         longest = min(seq.num_prompt_tokens + seq.request.sampling.max_tokens, context_limits.longest)
-        kept = (
-            context_limits.retained_blocks * context_limits.block_size
-        )  # that these are tokens and nothing else is what `shift` goes by
-        return ReuseLimits(kept, seq.num_prompt_tokens - 1, longest, context_limits.window)
+        # No passage begins within the retained tokens: `shift` requires that their slots hold one token each.
+        retained = context_limits.retained_blocks * context_limits.block_size
+        return ReuseLimits(retained, seq.num_prompt_tokens - 1, longest, context_limits.window)
 
     def attach_passage(self, seq: Sequence) -> None:
-        """Take up what begins with the next token, if anything does."""
+        """Attach the held passage that begins with the next token, if there is one."""
         for passage in self._blocks.attach_passages(seq.cache, seq.token_ids):
             self._counters.reused_passages += 1
             self._counters.reused_tokens += passage.num_tokens

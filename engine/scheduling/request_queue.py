@@ -1,7 +1,7 @@
 """Request queue: live requests, the waiting and running queues, preemption, and deadlines.
 
-Creates sequences from requests and changes their status; allocates and releases rotary rows and blocks as sequences move between
-the queues. The decisions are the scheduler's.
+Creates sequences from requests, changes their status, and allocates and releases their rotary rows and blocks as they move
+between the queues. The scheduler makes the decisions.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections import abc
 
 from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.cache.sequence_cache import SequenceCache
-from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.context import ContextRule, ContextSize
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.rotary.rotary_policy import RotaryPlan, RotaryRows, RotaryStage
-from windlass.engine.scheduling.context_shift import SequenceContextLimits
 from windlass.engine.scheduling.fairness import FairQueue
 from windlass.engine.scheduling.frequency_changes import FrequencyChanges
 from windlass.engine.scheduling.scheduler_counters import SchedulerCounters
@@ -24,7 +23,7 @@ from windlass.engine.scheduling.sequence import Sequence, SequenceStatus, rank_k
 
 
 class SchedulerQueues:
-    """max_num_seqs: sequences that run at once."""
+    """Waiting and running sequences, each in order of rank, best first. max_num_seqs: sequences that may run at once."""
 
     def __init__(
         self,
@@ -36,51 +35,40 @@ class SchedulerQueues:
         counters: SchedulerCounters,
     ) -> None:
         self._max_num_seqs = max_num_seqs
-        self._blocks = blocks
-        self._rotary = rotary
+        self._blocks, self._rotary = blocks, rotary
         self._frequency_changes = frequency_changes
         self._output_builder = output_builder
         self._counters = counters
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
-
-    @property
-    def waiting(self) -> abc.Sequence[Sequence]:
-        """By rank, the best first."""
-        return self._waiting
-
-    @property
-    def running(self) -> abc.Sequence[Sequence]:
-        """By rank, the best first."""
-        return self._running
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
 
     @property
     def has_capacity(self) -> bool:
         """Whether one more sequence may run."""
-        return len(self._running) < self._max_num_seqs
+        return len(self.running) < self._max_num_seqs
 
     def queue(self, seq: Sequence) -> None:
-        """Let a sequence that holds nothing wait; its rank says where in the queue."""
+        """Add a sequence that holds nothing to the waiting queue."""
         seq.status = SequenceStatus.WAITING
-        insort(self._waiting, seq, key=rank_key)
+        insort(self.waiting, seq, key=rank_key)
 
     def sort_waiting(self) -> None:
-        """Bring those that wait in order, where ranks have become better meanwhile."""
-        self._waiting.sort(key=rank_key)
+        """Restore the order of the waiting queue after ranks have changed."""
+        self.waiting.sort(key=rank_key)
 
     def start(self, seq: Sequence) -> None:
-        """Let a sequence run, from the queue or as a new sample."""
+        """Move a waiting or forked sequence to the running queue."""
         if seq.status is SequenceStatus.WAITING:
-            self._waiting.remove(seq)
+            self.waiting.remove(seq)
         seq.status = SequenceStatus.RUNNING
         seq.rotary_id = self._rotary.acquire(seq.stage.specs)
-        insort(self._running, seq, key=rank_key)
+        insort(self.running, seq, key=rank_key)
 
     def preempt(self, seq: Sequence, *, may_swap: bool = True) -> None:
-        """Take everything but its tokens from a sequence, and let it wait.
+        """Release all that a sequence holds and return it to the waiting queue.
 
-        One that has dropped tokens would have to compute them all again: its pages are kept aside, as long as no more is
-        than the pools hold. parks: they may be.
+        The blocks of one that has dropped tokens are swapped out, because it would otherwise recompute all of these.
+        may_swap: whether this is allowed. The blocks of all swapped-out sequences never exceed the pools.
         """
         swap_out = (
             may_swap
@@ -99,28 +87,28 @@ class SchedulerQueues:
         self._counters.num_preemptions += 1
 
     def swap_in(self, seq: Sequence) -> None:
-        """Let a parked sequence that has been started hold what it held; there is room for that."""
+        """Allocate blocks for a swapped-out sequence that was started; enough must be free."""
         self._output_builder.swap_in(seq.seq_id, self._blocks.swap_in(seq.cache))
 
     def _may_swap_out(self, seq: Sequence) -> bool:
-        """Whether the pages of all parked sequences, with those of `seq`, are no more than the pools hold."""
-        handles = [seq.cache, *(other.cache for other in self._waiting if other.cache.is_swapped_out)]
-        kept = [sum(counts) for counts in zip(*(handle.held_or_swapped_out() for handle in handles), strict=True)]
-        return all(count <= pool.num_blocks for count, pool in zip(kept, self._blocks.pools, strict=True))
+        """Whether the blocks of all swapped-out sequences and of `seq` together fit in the pools."""
+        caches = [seq.cache, *(other.cache for other in self.waiting if other.cache.is_swapped_out)]
+        totals = [sum(counts) for counts in zip(*(cache.held_or_swapped_out() for cache in caches), strict=True)]
+        return all(count <= pool.num_blocks for count, pool in zip(totals, self._blocks.pools, strict=True))
 
-    def leave(self, seq: Sequence) -> None:
-        """End a sequence and free what it holds."""
+    def finish(self, seq: Sequence) -> None:
+        """End a sequence and release all that it holds."""
         self._unlink(seq)
         seq.status = SequenceStatus.FINISHED
 
     def _unlink(self, seq: Sequence) -> None:
-        """Free what `seq` holds and take it off the list it is on."""
+        """Remove a sequence from its queue and release its blocks and rotary row."""
         if seq.status is SequenceStatus.RUNNING:
-            self._running.remove(seq)
+            self.running.remove(seq)
             self._rotary.release(seq.rotary_id)
             seq.rotary_id = -1
         elif seq.status is SequenceStatus.WAITING:
-            self._waiting.remove(seq)
+            self.waiting.remove(seq)
         seq.rerotations = []
         self._output_builder.remove(seq.seq_id)
         if seq.status is SequenceStatus.WAITING and seq.cache.is_swapped_out:
@@ -128,54 +116,49 @@ class SchedulerQueues:
         self._blocks.free(seq.cache)
 
 
-MAX_RETAINED = (
-    256  # requests that keep something at once: what is large stays bounded, and what is missing is made again
-)
+MAX_RETAINED = 256  # requests that retain an object; it may be large, and is created again if it was not retained
 
 
 class LiveRequests:
-    """fresh_seed: a seed for requests that bring none. new_handle: of keys computed under a stage from the first token on.
-    held: what a request's rule lets its samples hold. turns: callers' places in the queue.
+    """Sequences by request and id.
+
+    fresh_seed: returns a seed for requests without one. new_cache: see `FrequencyChanges.new_cache`.
+    context_limits: the limits of a request's context rule.
     """
 
     def __init__(
         self,
         eos_token_ids: abc.Iterable[int],
         fresh_seed: abc.Callable[[], int],
-        new_handle: abc.Callable[[EngineRequest, RotaryStage], SequenceCache],
-        context_limits: abc.Callable[[ContextRule], SequenceContextLimits],
+        new_cache: abc.Callable[[EngineRequest, RotaryStage], SequenceCache],
+        context_limits: abc.Callable[[ContextRule], ContextSize],
         fair_queue: FairQueue,
     ) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._fresh_seed = fresh_seed
-        self._new_handle = new_handle
+        self._new_cache = new_cache
         self._context_limits = context_limits
         self._fair_queue = fair_queue
         self._samples: dict[str, list[Sequence]] = {}  # live ones of each request, sample 0 first
-        self._sequences: dict[int, Sequence] = {}
-        self._retained: dict[str, object] = {}  # what requests need again at each place they get
+        self.by_id: dict[int, Sequence] = {}
+        self._retained: dict[str, object] = {}  # by request
         self._deadlines = Deadlines()
-        self._num_sequences = 0  # ever made
+        self._num_sequences = 0  # created in total
         self._num_requests = 0
 
     def __len__(self) -> int:
         """Live samples."""
-        return len(self._sequences)
+        return len(self.by_id)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._samples
 
-    @property
-    def by_id(self) -> abc.Mapping[int, Sequence]:
-        """Every live sample by its id."""
-        return self._sequences
-
     def samples(self, request_id: str) -> list[Sequence]:
-        """The live samples of a request, sample 0 first; none of an unknown one."""
+        """The live samples of a request, sample 0 first; empty for an unknown id."""
         return list(self._samples.get(request_id, ()))
 
     def add(self, request: EngineRequest, rotation: RotaryPlan, now: float, retained: object = None) -> Sequence:
-        """Sample 0 of a request that has arrived. kept: let go when its last sample ends; of so many requests at once."""
+        """Create sample 0 of a request. retained: an object that is not released before its last sample ends."""
         sampling, stage = request.sampling, rotation.stage(len(request.prompt_token_ids))
         stop_ids = frozenset(sampling.stop_token_ids)
         seq = Sequence(
@@ -187,16 +170,16 @@ class LiveRequests:
             rotation=rotation,
             stage=stage,
             seed=self._fresh_seed() if sampling.seed is None else sampling.seed,
-            cache=self._new_handle(request, stage),
+            cache=self._new_cache(request, stage),
             context_limits=self._context_limits(request.context),
-            # A grammar lets eos come only where the output may end, and where it is complete nothing else.
+            # A grammar allows eos only where the output may end, and nothing else where it is complete.
             stop_ids=stop_ids if sampling.ignore_eos and sampling.grammar is None else stop_ids | self._eos_token_ids,
             queue_entry=self._fair_queue.enqueue(request.caller, _max_request_tokens(request), request.share),
             arrival_number=self._num_requests,
             arrival_time=now,
         )
         self._num_requests += 1
-        self._sequences[seq.seq_id] = seq
+        self.by_id[seq.seq_id] = seq
         self._samples[request.request_id] = [seq]
         if retained is not None and len(self._retained) < MAX_RETAINED:
             self._retained[request.request_id] = retained
@@ -205,16 +188,16 @@ class LiveRequests:
         return seq
 
     def add_children(self, parent: Sequence) -> list[Sequence]:
-        """The other samples of a request, but for those that have been ended before they began."""
+        """Create the other samples of a request, except for those that were ended already."""
         wanted = [i for i in range(1, parent.request.sampling.n) if i not in parent.ended_samples]
         children = [self._new_child(parent, index) for index in wanted]
-        self._sequences.update((child.seq_id, child) for child in children)
+        self.by_id.update((child.seq_id, child) for child in children)
         self._samples[parent.request.request_id] += children
         return children
 
     def forget(self, seq: Sequence) -> None:
-        """A sample has ended; the last one takes its request along."""
-        del self._sequences[seq.seq_id]
+        """Remove a sample that has ended, and its request with the last one."""
+        del self.by_id[seq.seq_id]
         self._fair_queue.refund(seq.request.caller, seq.queue_entry, _unused_tokens(seq), seq.request.share)
         live = self._samples[seq.request.request_id]
         live.remove(seq)
@@ -224,10 +207,10 @@ class LiveRequests:
             self._fair_queue.request_ended(seq.request.caller)
 
     def overdue(self, now: float) -> abc.Iterator[Sequence]:
-        """The first live sample of each request whose deadline lies before `now`."""
+        """The first live sample of each request whose deadline is at or before `now`."""
         for request_id in self._deadlines.passed(now):
             for first in self.samples(request_id)[:1]:
-                # The id may have been used again since, with a later deadline or none.
+                # The id may have been used again, with a later deadline or none.
                 if first.request.deadline is not None and first.request.deadline <= now:
                     yield first
 
@@ -241,7 +224,7 @@ class LiveRequests:
             rotation=parent.rotation,
             stage=parent.stage,
             seed=parent.seed,
-            cache=self._new_handle(parent.request, parent.stage),
+            cache=self._new_cache(parent.request, parent.stage),
             context_limits=parent.context_limits,
             stop_ids=parent.stop_ids,
             queue_entry=parent.queue_entry,
@@ -258,19 +241,19 @@ class LiveRequests:
 
 
 def _max_request_tokens(request: EngineRequest) -> int:
-    """What a request may take: its prompt once, and the longest output of every sample."""
+    """Tokens that a request may compute: its prompt once, and the longest output of every sample."""
     return len(request.prompt_token_ids) + request.sampling.n * request.sampling.max_tokens
 
 
 def _unused_tokens(seq: Sequence) -> int:
-    """What a sample that ends was counted for and did not take; sample 0 speaks for the prompt, and for those never made."""
+    """Tokens of `_max_request_tokens` that an ended sample did not use. Sample 0 includes the prompt and uncreated samples."""
     num_samples = seq.request.sampling.n if seq.index == 0 and seq.children is None else 1
-    spared = num_samples * seq.request.sampling.max_tokens - seq.num_output_tokens
-    return spared + (max(0, seq.num_prompt_tokens - seq.max_computed_tokens) if seq.index == 0 else 0)
+    unused = num_samples * seq.request.sampling.max_tokens - seq.num_output_tokens
+    return unused + (max(0, seq.num_prompt_tokens - seq.max_computed_tokens) if seq.index == 0 else 0)
 
 
 class Deadlines:
-    """A heap of (seconds, request id). Entries of ended requests stay until they surface or outnumber the live ones."""
+    """A heap of (seconds, request id). Entries of ended requests remain until they are due or outnumber the live ones."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
@@ -281,11 +264,11 @@ class Deadlines:
     def add(self, deadline: float, request_id: str, live: abc.Container[str], num_live: int) -> None:
         heapq.heappush(self._heap, (deadline, request_id))
         if len(self._heap) > 2 * num_live + 64:
-            # Mostly ended requests with deadlines far away: forget them, so that the heap grows with the live ones only.
+            # Most entries belong to ended requests with late deadlines; removing them bounds the heap by the live ones.
             self._heap = [entry for entry in self._heap if entry[1] in live]
             heapq.heapify(self._heap)
 
     def passed(self, now: float) -> abc.Iterator[str]:
-        """Ids with an entry at or before `now`, each entry once. An id may have ended, or been used again, since."""
+        """Remove the entries at or before `now` and yield their ids. An id may have ended or been used again."""
         while self._heap and self._heap[0][0] <= now:
             yield heapq.heappop(self._heap)[1]

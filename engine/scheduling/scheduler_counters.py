@@ -1,10 +1,11 @@
-"""Scheduler counters. Each name means what the field of that name in `EngineStats` means."""
+"""Scheduler counters. Each field is the source of the `EngineStats` field of the same name."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from windlass.engine.interface.outputs import MAX_TIMING_SAMPLES, STEP_TOKENS, EngineStats
 from windlass.engine.scheduling.sequence import Sequence
@@ -14,7 +15,7 @@ _RECOMPUTE_REASONS = ("preemption", "full_prefix_hit", "rope_update", "cache_reu
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Counters that only grow, and per-request durations in seconds that wait to be drained: the last MAX_TIMING_SAMPLES of each."""
+    """Counters that only grow, and the last MAX_TIMING_SAMPLES per-request durations in seconds until a snapshot takes them."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -42,29 +43,29 @@ class SchedulerCounters:
     step_tokens_sum: int = 0
 
     def count_step(self, num_tokens: int, count: int = 1) -> None:
-        """Book a step that computes so many tokens. count: -1 for one that is not computed after all."""
+        """Count a step of `num_tokens` tokens. count: -1 if the step is cancelled."""
         self.num_steps += count
         self.step_tokens[bisect_left(STEP_TOKENS, num_tokens)] += count
         self.step_tokens_sum += count * num_tokens
 
     def count_chunk(self, seq: Sequence, num_tokens: int) -> None:
-        """Book the next `num_tokens` tokens of `seq` as planned."""
+        """Count the next `num_tokens` tokens of `seq` as planned."""
         start = seq.cache.num_computed_tokens
         if start == seq.max_computed_tokens and start >= seq.num_prompt_tokens and start >= seq.full_hit_end:
-            return  # a stream's next token, seen for the first time
+            return  # a stream's next token, computed for the first time
         end = start + num_tokens
         seen = min(max(start, seq.max_computed_tokens), end)
         self.recomputed_tokens[seq.recompute_reason] += seen - start
         self.recomputed_tokens["full_prefix_hit"] += max(0, min(end, seq.full_hit_end) - seen)
-        # Those that came from the cache are counted here too, now that they are put to use.
+        # Prompt tokens from the cache are counted here too, once a chunk uses them.
         self.prompt_tokens += max(
             0, min(end, seq.num_prompt_tokens) - min(seq.max_computed_tokens, seq.num_prompt_tokens)
         )
 
     def count_hit(self, seq: Sequence, full: bool, *, looked_up: bool) -> None:
-        """Book that the tokens of `seq` computed by now, and those of passages to come, are from the cache.
+        """Count the computed tokens of an admitted sequence, and its passages, as cache hits.
 
-        full: the cache held all of them. looked_up: whether the cache was asked at all.
+        full: the cache held all of its tokens. looked_up: whether the prefix cache was searched.
         """
         if seq.cached_tokens is None:
             found = min(seq.cache.num_computed_tokens, seq.num_prompt_tokens)
@@ -75,51 +76,20 @@ class SchedulerCounters:
         seq.full_hit_end = seq.num_tokens if full else 0
 
     def count_shift(self, dropped: int) -> None:
-        """Book that a sequence dropped its oldest tokens."""
+        """Count a context shift that dropped `dropped` tokens."""
         self.context_shifts += 1
         self.dropped_tokens += dropped
 
-    def snapshot(
-        self,
-        *,
-        num_running: int,
-        num_waiting: int,
-        kv_blocks_total: int,
-        kv_blocks_used: int,
-        kv_cache_usage: float,
-    ) -> EngineStats:
-        """The counters beside the given gauges. Durations are handed out once, then forgotten."""
-        stats = EngineStats(
-            num_running=num_running,
-            num_waiting=num_waiting,
-            kv_blocks_total=kv_blocks_total,
-            kv_blocks_used=kv_blocks_used,
-            kv_cache_usage=kv_cache_usage,
-            num_steps=self.num_steps,
-            num_preemptions=self.num_preemptions,
-            prefix_cache_queries=self.prefix_cache_queries,
-            prefix_cache_hits=self.prefix_cache_hits,
-            prompt_tokens=self.prompt_tokens,
-            generation_tokens=self.generation_tokens,
-            recomputed_tokens=dict(self.recomputed_tokens),
-            key_moves=self.key_moves,
-            context_shifts=self.context_shifts,
-            dropped_tokens=self.dropped_tokens,
-            reused_passages=self.reused_passages,
-            reused_tokens=self.reused_tokens,
-            spec_decode_num_drafts=self.spec_decode_num_drafts,
-            spec_decode_num_draft_tokens=self.spec_decode_num_draft_tokens,
-            spec_decode_num_accepted_tokens=self.spec_decode_num_accepted_tokens,
-            spec_decode_model_num_drafts=self.spec_decode_model_num_drafts,
-            spec_decode_model_num_draft_tokens=self.spec_decode_model_num_draft_tokens,
-            spec_decode_model_num_accepted_tokens=self.spec_decode_model_num_accepted_tokens,
-            queue_seconds=tuple(self.queue_seconds),
-            prefill_seconds=tuple(self.prefill_seconds),
-            decode_seconds=tuple(self.decode_seconds),
-            inference_seconds=tuple(self.inference_seconds),
-            step_tokens=tuple(self.step_tokens),
-            step_tokens_sum=self.step_tokens_sum,
-        )
+    def snapshot(self, **gauges: Any) -> EngineStats:
+        """The counters together with the given gauges, which are fields of `EngineStats`. Removes the durations it returns."""
+        values: dict[str, Any] = {}
+        for counter in fields(self):
+            value = getattr(self, counter.name)
+            if isinstance(value, dict):
+                value = dict(value)
+            elif isinstance(value, list | deque):
+                value = tuple(value)
+            values[counter.name] = value
         for samples in (self.queue_seconds, self.prefill_seconds, self.decode_seconds, self.inference_seconds):
             samples.clear()
-        return stats
+        return EngineStats(**gauges, **values)

@@ -1,17 +1,15 @@
-"""Scheduler output: one step as plain data, what workers report back, and the builder of the diff.
+"""Scheduler output: one step as plain data, the workers' results, and the builder of the diff.
 
 A `SchedulerOutput` contains only changes since the previous step and no references to scheduler objects, so it can be sent to
 other ranks as it is. Its size depends on what happens in a step, not on context lengths: a sequence's tokens and blocks are sent
 once when it starts to run, then only what is appended. Sampled tokens are sent too, although the worker that sampled them knows
 them, because the scheduler alone decides which count (a stop string or a limit may have ended a sequence).
-
-`SchedulerOutputBuilder` numbers the steps and remembers what was sent. It decides nothing and changes no sequence.
 """
 
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from windlass.engine.cache.cache_operations import (
@@ -34,33 +32,27 @@ from windlass.engine.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """All there is to know of a sequence that the executing side does not hold.
-
-    token_ids: prompt and output so far. stop_ids: those that `sampling.min_tokens` keeps masked (eos unless ignored, and
-    stop ids). tables: whole; none while it holds no blocks. layout: which slots of them hold which positions. window, sinks:
-    keys that its tokens see, and leading tokens that they see besides; None where the request asks for no window. adapter: the
-    id of its adapter. pooling: set where its prompt is pooled and nothing is drawn.
-    """
+    """A sequence that the workers do not hold yet: the fields of `Sequence` that they need, for other processes."""
 
     seq_id: int
     index: int
     sampling: SamplingParams
     seed: int
     num_prompt_tokens: int
-    stop_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    tables: TableChanges
+    stop_ids: tuple[int, ...]  # ids that `sampling.min_tokens` masks: eos unless ignored, and stop ids
+    token_ids: tuple[int, ...]  # prompt and output so far
+    tables: TableChanges  # complete; empty while it holds no blocks
     rotary_id: int
-    layout: SlotLayout = PLAIN_LAYOUT
-    window: int | None = None
-    sinks: int = 0
-    adapter: int | None = None
-    pooling: PoolingRule | None = None
+    layout: SlotLayout = PLAIN_LAYOUT  # which slots of the tables hold which positions
+    window: int | None = None  # attention window in keys
+    sinks: int = 0  # leading tokens visible beyond the window
+    adapter: int | None = None  # id
+    pooling: PoolingRule | None = None  # set if its prompt is pooled and nothing is sampled
 
 
 @dataclass(frozen=True, slots=True)
 class ForkedSequence:
-    """Another sample of a sequence whose prompt ends in this step: the same tokens and settings, no blocks yet."""
+    """Another sample of a sequence whose prompt ends in this step, with the same tokens and settings and no blocks yet."""
 
     seq_id: int
     index: int
@@ -68,41 +60,36 @@ class ForkedSequence:
 
 
 class ScheduledSequence(NamedTuple):
-    """A chunk of one sequence: tokens `start .. start + num_tokens - 1`, the proposed ones of `draft` last.
+    """A chunk of one sequence: tokens `start .. start + num_tokens - 1`, proposed ones last.
 
-    num_known_tokens: tokens of the sequence without proposed ones. token_ids: the last of these, as far as they have been
-    appended since the sequence was last scheduled. tables: what has changed since then. rotary_id: the row of the rotary
-    tables, None while it is still the same. layout: None likewise; it holds from this step on.
-    samples: ids of the sequences for which a token is drawn from the last row. Empty while the chunk does not reach the
-    last known token; several when a prompt forks into n samples.
-    prompt_logprobs: set while prompt log-probabilities of this chunk's rows are wanted (see SamplingParams).
-    draft: proposed tokens behind the last known one, which is all else this chunk holds then; a token is drawn from
-    every row. num_drafted: how many the draft model is to propose there instead; `num_tokens` counts them already.
-    A tuple, because every step makes one for each of its sequences.
+    A tuple, because every step creates one for each of its sequences.
     """
 
     seq_id: int
     start: int
     num_tokens: int
-    num_known_tokens: int
-    token_ids: tuple[int, ...] = ()
-    tables: TableChanges = NO_TABLE_CHANGES
-    rotary_id: int | None = None
+    num_known_tokens: int  # tokens of the sequence without proposed ones
+    token_ids: tuple[int, ...] = ()  # the last of these, appended since the sequence was last scheduled
+    tables: TableChanges = NO_TABLE_CHANGES  # since then
+    rotary_id: int | None = None  # row of the rotary tables, None if unchanged
+    # Ids of the sequences for which a token is sampled from the last row. Empty if the chunk does not include the last known
+    # token; several if a prompt forks into n samples.
     samples: tuple[int, ...] = ()
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # set if those of this chunk's rows are requested (see SamplingParams)
+    # Proposed tokens. The chunk then holds only the last known token and these; a token is sampled from every row.
     draft: tuple[int, ...] = ()
-    layout: SlotLayout | None = None
-    num_drafted: int = 0
+    layout: SlotLayout | None = None  # slot layout from this step on, None if unchanged
+    num_drafted: int = 0  # tokens that the draft model proposes within the step instead, included in `num_tokens`
 
     @property
     def num_proposed(self) -> int:
-        """Those of `num_tokens` that are only proposed, by whomever."""
+        """Proposed tokens among `num_tokens`."""
         return self.num_drafted or len(self.draft)
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryRow:
-    """A row of the rotary tables holds these specs from now on, one per rotary group."""
+    """New contents of a row of the rotary tables: one spec per rotary group."""
 
     row: int
     specs: tuple[RotarySpec, ...]
@@ -110,38 +97,32 @@ class RotaryRow:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: what has changed since the step before, and what to compute.
+    """One step: changes since the previous step, and what to compute.
 
-    step: counts up by one; whoever misses a number cannot follow any more and needs a `Snapshot`.
-    removed: sequences that have ended or lost their places; one of these may come again as a new one, even in this step.
-    saved: blocks that are evicted, which go into the host's memory before anything is written to pages.
-    parked, unparked, forgotten: pages of sequences that lose their places and will go on as they were, those that come
-    back, and sequences whose parked pages nobody needs any more.
-    loaded: blocks that were read from files or the host's memory; nobody may have been told of them before.
-    The rest in order: what is saved, what is parked, what is loaded, what is unparked, the copies, then `original_copies` (copies of
-    originals), then `rerotations`, then one forward pass over all sequences. No target of one list is a source of the same list.
-    passes: so many forward passes instead, where every sequence is a running stream: each computes the token that the one
-    before it drew. `sequences` describes the first; the tables have room for all.
-    ahead: 0, or how many passes of the plan before this one were not known to be over when it was made. Then every sequence is a
-    stream of that plan, and goes on `ahead` tokens behind the last one that is known.
+    Operations are executed in this order: saved, swapped_out, loaded, swapped_in, copies, original_copies, rerotations, then one
+    forward pass over all sequences. No target in one list is a source in the same list.
     """
 
-    step: int
-    removed: tuple[int, ...] = ()
+    step: int  # increases by one; a worker that misses a number needs a `Snapshot`
+    removed: tuple[int, ...] = ()  # ended or preempted; one of these may be in `new` again, even in this step
     rotary_rows: tuple[RotaryRow, ...] = ()
     new: tuple[NewSequence, ...] = ()
     forks: tuple[ForkedSequence, ...] = ()
-    saved: tuple[SavedBlock, ...] = ()
-    swapped_out: tuple[SwappedPages, ...] = ()
+    saved: tuple[SavedBlock, ...] = ()  # evicted; copied to main memory before anything is written to the device cache
+    swapped_out: tuple[SwappedPages, ...] = ()  # of preempted sequences that will continue
     swapped_in: tuple[SwappedPages, ...] = ()
-    discarded: tuple[int, ...] = ()
-    loaded: tuple[LoadedBlock, ...] = ()
+    discarded: tuple[int, ...] = ()  # sequences whose swapped-out blocks are no longer needed
+    loaded: tuple[LoadedBlock, ...] = ()  # from the disk or host tier; may be in no block table yet
     copies: tuple[BlockCopy, ...] = ()
-    original_copies: tuple[KeyRerotation, ...] = ()
+    original_copies: tuple[KeyRerotation, ...] = ()  # of retained original keys
     rerotations: tuple[KeyRerotation, ...] = ()
     sequences: tuple[ScheduledSequence, ...] = ()
+    # Forward passes; more than one only if every sequence is a running stream (multi-step decoding). Each pass computes the
+    # token that the previous one sampled. `sequences` describes the first; the tables have slots for all.
     num_passes: int = 1
-    ahead: int = 0
+    # Passes of the previous step that were not known to be finished when this one was planned (async scheduling), else 0.
+    # If set, every sequence is a stream of the previous step, and `start` counts the tokens in flight.
+    num_inflight_passes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -149,16 +130,15 @@ class SchedulerOutput:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Those of `num_tokens` that are only proposed."""
+        """Proposed tokens among `num_tokens`."""
         return sum(s.num_proposed for s in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that the plans up to number `step` have said of what still runs, and perhaps a little more.
+    """All that outputs up to number `step` have sent about running sequences, and possibly more, for a worker that missed one.
 
-    Whoever takes it in can follow the plans from `step + 1` on: what those say is said by index, so that hearing it twice
-    does no harm.
+    The worker continues with the outputs from `step + 1`. Applying one of them twice is harmless, as it addresses by index.
     """
 
     step: int
@@ -168,27 +148,22 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the step produced for one sequence id.
-
-    token_ids: drawn tokens (empty when only prompt log-probabilities are reported; several where proposed tokens are accepted:
-    these and the one drawn after them; as many as passes where there were several, fewer if any ended or failed meanwhile).
-    logprobs: parallel to token_ids when asked for. prompt_logprobs: for the prompt tokens at indices
-    `start + 1 .. start + num_tokens` of the scheduled chunk that lie inside the prompt, in order.
-    error: sampling or pooling failed for this sequence (what it goes by is not finite); its request fails, no other does.
-    pooled: with the last chunk of a prompt that is pooled.
-    """
+    """Result of a step for one sequence."""
 
     seq_id: int
+    # Sampled tokens. Empty if only prompt log-probabilities are returned; several if proposed tokens are accepted (these and
+    # the one sampled after them) or in multi-step decoding (one per pass, fewer if the sequence ended or failed).
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # parallel to token_ids, if requested
+    # Of the prompt tokens at indices `start + 1 .. start + num_tokens` of the chunk that are part of the prompt, in order.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    error: EngineError | None = None
-    pooled: PooledRows | None = None
+    error: EngineError | None = None  # sampling or pooling failed, for example on NaN; only this request fails
+    pooled: PooledRows | None = None  # with the last chunk of a prompt that is pooled
 
 
 @dataclass(slots=True)
 class PlannedChunk:
-    """Tokens start .. start + num_tokens - 1 of `seq`, those proposed last. The rest as in `ScheduledSequence`."""
+    """A `ScheduledSequence` in the making: it refers to scheduler objects, and speculation may add proposed tokens."""
 
     seq: Sequence
     start: int
@@ -209,26 +184,8 @@ class PlannedChunk:
 
 
 @dataclass(slots=True)
-class PlannedStep:
-    """A step while it is being planned; see `SchedulerOutput`."""
-
-    loaded: list[LoadedBlock] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
-    original_copies: list[KeyRerotation] = field(default_factory=list)
-    rerotations: list[KeyRerotation] = field(default_factory=list)
-    chunks: list[PlannedChunk] = field(default_factory=list)
-    num_passes: int = 1
-    ahead: int = 0
-
-    @property
-    def has_page_operations(self) -> bool:
-        """Whether more than the tables of sequences changes before its forward pass."""
-        return bool(self.loaded or self.original_copies or self.rerotations)
-
-
-@dataclass(slots=True)
 class _SentState:
-    """What was said of a sequence. specs: of its rotary row. layout: None where nothing was said of it for sure."""
+    """State sent for a sequence. specs: those of its rotary row. layout: None if it may not have been sent."""
 
     num_tokens: int
     layout: SlotLayout | None
@@ -237,45 +194,63 @@ class _SentState:
 
 
 class SchedulerOutputBuilder:
-    """One per scheduler. take_saved: the blocks that a plan has evicted and that are to be kept, once."""
+    """Collects the chunks and block operations of the next step, and turns them into a diff against what was sent.
 
-    def __init__(self, take_saved: abc.Callable[[], list[SavedBlock]] = list) -> None:
+    It makes no decisions and changes no sequence. The public lists and counts belong to the next step; see `SchedulerOutput`.
+    take_saved: returns evicted blocks that must be saved, each once.
+    """
+
+    def __init__(self, take_saved: abc.Callable[[], abc.Iterable[SavedBlock]] = tuple) -> None:
         self._take_saved = take_saved
         self._step = 0
         self._sent: dict[int, _SentState] = {}  # by sequence
+        self._rows: dict[int, tuple[RotarySpec, ...]] = {}  # by row of the rotary tables
+        self._reset()
+
+    def _reset(self) -> None:
+        self.chunks: list[PlannedChunk] = []
+        self.loaded: list[LoadedBlock] = []
+        self.copies: list[BlockCopy] = []
+        self.original_copies: list[KeyRerotation] = []
+        self.rerotations: list[KeyRerotation] = []
+        self.num_passes, self.num_inflight_passes = 1, 0
         self._removed: list[int] = []
         self._swapped_out: dict[int, SwappedPages] = {}  # by sequence
         self._swapped_in: dict[int, SwappedPages] = {}
-        self._forgotten: list[int] = []
-        self._rows: dict[int, tuple[RotarySpec, ...]] = {}  # by row of the rotary tables
+        self._discarded: list[int] = []
+
+    @property
+    def has_key_operations(self) -> bool:
+        """Whether keys are loaded or re-rotated before the forward pass."""
+        return bool(self.loaded or self.original_copies or self.rerotations)
 
     def remove(self, seq_id: int) -> None:
-        """The sequence has ended or gives up its place: the next plan says so, if any plan has named it."""
+        """Report a sequence as ended or preempted, if it was sent before."""
         if self._sent.pop(seq_id, None) is not None:
             self._removed.append(seq_id)
 
     def swap_out(self, seq_id: int, blocks: tuple[tuple[int, ...], ...]) -> None:
-        """The pages of a sequence that gives up its place are needed again; the next plan says so before anything else."""
-        if self._swapped_in.pop(seq_id, None) is None:  # else they have not come back yet
+        """Copy the blocks of a preempted sequence to main memory. blocks: per KV group."""
+        if self._swapped_in.pop(seq_id, None) is None:  # otherwise they are still in main memory
             self._swapped_out[seq_id] = SwappedPages(seq_id, blocks)
 
     def swap_in(self, seq_id: int, blocks: tuple[tuple[int, ...], ...]) -> None:
-        """A sequence goes on with its parked pages in these blocks."""
+        """Copy swapped-out blocks back into these ones."""
         self._swapped_in[seq_id] = SwappedPages(seq_id, blocks)
 
     def discard_swapped(self, seq_id: int) -> None:
-        """A parked sequence has ended."""
+        """Free the main memory of a swapped-out sequence that has ended."""
         if self._swapped_out.pop(seq_id, None) is None:
-            self._forgotten.append(seq_id)
+            self._discarded.append(seq_id)
 
-    def build(self, step: PlannedStep) -> SchedulerOutput:
-        """The plan of a step, which is taken as said."""
+    def build(self) -> SchedulerOutput:
+        """The output of the collected step. It counts as sent, and the next step begins empty."""
         self._step += 1
         rows: list[RotaryRow] = []
         new: list[NewSequence] = []
         forks: list[ForkedSequence] = []
         sequences = []
-        for chunk in step.chunks:
+        for chunk in self.chunks:
             seq = chunk.seq
             token_ids: tuple[int, ...] = ()
             tables = NO_TABLE_CHANGES
@@ -304,7 +279,7 @@ class SchedulerOutputBuilder:
                     self._sent[sample.seq_id] = _SentState(sample.num_tokens, None)
                     forks.append(ForkedSequence(sample.seq_id, sample.index, seq.seq_id))
             sequences.append(
-                ScheduledSequence(  # its fields in their order: with their names it takes thrice as long, in every row of a step
+                ScheduledSequence(  # positional, because keyword arguments take three times as long
                     seq.seq_id,
                     chunk.start,
                     chunk.num_tokens,
@@ -319,38 +294,36 @@ class SchedulerOutputBuilder:
                     chunk.num_drafted,
                 )
             )
-        removed, self._removed = self._removed, []
-        swapped_out, self._swapped_out = self._swapped_out, {}
-        swapped_in, self._swapped_in = self._swapped_in, {}
-        discarded, self._forgotten = self._forgotten, []
-        return SchedulerOutput(
+        output = SchedulerOutput(
             step=self._step,
-            removed=tuple(removed),
+            removed=tuple(self._removed),
             rotary_rows=tuple(rows),
             new=tuple(new),
             forks=tuple(forks),
             saved=tuple(self._take_saved()),
-            swapped_out=tuple(swapped_out.values()),
-            swapped_in=tuple(swapped_in.values()),
-            discarded=tuple(discarded),
-            loaded=tuple(step.loaded),
-            copies=tuple(step.copies),
-            original_copies=tuple(step.original_copies),
-            rerotations=tuple(step.rerotations),
+            swapped_out=tuple(self._swapped_out.values()),
+            swapped_in=tuple(self._swapped_in.values()),
+            discarded=tuple(self._discarded),
+            loaded=tuple(self.loaded),
+            copies=tuple(self.copies),
+            original_copies=tuple(self.original_copies),
+            rerotations=tuple(self.rerotations),
             sequences=tuple(sequences),
-            num_passes=step.num_passes,
-            ahead=step.ahead,
+            num_passes=self.num_passes,
+            num_inflight_passes=self.num_inflight_passes,
         )
+        self._reset()
+        return output
 
     def snapshot(self, sequences: abc.Mapping[int, Sequence]) -> Snapshot:
-        """All that was said so far of what still runs, as it stands now. sequences: the live ones by id."""
+        """The sequences and rotary rows that were sent, in their present state. sequences: the live ones by id."""
         sent = [sequences[seq_id] for seq_id in self._sent]
-        # Rows that nobody holds now too: when somebody does again, no plan will say once more what stands in them.
+        # Includes unused rows: if one is used again with the same specs, it is not sent a second time.
         rows = tuple(RotaryRow(row, specs) for row, specs in self._rows.items())
         return Snapshot(self._step, rows, tuple(_describe(seq, _whole(seq)) for seq in sent))
 
     def _send_rotary_row(self, seq: Sequence, sent: _SentState, rows: list[RotaryRow]) -> None:
-        """Say what the rotary row of `seq` holds, unless another sequence's plan has."""
+        """Add the rotary row of `seq` to `rows`, unless it was sent for another sequence."""
         sent.rotary_id, sent.specs = seq.rotary_id, seq.stage.specs
         if self._rows.get(seq.rotary_id) != sent.specs:
             self._rows[seq.rotary_id] = sent.specs
@@ -358,7 +331,7 @@ class SchedulerOutputBuilder:
 
 
 def _whole(seq: Sequence) -> TableChanges:
-    """The tables of `seq` as they are, which does not count as telling what has changed in them."""
+    """The complete tables of `seq`, without marking their changes as sent."""
     tables = seq.cache.all_tables
     return TableChanges(True, tuple(TableChange(0, (), tuple(table.blocks), table.num_dropped) for table in tables))
 

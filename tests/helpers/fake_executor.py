@@ -29,14 +29,13 @@ from windlass.engine.cache.sequence_cache import SlotLayout
 from windlass.engine.execution.input_batch import InputBatch, MissedPlanError
 from windlass.engine.execution.model_runner import MultiStepState
 from windlass.engine.interface.config import SchedulerConfig, SpeculationConfig
-from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.context import ContextRule, ContextSize, ContextSizes, NonPrefixReuseParams
 from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.engine.rotary.attention_distances import PLAIN_DISTANCES, Distances
 from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryReport, RotaryStage
 from windlass.engine.sampling.sample_slot import SampleSlot
 from windlass.engine.scheduling import sequence
-from windlass.engine.scheduling.context_shift import ContextLimits, SequenceContextLimits
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
 from windlass.engine.scheduling.sequence import SequenceStatus
@@ -146,9 +145,7 @@ def slots_of(layout: SlotLayout, num_tokens: int, kept: int) -> dict[int, tuple[
     return found
 
 
-def seen_by(
-    held: SequenceContextLimits, rule: ContextRule, index: int, num_dropped: int | None = None
-) -> dict[int, int]:
+def seen_by(held: ContextSize, rule: ContextRule, index: int, num_dropped: int | None = None) -> dict[int, int]:
     """The tokens that a token has to see, by brute force, and where they stand for it.
 
     num_dropped: tokens dropped so far, where blocks with passages in them hold fewer tokens than slots.
@@ -298,7 +295,9 @@ class FakeExecutor:
         """Of every token below `end` that a sequence holds, its slot and the position it stands at."""
         seq = next(seq for seq in self.scheduler.live_sequences() if seq.seq_id == seq_id)
         return slots_of(
-            self.sequences.by_id[seq_id].layout, end, seq.held.retained_blocks * self.scheduler.blocks.block_size
+            self.sequences.by_id[seq_id].layout,
+            end,
+            seq.context_limits.retained_blocks * self.scheduler.blocks.block_size,
         )
 
     def reused_key(self, seq_id: int, slot: int) -> int:
@@ -475,7 +474,7 @@ class FakeExecutor:
             if item.draft:
                 assert item.start == known - 1 and end == known + len(item.draft), "proposals go with one token alone"
                 longest = num_prompt + seq.request.sampling.max_tokens
-                assert end < min(longest, seq.held.longest), "a row for nothing past the end"
+                assert end < min(longest, seq.context_limits.longest), "a row for nothing past the end"
                 self.num_drafts += 1
             keys = self.keys_with_draft(seq.request, item)
             self.num_computed += item.num_tokens
@@ -510,7 +509,7 @@ class FakeExecutor:
             for group, pool in enumerate(pools):
                 table = self.sequences.table(item.seq_id, group).tolist()
                 for i in range(item.start, end):
-                    for j, position in seen_by(seq.held, seq.request.context, i, dropped).items():
+                    for j, position in seen_by(seq.context_limits, seq.request.context, i, dropped).items():
                         if pool.window is not None and i - position >= pool.window:
                             continue
                         assert j in places, f"token {i} cannot see token {j}: it was dropped"
@@ -621,7 +620,7 @@ def make_scheduler(
     rotary, clock = FakeRotary(max_num_seqs), FakeClock()
     scheduler = Scheduler(
         config=config,
-        limits=ContextLimits(max_model_len, block_size, shift_context or max_model_len, max_total_tokens),
+        limits=ContextSizes(max_model_len, block_size, shift_context or max_model_len, max_total_tokens),
         blocks=blocks,
         rotary=rotary,  # type: ignore[arg-type]
         namespace=b"test",

@@ -23,11 +23,11 @@ from windlass.engine.errors import EngineError, RequestError
 from windlass.engine.execution.input_batch import InputBatch
 from windlass.engine.execution.model_runner import MultiStepState
 from windlass.engine.interface.config import EngineConfig
+from windlass.engine.interface.context import ContextSizes
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.model.lora import LoadedAdapters
 from windlass.engine.rotary.rope_scaling import RotarySpec
-from windlass.engine.scheduling.context_shift import ContextLimits
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, StepResult
 
@@ -48,7 +48,7 @@ class SimulatedCore(EngineCore):
         self._grammar_queue = GrammarQueue(self._grammars, config.scheduling.max_waiting)
         self.blocks = BlockManager([KVGroupLayout(plan.num_blocks, None)], plan.block_size)
         self.rows = CountedRows(2 * config.scheduling.max_num_seqs + 2)
-        self._limits = ContextLimits(plan.max_model_len, plan.block_size, plan.max_model_len)
+        self._limits = ContextSizes(plan.max_model_len, plan.block_size, plan.max_model_len)
         self.scheduler = Scheduler(
             config=config.scheduling,
             limits=self._limits,

@@ -16,7 +16,7 @@ from windlass.engine.client.request_router import RequestRouter
 from windlass.engine.core.messages import Message, StepDone
 from windlass.engine.errors import EngineDeadError
 from windlass.engine.scheduling.request_queue import Deadlines, SchedulerQueues
-from windlass.engine.scheduling.scheduler import ResultProcessor, Scheduler
+from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.http.uvicorn_protocol import HttpProtocol
 from windlass.server.text.workers.lanes import Lane
@@ -46,7 +46,7 @@ def the_last_token_is_dropped() -> AbstractContextManager[Any]:
 
         return patched
 
-    return _wrapped(ResultProcessor, "_append", make)
+    return _wrapped(Scheduler, "_append", make)
 
 
 def an_event_goes_to_another_stream() -> AbstractContextManager[Any]:

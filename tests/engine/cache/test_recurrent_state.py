@@ -367,14 +367,14 @@ def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
     ],
 )
 def test_chunks_end_with_blocks(start: int, due: int, tokens: int, taken: int) -> None:
-    assert ChunkBoundaries(0, 16, align_to_blocks=True).longest(start, due, tokens) == taken
+    assert ChunkBoundaries(0, 16, align_to_blocks=True).max_chunk(start, due, tokens) == taken
 
 
 def test_chunks_that_end_with_blocks_are_not_short_where_short_ones_are_treated_otherwise() -> None:
     cuts = ChunkBoundaries(32, 16, align_to_blocks=True)
-    assert cuts.longest(0, 100, 90) == 64  # so that 32 are left before the end
-    assert cuts.longest(0, 100, 20) == 0
-    assert cuts.longest(0, 100, 200) == 96
+    assert cuts.max_chunk(0, 100, 90) == 64  # so that 32 are left before the end
+    assert cuts.max_chunk(0, 100, 20) == 0
+    assert cuts.max_chunk(0, 100, 200) == 96
 
 
 STATES = StateGroupSpec((0, 1), channels=48, width=4, heads=4, key_dim=8, value_dim=8)

@@ -175,7 +175,7 @@ def test_steps_under_way_evict_too(burst_seconds: float, models: dict[str, Path]
     start, ahead = core.runner.start, list[int]()
 
     def watched(plan: Any) -> Any:
-        ahead.append(len(plan.saved) if plan.ahead else 0)
+        ahead.append(len(plan.saved) if plan.num_inflight_passes else 0)
         return start(plan)
 
     core.runner.start = watched  # type: ignore[method-assign]

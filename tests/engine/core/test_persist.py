@@ -390,7 +390,7 @@ def test_what_several_want_is_read_once(
 ) -> None:
     gate, read = threading.Event(), BlockDirectory.read
     monkeypatch.setattr(BlockDirectory, "read", lambda *given: read(*given) if gate.wait(60) else None)
-    monkeypatch.setattr("windlass.engine.scheduling.kv_restore._PATIENCE", 60.0)
+    monkeypatch.setattr("windlass.engine.scheduling.kv_restore._GRACE_SECONDS", 60.0)
     longer = [*PROMPT[:64], *tokens(60)]
     with keeping(models["llama"], tmp_path) as core:
         right = {"a": ask(core), "b": ask(core, longer)}
@@ -420,7 +420,7 @@ def test_a_disk_that_answers_slowly_is_not_waited_for(
         right = ask(core)
     go_on = threading.Event()
     monkeypatch.setattr(BlockDirectory, "read", lambda *_: go_on.wait() and None)
-    monkeypatch.setattr("windlass.engine.scheduling.kv_restore._PATIENCE", 0.1)
+    monkeypatch.setattr("windlass.engine.scheduling.kv_restore._GRACE_SECONDS", 0.1)
     try:
         with keeping(models["llama"], tmp_path) as core:
             got = ask(core)

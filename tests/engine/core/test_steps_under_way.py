@@ -91,7 +91,7 @@ def test_tokens_are_those_of_steps_that_wait(
     assert texts(run_checked(core, sent(), every_logit=False)) == texts(want)
     if "kv_cache_memory" in options:
         assert core.stats().num_preemptions > 0
-    ahead = sum(plan.ahead > 0 for plan in plans)
+    ahead = sum(plan.num_inflight_passes > 0 for plan in plans)
     assert ahead == 0 if "speculative_ngram" in options else ahead > 0
     assert core.stats().generation_tokens == sum(len(one.token_ids) for one in want.values())
 
@@ -104,12 +104,12 @@ def test_the_next_step_is_asked_for_before_anybody_waits(
     plans = plans_of(core)
     for name in ("a", "b"):
         core.add(greedy(name, prompt(1 if name == "a" else 2, 9), 60))
-    while not plans or not plans[-1].ahead:
+    while not plans or not plans[-1].num_inflight_passes:
         core.step()
     for _ in range(3):
         asked, waits = device.asked, len(device.waits)
         core.step()
-        assert plans[-1].ahead
+        assert plans[-1].num_inflight_passes
         assert device.asked > asked, "the next step"
         assert device.waits[waits:] and max(device.waits[waits:]) <= asked, "only for the one before it"
         assert device.done <= asked
@@ -142,7 +142,7 @@ def test_who_leaves_and_who_comes_meanwhile(burst_seconds: float, directory_of: 
     seen = []
 
     def meanwhile(i: int) -> None:
-        seen.append(bool(plans) and plans[-1].ahead > 0)
+        seen.append(bool(plans) and plans[-1].num_inflight_passes > 0)
         if len(seen) > 3 and all(seen[-2:]):
             for leaves, comes in (("a", "d"), ("b", "e"), ("c", "f")):
                 if any(seq.request.request_id == leaves for seq in core.scheduler.live_sequences()):
@@ -161,7 +161,7 @@ def test_all_leave_while_a_step_is_under_way(directory_of: Callable[[str], Path]
     core, device = graphed(directory_of("llama"), burst_seconds=1.0, **OPTIONS)
     plans = plans_of(core)
     core.add(greedy("a", prompt(1, 9), 60))
-    while not plans or not plans[-1].ahead:
+    while not plans or not plans[-1].num_inflight_passes:
         core.step()
     core.abort("a")
     assert not core.has_work() and device.done < device.asked

@@ -89,7 +89,7 @@ def _said(found: Finished) -> list[object]:
     return [each for output in found.outputs for each in output.logprobs or ()]
 
 
-CUTS = ChunkBoundaries(fewest=16, block=BLOCK)
+CUTS = ChunkBoundaries(min_tokens=16, block_size=BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ CUTS = ChunkBoundaries(fewest=16, block=BLOCK)
     ],
 )
 def test_chunks_are_not_short(start: int, due: int, tokens: int, taken: int) -> None:
-    assert CUTS.longest(start, due, tokens) == taken
-    assert NO_BOUNDARIES.longest(start, due, tokens) == min(due, tokens)
+    assert CUTS.max_chunk(start, due, tokens) == taken
+    assert NO_BOUNDARIES.max_chunk(start, due, tokens) == min(due, tokens)
 
 
 def test_what_steps_may_take_is_dealt_out_but_for_less_than_two_short_chunks() -> None:
@@ -122,10 +122,10 @@ def test_what_steps_may_take_is_dealt_out_but_for_less_than_two_short_chunks() -
         assert (
             grants[0] > 0 and left >= 0 and all(0 <= grant <= need for grant, need in zip(grants, needs, strict=True))
         )
-        if budget < CUTS.fewest * min(count, 2):
+        if budget < CUTS.min_tokens * min(count, 2):
             assert grants == split_prefill_budget(needs, budget)
         elif grants != needs:
-            assert left < 2 * CUTS.fewest
+            assert left < 2 * CUTS.min_tokens
 
 
 def test_prompts_of_one_chunk_and_of_many_have_pieces_of_the_same_kind() -> None:
@@ -143,9 +143,9 @@ def test_prompts_of_one_chunk_and_of_many_have_pieces_of_the_same_kind() -> None
                     seen += [(i, *part) for part in _parts(starts[i], grant, lengths[i])]
                 starts[i] += grant
         for i, first, count in seen:
-            end = CUTS.end(lengths[i])
-            assert (first == end and first + count == lengths[i]) or (first + count <= end and count >= CUTS.fewest)
+            end = CUTS.tail_start(lengths[i])
+            assert (first == end and first + count == lengths[i]) or (first + count <= end and count >= CUTS.min_tokens)
 
 
 def _parts(start: int, count: int, known: int) -> list[tuple[int, int]]:
-    return CUTS.parts(start, count, known) if start + count == known else [(start, count)]
+    return CUTS.attention_segments(start, count, known) if start + count == known else [(start, count)]

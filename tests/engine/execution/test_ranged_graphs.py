@@ -132,7 +132,7 @@ def test_rows_of_proposed_tokens(directory_of: Callable[[str], Path]) -> None:
 def test_a_window_gives_its_blocks_up_although_steps_are_planned_ahead(directory_of: Callable[[str], Path]) -> None:
     core, _ = graphed(directory_of("llama"), **OPTIONS)
     stood, plans, start = kinds_that_stand(core), list[int](), core.runner.start
-    core.runner.start = lambda plan: plans.append(plan.ahead) or start(plan)  # type: ignore[method-assign, func-returns-value]
+    core.runner.start = lambda plan: plans.append(plan.num_inflight_passes) or start(plan)  # type: ignore[method-assign, func-returns-value]
     core.add(greedy("window", prompt(1, 9), 60, context=ContextRule(attention_window=16)))
     most = 0
     while core.has_work():

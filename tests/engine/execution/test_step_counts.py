@@ -21,7 +21,7 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.execution.input_batch import InputBatch
 from windlass.engine.interface.context import ContextRule
 from windlass.engine.interface.request import EngineRequest, SamplingParams
-from windlass.engine.scheduling.scheduler_output import PlannedChunk, PlannedStep, SchedulerOutputBuilder
+from windlass.engine.scheduling.scheduler_output import PlannedChunk, SchedulerOutputBuilder
 
 LENGTHS = (1024, 8192)
 
@@ -112,7 +112,7 @@ def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
 
     for step in range(600):
         chosen = list(dict.fromkeys(int(x) for x in rng.integers(0, 7, size=rng.integers(1, 6))))
-        plan = PlannedStep()
+        chunks = []
         for seq_id in chosen:
             if seq_id not in lives:
                 lives[seq_id] = SimpleNamespace(
@@ -152,13 +152,14 @@ def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
                     table.replace(cache.num_computed_tokens // size, block())
                 while len(table.blocks) < last + 1 + 2 * (rng.random() < 0.1):
                     table.append(block())
-            plan.chunks.append(PlannedChunk(seq, cache.num_computed_tokens, tokens))
-        sequences.apply(writer.build(plan))
-        tables = [chunk.seq.cache.block_tables for chunk in plan.chunks]
+            chunks.append(PlannedChunk(seq, cache.num_computed_tokens, tokens))
+        writer.chunks = chunks
+        sequences.apply(writer.build())
+        tables = [chunk.seq.cache.block_tables for chunk in chunks]
         width = max(len(blocks) for group in tables for blocks in group)
-        found = sequences.tables([sequences.by_id[chunk.seq.seq_id].row for chunk in plan.chunks], width)
-        assert found.shape == (groups, len(plan.chunks), width), step
-        for b, chunk in enumerate(plan.chunks):
+        found = sequences.tables([sequences.by_id[chunk.seq.seq_id].row for chunk in chunks], width)
+        assert found.shape == (groups, len(chunks), width), step
+        for b, chunk in enumerate(chunks):
             cache = chunk.seq.cache
             for group, table in enumerate(cache.tables):
                 assert found[group, b, : len(table.blocks)].tolist() == table.blocks, (step, chunk.seq.seq_id, group)

@@ -272,7 +272,7 @@ def test_blocks_that_come_back_together(
     deterministic: bool, directory_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From main memory, beside a stream, into a cache that has lost them; however long a device that others use takes."""
-    monkeypatch.setattr(kv_restore, "_PATIENCE", 60.0)
+    monkeypatch.setattr(kv_restore, "_GRACE_SECONDS", 60.0)
     monkeypatch.setattr(host_tier, "_COPY_SECONDS", 60.0)
     directory = directory_of("llama")
     plenty = make_core(directory, cuda_graphs=False, deterministic=deterministic, **OPTIONS)

@@ -1,4 +1,4 @@
-"""A budget ends thinking at its very token: against a walk through the output, and under speculation."""
+"""A budget ends thinking at exactly its token: against a walk through the output, and under speculation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ OPEN, CLOSE, TEXT = 1, 2, 3
 
 
 def outputs(budget: ThinkingBudget, length: int) -> Iterator[tuple[list[int], set[int]]]:
-    """Every output of so many tokens that the budget lets come about, and the places where a token was forced."""
+    """Every output of this length that is possible under the budget, and the positions at which a token was forced."""
 
     def longer(output: list[int], forced: set[int]) -> Iterator[tuple[list[int], set[int]]]:
         if len(output) == length:
             yield output, forced
             return
-        token = forced_token(budget, [OPEN, TEXT, *output], 2)  # the prompt is of no concern
+        token = forced_token(budget, [OPEN, TEXT, *output], 2)  # the prompt does not matter
         if token is not None:
             yield from longer([*output, token], {*forced, len(output)})
             return
@@ -114,7 +114,7 @@ def test_it_is_forced_once(tokens: int, temperature: float, draft: tuple[int, ..
 
 
 def test_a_forced_token_costs_no_draw() -> None:
-    """What is drawn before and behind the marker is what the same places would have had without it."""
+    """Tokens before and after the marker are those that the same positions would have had without it."""
     vocab = 64
     torch.manual_seed(3)
     logits = torch.randn(1, vocab)

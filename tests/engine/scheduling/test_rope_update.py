@@ -89,9 +89,9 @@ def test_the_result_depends_on_nothing_but_the_request(case: str, models: dict[s
     assert (stats.key_moves > 0) == rotates
     assert (stats.recomputed_tokens["rope_update"] > 0) != rotates
 
-    # After another request, with whatever it left in the prefix cache.
+    # After another request that left blocks in the prefix cache.
     assert_same(run(core, [request("b", case)])["b", 0], alone)
-    # Chunks of any size, beside requests of other lengths and scalings.
+    # Chunks of any size, together with requests of other lengths and scalings.
     others = [
         greedy("long", PROMPT * 3, 20, rope_scaling=CASES[case][1], rope_update="frozen"),
         greedy("plain", PROMPT[:20], 60),
@@ -102,7 +102,7 @@ def test_the_result_depends_on_nothing_but_the_request(case: str, models: dict[s
     assert_same(together["c", 0], alone)
     assert together["twin", 0].token_ids == alone.token_ids[:30]
 
-    # Preempted again and again, for want of blocks and out of the blue.
+    # Preempted repeatedly, for lack of blocks and at random.
     tight = core_of(model, kv_cache_memory=core.info.kv_bytes_per_token * 16 * 20, max_num_batched_tokens=33)
     step = tight.step
     steps = itertools.count(1)
@@ -198,8 +198,8 @@ def test_keys_of_a_single_length_are_not_kept_for_others(models: dict[str, Path]
     for prompt in (PROMPT, PROMPT * 2):
         exact = greedy("a", prompt, 30, rope_scaling=DYNAMIC, rope_update="recompute", rope_exact=True)
         run(core, [exact])
-        assert len(pool.cached) <= M // 16  # those up to M, which everybody shares
-    # Longrope has one switch whatever `exact` says: its keys are worth keeping.
+        assert len(pool.cached) <= M // 16  # those up to M, which all share
+    # Longrope has one switch whatever `exact` says: its keys can be shared.
     run(core, [greedy("a", PROMPT, 30, rope_scaling=LONGROPE, rope_update="recompute", rope_exact=True)])
     assert len(pool.cached) > M // 16 + 2
 

@@ -40,7 +40,7 @@ LAYOUTS = st.sampled_from(
         [(7, 0.9), (None, 1.0), (2, 0.5)],
     ]
 )
-# Few different starts and few different tokens, so that prefixes are met again.
+# Few different starts and few different tokens, so that prefixes recur.
 PROMPTS = st.builds(
     lambda start, repeat, tail: (start * repeat)[:20] + tail,
     st.sampled_from([[0, 1], [0, 1, 2, 3], [1]]),
@@ -48,7 +48,7 @@ PROMPTS = st.builds(
     st.lists(st.integers(0, 1), min_size=1, max_size=6),
 )
 
-# The same texts in changing places, for passages.
+# The same texts at changing positions, for passages.
 TEXTS = [[0, 0, 1, 0, 1, 1, 1, 0], [2, 1, 1, 0, 0, 2, 1, 0, 2, 2], [3, 0, 1, 3, 1, 0, 3]]
 COMPOSED = st.builds(
     lambda start, texts, tail: [*start, *(token for text in texts for token in text), *tail],
@@ -217,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         try:
             if context is not None:
-                longest = self.scheduler.limits.context_limits(context).rotary_length
+                longest = self.scheduler.limits.size(context).rotary_length
                 rotation = replace(rotation, longest=min(len(prompt) + options["max_tokens"], longest))
             add(self.executor, request, rotation)
         except QueueFullError:
@@ -277,7 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def snapshot(self) -> None:
-        """Taken in between, wherever the step stands, it brings what later plans go on from."""
+        """A snapshot at any point between two outputs gives the state that later outputs continue from."""
         if self.executor.sequences.step:
             self.executor.heal()
 
@@ -351,7 +351,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert recomputed["preemption"] == 0
         if recomputed["rope_update"]:
             event("recompute at a change of frequencies")
-        # A window leaves some keys behind, which then need no re-rotation.
+        # Keys outside a window are dropped and need no re-rotation.
         assert stats.key_moves >= self.executor.num_rerotated
         if self.scheduler.blocks.pools[0].window is None:
             assert stats.key_moves == self.executor.num_rerotated
@@ -386,7 +386,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("proposed tokens accepted")
         if stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens:
             event("proposed tokens rejected")
-        if self.in_flight is None:  # room for proposals is given back
+        if self.in_flight is None:  # blocks for proposals are freed
             for seq in self.scheduler.live_sequences():
                 size = self.scheduler.blocks.block_size
                 blocks = -(-seq.cache.num_slots // size)
@@ -410,10 +410,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.scheduler.stats().kv_blocks_used == 0
         for request_id, request in self.requests.items():
-            longest = self.scheduler.limits.context_limits(request.context).longest
+            longest = self.scheduler.limits.size(request.context).longest
             for index in range(request.sampling.n):
                 if request_id in self.executor.reused:
-                    continue  # what it drew from was compared token by token
+                    continue  # its inputs were compared token by token
                 tokens, reason, stop = oracle(request, self.rotations[request_id], index, longest)
                 got = self.tokens[request_id, index]
                 if request_id in self.gone or ((request_id, index) in self.dropped):
@@ -433,7 +433,7 @@ def test_random_traffic_gives_the_oracles_tokens_and_balanced_books(
     examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert EOS < VOCAB
-    monkeypatch.setattr(passages_taken, "FEWEST_TOKENS", 2)
+    monkeypatch.setattr(passages_taken, "MIN_PASSAGE_TOKENS", 2)
     monkeypatch.setattr(passages_taken, "MAX_RUNS", 6)
     run_state_machine_as_test(
         SchedulerMachine,

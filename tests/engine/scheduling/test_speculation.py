@@ -1,4 +1,4 @@
-"""Speculative decoding changes nothing but the number of steps: the oracle is the same engine without it."""
+"""Speculative decoding changes only the number of steps: the oracle is the same engine without it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.sampling.acceptance import SamplingRequest, sample_and_accept
 from windlass.engine.sampling.sample_slot import ExtendedTokens, SampleSlot
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.scheduling.ngram_proposer import DraftLengthController
+from windlass.engine.scheduling.speculation import DraftLengthController
 from windlass.kernels import select_backend
 
 
@@ -49,7 +49,7 @@ def both(
         ("mistral", {"max_num_batched_tokens": 16}),
         ("demo", {"max_model_len": 128}),
         ("qwen3", {"prefix_caching": False, "max_num_seqs": 3}),
-        # What is rounded on the way may round otherwise by a product's last digit: these need the mode without such.
+        # Intermediate rounding may differ after the last digit of a product changes: these need row-independent products.
         ("llama", {"deterministic": True}),
         ("gemma3", {"deterministic": True, "dtype": "bfloat16"}),
         ("qwen2", {"deterministic": True, "kv_cache_dtype": "int8"}),
@@ -273,7 +273,7 @@ def test_proposals_teach_the_step_timer_nothing() -> None:
 
 
 def test_proposals_preempt_nobody() -> None:
-    """Two streams fill the pool to the last block: the first finds no room for more than its own token."""
+    """Two streams fill the pool to the last block: the first has slots for its own token only."""
     scheduler, executor, _ = make_scheduler(groups=((6, None),), block_size=4, speculation=8, prefix_caching=False)
     for name in "ab":
         add(executor, make_request(name, [0, 1, 2] * 3, max_tokens=4, seed=2))
@@ -290,7 +290,7 @@ def test_proposals_end_where_frequencies_change(policy: Any) -> None:
     add(executor, make_request("a", [0, 1, 2, 0, 1], max_tokens=90, seed=2), FakeRotation("dynamic", policy))
     while scheduler.has_work():
         plan = scheduler.schedule()
-        scheduler.update(plan, executor.execute(plan))  # asserts that every row stands under one stage
+        scheduler.update(plan, executor.execute(plan))  # asserts that all rows are computed under one stage
     assert executor.num_accepted > 5
 
 
@@ -379,7 +379,7 @@ def test_bad_logits_after_accepted_tokens_wait_for_their_turn(sampling: dict[str
 
 
 def test_penalties_count_tokens_of_a_proposal_only_once_they_are_accepted() -> None:
-    """A penalised token gives way, so a loop the raw logits would go on with is left after one round."""
+    """A penalised token is not sampled again, so a loop that the raw logits would continue ends after one round."""
     item = scheduled((4, 4, 4), presence_penalty=2.0)
     logits = rows(4, 4, 4, 4)
     logits[:, 8] = 4.0

@@ -1,4 +1,4 @@
-"""Plans travel: their size depends on what happens, a lost one is noticed, and a rank that only hears them computes the same.
+"""Scheduler outputs are sent to ranks: their size depends on events only, a lost one is noticed, and a rank computes the same.
 
 That what they say agrees with the scheduler's books, whatever happens, `helpers.fake_executor` asserts in every step of
 every test that uses it, `test_scheduler_machine` above all.
@@ -28,7 +28,7 @@ STREAMS = 8
 
 
 def decode_sizes(context: int, **options: Any) -> list[int]:
-    """Bytes of the pickled plans of forty decode steps of eight streams, once all that speculation reads is indexed."""
+    """Bytes of the pickled outputs of forty decode steps of eight streams, after the n-gram index is complete."""
     tokens = STREAMS * (context + 500)
     scheduler, executor, _ = make_scheduler(
         groups=[(tokens // 16 + 100, None), (tokens // 16 + 100, 64)],
@@ -51,7 +51,7 @@ def decode_sizes(context: int, **options: Any) -> list[int]:
         results = []
         for item in plan.sequences:
             live = sequences.by_id[item.seq_id]
-            # What goes on as the prompt did is drawn, so half of the proposals are accepted.
+            # The sampled tokens continue as the prompt did, so half of the proposals are accepted.
             drawn = [(7 * (item.num_known_tokens + i) + item.seq_id) % 5 for i in range(1 + len(item.draft) // 2)]
             assert live.slot.seq_id == item.seq_id
             results.append(StepResult(item.seq_id, tuple(drawn)))
@@ -63,7 +63,7 @@ def decode_sizes(context: int, **options: Any) -> list[int]:
 def test_a_plan_is_as_large_as_what_is_new(options: dict[str, int]) -> None:
     short, long = decode_sizes(1_000, **options), decode_sizes(100_008, **options)
     # The same happens in both, but a number above 65,535 takes two bytes more: start and number of tokens of each stream,
-    # and once in a while the lengths of its tables, and blocks.
+    # and sometimes the lengths of its tables, and blocks.
     assert all(0 <= b - a <= STREAMS * 12 for a, b in zip(short, long, strict=True))
     assert min(long) < 1_000 and max(long) < 2_000
 

@@ -1,4 +1,4 @@
-"""Whether the draft model is asked follows from the seconds alone, which are made up here."""
+"""Whether the draft model is used depends on step times alone, which are simulated here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from windlass.engine.scheduling.speculation import DraftPayoff
 def play(
     payoff: DraftPayoff, steps: int, *, plain: float, drafted: float, accepted: int, streams: int = 1
 ) -> list[bool]:
-    """So many steps, of which those that draft take `drafted` seconds and yield `accepted` tokens more for each stream."""
+    """Run `steps` steps. Those that draft take `drafted` seconds and give `accepted` more tokens per stream."""
     asked = []
     for _ in range(steps):
         drafts = payoff.allows(streams)
@@ -24,7 +24,7 @@ def play(
 
 def test_where_it_pays_one_step_in_65_goes_without() -> None:
     asked = play(DraftPayoff(), 650, plain=1.0, drafted=2.0, accepted=2)
-    assert not any(asked[:14]) and asked[14]  # something to compare with
+    assert not any(asked[:14]) and asked[14]  # measured for comparison
     assert asked[14:].count(False) == (650 - 14) // 65
 
 
@@ -51,7 +51,7 @@ def test_a_tie_is_decided_by_tokens_per_second_of_as_many_streams() -> None:
 
 
 def test_the_first_step_of_a_trial_teaches_nothing() -> None:
-    """It has to catch up: were it measured, a draft model that has become worth its while would not show it."""
+    """The draft model computes its lag then; if this step were measured, a draft model that pays off again would not be found."""
     payoff = DraftPayoff()
     play(payoff, 200, plain=1.0, drafted=2.0, accepted=0)
     asked, without = [], 0

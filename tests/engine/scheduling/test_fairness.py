@@ -1,4 +1,4 @@
-"""Callers share what there is: fair queueing by tokens, on its own and in the scheduler."""
+"""Fair queueing between callers by tokens, on its own and in the scheduler."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_who_comes_late_stands_behind_what_runs_and_before_the_backlog() -> None
         fair_queue.start_service(start)
     late = fair_queue.enqueue("one", 10)
     assert starts[3].start <= late.start < starts[4].start
-    # Idle time is not saved up: whoever was away does not get it all back at once.
+    # Idle time is not saved up: a caller that returns does not get it all back at once.
     assert fair_queue.enqueue("away", 10).start == late.start
 
 
@@ -88,11 +88,11 @@ def test_tokens_that_were_not_needed_are_not_counted() -> None:
     fair_queue.start_service(queue_entry)
     fair_queue.refund("a", queue_entry, 990)
     assert fair_queue.enqueue("a", 1).start == 10
-    fair_queue.refund("nobody", queue_entry, 5)  # forgotten meanwhile
+    fair_queue.refund("nobody", queue_entry, 5)  # no longer remembered
 
 
 def test_those_that_wait_start_earlier_by_what_others_were_spared() -> None:
-    """All alike, and not before now: what others got meanwhile is not taken from them."""
+    """All alike, and not before now: what other callers received in the meantime is not taken from them."""
     fair_queue = FairQueue()
     served, soon, later = (fair_queue.enqueue("a", tokens) for tokens in (1000, 500, 10))
     fair_queue.start_service(served)
@@ -128,7 +128,7 @@ def test_callers_who_do_not_matter_any_more_are_forgotten() -> None:
 
 @pytest.mark.parametrize("always_there", [0, 3])
 def test_callers_who_come_once_are_forgotten(always_there: int) -> None:
-    """Addresses, where there are no keys: as many as whoever asks has. `always_there`: those who never let it fall idle."""
+    """Callers are addresses, and a client may have many. `always_there`: callers that keep the queue busy."""
     fair_queue = FairQueue()
     for i in range(always_there):
         fair_queue.enqueue(f"there {i}", 1 << 30)
@@ -167,7 +167,7 @@ def test_who_asked_before_waits_no_longer_for_it_than_the_others_got(others: lis
 
 
 def test_a_long_request_that_ends_lets_no_backlog_stand_before_who_comes_then() -> None:
-    """What was computed for it counts while it was: not all at once among those who came at its end."""
+    """Computed tokens count at the time of the computation, not all at once for those who are active at its end."""
     fair_queue = FairQueue()
     fair_queue.start_service(long := fair_queue.enqueue("long", 100_000))
     for computed in range(100, 100_001, 100):
@@ -180,7 +180,7 @@ def test_a_long_request_that_ends_lets_no_backlog_stand_before_who_comes_then() 
 
 @pytest.mark.parametrize("spared", [0, 90])
 def test_many_of_one_caller_at_once_count_once(spared: int) -> None:
-    """Requests that begin move the time on, and what is computed of them does not do so again."""
+    """A request that starts advances the time, and its computed tokens do not advance it again."""
     fair_queue = FairQueue()
     starts = [fair_queue.enqueue("many", 100) for _ in range(192)]
     computed = 0
@@ -192,7 +192,7 @@ def test_many_of_one_caller_at_once_count_once(spared: int) -> None:
             fair_queue.advance(computed)
             fair_queue.refund("many", start, spared)
             fair_queue.request_ended("many")
-        # Where something is spared the first of those that wait comes to start now, and has waited for longer.
+        # After a refund the first waiting request starts now, and has waited for longer.
         assert (
             starts[first + 63].start <= fair_queue.enqueue("new", 100).start <= starts[first + 64 + (spared > 0)].start
         )
@@ -247,7 +247,7 @@ def test_a_priority_counts_for_more_than_a_turn() -> None:
 def test_answers_shorter_than_allowed_are_counted_as_long_as_they_were() -> None:
     """A caller whose requests end early is not set back by the lengths it allowed."""
     scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
-    last = make_request("last", [1], max_tokens=1, priority=1)  # somebody waits all the time
+    last = make_request("last", [1], max_tokens=1, priority=1)  # one request waits all the time
     add(executor, replace(last, caller="patient"))
     for i in range(3):
         request_id = f"short-{i}"
@@ -261,7 +261,7 @@ def test_answers_shorter_than_allowed_are_counted_as_long_as_they_were() -> None
 
 
 def test_what_waits_is_not_set_back_by_what_an_earlier_one_was_allowed() -> None:
-    """It takes the place that it would have had if it had come after the other's end."""
+    """It is ranked as if it had arrived after the end of the other."""
     scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
     add(executor, replace(make_request("a-0", [1], max_tokens=190), caller="a"))
     step(scheduler, executor)

@@ -26,7 +26,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 def by_definition(probabilities: Probabilities, threshold: float) -> Probabilities:
-    """What is left of tokens with distinct probabilities that sum up to 1, by sorting them."""
+    """The tokens that remain, by sorting distinct probabilities that sum up to 1."""
     order = sorted(probabilities, key=lambda token: -probabilities[token])
     top = [token for token in order if probabilities[token] >= threshold]
     kept = order[len(top) - 1 :] if len(top) > 1 else order
@@ -102,7 +102,7 @@ def test_a_probability_of_one_always_excludes_and_greedy_never(backend: Backend)
 
 
 def test_a_draw_does_not_depend_on_the_steps_before_or_on_others(backend: Backend) -> None:
-    """Sampled step by step beside others, or at once in another sampler: exclusion comes and goes by position alone."""
+    """Sampled step by step with others, or at once in another sampler: exclusion depends on the position alone."""
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(2))
     settings = {"xtc_probability": 0.5, "xtc_threshold": 0.03}
     long_lived = Sampler(50, backend)

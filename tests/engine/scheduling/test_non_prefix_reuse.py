@@ -1,4 +1,4 @@
-"""Passages that sequences take up: when, how many, and what becomes of them when a sequence loses its place."""
+"""Non-prefix reuse: when passages are attached, how many, and their release at a preemption."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from helpers.fake_executor import FakeExecutor, FakeRotation, add, make_request,
 
 from windlass.engine.cache.sequence_cache import OPEN_END, HeldPassage, SlotLayout, SlotRun
 from windlass.engine.errors import RequestError
-from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.context import ContextRule, ContextSizes, NonPrefixReuseParams
 from windlass.engine.interface.outputs import RequestOutput
-from windlass.engine.scheduling.context_shift import ContextLimits
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.sequence import Sequence
 
@@ -60,7 +59,7 @@ def test_computing_goes_up_to_a_passage_and_on_behind_it() -> None:
         plan = scheduler.schedule()
         done += [(item.start, item.num_tokens) for item in plan.sequences]
         outputs = scheduler.update(plan, executor.execute(plan))
-    # One token and four of the passage's head; two and four of the next one's; the last of the prompt; the first drawn.
+    # One token and four of the passage's head; two and four of the next one's; the last of the prompt; the first output.
     assert done == [(0, 5), (41, 6), (83, 1), (84, 1)]
     assert outputs[-1].cached_tokens == 72
     report = outputs[-1].context
@@ -108,7 +107,7 @@ def test_every_group_must_hold_a_passage(window: int) -> None:
     scheduler, executor = with_source(groups=[(100, None), (100, window)])
     add(executor, make_request("a", TURNED, reuse=ANY, max_tokens=3))
     assert finish(scheduler, executor)[-1].cached_tokens == 80
-    small = (window + 2) // 4 + 3  # blocks of what was computed are taken again by what follows
+    small = (window + 2) // 4 + 3  # blocks that were computed first are reused by later tokens
     scheduler, executor = with_source(groups=[(100, None), (small, window)], budget=4)
     add(executor, make_request("a", TURNED, reuse=ANY, max_tokens=3))
     assert finish(scheduler, executor)[-1].cached_tokens == 0
@@ -130,7 +129,9 @@ def test_no_more_than_64_runs_are_made() -> None:
     prompt = [token for _ in range(40) for token in (*FIRST, 1)]
     add(executor, make_request("a", prompt, reuse=ANY, max_tokens=1))
     outputs = finish(scheduler, executor)
-    assert outputs[-1].context is not None and outputs[-1].context.reused_passages == 32  # one run each, one behind it
+    assert (
+        outputs[-1].context is not None and outputs[-1].context.reused_passages == 32
+    )  # one run each, and one after it
 
 
 def test_a_passage_never_holds_the_last_token_and_samples_go_on_behind_it() -> None:
@@ -149,7 +150,7 @@ def test_a_passage_never_holds_the_last_token_and_samples_go_on_behind_it() -> N
         {"prompt_logprobs": 0},
         {"reuse": NonPrefixReuseParams(32, scope="another")},
         {"reuse": NonPrefixReuseParams(41, scope="me")},
-        {"reuse": NonPrefixReuseParams(32, recompute=9, scope="me")},  # 31 are left, too few for a run
+        {"reuse": NonPrefixReuseParams(32, recompute=9, scope="me")},  # 31 are left, too few for a passage
         {"reuse": OFFER},
         {"reuse": None},
     ],
@@ -177,8 +178,8 @@ def test_keys_that_will_be_rotated_anew_take_none() -> None:
 
 def test_a_model_whose_context_cannot_move_refuses() -> None:
     scheduler, executor, _ = make_scheduler()
-    limits = ContextLimits(200, 4, 200, None, None, "this model learned its positions")
-    scheduler._admission._limits = limits
+    limits = ContextSizes(200, 4, 200, None, None, "this model learned its positions")
+    scheduler.limits = limits
     with pytest.raises(RequestError, match="cache_reuse: this model learned its positions"):
         add(executor, make_request("a", TURNED, reuse=ANY))
     add(executor, make_request("b", TURNED, reuse=OFFER))
@@ -190,7 +191,7 @@ def test_a_layout_with_a_passage() -> None:
     assert layout.runs == (SlotRun(0, 10, 0), SlotRun(15, 30, 103, -93), SlotRun(32, OPEN_END, 25))
     assert layout.slot_offset == 7 and layout.first_position == 0 and not layout.is_plain
     assert [layout.stored_position(slot) for slot in (0, 15, 29, 32)] == [0, 103, 117, 25]
-    # Right behind it another one: no run without slots lies between.
+    # Another one follows directly: there is no run without slots between them.
     following = layout.with_passage(32, HeldPassage(25, 29, 0, ((1,),), (b"",), offset=0, position=0), 4)
     assert following.runs[2:] == (SlotRun(32, 36, 0, 25), SlotRun(36, OPEN_END, 29))
     assert following.slot_offset == 7

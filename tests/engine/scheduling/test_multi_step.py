@@ -1,4 +1,4 @@
-"""Several passes in one step change nothing but the number of steps: the oracle is the same engine with one pass a step."""
+"""Multi-step decoding changes only the number of steps: the oracle is the same engine with one pass per step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 def scaled_traffic() -> list[EngineRequest]:
-    """Texts that outgrow their frequencies, that drop tokens, and whose distances are cut or kept twice."""
+    """Texts that outgrow their frequencies or drop tokens, and scalings with limited distances or second key copies."""
     dynamic = {"rope_type": "dynamic", "factor": 4.0}
     sent = [
         greedy(
@@ -84,7 +84,7 @@ def test_answers_are_those_of_one_pass_a_step(
 
 @pytest.mark.parametrize("logprobs", [None, 1], ids=["by kernels", "by the sampler"])
 def test_a_stream_ends_a_burst_where_it_ends(logprobs: int | None, directory_of: Callable[[str], Path]) -> None:
-    """No pass is made for a stream that has drawn what ends it: neither are those beside it held up."""
+    """No pass is computed for a stream that a token has ended, and the other streams of the step do not wait for it."""
     core = make_core(directory_of("llama"), burst_seconds=1.0)
     (alone,) = run(core, [greedy("a", prompt(1, 8), 24)], every_logit=False).values()
     stop = next(token for i, token in enumerate(alone.token_ids) if i > 4 and token not in alone.token_ids[:i])
@@ -98,7 +98,7 @@ def test_a_stream_ends_a_burst_where_it_ends(logprobs: int | None, directory_of:
 
 @pytest.mark.parametrize("num_passes", [1, 3])
 def test_bad_logits_end_their_own_request_alone(num_passes: int, directory_of: Callable[[str], Path]) -> None:
-    """Tokens drawn before it are out when the request fails, and the other stream goes on with the right ones."""
+    """Tokens sampled before the error are returned, and the other stream continues with the right ones."""
     core = make_core(directory_of("llama"), burst_seconds=1.0)
     want = run(core, [greedy("good", prompt(1, 8), 24, logprobs=0)])["good", 0]
     for name in ("good", "bad"):
@@ -130,7 +130,7 @@ def test_bad_logits_end_their_own_request_alone(num_passes: int, directory_of: C
 
 
 def greedy_traffic(vocab: int = 128) -> list[EngineRequest]:
-    """Nothing that the sampler has to see, from short texts and longer ones, under several frequencies."""
+    """Requests that need no sampler between passes, with short and long texts under several frequencies."""
     scalings = [None, {"rope_type": "linear", "factor": 3.0}, {"rope_type": "yarn", "factor": 2.0}]
     return [
         greedy(
@@ -165,14 +165,14 @@ needs_kernels = pytest.mark.skipif(
 def test_kernels_go_on_by_themselves_to_the_same_tokens(
     model: str, options: dict[str, Any], directory_of: Callable[[str], Path]
 ) -> None:
-    """Through passes of which Python sees nothing, over the ends of blocks and of sliding windows."""
+    """Passes without Python in between, across the ends of blocks and of sliding windows."""
     options = {"deterministic": True, "max_model_len": 160, **options}
     sent = greedy_traffic(4000 if model == "demo" else 128)
     same_by_kernels(directory_of(model), sent, **options)
 
 
 def same_by_kernels(directory: Path, sent: list[EngineRequest], **options: Any) -> None:
-    """Compare with one pass a step, and see that most tokens never came to the sampler."""
+    """Compare with one pass per step, and check that most tokens never reached the sampler."""
     want = run(make_core(directory, **options), sent)
     core = make_core(directory, burst_seconds=1.0, **options)
     sampler, seen = core.runner.sampler.sample, 0
@@ -202,9 +202,9 @@ def test_kernels_go_on_under_adapters(directory_of: Callable[[str], Path], tmp_p
 
 
 def test_a_pass_without_finite_logits_does_not_count(directory_of: Callable[[str], Path]) -> None:
-    """The kernels stop before it; the request fails in the next step with what it drew until then."""
+    """The kernels stop before it; the request fails in the next step, after the tokens sampled until then."""
     core = make_core(directory_of("llama"), burst_seconds=1.0)
-    for seed in range(20):  # until a text comes to a new token in its middle
+    for seed in range(20):  # until a text has a new token in its middle
         want = run(core, [greedy("a", prompt(seed, 8), 24)], every_logit=False)["a", 0].token_ids
         new = [i for i in range(9, 20) if want[i] not in want[:i]]
         if new:
@@ -219,7 +219,7 @@ def test_a_pass_without_finite_logits_does_not_count(directory_of: Callable[[str
             got += output.token_ids
             error = output.error or error
         if 2 <= len(got) <= at:
-            weight[want[at]] = float("nan")  # its row is met when it is the last token
+            weight[want[at]] = float("nan")  # its row is read when it is the last token
     assert got == want[: at + 1] and "NaN" in str(error)
 
 
@@ -227,7 +227,7 @@ def test_a_pass_without_finite_logits_does_not_count(directory_of: Callable[[str
 
 
 def passes_of(seconds: list[float], *, burst_seconds: float = 1.0, **options: Any) -> list[int]:
-    """The passes of the steps of one stream, where a step of one pass takes `seconds[i]`."""
+    """The number of passes of each step of one stream, if a step of one pass takes `seconds[i]`."""
     scheduler, executor, _ = make_scheduler(burst_seconds=burst_seconds, **options)
     add(executor, make_request("a", [1, 2], max_tokens=60))
     found = []
@@ -251,7 +251,7 @@ def test_a_burst_fits_into_its_time() -> None:
 
 @pytest.mark.parametrize("beside", ["a prompt", "somebody who waits", "a draft"])
 def test_no_burst_beside_anything_else(beside: str) -> None:
-    """What is new would wait for the end of it, and proposals have their own way of several tokens a step."""
+    """New requests would wait for its end, and proposals compute several tokens per step already."""
     scheduler, executor, _ = make_scheduler(
         burst_seconds=1.0,
         max_num_seqs=1 if beside == "somebody who waits" else 8,
@@ -280,7 +280,7 @@ def test_no_burst_beside_anything_else(beside: str) -> None:
 
 
 def test_bursts_preempt_nobody() -> None:
-    """They take what blocks are free, each as many passes as there is room for."""
+    """They use the free blocks, for as many passes as these allow."""
     scheduler, executor, _ = make_scheduler(groups=[(8, None)], burst_seconds=1.0, block_size=2, max_model_len=14)
     for name in ("a", "b"):
         add(executor, make_request(name, [1, 2, 3] if name == "a" else [3, 2, 1], max_tokens=5))

@@ -1,4 +1,4 @@
-"""The penalty on repeats (DRY) against its definition in float64, however the text came; that it reaches the draw."""
+"""The penalty on repeats (DRY) against its definition in float64, however the text arrived, and its effect on sampling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.kernels.torch.torch_backend import TorchBackend
 
 
 def by_definition(text: Sequence[int], s: RepeatPenalty) -> dict[int, float]:
-    """What each token loses, by comparing the text's end with every place, one token at a time."""
+    """The decrease of each token, by comparing the end of the text with every position, one token at a time."""
     breakers = [*((token,) for token in s.breaker_ids), *s.breaker_sequences]
     ends = [e for e in range(1, len(text) + 1) if any(tuple(text[max(0, e - len(b)) : e]) == b for b in breakers)]
     first = max(0, len(text) - s.last_n)

@@ -1,4 +1,4 @@
-"""Samples that a grammar holds: what comes out matches it, and nothing else about the draws changes."""
+"""Grammar-constrained samples match their grammar, and nothing else about sampling changes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def core() -> EngineCore:
 
 
 def test_every_sample_matches_and_company_changes_none(core: EngineCore) -> None:
-    """Greedy and drawn, several samples of one prompt, filters and penalties, beside streams without a grammar."""
+    """Greedy and random, several samples of one prompt, filters and penalties, together with streams without a grammar."""
 
     def requests() -> list[EngineRequest]:
         return [
@@ -108,7 +108,7 @@ def bits_of(mask: bytes) -> set[int]:
 
 
 def test_masks_are_what_the_matcher_would_take() -> None:
-    """After every token of a text, forth and back again: that of a matcher which has read just that text."""
+    """After every token of a text, forwards and backwards, the mask equals that of a matcher which has read just that text."""
     compiler = GrammarCompiler(DEMO, VOCAB, [EOS])
     masks = GrammarMasks(compiler)
     said = TOKENIZER.encode('{"name":"ab","count":42,"tags":["red"]}', add_special_tokens=False).ids
@@ -117,10 +117,10 @@ def test_masks_are_what_the_matcher_would_take() -> None:
     slot = SampleSlot(0, 0, request.sampling, 0, len(prompt), prompt + said, (EOS,))
     expected = []
     for count in range(len(said) + 1):
-        oracle = compiler.matcher(OBJECT)
+        oracle = compiler.begin(OBJECT)[0]
         assert oracle.consume_tokens(said[:count])
         expected.append(bits_of(oracle.compute_bitmask()))
-        # What the mask lets come is taken, and the text's next token is let come.
+        # Tokens that the mask allows are consumed, and the mask allows the next token of the text.
         assert all(oracle.validate_tokens([i]) == 1 for i in expected[-1] - {EOS})
         assert (said[count] if count < len(said) else EOS) in expected[-1]
     assert expected[-1] == {EOS}
@@ -131,7 +131,7 @@ def test_masks_are_what_the_matcher_would_take() -> None:
         mask = masks.mask(at)
         assert bits_of(mask.bits.numpy().tobytes()) == expected[count], count
         assert mask.complete == (expected[count] == {EOS})
-    # Proposed tokens that do not fit leave nothing to draw, and the matcher as it was.
+    # Proposed tokens that the grammar forbids give an empty mask and leave the matcher unchanged.
     wrong = slot.after([EOS, 7])
     masks.prepare([slot, slot.after([7]), wrong])
     assert not masks.mask(wrong).bits.any() and not masks.mask(slot.after([7])).bits.any()
@@ -178,7 +178,7 @@ def test_the_first_mask_is_made_with_the_grammar_and_in_no_step(monkeypatch: pyt
 def test_a_grammar_that_takes_long_holds_up_none_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(DEMO, VOCAB, [EOS])
     masks, request = GrammarMasks(compiler), ask("x", DATE)
-    compiler.matcher(DATE)
+    compiler.begin(DATE)[0]
     begun, may_end = threading.Event(), threading.Event()
 
     def slow(*arguments: Any, **fields: Any) -> LLMatcher:
@@ -201,7 +201,7 @@ def test_a_grammar_that_takes_long_holds_up_none_that_is_known(monkeypatch: pyte
 
 
 def test_no_step_compiles_the_grammars_of_those_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than are kept for requests to come; each is held by its request alone until that ends."""
+    """More of them than are cached; each is referred to only by its request until that ends."""
     threads: list[str] = []
 
     def counted(*arguments: Any, **fields: Any) -> LLMatcher:
@@ -226,9 +226,9 @@ def test_no_step_compiles_the_grammars_of_those_that_waited(monkeypatch: pytest.
 
 
 def test_only_so_many_grammars_are_held_for_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are compiled again where they were dropped meanwhile."""
+    """The others are compiled again if they were dropped in the meantime."""
     monkeypatch.setattr(requests, "MAX_RETAINED", 3)
-    monkeypatch.setattr(compiler, "_KEPT", 2)
+    monkeypatch.setattr(compiler, "_MAX_CACHED", 2)
     core = make_core(DEMO, max_num_seqs=1)
     for i in range(9):
         core.add(ask(f"r{i}", LLMatcher.grammar_from_regex(f"{i:03}[a-z]"), max_tokens=10))
@@ -271,11 +271,11 @@ def test_preempted_samples_go_on_where_they_were() -> None:
 
 
 def test_it_ends_where_the_grammar_does(core: EngineCore) -> None:
-    """Whatever else the request says of endings; and a length that is reached before is told as such."""
+    """Whatever other ends the request sets; a length that is reached before is reported as such."""
     for fields in ({"ignore_eos": True}, {"min_tokens": 100}, {"ignore_eos": True, "min_tokens": 100}):
         found = run(core, [ask("x", DATE, **fields)])["x", 0]
         assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", text(found)), fields
-    # Where the grammar would let more follow, min_tokens counts.
+    # Where the grammar allows more, min_tokens applies.
     digits = LLMatcher.grammar_from_regex("[0-9]+")
     found = run(core, [ask("x", digits, min_tokens=12, max_tokens=40, temperature=1.0, seed=1)])["x", 0]
     assert len(found.token_ids) >= 12 and re.fullmatch("[0-9]+", TOKENIZER.decode(found.token_ids))

@@ -1,4 +1,4 @@
-"""When a request stops waiting for blocks, by a clock that stands where the test puts it."""
+"""The time at which a request stops waiting for blocks, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Reader:
 
 
 def prefix(groups: int, parts: int) -> list[WantedBlock]:
-    """100 blocks of text. A group of keys has the digests of another, keys as seen from afar have their own."""
+    """100 blocks of text. All KV groups have the same digests, second key copies have their own."""
     return [
         WantedBlock(BlockKey(group, bytes([part, index])), index)
         for index in range(100)
@@ -34,7 +34,7 @@ def passage(groups: int) -> list[WantedBlock]:
 
 
 def window(first: int) -> list[WantedBlock]:
-    """A second group that sees the end of the text alone."""
+    """A second group whose window covers the end of the text only."""
     return [WantedBlock(BlockKey(1, bytes([0, index])), index) for index in range(first, 100)]
 
 
@@ -47,7 +47,7 @@ def window(first: int) -> list[WantedBlock]:
 def test_a_thousand_tokens_a_second_are_waited_for_in_however_many_blocks(
     wanted: list[WantedBlock], per_second: int, waits: bool
 ) -> None:
-    seconds = 1 + 800 / per_second  # the first one whatever comes
+    seconds = 1 + 800 / per_second  # nothing is cancelled in the first one
     blocks = cast(Any, SimpleNamespace(block_size=16))
     restoring = KVRestorer(blocks, cast(Any, None), cast(Any, None), lambda: seconds)
     fetch = Fetch(wanted, cast(Any, Reader()))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.engine.scheduling.ngram_proposer import NgramIndex
+from windlass.engine.scheduling.speculation import NgramIndex
 
 
 def by_search(tokens: list[int], shortest: int, longest: int, count: int) -> tuple[int, ...]:
-    """The continuation of the longest, then latest, earlier agreement with the end."""
+    """The continuation of the longest earlier match with the end, the latest among equals."""
     for n in range(longest, shortest - 1, -1):
         if len(tokens) <= n:
             continue
@@ -23,7 +23,7 @@ def by_search(tokens: list[int], shortest: int, longest: int, count: int) -> tup
 
 
 @given(
-    # At most 16 earlier places per run of tokens, which is as far as the index looks.
+    # At most 16 earlier positions per run of tokens, which is the limit of the index.
     tokens=st.lists(st.integers(0, 3), max_size=17),
     shortest=st.integers(1, 3),
     more=st.integers(0, 3),
@@ -58,7 +58,7 @@ def test_a_short_loop_is_taken_to_go_on() -> None:
 
 
 def test_many_equal_places_cost_a_bounded_search() -> None:
-    """The last sixteen are looked at: an older place with more agreement is passed over for them."""
+    """Only the last sixteen positions are compared: an older one with a longer match is ignored."""
     tokens = [1, 2, 3, 4] + [5, 3, 6] * 20 + [1, 2, 3]
     index = NgramIndex(1, 3)
     assert index.extend(tokens, 1000)
