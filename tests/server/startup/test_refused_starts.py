@@ -200,7 +200,7 @@ OPTIONS = {
     "no window": (("--attention-window", "0"), ("--attention-window must be at least 1",)),
     "wide window": (
         ("--attention-window", "600"),
-        ("--attention-window and --attention-sinks come to 600", "may come to 480"),
+        ("--attention-window and --attention-sinks are 600", "may be at most 480"),
     ),
     "sinks alone": (("--attention-sinks", "4"), ("--attention-sinks goes with --attention-window",)),
     "kept": (
