@@ -1,7 +1,7 @@
-"""Flight recorder: the last plans and thread stacks of an engine process, in memory shared with its parent.
+"""Flight recorder: the last scheduler outputs and thread stacks of an engine process, in memory shared with its parent.
 
 A plan is written before it is computed, in a few microseconds, as numbers only; a sequence's description is written once, when
-it starts. It contains no text and no tokens.
+it starts. Nothing here contains text or tokens.
 """
 
 from __future__ import annotations
@@ -13,68 +13,49 @@ import struct
 import time
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from windlass.engine.process_setup import create_memory_file
 
+if TYPE_CHECKING:
+    from windlass.engine.scheduling.scheduler_output import SchedulerOutput
+
 NUM_PLANS, PLAN_BYTES = 32, 4096
-
 NUM_NAMES, NAME_BYTES = 512, 256
-
 STACK_BYTES = 64 * 1024
-
 _SIZE = NUM_PLANS * PLAN_BYTES + NUM_NAMES * NAME_BYTES
-
 _HEAD = struct.Struct("<QdII")  # number (0: being written), Unix time, sequences, tokens
-
 _ROW = 3  # numbers of a sequence: its id, its first position, its tokens
-
 MAX_RECORDED_SEQUENCES = (PLAN_BYTES - _HEAD.size) // (8 * _ROW)
-
 _NAME_HEAD = struct.Struct("<Q")
-
 _ID_CHARS = 96
 
-
-def recorded_request_id(request_id: str) -> str:
-    """A request's id as it is written down."""
-    return request_id.encode("ascii", "replace").decode()[:_ID_CHARS]
-
-
-class RecordedPlan(Protocol):
-    """What is kept of a `SchedulerOutput`."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    step: Any
-    new: Any
-    forks: Any
-    sequences: Any
-
-
 LiveSequences = Callable[[], Iterable[Any]]
-
 PlanWatcher = Callable[[Any, LiveSequences], None]
 
 
+def recorded_request_id(request_id: str) -> str:
+    """A request's id as the recorder stores it."""
+    return request_id.encode("ascii", "replace").decode()[:_ID_CHARS]
+
+
 class FlightRecorder:
-    """One side of it. number: the descriptor of a `create_memory_file`, which may be closed afterwards."""
+    """One side of the shared memory. number: a descriptor made by `make`, which may be closed afterwards."""
 
     def __init__(self, number: int) -> None:
         self._memory = mmap.mmap(number, _SIZE)
 
     @staticmethod
     def make() -> int:
-        """The descriptor of an empty one."""
+        """The descriptor of an empty recorder."""
         return create_memory_file(_SIZE)
 
     def close(self) -> None:
-        """Give back what this side holds."""
+        """Unmap this side's memory."""
         self._memory.close()
 
-    def write(self, plan: RecordedPlan, live: LiveSequences) -> None:
-        """Keep a plan. live: the sequences there are, asked where some have begun."""
+    def write(self, plan: SchedulerOutput, live: LiveSequences) -> None:
+        """Record a plan. live: returns the live sequences; called only if the plan starts some."""
         memory, sequences = self._memory, plan.sequences
         if plan.new or plan.forks:
             self._write_names({item.seq_id for item in (*plan.new, *plan.forks)}, live())
@@ -105,8 +86,8 @@ class FlightRecorder:
             self._memory[start + _NAME_HEAD.size : start + _NAME_HEAD.size + len(data)] = data
 
     def read(self) -> list[dict[str, Any]]:
-        """The plans that are whole, oldest first: step, time, tokens, and of each sequence what is known."""
-        found = []
+        """The completely written plans, oldest first: step, time, tokens, and the description of each sequence."""
+        plans = []
         for slot in range(NUM_PLANS):
             start = slot * PLAN_BYTES
             number, at, count, tokens = _HEAD.unpack_from(self._memory, start)
@@ -120,8 +101,8 @@ class FlightRecorder:
                 {**self._name(rows[i]), "start": rows[i + 1], "tokens": rows[i + 2]} for i in range(0, len(rows), _ROW)
             ]
             plan = {"step": number - 1, "at": round(at, 6), "num_sequences": count, "num_tokens": tokens}
-            found.append({**plan, "sequences": sequences})
-        return sorted(found, key=lambda plan: plan["step"])
+            plans.append({**plan, "sequences": sequences})
+        return sorted(plans, key=lambda plan: plan["step"])
 
     def _name(self, seq_id: int) -> dict[str, Any]:
         start = NUM_PLANS * PLAN_BYTES + seq_id % NUM_NAMES * NAME_BYTES
@@ -133,20 +114,20 @@ class FlightRecorder:
 
 
 class StackMemory:
-    """Where an engine process leaves the stacks of its threads. number: as for `FlightRecorder`."""
+    """Memory into which an engine process writes the stacks of its threads. number: as for `FlightRecorder`."""
 
     def __init__(self, number: int) -> None:
         self._memory = mmap.mmap(number, STACK_BYTES)
 
     @staticmethod
     def make() -> int:
-        """The descriptor of an empty one."""
+        """The descriptor of an empty memory."""
         return create_memory_file(STACK_BYTES)
 
     def close(self) -> None:
-        """Give back what this side holds."""
+        """Unmap this side's memory."""
         self._memory.close()
 
     def read(self) -> str:
-        """What was left there."""
+        """The text written so far."""
         return self._memory[:].partition(b"\0")[0].decode("utf-8", "replace")

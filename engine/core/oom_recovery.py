@@ -1,10 +1,10 @@
 """OOM recovery: a step without enough device memory fails its newest request and is computed again without it.
 
 Keys may be rotated before a step. If there is no memory for that, the request that owns the keys fails; its blocks were never
-shared. A plan's one-time changes have been made by then, so the plan stays as it is except for that request's sequences. An
+shared. A plan's one-time changes have been made by then, so the plan stays the same except for that request's sequences. An
 async step cannot be repeated, because its inputs are unknown: it is abandoned, no request fails, and its tokens are planned
-again after the step that it was to follow; with recurrent state its sequences restart. Other errors of a step are defects or a
-lost device and are not caught. `device_memory_guard` covers work outside of steps.
+again after the step before it; with recurrent state its sequences restart. Other errors of a step are defects or a lost device
+and are not caught. `device_memory_guard` covers work outside of steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _logger = logging.getLogger("windlass.engine")
 
 
 class StartedPlan(NamedTuple):
-    """plan: what is computed. failed: the outputs of requests that there was no memory for."""
+    """plan: the part of the plan that is computed. failed: outputs of requests that failed for lack of memory."""
 
     plan: SchedulerOutput
     step: StepFuture
@@ -35,37 +35,37 @@ class StartedPlan(NamedTuple):
 
 
 def start_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StartedPlan:
-    """Begin to execute a plan, without its newest requests where the device has no memory for them. Where layers carry states,
-    the others begin again in later steps, from what is cached. Raises what a step raises else."""
+    """Start a plan; its newest requests fail while the device has no memory for it. If recurrent state may have changed, the
+    other sequences restart in later steps from cached blocks. Raises any other error of the step."""
     failed: list[RequestOutput] = []
     step = _try_step(runner, plan, first=True)
     while step is None:
-        # The error is gone by now, and with its traceback the tensors that the failed step held.
+        # The error has been dropped, and with its traceback the tensors of the failed step.
         failed += _fail_unrotated(runner, scheduler) or _fail_newest(plan, scheduler)
-        left = _live_items(plan, scheduler)
+        remaining = _live_items(plan, scheduler)
         if restart_sequences(plan, runner, scheduler):
-            left = ()
-        plan = replace(plan, sequences=left)
+            remaining = ()
+        plan = replace(plan, sequences=remaining)
         _release_device_memory(runner)
-        step = _try_step(runner, plan, first=False) if left else StepFuture([])
+        step = _try_step(runner, plan, first=False) if remaining else StepFuture([])
     return StartedPlan(plan, step, failed)
 
 
 def start_async_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StartedPlan | None:
-    """Begin to execute a plan that is ahead; None where the device has no memory for it, and it is given up."""
+    """Start the plan of an async step; None if the device has no memory for it and it was abandoned."""
     step = _try_step(runner, plan, first=True)
     if step is not None:
         return StartedPlan(plan, step, [])
     if runner.graphs is not None:
-        runner.graphs.rows.record_end()  # what was asked for by then is still to be done
+        runner.graphs.rows.record_end()  # work submitted before the failure still runs
     _release_device_memory(runner)
     pause = scheduler.ahead.cancel_step(plan, has_changed_states=runner.has_changed_states)
-    _logger.warning("no memory for a step planned ahead: the next %d steps wait for each other", pause)
+    _logger.warning("no memory for an async step: the next %d steps run synchronously", pause)
     return None
 
 
 def restart_sequences(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> bool:
-    """Let what is left of a failed plan begin again in later steps, where layers may have changed its states in vain."""
+    """Restart the remaining sequences of a failed plan in later steps if their recurrent state may have changed."""
     if runner.has_changed_states:
         scheduler.restart_sequences([item.seq_id for item in _live_items(plan, scheduler)])
     return runner.has_changed_states
@@ -73,7 +73,7 @@ def restart_sequences(plan: SchedulerOutput, runner: ModelRunner, scheduler: Sch
 
 @contextmanager
 def device_memory_guard(what: str) -> Iterator[None]:
-    """Raises DeviceMemoryError where the device has none for what is done here."""
+    """Raise DeviceMemoryError if the block runs out of device memory. what: named in the message."""
     try:
         yield
     except RuntimeError as error:
@@ -83,7 +83,7 @@ def device_memory_guard(what: str) -> Iterator[None]:
 
 
 def _live_items(plan: SchedulerOutput, scheduler: Scheduler) -> tuple[ScheduledSequence, ...]:
-    """What a plan has of sequences that have not ended."""
+    """The scheduled sequences of a plan that have not ended."""
     live = {seq.seq_id for seq in scheduler.live_sequences()}
     return tuple(item for item in plan.sequences if item.seq_id in live)
 
@@ -94,7 +94,7 @@ def _release_device_memory(runner: ModelRunner) -> None:
 
 
 def _try_step(runner: ModelRunner, plan: SchedulerOutput, *, first: bool) -> StepFuture | None:
-    """The step, None where there was no memory for it."""
+    """The step, None if there was no memory for it."""
     try:
         if first and runner.graphs is not None:
             return runner.start(plan)
@@ -106,14 +106,14 @@ def _try_step(runner: ModelRunner, plan: SchedulerOutput, *, first: bool) -> Ste
 
 
 def _fail_unrotated(runner: ModelRunner, scheduler: Scheduler) -> list[RequestOutput]:
-    """Nothing where all keys were turned, or the requests whose were not have failed already."""
+    """Fail the requests whose keys could not be rotated; empty if there are none, or they have failed already."""
     failed: list[RequestOutput] = []
     for seq in scheduler.live_sequences():
         if seq.seq_id in runner.failed_rerotations:
             request_id = seq.request.request_id
-            known = {"request_id": request_id}
+            extra = {"request_id": request_id}
             _logger.warning(
-                "no memory on the device to turn keys: request %s, whose they are, fails", request_id, extra=known
+                "no memory on the device to rotate the keys of request %s: it fails", request_id, extra=extra
             )
             failed += scheduler.fail(request_id, DeviceMemoryError(OUT_OF_MEMORY_ROTATING))
     return failed
@@ -126,7 +126,7 @@ def _fail_newest(plan: SchedulerOutput, scheduler: Scheduler) -> list[RequestOut
     )
     request_id = newest.request.request_id
     _logger.warning(
-        "no memory on the device for a step of %d tokens: request %s, its newest, fails",
+        "no memory on the device for a step of %d tokens: its newest request %s fails",
         plan.num_tokens,
         request_id,
         extra={"request_id": request_id},

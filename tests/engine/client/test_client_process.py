@@ -367,7 +367,7 @@ async def test_a_stopped_engine_is_noticed_within_seconds(spares):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_suspicion_that_was_false_leaves_no_process_behind(monkeypatch, spares):
-    monkeypatch.setattr(supervision, "LIFELESS_SECONDS", 60.0)
+    monkeypatch.setattr(supervision, "INACTIVE_SECONDS", 60.0)
     monkeypatch.setattr(supervision, "STOPPED_SECONDS", 60.0)
     async with running() as client:
         pid = client.pid
@@ -384,7 +384,7 @@ async def test_a_suspicion_that_was_false_leaves_no_process_behind(monkeypatch, 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_suspicion_ends_with_the_last_request(monkeypatch, spares):
-    monkeypatch.setattr(supervision, "LIFELESS_SECONDS", 60.0)
+    monkeypatch.setattr(supervision, "INACTIVE_SECONDS", 60.0)
     monkeypatch.setattr(supervision, "STOPPED_SECONDS", 60.0)
     async with running() as client:
         stream = client.generate(request("a", max_tokens=100_000))
@@ -487,7 +487,7 @@ def test_where_the_host_has_no_standard_error_a_child_prints_nowhere(monkeypatch
         raise OSError
 
     if closed:
-        monkeypatch.setattr(process_setup, "os", types.SimpleNamespace(fstat=no_such_file))
+        monkeypatch.setattr(process_setup, "os", types.SimpleNamespace(**{**vars(os), "fstat": no_such_file}))
     else:
         monkeypatch.setattr(sys, "stderr", None)
     with contextlib.closing(ChildProcess(CORE, "warning")) as child:
@@ -564,7 +564,7 @@ async def test_stats_do_not_wait_for_a_long_step(monkeypatch):
         stream, step = client.generate(request("a", max_tokens=1000)), 0
         for _ in range(5):  # on a machine with other work one of these has to be quick
             step += len((await anext(stream)).token_ids)
-            while client._router._streams["a"].waiting:  # steps that ended meanwhile
+            while client._router._streams["a"].buffered_size:  # steps that ended meanwhile
                 step += len((await anext(stream)).token_ids)
             start = time.monotonic()
             for _ in range(3):

@@ -61,7 +61,7 @@ async def killed_after(monkeypatch, child: Child, *heard: Message, most: int = 8
         if child.ticks == most:
             child.ended = True
 
-    monkeypatch.setattr(module, "Pulse", lambda pid: child)
+    monkeypatch.setattr(module, "ProcessActivity", lambda pid: child)
     monkeypatch.setattr(asyncio, "sleep", tick)
     watchdog = Watchdog(
         child,  # type: ignore[arg-type]

@@ -12,6 +12,6 @@ from windlass.engine.scheduling import kv_restore
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept blocks are waited for until they are read or copied, and fresh statistics until they come."""
-    monkeypatch.setattr(kv_restore, "_PATIENCE", 60.0)
+    monkeypatch.setattr(kv_restore, "_GRACE_SECONDS", 60.0)
     monkeypatch.setattr(host_tier, "_COPY_SECONDS", 60.0)
     monkeypatch.setattr(request_router, "STATS_TIMEOUT", 30.0)

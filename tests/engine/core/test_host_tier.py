@@ -193,8 +193,8 @@ def test_a_step_that_evicts_more_than_there_are_rows_for(
 ) -> None:
     """Rows are taken again once what was in them has gone; so where little comes back at once."""
     size = block_bytes(models["llama"])
-    monkeypatch.setattr(host_tier, "_LEAVING", 2 * size)
-    monkeypatch.setattr(host_tier, "_ARRIVING", 4 * size)
+    monkeypatch.setattr(host_tier, "_OUTGOING_BYTES", 2 * size)
+    monkeypatch.setattr(host_tier, "_INCOMING_BYTES", 4 * size)
     core = make_core(models["llama"], **small(models["llama"]))
     ended.append(core)
     right = ask(core)

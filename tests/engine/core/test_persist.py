@@ -345,8 +345,8 @@ def test_a_full_disk_is_said_once_and_the_engine_goes_on(
         return write(number, data)
 
     monkeypatch.setattr(os, "write", limited)
-    monkeypatch.setattr("windlass.engine.cache.block_store._FIRST_PAUSE", 0.05)
-    monkeypatch.setattr("windlass.engine.cache.block_store._LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr("windlass.engine.cache.block_store._MIN_BACKOFF", 0.05)
+    monkeypatch.setattr("windlass.engine.cache.block_store._MAX_BACKOFF", 0.05)
     full.set()
     with caplog.at_level(logging.WARNING), keeping(models["llama"], tmp_path) as core:
         assert same(ask(core), right)
@@ -390,7 +390,7 @@ def test_what_several_want_is_read_once(
 ) -> None:
     gate, read = threading.Event(), BlockDirectory.read
     monkeypatch.setattr(BlockDirectory, "read", lambda *given: read(*given) if gate.wait(60) else None)
-    monkeypatch.setattr("windlass.engine.scheduling.kv_restore._PATIENCE", 60.0)
+    monkeypatch.setattr("windlass.engine.scheduling.kv_restore._GRACE_SECONDS", 60.0)
     longer = [*PROMPT[:64], *tokens(60)]
     with keeping(models["llama"], tmp_path) as core:
         right = {"a": ask(core), "b": ask(core, longer)}
@@ -420,7 +420,7 @@ def test_a_disk_that_answers_slowly_is_not_waited_for(
         right = ask(core)
     go_on = threading.Event()
     monkeypatch.setattr(BlockDirectory, "read", lambda *_: go_on.wait() and None)
-    monkeypatch.setattr("windlass.engine.scheduling.kv_restore._PATIENCE", 0.1)
+    monkeypatch.setattr("windlass.engine.scheduling.kv_restore._GRACE_SECONDS", 0.1)
     try:
         with keeping(models["llama"], tmp_path) as core:
             got = ask(core)

@@ -12,7 +12,6 @@ import pytest
 from helpers.configs import engine_config
 
 from windlass.engine import host_resources
-from windlass.engine.client.child_process import DEFAULT_CORE
 from windlass.engine.client.process_client import ProcessClient
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
@@ -30,12 +29,12 @@ def test_polling_is_bounded_unless_the_operator_decided() -> None:
 @pytest.mark.parametrize(
     ("given", "expected", "core_name"),
     [
-        ({}, str(host_resources.SPIN_COUNT), DEFAULT_CORE),
+        ({}, str(host_resources.SPIN_COUNT), None),
         ({"GOMP_SPINCOUNT": "7"}, "7", "helpers.scripted_core:ScriptedCore"),
     ],
 )
 def test_an_engine_process_starts_with_it_and_on_its_cores(
-    given: dict[str, str], expected: str, core_name: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str], expected: str, core_name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)

@@ -167,7 +167,7 @@ def test_the_others_find_no_memory_either_and_carry_states(tmp_path: Path, monke
             raise torch.OutOfMemoryError(NO_ROOM)
         return results
 
-    monkeypatch.setattr(core.runner, "repeat", fails)
+    monkeypatch.setattr(core.runner, "retry", fails)
     got = run(core, requests(), every_logit=False)
     assert failed and set(errors_of(got)) == {"turning", "same prompt"}
     for index in range(2):
