@@ -52,7 +52,6 @@ from windlass.engine.core.introspection import inspect
 from windlass.engine.core.memory_budget import plan_kv_cache
 from windlass.engine.core.messages import ANNOUNCE_SECONDS, Announce, picklable_error
 from windlass.engine.core.oom_recovery import (
-    StartedPlan,
     device_memory_guard,
     restart_sequences,
     start_async_step,
@@ -60,6 +59,7 @@ from windlass.engine.core.oom_recovery import (
 )
 from windlass.engine.core.ranks import RankProcesses, group_kv_memory
 from windlass.engine.errors import EngineError, QueueFullError, RequestError
+from windlass.engine.execution.cuda_graphs import StepFuture
 from windlass.engine.execution.dummy_runs import warm_up
 from windlass.engine.execution.model_runner import ModelRunner
 from windlass.engine.host_resources import threads_per_rank
@@ -180,7 +180,7 @@ class StepExecutor:
     def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
         self._scheduler, self._runner = scheduler, runner
         self._estimator = StepTimeEstimator()
-        self._in_flight: StartedPlan | None = None
+        self._in_flight: StepFuture | None = None
         self._started_at = 0.0  # seconds; when the device began to compute only the step in flight
 
     def step(self, announce: Announce | None, watcher: PlanWatcher | None) -> list[RequestOutput]:
@@ -198,11 +198,11 @@ class StepExecutor:
             self._started_at = time.perf_counter()
             self._notify_watcher(plan, watcher)
             started = start_step(plan, self._runner, scheduler)
-        following = scheduler.ahead.plan(started.plan) if started.step.in_flight else None
+        following = scheduler.ahead.plan(started.plan) if started.in_flight else None
         if following is not None:
             self._notify_watcher(following, watcher)
             self._in_flight = start_async_step(following, self._runner, scheduler)
-        results = started.step.results()
+        results = started.results()
         now = time.perf_counter()
         seconds, self._started_at = now - self._started_at, now
         self._estimator.observe(started.plan.num_tokens, seconds)

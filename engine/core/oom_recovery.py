@@ -13,7 +13,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 from windlass.engine.errors import OUT_OF_MEMORY, OUT_OF_MEMORY_ROTATING, DeviceMemoryError
 from windlass.engine.execution.cuda_graphs import StepFuture
@@ -26,15 +25,7 @@ from windlass.kernels import is_out_of_memory
 _logger = logging.getLogger("windlass.engine")
 
 
-class StartedPlan(NamedTuple):
-    """plan: the part of the plan that is computed. failed: outputs of requests that failed for lack of memory."""
-
-    plan: SchedulerOutput
-    step: StepFuture
-    failed: list[RequestOutput]
-
-
-def start_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StartedPlan:
+def start_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StepFuture:
     """Start a plan; its newest requests fail while the device has no memory for it. If recurrent state may have changed, the
     other sequences restart in later steps from cached blocks. Raises any other error of the step."""
     failed: list[RequestOutput] = []
@@ -47,15 +38,16 @@ def start_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler)
             remaining = ()
         plan = replace(plan, sequences=remaining)
         _release_device_memory(runner)
-        step = _try_step(runner, plan, first=False) if remaining else StepFuture([])
-    return StartedPlan(plan, step, failed)
+        step = _try_step(runner, plan, first=False) if remaining else StepFuture(plan, [])
+    step.failed = failed
+    return step
 
 
-def start_async_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StartedPlan | None:
+def start_async_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StepFuture | None:
     """Start the plan of an async step; None if the device has no memory for it and it was abandoned."""
     step = _try_step(runner, plan, first=True)
     if step is not None:
-        return StartedPlan(plan, step, [])
+        return step
     if runner.graphs is not None:
         runner.graphs.rows.record_end()  # work submitted before the failure still runs
     _release_device_memory(runner)
@@ -98,7 +90,7 @@ def _try_step(runner: ModelRunner, plan: SchedulerOutput, *, first: bool) -> Ste
     try:
         if first and runner.graphs is not None:
             return runner.start(plan)
-        return StepFuture(runner.execute(plan) if first else runner.retry(plan))
+        return StepFuture(plan, runner.execute(plan) if first else runner.retry(plan))
     except Exception as error:
         if not is_out_of_memory(error) or not runner.can_retry(plan):
             raise

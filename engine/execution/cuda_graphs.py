@@ -32,6 +32,7 @@ from windlass.engine.execution.device_batch import (
 )
 from windlass.engine.execution.input_batch import InputBatch
 from windlass.engine.execution.recorded_steps import StepOutputs
+from windlass.engine.interface.outputs import RequestOutput
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.lora import LoadedAdapters
 from windlass.engine.rotary.rotary_tables import RotaryTables
@@ -362,31 +363,28 @@ def _tensors(outputs: StepOutputs) -> tuple[Tensor, ...]:
 
 
 class StepFuture:
-    """A step that was begun. in_flight: whether the device may still be at it."""
+    """A started step: its results, or tokens that the device is still computing.
 
-    in_flight = False
+    plan: the plan that is computed. failed: the outputs of requests that failed for lack of memory.
+    """
 
-    def __init__(self, results: list[StepResult]) -> None:
-        self._results = results
+    def __init__(self, plan: SchedulerOutput, results: list[StepResult], pending: PendingTokens | None = None) -> None:
+        self.plan = plan
+        self.failed: list[RequestOutput] = []
+        self._results, self._pending = results, pending
 
-    def results(self) -> list[StepResult]:
-        """What it drew, once that is known. Raises what the device met meanwhile."""
-        return self._results
-
-
-class _DeviceStepFuture(StepFuture):
-    in_flight = True
-
-    def __init__(self, items: Sequence[ScheduledSequence], pending: PendingTokens) -> None:
-        super().__init__([])
-        self._items, self._pending = items, pending
+    @property
+    def in_flight(self) -> bool:
+        """Whether the device may still be computing the step."""
+        return self._pending is not None
 
     def results(self) -> list[StepResult]:
-        if self.in_flight:
+        """Wait for the sampled tokens. Raises the errors that the device reports."""
+        if self._pending is not None:
             ids, statuses = self._pending.wait()
-            self.in_flight = False
-            drawn = zip(self._items, ids.T.tolist(), statuses.T.tolist(), strict=True)
-            self._results = [multi_step_result(item.seq_id, *found) for item, *found in drawn]
+            self._pending = None
+            sampled = zip(self.plan.sequences, ids.T.tolist(), statuses.T.tolist(), strict=True)
+            self._results = [multi_step_result(item.seq_id, *found) for item, *found in sampled]
         return self._results
 
 
@@ -412,7 +410,7 @@ class DeviceStepLauncher:
         if pending is None:
             return None
         self._rows = {item.seq_id: row for row, item in enumerate(items)}
-        return _DeviceStepFuture(items, pending)
+        return StepFuture(plan, [], pending)
 
     def _runs_on_device(self, items: Sequence[ScheduledSequence]) -> bool:
         live = self._input_batch.by_id

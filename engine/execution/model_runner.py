@@ -381,7 +381,7 @@ class ModelRunner(RankRunner):
         if in_flight is None:
             results = self._compute_and_sample(plan)
             self._check_ranks()
-            return StepFuture(results)
+            return StepFuture(plan, results)
         self.positions_computed += plan.num_tokens
         return in_flight
 
