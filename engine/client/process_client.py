@@ -137,7 +137,7 @@ class ProcessClient(SupervisedClient):
         crash_folder: Path | None = None,
     ) -> None:
         super().__init__(progress)
-        self._config = config
+        self.config = config  # of engines that are started, without adapters that were loaded later
         self._spawner = ChildSpawner(core, log_level, lambda: self._placement, child)
         self._hang_seconds = hang_seconds
         self._max_deaths = max_deaths
@@ -219,22 +219,13 @@ class ProcessClient(SupervisedClient):
     # -- starting ------------------------------------------------------------------------------------------------------
     @property
     def _placement(self) -> ProcessPlacement:
-        return ProcessPlacement(self._config.compute.cores, self._config.loading.shared_memory)
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration of engines that are started, without adapters that were loaded later."""
-        return self._config
-
-    def reconfigure(self, config: EngineConfig) -> None:
-        """Set the configuration of engines that are started from now on."""
-        self._config = config
+        return ProcessPlacement(self.config.compute.cores, self.config.loading.shared_memory)
 
     def spawn(self) -> None:
         """Start the child now; needs no event loop. `start_nowait` does it otherwise."""
         if self._child is None:
             self._child = self._spawner.spawn()
-            self._child.load(self._config)
+            self._child.load(self.config)
 
     def start_nowait(self) -> None:
         self.spawn()
@@ -264,7 +255,7 @@ class ProcessClient(SupervisedClient):
                 return
             memory = None if self._watchdog is None else self._watchdog.memory
             report_note = await self._crashes.write(
-                self._child, reason, self._config, self._info, self._failed_requests, memory
+                self._child, reason, self.config, self._info, self._failed_requests, memory
             )
             self._failed_requests = []  # prompts may be long
             now = time.monotonic()
@@ -286,7 +277,7 @@ class ProcessClient(SupervisedClient):
                 if await self._wait_closing(NO_PROCESS_SECONDS):
                     return
             self._child = child
-            self._child.load(self._adapters.restart_config(self._config))
+            self._child.load(self._adapters.restart_config(self.config))
             self._restarts += 1
 
     def _next_child(self) -> ChildProcess | None:

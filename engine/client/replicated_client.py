@@ -344,7 +344,7 @@ class ReplicatedClient(SupervisedClient):
         first.start_nowait()
         info = await first.wait_ready()
         for replica in self._replicas:
-            replica.client.reconfigure(replica_config(replica.client.config, info))
+            replica.client.config = replica_config(replica.client.config, info)
         for client in others:
             client.start_nowait()
         waiting = [asyncio.ensure_future(client.wait_ready()) for client in others]

@@ -54,17 +54,6 @@ class _RequestStream:
     buffered_size: their size; a log-probability with its token counts as one.
     """
 
-    __slots__ = (
-        "_outputs",
-        "_prompt_parts",
-        "_unfinished",
-        "_waiter",
-        "buffered_size",
-        "ended_early",
-        "error",
-        "request",
-    )
-
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
         self._outputs: deque[RequestOutput] = deque()

@@ -42,7 +42,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.execution.model_runner import ModelRunner, RankCommand
 from windlass.engine.execution.proposers import DraftModel, DraftModelProposer
 from windlass.engine.interface.config import PERSIST_SIZE, EngineConfig, SpeculationConfig
-from windlass.engine.interface.model_info import DraftInfo, ModelInfo
+from windlass.engine.interface.model_info import AdapterInfo, DraftInfo, ModelInfo
 from windlass.engine.model.loading.checkpoint import weight_files, weights_digest
 from windlass.engine.model.loading.loader import LoadedModel, RankPlacement, load_draft, load_model
 from windlass.engine.model.loading.weights import Progress
@@ -81,9 +81,16 @@ def fingerprint(config: EngineConfig, model: LoadedModel) -> str:
 
 
 def describe(
-    config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, plan: CachePlan, seconds: float
+    config: EngineConfig,
+    models: LoadedModels,
+    plan: CachePlan,
+    limits: ContextLimits,
+    planner: RotaryPlanner,
+    adapters: tuple[AdapterInfo, ...],
+    seconds: float,
 ) -> ModelInfo:
-    """Description of the model, without the parts that `EngineCore` adds. seconds: duration of loading."""
+    """Description of the loaded model. seconds: duration of loading."""
+    model, draft = models.model, models.draft
     decoder, spec = model.decoder, model.spec
     backend = decoder.backend
     kernel_notice = (backend.explain(),) if backend.is_fallback else ()
@@ -111,8 +118,14 @@ def describe(
         eos_token_ids=spec.eos_token_ids,
         rotary_groups=spec.rotary_groups,
         model_rotary_groups=model.rotary_groups,
-        weight_bytes=decoder.weight_bytes(),
+        weight_bytes=models.weight_bytes,
         load_seconds=seconds,
+        rotary_ladder=planner.ladder,
+        rotary_auto=planner.auto,
+        shift_context=limits.shift_context,
+        max_total_tokens=limits.max_total_tokens,
+        **context_refusals(decoder.spec),
+        adapters=adapters,
         fingerprint=fingerprint(config, model),
         hidden_size=spec.hidden_size,
         pooling=model.pooling,

@@ -71,7 +71,6 @@ from windlass.engine.interface.request import EngineRequest
 from windlass.engine.interface.validation import validate_distance_rules, validate_request, validate_task
 from windlass.engine.model.loading.weights import Progress
 from windlass.engine.model.lora import Adapter
-from windlass.engine.model.model_spec import context_refusals
 from windlass.engine.rotary.rotary_policy import RotaryPlan
 from windlass.engine.sampling.grammar import CompiledGrammar, GrammarCompiler, GrammarMasks
 from windlass.engine.sampling.sampler import Sampler
@@ -283,15 +282,8 @@ class EngineCore:
             alone=others is None,
         )
         self._steps = StepExecutor(self.scheduler, self.runner)
-        self.info = replace(
-            describe(config, model, models.draft, plan, time.perf_counter() - started),
-            weight_bytes=models.weight_bytes,
-            shift_context=self._limits.shift_context,
-            max_total_tokens=self._limits.max_total_tokens,
-            **context_refusals(spec),
-            rotary_ladder=self._planner.ladder,
-            rotary_auto=self._planner.auto,
-            adapters=self.adapters.loaded.infos,
+        self.info = describe(
+            config, models, plan, self._limits, self._planner, self.adapters.loaded.infos, time.perf_counter() - started
         )
 
     def warm_up(self, max_seconds: float = 0.5) -> None:
@@ -364,7 +356,10 @@ class EngineCore:
         return len(self._grammar_queue) > 0 or self.scheduler.has_work()
 
     def step(self, announce: Announce | None = None) -> list[RequestOutput]:
-        """Plan and run one step, and process its results. Outputs of expired requests come first. announce: see `Core`."""
+        """Plan and run one step, and process its results. Outputs of expired requests come first.
+
+        announce: called with the expected seconds before a step that may take more than a second; None: unknown.
+        """
         self.scheduler.wait_for_restore(_RESTORE_WAIT_SECONDS)
         outputs = self._admit_with_grammar() + self.scheduler.expire(time.monotonic())
         if not self.scheduler.has_work():
@@ -404,17 +399,17 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """Write cached blocks that are not stored yet, as time permits, and end the ranks."""
+        """Write cached blocks that are not stored yet, within seconds, and end the ranks. Nothing may be called afterwards."""
         if self._store is not None:
             self._store.close(_CLOSE_SECONDS)
         self._close_ranks()
 
     def watch_plans(self, watcher: PlanWatcher) -> None:
-        """See `Core`."""
+        """Call `watcher` with each plan before it is computed."""
         self._plan_watcher = watcher
 
     def watch_ranks(self, gone: Callable[[str], None]) -> None:
-        """See `Core`."""
+        """Call `gone` from another thread, with the reason, when a rank has ended; no step succeeds from then on."""
         if self._rank_group is not None:
             self._rank_group.watch(gone)
 

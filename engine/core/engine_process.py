@@ -78,63 +78,24 @@ T = TypeVar("T")
 
 # -- the core as the loop uses it --------------------------------------------------------------------------------------
 class Core(Protocol):
-    """Interface of `windlass.engine.core.engine_core.EngineCore`; used by one thread at a time."""
+    """Interface of `windlass.engine.core.engine_core.EngineCore`, which documents it; used by one thread at a time."""
 
     info: ModelInfo
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises RequestError or QueueFullError."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """Drop a request and free its blocks; unknown ids are ignored."""
-        ...
-
-    def end_sample(self, request_id: str, index: int) -> None:
-        """Finish one sample of a request without an output, and free its blocks; unknown ones are ignored."""
-        ...
-
-    def read_adapter(self, source: AdapterSource) -> Future[Any]:
-        """Read an adapter in the background; pass the result to `add_adapter`."""
-        ...
-
-    def add_adapter(self, adapter: Any) -> AdapterInfo:
-        """Make an adapter that was read available to requests. Raises RequestError."""
-        ...
-
-    def drop_adapter(self, adapter_id: int) -> None:
-        """Accept no further requests for an adapter; unknown ids are ignored."""
-        ...
-
-    def inspect(self, query: IntrospectionQuery[A]) -> A:
-        """Answer an introspection query without any effect on requests. Raises RequestError."""
-        ...
-
+    def add(self, request: EngineRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def end_sample(self, request_id: str, index: int) -> None: ...
+    def read_adapter(self, source: AdapterSource) -> Future[Any]: ...
+    def add_adapter(self, adapter: Any) -> AdapterInfo: ...
+    def drop_adapter(self, adapter_id: int) -> None: ...
+    def inspect(self, query: IntrospectionQuery[A]) -> A: ...
     def has_work(self) -> bool: ...
-
-    def step(self, announce: Announce) -> list[RequestOutput]:
-        """Run one step. announce: called with the expected seconds before a step that may take more than a second."""
-        ...
-
-    def watch_plans(self, watcher: PlanWatcher) -> None:
-        """Call `watcher` with each plan before it is computed."""
-        ...
-
-    def watch_ranks(self, gone: Callable[[str], None]) -> None:
-        """Call `gone` from another thread, with the reason, when a rank has ended; no step succeeds from then on."""
-        ...
-
-    def prepare_in_idle_time(self) -> None:
-        """Start background preparations that some first requests would otherwise wait for; called once."""
-        ...
-
-    def close(self) -> None:
-        """Save, within seconds, what outlives the engine. The core must not be used afterwards."""
-        ...
-
-    def stats(self) -> EngineStats:
-        """A snapshot that drains the `*_seconds` samples."""
-        ...
+    def step(self, announce: Announce) -> list[RequestOutput]: ...
+    def watch_plans(self, watcher: PlanWatcher) -> None: ...
+    def watch_ranks(self, gone: Callable[[str], None]) -> None: ...
+    def prepare_in_idle_time(self) -> None: ...
+    def close(self) -> None: ...
+    def stats(self) -> EngineStats: ...
 
 
 CoreFactory = Callable[[EngineConfig, ProgressCallback], Core]
@@ -275,18 +236,12 @@ class ParentConnection(Protocol):
 
     @property
     def inbox(self) -> SimpleQueue[Message]: ...
-
-    def emit(self, message: Message) -> None:
-        """Send in the background; never blocks."""
-        ...
-
-    def flush(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds until all is sent; nothing can be emitted afterwards."""
-        ...
+    def emit(self, message: Message) -> None: ...
+    def flush(self, timeout: float) -> None: ...
 
 
 class ParentSocket:
-    """The child's end of the socket. One thread fills `inbox`, another one sends what `emit` queues."""
+    """The child's end of the socket. One thread fills `inbox`, another one sends what `emit` queues; `emit` never blocks."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.inbox: SimpleQueue[Message] = SimpleQueue()
@@ -300,6 +255,7 @@ class ParentSocket:
         self._outbox.put(message)
 
     def flush(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds until all is sent; nothing can be emitted afterwards."""
         self._outbox.put(None)
         self._writer.join(timeout)
 

@@ -13,7 +13,7 @@ import struct
 import time
 from array import array
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.engine.process_setup import create_memory_file
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 NUM_PLANS, PLAN_BYTES = 32, 4096
 NUM_NAMES, NAME_BYTES = 512, 256
 STACK_BYTES = 64 * 1024
-_SIZE = NUM_PLANS * PLAN_BYTES + NUM_NAMES * NAME_BYTES
 _HEAD = struct.Struct("<QdII")  # number (0: being written), Unix time, sequences, tokens
 _ROW = 3  # numbers of a sequence: its id, its first position, its tokens
 MAX_RECORDED_SEQUENCES = (PLAN_BYTES - _HEAD.size) // (8 * _ROW)
@@ -39,20 +38,28 @@ def recorded_request_id(request_id: str) -> str:
     return request_id.encode("ascii", "replace").decode()[:_ID_CHARS]
 
 
-class FlightRecorder:
-    """One side of the shared memory. number: a descriptor made by `make`, which may be closed afterwards."""
+class _SharedMemory:
+    """One side of a shared memory. number: a descriptor made by `make`, which may be closed afterwards."""
+
+    size: ClassVar[int]
 
     def __init__(self, number: int) -> None:
-        self._memory = mmap.mmap(number, _SIZE)
+        self._memory = mmap.mmap(number, self.size)
 
-    @staticmethod
-    def make() -> int:
-        """The descriptor of an empty recorder."""
-        return create_memory_file(_SIZE)
+    @classmethod
+    def make(cls) -> int:
+        """The descriptor of an empty memory file."""
+        return create_memory_file(cls.size)
 
     def close(self) -> None:
         """Unmap this side's memory."""
         self._memory.close()
+
+
+class FlightRecorder(_SharedMemory):
+    """Plans, and descriptions of their sequences."""
+
+    size = NUM_PLANS * PLAN_BYTES + NUM_NAMES * NAME_BYTES
 
     def write(self, plan: SchedulerOutput, live: LiveSequences) -> None:
         """Record a plan. live: returns the live sequences; called only if the plan starts some."""
@@ -113,20 +120,10 @@ class FlightRecorder:
         return {"sequence": seq_id}
 
 
-class StackMemory:
-    """Memory into which an engine process writes the stacks of its threads. number: as for `FlightRecorder`."""
+class StackMemory(_SharedMemory):
+    """Memory into which an engine process writes the stacks of its threads."""
 
-    def __init__(self, number: int) -> None:
-        self._memory = mmap.mmap(number, STACK_BYTES)
-
-    @staticmethod
-    def make() -> int:
-        """The descriptor of an empty memory."""
-        return create_memory_file(STACK_BYTES)
-
-    def close(self) -> None:
-        """Unmap this side's memory."""
-        self._memory.close()
+    size = STACK_BYTES
 
     def read(self) -> str:
         """The text written so far."""

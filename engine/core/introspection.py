@@ -43,7 +43,7 @@ def inspect(
     """Answer a query. Raises RequestError if the attention cannot be computed."""
     match query:
         case CacheQuery():
-            answer: CacheSnapshot | AttentionSnapshot = _cache(scheduler, blocks)
+            answer: CacheSnapshot | AttentionSnapshot = _snapshot_engine(scheduler, blocks)
         case AttentionQuery(token_ids, _, _, scaling):
             sequence_runner = SingleSequenceRunner(runner.decoder, runner.cache.dtype)
             answer = snapshot_attention(sequence_runner, query, planner.plan(max(1, len(token_ids)), scaling, "frozen"))
@@ -52,7 +52,7 @@ def inspect(
     return cast(A, answer)
 
 
-def _cache(scheduler: Scheduler, blocks: BlockManager) -> CacheSnapshot:
+def _snapshot_engine(scheduler: Scheduler, blocks: BlockManager) -> CacheSnapshot:
     started_at = time.perf_counter()
     running = list(scheduler.running)[:MAX_CACHE_SEQUENCES]
     groups = snapshot_cache(blocks, [seq.cache for seq in running])

@@ -59,10 +59,8 @@ class ComputeConfig:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
-        _check_at_least_one("compute.threads", self.threads)
-        _check_at_most("compute.threads", self.threads, MAX_THREADS)
-        _check_at_least_one("compute.tensor_parallel", self.tensor_parallel)
-        _check_at_most("compute.tensor_parallel", self.tensor_parallel, MAX_RANKS)
+        _check_count("compute.threads", self.threads, MAX_THREADS)
+        _check_count("compute.tensor_parallel", self.tensor_parallel, MAX_RANKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +99,9 @@ class CacheConfig:
     host_memory: int | None = None
 
     def __post_init__(self) -> None:
-        _check_at_least_one("cache.memory", self.memory)
-        _check_at_least_one("cache.persist_size", self.persist_size)
-        _check_at_least_one("cache.host_memory", self.host_memory)
+        _check_count("cache.memory", self.memory)
+        _check_count("cache.persist_size", self.persist_size)
+        _check_count("cache.host_memory", self.host_memory)
         if self.device_share is not None and not 0 < self.device_share <= 1:
             raise LoadError(f"`cache.device_share` must be above 0 and at most 1, got {self.device_share:g}")
         if self.device_share is not None and self.memory is not None:
@@ -194,11 +192,10 @@ class SchedulerConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
-        _check_at_least_one("scheduling.max_num_batched_tokens", self.max_num_batched_tokens)
-        _check_at_least_one("scheduling.max_num_seqs", self.max_num_seqs)
-        _check_at_most("scheduling.max_num_seqs", self.max_num_seqs, MAX_SEQS)
-        _check_at_least_one("scheduling.max_waiting", self.max_waiting)
-        _check_at_least_one("scheduling.max_waiting_tokens", self.max_waiting_tokens)
+        _check_count("scheduling.max_num_batched_tokens", self.max_num_batched_tokens)
+        _check_count("scheduling.max_num_seqs", self.max_num_seqs, MAX_SEQS)
+        _check_count("scheduling.max_waiting", self.max_waiting)
+        _check_count("scheduling.max_waiting_tokens", self.max_waiting_tokens)
         if not 0 <= self.target_step_seconds < math.inf:
             raise LoadError(
                 f"`scheduling.target_step_seconds` must be finite and not negative, got {self.target_step_seconds}"
@@ -233,8 +230,8 @@ class ContextConfig:
     max_total_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_at_least_one("context.shift_context", self.shift_context)
-        _check_at_least_one("context.max_total_tokens", self.max_total_tokens)
+        _check_count("context.shift_context", self.shift_context)
+        _check_count("context.max_total_tokens", self.max_total_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,9 +248,8 @@ class AdapterConfig:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        _check_at_least_one("adapters.max_loaded", self.max_loaded)
-        _check_at_most("adapters.max_loaded", self.max_loaded, MAX_ADAPTERS)
-        _check_at_least_one("adapters.max_rank", self.max_rank)
+        _check_count("adapters.max_loaded", self.max_loaded, MAX_ADAPTERS)
+        _check_count("adapters.max_rank", self.max_rank)
         if len(self.sources) > self.max_loaded:
             raise LoadError(
                 f"`adapters.sources` names {len(self.sources)} adapters, `adapters.max_loaded` allows {self.max_loaded}: raise it"
@@ -280,16 +276,13 @@ class EngineConfig:
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
-        _check_at_least_one("max_model_len", self.max_model_len)
-        _check_at_least_one("replicas", self.replicas)
+        _check_count("max_model_len", self.max_model_len)
+        _check_count("replicas", self.replicas)
 
 
-def _check_at_least_one(field: str, value: int | None) -> None:
+def _check_count(field: str, value: int | None, most: float = math.inf) -> None:
     if value is not None and value < 1:
         raise LoadError(f"`{field}` must be at least 1, got {value}")
-
-
-def _check_at_most(field: str, value: int | None, most: int) -> None:
     if value is not None and value > most:
         raise LoadError(f"`{field}` must be at most {most}, got {value}")
 

@@ -88,11 +88,16 @@ class ContextSize:
     sinks: int = 0
 
     @property
+    def longest_prompt(self) -> int:
+        """Maximum prompt tokens, without output."""
+        return self.longest if self.window is None else min(self.longest, self.window)
+
+    @property
     def rotary_length(self) -> int:
         """Maximum number of tokens that can see each other; length-dependent frequencies use it as their length."""
         if self.attention_window is not None:
             return min(self.longest, self.sinks + self.attention_window)
-        return self.longest if self.window is None else min(self.longest, self.window)
+        return self.longest_prompt
 
     @property
     def sinks_window(self) -> int:
@@ -116,7 +121,7 @@ class ContextSize:
                 self.longest,
                 (self.aligned_retained_blocks + self.cut_blocks) * self.block_size + self.attention_window + chunk,
             )
-        return self.longest if self.window is None else min(self.longest, self.window)
+        return self.longest_prompt
 
     def report(self, num_computed: int) -> ContextReport | None:
         """Context usage after `num_computed` tokens; None for a rule that neither drops nor hides tokens."""
@@ -127,11 +132,6 @@ class ContextSize:
             return None
         shifts = max(0, -(-(num_computed - self.window) // self.block_size))
         return ContextReport(self.window, kept, shifts * self.block_size, shifts)
-
-    @property
-    def longest_prompt(self) -> int:
-        """Maximum prompt tokens, without output."""
-        return self.longest if self.window is None else min(self.longest, self.window)
 
 
 @dataclass(frozen=True, slots=True)

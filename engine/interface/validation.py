@@ -6,7 +6,7 @@ Whether a request fits the context and the cache is checked by the scheduler's a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Final, TypedDict
+from typing import Any, Final
 
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.context import NonPrefixReuseParams
@@ -172,19 +172,9 @@ def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:
             raise RequestError(f"{param}: token id {token_id} is outside the vocabulary 0..{vocab_size - 1}", param)
 
 
-class GrammarLimits(TypedDict):
-    """The fields of llguidance's LLParserLimits."""
-
-    initial_lexer_fuel: int
-    step_lexer_fuel: int
-    step_max_items: int
-    max_lexer_states: int
-    max_grammar_size: int
-    verbose_errors: bool
-
-
-# With these, a mask usually takes 40 microseconds and at most some 20 ms, and a grammar at most about 100 MB.
-GRAMMAR_LIMITS: Final[GrammarLimits] = {
+# Arguments of llguidance's LLParserLimits: a mask usually takes 40 microseconds and at most some 20 ms, a grammar at most about
+# 100 MB.
+GRAMMAR_LIMITS: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,

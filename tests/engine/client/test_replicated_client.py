@@ -23,7 +23,7 @@ from windlass.engine.interface.model_info import AdapterSource
 from windlass.engine.interface.outputs import EngineStats
 from windlass.engine.interface.request import EngineRequest, SamplingParams
 
-TESTS = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 

@@ -16,7 +16,7 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.host_resources import available_memory, processor_quota, processors, threads_per_rank
 from windlass.engine.model.loading.preflight import prepare_model
 
-DEMO = Path(__file__).parents[3] / "models" / "demo"
+DEMO = Path(__file__).parents[2] / "models" / "demo"
 MIB = 1 << 20
 
 
