@@ -65,7 +65,8 @@ class FlightRecorder(_SharedMemory):
         """Record a plan. live: returns the live sequences; called only if the plan starts some."""
         memory, sequences = self._memory, plan.sequences
         if plan.new or plan.forks:
-            self._write_names({item.seq_id for item in (*plan.new, *plan.forks)}, live())
+            started = {item.seq_id for item in plan.new} | {item.seq_id for item in plan.forks}
+            self._write_names(started, live())
         start = plan.step % NUM_PLANS * PLAN_BYTES
         _HEAD.pack_into(memory, start, 0, 0.0, 0, 0)
         rows = array("q")
