@@ -259,7 +259,7 @@ def test_memory_that_is_gone_for_good_ends_the_newest_and_says_so(
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError(NO_ROOM)
 
-    for name in ("begin", "begin_ahead", "run"):
+    for name in ("submit", "submit_behind", "run"):
         monkeypatch.setattr(core.runner.graphs, name, fails)
     while core.has_work():
         got += core.step()

@@ -418,6 +418,6 @@ def test_main_memory_that_the_system_does_not_give(models: dict[str, Path], monk
 
     monkeypatch.setattr(PlayedCopies, "host_memory", refuse)
     with pytest.raises(
-        LoadError, match=r"`cache.host_memory`: the system does not give .* OS call failed .*: lower it"
+        LoadError, match=r"`cache.host_memory`: the system does not provide .* OS call failed .*: lower it"
     ):
         make_core(models["llama"], kv_host_memory=1 << 20)

@@ -249,15 +249,15 @@ def test_what_was_pooled_before_is_not_counted_twice(model: Path, monkeypatch: p
 
     core.add(pooled("first", 1))
     expected = vectors(outputs_of(core))
-    take, taken = core.runner._pooler.take, []
+    add, taken = core.runner._pooler.add, []
 
     def fails(seq_id: int, *operands: Any) -> Any:
         taken.append(seq_id)
         if seq_id != taken[0]:  # in a step in which those of the first request have been taken
             raise torch.OutOfMemoryError(NO_ROOM)
-        return take(seq_id, *operands)
+        return add(seq_id, *operands)
 
-    monkeypatch.setattr(core.runner._pooler, "take", fails)
+    monkeypatch.setattr(core.runner._pooler, "add", fails)
     core.add(pooled("first", 1))
     core.add(pooled("second", 2))
     outputs = outputs_of(core)
@@ -278,7 +278,7 @@ class _Memory(DeviceMemory):
     def free(self) -> int:
         return 1 << 20
 
-    def taken(self) -> int:
+    def used_by_process(self) -> int:
         return 0
 
     def allocated(self) -> int:

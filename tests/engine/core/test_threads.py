@@ -60,9 +60,9 @@ def test_an_engine_process_starts_with_it_and_on_its_cores(
 def test_preparing_a_process_comes_before_torch_or_not_at_all() -> None:
     script = (
         "import os, sys; os.environ.pop('GOMP_SPINCOUNT', None); os.environ.pop('OMP_WAIT_POLICY', None)\n"
-        "from windlass.engine.core import threads\n"
+        "from windlass.engine import host_resources\n"
         "sys.modules.update({'torch': sys} if sys.argv[1] == 'late' else {})\n"
-        "threads.apply_thread_settings(); print(os.environ.get('GOMP_SPINCOUNT'))"
+        "host_resources.apply_thread_settings(); print(os.environ.get('GOMP_SPINCOUNT'))"
     )
     answers = [subprocess.check_output([sys.executable, "-c", script, when], text=True) for when in ("early", "late")]
     assert answers == [f"{host_resources.SPIN_COUNT}\n", "None\n"]
