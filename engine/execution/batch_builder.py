@@ -31,62 +31,43 @@ from windlass.engine.rotary.attention_distances import Distances
 from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.engine.scheduling.chunked_prefill import NO_BOUNDARIES, ChunkBoundaries
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence
-from windlass.kernels import Backend, MultiStepInputs, PersistentBuffers, PrefillTotals, blocks_per_split, to_device
+from windlass.kernels import (
+    Backend,
+    MultiStepInputs,
+    PersistentBuffers,
+    PrefillTotals,
+    StateRows,
+    blocks_per_split,
+    to_device,
+)
 
 
-class StateRowArrays(NamedTuple):
-    """The arrays of a `StateRows`, filled in place. Where there is room for more sequences than a step has, those behind them
-    have no tokens."""
-
-    blocks: NDArray[np.int64]  # [S]
-    starts: NDArray[np.int64]  # [S + 1]
-    lengths: NDArray[np.int64]  # [S]
-    kept: NDArray[np.int64]  # [T]
-
-    @classmethod
-    def zeros(cls, sequences: int, tokens: int) -> StateRowArrays:
-        return cls(*(np.zeros(size, dtype=np.int64) for size in (sequences, sequences + 1, sequences, tokens)))
-
-    def fill(self, items: Sequence[ScheduledSequence], sequences: InputBatch) -> None:
-        """Those of these chunks, in order. The state behind every token before a proposed one is kept."""
-        count, held = len(items), [sequences.by_id[item.seq_id] for item in items]
-        self.blocks[:count] = sequences.state_blocks([live.row for live in held])
-        self.starts[1 : count + 1] = np.cumsum([item.num_tokens for item in items])
-        self.starts[count + 1 :] = self.starts[count]
-        self.lengths[:count] = [item.start + item.num_tokens for item in items]
-        self.kept.fill(-1)
-        for item, live, first in zip(items, held, self.starts.tolist(), strict=False):
-            kept = sequences.draft_state_blocks(live)
-            if kept.size:
-                # A draft model has a chunk for each token: from the one on whose state is kept in that place. What was set aside
-                # in front of a step planned ahead stands behind no token of that step.
-                ahead = item.start + 1 - item.num_known_tokens
-                begin, end = max(0, -ahead), min(item.num_tokens, kept.size - ahead)
-                self.kept[first + begin : first + end] = kept[begin + ahead : end + ahead]
-
-    def tensors(self) -> dict[str, Any]:
-        """The same memory, by the names of a batch."""
-        return {f"state_{name}": torch.from_numpy(array) for name, array in self._asdict().items()}
+def _host_state_rows(sequences: int, tokens: int) -> StateRows:
+    """Zeros in host memory, for `fill_state_rows`."""
+    return StateRows(*(torch.zeros(size, dtype=torch.int64) for size in (sequences, sequences + 1, sequences, tokens)))
 
 
-def with_state_rows(
-    batch: ForwardBatch, items: Sequence[ScheduledSequence], sequences: InputBatch, *, repeatable: bool
-) -> ForwardBatch:
-    """The batch of these chunks, in order, with its states.
+def _fill_state_rows(rows: StateRows, items: Sequence[ScheduledSequence], input_batch: InputBatch) -> None:
+    """Write the states that these chunks change, in order, into host memory. Sequences beyond them have no tokens.
 
-    repeatable: whether steps of single tokens are recorded: all those of as many tokens have arrays of the same shapes then,
-    whichever tokens are proposed.
+    A snapshot is stored of the state after each token that precedes a proposed one.
     """
-    tokens, attending = batch.input_ids.shape[0], batch.seq_lens.shape[0]
-    one_shape = repeatable and attending == tokens
-    numbers = StateRowArrays.zeros(tokens if one_shape else len(items), tokens)
-    numbers.fill(items, sequences)
-    fields: dict[str, Any] = {
-        name: to_device(tensor, batch.input_ids.device) for name, tensor in numbers.tensors().items()
-    }
-    if not one_shape and not any(sequences.draft_state_blocks(sequences.by_id[item.seq_id]).size for item in items):
-        fields["state_snapshots"] = None
-    return replace(batch, **fields)
+    assert rows.snapshots is not None
+    blocks, starts, lengths, snapshots = (tensor.numpy() for tensor in rows if tensor is not None)
+    count, live = len(items), [input_batch.by_id[item.seq_id] for item in items]
+    blocks[:count] = input_batch.state_blocks([one.row for one in live])
+    starts[1 : count + 1] = np.cumsum([item.num_tokens for item in items])
+    starts[count + 1 :] = starts[count]
+    lengths[:count] = [item.start + item.num_tokens for item in items]
+    snapshots.fill(-1)
+    for item, one, first in zip(items, live, starts.tolist(), strict=False):
+        draft_blocks = input_batch.draft_state_blocks(one)
+        if draft_blocks.size:
+            # Block i receives the state after the i-th token from the last known one on. A draft model's chunks have one token
+            # each, so they begin at any of these. Blocks before a step that was planned ahead belong to none of its tokens.
+            ahead = item.start + 1 - item.num_known_tokens
+            begin, end = max(0, -ahead), min(item.num_tokens, draft_blocks.size - ahead)
+            snapshots[first + begin : first + end] = draft_blocks[begin + ahead : end + ahead]
 
 
 class PersistentBatch:
@@ -108,7 +89,7 @@ class PersistentBatch:
         self.fill = backend.buffer_filler(self.rows, rotary.inv_freq, rotary.q_scale, rotary.score_scale, block_size)
         ids, _, _, rotary_ids, _ = (torch.from_numpy(row) for row in self.rows.metadata)
         positions, lengths = torch.from_numpy(self.rows.positions), torch.from_numpy(self.rows.lengths)
-        self.states = StateRowArrays.zeros(rows, rows) if has_states else None
+        self.states = _host_state_rows(rows, rows) if has_states else None
         self.batch = ForwardBatch(
             input_ids=ids,
             positions=positions,
@@ -123,7 +104,7 @@ class PersistentBatch:
             q_scale=self.rows.q_scale,
             score_scale=self.rows.score_scale,
             persistent=True,
-            **({} if self.states is None else self.states.tensors()),
+            state_rows=self.states,
         )
         self.adapter_slots = torch.full((rows,), -1)
 
@@ -150,7 +131,7 @@ class DecodeRows(NamedTuple):
     metadata: NDArray[np.int64]
     tables: NDArray[np.int32]
     ranges: RowRanges | None
-    states: StateRowArrays | None
+    states: StateRows | None
 
 
 class ForwardBatchBuilder:
@@ -221,9 +202,24 @@ class ForwardBatchBuilder:
                 for first, count in self._attention_chunks(item, distances[live.rotary_id], len(token_ids)):
                     chunks.append((live, first, token_ids[first - start : first - start + count]))
         batch = self._build_chunks(chunks, ranged=ranged)
-        if not self._has_states:
-            return batch
-        return with_state_rows(batch, items, self._input_batch, repeatable=self.persistent)
+        if self._has_states:
+            batch.state_rows = self._state_rows(items, batch)
+        return batch
+
+    def _state_rows(self, items: abc.Sequence[ScheduledSequence], batch: ForwardBatch) -> StateRows:
+        """The states that these chunks change.
+
+        Where steps of single tokens are recorded, those of equally many tokens have arrays of equal shapes, whichever tokens are
+        proposed.
+        """
+        tokens, attending = batch.input_ids.shape[0], batch.seq_lens.shape[0]
+        one_shape = self.persistent and attending == tokens
+        rows = _host_state_rows(tokens if one_shape else len(items), tokens)
+        _fill_state_rows(rows, items, self._input_batch)
+        live = self._input_batch.by_id
+        if not one_shape and not any(self._input_batch.draft_state_blocks(live[item.seq_id]).size for item in items):
+            rows = rows._replace(snapshots=None)
+        return StateRows._make(None if tensor is None else to_device(tensor, self._device) for tensor in rows)
 
     def _attention_chunks(self, item: ScheduledSequence, distances: Distances, count: int) -> list[tuple[int, int]]:
         """(first index, tokens) of the parts of a chunk of `count` tokens that attend as sequences of their own."""
@@ -330,7 +326,7 @@ class ForwardBatchBuilder:
         if self._absolute_scores and num_missing.any():
             anchor_cos, anchor_sin = self._rotary.angles(self._tensor(rotary), self._tensor(-num_missing))
             query_indices = torch.arange(len(positions), device=self._device)
-        names = ("ends", "rows", "decode_rows", "reaches", "gaps", "sources")
+        names = ("ends", "rows", "unrotated_rows", "reaches", "gaps", "sources")
         return RotatedQueryCopies(
             **{name: self._tensor(getattr(found, name)) for name in names},
             cos=cos,
@@ -359,7 +355,7 @@ class ForwardBatchBuilder:
         buffers.rows.metadata.T[...] = metadata
         buffers.fill(self._input_batch.all_tables(blocks), blocks)
         if buffers.states is not None:
-            buffers.states.fill(items, self._input_batch)
+            _fill_state_rows(buffers.states, items, self._input_batch)
         return buffers.batch
 
     def _row_metadata(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int, int]], int]:
@@ -398,8 +394,8 @@ class ForwardBatchBuilder:
             ranges = self._range_tables.of(of_rows)
         states = None
         if self._has_states:
-            states = StateRowArrays.zeros(len(metadata), len(metadata))
-            states.fill(items, self._input_batch)
+            states = _host_state_rows(len(metadata), len(metadata))
+            _fill_state_rows(states, items, self._input_batch)
         numbers[4] = -1 if not self._adapters else self._adapters.slots_of(*self._adapted(items))
         return DecodeRows(numbers, tables, ranges, states)
 

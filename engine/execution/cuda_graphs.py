@@ -20,7 +20,7 @@ from torch import Tensor
 
 from windlass.engine.cache.block_manager import MAX_RUNS
 from windlass.engine.cache.kv_cache import KVCache
-from windlass.engine.execution.batch_builder import ForwardBatchBuilder, StateRowArrays
+from windlass.engine.execution.batch_builder import ForwardBatchBuilder
 from windlass.engine.execution.device_batch import (
     ADAPTER,
     GREEDY,
@@ -39,7 +39,7 @@ from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.engine.sampling.sample_slot import SampleSlot
 from windlass.engine.sampling.sampler import filters_of, multi_step_result, uniform, uses_filters_only
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, StepResult
-from windlass.kernels import Graphs, encode_filters, is_out_of_memory
+from windlass.kernels import Graphs, StateRows, encode_filters, is_out_of_memory
 
 _logger = logging.getLogger("windlass.engine")
 
@@ -144,7 +144,7 @@ class _GraphInputs(NamedTuple):
     metadata: NDArray[np.int64]
     tables: NDArray[np.int32]
     ranges: NDArray[np.int64] | None
-    states: StateRowArrays | None
+    states: StateRows | None
 
 
 class DecodeGraphs:

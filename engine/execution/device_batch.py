@@ -6,19 +6,18 @@ A row is the next token of a sequence. The host sends row metadata and block tab
 from __future__ import annotations
 
 from collections import abc
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.engine.execution.batch_builder import StateRowArrays
 from windlass.engine.execution.query_ranges import COPIES, ENDS, GAPS, LAST_UNCLAMPED, NUM_MISSING, REACHES, ROTATIONS
 from windlass.engine.model.forward_batch import ForwardBatch, RotatedQueryCopies
 from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.engine.scheduling.async_scheduling import MAX_PASSES
-from windlass.kernels import DeviceEvent, Graphs, SamplingTensors
+from windlass.kernels import DeviceEvent, Graphs, SamplingTensors, StateRows
 
 
 class DeviceQueryRanges:
@@ -65,49 +64,7 @@ class DeviceQueryRanges:
         return found, positions - closed
 
 
-_NONE = -1  # the block of rows that are none
-
-
-class DeviceStateRows:
-    """most: rows at once. A captured step takes one sequence more than it has rows: of the rows that are none."""
-
-    def __init__(self, most: int, device: torch.device) -> None:
-        self._numbers = torch.zeros(self.shape(most), dtype=torch.int64, device=device)
-        self._none = torch.full((1,), _NONE, dtype=torch.int64, device=device)
-
-    @staticmethod
-    def shape(most: int) -> tuple[int, int]:
-        """Of what the host says: blocks, starts, lengths, kept."""
-        return 4, most + 1
-
-    def batch_fields(self, rows: int) -> dict[str, Any]:
-        """The fields of a batch of the first `rows` rows that tell whose states they change, see `StateRows`."""
-        blocks, starts, lengths, kept = self._numbers.unbind(0)
-        return {
-            "state_blocks": torch.cat((blocks[:rows], self._none)),
-            "state_starts": torch.cat((starts[: rows + 1], torch.full_like(self._none, rows))),
-            "state_lengths": torch.cat((lengths[:rows], self._none)),
-            "state_snapshots": kept[:rows],
-        }
-
-    def forget(self) -> None:
-        """Let no row change a state."""
-        self._numbers[1].zero_()
-        self._numbers[3].fill_(_NONE)
-
-    def load(self, staged: Tensor) -> None:
-        """Take over what `write_state_rows` has written."""
-        self._numbers.copy_(staged, non_blocking=True)
-
-
-def write_state_rows(numbers: StateRowArrays, staged: Tensor) -> None:
-    """Write what a step says into host memory of `DeviceStateRows.shape`. Of rows behind its own, no sequence has any."""
-    to: NDArray[np.int64] = staged.numpy()
-    rows = len(numbers.kept)
-    to[0, :rows], to[1, : rows + 1], to[2, :rows], to[3, :rows] = numbers
-    to[1, rows + 1 :] = rows
-    to[3, rows:] = _NONE
-
+_NO_BLOCK = -1  # state block of a row or sequence that does not exist
 
 _NO_ROW = -1  # the slot's number of a row that is none: it reads and writes nothing
 
@@ -148,7 +105,7 @@ class _StagingBuffers:
         self.numbers = graphs.host_memory((4 + MAX_PASSES, rows), torch.float64)
         self.tables = graphs.host_memory((groups * rows * width,), torch.int32)
         self.ranges = graphs.host_memory((ranges,), torch.int64)
-        self.states = graphs.host_memory(DeviceStateRows.shape(rows), torch.int64) if has_states else None
+        self.states = graphs.host_memory((4, rows + 1), torch.int64) if has_states else None
         self.sampled = graphs.host_memory((2, MAX_PASSES, rows), torch.int64)
         self.mark: DeviceEvent | None = None
 
@@ -156,6 +113,16 @@ class _StagingBuffers:
         """said: [FACTS, B], of the first rows; the others are none."""
         self.metadata[_INDEX], self.metadata[ADAPTER] = _NO_ROW, _NO_ADAPTER
         self.metadata[:, : metadata.shape[1]] = torch.from_numpy(metadata)
+
+    def set_states(self, rows: StateRows) -> None:
+        """Store `rows` as [4, rows + 1]: blocks, starts, lengths, snapshots; rows beyond them belong to no sequence."""
+        assert self.states is not None and rows.snapshots is not None
+        count = len(rows.snapshots)
+        for target, source in zip(self.states, rows, strict=True):
+            if source is not None:
+                target[: len(source)] = source
+        self.states[1, count + 1 :] = count
+        self.states[3, count:] = _NO_BLOCK
 
 
 class DeviceBatch:
@@ -194,7 +161,8 @@ class DeviceBatch:
         )  # tables side by side
         self._sampled = torch.zeros(2, MAX_PASSES, most, dtype=torch.int64, device=device)
         self._pass = torch.zeros(1, dtype=torch.int64, device=device)
-        self._states = DeviceStateRows(most, device) if has_states else None
+        # Blocks, starts, lengths and snapshots of `StateRows`.
+        self._states = torch.zeros(4, most + 1, dtype=torch.int64, device=device) if has_states else None
         # A plan's copies may still be read while the next one's are written, never longer.
         numbers = ranges.fields * ranges.cells
         self._staging = [
@@ -232,7 +200,20 @@ class DeviceBatch:
             context_positions=context_positions,
             **self._rotary.cos_sin(rotary, positions)._asdict(),
             query_copies=query_copies,
-            **({} if self._states is None else self._states.batch_fields(rows)),
+            state_rows=self._state_rows(rows),
+        )
+
+    def _state_rows(self, rows: int) -> StateRows | None:
+        """Those of the first `rows` rows, and one more sequence, of the rows that do not exist."""
+        if self._states is None:
+            return None
+        blocks, starts, lengths, snapshots = self._states.unbind(0)
+        none = torch.full((1,), _NO_BLOCK, dtype=torch.int64, device=self._device)
+        return StateRows(
+            torch.cat((blocks[:rows], none)),
+            torch.cat((starts[: rows + 1], torch.full_like(none, rows))),
+            torch.cat((lengths[:rows], none)),
+            snapshots[:rows],
         )
 
     def adapter_slots(self, rows: int) -> Tensor:
@@ -267,7 +248,7 @@ class DeviceBatch:
         tables: NDArray[np.int32],
         sampling_rows: abc.Sequence[RowSampling],
         ranges: NDArray[np.int64] | None = None,
-        states: StateRowArrays | None = None,
+        states: StateRows | None = None,
     ) -> None:
         """Say what the rows are. said: [FACTS, B], see above. tables: [K, B, columns]; past a row's blocks they mean nothing.
 
@@ -286,7 +267,7 @@ class DeviceBatch:
         tables: NDArray[np.int32],
         sampling_rows: abc.Sequence[RowSampling],
         ranges: NDArray[np.int64] | None = None,
-        states: StateRowArrays | None = None,
+        states: StateRows | None = None,
     ) -> None:
         """Let the rows be these of those that steps were asked for last, which go on from what those will draw.
 
@@ -324,7 +305,7 @@ class DeviceBatch:
         tables: NDArray[np.int32],
         sampling_rows: abc.Sequence[RowSampling],
         ranges: NDArray[np.int64] | None,
-        states: StateRowArrays | None,
+        states: StateRows | None,
     ) -> None:
         """The tables and ranges, unless the device has them, whose states the rows change, and how they draw."""
         numbers = staging.numbers.numpy()
@@ -333,8 +314,7 @@ class DeviceBatch:
             numbers[4 : 4 + len(one.uniforms), row] = one.uniforms
         self._graphs.submit(lambda: self._copy_sampling(staging))
         if states is not None:
-            assert staging.states is not None
-            write_state_rows(states, staging.states)
+            staging.set_states(states)
             self._graphs.submit(lambda: self._copy_states(staging))
         known = self._sent_ranges
         if ranges is not None and (known is None or not np.array_equal(ranges, known)):
@@ -354,7 +334,8 @@ class DeviceBatch:
         self._metadata[ADAPTER].fill_(_NO_ADAPTER)
         self._pass.zero_()
         if self._states is not None:
-            self._states.forget()
+            self._states[1].zero_()
+            self._states[3].fill_(_NO_BLOCK)
 
     def _copy_metadata(self, staging: _StagingBuffers) -> None:
         self._metadata.copy_(staging.metadata, non_blocking=True)
@@ -371,7 +352,7 @@ class DeviceBatch:
 
     def _copy_states(self, staging: _StagingBuffers) -> None:
         assert self._states is not None and staging.states is not None
-        self._states.load(staging.states)
+        self._states.copy_(staging.states, non_blocking=True)
 
     def _copy_tables(self, staging: _StagingBuffers, shape: tuple[int, ...]) -> None:
         groups, rows, columns = shape

@@ -20,14 +20,24 @@ from windlass.engine.cache.kv_cache import KVCache
 from windlass.engine.execution.input_batch import table_width
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.forward_batch import ForwardBatch, RotatedQueryCopies
-from windlass.kernels import MultiStepInputs, Recorder, Recording
+from windlass.kernels import MultiStepInputs, Recorder, Recording, StateRows
 
 _ROTATED_QUERY_FIELDS = tuple(f.name for f in fields(RotatedQueryCopies))
 
 _BATCH_TENSORS = tuple(
     f.name
     for f in fields(ForwardBatch)
-    if f.name not in ("lasting", "versions", "adapters", "token_types", "prompts", "only_last_tokens", "hidden")
+    if f.name
+    not in (
+        "query_copies",
+        "persistent",
+        "adapters",
+        "token_types",
+        "prompts",
+        "only_last_tokens",
+        "state_rows",
+        "hidden",
+    )
 )
 
 # For what a step has alive at once: one layer's activations and the logits, whatever the number of layers. Pages that no
@@ -167,7 +177,16 @@ def _new_recording(batch: ForwardBatch, x: Tensor | None, width: int) -> _StepRe
     groups, rows, _ = batch.block_tables.shape
     copies["block_tables"] = torch.full((groups, rows, width), -1, dtype=torch.int32)
     adapters = None if batch.adapters is None else batch.adapters.with_slots(batch.adapters.slots.clone())
-    return _StepRecording(ForwardBatch(**copies, query_copies=_copied(batch.query_copies), adapters=adapters), own_x)
+    states = batch.state_rows
+    own = ForwardBatch(
+        **copies,
+        query_copies=_copied(batch.query_copies),
+        adapters=adapters,
+        state_rows=None
+        if states is None
+        else StateRows._make(None if each is None else each.clone() for each in states),
+    )
+    return _StepRecording(own, own_x)
 
 
 def _width_of(batch: ForwardBatch) -> int:
@@ -207,6 +226,9 @@ def _fill(entry: _StepRecording, batch: ForwardBatch, x: Tensor | None) -> None:
         source, target = getattr(batch, name), getattr(entry.batch, name)
         if source is not None and source is not target:
             (target[:, :, : source.shape[2]] if name == "block_tables" else target).copy_(source)
+    for source, target in zip(batch.state_rows or (), entry.batch.state_rows or (), strict=True):
+        if source is not None and target is not None and source is not target:
+            target.copy_(source)
     adapters, own = batch.adapters, entry.batch.adapters
     if adapters is not None and own is not None and adapters.slots is not own.slots:
         own.slots.copy_(adapters.slots)
