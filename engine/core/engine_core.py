@@ -468,7 +468,7 @@ class EngineCore:
 
     def _release_finished(self) -> None:
         """Without work no step comes that tells the runner who has ended: tell it now, so that it keeps nothing of them."""
-        if len(self.runner.sequences) > 0 and not self.scheduler.has_work():
+        if len(self.runner.input_batch) > 0 and not self.scheduler.has_work():
             self.runner.apply(self.scheduler.schedule())
         if self.adapters.has_unloading:
             self.runner.join()

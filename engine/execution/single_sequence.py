@@ -180,7 +180,7 @@ class SequencePasses:
 
     @property
     def _next_step(self) -> int:
-        return self._runner.sequences.step + 1
+        return self._runner.input_batch.step + 1
 
     def recompute(self, stages: Iterator[Stage], rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """One pass over everything up to the last wanted row of each stage, of which that stage's rows count.

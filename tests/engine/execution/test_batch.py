@@ -33,7 +33,9 @@ def test_lasting_batches_equal_fresh_ones(tmp_path: Path, monkeypatch: pytest.Mo
         batch = build(sequences)
         if not batch.persistent:
             return batch
-        found = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in ("lasting", "only_last_tokens")}
+        found = {
+            f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in ("persistent", "only_last_tokens")
+        }
         kept = {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
         batches.persistent = False
         fresh = build(sequences)

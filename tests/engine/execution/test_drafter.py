@@ -205,7 +205,7 @@ def test_pages_are_parked_before_a_loaded_block_lies_there(tmp_path: Path, direc
         plane[:, 3] = 2.0
     ticket = store.pages.stage(0, tuple(plane.copy() for plane in held), lambda: False)
     assert ticket is not None
-    first = core.runner.sequences.step + 1
+    first = core.runner.input_batch.step + 1
     loaded = (LoadedBlock(group=0, block=3, ticket=ticket),)
     core.runner.apply(SchedulerOutput(first, swapped_out=(SwappedPages(7, ((3,),)),), loaded=loaded))
     core.runner.apply(SchedulerOutput(first + 1, swapped_in=(SwappedPages(7, ((5,),)),)))
@@ -229,7 +229,11 @@ def test_cancelling_in_the_middle_disturbs_nobody(directory_of: Callable[[str], 
     core.abort("ends")
     core.abort("late")
     same(run(core, [greedy("stays", prompt(1, 20), 60)]), want)
-    assert core.runner.proposer is not None and not core.runner.proposer.pages.known and len(core.runner.sequences) == 0
+    assert (
+        core.runner.proposer is not None
+        and not core.runner.proposer.draft_cache.progress
+        and len(core.runner.input_batch) == 0
+    )
 
 
 def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:

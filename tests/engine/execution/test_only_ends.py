@@ -75,7 +75,7 @@ def test_answers_are_those_of_all_tokens(
         return run(core, requests)
 
     found = answers()
-    monkeypatch.setattr("windlass.engine.execution.model_runner.RankRunner._asks_for_ends", lambda *_: False)
+    monkeypatch.setattr("windlass.engine.execution.model_runner.RankRunner._needs_only_last_tokens", lambda *_: False)
     for key, expected in answers().items():
         assert found[key].token_ids == expected.token_ids
         ours, theirs = torch.stack(found[key].logits), torch.stack(expected.logits)
@@ -93,7 +93,7 @@ def test_adapters_change_ends_alike(model: Path, tmp_path: Path, monkeypatch: py
         return run(core, [greedy("a", PROMPT, 4, adapter=1), greedy("b", PROMPT[5:], 4)])
 
     found = answers()
-    monkeypatch.setattr("windlass.engine.execution.model_runner.RankRunner._asks_for_ends", lambda *_: False)
+    monkeypatch.setattr("windlass.engine.execution.model_runner.RankRunner._needs_only_last_tokens", lambda *_: False)
     for key, expected in answers().items():
         ours, theirs = torch.stack(found[key].logits), torch.stack(expected.logits)
         assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()

@@ -78,7 +78,7 @@ def test_every_kind_is_that_of_transformers_whatever_the_chunks(directory: Path,
         assert output.token_ids == () and output.finish_reason == "length"
         wanted = expected(states(core, directory, request), kind)
         torch.testing.assert_close(tensor(output.pooled), wanted, atol=1e-5, rtol=1e-5)
-    assert not core.runner._pooler._partial and not core.runner.sequences.pooled
+    assert not core.runner._pooler._partial and not core.runner.input_batch.pooled
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])  # plain logits, soft-capped ones, scaled ones

@@ -143,7 +143,7 @@ def test_answers_are_those_without_the_layer(
     same(run_checked(core, traffic()), want, 0.0 if options.get("deterministic") else 1e-5)
     stats = core.stats()
     assert stats.spec_decode_model_num_accepted_tokens > 20
-    assert not predictor_of(core).pages.known
+    assert not predictor_of(core).draft_cache.progress
 
 
 @pytest.mark.parametrize("room", ["little", "enough"])
@@ -205,7 +205,7 @@ def test_a_layer_without_memory_fails_nobody(rows: int, directory_of: Callable[[
         hidden = forward(batch, cache)
         if len(hidden) > rows:
             failed.append(len(hidden))
-            waiting.append(max(len(one.states) for one in predictor_of(core).pages.known.values()))
+            waiting.append(max(len(one.states) for one in predictor_of(core).draft_cache.progress.values()))
             raise torch.OutOfMemoryError(NO_ROOM)
         return hidden
 
@@ -236,7 +236,7 @@ def test_states_that_find_no_memory_fail_nobody(
     def watched(plan: SchedulerOutput, hidden: torch.Tensor) -> None:
         before = len(lacking)
         observe(plan, hidden)
-        assert not predictor.pages.known.keys() & set(lacking[before:])
+        assert not predictor.draft_cache.progress.keys() & set(lacking[before:])
 
     monkeypatch.setattr(predictor, "_append_states", with_little_memory)
     monkeypatch.setattr(predictor, "observe", watched)

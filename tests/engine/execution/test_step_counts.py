@@ -55,7 +55,7 @@ def count(core: EngineCore) -> tuple[int, int]:
         for table in seq.cache.tables:
             table.blocks = CountedReads(table.blocks)
         seq.token_ids = CountedReads(seq.token_ids)
-        live = core.runner.sequences.by_id[seq.seq_id]
+        live = core.runner.input_batch.by_id[seq.seq_id]
         live.token_ids = CountedReads(live.token_ids)
         live.slot = replace(live.slot, token_ids=live.token_ids)
     lines = 0
