@@ -143,7 +143,7 @@ class ForwardBatchBuilder:
         if self.adapters is None or len(self.adapters) == 0:
             return batch
         out = self._persistent_batch_of(batch).adapter_slots if batch.persistent else None
-        adapters = self.adapters.rows(*self.adapters_of(items), out)
+        adapters = self.adapters.rows(*self._adapters_of(items), out)
         return batch if adapters is None else replace(batch, adapters=adapters)
 
     def _adapters_of(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[int | None], list[int]]:
@@ -328,8 +328,10 @@ class ForwardBatchBuilder:
         return found.batch
 
     def _row_metadata(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int, int]], int]:
-        """`PersistentBuffers.metadata` of each row, with token 0 where the host does not know it yet, and the number of blocks that
-        hold all rows."""
+        """The `PersistentBuffers.metadata` of each row, and the number of blocks that hold all rows.
+
+        A token that the host does not know yet is 0.
+        """
         metadata, last, live_sequences = [], 0, self._input_batch.by_id
         for item in items:
             live, start = live_sequences[item.seq_id], item.start
@@ -366,7 +368,7 @@ class ForwardBatchBuilder:
         if self._has_states:
             states = _host_state_rows(len(rows), len(rows))
             _fill_state_rows(states, items, self._input_batch)
-        metadata[4] = -1 if not self.adapters else self.adapters.slots_of(*self.adapters_of(items))
+        metadata[4] = -1 if not self.adapters else self.adapters.slots_of(*self._adapters_of(items))
         return DecodeRows(metadata, tables, range_tables, states)
 
     def multi_step_inputs(self, batch: ForwardBatch, num_passes: int) -> MultiStepInputs | None:

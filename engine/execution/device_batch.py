@@ -276,7 +276,7 @@ class DeviceBatch:
     def fetch(self, num_passes: int, rows: int) -> PendingTokens:
         """The tokens of the passes submitted since `fill` or `continue_from`."""
         staging = self._staging[self._staging_index]
-        self._graphs.submit(lambda: staging.sampled.copy_(self._sampled, non_blocking=True))
+        self._graphs.submit(lambda: self._copy_results(staging))
         return PendingTokens(staging.sampled, num_passes, rows, self.record_end())
 
     def record_end(self) -> DeviceEvent:
@@ -304,7 +304,7 @@ class DeviceBatch:
         for row, one in enumerate(sampling_rows):
             sampling[:4, row] = one.filters
             sampling[4 : 4 + len(one.uniforms), row] = one.uniforms
-        self._graphs.submit(lambda: self._sampling.copy_(staging.sampling, non_blocking=True))
+        self._graphs.submit(lambda: self._copy_sampling(staging))
         if rows.states is not None:
             staging.set_states(rows.states)
             self._graphs.submit(lambda: self._copy_states(staging))
@@ -340,6 +340,9 @@ class DeviceBatch:
         self._copy_metadata(staging)
         self._metadata[TOKEN].copy_(tokens)
 
+    def _copy_sampling(self, staging: _StagingBuffers) -> None:
+        self._sampling.copy_(staging.sampling, non_blocking=True)
+
     def _copy_states(self, staging: _StagingBuffers) -> None:
         assert self._states is not None and staging.states is not None
         self._states.copy_(staging.states, non_blocking=True)
@@ -349,3 +352,6 @@ class DeviceBatch:
         count = groups * rows * columns
         self._upload_buffer[:count].copy_(staging.tables[:count], non_blocking=True)
         self._tables[:, :rows, :columns].copy_(self._upload_buffer[:count].view(shape))
+
+    def _copy_results(self, staging: _StagingBuffers) -> None:
+        staging.sampled.copy_(self._sampled, non_blocking=True)

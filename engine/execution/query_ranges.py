@@ -220,7 +220,7 @@ def query_ranges(
     slowed = num_copies > 0 and any(rule.slope for rule in rules)
     cos, sin = rotate(tokens, np.concatenate(rotations), np.concatenate(slopes) if slowed else None)
     arrays = ends, rows, unrotated_rows, reaches, gaps, tokens
-    return RotatedQueryCopies(*(to_device(torch.from_numpy(array), cos.device) for array in arrays), cos=cos, sin=sin)
+    return RotatedQueryCopies(*[to_device(torch.from_numpy(array), cos.device) for array in arrays], cos, sin)
 
 
 def _spans_for_rule(

@@ -41,11 +41,11 @@ class RotatedQueryCopies:
 class ForwardBatch:
     """T tokens of B sequences, G rotary groups, K KV groups. An argument, never a global.
 
-    versions: None where every query meets all keys as it is, within the layers' windows. lasting: the next batch of as many
-    rows stands in the same tensors, which nothing else overwrites. adapters: None where no row has one. token_types: which text
-    of a pair each token belongs to; None: all to the first. prompts: see `AttentionCall`. only_last_tokens: of each sequence nobody asks
-    for more than the last hidden state; only where there are no versions. hidden: of a prediction layer's rows, what is joined
-    with their tokens.
+    query_copies: None if every query attends unrotated to all keys within the layers' windows. persistent: the next batch with
+    as many rows uses the same tensors, which nothing else overwrites. adapters: None if no row has one. token_types: the text of
+    a pair that each token belongs to; None: the first for all. prompts: see `AttentionCall`. only_last_tokens: only the hidden
+    state of each sequence's last token is needed; never set together with query_copies. hidden: for an MTP layer, the hidden
+    states that are joined with the embeddings of the rows' tokens.
     """
 
     input_ids: Tensor  # [T] int64
