@@ -1,4 +1,4 @@
-"""Which version of a query meets which slots, against a count slot by slot."""
+"""Query copies and ranges, against a count slot by slot."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ALTERNATING = [(0, 16, 0, 0), (16, 32, 116, -100), (32, 40, 32, 0), (40, 64, 140
 def test_runs_moved_alike_share_a_version() -> None:
     found = ranges_of([(sequence(*ALTERNATING), 64, 3)], [PLAIN_DISTANCES], [None], absolute_scores=False)
     assert found.ends[0].tolist() == [16, 32, 40, 64, OPEN_END]
-    assert found.rows[0].tolist() == [0, 3, 0, 3, 0]  # three queries, and behind them one version of each
+    assert found.rows[0].tolist() == [0, 3, 0, 3, 0]  # three queries, then one copy of each
     assert found.sources.tolist() == [0, 1, 2] and set(found.cos.tolist()) == {100}
     assert found.unrotated_rows[0].tolist() == [0] * 5 and (found.reaches == UNBOUNDED).all()
 
@@ -68,13 +68,13 @@ def test_sinks_are_met_from_the_edge_and_share_nothing_with_what_follows(count: 
     found = ranges_of([(live, 20, count)], [PLAIN_DISTANCES], [None], absolute_scores=False)
     assert found.ends[0].tolist() == [4, OPEN_END]
     assert found.rows[0].tolist() == [count, 0]
-    # A query at p stands as if at 11, the last place from which the sinks and the window hang together.
+    # A query at p attends as if at 11, the last position at which sinks and window are contiguous.
     assert found.cos.tolist() == [11 - p for p in range(20, 20 + count)]
     assert found.reaches[0, 0].tolist() == [UNBOUNDED, 8]
 
 
 def test_the_example_in_the_module() -> None:
-    """What its docstring tells of a query at position 70, in slot 22."""
+    """The values in its docstring for a query at position 70, in slot 22."""
     closed = sequence((0, 16, 0, 48), (16, OPEN_END, 64, 0), num_gap_closed=48, slot_offset=-48)
     assert [(span.offset, span.shift) for span in spans_of(closed, [None])] == [(48, 48), (48, 0)]
     found = ranges_of([(closed, 70, 1)], [PLAIN_DISTANCES], [None, 20], absolute_scores=False)

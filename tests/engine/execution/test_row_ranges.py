@@ -1,4 +1,4 @@
-"""Ranges as numbers that hold from token to token: those of `query_ranges`, which is told the positions."""
+"""Range tables, which hold for every position, equal the ranges that `query_ranges` computes for each position."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ROWS = {
 @pytest.mark.parametrize("absolute_scores", [False, True])
 @pytest.mark.parametrize("names", [["shifted"], ["sinks", "plain"], list(ROWS)], ids=len)
 def test_a_steps_versions_follow_from_them(names: list[str], absolute_scores: bool) -> None:
-    """Row by row and range by range, at positions near and far, with room for more rows and ranges than there are."""
+    """Every row and range, at near and distant positions, padded to more rows and ranges."""
     rows = [ROWS[name] for name in names]
     base = RotaryBase(1e4, 16, 16, 4096)
     tables = RotaryTables(2, [base], select_backend("cpu"))
@@ -107,7 +107,7 @@ def test_numbers_are_made_anew_where_slots_moved() -> None:
 
 
 def random_layout(rng: random.Random) -> SlotLayout:
-    """What passages and shifts leave behind, in some order."""
+    """The layout after passages and shifts in random order."""
     layout, taken = SlotLayout.starting_at(0), rng.randrange(40)
     for _ in range(rng.randrange(1, 7)):
         if rng.random() < 0.6:
