@@ -455,7 +455,7 @@ class EngineCore:
 
     def _release_finished(self) -> None:
         """Without work no step informs the runner of ended sequences: do so now, and drop unused adapters."""
-        if len(self.runner.sequences) > 0 and not self.scheduler.has_work():
+        if len(self.runner.input_batch) > 0 and not self.scheduler.has_work():
             self.runner.apply(self.scheduler.schedule())
         if self.adapters.has_unloading:
             self.runner.join()

@@ -93,7 +93,7 @@ def check(core: EngineCore, right: EngineCore, got: Results, want: Results) -> N
             assert got[key].token_ids == one.token_ids
             assert all(torch.equal(*both) for both in zip(got[key].logits, one.logits, strict=True))
     assert core.blocks.num_used_blocks == 0
-    assert len(core.runner.sequences) == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
+    assert len(core.runner.input_batch) == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
     cached = 0
     for pool, whole, planes, others in zip(
         core.blocks.pools, right.blocks.pools, core.runner.cache.planes, right.runner.cache.planes, strict=True
@@ -210,7 +210,7 @@ def test_keys_of_a_draft_model_fail_nobody(models: dict[str, Path], tmp_path: Pa
         failed.append(rerotation)
         raise torch.OutOfMemoryError(NO_ROOM)
 
-    proposer.pages._rotator._apply_at_once = fails  # type: ignore[method-assign]
+    proposer.draft_cache._rotator._apply_at_once = fails  # type: ignore[method-assign]
     got = run(core, requests())
     assert failed and not errors_of(got) and core.stats().key_moves > 0
     assert {key: one.token_ids for key, one in got.items()} == {key: one.token_ids for key, one in want.items()}
@@ -232,9 +232,9 @@ def test_whoever_follows_a_plan_without_a_request_hears_of_it(
     Turning(core, 0, monkeypatch)
     for seq_id in (7, None):
         turned = KeyRerotation(0, 0, 16, (0,), (1,), 0, (spec,), (spec,), seq_id=seq_id)
-        plan = SchedulerOutput(core.runner.sequences.step + 1, rerotations=(turned,))
+        plan = SchedulerOutput(core.runner.input_batch.step + 1, rerotations=(turned,))
         for apply in (core.runner.apply, core.runner.execute_rank, core.runner.hidden_states):
             with pytest.raises(torch.OutOfMemoryError) as raised:
                 apply(plan)  # type: ignore[operator]
             assert is_out_of_memory(raised.value)
-            plan = SchedulerOutput(core.runner.sequences.step + 1, rerotations=(turned,))
+            plan = SchedulerOutput(core.runner.input_batch.step + 1, rerotations=(turned,))

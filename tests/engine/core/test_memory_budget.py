@@ -166,7 +166,7 @@ def test_the_largest_step_is_run_and_leaves_nothing(
     ((plan, results),) = plans
     assert plan.num_tokens == 600 and len(plan.sequences) == results == 512
     assert {item.start + item.num_tokens for item in plan.sequences} == {1000} and plan.sequences[-1].prompt_logprobs
-    assert core.runner.positions_computed == 0 and len(core.runner.sequences) == core.runner.tables.num_live == 0
+    assert core.runner.positions_computed == 0 and len(core.runner.input_batch) == core.runner.tables.num_live == 0
     assert run(core, [greedy("a", range(5, 30), 6)])["a", 0].token_ids == expected
 
 

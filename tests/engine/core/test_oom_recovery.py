@@ -64,7 +64,7 @@ def tokens_of(outputs: list[RequestOutput], request_id: str) -> dict[int, list[i
 def nothing_is_left(core: EngineCore) -> None:
     core.blocks.assert_balanced()
     assert core.blocks.num_used_blocks == 0
-    assert len(core.runner.sequences) == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
+    assert len(core.runner.input_batch) == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
     assert core.stats().num_running == core.stats().num_waiting == 0
 
 
