@@ -97,7 +97,7 @@ class EngineClient(EngineStatus, Protocol):
         ...
 
     async def stats(self) -> EngineStats:
-        """The latest statistics. Raises EngineDeadError while there is no engine."""
+        """The latest statistics. Raises EngineDeadError while no engine is available."""
         ...
 
     async def close(self) -> None:

@@ -268,7 +268,7 @@ class ParentSocket:
         except OSError:
             pass  # the parent died before it read all our frames
         self.inbox.put(Close())
-        # There is no parent to serve, and the main thread may not notice while it loads or runs a long step.
+        # No parent is left to serve, and the main thread may not notice while it loads or runs a long step.
         time.sleep(ORPHAN_GRACE)
         os._exit(0)
 
@@ -336,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(LoadError):  # raised again, and reported, when the core is built
             apply_thread_settings([int(core) for core in options.cores.split(",")])
     if options.ahead is not None:
-        with gc_paused_imports(), contextlib.suppress(Exception):  # likewise
+        with gc_paused_imports(), contextlib.suppress(Exception):  # as above
             importlib.import_module(options.ahead)
     recorder = FlightRecorder(options.box)
     # A missing module of `--core` is reported as a failed load.

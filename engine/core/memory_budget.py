@@ -56,7 +56,7 @@ def largest_decode_step(config: EngineConfig, length: int) -> tuple[int, int]:
 def profile_kv_memory(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, memory: DeviceMemory) -> int:
     """Available KV memory in bytes, measured by running the largest step once and, if enabled, capturing decode steps.
 
-    Raises LoadError if there is no memory for that, or none is left.
+    Raises LoadError if the memory does not suffice for that, or none is left.
     """
     decoder, scheduling = model.decoder, config.scheduling
     weights, tokens = gib(decoder.weight_bytes()), scheduling.max_num_batched_tokens

@@ -1,6 +1,6 @@
 """OOM recovery: a step without enough device memory fails its newest request and is computed again without it.
 
-Keys may be rotated before a step. If there is no memory for that, the request that owns the keys fails; its blocks were never
+Keys may be rotated before a step. Without memory for that, the request that owns the keys fails; its blocks were never
 shared. A plan's one-time changes have been made by then, so the plan stays the same except for that request's sequences. An
 async step cannot be repeated, because its inputs are unknown: it is abandoned, no request fails, and its tokens are planned
 again after the step before it; with recurrent state its sequences restart. Other errors of a step are defects or a lost device

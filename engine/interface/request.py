@@ -36,7 +36,7 @@ class ThinkingBudget:
     """Limit of thinking tokens: after `tokens` of them the closing marker is forced, unless thinking has ended.
 
     close: token ids of the marker, one or more. opens: spellings of the opening marker, which counts at the start of the output
-    or after at most two tokens; without one there is no thinking. Empty: the output starts inside the thinking.
+    or after at most two tokens; without one nothing counts as thinking. Empty: the output starts inside the thinking.
     closes: further spellings of the closing marker.
     """
 

@@ -1,4 +1,4 @@
-"""What is imported is not looked at by the garbage collector: neither meanwhile nor later."""
+"""Imports without garbage collection, neither during them nor of the imported objects later."""
 
 from __future__ import annotations
 

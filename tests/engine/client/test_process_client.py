@@ -463,7 +463,7 @@ async def test_what_an_engine_said_last_is_heard_though_its_end_is_noticed_first
 
 
 async def test_a_child_that_waits_becomes_the_clients_and_a_later_one_is_its_own():
-    """What it cannot import ahead is told only when it is needed."""
+    """A module that cannot be preloaded is reported only when it is needed."""
     with contextlib.closing(ChildProcess(CORE, "warning", preload="helpers.no_such_module")) as child:
         async with running(child=child) as client:
             assert client.pid == child.process.pid and await tokens(client, request("first"))
@@ -644,7 +644,8 @@ asyncio.run(main())
 
 
 def test_the_client_is_free_of_torch():
-    code = "import sys, windlass.engine.client.process_client, windlass.engine.core.engine_process; sys.exit('torch' in sys.modules)"
+    modules = "windlass.engine.client.process_client, windlass.engine.core.engine_process"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -693,7 +694,7 @@ async def test_an_engine_that_dies_after_a_sample_was_ended_owes_nothing():
         assert client._router.in_flight == 0
         client._hang_seconds = 0.5  # of the next one
         await client.wait_ready()
-        await asyncio.sleep(1.0)  # an idle engine is silent, and nobody takes it for hung
+        await asyncio.sleep(1.0)  # an idle engine is silent and does not count as hung
         assert client.restarts == 1 and client.state == "ready"
         client._watchdog._hang_seconds = 60.0  # its steps may be late
         assert await tokens(client, request("a", max_tokens=3)) == [100, 101, 102]

@@ -1,6 +1,6 @@
-"""A device without memory to turn keys, not even those of one block: the request whose they are fails, and nobody else notices.
+"""A device without memory to rotate the keys of even one block: only the request that owns them fails.
 
-No GPU is needed: turning fails with what torch raises on one, after some layers have been turned.
+No GPU is needed: the rotation fails with torch's error, after some layers have been rotated.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def requests() -> list[EngineRequest]:
 
 
 class Turning:
-    """Turns of keys that fail from the `first` one on, until somebody is told; those are left half done."""
+    """Rotations of keys that fail from the `first` one on, until the engine handles it; those are left half done."""
 
     def __init__(self, core: EngineCore, first: int, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None):
         self.calls, self.tokens = 0, list[int]()  # of turns that failed
@@ -226,7 +226,7 @@ def test_another_error_ends_the_engine(models: dict[str, Path], monkeypatch: pyt
 def test_whoever_follows_a_plan_without_a_request_hears_of_it(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other ranks, and who measures texts; `None` stands for keys that are nobody's."""
+    """Other ranks, and the scorer; `None` means keys without an owner."""
     core = make_core(models["llama"], **OPTIONS)
     (spec,) = core.plan_rotation(greedy("a", [5, 6])).stage(2).specs
     Turning(core, 0, monkeypatch)

@@ -1,4 +1,4 @@
-"""The processes of other ranks, as the first one starts them."""
+"""Rank processes, as the first rank starts them."""
 
 from __future__ import annotations
 

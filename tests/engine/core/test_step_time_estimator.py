@@ -1,4 +1,4 @@
-"""What the next step is expected to take."""
+"""Expected duration of the next step."""
 
 from __future__ import annotations
 
