@@ -8,17 +8,17 @@ samples. At most one started step has results that are not yet processed, and wh
 
 The life of a plan (see `oom_recovery` and `ModelRunner`):
 
-* `start_step` begins a plan when none is in progress. It calls `Runner.start` once, which applies the plan's one-time changes.
-  On a device that runs asynchronously the returned step is in progress; otherwise its tokens are already sampled.
-* If `start` fails for lack of memory after those changes (`can_repeat`), `start_step` removes the newest request and calls
-  `Runner.repeat` with the rest of the plan, as often as needed. If recurrent state may have changed (`has_changed_states`), the
-  rest is not repeated: its sequences restart in later steps.
-* `start_async_step` begins a plan whose `ahead` is not 0 while another step is in progress. It calls `start` once; without memory
+* `start_step` starts a plan when none is in progress. It calls `ModelRunner.start` once, which applies the plan's one-time
+  changes. On a device that runs asynchronously the returned step is in progress; otherwise its tokens are already sampled.
+* If there is not enough memory after those changes (`can_retry`), `start_step` removes the newest request and calls
+  `ModelRunner.retry` with the rest of the plan, as often as needed. If recurrent state may have changed (`has_changed_states`),
+  the rest is not computed again: its sequences restart in later steps.
+* `start_async_step` starts a plan whose `ahead` is not 0 while another step is in progress. It calls `start` once; without memory
   the plan is abandoned and its tokens are planned again after the other step's results. If recurrent state may have changed,
   its sequences restart once those results are processed.
 * `results` of a step are taken once, before anything else is planned.
 
-`Runner.execute` is `start` and its results at once; `Runner.follow` applies a plan without tokens to compute.
+`ModelRunner.execute` is `start` and its results at once; `ModelRunner.apply` applies a plan without tokens to compute.
 """
 
 from __future__ import annotations

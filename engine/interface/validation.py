@@ -99,15 +99,15 @@ def _check_reuse(reuse: NonPrefixReuseParams, num_prompt_tokens: int) -> None:
         )
     if len(reuse.passages) > MAX_PASSAGES:
         raise RequestError(f"passages has {len(reuse.passages)} entries, at most {MAX_PASSAGES} are taken", "passages")
-    behind = 0
+    previous_end = 0
     for start, end in sorted(reuse.passages):
-        if not behind <= start < end <= num_prompt_tokens:
+        if not previous_end <= start < end <= num_prompt_tokens:
             raise RequestError(
                 f"passages: [{start}, {end}) must be a non-empty part of the prompt of {num_prompt_tokens} tokens and "
                 "overlap no other",
                 "passages",
             )
-        behind = end
+        previous_end = end
 
 
 def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
