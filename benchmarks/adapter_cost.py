@@ -115,7 +115,7 @@ def prompts(core: EngineCore, streams: int, options: argparse.Namespace) -> dict
 def steps(core: EngineCore, streams: int, options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of each step, by kind."""
     start(core, [None] * streams, 24)
-    live = core.runner.sequences.by_id.values()
+    live = core.runner.input_batch.by_id.values()
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for i in range(6 + options.steps):  # the first ones are recorded
         for kind in KINDS:

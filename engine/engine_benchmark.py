@@ -25,7 +25,7 @@ def run_engine_benchmark(
 
     prefill_tokens_per_second: prompt tokens over the time from the first step to the last first token.
     decode_tokens_per_second: tokens of all requests together over the steps in which every request decodes; None when
-    output_len < 2, since the first token belongs to the prefill. decode_step_milliseconds: for a token of each, likewise.
+    output_len < 2, since the first token belongs to the prefill. decode_step_milliseconds: for one token of each request.
     Raises LoadError for lengths that do not fit.
     """
     if min(batch_size, input_len) < 1 or output_len < 0:
@@ -78,7 +78,7 @@ def _measure(
 
     decode_steps, decode_tokens, decode_seconds = 0, 0, 0.0
     if output_len > 1:
-        # Nobody may finish before everybody has decoded its share, so each may run to the end of the context.
+        # No request may finish before all have decoded their share, so each may run to the end of the context.
         ids = start("decode", batch_size, input_len, context - input_len)
         waiting = set(ids)
         while waiting:
@@ -94,12 +94,11 @@ def _measure(
                     "the batch does not fit the KV cache at once: raise `cache.memory` or lower `batch_size`"
                 )
             decode_steps += 1
-            decode_tokens += sum(
-                len(output.token_ids) for output in outputs
-            )  # several each in bursts, under speculation
+            # Several tokens each with multi-step or speculative decoding.
+            decode_tokens += sum(len(output.token_ids) for output in outputs)
             report("decode", min(decode_tokens // batch_size, wanted), wanted)
             if any(output.finish_reason is not None for output in outputs):
-                break  # at the end of the context, which speculation may reach sooner
+                break  # the end of the context, which speculation may reach sooner
         for request_id in ids:
             core.abort(request_id)
     stats = core.stats()

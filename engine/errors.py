@@ -1,8 +1,8 @@
-"""Engine errors, each with a message that says what to change.
+"""Engine errors, each with a message that states what to change.
 
-The engine knows nothing of HTTP status codes. A message or a model's notice names a field of `EngineConfig` by its path in
-backquotes, with a value where there is one: "lower `cache.memory`", "use `compute.device=cpu`". Callers with other names for
-the fields, such as command-line options, translate them by that path. `did_you_mean` suggests the nearest known name.
+HTTP status codes are unknown here. A message or a model's notice names a field of `EngineConfig` by its path in backquotes, with
+a value if there is one: "lower `cache.memory`", "use `compute.device=cpu`". Callers with other names for the fields, such as
+command-line options, translate them by that path. `did_you_mean` suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_LONGEST = 64  # characters looked at: comparing takes time by the square of them
-
-_CUTOFF = 0.7  # share of characters that agree: "prompts" is near "prompt", "foo" near nothing
+_MAX_COMPARED = 64  # characters: the time of a comparison grows quadratically
+_CUTOFF = 0.7  # share of equal characters: "prompts" is near "prompt", "foo" is near nothing
 
 
 class EngineError(Exception):
@@ -20,7 +19,7 @@ class EngineError(Exception):
 
 
 class LoadError(EngineError):
-    """The model or the configuration cannot be served as given; the message is one line that says what to do."""
+    """The model or the configuration cannot be served as given; the one-line message states what to do."""
 
 
 class RequestError(EngineError, ValueError):
@@ -54,7 +53,7 @@ class QueueFullError(EngineError):
 class EngineDeadError(EngineError):
     """The engine process ended while the request was in flight, or is being restarted.
 
-    begun: whether the engine may have begun with the request; if not, another one can run it as if nothing had been.
+    begun: whether the engine may have started the request; if not, another engine can run it unchanged.
     """
 
     def __init__(self, message: str, *, begun: bool = False) -> None:
@@ -67,14 +66,14 @@ OUT_OF_MEMORY = (
 )
 
 OUT_OF_MEMORY_ROTATING = (
-    "the device ran out of memory for the keys of this request, which turn by rope_update: send it again later, or with "
+    "the device ran out of memory while rotating the keys of this request (rope_update): send it again later, or with "
     "rope_update 'frozen'"
 )
 
 
 class DeviceMemoryError(EngineError):
-    """The device had no memory left for a step, or for what a request needs beside steps; the newest request of that step or
-    that request fails, and the others go on."""
+    """The device had no memory for a step, or for a request's work outside of steps. Only the newest request of the step, or
+    that request, fails."""
 
 
 class DeadlineError(EngineError):
@@ -82,22 +81,22 @@ class DeadlineError(EngineError):
 
 
 class SlowConsumerError(EngineError):
-    """More of an answer waited for whoever reads it than is kept."""
+    """The client read its stream too slowly, and the limit of buffered output was exceeded."""
 
 
 def nearest(given: object, known: Iterable[str], cutoff: float = _CUTOFF) -> str | None:
-    """The nearest of a few known names, letter case aside; None where none is near, or `given` is no text.
+    """The nearest of a few known names, ignoring case; None if none is near or `given` is not a string.
 
-    cutoff: the share of characters that must agree.
+    cutoff: the share of characters that must be equal.
     """
     if not isinstance(given, str):
         return None
     by_lower = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(given[:_LONGEST].lower(), by_lower, n=1, cutoff=cutoff)
+    found = difflib.get_close_matches(given[:_MAX_COMPARED].lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """The words " (did you mean 'yarn'?)", to stand behind a name in a message, or nothing."""
+    """The suggestion " (did you mean 'yarn'?)" to append to a name in a message, or an empty string."""
     name = nearest(given, known)
     return "" if name is None else f" (did you mean {name!r}?)"

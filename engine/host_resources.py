@@ -1,7 +1,7 @@
 """Host resources: memory and processors within cgroup limits, core affinity, thread counts.
 
 Reads control groups of version 1 and 2. A container sees its own group at the root of the mount; elsewhere /proc/self/cgroup
-names the group, and all groups above it limit it too. Affinity and OpenMP's wait policy must be set before torch is imported,
+names the group, which all its parent groups limit too. Affinity and OpenMP's wait policy must be set before torch is imported,
 because OpenMP reads them once; this module does not import torch.
 """
 
@@ -17,14 +17,18 @@ from windlass.engine.errors import LoadError
 from windlass.engine.interface.config import ComputeConfig
 
 _MOUNTED = Path("/sys/fs/cgroup")
-
 _OWN = Path("/proc/self/cgroup")
+
+SPIN_COUNT = 200  # rounds that a thread polls at a barrier before it sleeps, a few microseconds
+_OPERATOR_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # if the operator set one, it is not overridden
+
+# -- processors and memory ---------------------------------------------------------------------------------------------
 
 
 def processors() -> int:
-    """How many threads may compute at once: those of the process's affinity, or what its quota comes to if that is less.
+    """Threads that may compute at once: the cores of the process's affinity, or its quota if that is less.
 
-    A quota of 2.5 gives 2: a third thread would make all of them stand still for part of each period.
+    A quota of 2.5 gives 2: with a third thread, all of them would pause for part of each period.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = processor_quota()
@@ -32,7 +36,7 @@ def processors() -> int:
 
 
 def processor_quota() -> float | None:
-    """Processors' worth of time that the process may take; None where nothing limits it."""
+    """Processor time that the process may use, in processors; None if unlimited."""
     quotas = []
     for folder in _folders("cpu"):
         limit, period = _words(folder / "cpu.max"), 0
@@ -46,7 +50,7 @@ def processor_quota() -> float | None:
 
 
 def available_memory() -> int | None:
-    """Bytes of main memory that the process may still take; None where the system does not tell."""
+    """Bytes of main memory that the process may still use; None if the system does not report it."""
     free = _table(Path("/proc/meminfo")).get("MemAvailable")
     left = [] if free is None else [free * 1024]
     for folder in _folders("memory"):
@@ -55,16 +59,16 @@ def available_memory() -> int | None:
             limit, used = _number(folder / "memory.limit_in_bytes"), _number(folder / "memory.usage_in_bytes")
         if limit is None or used is None:
             continue
-        # What files have left in memory counts as used there, and goes when memory is asked for: a model read twice, say.
+        # Cached file pages count as used here, but the kernel frees them on demand.
         files = _table(folder / "memory.stat")
-        kept = [files.get(f"total_{name}", files.get(name, 0)) for name in ("active_file", "inactive_file")]
-        left.append(max(0, limit - used + sum(kept)))
+        cached = [files.get(f"total_{name}", files.get(name, 0)) for name in ("active_file", "inactive_file")]
+        left.append(max(0, limit - used + sum(cached)))
     return min(left, default=None)
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """Where limits of this controller may stand, in either version: what is mounted, and each group down to our own."""
-    places = {_MOUNTED, _MOUNTED / controller}
+    """Folders that may hold limits of this controller, in either version: the mount, and each group down to our own."""
+    folders = {_MOUNTED, _MOUNTED / controller}
     for line in _text(_OWN).splitlines():
         _, names, group = [*line.split(":", 2), "", ""][:3]
         if names == "":
@@ -74,12 +78,12 @@ def _folders(controller: str) -> Iterator[Path]:
         else:
             continue
         path = Path(group.lstrip("/"))
-        places.update(mount / above for mount in mounts for above in (path, *path.parents) if ".." not in above.parts)
-    yield from sorted(places)
+        folders.update(mount / above for mount in mounts for above in (path, *path.parents) if ".." not in above.parts)
+    yield from sorted(folders)
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines of a name and a number, by name; nothing where there is no such file."""
+    """Lines of a name and a number, by name; empty if there is no such file."""
     lines = [line.split() for line in _text(path).splitlines()]
     return {
         words[0].rstrip(":"): number for words in lines if len(words) > 1 and (number := _whole(words[1])) is not None
@@ -108,19 +112,12 @@ def _text(path: Path) -> str:
         return ""
 
 
-# Rounds a thread polls at a barrier before it sleeps, a few microseconds.
-SPIN_COUNT = 200
-
-# An operator who sets one of these has decided how threads wait.
-_OPERATOR_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-
-
+# -- threads and cores -------------------------------------------------------------------------------------------------
 def thread_wait_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the environment of a process that will import torch; nothing where the operator has set it already.
+    """Variables to add to the environment of a process that will import torch; none if the operator has set one already.
 
-    libgomp polls for milliseconds by default. Where another program takes a core, the thread that waits polls through
-    its own time slice while the one it waits for is not running, and a step of 2 ms takes 50. After a short poll the
-    thread sleeps instead, and the core goes to whoever has work.
+    By default libgomp polls for milliseconds. If another program uses a core, a waiting thread then polls through its own time
+    slice while the thread it waits for is not running, and a step of 2 ms takes 50. With a short poll it sleeps instead.
     """
     if any(name in environment for name in _OPERATOR_SETTINGS):
         return {}
@@ -128,7 +125,7 @@ def thread_wait_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def apply_thread_settings(cores: Iterable[int] | None = None) -> None:
-    """Settle how threads wait, where torch is still to be imported, and pin this process to `cores` if given."""
+    """Set the wait policy of threads, unless torch is imported already, and pin this process to `cores` if given."""
     if "torch" not in sys.modules:
         os.environ.update(thread_wait_environment(os.environ))
     if cores is not None:
@@ -136,7 +133,7 @@ def apply_thread_settings(cores: Iterable[int] | None = None) -> None:
 
 
 def split_cores() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The cores this process may use, for the engine and for the server: the server takes the last. Raises LoadError."""
+    """The cores of this process, for the engine and for the server, which gets the last one. Raises LoadError."""
     if not hasattr(os, "sched_getaffinity"):
         raise LoadError("`compute.cores`: this system cannot pin processes to cores: leave it out")
     cores = sorted(os.sched_getaffinity(0))
@@ -146,9 +143,9 @@ def split_cores() -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def partition_cores(replicas: int, *, leave_one: bool = False) -> tuple[tuple[int, ...], ...]:
-    """The cores of this process in as many parts, as equal as can be, each of neighbours. Raises LoadError.
+    """The cores of this process in `replicas` contiguous parts of nearly equal size. Raises LoadError.
 
-    leave_one: the last of all cores is for the server.
+    leave_one: the last core is left to the server.
     """
     if not hasattr(os, "sched_getaffinity"):
         raise LoadError("`replicas`: this system cannot pin processes to cores: leave it out")
@@ -156,19 +153,19 @@ def partition_cores(replicas: int, *, leave_one: bool = False) -> tuple[tuple[in
     if leave_one:
         cores = list(split_cores()[0])
     if len(cores) < replicas:
-        beside = " beside the server's (`compute.cores`)" if leave_one else ""
+        server = " next to the server's (`compute.cores`)" if leave_one else ""
         raise LoadError(
-            f"`replicas` is {replicas}, there are {len(cores)} cores for them{beside}: use {len(cores)} or fewer"
+            f"`replicas` is {replicas}, there are {len(cores)} cores for them{server}: use {len(cores)} or fewer"
         )
     ends = [number * len(cores) // replicas for number in range(replicas + 1)]
     return tuple(tuple(cores[start:end]) for start, end in pairwise(ends))
 
 
 def threads_per_rank(compute: ComputeConfig, usual: int | None = None, engines: int = 1) -> int:
-    """Threads of each rank: as many as the operator says, else an equal part of the processors there are, at least one.
+    """Threads of each rank: the operator's number, else an equal part of the processors, at least one.
 
-    usual: what one rank without cores of its own takes where it may, which is torch's choice. engines: that share a quota; cores
-    of their own are parts already.
+    usual: threads of a single rank without cores of its own, which is torch's choice. engines: number of engines that share the
+    quota; their own cores are partitioned already.
     """
     if compute.threads is not None:
         return compute.threads
@@ -180,7 +177,7 @@ def threads_per_rank(compute: ComputeConfig, usual: int | None = None, engines: 
 
 
 def pin_to_cores(cores: Iterable[int]) -> None:
-    """Let this process, and the threads it starts from now on, run on these cores only. Raises LoadError."""
+    """Restrict this process, and the threads it starts from now on, to these cores. Raises LoadError."""
     try:
         os.sched_setaffinity(0, cores)
     except OSError as error:

@@ -1,6 +1,6 @@
 """Process setup shared by the API server, engine and worker processes: imports, standard error, JSON logs, memory files.
 
-Imports only the standard library.
+Imports only the standard library. The `windlass` command imports this module first, so what it needs rarely is imported late.
 """
 
 from __future__ import annotations
@@ -11,46 +11,76 @@ import io
 import json
 import logging
 import os
-import subprocess
+import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+LOG_FORMAT_VARIABLE = "_WINDLASS_LOG_FORMAT"  # private: passes the log format to the processes of a server
+JSON_FORMAT = "json"
+LOG_FIELDS = ("request_id", "caller")  # optional attributes of a log record
+_ERRORS = ("error:", "Traceback", "Fatal")
+_NOTICES = ("notice:", "warning:")
 
+
+# -- child processes ---------------------------------------------------------------------------------------------------
 def create_memory_file(size: int) -> int:
-    """A file descriptor of so many zero bytes, which no name leads to."""
+    """A file descriptor of an anonymous file of `size` zero bytes."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("windlass-engine")
     else:
+        import tempfile
+
         with tempfile.TemporaryFile() as file:
             number = os.dup(file.fileno())
     os.ftruncate(number, size)
     return number
 
 
-def child_output() -> int:
-    """For both their outputs: the host's standard error, so that nothing mixes with what a command writes to its standard output;
-    nowhere where the host has none, as number 2 may then be any file or socket of its own.
+def child_output_fd() -> int:
+    """Descriptor for standard output and standard error of child processes: the host's standard error, so that a command's own
+    standard output stays clean; DEVNULL if the host has none, because descriptor 2 may then be any file or socket.
     """
+    from subprocess import DEVNULL
+
     if sys.stderr is None:
-        return subprocess.DEVNULL
+        return DEVNULL
     try:
         os.fstat(2)
     except OSError:
-        return subprocess.DEVNULL
+        return DEVNULL
     return 2
 
 
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Around imports of many modules: the garbage collector looks at nothing meanwhile, and never again at what is there then.
+def describe_exit(code: int | None) -> str:
+    """How a child process ended, for people: "killed by SIGKILL" or "exit code 1". code: as `Popen.poll` returns it."""
+    if code is None:
+        return "it closed its connection"
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal_name(code) or ""
+    return f"killed by signal {name}" if name.isdigit() else f"killed by {name}"
 
-    Modules stay for good and leave next to no garbage, but each of the collector's many rounds during an import visits what there
-    is by then, and one more at the process's end: a sixth of the CPU time of a start. Not for a program with an engine in it,
-    whose own objects would be left alone too.
+
+def signal_name(code: int | None) -> str | None:
+    """The signal that ended a process, its number if it has no name; None if it exited by itself."""
+    if code is None or code >= 0:
+        return None
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return str(-code)
+
+
+@contextlib.contextmanager
+def gc_paused_imports() -> Iterator[None]:
+    """Pause the garbage collector during imports of many modules, and exempt the objects that exist afterwards from collection.
+
+    Modules stay for good and leave hardly any garbage, but every collection during an import, and one at the process's end,
+    visits all objects: a sixth of the CPU time of a start. Not for a host program that embeds an engine, since its own objects
+    would be exempted too.
     """
     gc.disable()
     try:
@@ -60,24 +90,27 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-LOG_FORMAT_VARIABLE = "_WINDLASS_LOG_FORMAT"  # private: tells the processes of a server how it logs
-
-JSON_FORMAT = "json"
-
-LOG_FIELDS = ("request_id", "caller")  # of a record, where it has them
-
-_ERRORS = ("error:", "Traceback", "Fatal")
-
-_NOTICES = ("notice:", "warning:")
-
-
+# -- logs --------------------------------------------------------------------------------------------------------------
 def wants_json() -> bool:
-    """Whether the server that this process belongs to logs so."""
+    """Whether the server that this process belongs to logs JSON."""
     return os.environ.get(LOG_FORMAT_VARIABLE) == JSON_FORMAT
 
 
+def configure_logging(process: str, level: str) -> None:
+    """Set up the log of an engine or rank process as its server's. process: its name in JSON lines."""
+    if wants_json():
+        log_as_json(process, level)
+    else:
+        logging.basicConfig(
+            level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
+
+
 class JsonFormatter(logging.Formatter):
-    """One object a record. process: which of a server's processes speaks. words: puts a message into the program's own words."""
+    """Formats a record as a JSON object.
+
+    process: name of the logging process. words: translates messages, for example configuration paths to options.
+    """
 
     def __init__(self, process: str, words: Callable[[str], str] = str) -> None:
         super().__init__()
@@ -96,7 +129,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_entry(at: float, level: str, process: str, message: str, **more: Any) -> dict[str, Any]:
-    """The object of a line. at: Unix seconds."""
+    """The object of one log line. at: Unix seconds."""
     seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
     return {
         "time": f"{seconds}.{int(at % 1 * 1000):03}Z",
@@ -108,7 +141,7 @@ def log_entry(at: float, level: str, process: str, message: str, **more: Any) ->
 
 
 class JsonStream(io.TextIOBase):
-    """Stands where a program expects its standard error: each line that is printed there becomes an object."""
+    """Replaces a program's standard error: each printed line becomes a JSON object."""
 
     def __init__(self, out: TextIO, process: str) -> None:
         super().__init__()
@@ -125,12 +158,10 @@ class JsonStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         with self._lock:
-            *whole, self._partial = (self._partial + text).split("\n")
-            for each in whole:
-                if each.strip():
-                    self._out.write(
-                        json.dumps(log_entry(time.time(), _level(each), self._process, each.rstrip())) + "\n"
-                    )
+            *lines, self._partial = (self._partial + text).split("\n")
+            for line in filter(str.strip, lines):
+                entry = log_entry(time.time(), _level(line), self._process, line.rstrip())
+                self._out.write(json.dumps(entry) + "\n")
         return len(text)
 
     def flush(self) -> None:
@@ -151,9 +182,10 @@ def log_as_json(
     fields: logging.Filter | None = None,
     threads: bool = True,
 ) -> None:
-    """From now on this process writes nothing but JSON to standard error. fields: gives records their FIELDS.
+    """Write only JSON to this process's standard error from now on.
 
-    threads: whether one may be started, which turns what libraries below Python write into lines as well.
+    fields: a filter that adds LOG_FIELDS to records. threads: whether a thread may be started; it also converts what native
+    libraries write.
     """
     out = _redirect_stderr(process) if threads else sys.stderr
     handler = logging.StreamHandler(out)
@@ -165,7 +197,7 @@ def log_as_json(
 
 
 def _redirect_stderr(process: str) -> TextIO:
-    """The standard error under another number; what goes to its old one is read by a thread, and written there as lines."""
+    """Move standard error to a new descriptor. A thread converts what is written to the old one and writes it there."""
     out = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     reader, writer = os.pipe()
     os.dup2(writer, 2, inheritable=True)

@@ -116,7 +116,9 @@ class Scorer(SingleSequenceRunner):
         copies = 2 if any(spec.distances.has_second_keys for spec in specs) else 1
         found = []
         with torch.inference_mode():
-            text = SequencePasses(self, tuple(token_ids), copies, context, computed, far=copies == 2, capacity=longest)
+            text = SequencePasses(
+                self, tuple(token_ids), copies, context, computed, has_second_keys=copies == 2, capacity=longest
+            )
             text.prefill(len(token_ids), specs)
             for ending in endings:
                 entries: list[TokenLogprobs] = []

@@ -1,1 +1,1 @@
-"""Client."""
+"""Engine client: supervised engine processes behind an asyncio interface, without torch."""

@@ -22,23 +22,24 @@ from windlass.engine.core.flight_recorder import FlightRecorder, StackMemory
 from windlass.engine.core.messages import Load, encode
 from windlass.engine.host_resources import thread_wait_environment
 from windlass.engine.interface.config import EngineConfig
-from windlass.engine.process_setup import child_output
+from windlass.engine.process_setup import child_output_fd, describe_exit
+
+_logger = logging.getLogger("windlass.engine.client.engine_client")
 
 STACKS_SIGNAL = signal.SIGUSR2
+PIECE_SECONDS = 0.05  # at most, between two pieces of the stacks that a child writes
 
-DEFAULT_CORE = "windlass.engine.core.engine_process:default_core"
-
-ENGINE_MODULE = "windlass.engine.core.engine_core"  # by name: it brings torch
+ENGINE_MODULE = "windlass.engine.core.engine_core"  # by name, because it imports torch
 
 
-def preload_module(core: str) -> str | None:
-    """What a child that is to make this core may import before it knows what to load."""
-    return ENGINE_MODULE if core == DEFAULT_CORE else None
+def preload_module(core: str | None) -> str | None:
+    """The module that a child may import before its configuration is known. core: see `ChildProcess`."""
+    return ENGINE_MODULE if core is None else None
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlacement:
-    """Where an engine process runs. cores: the only ones it may use, None for all. files: descriptors that it has too."""
+    """cores: the only ones that an engine process may use, None for all. files: further descriptors that it inherits."""
 
     cores: tuple[int, ...] | None = None
     files: tuple[int, ...] = ()
@@ -50,14 +51,19 @@ UNPINNED = ProcessPlacement()
 class ChildProcess:
     """A running `windlass.engine.core.engine_process`, which waits for `load`.
 
-    ahead: a module to import meanwhile, see `preload_module`. seat: where it runs; OpenMP reads its cores once, so they are
-    settled before torch comes.
-    Attributes: `socket` is the parent's end, `process` the Popen object. `recorder` and `stacks`: what is left of it when it is gone.
-    Raises OSError, and leaves nothing behind, where the system has no process or descriptor for it.
+    core: private, a replacement of the engine core, see there; None for the engine core. preload: a module to import meanwhile,
+    see `preload_module`. process_placement: OpenMP reads its cores once, so they are set before torch is imported.
+    Attributes: `socket` is the parent's end, `process` the Popen object. `recorder` and `stacks` can be read after its end.
+    Raises OSError without side effects if the system has no process or descriptor left.
     """
 
     def __init__(
-        self, core: str, log_level: str, *, preload: str | None = None, process_placement: ProcessPlacement = UNPINNED
+        self,
+        core: str | None,
+        log_level: str,
+        *,
+        preload: str | None = None,
+        process_placement: ProcessPlacement = UNPINNED,
     ) -> None:
         with contextlib.ExitStack() as parent_copies, contextlib.ExitStack() as cleanup:
             self.socket, theirs = socket.socketpair()
@@ -69,15 +75,17 @@ class ChildProcess:
                 parent_copies.callback(os.close, descriptors[-1])
             self.recorder, self.stacks = FlightRecorder(descriptors[0]), StackMemory(descriptors[1])
             cleanup.callback(self.release)
-            # -P keeps the working directory off the child's import path. A session of its own keeps the terminal's
-            # ctrl-C away: the parent decides when the engine ends.
-            options = [f"--fd={theirs.fileno()}", f"--core={core}", f"--log-level={log_level}"]
+            # -P keeps the working directory off the child's import path. A session of its own shields it from the terminal's
+            # ctrl-C: the parent decides when the engine ends.
+            options = [f"--fd={theirs.fileno()}", f"--log-level={log_level}"]
             options += [f"--box={descriptors[0]}", f"--stacks={descriptors[1]}"]
-            options += [] if preload is None else [f"--ahead={preload}"]
-            options += (
-                [] if process_placement.cores is None else [f"--cores={','.join(map(str, process_placement.cores))}"]
-            )
-            output = child_output()
+            if core is not None:
+                options.append(f"--core={core}")
+            if preload is not None:
+                options.append(f"--ahead={preload}")
+            if process_placement.cores is not None:
+                options.append(f"--cores={','.join(map(str, process_placement.cores))}")
+            output = child_output_fd()
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "windlass.engine.core.engine_process", *options],
                 pass_fds=[theirs.fileno(), *descriptors, *process_placement.files],
@@ -90,13 +98,13 @@ class ChildProcess:
             cleanup.pop_all()
 
     def load(self, config: EngineConfig) -> None:
-        """Tell it what to load, once."""
-        # It fits the socket's buffer, so this does not wait; a child that is already dead shows up as closed later.
+        """Send the configuration to load, once."""
+        # It fits the socket's buffer, so this does not block; a child that is dead already shows up as closed later.
         with contextlib.suppress(OSError):
             self.socket.sendall(encode(Load(config)))
 
     def ask_for_stacks(self) -> None:
-        """Have it write to `stacks` what its threads do. One that is stopped will not."""
+        """Make the child write the stacks of its threads to `stacks`. A stopped process does not react."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(STACKS_SIGNAL)
 
@@ -105,7 +113,7 @@ class ChildProcess:
         return self.process.poll() is not None
 
     def kill(self, *, reap: bool = True) -> None:
-        """End it now, whatever it does. reap: wait, for seconds at most, until the system has done so."""
+        """Kill the process. reap: wait a few seconds at most until it has ended."""
         self.process.kill()
         if not reap:
             return
@@ -113,12 +121,12 @@ class ChildProcess:
             self.process.wait(5.0)
 
     def close(self) -> None:
-        """End it and close the socket, whoever had it last."""
+        """Kill the process and close the socket."""
         self.kill()
         self.socket.close()
 
     def last_requests(self) -> set[str] | None:
-        """The ids of the requests in the last step that it began, None where not all of them are known."""
+        """The ids of the requests in the last step that was started, None if not all of them are recorded."""
         plans = self.recorder.read()
         if not plans:
             return set()
@@ -127,44 +135,35 @@ class ChildProcess:
         return set(names) if len(names) == last["num_sequences"] and None not in names else None
 
     def release(self) -> None:
-        """Give back what was left of it."""
+        """Unmap the recorder and the stacks."""
         self.recorder.close()
         self.stacks.close()
 
     def describe_end(self) -> str:
-        """How it ended, for people: "killed by SIGKILL …" or "exit code 1"."""
-        code = self.process.poll()
-        if code is None:
-            return "it closed its connection"
-        if code >= 0:
-            return f"exit code {code}"
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        hint = ": perhaps the machine ran out of memory" if name == "SIGKILL" else ""
-        return f"killed by {name}{hint}"
-
-
-_logger = logging.getLogger("windlass.engine.client.engine_client")
+        """How the process ended, for people: "killed by SIGKILL …" or "exit code 1"."""
+        text = describe_exit(self.process.poll())
+        return f"{text}: perhaps the machine ran out of memory" if text == "killed by SIGKILL" else text
 
 
 class ChildSpawner:
-    """core, log_level: see `ChildProcess`. seat: tells where the next one runs. waiting: one that waits already, taken first."""
+    """Starts child processes. core, log_level: see `ChildProcess`. process_placement: returns where the next one runs.
+
+    standby: a child that has been started already and is used first.
+    """
 
     def __init__(
         self,
-        core: str,
+        core: str | None,
         log_level: str,
         process_placement: Callable[[], ProcessPlacement],
-        waiting: ChildProcess | None = None,
+        standby: ChildProcess | None = None,
     ) -> None:
         self._core, self._log_level, self._placement = core, log_level, process_placement
-        self.waiting = waiting
+        self.standby = standby
 
-    def take(self) -> ChildProcess:
-        """The one that waits, else a new one. Raises OSError where the system has no memory, process or descriptor for it."""
-        child, self.waiting = self.waiting, None
+    def spawn(self) -> ChildProcess:
+        """The standby child or a new one. Raises OSError if the system has no memory, process or descriptor left."""
+        child, self.standby = self.standby, None
         if child is None or child.ended:
             if child is not None:
                 _discard(child)
@@ -172,31 +171,27 @@ class ChildSpawner:
         return child
 
     def set_standby(self, wanted: bool) -> None:
-        """Have one wait, or none. Where the system has none to give, `take` will say so."""
+        """Start or end the standby child. Failures are only logged: `spawn` raises them."""
         if not wanted:
             self.drop()
-        elif self.waiting is None:
+        elif self.standby is None:
+            preload, placement = preload_module(self._core), self._placement()
             try:
-                self.waiting = ChildProcess(
-                    self._core, self._log_level, preload=preload_module(self._core), process_placement=self._placement()
-                )
+                self.standby = ChildProcess(self._core, self._log_level, preload=preload, process_placement=placement)
             except OSError as error:
-                _logger.warning("no process for an engine in reserve: %s", error)
+                _logger.warning("no standby process for an engine: %s", error)
 
     def drop(self, *, reap: bool = False) -> None:
-        """End the one that waits. reap: see `ChildProcess.kill`."""
-        spare, self.waiting = self.waiting, None
-        if spare is not None:
-            _discard(spare, reap=reap)
+        """End the standby child. reap: see `ChildProcess.kill`."""
+        child, self.standby = self.standby, None
+        if child is not None:
+            _discard(child, reap=reap)
 
 
 def _discard(child: ChildProcess, *, reap: bool = False) -> None:
     child.kill(reap=reap)
     child.socket.close()
     child.release()
-
-
-PIECE_SECONDS = 0.05  # between two pieces of stacks, at most
 
 
 async def wait_ended(child: ChildProcess, timeout: float) -> bool:
@@ -210,13 +205,13 @@ async def wait_ended(child: ChildProcess, timeout: float) -> bool:
 
 
 async def wait_for_stacks(child: ChildProcess, timeout: float) -> None:
-    """Have it write the stacks of its threads, which one that is stopped cannot; after `timeout` seconds at most.
+    """Make the child write the stacks of its threads, and wait `timeout` seconds at most; a stopped process does not react.
 
-    It writes them in pieces and does not say which is the last one: they are whole once nothing more comes.
+    Stacks arrive in pieces without an end mark: they are complete once nothing more arrives.
     """
     child.ask_for_stacks()
     deadline = time.monotonic() + timeout
-    before, found = "", child.stacks.read()
-    while not (found and found == before) and time.monotonic() < deadline:
+    before, text = "", child.stacks.read()
+    while not (text and text == before) and time.monotonic() < deadline:
         await asyncio.sleep(PIECE_SECONDS)
-        before, found = found, child.stacks.read()
+        before, text = text, child.stacks.read()

@@ -16,11 +16,11 @@ from windlass.engine.interface.request import EngineRequest
 
 
 class EngineStatus(Protocol):
-    """What is shown of each engine behind a client."""
+    """Status of one engine behind a client."""
 
     @property
     def name(self) -> str:
-        """Its own, where it has one; else it goes by its number among them."""
+        """Its own name; empty if it is named by its number."""
         return ""
 
     @property
@@ -35,16 +35,16 @@ class EngineStatus(Protocol):
 
 
 def engine_name(engine: EngineStatus, number: int) -> str:
-    """What one of several engines is called. number: its own among them."""
+    """The displayed name of one of several engines. number: its index."""
     return engine.name or str(number)
 
 
 class EngineClient(EngineStatus, Protocol):
-    """The whole interface between server and engine. Keep it this small. Its defaults are those of one engine.
+    """The interface between server and engine. The defaults are those of a single engine.
 
-    `generate` is an async generator: it yields outputs of all samples of the request as they come and ends after every
-    sample has finished. Closing it early (`aclose()`, or cancelling the task that iterates) aborts the request and
-    frees its blocks within one step. It raises RequestError, QueueFullError, DeadlineError or EngineDeadError.
+    `generate` is an async generator: it yields the outputs of all samples of the request and ends after every sample has
+    finished. Closing it early (`aclose()`, or cancelling the task that iterates) aborts the request and frees its blocks within
+    one step. It raises RequestError, QueueFullError, DeadlineError or EngineDeadError.
     """
 
     @property
@@ -54,53 +54,52 @@ class EngineClient(EngineStatus, Protocol):
 
     @property
     def engines(self) -> Sequence[EngineStatus]:
-        """Each engine behind it, for those who show them one by one."""
+        """The status of each engine."""
         return (self,)
 
     @property
     def has_replicas(self) -> bool:
-        """Whether there are several, or can be."""
+        """Whether there are or can be several engines."""
         return False
 
     @property
     def crash_report(self) -> Path | None:
-        """The report of the last death, where there is one."""
+        """The report of the last crash, if any."""
         return None
 
     @property
     def adapter_ids(self) -> frozenset[int] | None:
-        """The adapters that requests may name: an engine that is started again may find that one has gone. None: nobody knows."""
+        """Ids of the available adapters; a restarted engine may lose some. None: unknown."""
         return None
 
     def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]: ...
 
     def end_sample(self, request_id: str, index: int) -> None:
-        """End one sample of a request that runs, as if it had finished, and free its blocks within one step.
+        """Finish one sample of a running request early, and free its blocks within one step.
 
-        Returns at once. Its outputs that are under way already may still come. Unknown samples are ignored.
+        Returns at once. Outputs that are in flight may still arrive. Unknown samples are ignored.
         """
         ...
 
     async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
-        """Have an adapter read and checked, beside what runs; requests may use it from then on.
+        """Read and check an adapter in the background; requests may use it from then on.
 
-        Raises RequestError that says what is wrong with it, DeviceMemoryError and EngineDeadError.
+        Raises RequestError that states what is wrong with it, DeviceMemoryError and EngineDeadError.
         """
         ...
 
     def drop_adapter(self, adapter_id: int) -> None:
-        """Take no further requests for an adapter; it goes when none runs. Returns at once; unknown ids are ignored."""
+        """Refuse further requests for an adapter and unload it once none runs. Returns at once; unknown ids are ignored."""
         ...
 
-    async def inspect(self, question: IntrospectionQuery[A]) -> A:
-        """What the engine answers somebody who looks on, between two steps; raises RequestError, DeviceMemoryError and
-        EngineDeadError."""
+    async def inspect(self, query: IntrospectionQuery[A]) -> A:
+        """Answer a query between two steps. Raises RequestError, DeviceMemoryError and EngineDeadError."""
         ...
 
     async def stats(self) -> EngineStats:
-        """The latest statistics; raises EngineDeadError while there is no engine."""
+        """The latest statistics. Raises EngineDeadError while no engine is available."""
         ...
 
     async def close(self) -> None:
-        """Abort what runs and end the engine. Safe to call twice."""
+        """Abort all requests and end the engine. Safe to call twice."""
         ...

@@ -29,15 +29,16 @@ from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlanner
 
 K = TypeVar("K", bound=Hashable)
 
-MAX_TRACKED_BLOCKS = 65_536  # blocks of a replica, some 200 bytes each
-
+MAX_TRACKED_BLOCKS = 65_536  # of a replica, some 200 bytes each
 MAX_EXTRA_LOAD = 8  # requests
-
-TOKENS_PER_REQUEST = 64  # saved, that are worth waiting for one more
+TOKENS_PER_REQUEST = 64  # saved tokens that are worth waiting for one more request
+MIN_KEY_BLOCK_TOKENS = 32  # a shorter prefix does not influence the choice
+MAX_KEY_BLOCKS = 4096  # of a prompt that are compared
+_MAX_CACHED_ROTATIONS = 256
 
 
 class _TrackedPrefixes:
-    """The blocks that one replica should have, the ones used last at the end."""
+    """The blocks that one replica should have cached, least recently used first."""
 
     __slots__ = ("_blocks", "_most", "last_chosen")
 
@@ -50,7 +51,7 @@ class _TrackedPrefixes:
         return len(self._blocks)
 
     def match(self, digests: Sequence[bytes]) -> int:
-        """How many leading blocks are there. By bisection: a block goes before those that stand before it."""
+        """Number of leading blocks that are tracked. Bisection works because a block is dropped before its predecessors."""
         low, high = 0, len(digests)
         while low < high:
             middle = (low + high + 1) // 2
@@ -61,7 +62,7 @@ class _TrackedPrefixes:
         return low
 
     def add(self, digests: Sequence[bytes]) -> None:
-        for digest in reversed(digests[: self._most]):  # the first block last, so that it goes last
+        for digest in reversed(digests[: self._most]):  # the first block last, so that it is dropped last
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
         while len(self._blocks) > self._most:
@@ -69,7 +70,7 @@ class _TrackedPrefixes:
 
 
 class PrefixRouter(Generic[K]):
-    """block_tokens: of a digest's block. most_blocks: that a replica's cache holds, at most MAX_TRACKED_BLOCKS are remembered."""
+    """block_tokens: tokens per digest. most_blocks: capacity of a replica's cache; at most MAX_TRACKED_BLOCKS are tracked."""
 
     def __init__(self, block_tokens: int, most_blocks: int = MAX_TRACKED_BLOCKS) -> None:
         self._block_tokens = block_tokens
@@ -79,11 +80,11 @@ class PrefixRouter(Generic[K]):
 
     @property
     def num_tracked_blocks(self) -> int:
-        """Blocks, of all replicas."""
+        """Tracked blocks of all replicas."""
         return sum(map(len, self._replicas.values()))
 
     def choose(self, digests: Sequence[bytes], load: Mapping[K, int]) -> K:
-        """One of the replicas that `load` names, each with the requests it has. Raises ValueError where it names none."""
+        """Choose one of the replicas in `load`, which holds their numbers of requests. Raises ValueError if it is empty."""
         least = min(load.values())
         ranked = []
         for replica, requests in load.items():
@@ -98,30 +99,23 @@ class PrefixRouter(Generic[K]):
         raise AssertionError("the least busy replica is never too busy")
 
     def sent(self, replica: K, digests: Sequence[bytes]) -> None:
-        """A prompt went to this replica, which has it cached from now on."""
+        """Record that a prompt was sent to this replica, which has it cached from now on."""
         known = self._replicas.setdefault(replica, _TrackedPrefixes(self._most))
         known.last_chosen = next(self._choice_counter)
         known.add(digests)
 
     def forget(self, replica: K) -> None:
-        """This replica has nothing cached (any more)."""
+        """Record that the cache of this replica is empty."""
         self._replicas.pop(replica, None)
 
     def retain_only(self, replicas: Sequence[K]) -> None:
-        """Forget all the others."""
+        """Forget all other replicas."""
         for gone in self._replicas.keys() - set(replicas):
             del self._replicas[gone]
 
 
-MIN_KEY_BLOCK_TOKENS = 32  # of a block: a shorter prefix is not worth a detour
-
-MAX_KEY_BLOCKS = 4096  # of a prompt that are looked at
-
-_MAX_CACHED_ROTATIONS = 256
-
-
 class PrefixKeys:
-    """The keys of one model's requests. rotary: as the engines have it. block_tokens: of a key's block."""
+    """Prefix keys of one model's requests, one per `block_tokens` tokens. rotary: the engines' configuration."""
 
     def __init__(self, info: ModelInfo, rotary: RotaryConfig) -> None:
         self.block_tokens = -(-MIN_KEY_BLOCK_TOKENS // info.block_size) * info.block_size
@@ -131,25 +125,25 @@ class PrefixKeys:
         self._fingerprints = lru_cache(_MAX_CACHED_ROTATIONS)(self._resolve)
 
     def root(self, request: EngineRequest) -> bytes:
-        """What requests have in common that can share anything. One that no engine will run has some root too."""
+        """A digest that is equal for requests that can share prefixes. Invalid requests have a root too."""
         prompt, rule = len(request.prompt_token_ids), request.context
-        seen = None if rule.attention_window is None else (rule.attention_window, rule.attention_sinks)
+        window = None if rule.attention_window is None else (rule.attention_window, rule.attention_sinks)
         try:
             longest = min(prompt + request.sampling.max_tokens, self._sizes.size(rule).rotary_length)
             scaling = request.rope_scaling
-            if not self._follows_length(scaling):
-                prompt = longest = 1  # one entry for all lengths
+            if not self._depends_on_length(scaling):
+                prompt = longest = 1  # one cached entry for all lengths
             rotation = self._fingerprints(scaling, request.rope_update, request.rope_exact, prompt, longest)
         except (EngineError, ArithmeticError, TypeError):
             rotation = ()
         adapter = None if request.adapter is None else str(request.adapter).encode()
-        return root_digest(self._namespace, rotation, 0, request.cache_salt, seen, adapter)
+        return root_digest(self._namespace, rotation, 0, request.cache_salt, window, adapter)
 
     def of(self, request: EngineRequest) -> list[bytes]:
-        """A key for each leading block of the prompt; equal ones stand for equal beginnings. None for a short prompt."""
+        """A key for each leading block of the prompt; equal keys mean equal prefixes. Empty for a short prompt."""
         return digest_chain(self.root(request), request.prompt_token_ids, self.block_tokens)
 
-    def _follows_length(self, scaling: RopeScaling | None) -> bool:
+    def _depends_on_length(self, scaling: RopeScaling | None) -> bool:
         if self._planner.chooses(scaling):
             return True
         used = [group.scaling for group in self._planner.groups] + ([] if scaling is None else [scaling])
@@ -163,16 +157,16 @@ class PrefixKeys:
 
 
 def digest_chain(root: bytes, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
-    """Digests of 16 bytes, one for each full block, of all that stands before its end and of the root."""
+    """A digest of 16 bytes for each full block, which covers the root and all tokens up to the end of the block."""
     count = min(len(token_ids) // block_tokens, MAX_KEY_BLOCKS)
     if count == 0:
         return []
     try:
         data = memoryview(array("q", token_ids[: count * block_tokens])).cast("B")
     except (TypeError, OverflowError):
-        return []  # no token ids: an engine will say so
-    digest, size, found = hashlib.sha256(root), 8 * block_tokens, []
+        return []  # invalid token ids: the engine will refuse them
+    digest, size, chain = hashlib.sha256(root), 8 * block_tokens, []
     for start in range(0, count * size, size):
         digest.update(data[start : start + size])
-        found.append(digest.digest()[:16])
-    return found
+        chain.append(digest.digest()[:16])
+    return chain

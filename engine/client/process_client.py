@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from windlass.engine.client.child_process import (
-    DEFAULT_CORE,
     ChildProcess,
     ChildSpawner,
     ProcessPlacement,
@@ -47,166 +46,38 @@ from windlass.engine.interface.request import EngineRequest
 _logger = logging.getLogger("windlass.engine.client.engine_client")
 
 CLOSE_TIMEOUT = 5.0  # seconds an engine has to end by itself
-
-NO_PROCESS_SECONDS = 1.0  # after which a process is asked for again, where the system had none to give
-
+NO_PROCESS_SECONDS = 1.0  # between attempts to start a process if the system has none left
+FAILED_RELOADS = 3  # restarts in a row that fail to load, after which the engine is given up
 _DEATH_SECONDS = 60.0  # within which deaths are counted
 
-FAILED_RELOADS = 3  # restarts in a row that do not even load
 
-
-class ProcessClient(EngineClient):
-    """Over a child process.
+class SupervisedClient(EngineClient):
+    """Start-up and state of a client that supervises child processes.
 
     progress: called in the event loop with (stage, done, total) while the model loads.
-    hang_seconds: the engine is killed and restarted when requests are in flight and no step ends for this long; sooner where
-    `Watchdog` can tell that it is stuck.
-    max_deaths: it is given up after this many within a minute.
-    backoff: pause before the first restart in seconds, doubled for each further death in that minute, at most 10.
-    crash_folder: where a report of each death is left, None for nowhere.
-    core: private; see `windlass.engine.core.engine_process`. child: one that waits for what to load; it is the client's from now on.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        progress: ProgressCallback | None = None,
-        log_level: str = "warning",
-        hang_seconds: float = 120.0,
-        max_deaths: int = 5,
-        backoff: float = 0.25,
-        core: str = DEFAULT_CORE,
-        child: ChildProcess | None = None,
-        crash_folder: Path | None = None,
-    ) -> None:
+    def __init__(self, progress: ProgressCallback | None = None) -> None:
         self.progress = progress
-        self._config = config
-        self._spawner = ChildSpawner(core, log_level, lambda: self._placement, child)
-        self._hang_seconds = hang_seconds
-        self._max_deaths = max_deaths
-        self._backoff = backoff
-        self._crashes = CrashReports(crash_folder)
-        self._failed_requests: list[EngineRequest] = []  # what the last engine died with
-
-        self._state = "starting"
-        self._state_changed = asyncio.Event()
-        self._closing = asyncio.Event()
         self._info: ModelInfo | None = None
-        self._restarts = 0
-        self._failure = ""  # why the state is "failed", one line
-        self._child: ChildProcess | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self._router = RequestRouter(self._send, self._require_engine)
-        self._adapters = AdapterCalls(self._send, self._require_engine, config)
-        self._inspections = InspectionCalls(self._send, self._require_engine)
-        self._stats = StatsCalls(self._send, self._require_engine)
-        self._reported: str | None = None  # what the child itself said about its end
-        self._watchdog: Watchdog | None = None
+        self._failure = ""
+        self._state_changed = asyncio.Event()
 
-    # ---- the EngineClient protocol -----------------------------------------------------------------------------------
     @property
     def info(self) -> ModelInfo | None:
         return self._info
-
-    @property
-    def state(self) -> str:
-        return self._state
-
-    @property
-    def restarts(self) -> int:
-        return self._restarts
-
-    @property
-    def crash_report(self) -> Path | None:
-        """The report of the last death, where there is one."""
-        return self._crashes.last
 
     @property
     def failure(self) -> str:
         """Why `state` is "failed", one line; empty otherwise."""
         return self._failure
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the engine, None before the first spawn."""
-        return self._child.process.pid if self._child else None
-
-    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
-        """See `EngineClient.generate`."""
-        return self._router.generate(request)
-
-    def end_sample(self, request_id: str, index: int) -> None:
-        """See `EngineClient.end_sample`."""
-        self._router.end_sample(request_id, index)
-
-    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
-        """See `EngineClient.load_adapter`."""
-        return await self._adapters.load(source)
-
-    def drop_adapter(self, adapter_id: int) -> None:
-        """See `EngineClient.drop_adapter`."""
-        self._adapters.drop(adapter_id)
-
-    async def inspect(self, question: IntrospectionQuery[A]) -> A:
-        """See `EngineClient.inspect`."""
-        return await self._inspections.inspect(question)
-
-    async def stats(self) -> EngineStats:
-        """See `StatsCalls.ask`."""
-        return await self._stats.ask()
-
-    async def close(self) -> None:
-        """End the engine; requests in flight get EngineDeadError. Safe to call twice and before the start."""
-        self._set_state("closed")
-        self._closing.set()
-        self._send(Close())
-        self._router.fail_all(lambda _: EngineDeadError("the engine was closed", begun=True))
-        self._adapters.fail_all(lambda: EngineDeadError("the engine was closed"))
-        self._inspections.fail_all(lambda: EngineDeadError("the engine was closed"))
-        if self._supervisor is not None:
-            if self._info is None and self._child is not None:
-                self._child.process.kill()  # it may load for minutes, and nobody waits for it any more
-            await asyncio.wait({self._supervisor}, timeout=CLOSE_TIMEOUT)
-            self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
-        self.kill()
-
-    # ---- starting ----------------------------------------------------------------------------------------------------
-    @property
-    def _placement(self) -> ProcessPlacement:
-        return ProcessPlacement(self._config.compute.cores, self._config.loading.shared_memory)
-
-    @property
-    def config(self) -> EngineConfig:
-        """What engines that are started load, adapters aside that came later."""
-        return self._config
-
-    @property
-    def adapter_ids(self) -> frozenset[int]:
-        """Those of the adapters that this engine, or the next one, has."""
-        return self._adapters.loaded
-
-    def reconfigure(self, config: EngineConfig) -> None:
-        """Have engines that are started from now on load this."""
-        self._config = config
-
-    def spawn(self) -> None:
-        """Start the child now; needs no event loop. `start_nowait` does it otherwise."""
-        if self._child is None:
-            self._child = self._spawner.take()
-            self._child.load(self._config)
-
     def start_nowait(self) -> None:
-        """Begin to load and supervise, in the running event loop."""
-        self.spawn()
-        if self._supervisor is None:
-            self._supervisor = asyncio.get_running_loop().create_task(self._supervise(), name="engine-supervisor")
+        """Start to load and supervise, in the running event loop."""
+        raise NotImplementedError
 
     async def wait_ready(self) -> ModelInfo:
-        """Wait until requests are served; raises LoadError if that will not happen."""
+        """Wait until requests are served. Raises LoadError if that will not happen."""
         state = await self.wait_state("ready", "failed", "closed")
         if state != "ready" or self._info is None:
             raise LoadError(self._failure or "the engine was closed before it was ready")
@@ -219,24 +90,162 @@ class ProcessClient(EngineClient):
 
     async def wait_state(self, *states: str) -> str:
         """Wait until `state` is one of `states` and return it."""
-        while self._state not in states:
+        while self.state not in states:
             await self._state_changed.wait()
+        return self.state
+
+    def _notify(self) -> None:
+        """Wake those that wait for a change of state."""
+        self._state_changed.set()
+        self._state_changed = asyncio.Event()
+
+    def _unavailable(self) -> EngineDeadError:
+        """The error of calls while no engine serves requests."""
+        match self.state:
+            case "starting":
+                return EngineDeadError("the model is still loading; try again soon")
+            case "failed":
+                return EngineDeadError(f"the engine failed and was given up: {self.failure}")
+            case "closed":
+                return EngineDeadError("the engine was closed")
+        return EngineDeadError("the engine is being restarted; try again soon")
+
+
+class ProcessClient(SupervisedClient):
+    """Client of one engine in a child process.
+
+    hang_seconds: the engine is killed and restarted if requests are in flight and no step ends for this long; sooner if
+    `Watchdog` detects that it is stuck.
+    max_deaths: it is given up after this many within a minute.
+    backoff: pause before the first restart in seconds, doubled for each further death in that minute, at most 10.
+    crash_folder: where a report of each death is written, None for none.
+    core: private; see `windlass.engine.core.engine_process`. child: a child that waits for its configuration; owned by the
+    client from now on.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: ProgressCallback | None = None,
+        log_level: str = "warning",
+        hang_seconds: float = 120.0,
+        max_deaths: int = 5,
+        backoff: float = 0.25,
+        core: str | None = None,
+        child: ChildProcess | None = None,
+        crash_folder: Path | None = None,
+    ) -> None:
+        super().__init__(progress)
+        self.config = config  # of engines that are started, without adapters that were loaded later
+        self._spawner = ChildSpawner(core, log_level, lambda: self._placement, child)
+        self._hang_seconds = hang_seconds
+        self._max_deaths = max_deaths
+        self._backoff = backoff
+        self._crashes = CrashReports(crash_folder)
+        self._failed_requests: list[EngineRequest] = []  # that failed with the last engine
+
+        self._state = "starting"
+        self._closing = asyncio.Event()
+        self._restarts = 0
+        self._child: ChildProcess | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._router = RequestRouter(self._send, self._require_engine)
+        self._adapters = AdapterCalls(self._send, self._require_engine, config)
+        self._inspections = InspectionCalls(self._send, self._require_engine)
+        self._stats = StatsCalls(self._send, self._require_engine)
+        self._reported: str | None = None  # the reason of the child's end, if the child or the watchdog gave one
+        self._watchdog: Watchdog | None = None
+
+    # -- the EngineClient protocol -------------------------------------------------------------------------------------
+    @property
+    def state(self) -> str:
         return self._state
 
+    @property
+    def restarts(self) -> int:
+        return self._restarts
+
+    @property
+    def crash_report(self) -> Path | None:
+        return self._crashes.last
+
+    @property
+    def adapter_ids(self) -> frozenset[int]:
+        return self._adapters.loaded
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, None before the first spawn."""
+        return self._child.process.pid if self._child else None
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        return self._router.generate(request)
+
+    def end_sample(self, request_id: str, index: int) -> None:
+        self._router.end_sample(request_id, index)
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        return await self._adapters.load(source)
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        self._adapters.drop(adapter_id)
+
+    async def inspect(self, query: IntrospectionQuery[A]) -> A:
+        return await self._inspections.inspect(query)
+
+    async def stats(self) -> EngineStats:
+        """See `StatsCalls.ask`."""
+        return await self._stats.ask()
+
+    async def close(self) -> None:
+        """End the engine; requests in flight fail with EngineDeadError. Safe to call twice and before the start."""
+        self._set_state("closed")
+        self._closing.set()
+        self._send(Close())
+        self._router.fail_all(lambda _: EngineDeadError("the engine was closed", begun=True))
+        self._adapters.fail_all(lambda: EngineDeadError("the engine was closed"))
+        self._inspections.fail_all(lambda: EngineDeadError("the engine was closed"))
+        if self._supervisor is not None:
+            if self._info is None and self._child is not None:
+                self._child.process.kill()  # it might otherwise load for minutes
+            await asyncio.wait({self._supervisor}, timeout=CLOSE_TIMEOUT)
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        self.kill()
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+    @property
+    def _placement(self) -> ProcessPlacement:
+        return ProcessPlacement(self.config.compute.cores, self.config.loading.shared_memory)
+
+    def spawn(self) -> None:
+        """Start the child now; needs no event loop. `start_nowait` does it otherwise."""
+        if self._child is None:
+            self._child = self._spawner.spawn()
+            self._child.load(self.config)
+
+    def start_nowait(self) -> None:
+        self.spawn()
+        if self._supervisor is None:
+            self._supervisor = asyncio.get_running_loop().create_task(self._supervise(), name="engine-supervisor")
+
     def kill(self, *, reap: bool = True) -> None:
-        """End the child at once, without a goodbye. Needs no event loop. reap: see `ChildProcess.kill`."""
+        """Kill the child. Needs no event loop. reap: see `ChildProcess.kill`."""
         self._spawner.drop(reap=reap)
         if self._child is not None:
             self._child.kill(reap=reap)
             if self._writer is None:  # else the transport owns the socket
                 self._child.socket.close()
 
-    # ---- supervision -------------------------------------------------------------------------------------------------
+    # -- supervision ---------------------------------------------------------------------------------------------------
     async def _supervise(self) -> None:
         deaths: deque[float] = deque()
         failed_reloads = 0
         while True:
-            assert self._child is not None  # spawned before this task began
+            assert self._child is not None  # spawned before this task started
             loaded = await self._serve(self._child)
             if self._closing.is_set():
                 return
@@ -246,7 +255,7 @@ class ProcessClient(EngineClient):
                 return
             memory = None if self._watchdog is None else self._watchdog.memory
             report_note = await self._crashes.write(
-                self._child, reason, self._config, self._info, self._failed_requests, memory
+                self._child, reason, self.config, self._info, self._failed_requests, memory
             )
             self._failed_requests = []  # prompts may be long
             now = time.monotonic()
@@ -268,12 +277,12 @@ class ProcessClient(EngineClient):
                 if await self._wait_closing(NO_PROCESS_SECONDS):
                     return
             self._child = child
-            self._child.load(self._adapters.restart_config(self._config))
+            self._child.load(self._adapters.restart_config(self.config))
             self._restarts += 1
 
     def _next_child(self) -> ChildProcess | None:
         try:
-            return self._spawner.take()
+            return self._spawner.spawn()
         except OSError as error:
             _logger.error("no process for another engine: %s; trying again", error)
             return None
@@ -284,7 +293,7 @@ class ProcessClient(EngineClient):
         return self._closing.is_set()
 
     async def _serve(self, child: ChildProcess) -> bool:
-        """Carry messages until the child is gone, and reap it. True if it had loaded."""
+        """Carry messages until the child has ended, and reap it. True if it had loaded."""
         self._reported = None
         reader, writer = await asyncio.open_unix_connection(sock=child.socket, limit=1 << 20)
         self._writer = writer
@@ -303,14 +312,14 @@ class ProcessClient(EngineClient):
                     while data := await reader.read(1 << 18):
                         for message in frames.feed(data):
                             self._receive(message)
-            except Exception as error:  # else nobody would know that this engine is not heard any more
-                _logger.exception("a message of the engine could not be taken in")
-                self._reported = f"a message of the engine could not be taken in ({error!r}); it was killed"
+            except Exception as error:  # messages are not read any more, so the engine must be replaced
+                _logger.exception("a message of the engine could not be processed")
+                self._reported = f"a message of the engine could not be processed ({error!r}); it was killed"
                 child.process.kill()
             loaded = self._state == "ready"
             self._on_engine_exit()
             if self._info is not None and not self._closing.is_set():
-                self._spawner.set_standby(True)  # while the old one is reaped, and its end is written down
+                self._spawner.set_standby(True)  # it starts while the old one is reaped and its crash report written
             if not await wait_ended(child, 2.0):  # an orderly child ends within moments of closing its socket
                 child.process.kill()
                 await wait_ended(child, 10.0)
@@ -323,14 +332,14 @@ class ProcessClient(EngineClient):
                 child.kill()
 
     def _suspect(self, suspected: bool) -> None:
-        # One that is gone owes nothing any more, and is replaced all the same.
+        # Once the child has ended it has no pending work, but its standby process is still needed.
         if self._writer is not None:
             self._spawner.set_standby(suspected)
 
     async def _watch(self, child: ChildProcess, watchdog: Watchdog, writer: asyncio.StreamWriter) -> None:
         """Kill a child that is stuck."""
         reason = await watchdog.watch()
-        if reason is None:  # a process of its own may hold the socket open; what it said last is read first
+        if reason is None:  # a child of the engine may hold the socket open; first read the engine's last messages
             asyncio.get_running_loop().call_later(0.5, writer.transport.abort)
             return
         self._reported = f"{reason}; it was killed"
@@ -360,25 +369,18 @@ class ProcessClient(EngineClient):
             case _:
                 raise TypeError(f"an engine does not send {type(message).__name__} messages")
 
-    # ---- small parts -------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
     def _send(self, message: Message) -> None:
-        # Without a child there is nobody to tell: the router has failed, or will fail, whatever was in flight.
+        # Without a child the message is dropped: the router has failed, or will fail, all requests in flight.
         if self._writer is not None:
             self._writer.write(encode(message))
 
     def _require_engine(self) -> None:
-        match self._state:
-            case "starting":
-                raise EngineDeadError("the model is still loading; try again soon")
-            case "restarting":
-                raise EngineDeadError("the engine is being restarted; try again soon")
-            case "failed":
-                raise EngineDeadError(f"the engine failed and was given up: {self._failure}")
-            case "closed":
-                raise EngineDeadError("the engine was closed")
+        if self._state != "ready":
+            raise self._unavailable()
 
     def _on_engine_exit(self) -> None:
-        """Tell everybody who waits, at once: reaping the process and starting another take longer."""
+        """Fail all calls at once, before the process is reaped and another one started."""
         self._writer = None
         self._failed_requests = self._router.requests
         if self._info is not None and not self._closing.is_set():
@@ -401,5 +403,4 @@ class ProcessClient(EngineClient):
 
     def _set_state(self, state: str) -> None:
         self._state = state
-        self._state_changed.set()
-        self._state_changed = asyncio.Event()
+        self._notify()

@@ -1,8 +1,8 @@
 """Replicated client: several engine processes of one model behind one client.
 
-Starts them with one copy of the weights in memory and sends each request to the replica that the prefix router chooses. When an
-engine dies, requests that it had not started continue on another; those that it had started fail. `ProcessClient` supervises
-each process. Statistics are summed, cache snapshots are concatenated.
+Starts the engines with one copy of the weights in memory and sends each request to the replica that the prefix router chooses.
+If an engine dies, requests that it had not started continue on another; those that it had started fail. `ProcessClient`
+supervises each process. Statistics are summed, cache snapshots are concatenated.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.client.child_process import ProcessPlacement
-from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.client.prefix_router import PrefixKeys, PrefixRouter
-from windlass.engine.client.process_client import ProcessClient
-from windlass.engine.core.messages import ProgressCallback
+from windlass.engine.client.process_client import ProcessClient, SupervisedClient
 from windlass.engine.errors import EngineDeadError, EngineError, LoadError, QueueFullError, RequestError
 from windlass.engine.host_resources import partition_cores, processor_quota, threads_per_rank
 from windlass.engine.interface.config import EngineConfig
@@ -31,26 +29,31 @@ from windlass.engine.interface.outputs import EngineStats, PersistStats, Request
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.process_setup import create_memory_file
 
+_logger = logging.getLogger("windlass.engine.client.engine_client")
+
+_STATES = frozenset({"starting", "ready", "restarting", "failed", "closed"})
+_MODELS = 2  # a model and a draft model
+
 
 class Replica:
-    """in_flight: samples of requests that it has to finish."""
+    """One engine. in_flight: samples that it has not finished."""
 
     def __init__(self, number: int, client: ProcessClient) -> None:
         self.number, self.client = number, client
         self.in_flight = 0
-        self._prepared: int | None = None  # restarts of the engine that has all that the others have
+        self._prepared: int | None = None  # value of `restarts` when it had loaded the adapters of the others
 
     @property
     def usable(self) -> bool:
-        """Whether it takes requests: it has loaded, and every adapter that requests may name, if it could."""
+        """Whether it takes requests: it is ready, and has loaded every adapter in use that it could load."""
         return self.client.state == "ready" and self._prepared == self.client.restarts
 
     def has(self, adapter_id: int | None) -> bool:
-        """Whether requests with this adapter can run here: its files may have gone before this engine was started again."""
+        """Whether requests with this adapter can run here. A restarted engine may lack it if its files are gone."""
         return adapter_id is None or adapter_id in self.client.adapter_ids
 
     async def prepare(self, adapters: dict[int, AdapterSource]) -> str | None:
-        """Take requests, once it has these adapters, which may change meanwhile. Returns what is amiss with one of them."""
+        """Load these adapters, which may change meanwhile, then take requests. Returns what is wrong with one of them."""
         restarts, problem = self.client.restarts, None
         refused: set[int] = set()
         while missing := adapters.keys() - self.client.adapter_ids - refused:
@@ -68,13 +71,10 @@ class Replica:
         return problem
 
 
-_MODELS = 2  # a model and a draft model
-
-
 class ReplicaPlacement:
-    """Seats for so many engines; raises LoadError where there are not. leave_one: the last core is the server's. `close` it.
+    """Cores and shared memory files of `replicas` engines, to be closed. Raises LoadError if there are not enough cores.
 
-    Nothing lies in the memory files until the first engine loads.
+    leave_one: the last core is left to the server. The memory files are empty until the first engine loads.
     """
 
     def __init__(self, replicas: int, *, leave_one: bool = False) -> None:
@@ -86,17 +86,15 @@ class ReplicaPlacement:
         return [ProcessPlacement(cores, self._files) for cores in self._cores]
 
     def configs(self, config: EngineConfig) -> list[EngineConfig]:
-        """What each engine loads."""
+        """The configuration of each engine."""
         engines, loading = len(self._cores), replace(config.loading, shared_memory=self._files)
-        placements = [replace(config.compute, cores=cores) for cores in self._cores]
-        if processor_quota() is not None:  # an engine knows its cores, and not with how many it shares the quota
-            placements = [
-                replace(compute, threads=threads_per_rank(compute, engines=engines)) for compute in placements
-            ]
-        return [replace(config, replicas=engines, loading=loading, compute=compute) for compute in placements]
+        parts = [replace(config.compute, cores=cores) for cores in self._cores]
+        if processor_quota() is not None:  # an engine knows its cores, but not how many engines share the quota
+            parts = [replace(compute, threads=threads_per_rank(compute, engines=engines)) for compute in parts]
+        return [replace(config, replicas=engines, loading=loading, compute=compute) for compute in parts]
 
     def close(self) -> None:
-        """Give the descriptors back; engines that run keep what they have mapped. Safe to call twice."""
+        """Close the descriptors; running engines keep their mappings. Safe to call twice."""
         files, self._files = self._files, ()
         for number in files:
             with contextlib.suppress(OSError):
@@ -104,11 +102,11 @@ class ReplicaPlacement:
 
 
 def sum_stats(parts: Sequence[EngineStats | None]) -> EngineStats:
-    """The statistics of all engines; None for one that has none now. `kv_cache_usage` is that of the fullest."""
-    known = [part for part in parts if part is not None]
+    """The sum over all engines, None for an unavailable one. `kv_cache_usage` is the maximum."""
+    available = [part for part in parts if part is not None]
     values: dict[str, Any] = {}
     for field in fields(EngineStats):
-        each = [getattr(part, field.name) for part in known]
+        each = [getattr(part, field.name) for part in available]
         match field.name:
             case "engines":
                 continue
@@ -128,54 +126,45 @@ def sum_stats(parts: Sequence[EngineStats | None]) -> EngineStats:
 
 
 def _sum_persist(parts: Sequence[PersistStats]) -> PersistStats:
-    """All engines keep their blocks in one folder, so what lies there is not added up."""
-    found = {field.name: [getattr(part, field.name) for part in parts] for field in fields(PersistStats)}
+    """All engines share one folder, so its files are not summed."""
+    values = {field.name: [getattr(part, field.name) for part in parts] for field in fields(PersistStats)}
     shared = ("disk_bytes", "known_blocks")
-    return PersistStats(**{n: max(each, default=0) if n in shared else sum(each) for n, each in found.items()})
+    return PersistStats(**{n: max(each, default=0) if n in shared else sum(each) for n, each in values.items()})
 
 
-def concat_cache_snapshots(pictures: Sequence[tuple[int, CacheSnapshot]]) -> CacheSnapshot:
-    """One picture of several caches, each with the number of its engine."""
+def concat_cache_snapshots(snapshots: Sequence[tuple[int, CacheSnapshot]]) -> CacheSnapshot:
+    """One snapshot of several caches, each given with the number of its engine."""
     groups: list[CacheGroupSnapshot] = []
     before = 0
-    for engine, picture in pictures:
-        for group in picture.groups:
+    for engine, snapshot in snapshots:
+        for group in snapshot.groups:
             owners = tuple(owner if owner < 0 else owner + before for owner in group.owners)
             groups.append(replace(group, owners=owners, engine=engine))
-        before += len(picture.sequences)
-    sequences = tuple(sequence for _, picture in pictures for sequence in picture.sequences)
-    seconds = max(picture.seconds for _, picture in pictures)
-    return CacheSnapshot(pictures[0][1].block_size, tuple(groups), sequences, seconds)
+        before += len(snapshot.sequences)
+    sequences = tuple(sequence for _, snapshot in snapshots for sequence in snapshot.sequences)
+    seconds = max(snapshot.seconds for _, snapshot in snapshots)
+    return CacheSnapshot(snapshots[0][1].block_size, tuple(groups), sequences, seconds)
 
 
-_logger = logging.getLogger("windlass.engine.client.engine_client")
+class ReplicatedClient(SupervisedClient):
+    """Client of several equal engines.
 
-_STATES = frozenset({"starting", "ready", "restarting", "failed", "closed"})
-
-
-class ReplicatedClient(EngineClient):
-    """Over several.
-
-    clients: not started; the first one's configuration says how many there are. The others load what the first has come to:
-    as much cache, as long a context, the weights where it has put them.
-    progress: called with (stage, done, total) while the first one loads.
+    clients: not started yet. The first engine loads alone, with the number of replicas in its configuration; the others then
+    load with its cache size and context length, and share its weights. `progress` reports the first one.
     """
 
     def __init__(self, clients: Sequence[ProcessClient], config: EngineConfig) -> None:
-        self.progress: ProgressCallback | None = None
+        super().__init__()
         self._config = config
         self._replicas = [Replica(number, client) for number, client in enumerate(clients)]
         self._adapters = {source.adapter_id: source for source in config.adapters.sources}
-        self._replica_of: dict[str, Replica | None] = {}  # of requests that run; None: on their way to another
+        self._replica_of: dict[str, Replica | None] = {}  # of running requests; None: moving to another replica
         self._keys: PrefixKeys | None = None
         self._router: PrefixRouter[int] = PrefixRouter(1)
-        self._info: ModelInfo | None = None
-        self._failure = ""
         self._closed = False
-        self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
-    # ---- the EngineClient protocol -----------------------------------------------------------------------------------
+    # -- the EngineClient protocol -------------------------------------------------------------------------------------
     @property
     def engines(self) -> tuple[ProcessClient, ...]:
         return tuple(replica.client for replica in self._replicas)
@@ -185,12 +174,8 @@ class ReplicatedClient(EngineClient):
         return True
 
     @property
-    def info(self) -> ModelInfo | None:
-        return self._info
-
-    @property
     def state(self) -> str:
-        """ "ready" while any of them is."""
+        """The state of the engines, "ready" if any of them is."""
         if self._closed:
             return "closed"
         if self._failure:
@@ -206,29 +191,27 @@ class ReplicatedClient(EngineClient):
 
     @property
     def adapter_ids(self) -> frozenset[int]:
-        """Of the adapters that requests may name: those that any of them has."""
-        there = {adapter_id for engine in self.engines for adapter_id in engine.adapter_ids}
-        return frozenset(self._adapters.keys() & there)
+        """Ids of the adapters that at least one engine has."""
+        loaded = {adapter_id for engine in self.engines for adapter_id in engine.adapter_ids}
+        return frozenset(self._adapters.keys() & loaded)
 
     @property
     def failure(self) -> str:
-        """Why `state` is "failed", one line; empty otherwise."""
         if self._failure or self.state != "failed":
             return self._failure
         return self._replicas[0].client.failure
 
     @property
     def crash_report(self) -> Path | None:
-        """The report of the last death, where there is one."""
-        found = [report for replica in self._replicas if (report := replica.client.crash_report) is not None]
-        return max(found, key=lambda report: report.name, default=None)
+        reports = [report for replica in self._replicas if (report := replica.client.crash_report) is not None]
+        return max(reports, key=lambda report: report.name, default=None)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
-        """See `EngineClient.generate`."""
+        """See `EngineClient.generate`. A request that its replica has not started when it dies moves to another one."""
         request_id, samples = request.request_id, request.sampling.n
         if request_id in self._replica_of:
             raise RequestError(f"a request with the id {request_id!r} is already running", "request_id")
-        digests = self._digests(request)
+        digests = [] if self._keys is None else self._keys.of(request)
         tried: list[int] = []
         self._replica_of[request_id] = None
         try:
@@ -257,23 +240,21 @@ class ReplicatedClient(EngineClient):
             del self._replica_of[request_id]
 
     def end_sample(self, request_id: str, index: int) -> None:
-        """See `EngineClient.end_sample`."""
         if (replica := self._replica_of.get(request_id)) is not None:
             replica.client.end_sample(request_id, index)
 
     async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
-        """See `EngineClient.load_adapter`. All of them have it afterwards; one that is being restarted has it before it takes
-        requests."""
+        """Load an adapter on all engines; one that is being restarted loads it before it takes requests."""
         usable = self._usable()
-        self._adapters[source.adapter_id] = source  # before the others are waited for: they load what is there
+        self._adapters[source.adapter_id] = source  # first, so that engines that restart meanwhile load it too
         loads = (one.client.load_adapter(source) for one in usable)
         try:
             results = await asyncio.gather(*loads, return_exceptions=True)
-        except asyncio.CancelledError:  # one may have it already, of which nobody would know
+        except asyncio.CancelledError:  # some engines may have loaded it already
             self.drop_adapter(source.adapter_id)
             raise
         infos = [result for result in results if isinstance(result, AdapterInfo)]
-        # A replica that died over it comes back with it.
+        # A replica that died meanwhile loads it when it restarts.
         errors = [result for result in results if isinstance(result, BaseException)]
         fatal = [error for error in errors if not isinstance(error, EngineDeadError)] or (errors if not infos else [])
         if fatal:
@@ -282,35 +263,33 @@ class ReplicatedClient(EngineClient):
         return infos[0]
 
     def drop_adapter(self, adapter_id: int) -> None:
-        """See `EngineClient.drop_adapter`."""
         self._adapters.pop(adapter_id, None)
         for replica in self._replicas:
             replica.client.drop_adapter(adapter_id)
 
-    async def inspect(self, question: IntrospectionQuery[A]) -> A:
-        """See `EngineClient.inspect`. A picture of the cache has the pages of all; anything else is asked of the least busy."""
+    async def inspect(self, query: IntrospectionQuery[A]) -> A:
+        """Answer a query: cache snapshots contain the caches of all engines, others come from the least busy engine."""
         usable = self._usable()
-        if not isinstance(question, CacheQuery):
-            return await min(usable, key=lambda replica: replica.in_flight).client.inspect(question)
-        asked = await asyncio.gather(*(one.client.inspect(question) for one in usable), return_exceptions=True)
-        seen = [
-            (one.number, found)
-            for one, found in zip(usable, asked, strict=True)
-            if not isinstance(found, BaseException)
+        if not isinstance(query, CacheQuery):
+            return await min(usable, key=lambda replica: replica.in_flight).client.inspect(query)
+        answers = await asyncio.gather(*(one.client.inspect(query) for one in usable), return_exceptions=True)
+        snapshots = [
+            (one.number, answer)
+            for one, answer in zip(usable, answers, strict=True)
+            if not isinstance(answer, BaseException)
         ]
-        if not seen:
-            raise next(found for found in asked if isinstance(found, BaseException))
-        return concat_cache_snapshots(seen)  # type: ignore[return-value]
+        if not snapshots:
+            raise next(answer for answer in answers if isinstance(answer, BaseException))
+        return concat_cache_snapshots(snapshots)  # type: ignore[return-value]
 
     async def stats(self) -> EngineStats:
-        """The sum of all, with each one's in `engines`; see `ProcessClient.stats`."""
-        self._require_usable()
-        found = await asyncio.gather(*(replica.client.stats() for replica in self._replicas), return_exceptions=True)
-        parts = [part if isinstance(part, EngineStats) else None for part in found]
-        for error in found:
+        """The sum over all engines, with each one's statistics in `engines`; see `ProcessClient.stats`."""
+        self._usable()
+        results = await asyncio.gather(*(replica.client.stats() for replica in self._replicas), return_exceptions=True)
+        for error in results:
             if isinstance(error, BaseException) and not isinstance(error, EngineDeadError):
                 raise error
-        return sum_stats(parts)
+        return sum_stats([part if isinstance(part, EngineStats) else None for part in results])
 
     async def close(self) -> None:
         """End all engines; see `ProcessClient.close`."""
@@ -321,38 +300,19 @@ class ReplicatedClient(EngineClient):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # ---- starting ----------------------------------------------------------------------------------------------------
+    # -- starting ------------------------------------------------------------------------------------------------------
     def spawn(self) -> None:
         """Start the first child now; needs no event loop."""
         self._replicas[0].client.spawn()
 
     def start_nowait(self) -> None:
-        """Begin to load and supervise, in the running event loop."""
         self.spawn()
         if not self._tasks:
             start = asyncio.get_running_loop().create_task(self._start(), name="replicas-start")
             self._tasks.append(start)
 
-    async def wait_ready(self) -> ModelInfo:
-        """Wait until requests are served, by all of them; raises LoadError if that will not happen."""
-        state = await self.wait_state("ready", "failed", "closed")
-        if state != "ready" or self._info is None:
-            raise LoadError(self._failure or "the engine was closed before it was ready")
-        return self._info
-
-    async def start(self) -> ModelInfo:
-        """start_nowait, then wait_ready."""
-        self.start_nowait()
-        return await self.wait_ready()
-
-    async def wait_state(self, *states: str) -> str:
-        """Wait until `state` is one of `states` and return it."""
-        while self.state not in states:
-            await self._changed.wait()
-        return self.state
-
     def kill(self, *, reap: bool = True) -> None:
-        """End all children at once, without a goodbye. Needs no event loop. reap: see `ChildProcess.kill`."""
+        """Kill all children. Needs no event loop. reap: see `ChildProcess.kill`."""
         for replica in self._replicas:
             replica.client.kill(reap=reap)
 
@@ -364,45 +324,41 @@ class ReplicatedClient(EngineClient):
             self._notify()
             self.kill(reap=False)
             return
-        self._keys = (
-            None
-            if info.is_bidirectional or not self._config.cache.prefix_caching
-            else PrefixKeys(info, self._config.rotary)
-        )
-        if self._keys is not None:
+        if self._config.cache.prefix_caching and not info.is_bidirectional:
+            self._keys = PrefixKeys(info, self._config.rotary)
             tokens = info.block_size * min(info.num_kv_blocks)
             self._router = PrefixRouter(self._keys.block_tokens, tokens // self._keys.block_tokens)
         for replica in self._replicas:
             await replica.prepare(self._adapters)
         self._info = replace(info, replicas=len(self._replicas))
         self._notify()
-        follow = asyncio.get_running_loop().create_task
+        create_task = asyncio.get_running_loop().create_task
         self._tasks += [
-            follow(self._supervise(replica), name=f"replica-{replica.number}") for replica in self._replicas
+            create_task(self._supervise(replica), name=f"replica-{replica.number}") for replica in self._replicas
         ]
 
     async def _load(self) -> ModelInfo:
-        """The first one, then the others as it is. Raises LoadError."""
+        """Load the first engine, then the others with equal sizes. Raises LoadError."""
         first, *others = (replica.client for replica in self._replicas)
         first.progress = self.progress
         first.start_nowait()
         info = await first.wait_ready()
         for replica in self._replicas:
-            replica.client.reconfigure(replica_config(replica.client.config, info))
+            replica.client.config = replica_config(replica.client.config, info)
         for client in others:
             client.start_nowait()
         waiting = [asyncio.ensure_future(client.wait_ready()) for client in others]
         try:
-            found = await asyncio.gather(*waiting)
+            infos = await asyncio.gather(*waiting)
         finally:
             for task in waiting:
                 task.cancel()
-        if any(one.fingerprint != info.fingerprint for one in found):
+        if any(one.fingerprint != info.fingerprint for one in infos):
             raise LoadError("the files of the model changed while they were read: start the server again")
         return info
 
     async def _supervise(self, replica: Replica) -> None:
-        """Notice what becomes of one engine, and bring a new one to what the others have."""
+        """Follow the state of one engine, and load the adapters of the others after a restart."""
         client = replica.client
         while (state := client.state) != "closed":
             if state == "ready" and not replica.usable:
@@ -410,20 +366,16 @@ class ReplicatedClient(EngineClient):
                 if (problem := await replica.prepare(self._adapters)) is not None:
                     _logger.error("replica %d: %s", replica.number, problem)
             if state == "failed" and self.state != "failed":
-                _logger.error("replica %d was given up, the others go on: %s", replica.number, client.failure)
+                _logger.error("replica %d was given up, the others continue: %s", replica.number, client.failure)
             self._notify()
             if client.state == state:
                 await client.wait_state(*_STATES - {state})
 
-    # ---- small parts -------------------------------------------------------------------------------------------------
-    def _digests(self, request: EngineRequest) -> list[bytes]:
-        return [] if self._keys is None else self._keys.of(request)
-
+    # -- helpers -------------------------------------------------------------------------------------------------------
     def _choose(self, request: EngineRequest, digests: list[bytes], tried: Sequence[int]) -> Replica:
         usable = [replica for replica in self._usable() if replica.number not in tried]
-        usable = [
-            replica for replica in usable if replica.has(request.adapter)
-        ] or usable  # which tells that it is gone
+        # If no engine has the adapter, any of them refuses the request.
+        usable = [replica for replica in usable if replica.has(request.adapter)] or usable
         number = self._router.choose(digests, {replica.number: replica.in_flight for replica in usable})
         self._router.sent(number, digests)
         return self._replicas[number]
@@ -433,27 +385,14 @@ class ReplicatedClient(EngineClient):
         return not self._closed and any(one.number not in tried for one in others)
 
     def _usable(self) -> list[Replica]:
-        self._require_usable()
-        return [replica for replica in self._replicas if replica.usable]
-
-    def _require_usable(self) -> None:
-        if self.state == "ready" and any(replica.usable for replica in self._replicas):
-            return
-        match self.state:
-            case "starting":
-                raise EngineDeadError("the model is still loading; try again soon")
-            case "failed":
-                raise EngineDeadError(f"the engines failed and were given up: {self.failure}")
-            case "closed":
-                raise EngineDeadError("the engine was closed")
-        raise EngineDeadError("the engines are being restarted; try again soon")
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """The replicas that take requests. Raises EngineDeadError if there are none."""
+        usable = [replica for replica in self._replicas if replica.usable]
+        if self.state != "ready" or not usable:
+            raise self._unavailable()
+        return usable
 
 
 def replica_config(config: EngineConfig, info: ModelInfo) -> EngineConfig:
-    """What an engine loads that is to be like one that has loaded."""
+    """The configuration of an engine with the cache size and context length of one that has loaded."""
     cache = replace(config.cache, memory=info.kv_cache_bytes)
     return replace(config, replicas=1, max_model_len=info.max_model_len, cache=cache)

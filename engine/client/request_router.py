@@ -1,7 +1,6 @@
 """Request router: assigns engine messages to the calls in flight (requests, adapters, introspection, statistics).
 
-Runs in one asyncio event loop. Shared by the clients, which only carry messages. A request is opened, fed, finished, failed, or
-abandoned and then aborted.
+Runs in one asyncio event loop. The client only carries messages.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from windlass.engine.core.messages import (
@@ -39,32 +38,35 @@ from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
 from windlass.engine.interface.outputs import MAX_TIMING_SAMPLES, EngineStats, RequestOutput, TokenLogprobs
 from windlass.engine.interface.request import EngineRequest
 
-_TOO_SLOW = "the answer was taken so slowly that too much of it waited: read it more quickly, or ask for less at once"
+_TOO_SLOW = (
+    "the answer was read so slowly that too much of it was buffered: read it more quickly, or ask for less at once"
+)
 
-MAX_BUFFERED_OUTPUT = 2**19  # numbers of one request's outputs, some 100 bytes each, that may wait for its consumer
+MAX_BUFFERED_OUTPUT = 2**19  # buffered numbers of one request's outputs, some 100 bytes each
+STATS_TIMEOUT = 1.0  # seconds to wait for new statistics before the last known ones are returned
+_SAMPLED = ("queue_seconds", "prefill_seconds", "decode_seconds", "inference_seconds")
 
 
+# -- requests ----------------------------------------------------------------------------------------------------------
 class _RequestStream:
-    """Outputs of one request that its consumer has not taken yet. The engine never waits for a consumer.
+    """Outputs of one request that its consumer has not read yet. The engine never waits for a consumer.
 
-    waiting: how large they are, in numbers as large as a log-probability with its token.
+    buffered_size: their size; a log-probability with its token counts as one.
     """
-
-    __slots__ = ("_outputs", "_prompt_parts", "_unfinished", "_waiter", "ended_early", "error", "request", "waiting")
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
         self._outputs: deque[RequestOutput] = deque()
-        self.waiting = 0
+        self.buffered_size = 0
         self._prompt_parts: list[TokenLogprobs | None] = []
         self._unfinished = set(range(request.sampling.n))
         self._waiter: asyncio.Future[None] | None = None
-        self.ended_early = False  # the consumer ended a sample, so outputs may be under way after all have finished
+        self.ended_early = False  # the consumer ended a sample, so outputs may be in flight after all have finished
         self.error: Exception | None = None
 
     @property
     def finished(self) -> bool:
-        """The engine has nothing more to say about this request."""
+        """Whether the engine sends nothing more about this request."""
         return self.error is not None or not self._unfinished
 
     def put(self, output: RequestOutput) -> None:
@@ -72,22 +74,22 @@ class _RequestStream:
             self.fail(output.error)
             return
         if output.index not in self._unfinished:
-            return  # computed before the engine heard that this sample was ended
+            return  # computed before the engine received the end of this sample
         if self._prompt_parts and output.prompt_logprobs is not None:
             output = replace(output, prompt_logprobs=(*self._prompt_parts, *output.prompt_logprobs))
             self._prompt_parts = []
         self._outputs.append(output)
-        self.waiting += _size(output)
+        self.buffered_size += _size(output)
         if output.finish_reason is not None:
             self._unfinished.discard(output.index)
         self._wake()
 
     def put_prompt_part(self, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Keep these log-probabilities for the output that has the last of them."""
+        """Store these log-probabilities for the output that brings the last of them."""
         self._prompt_parts += entries
 
     def end(self, index: int) -> bool:
-        """Wait for nothing more from a sample; False if it has finished."""
+        """Expect no further outputs of a sample; False if it has finished already."""
         if index not in self._unfinished:
             return False
         self._unfinished.discard(index)
@@ -100,12 +102,12 @@ class _RequestStream:
         self._wake()
 
     def discard_and_fail(self, error: Exception) -> None:
-        """Fail, and keep nothing of what waits."""
+        """Fail and drop all buffered outputs."""
         self._outputs.clear()
         self.fail(error)
 
     async def get(self) -> RequestOutput | None:
-        """The next output; None after the last. Raises the request's error once all before it are taken."""
+        """The next output; None after the last. Raises the request's error after all outputs before it."""
         while not self._outputs:
             if self.error is not None:
                 raise self.error
@@ -117,7 +119,7 @@ class _RequestStream:
             finally:
                 self._waiter = None
         output = self._outputs.popleft()
-        self.waiting -= _size(output)
+        self.buffered_size -= _size(output)
         return output
 
     def _wake(self) -> None:
@@ -130,10 +132,10 @@ def _size(output: RequestOutput) -> int:
 
 
 class RequestRouter:
-    """The streams in flight.
+    """The requests in flight.
 
-    send: hands a message to the engine at once, without waiting. require_engine: raises EngineDeadError while there is
-    none. Both belong to the client, and all methods run in its event loop.
+    send: passes a message to the engine without waiting. require_engine: raises EngineDeadError while there is none. All methods
+    run in the client's event loop.
     """
 
     def __init__(self, send: Callable[[Message], None], require_engine: Callable[[], None]) -> None:
@@ -144,19 +146,19 @@ class RequestRouter:
 
     @property
     def in_flight(self) -> int:
-        """Requests whose end the engine still owes, those being aborted included; not those that wait for a slow reader alone."""
+        """Requests that the engine has not finished, including those being aborted; finished ones may still be buffered."""
         return sum(not stream.finished for stream in self._streams.values()) + len(self._aborting)
 
     @property
     def requests(self) -> list[EngineRequest]:
-        """Those whose end the engine owes."""
+        """The requests that the engine has not finished."""
         return [stream.request for stream in self._streams.values() if not stream.finished]
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         """See `EngineClient.generate`."""
         request_id = request.request_id
         self._require_engine()
-        # An id whose abort is under way may still have outputs on the road: they must not reach its successor.
+        # Until the abort of a previous request with this id is confirmed, its outputs may arrive; they must not be mixed up.
         while (aborting := self._aborting.get(request_id)) is not None:
             await asyncio.shield(aborting)
             self._require_engine()
@@ -168,7 +170,7 @@ class RequestRouter:
             while (output := await stream.get()) is not None:
                 yield output
         finally:
-            # One that is not among the streams any more went with its engine: nobody would confirm its abort.
+            # If the engine has died, the stream has been removed already, and an abort would never be confirmed.
             if self._streams.get(request_id) is stream:
                 self._forget(request_id, abort=not stream.finished or stream.ended_early)
 
@@ -192,7 +194,7 @@ class RequestRouter:
                     stream = self._streams.get(output.request_id)
                     if stream is not None:
                         stream.put(output)
-                        if stream.waiting > MAX_BUFFERED_OUTPUT:
+                        if stream.buffered_size > MAX_BUFFERED_OUTPUT:
                             self._forget(output.request_id, abort=not stream.finished)
                             stream.discard_and_fail(SlowConsumerError(_TOO_SLOW))
             case PromptLogprobs(request_id, entries):
@@ -208,10 +210,7 @@ class RequestRouter:
         return True
 
     def fail_all(self, make_error: Callable[[str], EngineError]) -> None:
-        """The engine is gone: every stream ends with an error of its own, and nothing is left to abort.
-
-        make_error: of the request with this id.
-        """
+        """End all streams with errors because the engine is gone. make_error: called with the request id."""
         streams, self._streams = self._streams, {}
         for request_id, stream in streams.items():
             if not stream.finished:
@@ -225,23 +224,24 @@ class RequestRouter:
             aborting.set_result(None)
 
 
+# -- adapters ----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Loading:
-    """An adapter that the engine is to load. callers: those who know of it."""
+    """An adapter that the engine is loading. callers: number of callers that wait for it."""
 
     source: AdapterSource
     result: asyncio.Future[AdapterInfo]
     callers: int = 0
 
     def end(self, error: EngineError | None = None) -> None:
-        """It comes to nothing; nobody may be there to be told."""
+        """Fail. There may be no caller left to retrieve the error."""
         if not self.result.done():
-            self.result.set_exception(error or EngineError("nobody waits for this adapter"))
+            self.result.set_exception(error or EngineError("the call to load this adapter was cancelled"))
         self.result.exception()
 
 
 class AdapterCalls:
-    """send, require_engine: see `RequestRouter`. config: names those that are loaded at the start."""
+    """Loads and drops adapters. send, require_engine: see `RequestRouter`. config: lists those loaded at start."""
 
     def __init__(
         self, send: Callable[[Message], None], require_engine: Callable[[], None], config: EngineConfig
@@ -252,11 +252,11 @@ class AdapterCalls:
 
     @property
     def loaded(self) -> frozenset[int]:
-        """The ids of those that there are."""
+        """The ids of the loaded adapters."""
         return frozenset(self._loaded)
 
     async def load(self, source: AdapterSource) -> AdapterInfo:
-        """See `EngineClient.load_adapter`. Whoever asks for one that is being loaded waits for the same."""
+        """See `EngineClient.load_adapter`. Several callers can wait for the same adapter."""
         self._require_engine()
         loading = self._loading.get(source.adapter_id)
         if loading is None:
@@ -267,7 +267,7 @@ class AdapterCalls:
             return await asyncio.shield(loading.result)
         except asyncio.CancelledError:
             loading.callers -= 1
-            if not loading.callers:  # nobody knows of it any more
+            if not loading.callers:
                 loading.end()
                 self.drop(source.adapter_id)
             raise
@@ -280,14 +280,14 @@ class AdapterCalls:
         self._send(DropAdapter(adapter_id))
 
     def deliver(self, message: Message) -> bool:
-        """Take a message about adapters; False if it is about something else, too."""
-        if isinstance(message, Ready):  # of one that was started again, perhaps, and could not read all of them
-            there = {info.adapter_id for info in message.info.adapters}
-            self._loaded = {adapter_id: source for adapter_id, source in self._loaded.items() if adapter_id in there}
+        """Take a message about adapters; False if it is (also) about something else."""
+        if isinstance(message, Ready):  # a restarted engine may have failed to read some of them
+            ids = {info.adapter_id for info in message.info.adapters}
+            self._loaded = {adapter_id: source for adapter_id, source in self._loaded.items() if adapter_id in ids}
         if not isinstance(message, AdapterLoaded):
             return False
         loading = self._loading.pop(message.adapter_id, None)
-        if loading is None:  # whoever asked for it went away
+        if loading is None:  # its callers were cancelled
             self._send(DropAdapter(message.adapter_id))
         elif isinstance(message.result, AdapterInfo):
             self._loaded[message.adapter_id] = loading.source
@@ -297,19 +297,20 @@ class AdapterCalls:
         return True
 
     def fail_all(self, make_error: Callable[[], EngineError]) -> None:
-        """The engine is gone, and with it what it was loading."""
+        """Fail all loads because the engine is gone."""
         gone, self._loading = self._loading, {}
         for loading in gone.values():
             loading.end(make_error())
 
     def restart_config(self, config: EngineConfig) -> EngineConfig:
-        """The configuration of the next engine: with the adapters of the last one, as far as their files are still there."""
+        """The configuration of the next engine, with the adapters of the last one if their files still exist."""
         sources = tuple(replace(source, required=False) for source in self._loaded.values())
         return replace(config, adapters=replace(config.adapters, sources=sources))
 
 
+# -- introspection -----------------------------------------------------------------------------------------------------
 class InspectionCalls:
-    """send, require_engine: see `RequestRouter`."""
+    """Introspection queries. send, require_engine: see `RequestRouter`."""
 
     def __init__(self, send: Callable[[Message], None], require_engine: Callable[[], None]) -> None:
         self._send, self._require_engine = send, require_engine
@@ -318,16 +319,16 @@ class InspectionCalls:
 
     @property
     def waiting(self) -> int:
-        """Questions that the engine has not answered."""
+        """Number of queries that the engine has not answered."""
         return len(self._waiting)
 
-    async def inspect(self, question: IntrospectionQuery[A]) -> A:
+    async def inspect(self, query: IntrospectionQuery[A]) -> A:
         """See `EngineClient.inspect`."""
         self._require_engine()
         inspection_id = next(self._ids)
         waiter = self._waiting[inspection_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(InspectRequest(inspection_id, question))
+            self._send(InspectRequest(inspection_id, query))
             return cast(A, await waiter)
         finally:
             self._waiting.pop(inspection_id, None)
@@ -345,67 +346,31 @@ class InspectionCalls:
         return True
 
     def fail_all(self, make_error: Callable[[], EngineError]) -> None:
-        """The engine is gone, and with it the answers."""
+        """Fail all queries because the engine is gone."""
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting.values():
             if not waiter.done():
                 waiter.set_exception(make_error())
 
 
-@dataclass(slots=True)
-class StatsAccumulator:
-    """Joins snapshots so that every sample of `*_seconds` is handed out exactly once.
-
-    The engine drains its samples into each snapshot it takes, whether it was asked for or pushed along with a step. Where
-    nobody takes them, the last MAX_TIMING_SAMPLES of each kind wait and older ones are dropped; all counters and gauges stay right.
-    """
-
-    _latest: EngineStats | None = None
-    _queue: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
-    _prefill: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
-    _decode: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
-    _inference: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
-
-    def add(self, stats: EngineStats) -> None:
-        self._latest = stats
-        self._queue += stats.queue_seconds
-        self._prefill += stats.prefill_seconds
-        self._decode += stats.decode_seconds
-        self._inference += stats.inference_seconds
-
-    def take(self) -> EngineStats:
-        """The latest gauges and counters (zeros before the first) with all samples since the last call."""
-        stats = replace(
-            self._latest or EngineStats(),
-            queue_seconds=tuple(self._queue),
-            prefill_seconds=tuple(self._prefill),
-            decode_seconds=tuple(self._decode),
-            inference_seconds=tuple(self._inference),
-        )
-        for samples in (self._queue, self._prefill, self._decode, self._inference):
-            samples.clear()
-        return stats
-
-    def forget_engine(self) -> None:
-        """The engine died: its gauges and counters are void. Samples already received still count."""
-        self._latest = None
-
-
-STATS_TIMEOUT = 1.0  # seconds to wait for fresh statistics before the last known ones do
-
-
+# -- statistics --------------------------------------------------------------------------------------------------------
 class StatsCalls:
-    """send, require_engine: see `RequestRouter`."""
+    """Statistics, joined so that every sample of `*_seconds` is returned exactly once. send, require_engine: see `RequestRouter`.
+
+    The engine drains its samples into each snapshot, whether requested or sent with a step. Until they are read, the last
+    MAX_TIMING_SAMPLES of each kind are stored and older ones dropped; counters and gauges are not affected.
+    """
 
     def __init__(self, send: Callable[[Message], None], require_engine: Callable[[], None]) -> None:
         self._send, self._require_engine = send, require_engine
-        self._stats = StatsAccumulator()
+        self._latest: EngineStats | None = None
+        self._samples: dict[str, deque[float]] = {name: deque(maxlen=MAX_TIMING_SAMPLES) for name in _SAMPLED}
         self._waiter: asyncio.Future[None] | None = None
 
     async def ask(self) -> EngineStats:
-        """Fresh ones, or the last known while a step takes longer than STATS_TIMEOUT. Raises EngineDeadError.
+        """Current statistics, or the last known ones while a step takes longer than STATS_TIMEOUT. Raises EngineDeadError.
 
-        The `*_seconds` samples are those since the previous call, each handed out once.
+        The `*_seconds` samples are those since the previous call.
         """
         self._require_engine()
         if self._waiter is None:
@@ -414,23 +379,36 @@ class StatsCalls:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._waiter), STATS_TIMEOUT)
         self._require_engine()
-        return self._stats.take()
+        return self.take()
 
     def deliver(self, message: Message) -> bool:
-        """Take what a message has of them; False if it is about something else too."""
+        """Take the statistics of a message; False if it is (also) about something else."""
         if isinstance(message, StepDone):
             if message.stats is not None:
-                self._stats.add(message.stats)
+                self.add(message.stats)
             return False
         if not isinstance(message, Stats):
             return False
-        self._stats.add(message.stats)
+        self.add(message.stats)
         self._resolve()
         return True
 
+    def add(self, stats: EngineStats) -> None:
+        """Take a snapshot of the engine."""
+        self._latest = stats
+        for name, samples in self._samples.items():
+            samples += getattr(stats, name)
+
+    def take(self) -> EngineStats:
+        """The latest gauges and counters (zeros before the first snapshot) with all samples since the last call."""
+        taken: dict[str, Any] = {name: tuple(samples) for name, samples in self._samples.items()}
+        for samples in self._samples.values():
+            samples.clear()
+        return replace(self._latest or EngineStats(), **taken)
+
     def engine_gone(self) -> None:
-        """Its gauges and counters are void, and nobody answers whoever asked."""
-        self._stats.forget_engine()
+        """Forget gauges and counters because the engine is gone; samples received already still count."""
+        self._latest = None
         self._resolve()
 
     def _resolve(self) -> None:

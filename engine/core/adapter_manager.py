@@ -22,9 +22,9 @@ _logger = logging.getLogger("windlass.engine")
 
 
 def make_empty_adapters(config: AdapterConfig, model: LoadedModel) -> LoadedAdapters:
-    """Room for as many as may be loaded at once."""
-    decoder, name = model.decoder, parse_dtype(config.dtype)
-    dtype = decoder.dtype if name == "auto" else getattr(torch, name)
+    """Empty slots for `config.max_loaded` adapters."""
+    decoder = model.decoder
+    dtype = _dtype_of(config) or decoder.dtype
 
     def changed(weight: WeightSpec) -> LowRankTarget:
         parts = tuple([stored.rows for stored in weight.stored])
@@ -34,14 +34,18 @@ def make_empty_adapters(config: AdapterConfig, model: LoadedModel) -> LoadedAdap
     return LoadedAdapters(config.max_loaded, parts, decoder.backend)
 
 
+def _dtype_of(config: AdapterConfig) -> torch.dtype | None:
+    name = parse_dtype(config.dtype)
+    return None if name == "auto" else getattr(torch, name)
+
+
 class AdapterManager:
-    """config: those loaded at once; raises LoadError where one of them cannot be."""
+    """Loads the adapters of `config` at once. Raises LoadError if a required one cannot be loaded."""
 
     def __init__(self, config: AdapterConfig, model: LoadedModel) -> None:
         self._config, self._decoder = config, model.decoder
         self._spec = model.original_spec or model.decoder.spec
-        name = parse_dtype(config.dtype)
-        self._dtype = None if name == "auto" else getattr(torch, name)
+        self._dtype = _dtype_of(config)
         self.loaded = make_empty_adapters(config, model)
         self._unloading: set[int] = set()
         self._reader = ThreadPoolExecutor(1, "adapter-reader")
@@ -60,26 +64,26 @@ class AdapterManager:
             raise RequestError("the adapter is not loaded (any more)", "model", "model_not_found")
 
     def read_in_background(self, source: AdapterSource) -> Future[Adapter]:
-        """Read and check it beside the steps; one after the other. It fails with RequestError or DeviceMemoryError."""
+        """Read and check an adapter, one at a time. The future may fail with RequestError or DeviceMemoryError."""
         return self._reader.submit(self._read_guarded, source)
 
     def add(self, adapter: Adapter) -> AdapterInfo:
-        """Let requests use it from now on. Raises RequestError where there are too many."""
+        """Make an adapter available to requests. Raises RequestError if too many are loaded."""
         self.loaded.add(adapter)
         return adapter.info
 
     def unload(self, adapter_id: int) -> None:
-        """No further request may use it; `unload_unused` drops it."""
+        """Refuse further requests for an adapter; `unload_unused` drops it."""
         if adapter_id in self.loaded:
             self._unloading.add(adapter_id)
 
     @property
     def has_unloading(self) -> bool:
-        """Whether some shall leave and are there still."""
+        """Whether adapters wait to be dropped."""
         return bool(self._unloading)
 
     def unload_unused(self, used: Iterable[int | None]) -> None:
-        """Drop those that shall leave and are not among the `used`."""
+        """Drop the adapters that wait for it and are not among `used`."""
         if self._unloading:
             unused = self._unloading.difference(used)
             self._unloading -= unused
@@ -93,5 +97,5 @@ class AdapterManager:
     def _read(self, source: AdapterSource) -> Adapter:
         self.loaded.check_capacity()
         decoder = self._decoder
-        keep = AdapterStorage(decoder.dtype, decoder.device, self._dtype)
-        return read_adapter(source, self._spec, keep, self._config.max_rank)
+        storage = AdapterStorage(decoder.dtype, decoder.device, self._dtype)
+        return read_adapter(source, self._spec, storage, self._config.max_rank)

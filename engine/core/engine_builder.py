@@ -1,13 +1,13 @@
 """Engine builder: constructs scheduler, runner, caches and block store from the configuration, and describes the loaded model.
 
-The block store's names and the cache namespace cover everything besides the tokens that changes a cached key or value, or its
-layout, by one bit.
+The block store's file names and the cache namespace cover everything except the tokens that changes any bit of a cached key or
+value, or its layout.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -27,14 +27,15 @@ from windlass.engine.cache.host_tier import (
     planes_of,
 )
 from windlass.engine.cache.kv_cache import KVCache
-from windlass.engine.cache.kv_cache_budget import CachePlan, bytes_per_token, gib
+from windlass.engine.cache.kv_cache_budget import CachePlan, gib
 from windlass.engine.cache.kv_cache_spec import KVGroupLayout, KVGroupSpec
 from windlass.engine.core.memory_budget import (
     allocate_kv_storage,
-    draft_bytes_per_token,
     dtype_name,
+    kv_bytes_per_token,
     largest_decode_step,
     make_draft_model,
+    make_rotary_tables,
 )
 from windlass.engine.core.ranks import RankProcesses
 from windlass.engine.errors import LoadError
@@ -42,7 +43,7 @@ from windlass.engine.execution.model_runner import ModelRunner, RankCommand
 from windlass.engine.execution.proposers import DraftModel, DraftModelProposer
 from windlass.engine.interface.config import PERSIST_SIZE, EngineConfig, SpeculationConfig
 from windlass.engine.interface.context import ContextSizes
-from windlass.engine.interface.model_info import DraftInfo, ModelInfo
+from windlass.engine.interface.model_info import AdapterInfo, DraftInfo, ModelInfo
 from windlass.engine.model.loading.checkpoint import weight_files, weights_digest
 from windlass.engine.model.loading.loader import LoadedModel, RankPlacement, load_draft, load_model
 from windlass.engine.model.loading.weights import Progress
@@ -56,12 +57,16 @@ from windlass.engine.scheduling.chunked_prefill import ChunkBoundaries
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.kernels import blocks_per_split, is_out_of_memory
 
+_STORED_BLOCK_VERSION = 2  # increase it when the meaning of a stored block changes
+_LAYOUT_VERSION = 1  # part of every cache key: increase it when the meaning of a cached block changes
 
+
+# -- description of the loaded model -----------------------------------------------------------------------------------
 def fingerprint(config: EngineConfig, model: LoadedModel) -> str:
-    """A digest of what logits depend on. Whether a prefix is cached, or a token was proposed, changes nothing."""
+    """A digest of everything that logits depend on. Prefix caching and proposed tokens do not change logits."""
     decoder = model.decoder
     groups = [(group.name, group.scaling.to_dict()) for group in decoder.spec.rotary_groups]
-    compute = replace(config.compute, cores=None)  # which cores it has changes nothing
+    compute = replace(config.compute, cores=None)  # the choice of cores does not change results
     parts: tuple[object, ...] = (
         __version__,
         model.digest,
@@ -76,11 +81,17 @@ def fingerprint(config: EngineConfig, model: LoadedModel) -> str:
 
 
 def describe(
-    config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, plan: CachePlan, seconds: float
+    config: EngineConfig,
+    models: LoadedModels,
+    plan: CachePlan,
+    limits: ContextSizes,
+    planner: RotaryPlanner,
+    adapters: tuple[AdapterInfo, ...],
+    seconds: float,
 ) -> ModelInfo:
-    """seconds: that loading took."""
+    """Description of the loaded model. seconds: duration of loading."""
+    model, draft = models.model, models.draft
     decoder, spec = model.decoder, model.spec
-    cached = dtype_name(model.cache_dtype)
     backend = decoder.backend
     kernel_notice = (backend.explain(),) if backend.is_fallback else ()
     return ModelInfo(
@@ -91,7 +102,7 @@ def describe(
         trained_len=spec.trained_len,
         dtype=dtype_name(decoder.dtype),
         weight_dtype=dtype_name(decoder.weight_dtype),
-        kv_cache_dtype=cached,
+        kv_cache_dtype=dtype_name(model.cache_dtype),
         quantization=model.quantization,
         device=str(decoder.device),
         num_parameters=sum(prod(weight.shape) for weight in spec.weights()),
@@ -101,15 +112,20 @@ def describe(
         num_states=plan.num_states,
         state_bytes=spec.state_bytes + (0 if draft is None else draft.spec.state_bytes),
         kv_cache_bytes=plan.num_bytes,
-        kv_bytes_per_token=sum(bytes_per_token(group, cached) for group in spec.kv_groups)
-        + draft_bytes_per_token(draft),
+        kv_bytes_per_token=kv_bytes_per_token(model, draft, all_ranks=True),
         max_num_seqs=config.scheduling.max_num_seqs,
         max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
         eos_token_ids=spec.eos_token_ids,
         rotary_groups=spec.rotary_groups,
         model_rotary_groups=model.rotary_groups,
-        weight_bytes=decoder.weight_bytes(),
+        weight_bytes=models.weight_bytes,
         load_seconds=seconds,
+        rotary_ladder=planner.ladder,
+        rotary_auto=planner.auto,
+        shift_context=limits.shift_context,
+        max_total_tokens=limits.max_total_tokens,
+        **context_refusals(decoder.spec),
+        adapters=adapters,
         fingerprint=fingerprint(config, model),
         hidden_size=spec.hidden_size,
         pooling=model.pooling,
@@ -123,10 +139,10 @@ def describe(
 
 
 def _describe_draft(speculation: SpeculationConfig, draft: LoadedModel) -> DraftInfo:
-    decoder, named = draft.decoder, draft.decoder.spec.architecture
+    decoder, architecture = draft.decoder, draft.decoder.spec.architecture
     return DraftInfo(
         path=speculation.model or "",
-        architecture=f"prediction layer of {named}" if speculation.mtp else named,
+        architecture=f"prediction layer of {architecture}" if speculation.mtp else architecture,
         quantization=draft.quantization,
         weight_dtype=dtype_name(decoder.weight_dtype),
         num_parameters=decoder.num_parameters(),
@@ -135,28 +151,35 @@ def _describe_draft(speculation: SpeculationConfig, draft: LoadedModel) -> Draft
     )
 
 
-_FORMAT = 2  # raise it when the meaning of a kept block changes
+@dataclass(frozen=True, slots=True)
+class LoadedModels:
+    """The model and its draft model. weight_bytes: of the model, on all ranks together."""
+
+    model: LoadedModel
+    draft: LoadedModel | None
+    weight_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class CacheOwner:
-    """A model, where its files are, and its pages."""
+class CacheTensors:
+    """KV cache and rotary tables. draft: the draft model with its own."""
 
-    directory: str
-    model: LoadedModel
-    storage: KVCache
+    cache: KVCache
+    tables: RotaryTables
+    draft: DraftModel | None
 
 
-def open_block_store(config: EngineConfig, owners: Sequence[CacheOwner]) -> BlockStore | None:
-    """None where nothing is kept. owners: the model and, if there is one, its draft model.
+# -- the block store ---------------------------------------------------------------------------------------------------
+def open_block_store(config: EngineConfig, models: LoadedModels, tensors: CacheTensors) -> BlockStore | None:
+    """The disk and host tiers; None if neither is configured. Raises LoadError that states what to change.
 
-    The folder is there: see `check_tier_options`. Raises LoadError that says what to change.
+    The folder exists: see `check_tier_options`.
     """
-    cache, decoder = config.cache, owners[0].model.decoder
+    cache, decoder = config.cache, models.model.decoder
     if cache.persist is None and cache.host_memory is None:
         return None
     copies = decoder.backend.make_copies()
-    planes = planes_of([owner.storage for owner in owners])
+    planes = planes_of([tensors.cache] if tensors.draft is None else [tensors.cache, tensors.draft.cache])
     sizes = bytes_of_blocks(planes)
     check_tier_support(
         config,
@@ -166,7 +189,7 @@ def open_block_store(config: EngineConfig, owners: Sequence[CacheOwner]) -> Bloc
     )
     folder = None
     if cache.persist is not None:
-        folder = PersistFolder(Path(cache.persist), cache.persist_size or PERSIST_SIZE, _origin(config, owners))
+        folder = PersistFolder(Path(cache.persist), cache.persist_size or PERSIST_SIZE, _origin(config, models))
     counts = PersistCounters()
     if copies is None:
         return BlockStore(folder, CPUBlockTransfer(planes), cache.block_size, counts)
@@ -174,30 +197,33 @@ def open_block_store(config: EngineConfig, owners: Sequence[CacheOwner]) -> Bloc
     if cache.host_memory is not None:
         tier = HostTier(pinned_rows_within(cache.host_memory, sizes), sizes, cache.block_size, counts)
     try:
-        pages = DeviceBlockTransfer(planes, copies, tier)
+        transfer = DeviceBlockTransfer(planes, copies, tier)
     except (MemoryError, RuntimeError) as error:
-        raise LoadError(_no_memory(config, error, on_device=is_out_of_memory(error))) from None
-    host = None if tier is None else HostSource(tier, pages, counts)
-    return BlockStore(folder, pages, cache.block_size, counts, host)
+        raise LoadError(_out_of_memory_text(config, error, on_device=is_out_of_memory(error))) from None
+    host = None if tier is None else HostSource(tier, transfer, counts)
+    return BlockStore(folder, transfer, cache.block_size, counts, host)
 
 
-def _no_memory(config: EngineConfig, error: Exception, *, on_device: bool) -> str:
+def _out_of_memory_text(config: EngineConfig, error: Exception, *, on_device: bool) -> str:
     if on_device and config.cache.host_memory is None:
         return "no memory is left on the device for the copies of `cache.persist`: lower `cache.memory` or `cache.device_share`"
     size = gib(config.cache.host_memory or 0)
     return (
-        f"`cache.host_memory`: the system does not give {size} that a device can copy from, or the device has no room for the "
+        f"`cache.host_memory`: the system does not provide {size} of locked memory, or the device has no memory for the "
         f"copies ({str(error).splitlines()[0]}): lower it, or raise the limit of locked memory"
     )
 
 
-def _origin(config: EngineConfig, owners: Sequence[CacheOwner]) -> BlockNamespace:
-    identity: list[object] = [_FORMAT, __version__, torch.__version__, config.cache.block_size]
+def _origin(config: EngineConfig, models: LoadedModels) -> BlockNamespace:
+    identity: list[object] = [_STORED_BLOCK_VERSION, __version__, torch.__version__, config.cache.block_size]
     files: list[Path] = []
     read: list[tuple[Path, bytes]] = []
-    for owner in owners:
-        directory, model, decoder = Path(owner.directory), owner.model, owner.model.decoder
-        # Scalings are each chain's own, and threads and cores change no more than how steps are cut does.
+    sources = [(config.model, models.model)]
+    if models.draft is not None:
+        sources.append((config.scheduling.speculation.model or config.model, models.draft))
+    for path, model in sources:
+        directory, decoder = Path(path), model.decoder
+        # Each chain's key covers its scaling. Threads and cores change results no more than the division into steps does.
         spec = replace(decoder.spec, rotary_groups=(), notices=())
         compute = replace(config.compute, cores=None, threads=None)
         plan = sorted((name, [(part.rows, part.storage) for part in parts]) for name, parts in decoder.plan.items())
@@ -215,88 +241,61 @@ def _origin(config: EngineConfig, owners: Sequence[CacheOwner]) -> BlockNamespac
     return BlockNamespace(tuple(files), repr(identity), is_current)
 
 
-# Part of every cache key: raise it when the meaning of a cached block changes.
-_LAYOUT_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModels:
-    """What was loaded. weight_bytes: of the model, on all its ranks together."""
-
-    model: LoadedModel
-    draft: LoadedModel | None
-    weight_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheTensors:
-    """Where keys and values lie, and the rotary tables. draft: the draft model with its own."""
-
-    cache: KVCache
-    tables: RotaryTables
-    draft: DraftModel | None
-
-
+# -- the parts of an engine --------------------------------------------------------------------------------------------
 def load_models(config: EngineConfig, progress: Progress | None, others: RankProcesses | None) -> LoadedModels:
-    """The model, this rank's part of it where there are others, which load theirs meanwhile. Raises LoadError."""
+    """Load the model and its draft model. With other ranks, which load at the same time: the first rank's shard.
+
+    Raises LoadError.
+    """
     model = load_model(config, progress, None if others is None else RankPlacement(0, others.memory, others.store))
     draft = load_draft(config, model, progress)
     weight_bytes = model.decoder.weight_bytes()
     if others is not None:
         others.attach_collectives(model.decoder.backend.options.ranks)
-        weight_bytes += sum(part.weight_bytes for part in others.loaded())
+        weight_bytes += sum(shard.weight_bytes for shard in others.loaded())
     return LoadedModels(model, draft, weight_bytes)
 
 
 def make_planner(config: EngineConfig, model: LoadedModel, plan: CachePlan) -> RotaryPlanner:
-    """How requests rotate. Raises LoadError for a ladder that this model cannot climb."""
-    own, wanted = model.rotary_groups, config.rotary
-    ladder = make_thresholds(own, wanted.ladder, plan.max_model_len, "`rotary.ladder`") if own else None
-    if ladder is None and wanted.scaling == AUTO:
+    """The planner of rotary scalings. Raises LoadError for thresholds that this model does not support."""
+    own, rotary = model.rotary_groups, config.rotary
+    thresholds = make_thresholds(own, rotary.ladder, plan.max_model_len, "`rotary.ladder`") if own else None
+    if thresholds is None and rotary.scaling == AUTO:
         raise LoadError("`rotary.scaling` is auto, and this model has no rotation that could be scaled: leave it out")
-    return RotaryPlanner(model.decoder.spec.rotary_groups, wanted.update, ladder, wanted.scaling == AUTO)
+    return RotaryPlanner(model.decoder.spec.rotary_groups, rotary.update, thresholds, rotary.scaling == AUTO)
 
 
 def rotary_rows(config: EngineConfig) -> int:
-    """Rows of the rotary tables: two for a sequence, whose frequencies may change in a step."""
+    """Rows of the rotary tables: two per sequence, since its frequencies may change in a step."""
     return 2 * config.scheduling.max_num_seqs + 2
 
 
 def allocate_cache(config: EngineConfig, models: LoadedModels, plan: CachePlan) -> CacheTensors:
-    """LoadError where there is no memory for them."""
+    """Allocate KV caches and rotary tables. Raises LoadError if there is not enough memory."""
     model, draft, rows = models.model, models.draft, rotary_rows(config)
-    cache = allocate_kv_storage(config, model, model, plan)
-    tables = RotaryTables(rows, [group.base for group in model.decoder.spec.rotary_groups], model.decoder.backend)
+    cache, tables = allocate_kv_storage(config, model, model, plan), make_rotary_tables(model.decoder, rows)
     return CacheTensors(cache, tables, None if draft is None else make_draft_model(config, model, draft, plan, rows))
-
-
-def make_store(config: EngineConfig, models: LoadedModels, pages: CacheTensors) -> BlockStore | None:
-    """See `open_block_store`."""
-    owners = [CacheOwner(config.model, models.model, pages.cache)]
-    if models.draft is not None and pages.draft is not None:
-        owners.append(CacheOwner(config.scheduling.speculation.model or config.model, models.draft, pages.draft.cache))
-    return open_block_store(config, owners)
 
 
 def make_runner(
     config: EngineConfig,
     model: LoadedModel,
     plan: CachePlan,
-    pages: CacheTensors,
+    tensors: CacheTensors,
     *,
     sampler: Sampler,
     adapters: LoadedAdapters,
     store: BlockStore | None,
     send_command: Callable[[RankCommand], None] | None,
 ) -> ModelRunner:
-    """tell: see `ModelRunner`."""
+    """The model runner, with CUDA graphs if enabled. send_command: see `ModelRunner`."""
     runner = ModelRunner(
         model.decoder,
-        pages.cache,
-        pages.tables,
+        tensors.cache,
+        tensors.tables,
         sampler,
         config.cache.block_size,
-        draft=pages.draft,
+        draft=tensors.draft,
         adapters=adapters,
         persisted=None if store is None else store.transfer,
         send_command=send_command,
@@ -316,17 +315,22 @@ def make_blocks(config: EngineConfig, spec: ModelSpec, plan: CachePlan, store: B
     ]
     if spec.state_group is not None:
         layouts.append(KVGroupLayout.of_states(plan.num_states))
-    # A token that sees those behind it is another in every text: nothing of one text stands in another.
-    shares = config.cache.prefix_caching and not spec.is_bidirectional
-    return BlockManager(layouts, config.cache.block_size, shares, listener=store)
+    # With bidirectional attention the keys of a prefix depend on the rest of the text, so they cannot be shared.
+    prefix_caching = config.cache.prefix_caching and not spec.is_bidirectional
+    return BlockManager(layouts, config.cache.block_size, prefix_caching, listener=store)
 
 
 def make_context_limits(config: EngineConfig, spec: ModelSpec, plan: CachePlan) -> ContextSizes:
-    """LoadError for a shifted context that is longer than any sequence may be."""
+    """The context limits. Raises LoadError if `context.shift_context` exceeds the context."""
+    shift_context = config.context.shift_context
+    if shift_context is not None and shift_context > plan.max_model_len:
+        raise LoadError(
+            f"`context.shift_context` is {shift_context}, the context is {plan.max_model_len} tokens: lower it"
+        )
     return ContextSizes(
         max_model_len=plan.max_model_len,
         block_size=config.cache.block_size,
-        shift_context=_shift_context(config, plan.max_model_len),
+        shift_context=shift_context or plan.max_model_len,
         max_total_tokens=config.context.max_total_tokens,
         cut_blocks=blocks_per_split(config.cache.block_size) if config.compute.deterministic else 1,
         **context_refusals(spec),
@@ -344,15 +348,16 @@ def make_scheduler(
     store: BlockStore | None,
     alone: bool,
 ) -> Scheduler:
-    """alone: whether the model has no other ranks."""
+    """The scheduler. alone: the model has no other ranks."""
     model, draft = models.model, models.draft
     decoder, spec = model.decoder, model.decoder.spec
+    scheduling = config.scheduling
+    if not alone or spec.state_group is not None:
+        # No multi-step decoding: only the first rank knows sampled tokens until the next plan contains them, and a recurrent
+        # state that a failed pass has changed cannot be restored.
+        scheduling = replace(scheduling, burst_seconds=0.0)
     return Scheduler(
-        # What a pass draws is known to the first rank alone, until a plan tells the others. And a state that a failed pass has
-        # changed does not go back.
-        config=config.scheduling
-        if alone and spec.state_group is None
-        else replace(config.scheduling, burst_seconds=0.0),
+        config=scheduling,
         limits=limits,
         blocks=blocks,
         rotary=tables,
@@ -372,22 +377,14 @@ def make_scheduler(
 
 
 def cache_namespace(model: LoadedModel) -> bytes:
-    """What must agree for a cached block to mean the same: weights, dtypes, layout."""
+    """A digest of everything that must be equal for a cached block to have the same meaning: weights, dtypes, layout."""
     decoder = model.decoder
     plan = sorted((name, tuple((p.rows, p.storage) for p in parts)) for name, parts in decoder.plan.items())
     identity = (plan, decoder.backend.options.activations, decoder.dtype, model.cache_dtype, _LAYOUT_VERSION)
     return hashlib.sha256(b"\0".join((model.digest, *(str(part).encode() for part in identity)))).digest()
 
 
-def _shift_context(config: EngineConfig, max_model_len: int) -> int:
-    """Tokens that a sequence holds which drops its oldest; LoadError where that is more than any may hold."""
-    wanted = config.context.shift_context
-    if wanted is not None and wanted > max_model_len:
-        raise LoadError(f"`context.shift_context` is {wanted}, the context is {max_model_len} tokens: lower it")
-    return wanted or max_model_len
-
-
 def _rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:
-    """The rotary groups that layers of a KV group belong to; layers without rotation belong to none."""
+    """The rotary groups of the layers of a KV group; layers without rotation have none."""
     used = {spec.attention[layer].rotary_group for layer in group.layers}
     return tuple(sorted(index for index in used if index is not None))

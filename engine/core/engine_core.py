@@ -6,19 +6,19 @@ blocks while a step computes or, without other work, for files.
 Async scheduling: while the device computes a step, the next one is planned and started if it needs nothing that the first one
 samples. At most one started step has results that are not yet processed, and while there is one, nothing else is planned.
 
-The life of a plan (see `oom_recovery` and `Runner`):
+The life of a plan (see `oom_recovery` and `ModelRunner`):
 
-* `start_step` begins a plan when none is in progress. It calls `Runner.start` once, which applies the plan's one-time changes.
-  On a device that runs asynchronously the returned step is in progress; otherwise its tokens are already sampled.
-* If `start` fails for lack of memory after those changes (`can_repeat`), `start_step` removes the newest request and calls
-  `Runner.repeat` with the rest of the plan, as often as needed. If recurrent state may have changed (`has_changed_states`), the
-  rest is not repeated: its sequences restart in later steps.
-* `start_async_step` begins a plan whose `ahead` is not 0 while another step is in progress. It calls `start` once; without memory
+* `start_step` starts a plan when none is in progress. It calls `ModelRunner.start` once, which applies the plan's one-time
+  changes. On a device that runs asynchronously the returned step is in progress; otherwise its tokens are already sampled.
+* If there is not enough memory after those changes (`can_retry`), `start_step` removes the newest request and calls
+  `ModelRunner.retry` with the rest of the plan, as often as needed. If recurrent state may have changed (`has_changed_states`),
+  the rest is not computed again: its sequences restart in later steps.
+* `start_async_step` starts a plan whose `ahead` is not 0 while another step is in progress. It calls `start` once; without memory
   the plan is abandoned and its tokens are planned again after the other step's results. If recurrent state may have changed,
   its sequences restart once those results are processed.
 * `results` of a step are taken once, before anything else is planned.
 
-`Runner.execute` is `start` and its results at once; `Runner.follow` applies a plan without tokens to compute.
+`ModelRunner.execute` is `start` and its results at once; `ModelRunner.apply` applies a plan without tokens to compute.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from windlass.engine.core.engine_builder import (
     make_planner,
     make_runner,
     make_scheduler,
-    make_store,
+    open_block_store,
     rotary_rows,
 )
 from windlass.engine.core.flight_recorder import PlanWatcher
@@ -52,7 +52,6 @@ from windlass.engine.core.introspection import inspect
 from windlass.engine.core.memory_budget import plan_kv_cache
 from windlass.engine.core.messages import ANNOUNCE_SECONDS, Announce, picklable_error
 from windlass.engine.core.oom_recovery import (
-    StartedPlan,
     device_memory_guard,
     restart_sequences,
     start_async_step,
@@ -60,6 +59,7 @@ from windlass.engine.core.oom_recovery import (
 )
 from windlass.engine.core.ranks import RankProcesses, group_kv_memory
 from windlass.engine.errors import EngineError, QueueFullError, RequestError
+from windlass.engine.execution.cuda_graphs import StepFuture
 from windlass.engine.execution.dummy_runs import warm_up
 from windlass.engine.execution.model_runner import ModelRunner
 from windlass.engine.host_resources import threads_per_rank
@@ -71,16 +71,24 @@ from windlass.engine.interface.request import EngineRequest
 from windlass.engine.interface.validation import validate_distance_rules, validate_request, validate_task
 from windlass.engine.model.loading.weights import Progress
 from windlass.engine.model.lora import Adapter
-from windlass.engine.model.model_spec import context_refusals
 from windlass.engine.rotary.rotary_policy import RotaryPlan
 from windlass.engine.sampling.grammar import CompiledGrammar, GrammarCompiler, GrammarMasks
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 
+_logger = logging.getLogger("windlass.engine")
 
+_GRAMMAR_WAIT_SECONDS = 0.005  # that an engine without other work waits for a grammar at a time
+_RESTORE_WAIT_SECONDS = 0.005  # that an engine without other work waits for files at a time
+_STORE_SCAN_SECONDS = 2.0  # that a start may wait for the scan of stored blocks, while gigabytes of weights are hashed
+_CAPTURE_SECONDS = 60.0  # for capturing decode steps; the last capture starts before they are over
+_CLOSE_SECONDS = 3.0  # for saving blocks; the client waits five seconds for the engine to close
+
+
+# -- parts of the core -------------------------------------------------------------------------------------------------
 class StepTimeEstimator:
-    """Remembers the slowest step of each size, where 2^k to 2^(k+1) - 1 tokens are one size."""
+    """The slowest step of each size; 2^k to 2^(k+1) - 1 tokens are one size."""
 
     __slots__ = ("_slowest",)
 
@@ -88,20 +96,19 @@ class StepTimeEstimator:
         self._slowest: dict[int, float] = {}
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step that has ended."""
+        """Record the duration of a step."""
         size = num_tokens.bit_length()
         self._slowest[size] = max(seconds, self._slowest.get(size, 0.0))
 
     def announce(self, num_tokens: int, emit: Announce | None) -> None:
-        """Say how long a step will take, where it may be long or nobody can tell."""
+        """Call `emit` with the expected seconds of a step if they are unknown or more than ANNOUNCE_SECONDS."""
         seconds = self.seconds(num_tokens)
         if emit is not None and (seconds is None or seconds > ANNOUNCE_SECONDS):
             emit(seconds)
 
     def seconds(self, num_tokens: int) -> float | None:
-        """The slowest one of this size or below; of the next size below, doubled for each size between, where that is more.
-
-        None where no step so small has been seen: nobody can tell.
+        """The slowest step of this or a smaller size, or, if that is more, the slowest step of the nearest smaller size, doubled
+        for each size in between. None if no step of this or a smaller size has been seen.
         """
         size = num_tokens.bit_length()
         known = [(seen, seconds) for seen, seconds in self._slowest.items() if seen <= size]
@@ -111,11 +118,8 @@ class StepTimeEstimator:
         return max(seconds * (1 << (size - nearest)), max(seconds for _, seconds in known))
 
 
-_GRAMMAR_WAIT_SECONDS = 0.005  # seconds that an engine without other work waits at a time
-
-
 class GrammarQueue:
-    """most: requests that may wait at once."""
+    """Requests that wait for their grammar to be compiled, at most `max_waiting` at once."""
 
     def __init__(self, compiler: GrammarCompiler, max_waiting: int) -> None:
         self._compiler, self._max_waiting = compiler, max_waiting
@@ -126,19 +130,16 @@ class GrammarQueue:
 
     @property
     def requests(self) -> list[EngineRequest]:
-        """Those that wait."""
+        """The waiting requests."""
         return [request for request, _ in self._waiting.values()]
 
     @property
     def num_tokens(self) -> int:
-        """Of their prompts together."""
+        """Tokens of all waiting prompts."""
         return sum(len(request.prompt_token_ids) for request, _ in self._waiting.values())
 
     def add(self, request: EngineRequest, grammar: str) -> None:
-        """Let a request wait until its grammar is compiled.
-
-        Raises QueueFullError, and RequestError for an id that waits already.
-        """
+        """Start to compile a request's grammar. Raises QueueFullError, and RequestError for an id that is waiting already."""
         if request.request_id in self._waiting:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id", "duplicate_request_id")
         if len(self._waiting) >= self._max_waiting:
@@ -146,14 +147,14 @@ class GrammarQueue:
         self._waiting[request.request_id] = (request, self._compiler.compile_in_background(grammar))
 
     def drop(self, request_id: str) -> None:
-        """Forget a request; unknown ids are ignored."""
+        """Remove a request; unknown ids are ignored."""
         if request_id in self._waiting:
             self._waiting.pop(request_id)[1].cancel()
 
     def finished(self, *, pause: bool) -> Iterator[tuple[EngineRequest, CompiledGrammar | EngineError]]:
-        """Those that need not wait any more, in the order in which they came, with their grammar or what is wrong with it.
+        """Remove and yield the requests whose grammar is compiled or failed, oldest first.
 
-        pause: wait a moment for the first of them, since there is nothing else to do.
+        pause: wait a moment for the oldest one, since there is nothing else to do.
         """
         if pause and self._waiting:
             wait([next(iter(self._waiting.values()))[1]], _GRAMMAR_WAIT_SECONDS)
@@ -173,35 +174,37 @@ def _result_of(compiled: Future[CompiledGrammar]) -> CompiledGrammar | EngineErr
 
 
 class StepExecutor:
+    """Runs steps. With async scheduling it starts the next one before it takes the results of the current one."""
+
     def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
         self._scheduler, self._runner = scheduler, runner
-        self._forecast = StepTimeEstimator()
-        self._in_flight: StartedPlan | None = None
-        self._started_at = 0.0  # when the step that is under way had the device for itself, seconds
+        self._estimator = StepTimeEstimator()
+        self._in_flight: StepFuture | None = None
+        self._started_at = 0.0  # seconds; when the device began to compute only the step in flight
 
     def step(self, announce: Announce | None, watcher: PlanWatcher | None) -> list[RequestOutput]:
-        """One step's outputs. watcher: told of each plan before it is computed.
+        """Outputs of one step. watcher: called with each plan before it is computed.
 
-        The next step may be under way afterwards, whether or not anybody is left whom it concerns.
+        The next step may be in flight afterwards, even if all its sequences have ended.
         """
         scheduler, started = self._scheduler, self._in_flight
         self._in_flight = None
         if started is not None and scheduler.async_scheduling.is_surplus(started.plan):
             started = None
         plan = scheduler.schedule() if started is None else started.plan
-        self._forecast.announce(plan.num_tokens, announce)
+        self._estimator.announce(plan.num_tokens, announce)
         if started is None:
             self._started_at = time.perf_counter()
             self._notify_watcher(plan, watcher)
             started = start_step(plan, self._runner, scheduler)
-        following = scheduler.async_scheduling.plan(started.plan) if started.step.in_flight else None
+        following = scheduler.async_scheduling.plan(started.plan) if started.in_flight else None
         if following is not None:
             self._notify_watcher(following, watcher)
             self._in_flight = start_async_step(following, self._runner, scheduler)
-        results = started.step.results()
+        results = started.results()
         now = time.perf_counter()
         seconds, self._started_at = now - self._started_at, now
-        self._forecast.observe(started.plan.num_tokens, seconds)
+        self._estimator.observe(started.plan.num_tokens, seconds)
         scheduler.observe(started.plan, seconds)
         plan, results = scheduler.async_scheduling.drop_surplus(started.plan, results)
         outputs: list[RequestOutput] = []
@@ -218,35 +221,23 @@ class StepExecutor:
             watcher(plan, self._scheduler.live_sequences)
 
 
-_logger = logging.getLogger("windlass.engine")
-
-_RESTORE_WAIT_SECONDS = 0.005  # seconds that an engine without other work waits for files at a time
-
-_STORE_SCAN_SECONDS = (
-    2.0  # that a start may wait to know what files hold; the weights of some gigabytes are hashed meanwhile
-)
-
-_CAPTURE_SECONDS = 60.0  # in which decode steps are captured, the last one begun before they are over
-
-_CLOSE_SECONDS = 3.0  # for what shall outlive it; whoever closes it waits for five
-
-
+# -- the core ----------------------------------------------------------------------------------------------------------
 class EngineCore:
-    """See the module. `info` describes what was loaded. Raises LoadError when the model cannot be served as configured."""
+    """A loaded model that serves requests, described by `info`. Raises LoadError if it cannot be served as configured."""
 
     _store: BlockStore | None = None
-    _rank_group: RankProcesses | None = None  # the other ranks of the model
+    _rank_group: RankProcesses | None = None
     _plan_watcher: PlanWatcher | None = None
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         started = time.perf_counter()
-        several = config.compute.tensor_parallel > 1
+        has_ranks = config.compute.tensor_parallel > 1
         usual = torch.get_num_threads()
-        threads = threads_per_rank(config.compute, None if several else usual)
+        threads = threads_per_rank(config.compute, None if has_ranks else usual)
         if threads != usual:
             torch.set_num_threads(threads)
         check_tier_options(config)
-        if several:
+        if has_ranks:
             self._rank_group = RankProcesses(config)
         try:
             self._load(config, progress, started)
@@ -261,16 +252,16 @@ class EngineCore:
         plan = plan_kv_cache(config, model, models.draft, group_kv_memory(config, model, models.draft, others))
         self._deterministic = config.compute.deterministic
         self._planner = make_planner(config, model, plan)
-        pages = allocate_cache(config, models, plan)
+        tensors = allocate_cache(config, models, plan)
         self._grammars = GrammarCompiler(Path(config.model), spec.vocab_size, spec.eos_token_ids)
         self._grammar_queue = GrammarQueue(self._grammars, config.scheduling.max_waiting)
         self.adapters = AdapterManager(config.adapters, model)
-        self._store = make_store(config, models, pages)
+        self._store = open_block_store(config, models, tensors)
         self.runner = make_runner(
             config,
             model,
             plan,
-            pages,
+            tensors,
             sampler=Sampler(spec.vocab_size, model.decoder.backend, GrammarMasks(self._grammars)),
             adapters=self.adapters.loaded,
             store=self._store,
@@ -285,28 +276,21 @@ class EngineCore:
             models,
             self._limits,
             self.blocks,
-            tables=pages.tables,
+            tables=tensors.tables,
             adapters=self.adapters.loaded,
             store=self._store,
             alone=others is None,
         )
         self._steps = StepExecutor(self.scheduler, self.runner)
-        self.info = replace(
-            describe(config, model, models.draft, plan, time.perf_counter() - started),
-            weight_bytes=models.weight_bytes,
-            shift_context=self._limits.shift_context,
-            max_total_tokens=self._limits.max_total_tokens,
-            **context_refusals(spec),
-            rotary_ladder=self._planner.ladder,
-            rotary_auto=self._planner.auto,
-            adapters=self.adapters.loaded.infos,
+        self.info = describe(
+            config, models, plan, self._limits, self._planner, self.adapters.loaded.infos, time.perf_counter() - started
         )
 
     def warm_up(self, max_seconds: float = 0.5) -> None:
-        """Run a few steps that nobody sees, before the first request: see `windlass.engine.execution.dummy_runs`.
+        """Run a few dummy steps before the first request: see `windlass.engine.execution.dummy_runs`.
 
-        Decode steps are captured, where the device has graphs: for that no time is set here. Where blocks are kept in files, the
-        first request finds them.
+        On a device with CUDA graphs decode steps are captured, in addition to `max_seconds`. Waits for the scan of stored blocks,
+        so that the first request finds them.
         """
         max_length = min(self.info.max_model_len, min(self.info.num_kv_blocks) * self.info.block_size)
         specs = self._planner.plan(1 if self._planner.auto else max_length, update="frozen").stage(1).specs
@@ -326,18 +310,18 @@ class EngineCore:
             self._store.wait_scanned(_STORE_SCAN_SECONDS)
 
     def prepare_in_idle_time(self) -> None:
-        """Have the vocabulary for grammars made in the background: it would hold up the streams beside the first grammar."""
+        """Prepare the vocabulary for grammars in the background, which would delay other streams with the first grammar."""
         self._grammars.prepare_in_background()
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""
+        """Queue a request. Raises RequestError if it cannot run as given, QueueFullError if too many wait."""
         validate_request(request, vocab_size=self.info.vocab_size)
         validate_task(request, self.info)
         self.adapters.check(request.adapter)
         if self._deterministic and request.reuse is not None and request.reuse.is_enabled:
             raise RequestError(
-                "cache_reuse: this server is deterministic, and what stood before a passage when it was computed would "
-                "show in the answer: leave it out",
+                "cache_reuse: this server is deterministic, and reused keys depend on the text before a passage when it was "
+                "computed: leave it out",
                 "cache_reuse",
                 "unsupported_value",
             )
@@ -352,19 +336,19 @@ class EngineCore:
             self.scheduler.add(request, rotation, compiled, self._grammar_queue.num_tokens)
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
-        """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
+        """The rotary plan of this request from its first to its last token. Raises RequestError if it does not fit."""
         context_limits = self._limits.size(request.context)
         longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, context_limits.rotary_length)
         return self._planner.plan(longest, request.rope_scaling, request.rope_update, exact=request.rope_exact)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request with all its samples and free what it holds at once; unknown ids are ignored."""
+        """Drop a request with all its samples and free its blocks at once; unknown ids are ignored."""
         self._grammar_queue.drop(request_id)
         self.scheduler.abort(request_id)
         self._release_finished()
 
     def end_sample(self, request_id: str, index: int) -> None:
-        """End one sample, without an output, and free what it holds at once; the others go on. Unknown ones are ignored."""
+        """End one sample without an output and free its blocks at once; the others continue. Unknown ones are ignored."""
         self.scheduler.end_sample(request_id, index)
         self._release_finished()
 
@@ -372,7 +356,10 @@ class EngineCore:
         return len(self._grammar_queue) > 0 or self.scheduler.has_work()
 
     def step(self, announce: Announce | None = None) -> list[RequestOutput]:
-        """Plan, run and account for one step. Outputs of requests whose deadline has passed come first. announce: see `Core`."""
+        """Plan and run one step, and process its results. Outputs of expired requests come first.
+
+        announce: called with the expected seconds before a step that may take more than a second; None: unknown.
+        """
         self.scheduler.wait_for_restore(_RESTORE_WAIT_SECONDS)
         outputs = self._admit_with_grammar() + self.scheduler.expire(time.monotonic())
         if not self.scheduler.has_work():
@@ -383,24 +370,24 @@ class EngineCore:
         return outputs
 
     def _admit_with_grammar(self) -> list[RequestOutput]:
-        """Queue the requests whose grammars are compiled; the outputs say why some of them cannot run."""
+        """Queue the requests whose grammars are compiled. The outputs hold the errors of those that cannot run."""
         refused = []
         for request, compiled in self._grammar_queue.finished(pause=not self.scheduler.has_work()):
             try:
                 if isinstance(compiled, EngineError):
                     raise compiled
                 self.scheduler.add(request, self.plan_rotation(request), compiled, self._grammar_queue.num_tokens)
-            except EngineError as reason:
-                refused.append(RequestOutput(request.request_id, error=reason))
-            except Exception as defect:  # met by one request, it must not end the others: as where a request is added
-                known = {"request_id": request.request_id}
-                _logger.exception("request %s could not be added", request.request_id, extra=known)
+            except EngineError as error:
+                refused.append(RequestOutput(request.request_id, error=error))
+            except Exception as error:  # a defect triggered by one request must not end the others, as in `EngineLoop`
+                extra = {"request_id": request.request_id}
+                _logger.exception("request %s could not be added", request.request_id, extra=extra)
                 self.scheduler.abort(request.request_id)
-                refused.append(RequestOutput(request.request_id, error=picklable_error(defect)))
+                refused.append(RequestOutput(request.request_id, error=picklable_error(error)))
         return refused
 
     def stats(self) -> EngineStats:
-        """A snapshot; the `*_seconds` samples are handed out once."""
+        """A snapshot that drains the `*_seconds` samples."""
         stats = self.scheduler.stats()
         return replace(
             stats,
@@ -412,17 +399,17 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """Write what cached blocks are not in files yet, as far as there is time. The engine is used no more."""
+        """Write cached blocks that are not stored yet, within seconds, and end the ranks. Nothing may be called afterwards."""
         if self._store is not None:
             self._store.close(_CLOSE_SECONDS)
         self._close_ranks()
 
     def watch_plans(self, watcher: PlanWatcher) -> None:
-        """See `Core`."""
+        """Call `watcher` with each plan before it is computed."""
         self._plan_watcher = watcher
 
     def watch_ranks(self, gone: Callable[[str], None]) -> None:
-        """See `Core`."""
+        """Call `gone` from another thread, with the reason, when a rank has ended; no step succeeds from then on."""
         if self._rank_group is not None:
             self._rank_group.watch(gone)
 
@@ -430,20 +417,20 @@ class EngineCore:
         if self._rank_group is not None:
             self._rank_group.close()
 
-    def inspect(self, question: IntrospectionQuery[A]) -> A:
-        """See `windlass.engine.core.introspection`; raises DeviceMemoryError besides."""
-        if self._rank_group is not None and isinstance(question, AttentionQuery):
+    def inspect(self, query: IntrospectionQuery[A]) -> A:
+        """Answer a query. Raises RequestError and DeviceMemoryError."""
+        if self._rank_group is not None and isinstance(query, AttentionQuery):
             raise RequestError(
-                "attention is not shown where a model is split over ranks: start without `compute.tensor_parallel`",
+                "attention is not shown for a model that is split over ranks: start without `compute.tensor_parallel`",
                 "prompt",
                 "unsupported_value",
             )
         with device_memory_guard("this picture"):
-            return inspect(question, self.scheduler, self.blocks, self.runner, self._planner)
+            return inspect(query, self.scheduler, self.blocks, self.runner, self._planner)
 
     def read_adapter(self, source: AdapterSource) -> Future[Adapter]:
-        """Read and check an adapter beside the steps; `add_adapter` takes the result. It fails with RequestError or
-        DeviceMemoryError."""
+        """Read and check an adapter in the background; pass the result to `add_adapter`. The future may fail with RequestError
+        or DeviceMemoryError."""
         if self._rank_group is not None:
             refused: Future[Adapter] = Future()
             refused.set_exception(
@@ -457,18 +444,18 @@ class EngineCore:
         return self.adapters.read_in_background(source)
 
     def add_adapter(self, adapter: Adapter) -> AdapterInfo:
-        """Let requests use it from now on. Raises RequestError where there are too many."""
+        """Make an adapter available to requests. Raises RequestError if too many are loaded."""
         self.runner.join()
         return self.adapters.add(adapter)
 
     def drop_adapter(self, adapter_id: int) -> None:
-        """Take no further requests for it, and drop it as soon as none runs; unknown ids are ignored."""
+        """Refuse further requests for an adapter, and drop it as soon as none runs; unknown ids are ignored."""
         self.adapters.unload(adapter_id)
         self._release_finished()
 
     def _release_finished(self) -> None:
-        """Without work no step comes that tells the runner who has ended: tell it now, so that it keeps nothing of them."""
-        if len(self.runner.sequences) > 0 and not self.scheduler.has_work():
+        """Without work no step informs the runner of ended sequences: do so now, and drop unused adapters."""
+        if len(self.runner.input_batch) > 0 and not self.scheduler.has_work():
             self.runner.apply(self.scheduler.schedule())
         if self.adapters.has_unloading:
             self.runner.join()

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from windlass.engine.core.flight_recorder import STACK_BYTES, FlightRecorder, PlanWatcher
 from windlass.engine.core.messages import (
@@ -64,95 +64,45 @@ from windlass.engine.interface.introspection import A, IntrospectionQuery
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
 from windlass.engine.interface.outputs import EngineStats, RequestOutput
 from windlass.engine.interface.request import EngineRequest
-from windlass.engine.process_setup import importing, log_as_json, wants_json
+from windlass.engine.process_setup import configure_logging, gc_paused_imports
 
 _logger = logging.getLogger("windlass.engine")
 
-IDLE_SECONDS = 0.25  # seconds without work or messages after which there is time for what may be needed later
+IDLE_SECONDS = 0.25  # without work or messages, after which the core prepares what may be needed later
+STATS_INTERVAL = 0.2  # seconds between snapshots sent with steps
+ORPHAN_GRACE = 2.0  # seconds that the main thread has to end after the socket closed
+PROGRESS_INTERVAL = 0.05  # seconds between progress frames of one stage
 
-STATS_INTERVAL = 0.2  # seconds between snapshots pushed along with steps
+T = TypeVar("T")
 
 
+# -- the core as the loop uses it --------------------------------------------------------------------------------------
 class Core(Protocol):
-    """What `windlass.engine.core.engine_core.EngineCore` offers; one thread at a time uses it."""
+    """Interface of `windlass.engine.core.engine_core.EngineCore`, which documents it; used by one thread at a time."""
 
     info: ModelInfo
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request; raises RequestError or QueueFullError."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """Drop a request and free what it holds; unknown ids are ignored."""
-        ...
-
-    def end_sample(self, request_id: str, index: int) -> None:
-        """Finish one sample of a request and free what it holds, without an output; unknown ones are ignored."""
-        ...
-
-    def read_adapter(self, source: AdapterSource) -> Future[Any]:
-        """Read an adapter beside the steps; `add_adapter` takes the result."""
-        ...
-
-    def add_adapter(self, adapter: Any) -> AdapterInfo:
-        """Let requests use an adapter that was read; raises RequestError."""
-        ...
-
-    def drop_adapter(self, adapter_id: int) -> None:
-        """Let no further request use it; unknown ids are ignored."""
-        ...
-
-    def inspect(self, question: IntrospectionQuery[A]) -> A:
-        """Answer somebody who looks on; changes nothing that a request could notice. Raises RequestError."""
-        ...
-
+    def add(self, request: EngineRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def end_sample(self, request_id: str, index: int) -> None: ...
+    def read_adapter(self, source: AdapterSource) -> Future[Any]: ...
+    def add_adapter(self, adapter: Any) -> AdapterInfo: ...
+    def drop_adapter(self, adapter_id: int) -> None: ...
+    def inspect(self, query: IntrospectionQuery[A]) -> A: ...
     def has_work(self) -> bool: ...
-
-    def step(self, announce: Announce) -> list[RequestOutput]:
-        """Do one step. announce: told before what may take more than a second, or nobody can tell how long, its seconds."""
-        ...
-
-    def watch_plans(self, watcher: PlanWatcher) -> None:
-        """Have somebody told of each plan before it is computed."""
-        ...
-
-    def watch_ranks(self, gone: Callable[[str], None]) -> None:
-        """Have somebody told, by another thread, that a rank is not there any more, and why: no step succeeds from then on."""
-        ...
-
-    def prepare_in_idle_time(self) -> None:
-        """Begin, beside the steps, what the first requests of some kind would otherwise wait for; called once."""
-        ...
-
-    def close(self) -> None:
-        """Finish, within seconds, what shall outlive the engine. It is used no more."""
-        ...
-
-    def stats(self) -> EngineStats:
-        """A snapshot that drains the `*_seconds` samples."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _AdapterRead:
-    """The loop's own message to itself: an adapter has been read, or could not be."""
-
-    adapter_id: int
-    found: Future[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _RankGone:
-    """The same: a rank of the model has ended, and no step can be computed any more."""
-
-    reason: str
+    def step(self, announce: Announce) -> list[RequestOutput]: ...
+    def watch_plans(self, watcher: PlanWatcher) -> None: ...
+    def watch_ranks(self, gone: Callable[[str], None]) -> None: ...
+    def prepare_in_idle_time(self) -> None: ...
+    def close(self) -> None: ...
+    def stats(self) -> EngineStats: ...
 
 
 CoreFactory = Callable[[EngineConfig, ProgressCallback], Core]
 
 
 def default_core(config: EngineConfig, progress: ProgressCallback) -> Core:
-    """The real engine, warmed up. Imported here, late, because it brings torch."""
+    """The real engine, warmed up. Its modules are imported here because they import torch."""
     apply_thread_settings(config.compute.cores)
     from windlass.engine.core.engine_core import EngineCore
 
@@ -161,8 +111,24 @@ def default_core(config: EngineConfig, progress: ProgressCallback) -> Core:
     return core
 
 
+# -- the loop ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _AdapterRead:
+    """Internal message: an adapter has been read, or could not be read."""
+
+    adapter_id: int
+    adapter: Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _RankGone:
+    """Internal message: a rank of the model has ended, and no step can be computed any more."""
+
+    reason: str
+
+
 class EngineLoop:
-    """Runs `core` until a `Close` message arrives. `emit` must never block: delivery is somebody else's time."""
+    """Runs `core` until a `Close` message arrives. `emit` must never block."""
 
     def __init__(self, core: Core, inbox: SimpleQueue[Any], emit: Callable[[Message], None]) -> None:
         self._core = core
@@ -172,10 +138,10 @@ class EngineLoop:
         self._prepared = False
 
     def run(self) -> None:
-        """Serve until closed. What a step raises is a defect of the engine and leaves this method, as the end of a rank does."""
+        """Serve until closed. Exceptions of a step, which are defects of the engine, and the end of a rank are raised."""
         self._core.watch_ranks(lambda reason: self._inbox.put(_RankGone(reason)))
         while True:
-            # Between steps take everything that waits; without work sleep until something comes.
+            # Between steps handle all waiting messages; without work sleep until one arrives.
             block = not self._core.has_work()
             while (message := self._next(block)) is not None:
                 if isinstance(message, Close):
@@ -197,23 +163,26 @@ class EngineLoop:
         return self._inbox.get()
 
     def _handle(self, message: Message | _AdapterRead | _RankGone) -> None:
+        core = self._core
         match message:
             case Add(request):
                 self._add(request)
             case Abort(request_id):
-                self._core.abort(request_id)
+                core.abort(request_id)
                 self._emit(Aborted(request_id))
             case EndSample(request_id, index):
-                self._core.end_sample(request_id, index)
+                core.end_sample(request_id, index)
             case LoadAdapter(source):
-                found = self._core.read_adapter(source)
-                found.add_done_callback(lambda found: self._inbox.put(_AdapterRead(source.adapter_id, found)))
-            case _AdapterRead(adapter_id, found):
-                self._emit(AdapterLoaded(adapter_id, self._add_adapter(found)))
+                reading = core.read_adapter(source)
+                reading.add_done_callback(lambda done: self._inbox.put(_AdapterRead(source.adapter_id, done)))
+            case _AdapterRead(adapter_id, adapter):
+                result = _result_or_error("an adapter could not be loaded", lambda: core.add_adapter(adapter.result()))
+                self._emit(AdapterLoaded(adapter_id, result))
             case DropAdapter(adapter_id):
-                self._core.drop_adapter(adapter_id)
-            case InspectRequest(inspection_id, question):
-                self._emit(InspectResult(inspection_id, self._inspect(question)))
+                core.drop_adapter(adapter_id)
+            case InspectRequest(inspection_id, query):
+                answer = _result_or_error("an introspection query failed", lambda: core.inspect(query))
+                self._emit(InspectResult(inspection_id, answer))
             case _RankGone(reason):
                 raise RuntimeError(reason)
             case AskStats():
@@ -226,29 +195,11 @@ class EngineLoop:
             self._core.add(request)
         except EngineError as error:
             self._emit(Rejected(request.request_id, picklable_error(error)))
-        except Exception as error:  # a defect met by one request must not end the others
-            known = {"request_id": request.request_id}
-            _logger.exception("request %s could not be added", request.request_id, extra=known)
+        except Exception as error:  # a defect triggered by one request must not end the others
+            extra = {"request_id": request.request_id}
+            _logger.exception("request %s could not be added", request.request_id, extra=extra)
             self._core.abort(request.request_id)
             self._emit(Rejected(request.request_id, picklable_error(error)))
-
-    def _add_adapter(self, found: Future[Any]) -> AdapterInfo | EngineError:
-        try:
-            return self._core.add_adapter(found.result())
-        except EngineError as error:
-            return picklable_error(error)
-        except Exception as error:  # what is wrong with a file must not end the streams
-            _logger.exception("an adapter could not be loaded")
-            return picklable_error(error)
-
-    def _inspect(self, question: IntrospectionQuery[Any]) -> Any:
-        try:
-            return self._core.inspect(question)
-        except EngineError as error:
-            return picklable_error(error)
-        except Exception as error:  # whoever looks on must not end the streams
-            _logger.exception("a question could not be answered")
-            return picklable_error(error)
 
     def _step(self) -> None:
         start = time.monotonic()
@@ -264,32 +215,33 @@ class EngineLoop:
     def _snapshot(self) -> EngineStats:
         self._pushed_stats_at = time.monotonic()
         stats = self._core.stats()
-        # The snapshot is pickled by another thread while the core goes on: give it a dictionary of its own.
+        # Another thread pickles the snapshot while the core continues: copy the dictionary.
         return replace(stats, recomputed_tokens=dict(stats.recomputed_tokens))
 
 
-ORPHAN_GRACE = 2.0  # seconds the main thread has to end by itself after the socket closed
+def _result_or_error(failure: str, compute: Callable[[], T]) -> T | EngineError:
+    """The result or the error, so that neither a bad file nor a defect ends the streams. failure: log text of a defect."""
+    try:
+        return compute()
+    except EngineError as error:
+        return picklable_error(error)
+    except Exception as error:
+        _logger.exception(failure)
+        return picklable_error(error)
 
-PROGRESS_INTERVAL = 0.05  # seconds between progress frames of one stage
 
-
+# -- the connection to the parent --------------------------------------------------------------------------------------
 class ParentConnection(Protocol):
-    """What the engine has of its parent. `inbox` ends with a `Close` where the parent is gone."""
+    """The engine's connection to its parent. `inbox` ends with a `Close` if the parent is gone."""
 
     @property
     def inbox(self) -> SimpleQueue[Message]: ...
-
-    def emit(self, message: Message) -> None:
-        """Send in the background; never blocks."""
-        ...
-
-    def flush(self, timeout: float) -> None:
-        """Give what was emitted up to `timeout` seconds to leave; nothing can be emitted afterwards."""
-        ...
+    def emit(self, message: Message) -> None: ...
+    def flush(self, timeout: float) -> None: ...
 
 
 class ParentSocket:
-    """The child's end of the socket: an inbox filled by one thread, and `emit`, whose queue another thread empties."""
+    """The child's end of the socket. One thread fills `inbox`, another one sends what `emit` queues; `emit` never blocks."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.inbox: SimpleQueue[Message] = SimpleQueue()
@@ -300,11 +252,10 @@ class ParentSocket:
         threading.Thread(target=self._read, name="engine-reader", daemon=True).start()
 
     def emit(self, message: Message) -> None:
-        """Send in the background; never blocks."""
         self._outbox.put(message)
 
     def flush(self, timeout: float) -> None:
-        """Give what was emitted up to `timeout` seconds to leave; nothing can be emitted afterwards."""
+        """Wait up to `timeout` seconds until all is sent; nothing can be emitted afterwards."""
         self._outbox.put(None)
         self._writer.join(timeout)
 
@@ -315,9 +266,9 @@ class ParentSocket:
                 for message in frames.feed(data):
                     self.inbox.put(message)
         except OSError:
-            pass  # the parent died with frames of ours unread
+            pass  # the parent died before it read all our frames
         self.inbox.put(Close())
-        # Nobody is left to serve. Loading or a long step would keep the main thread from noticing.
+        # No parent is left to serve, and the main thread may not notice while it loads or runs a long step.
         time.sleep(ORPHAN_GRACE)
         os._exit(0)
 
@@ -342,7 +293,7 @@ class ParentSocket:
 
 
 class _ProgressFrames:
-    """Passes progress on, thinned out: a loader may report every tensor."""
+    """Sends progress frames at intervals, since a loader may report every tensor."""
 
     def __init__(self, connection: ParentConnection) -> None:
         self._connection = connection
@@ -356,6 +307,7 @@ class _ProgressFrames:
             self._connection.emit(Progress(stage, done, total))
 
 
+# -- the process -------------------------------------------------------------------------------------------------------
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the engine process; the exit code is 0 only after an orderly close."""
     parser = argparse.ArgumentParser(
@@ -364,43 +316,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--box", type=int, required=True)
     parser.add_argument("--stacks", type=int, required=True)
-    parser.add_argument("--core", default="windlass.engine.core.engine_process:default_core")
+    parser.add_argument("--core")
     parser.add_argument("--log-level", default="warning")
-    parser.add_argument("--ahead", help="a module to import before it is known what to load")
-    parser.add_argument("--cores", help="the only ones to run on, comma separated")
+    parser.add_argument("--ahead", help="module to import before the configuration is known")
+    parser.add_argument("--cores", help="the only cores to run on, comma separated")
     options = parser.parse_args(argv)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # A fatal signal, or the parent before it kills, has the stacks written where the parent reads them.
+    # On a fatal signal, or on the parent's signal before it kills, the stacks are written where the parent reads them.
     faulthandler.enable(file=options.stacks)
     faulthandler.register(signal.SIGUSR2, file=options.stacks)
-    if wants_json():
-        log_as_json("engine", options.log_level)
-    else:
-        logging.basicConfig(
-            level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
+    configure_logging("engine", options.log_level)
     sock = socket.socket(fileno=options.fd)
     sock.set_inheritable(False)
     connection = ParentSocket(sock)
 
     if options.cores is not None:
-        with contextlib.suppress(LoadError):  # told when the core is made
+        with contextlib.suppress(LoadError):  # raised again, and reported, when the core is built
             apply_thread_settings([int(core) for core in options.cores.split(",")])
     if options.ahead is not None:
-        with importing(), contextlib.suppress(Exception):  # it fails again, and is told, when the core is made
+        with gc_paused_imports(), contextlib.suppress(Exception):  # as above
             importlib.import_module(options.ahead)
-    box = FlightRecorder(options.box)
-    return serve(lambda *arguments: _factory(options.core)(*arguments), connection, box, options.stacks)
+    recorder = FlightRecorder(options.box)
+    # A missing module of `--core` is reported as a failed load.
+    factory = default_core if options.core is None else lambda *arguments: _named_core(options.core)(*arguments)
+    return serve(factory, connection, recorder, options.stacks)
 
 
 def serve(
-    factory: CoreFactory, connection: ParentConnection, box: FlightRecorder | None = None, stacks: int | None = None
+    factory: CoreFactory,
+    connection: ParentConnection,
+    recorder: FlightRecorder | None = None,
+    stacks: int | None = None,
 ) -> int:
-    """Load what the parent says, and serve it until it says `Close`; the exit code is 0 only after an orderly close.
+    """Load what the parent requests and serve it until `Close`; the exit code is 0 only after an orderly close.
 
-    box, stacks: where the last plans and the stack of an exception are left for the parent, a file's descriptor.
+    recorder, stacks (a descriptor): where the last plans and the stack of an exception are left for the parent.
     """
     first = connection.inbox.get()
     if not isinstance(first, Load):
@@ -409,8 +361,8 @@ def serve(
     if core is None:
         connection.flush(5.0)
         return 1
-    if box is not None:
-        core.watch_plans(box.write)
+    if recorder is not None:
+        core.watch_plans(recorder.write)
     connection.emit(Ready(core.info))
     try:
         EngineLoop(core, connection.inbox, connection.emit).run()
@@ -444,14 +396,14 @@ def _load(factory: CoreFactory, config: EngineConfig, connection: ParentConnecti
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    if "torch" not in sys.modules:  # so that it has allocated nothing, and what failed may be its import
+    if "torch" not in sys.modules:  # then torch has allocated nothing, and its import may be what failed
         return isinstance(error, MemoryError)
     from windlass.engine.model.loading.device_selection import is_out_of_memory
 
     return is_out_of_memory(error)
 
 
-def _factory(name: str) -> CoreFactory:
+def _named_core(name: str) -> CoreFactory:
     module, _, attribute = name.partition(":")
     factory: CoreFactory = getattr(importlib.import_module(module), attribute)
     return factory

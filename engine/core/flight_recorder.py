@@ -1,7 +1,7 @@
-"""Flight recorder: the last plans and thread stacks of an engine process, in memory shared with its parent.
+"""Flight recorder: the last scheduler outputs and thread stacks of an engine process, in memory shared with its parent.
 
 A plan is written before it is computed, in a few microseconds, as numbers only; a sequence's description is written once, when
-it starts. It contains no text and no tokens.
+it starts. Nothing here contains text or tokens.
 """
 
 from __future__ import annotations
@@ -13,71 +13,60 @@ import struct
 import time
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.engine.process_setup import create_memory_file
 
+if TYPE_CHECKING:
+    from windlass.engine.scheduling.scheduler_output import SchedulerOutput
+
 NUM_PLANS, PLAN_BYTES = 32, 4096
-
 NUM_NAMES, NAME_BYTES = 512, 256
-
 STACK_BYTES = 64 * 1024
-
-_SIZE = NUM_PLANS * PLAN_BYTES + NUM_NAMES * NAME_BYTES
-
 _HEAD = struct.Struct("<QdII")  # number (0: being written), Unix time, sequences, tokens
-
 _ROW = 3  # numbers of a sequence: its id, its first position, its tokens
-
 MAX_RECORDED_SEQUENCES = (PLAN_BYTES - _HEAD.size) // (8 * _ROW)
-
 _NAME_HEAD = struct.Struct("<Q")
-
 _ID_CHARS = 96
 
-
-def recorded_request_id(request_id: str) -> str:
-    """A request's id as it is written down."""
-    return request_id.encode("ascii", "replace").decode()[:_ID_CHARS]
-
-
-class RecordedPlan(Protocol):
-    """What is kept of a `SchedulerOutput`."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    step: Any
-    new: Any
-    forks: Any
-    sequences: Any
-
-
 LiveSequences = Callable[[], Iterable[Any]]
-
 PlanWatcher = Callable[[Any, LiveSequences], None]
 
 
-class FlightRecorder:
-    """One side of it. number: the descriptor of a `create_memory_file`, which may be closed afterwards."""
+def recorded_request_id(request_id: str) -> str:
+    """A request's id as the recorder stores it."""
+    return request_id.encode("ascii", "replace").decode()[:_ID_CHARS]
+
+
+class _SharedMemory:
+    """One side of a shared memory. number: a descriptor made by `make`, which may be closed afterwards."""
+
+    size: ClassVar[int]
 
     def __init__(self, number: int) -> None:
-        self._memory = mmap.mmap(number, _SIZE)
+        self._memory = mmap.mmap(number, self.size)
 
-    @staticmethod
-    def make() -> int:
-        """The descriptor of an empty one."""
-        return create_memory_file(_SIZE)
+    @classmethod
+    def make(cls) -> int:
+        """The descriptor of an empty memory file."""
+        return create_memory_file(cls.size)
 
     def close(self) -> None:
-        """Give back what this side holds."""
+        """Unmap this side's memory."""
         self._memory.close()
 
-    def write(self, plan: RecordedPlan, live: LiveSequences) -> None:
-        """Keep a plan. live: the sequences there are, asked where some have begun."""
+
+class FlightRecorder(_SharedMemory):
+    """Plans, and descriptions of their sequences."""
+
+    size = NUM_PLANS * PLAN_BYTES + NUM_NAMES * NAME_BYTES
+
+    def write(self, plan: SchedulerOutput, live: LiveSequences) -> None:
+        """Record a plan. live: returns the live sequences; called only if the plan starts some."""
         memory, sequences = self._memory, plan.sequences
         if plan.new or plan.forks:
-            self._write_names({item.seq_id for item in (*plan.new, *plan.forks)}, live())
+            started = {item.seq_id for item in plan.new} | {item.seq_id for item in plan.forks}
+            self._write_names(started, live())
         start = plan.step % NUM_PLANS * PLAN_BYTES
         _HEAD.pack_into(memory, start, 0, 0.0, 0, 0)
         rows = array("q")
@@ -105,8 +94,8 @@ class FlightRecorder:
             self._memory[start + _NAME_HEAD.size : start + _NAME_HEAD.size + len(data)] = data
 
     def read(self) -> list[dict[str, Any]]:
-        """The plans that are whole, oldest first: step, time, tokens, and of each sequence what is known."""
-        found = []
+        """The completely written plans, oldest first: step, time, tokens, and the description of each sequence."""
+        plans = []
         for slot in range(NUM_PLANS):
             start = slot * PLAN_BYTES
             number, at, count, tokens = _HEAD.unpack_from(self._memory, start)
@@ -120,8 +109,8 @@ class FlightRecorder:
                 {**self._name(rows[i]), "start": rows[i + 1], "tokens": rows[i + 2]} for i in range(0, len(rows), _ROW)
             ]
             plan = {"step": number - 1, "at": round(at, 6), "num_sequences": count, "num_tokens": tokens}
-            found.append({**plan, "sequences": sequences})
-        return sorted(found, key=lambda plan: plan["step"])
+            plans.append({**plan, "sequences": sequences})
+        return sorted(plans, key=lambda plan: plan["step"])
 
     def _name(self, seq_id: int) -> dict[str, Any]:
         start = NUM_PLANS * PLAN_BYTES + seq_id % NUM_NAMES * NAME_BYTES
@@ -132,21 +121,11 @@ class FlightRecorder:
         return {"sequence": seq_id}
 
 
-class StackMemory:
-    """Where an engine process leaves the stacks of its threads. number: as for `FlightRecorder`."""
+class StackMemory(_SharedMemory):
+    """Memory into which an engine process writes the stacks of its threads."""
 
-    def __init__(self, number: int) -> None:
-        self._memory = mmap.mmap(number, STACK_BYTES)
-
-    @staticmethod
-    def make() -> int:
-        """The descriptor of an empty one."""
-        return create_memory_file(STACK_BYTES)
-
-    def close(self) -> None:
-        """Give back what this side holds."""
-        self._memory.close()
+    size = STACK_BYTES
 
     def read(self) -> str:
-        """What was left there."""
+        """The text written so far."""
         return self._memory[:].partition(b"\0")[0].decode("utf-8", "replace")

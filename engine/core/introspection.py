@@ -1,4 +1,4 @@
-"""(merge with the core area's introspection module, today engine/core/looking.py)"""
+"""Introspection: snapshots of cache occupancy and attention, taken between two steps."""
 
 from __future__ import annotations
 
@@ -30,11 +30,49 @@ from windlass.engine.rotary.rotary_policy import RotaryPlanner
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.sequence import Sequence
 
-_MIN_BLOCKS_SHOWN = 256  # blocks: a small picture would jump with every prompt
+_MIN_BLOCKS_SHOWN = 256  # with fewer, the scale of the picture would change with every prompt
+
+
+def inspect(
+    query: IntrospectionQuery[A],
+    scheduler: Scheduler,
+    blocks: BlockManager,
+    runner: ModelRunner,
+    planner: RotaryPlanner,
+) -> A:
+    """Answer a query. Raises RequestError if the attention cannot be computed."""
+    match query:
+        case CacheQuery():
+            answer: CacheSnapshot | AttentionSnapshot = _snapshot_engine(scheduler, blocks)
+        case AttentionQuery(token_ids, _, _, scaling):
+            sequence_runner = SingleSequenceRunner(runner.decoder, runner.cache.dtype)
+            answer = snapshot_attention(sequence_runner, query, planner.plan(max(1, len(token_ids)), scaling, "frozen"))
+        case _:
+            raise TypeError(f"an engine does not answer a {type(query).__name__}")
+    return cast(A, answer)
+
+
+def _snapshot_engine(scheduler: Scheduler, blocks: BlockManager) -> CacheSnapshot:
+    started_at = time.perf_counter()
+    running = list(scheduler.running)[:MAX_CACHE_SEQUENCES]
+    groups = snapshot_cache(blocks, [seq.cache for seq in running])
+    sequences = tuple(map(_sequence, running))
+    return CacheSnapshot(blocks.block_size, groups, sequences, time.perf_counter() - started_at)
+
+
+def _sequence(seq: Sequence) -> CacheSequenceSnapshot:
+    return CacheSequenceSnapshot(
+        num_tokens=seq.num_tokens,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_cached_tokens=seq.cached_tokens or 0,
+        num_blocks=sum(len(table.blocks) - table.num_dropped for table in seq.cache.tables),
+        num_shifts=seq.cache.num_shifts,
+        num_reused_tokens=seq.cache.num_reused_tokens,
+    )
 
 
 def snapshot_cache(manager: BlockManager, sequences: abc.Sequence[SequenceCache]) -> tuple[CacheGroupSnapshot, ...]:
-    """A picture of each KV group; `owners` are indices into `sequences`."""
+    """A snapshot of each KV group; `owners` are indices into `sequences`."""
     return tuple(_inspect_group(pool, group, sequences) for group, pool in enumerate(manager.pools))
 
 
@@ -70,49 +108,11 @@ def _inspect_group(pool: BlockPool, group: int, sequences: abc.Sequence[Sequence
     )
 
 
-def _blocks_of(handle: SequenceCache, group: int) -> list[int]:
-    """All that it holds in a group; -1 for what it has left behind."""
-    blocks = [block for passage in handle.passages for block in passage.blocks[group]]
-    for part in (handle, handle.second_keys):
+def _blocks_of(cache: SequenceCache, group: int) -> list[int]:
+    """All blocks that a sequence holds in a group; -1 for dropped ones."""
+    blocks = [block for passage in cache.passages for block in passage.blocks[group]]
+    for part in (cache, cache.second_keys):
         if part is not None and part.tables:
             blocks += part.tables[group].blocks
             blocks += part.originals[group].blocks if part.originals else []
     return blocks
-
-
-def inspect(
-    question: IntrospectionQuery[A],
-    scheduler: Scheduler,
-    blocks: BlockManager,
-    runner: ModelRunner,
-    planner: RotaryPlanner,
-) -> A:
-    """The answer; raises RequestError for what cannot be shown."""
-    match question:
-        case CacheQuery():
-            answer: CacheSnapshot | AttentionSnapshot = _cache(scheduler, blocks)
-        case AttentionQuery(token_ids, _, _, scaling):
-            texts = SingleSequenceRunner(runner.decoder, runner.cache.dtype)
-            answer = snapshot_attention(texts, question, planner.plan(max(1, len(token_ids)), scaling, "frozen"))
-        case _:
-            raise TypeError(f"an engine does not answer a {type(question).__name__}")
-    return cast(A, answer)  # the question says which it is
-
-
-def _cache(scheduler: Scheduler, blocks: BlockManager) -> CacheSnapshot:
-    began = time.perf_counter()
-    running = list(scheduler.running)[:MAX_CACHE_SEQUENCES]
-    groups = snapshot_cache(blocks, [seq.cache for seq in running])
-    sequences = tuple(map(_sequence, running))
-    return CacheSnapshot(blocks.block_size, groups, sequences, time.perf_counter() - began)
-
-
-def _sequence(seq: Sequence) -> CacheSequenceSnapshot:
-    return CacheSequenceSnapshot(
-        num_tokens=seq.num_tokens,
-        num_prompt_tokens=seq.num_prompt_tokens,
-        num_cached_tokens=seq.cached_tokens or 0,
-        num_blocks=sum(len(table.blocks) - table.num_dropped for table in seq.cache.tables),
-        num_shifts=seq.cache.num_shifts,
-        num_reused_tokens=seq.cache.num_reused_tokens,
-    )

@@ -1,4 +1,4 @@
-"""Memory budget: KV memory left beside weights and the largest step, and its allocation.
+"""Memory budget: KV memory that weights and the largest step leave, and its allocation.
 
 On a device with its own memory the largest step runs once, and CUDA graphs are captured, to measure what they need.
 """
@@ -23,6 +23,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.execution.dummy_runs import profile_graph_memory, profile_largest_step
 from windlass.engine.execution.proposers import DraftModel
 from windlass.engine.interface.config import EngineConfig
+from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.device_selection import free_memory, is_out_of_memory
 from windlass.engine.model.loading.loader import LoadedModel
 from windlass.engine.model.loading.preflight import kv_cache_too_large
@@ -30,42 +31,40 @@ from windlass.engine.rotary.rope_scaling import DraftRotaryMapper
 from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.kernels import DeviceMemory
 
+_MAX_PROPOSED_ROWS = 512  # every further row needs memory: its logits are half a megabyte
+
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As options have it."""
+    """The name as options have it."""
     return str(dtype).removeprefix("torch.")
 
 
-def draft_bytes_per_token(draft: LoadedModel | None) -> int:
-    """Of its pages; 0 where there is none."""
-    return 0 if draft is None else cache_bytes_per_token(draft)
-
-
-def cache_bytes_per_token(model: LoadedModel) -> int:
-    """Of its pages, of all KV groups."""
-    return sum(bytes_per_token(group, dtype_name(model.cache_dtype)) for group in model.decoder.spec.kv_groups)
-
-
-_MAX_PROPOSED_ROWS = 512  # what every row makes besides takes memory: its logits are half a megabyte
+def kv_bytes_per_token(model: LoadedModel, draft: LoadedModel | None = None, *, all_ranks: bool = False) -> int:
+    """Bytes that a token needs in the KV groups of a model and its draft model, on this rank or on all ranks together."""
+    spec, dtype = model.spec if all_ranks else model.decoder.spec, dtype_name(model.cache_dtype)
+    num_bytes = sum(bytes_per_token(group, dtype) for group in spec.kv_groups)
+    return num_bytes if draft is None else num_bytes + kv_bytes_per_token(draft)
 
 
 def largest_decode_step(config: EngineConfig, length: int) -> tuple[int, int]:
-    """Its rows, those of proposed tokens among them, and the blocks of a sequence of that length: what captured steps have room
-    for."""
+    """The limits of captured steps: rows, including proposed tokens, and blocks of a sequence of `length` tokens."""
     scheduling, rows = config.scheduling, config.scheduling.max_num_seqs
     rows = max(rows, min(rows * (1 + scheduling.speculation.max_proposed_tokens), _MAX_PROPOSED_ROWS))
     return min(rows, scheduling.max_num_batched_tokens), -(-length // config.cache.block_size)
 
 
 def profile_kv_memory(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, memory: DeviceMemory) -> int:
-    """Bytes, found by running the largest step once, and capturing decode steps where that is done. Raises LoadError where
-    there is no memory for that, or none is left."""
+    """Available KV memory in bytes, measured by running the largest step once and, if enabled, capturing decode steps.
+
+    Raises LoadError if the memory does not suffice for that, or none is left.
+    """
     decoder, scheduling = model.decoder, config.scheduling
     weights, tokens = gib(decoder.weight_bytes()), scheduling.max_num_batched_tokens
-    whole, step = [model], 0
+    length = config.max_model_len or model.spec.trained_len
+    models, step = [model], 0
     if draft is not None and draft.spec.mtp_input is None:
-        whole.append(draft)
-    elif draft is not None:  # behind the model's step: one of its layers, and three rows of states for each token
+        models.append(draft)
+    elif draft is not None:  # an MTP layer runs after the model's step, with three rows of hidden states for each token
         step = 3 * tokens * draft.spec.hidden_size * draft.decoder.dtype.itemsize
     lower = "`scheduling.max_num_batched_tokens` or `scheduling.max_num_seqs`"
     try:
@@ -77,14 +76,14 @@ def profile_kv_memory(config: EngineConfig, model: LoadedModel, draft: LoadedMod
                 block_size=config.cache.block_size,
                 max_tokens=tokens,
                 max_seqs=scheduling.max_num_seqs,
-                length=config.max_model_len or model.spec.trained_len,
+                length=length,
             )
-            for one in whole  # which compute one after the other
+            for one in models  # they compute one after the other
         )
         if config.compute.cuda_graphs and model.whole is None:  # ranks capture nothing
-            max_rows, max_blocks = largest_decode_step(config, config.max_model_len or model.spec.trained_len)
+            max_rows, max_blocks = largest_decode_step(config, length)
             adapters = make_empty_adapters(config.adapters, model) if config.adapters.sources else None
-            for one in whole:
+            for one in models:
                 step += profile_graph_memory(
                     one.decoder,
                     memory,
@@ -92,31 +91,29 @@ def profile_kv_memory(config: EngineConfig, model: LoadedModel, draft: LoadedMod
                     block_size=config.cache.block_size,
                     max_rows=max_rows,
                     max_blocks=max_blocks,
-                    adapters=adapters if one is model else None,  # a draft model knows no adapter
+                    adapters=adapters if one is model else None,  # a draft model uses no adapters
                 )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise LoadError(
-            f"a step of {tokens} tokens needs more memory than {decoder.device} gives beside {weights} of weights, "
+            f"a step of {tokens} tokens needs more memory than {decoder.device} has next to {weights} of weights, "
             f"{gib(memory.free())} of {gib(memory.total)} are free: lower {lower}"
         ) from None
     finally:
         memory.release_cached()
     step += decoder.backend.workspace_bytes
     if config.cache.persist is not None or config.cache.host_memory is not None:
-        token_bytes = cache_bytes_per_token(model) + draft_bytes_per_token(draft)
         states = model.spec.state_bytes + (0 if draft is None else draft.spec.state_bytes)
-        step += staging_bytes(
-            max(config.cache.block_size * token_bytes, states), saves=config.cache.host_memory is not None
-        )
+        block_bytes = max(config.cache.block_size * kv_bytes_per_token(model, draft), states)
+        step += staging_bytes(block_bytes, saves=config.cache.host_memory is not None)
     share = config.cache.device_share or DEVICE_SHARE
     available = device_kv_budget(memory.total, memory.used_by_process(), memory.free(), share, step)
     if available < 1:
         raise LoadError(
             f"no memory is left for the KV cache: {share:.0%} of the {gib(memory.total)} of {decoder.device} may be used, "
-            f"{gib(memory.free())} are free, this engine has taken {gib(memory.used_by_process())} and a step needs {gib(step)}: raise "
-            f"`cache.device_share`, lower {lower}, or free some of the device"
+            f"{gib(memory.free())} are free, this engine has taken {gib(memory.used_by_process())} and a step needs "
+            f"{gib(step)}: raise `cache.device_share`, lower {lower}, or free some of the device"
         )
     return available
 
@@ -124,27 +121,27 @@ def profile_kv_memory(config: EngineConfig, model: LoadedModel, draft: LoadedMod
 def make_draft_model(
     config: EngineConfig, model: LoadedModel, draft: LoadedModel, plan: CachePlan, rows: int
 ) -> DraftModel:
-    """Pages and rotary tables of a draft model: as many blocks and rows as the model has."""
-    decoder = draft.decoder
-    groups, cache = decoder.spec.rotary_groups, allocate_kv_storage(config, model, draft, plan)
+    """A draft model with as many blocks and rotary rows as the model has."""
+    decoder, cache = draft.decoder, allocate_kv_storage(config, model, draft, plan)
     if decoder.backend.device_memory is not None:
-        # A cached block may lack its last keys, and memory that was another's may hold what is no number: one such key would
-        # spoil all that is proposed behind it. What a CPU's system gives is zeros.
+        # A cached block may lack its last keys, and uninitialized device memory may hold NaN: one such key would spoil every
+        # later proposal. A CPU's system provides zeroed memory.
         for plane in (plane for planes in cache.planes for plane in planes):
             plane.zero_()
-    return DraftModel(
-        decoder,
-        cache,
-        RotaryTables(rows, [group.base for group in groups], decoder.backend),
-        DraftRotaryMapper(model.rotary_groups, groups),
-    )
+    mapper = DraftRotaryMapper(model.rotary_groups, decoder.spec.rotary_groups)
+    return DraftModel(decoder, cache, make_rotary_tables(decoder, rows), mapper)
+
+
+def make_rotary_tables(decoder: Decoder, rows: int) -> RotaryTables:
+    """Rotary tables of all rotary groups of a decoder."""
+    return RotaryTables(rows, [group.base for group in decoder.spec.rotary_groups], decoder.backend)
 
 
 def plan_kv_cache(
     config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, available: int | None = None
 ) -> CachePlan:
-    """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free, or all of a GPU
-    that is left to the engine. room: what that is, where others have found it out."""
+    """Blocks per KV group for the memory budget: the operator's, else a share of the free main memory, or what is left of the
+    engine's share of a GPU. available: available KV memory of all ranks, if measured already."""
     spec, memory = model.spec, model.decoder.backend.device_memory
     if config.cache.memory is not None:
         budget = config.cache.memory
@@ -152,14 +149,13 @@ def plan_kv_cache(
         budget = profile_kv_memory(config, model, draft, memory) if available is None else available
     else:
         budget = default_kv_budget(free_memory(model.decoder.device), config.replicas)
-    draft_token_bytes = draft_bytes_per_token(draft)
     return plan_cache(
         config,
         spec.kv_groups,
         spec.trained_len,
         dtype_name(model.cache_dtype),
         budget,
-        draft_token_bytes=draft_token_bytes,
+        draft_token_bytes=0 if draft is None else kv_bytes_per_token(draft),
         whole_prompts=spec.is_bidirectional,
         states=spec.state_group,
         draft_state_bytes=0 if draft is None else draft.spec.state_bytes,
@@ -167,7 +163,7 @@ def plan_kv_cache(
 
 
 def allocate_kv_storage(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan: CachePlan) -> KVCache:
-    """The pages of `owner`, the model itself or its draft model. LoadError where the system does not give the memory."""
+    """The KV cache of `owner`, which is the model or its draft model. Raises LoadError if there is not enough memory."""
     decoder, backend = model.decoder, owner.decoder.backend
     try:
         spec, size = owner.decoder.spec, config.cache.block_size
@@ -183,5 +179,5 @@ def allocate_kv_storage(config: EngineConfig, model: LoadedModel, owner: LoadedM
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        there = f"more than {decoder.device} gives beside {gib(decoder.weight_bytes())} of weights"
-        raise LoadError(kv_cache_too_large(there, plan.num_bytes, dtype_name(model.cache_dtype))) from None
+        limit = f"more than {decoder.device} has next to {gib(decoder.weight_bytes())} of weights"
+        raise LoadError(kv_cache_too_large(limit, plan.num_bytes, dtype_name(model.cache_dtype))) from None

@@ -9,34 +9,33 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from windlass.engine import errors
-from windlass.engine.cache.kv_cache_budget import CachePlan
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.interface.introspection import IntrospectionQuery
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
 from windlass.engine.interface.outputs import EngineStats, RequestOutput, TokenLogprobs
 from windlass.engine.interface.request import EngineRequest
 
-Announce = Callable[[float | None], None]  # told how many seconds a step may take; None where nobody can tell
+if TYPE_CHECKING:
+    from windlass.engine.cache.kv_cache_budget import CachePlan
 
-ANNOUNCE_SECONDS = 1.0  # seconds; a step that may take longer is announced
+Announce = Callable[[float | None], None]  # called with the expected seconds of a step; None: unknown
+ProgressCallback = Callable[[str, int, int], None]  # called with (stage, done, total)
 
-ProgressCallback = Callable[[str, int, int], None]
+ANNOUNCE_SECONDS = 1.0  # a step that may take longer is announced
+PROMPT_LOGPROBS_PER_FRAME = 512  # prompt tokens: some milliseconds of the reader's time
 
 _LENGTH = struct.Struct("!I")
 
-PROMPT_LOGPROBS_PER_FRAME = (
-    512  # prompt tokens whose log-probabilities travel in one frame: some milliseconds of the reader's time
-)
 
-
-# ---- parent to child -------------------------------------------------------------------------------------------------
+# -- parent to child ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The first frame: what to load."""
+    """The first message: the configuration to load."""
 
     config: EngineConfig
 
@@ -48,14 +47,14 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Forget a request. The engine answers `Aborted`; after that no output of this id is under way."""
+    """Drop a request. The engine answers `Aborted`, and sends no output of this id after that."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class EndSample:
-    """Finish one sample of a request; its others go on. Not answered."""
+    """Finish one sample of a request; its other samples continue. Not answered."""
 
     request_id: str
     index: int
@@ -68,22 +67,22 @@ class AskStats:
 
 @dataclass(frozen=True, slots=True)
 class InspectRequest:
-    """A question of somebody who looks on, answered by `InspectResult` between two steps."""
+    """An introspection query, answered by `InspectResult` between two steps."""
 
     inspection_id: int
-    question: IntrospectionQuery[Any]
+    query: IntrospectionQuery[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """Answered by `AdapterLoaded` once it has been read, beside the steps."""
+    """Answered by `AdapterLoaded` once the adapter has been read in the background."""
 
     source: AdapterSource
 
 
 @dataclass(frozen=True, slots=True)
 class DropAdapter:
-    """Not answered: no request names it afterwards."""
+    """Not answered: no request uses the adapter afterwards."""
 
     adapter_id: int
 
@@ -93,7 +92,7 @@ class Close:
     """End the loop. A closed socket means the same."""
 
 
-# ---- child to parent -------------------------------------------------------------------------------------------------
+# -- child to parent ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Progress:
     stage: str
@@ -108,7 +107,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """Loading ended with this one-line message; the child exits."""
+    """Loading failed with this one-line message; the child exits."""
 
     message: str
 
@@ -128,7 +127,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """What became of an adapter: what it is, or why it cannot be used."""
+    """A loaded adapter, or why it cannot be used."""
 
     adapter_id: int
     result: AdapterInfo | errors.EngineError
@@ -136,7 +135,7 @@ class AdapterLoaded:
 
 @dataclass(frozen=True, slots=True)
 class InspectResult:
-    """The answer of a `InspectRequest`, or why there is none."""
+    """The answer to an `InspectRequest`, or an EngineError."""
 
     inspection_id: int
     result: Any
@@ -149,16 +148,16 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class StepStarted:
-    """A step has begun that may take long. seconds: how long; None where nothing like it has been seen yet."""
+    """A step that may take long has started. seconds: its expected duration; None if unknown."""
 
     seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """Everything one step produced, in one frame; it is also the sign of life that the watchdog waits for.
+    """All outputs of one step. The watchdog waits for it.
 
-    seconds: how long the step took. stats: a snapshot, on some steps only.
+    seconds: duration of the step. stats: a snapshot, on some steps only.
     """
 
     outputs: tuple[RequestOutput, ...]
@@ -168,7 +167,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """A part of a long prompt's log-probabilities; the output that they belong to follows and bears the last part."""
+    """A part of a long prompt's log-probabilities; the output that they belong to follows with the last part."""
 
     request_id: str
     entries: tuple[TokenLogprobs | None, ...]
@@ -176,7 +175,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """A step raised something unexpected; the child is about to exit."""
+    """A step raised an unexpected error; the child is about to exit."""
 
     reason: str
 
@@ -206,8 +205,12 @@ Message = (
 )
 
 
+# -- frames ------------------------------------------------------------------------------------------------------------
+_values_of_output = attrgetter(*(f.name for f in fields(RequestOutput)))
+
+
 def encode(message: Message) -> bytes:
-    """Its frame, length included; several where it would take the other side long to read in one go."""
+    """The frame of a message, length included; several frames if the reader would be busy with one for too long."""
     if type(message) is not StepDone:
         return _frame(message)
     # By far the most frequent: plain tuples pickle several times faster than dataclasses.
@@ -226,7 +229,7 @@ def _frame(content: Any) -> bytes:
 
 
 def _split_prompt_logprobs(output: RequestOutput) -> tuple[bytes, RequestOutput]:
-    """Frames of all but the last part of its prompt log-probabilities, and the output with that."""
+    """Frames of all but the last part of the prompt log-probabilities, and the output with only that part."""
     entries = output.prompt_logprobs or ()
     starts = range(0, len(entries), PROMPT_LOGPROBS_PER_FRAME)
     parts = [
@@ -246,26 +249,15 @@ def decode(body: bytes | bytearray | memoryview) -> Message:
 
 
 def output_fields(output: RequestOutput) -> tuple[Any, ...]:
-    """The fields in the order of RequestOutput's constructor."""
-    return (
-        output.request_id,
-        output.index,
-        output.token_ids,
-        output.logprobs,
-        output.prompt_logprobs,
-        output.finish_reason,
-        output.stop_token_id,
-        output.cached_tokens,
-        output.rotary,
-        output.context,
-        picklable_error(output.error) if output.error is not None else None,
-        output.pooled,
-        output.scheduled_at,
-    )
+    """The fields in the order of RequestOutput's constructor, picklable."""
+    if output.error is not None:
+        output = replace(output, error=picklable_error(output.error))
+    values: tuple[Any, ...] = _values_of_output(output)
+    return values
 
 
 def picklable_error(error: Exception) -> errors.EngineError:
-    """The error itself if it is one of ours, which all survive pickling; else an EngineError that says the same."""
+    """The error itself if it is one of the engine's, which all survive pickling; else an EngineError with its text."""
     if type(error).__module__ == errors.__name__ and isinstance(error, errors.EngineError):
         return error
     return errors.EngineError(f"{type(error).__name__}: {error}")
@@ -273,12 +265,12 @@ def picklable_error(error: Exception) -> errors.EngineError:
 
 @dataclass(slots=True)
 class FrameReader:
-    """Cuts a byte stream into messages; what a dead writer left half written stays unread."""
+    """Splits a byte stream into messages; a frame that a dead writer left incomplete is not read."""
 
     _buffer: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> Iterable[Message]:
-        """Add received bytes; the messages that are now complete, in order."""
+        """Add received bytes and return the messages that are now complete, in order."""
         self._buffer += data
         messages: list[Message] = []
         start = 0
@@ -296,9 +288,10 @@ class FrameReader:
         return messages
 
 
+# -- first rank to and from the other ranks ----------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class LoadShard:
-    """The first message: which part of what to load. Answered by `ShardLoaded` or `ShardFailed`."""
+    """The first message: load this rank's shard. Answered by `ShardLoaded` or `ShardFailed`."""
 
     config: EngineConfig
     rank: int
@@ -313,20 +306,20 @@ class ShardLoaded:
 
 @dataclass(frozen=True, slots=True)
 class ShardFailed:
-    """Why it cannot be loaded, one line."""
+    """One line: why the shard cannot be loaded."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileMemory:
-    """Find out, by the largest step that all ranks compute together, what is left for pages. Answered by `AvailableMemory` or
-    `ShardFailed`; sent where each rank has a device with memory of its own."""
+    """Run the largest step, which all ranks compute together, and report the available KV memory. Answered by `AvailableMemory`
+    or `ShardFailed`; sent if each rank has a device with its own memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """Bytes that are left for pages, and what a token takes of them on this rank."""
+    """Available KV memory of this rank, and KV bytes per token on it."""
 
     num_bytes: int
     bytes_per_kv_token: int
@@ -334,9 +327,9 @@ class AvailableMemory:
 
 @dataclass(frozen=True, slots=True)
 class AllocateCache:
-    """How many pages there are, and how many rows of the rotary tables. Answered by `ShardLoaded` or `ShardFailed`.
+    """Allocate the KV cache and the rotary tables. Answered by `ShardLoaded` or `ShardFailed`.
 
-    After it come the orders of `windlass.engine.execution.model_runner`, which are not answered.
+    The commands of `windlass.engine.execution.model_runner` follow, which are not answered.
     """
 
     plan: CachePlan

@@ -1,10 +1,10 @@
 """OOM recovery: a step without enough device memory fails its newest request and is computed again without it.
 
-Keys may be rotated before a step. If there is no memory for that, the request that owns the keys fails; its blocks were never
-shared. A plan's one-time changes have been made by then, so the plan stays as it is except for that request's sequences. An
+Keys may be rotated before a step. Without memory for that, the request that owns the keys fails; its blocks were never
+shared. A plan's one-time changes have been made by then, so the plan stays the same except for that request's sequences. An
 async step cannot be repeated, because its inputs are unknown: it is abandoned, no request fails, and its tokens are planned
-again after the step that it was to follow; with recurrent state its sequences restart. Other errors of a step are defects or a
-lost device and are not caught. `device_memory_guard` covers work outside of steps.
+again after the step before it; with recurrent state its sequences restart. Other errors of a step are defects or a lost device
+and are not caught. `device_memory_guard` covers work outside of steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 from windlass.engine.errors import OUT_OF_MEMORY, OUT_OF_MEMORY_ROTATING, DeviceMemoryError
 from windlass.engine.execution.cuda_graphs import StepFuture
@@ -26,46 +25,39 @@ from windlass.kernels import is_out_of_memory
 _logger = logging.getLogger("windlass.engine")
 
 
-class StartedPlan(NamedTuple):
-    """plan: what is computed. failed: the outputs of requests that there was no memory for."""
-
-    plan: SchedulerOutput
-    step: StepFuture
-    failed: list[RequestOutput]
-
-
-def start_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StartedPlan:
-    """Begin to execute a plan, without its newest requests where the device has no memory for them. Where layers carry states,
-    the others begin again in later steps, from what is cached. Raises what a step raises else."""
+def start_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StepFuture:
+    """Start a plan; its newest requests fail while the device has no memory for it. If recurrent state may have changed, the
+    other sequences restart in later steps from cached blocks. Raises any other error of the step."""
     failed: list[RequestOutput] = []
     step = _try_step(runner, plan, first=True)
     while step is None:
-        # The error is gone by now, and with its traceback the tensors that the failed step held.
+        # The error has been dropped, and with its traceback the tensors of the failed step.
         failed += _fail_unrotated(runner, scheduler) or _fail_newest(plan, scheduler)
-        left = _live_items(plan, scheduler)
+        remaining = _live_items(plan, scheduler)
         if restart_sequences(plan, runner, scheduler):
-            left = ()
-        plan = replace(plan, sequences=left)
+            remaining = ()
+        plan = replace(plan, sequences=remaining)
         _release_device_memory(runner)
-        step = _try_step(runner, plan, first=False) if left else StepFuture([])
-    return StartedPlan(plan, step, failed)
+        step = _try_step(runner, plan, first=False) if remaining else StepFuture(plan, [])
+    step.failed = failed
+    return step
 
 
-def start_async_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StartedPlan | None:
-    """Begin to execute a plan that is ahead; None where the device has no memory for it, and it is given up."""
+def start_async_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StepFuture | None:
+    """Start the plan of an async step; None if the device has no memory for it and it was abandoned."""
     step = _try_step(runner, plan, first=True)
     if step is not None:
-        return StartedPlan(plan, step, [])
+        return step
     if runner.graphs is not None:
-        runner.graphs.rows.record_end()  # what was asked for by then is still to be done
+        runner.graphs.rows.record_end()  # work submitted before the failure still runs
     _release_device_memory(runner)
     pause = scheduler.async_scheduling.cancel_step(plan, has_changed_states=runner.has_changed_states)
-    _logger.warning("no memory for a step planned ahead: the next %d steps wait for each other", pause)
+    _logger.warning("no memory for an async step: the next %d steps run synchronously", pause)
     return None
 
 
 def restart_sequences(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> bool:
-    """Let what is left of a failed plan begin again in later steps, where layers may have changed its states in vain."""
+    """Restart the remaining sequences of a failed plan in later steps if their recurrent state may have changed."""
     if runner.has_changed_states:
         scheduler.restart_sequences([item.seq_id for item in _live_items(plan, scheduler)])
     return runner.has_changed_states
@@ -73,7 +65,7 @@ def restart_sequences(plan: SchedulerOutput, runner: ModelRunner, scheduler: Sch
 
 @contextmanager
 def device_memory_guard(what: str) -> Iterator[None]:
-    """Raises DeviceMemoryError where the device has none for what is done here."""
+    """Raise DeviceMemoryError if the block runs out of device memory. what: named in the message."""
     try:
         yield
     except RuntimeError as error:
@@ -83,7 +75,7 @@ def device_memory_guard(what: str) -> Iterator[None]:
 
 
 def _live_items(plan: SchedulerOutput, scheduler: Scheduler) -> tuple[ScheduledSequence, ...]:
-    """What a plan has of sequences that have not ended."""
+    """The scheduled sequences of a plan that have not ended."""
     live = {seq.seq_id for seq in scheduler.live_sequences()}
     return tuple(item for item in plan.sequences if item.seq_id in live)
 
@@ -94,11 +86,11 @@ def _release_device_memory(runner: ModelRunner) -> None:
 
 
 def _try_step(runner: ModelRunner, plan: SchedulerOutput, *, first: bool) -> StepFuture | None:
-    """The step, None where there was no memory for it."""
+    """The step, None if there was no memory for it."""
     try:
         if first and runner.graphs is not None:
             return runner.start(plan)
-        return StepFuture(runner.execute(plan) if first else runner.retry(plan))
+        return StepFuture(plan, runner.execute(plan) if first else runner.retry(plan))
     except Exception as error:
         if not is_out_of_memory(error) or not runner.can_retry(plan):
             raise
@@ -106,14 +98,14 @@ def _try_step(runner: ModelRunner, plan: SchedulerOutput, *, first: bool) -> Ste
 
 
 def _fail_unrotated(runner: ModelRunner, scheduler: Scheduler) -> list[RequestOutput]:
-    """Nothing where all keys were turned, or the requests whose were not have failed already."""
+    """Fail the requests whose keys could not be rotated; empty if there are none, or they have failed already."""
     failed: list[RequestOutput] = []
     for seq in scheduler.live_sequences():
         if seq.seq_id in runner.failed_rerotations:
             request_id = seq.request.request_id
-            known = {"request_id": request_id}
+            extra = {"request_id": request_id}
             _logger.warning(
-                "no memory on the device to turn keys: request %s, whose they are, fails", request_id, extra=known
+                "no memory on the device to rotate the keys of request %s: it fails", request_id, extra=extra
             )
             failed += scheduler.fail(request_id, DeviceMemoryError(OUT_OF_MEMORY_ROTATING))
     return failed
@@ -126,7 +118,7 @@ def _fail_newest(plan: SchedulerOutput, scheduler: Scheduler) -> list[RequestOut
     )
     request_id = newest.request.request_id
     _logger.warning(
-        "no memory on the device for a step of %d tokens: request %s, its newest, fails",
+        "no memory on the device for a step of %d tokens: its newest request %s fails",
         plan.num_tokens,
         request_id,
         extra={"request_id": request_id},

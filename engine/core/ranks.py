@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks: the first rank's group of rank processes, and the model shard of each other rank.
+"""Tensor-parallel ranks: the first rank's handle on the rank processes, and the model shard of each other rank.
 
 All ranks end together: if one exits, steps that wait for it fail; if the first one exits, the system kills the others.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -20,8 +19,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from windlass.engine.cache.kv_cache_budget import CachePlan, bytes_per_token
-from windlass.engine.core.memory_budget import allocate_kv_storage, draft_bytes_per_token, dtype_name, profile_kv_memory
+from windlass.engine.cache.kv_cache_budget import CachePlan
+from windlass.engine.core.memory_budget import (
+    allocate_kv_storage,
+    kv_bytes_per_token,
+    make_rotary_tables,
+    profile_kv_memory,
+)
 from windlass.engine.core.messages import (
     AllocateCache,
     AvailableMemory,
@@ -35,11 +39,10 @@ from windlass.engine.execution.model_runner import ApplyPlan, ExecutePlan, RankC
 from windlass.engine.host_resources import thread_wait_environment, threads_per_rank
 from windlass.engine.interface.config import EngineConfig, SpeculationConfig
 from windlass.engine.model.loading.loader import LoadedModel, RankPlacement, load_model
-from windlass.engine.process_setup import child_output, create_memory_file
-from windlass.engine.rotary.rotary_tables import RotaryTables
+from windlass.engine.process_setup import child_output_fd, create_memory_file, describe_exit
 from windlass.kernels import RankEndedError, RankGroup, shared_memory_bytes
 
-_END_SECONDS = 2.0  # that a rank has to end by itself once nobody holds the other end of its pipe
+_END_SECONDS = 2.0  # that a rank has to end by itself after its pipe is closed
 
 Gone = Callable[[str], None]
 
@@ -47,12 +50,12 @@ T = TypeVar("T")
 
 
 class _RankHandle:
-    """A process, the pipe to it, and what it has answered; None once it is gone."""
+    """A rank process, the pipe to it, and its answers, which end with None once it is gone."""
 
     def __init__(self, rank: int, memory: int, store: int, log_level: str) -> None:
         self.rank = rank
         self.pipe, theirs = Pipe()
-        output = child_output()
+        output = child_output_fd()
         with theirs:
             self.process = subprocess.Popen(
                 [
@@ -69,17 +72,14 @@ class _RankHandle:
         self.answers: SimpleQueue[Any] = SimpleQueue()
 
     def describe_end(self) -> str:
-        """How it ended, for people."""
+        """How the process ended, for people. Waits a moment for it to end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_SECONDS)
-        code = self.process.returncode
-        if code is None:
-            return "it closed its connection"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return describe_exit(self.process.returncode)
 
 
 class RankProcesses:
-    """They begin to load at once. `close` it, or end this process."""
+    """All ranks but the first. They start to load at once, and run until `close` or the end of this process."""
 
     def __init__(self, config: EngineConfig, log_level: str = "warning") -> None:
         self.count = config.compute.tensor_parallel
@@ -100,38 +100,38 @@ class RankProcesses:
             raise LoadError(f"`compute.tensor_parallel`: a process cannot be started: {error.strerror}") from None
 
     def watch(self, gone: Gone) -> None:
-        """Have somebody told, once or twice and by any thread, why a rank is not there any more; one that is gone already too."""
+        """Call `gone`, once or twice and from any thread, with the reason when a rank ends or has ended already."""
         self._gone = gone
         if self._fault is not None:
             gone(self._fault)
 
     def attach_collectives(self, ranks: RankGroup | None) -> None:
-        """Have steps fail that wait in there for a rank that is gone."""
+        """Make steps fail that wait in `ranks` for a rank that has ended."""
         self._collectives = ranks
         if self._fault is not None and ranks is not None:
             ranks.end(self._fault)
 
     def loaded(self) -> list[ShardLoaded]:
-        """What each of them has loaded, once all have. Raises LoadError."""
+        """Wait until all ranks have loaded. Raises LoadError."""
         return [self._answer(other, ShardLoaded) for other in self._ranks]
 
     def profile_memory(self) -> None:
-        """Have them compute the largest step, as the first rank has to at the same time."""
+        """Start memory profiling on all ranks; the first rank must run the same step at the same time."""
         self.send_command(ProfileMemory())
 
     def available_memory_of_ranks(self) -> list[AvailableMemory]:
-        """What they have found. Raises LoadError."""
+        """Wait for the results of `profile_memory`. Raises LoadError."""
         return [self._answer(other, AvailableMemory) for other in self._ranks]
 
     def allocate_cache(self, plan: CachePlan, rotary_rows: int) -> None:
-        """Have them make ready for steps. Raises LoadError."""
+        """Allocate the KV cache and the rotary tables of all ranks. Raises LoadError."""
         self.send_command(AllocateCache(plan, rotary_rows))
         for other in self._ranks:
             self._answer(other, ShardLoaded)
 
-    def send_command(self, order: object) -> None:
-        """Send all of them an order. Raises RuntimeError where one is gone."""
-        data = pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
+    def send_command(self, command: object) -> None:
+        """Send a command to all ranks. Raises RuntimeError if one has ended."""
+        data = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         for other in self._ranks:
             try:
                 other.pipe.send_bytes(data)
@@ -139,7 +139,7 @@ class RankProcesses:
                 raise RuntimeError(self._fault or f"rank {other.rank} ended: {other.describe_end()}") from None
 
     def close(self) -> None:
-        """End them. Safe to call twice."""
+        """Kill all rank processes. Safe to call twice."""
         self._closing = True
         if self._collectives is not None:
             self._collectives.end("the engine was closed")
@@ -180,23 +180,18 @@ class RankProcesses:
 def rank_available_memory(
     config: EngineConfig, model: LoadedModel, draft: LoadedModel | None = None
 ) -> AvailableMemory:
-    """What the device of one rank has left: see `profile_kv_memory`, which all ranks call at the same time. Raises LoadError."""
+    """Available KV memory on the device of one rank; all ranks must call this at the same time. Raises LoadError."""
     memory = model.decoder.backend.device_memory
     assert memory is not None
-    num_bytes = profile_kv_memory(config, model, draft, memory)
-    groups, dtype = model.decoder.spec.kv_groups, dtype_name(model.cache_dtype)
-    return AvailableMemory(
-        num_bytes, sum(bytes_per_token(group, dtype) for group in groups) + draft_bytes_per_token(draft)
-    )
+    return AvailableMemory(profile_kv_memory(config, model, draft, memory), kv_bytes_per_token(model, draft))
 
 
 def group_kv_memory(
     config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, others: RankProcesses | None
 ) -> int | None:
-    """Bytes of the pages of all ranks together, none of which has more than its device has room for. Raises LoadError.
+    """KV memory of all ranks together in bytes, limited by the rank with the least available memory. Raises LoadError.
 
-    None where there is nothing to be found out: the operator says it, or there are no devices with memory of their own, or no
-    other ranks.
+    None if it is not measured here: it is configured, the device has no memory of its own, or there are no other ranks.
     """
     if others is None or config.cache.memory is not None or model.decoder.backend.device_memory is None:
         return None
@@ -204,19 +199,21 @@ def group_kv_memory(
     try:
         own = rank_available_memory(config, model, draft)
     except RankEndedError:
-        others.available_memory_of_ranks()  # raises what that rank said of it, if it did
+        others.available_memory_of_ranks()  # raises the reason that the ended rank reported, if any
         raise
-    groups, dtype = model.spec.kv_groups, dtype_name(model.cache_dtype)
-    whole = sum(bytes_per_token(group, dtype) for group in groups) + draft_bytes_per_token(draft)
-    return min(part.num_bytes * whole // part.bytes_per_kv_token for part in (own, *others.available_memory_of_ranks()))
+    total = kv_bytes_per_token(model, draft, all_ranks=True)
+    return min(each.num_bytes * total // each.bytes_per_kv_token for each in (own, *others.available_memory_of_ranks()))
 
 
 class RankShard:
-    """Loads at once; raises LoadError. memory, store: descriptors of what the ranks meet in."""
+    """The part of the model that one rank holds. Loads it at once; raises LoadError.
+
+    memory, store: descriptors of the ranks' shared memory and rendezvous file, see `windlass.kernels.RankGroup`.
+    """
 
     def __init__(self, config: EngineConfig, rank: int, memory: int, store: int) -> None:
         torch.set_num_threads(threads_per_rank(config.compute))
-        # Drafts are made by the first rank.
+        # The first rank computes the drafts.
         self._config = replace(config, scheduling=replace(config.scheduling, speculation=SpeculationConfig()))
         self._model = load_model(self._config, placement=RankPlacement(rank, memory, store))
         self._runner: RankRunner | None = None
@@ -226,23 +223,23 @@ class RankShard:
         return self._model.decoder.weight_bytes()
 
     def profile_memory(self) -> AvailableMemory:
-        """What its device has left, by a step that all ranks compute together. Raises LoadError."""
+        """Available KV memory, measured by a step that all ranks compute together. Raises LoadError."""
         return rank_available_memory(self._config, self._model)
 
     def allocate_cache(self, plan: CachePlan, rotary_rows: int) -> None:
-        """Make what steps need, as large as the first rank has it. Raises LoadError."""
+        """Allocate the KV cache and rotary tables, as large as those of the first rank. Raises LoadError."""
         decoder = self._model.decoder
         cache = allocate_kv_storage(self._config, self._model, self._model, plan)
-        tables = RotaryTables(rotary_rows, [group.base for group in decoder.spec.rotary_groups], decoder.backend)
+        tables = make_rotary_tables(decoder, rotary_rows)
         self._runner = RankRunner(decoder, cache, tables, self._config.cache.block_size)
 
-    def do(self, order: RankCommand) -> None:
-        """What the first rank says."""
+    def run(self, command: RankCommand) -> None:
+        """Run a command of the first rank."""
         assert self._runner is not None
-        match order:
+        match command:
             case ExecutePlan(plan):
                 self._runner.execute_rank(plan)
             case ApplyPlan(plan):
                 self._runner.apply(plan)
             case _:
-                self._runner.restore(order)
+                self._runner.restore(command)

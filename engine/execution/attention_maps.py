@@ -23,7 +23,7 @@ from windlass.kernels import Backend
 
 
 class _RecordingBackend:
-    """A backend that keeps copies of the rotated queries and keys that pass through it; all else is done by the one behind it."""
+    """A backend that copies the rotated queries and keys passed to it, and delegates everything to another one."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -45,10 +45,10 @@ class _RecordingBackend:
 def attention_weights(
     runner: SingleSequenceRunner, token_ids: Sequence[int], layer: int, scaling: RopeScaling | None = None
 ) -> Tensor:
-    """Softmax weights of a layer for one text, float32 [Hq, T, T] on the CPU: row i is what token i attends to.
+    """Softmax weights of a layer for one text, float32 [Hq, T, T] on the CPU; row i holds the weights of token i's query.
 
-    scaling: None is the model's own; frequencies are those of the whole text. Raises RequestError for a layer that there is not,
-    or that does not attend with queries and keys of plain softmax.
+    scaling: None is the model's own; the frequencies are those of the entire text. Raises RequestError for an unknown layer, or
+    one without plain softmax attention.
     """
     return _attention_matrices(runner, token_ids, layer, runner.plan(len(token_ids), scaling, "frozen"), slice(None))[0]
 
@@ -78,7 +78,7 @@ def snapshot_attention(runner: SingleSequenceRunner, question: AttentionQuery, p
 
 
 def _plain_mixer(runner: SingleSequenceRunner, layer: int, stage: RotaryStage) -> Attention:
-    """The attention of a layer, if its scores are products of rotated queries and keys; RequestError otherwise."""
+    """The attention of a layer. Raises RequestError unless its scores are products of rotated queries and keys."""
     layers = runner.decoder.layers
     if not 0 <= layer < len(layers):
         raise RequestError(f"layer {layer}: this model has layers 0 to {len(layers) - 1}", "layer")
@@ -96,7 +96,7 @@ def _plain_mixer(runner: SingleSequenceRunner, layer: int, stage: RotaryStage) -
 def _attention_matrices(
     runner: SingleSequenceRunner, token_ids: Sequence[int], layer: int, plan: RotaryPlan, heads: slice
 ) -> tuple[Tensor, Tensor]:
-    """Weights and scores of the heads of a layer, [H, T, T] each."""
+    """Weights and scores, [H, T, T] each, of the selected heads of a layer."""
     stage, layers = plan.stage(len(token_ids)), runner.decoder.layers
     mixers = {layer: _plain_mixer(runner, layer, stage)}
     owner = layers[layer].pages
@@ -113,7 +113,7 @@ def _attention_matrices(
 
 
 def _softmax(q: Tensor, k: Tensor, mixer: Attention, heads: slice) -> tuple[Tensor, Tensor]:
-    """As `AttentionCall` says it: scale, soft cap, then what is hidden. q: [T, Hq, D], k: [T, Hkv, D]."""
+    """Softmax and scores as `AttentionCall` defines them: scale, soft cap, then mask. q: [T, Hq, D], k: [T, Hkv, D]."""
     spec = mixer.spec
     k = k.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)[:, heads]
     scores = torch.einsum("ihd,jhd->hij", q[:, heads], k) * spec.scale

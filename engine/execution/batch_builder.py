@@ -1,13 +1,13 @@
-"""Forward batch builder: scheduled chunks and the input batch in, a `ForwardBatch` of tensors out.
+"""Forward batch builder: makes a `ForwardBatch` of tensors from scheduled chunks and the input batch.
 
-On a CPU, a decode step of single tokens is written into persistent buffers, the same memory in every step. Every other batch is allocated. Recurrent states are addressed per sequence (`StateRowArrays`), whatever the chunks that attend separately.
+On a CPU, a decode step of single tokens is written into persistent buffers, the same memory in every step. Every other batch is
+allocated. Recurrent states are addressed per sequence, not per chunk that attends separately.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict, abc
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from windlass.engine.execution.input_batch import InputBatch, RunnerSequence, table_width
 from windlass.engine.execution.query_ranges import (
     RangeTables,
-    RowRanges,
     attention_chunks_of,
     needs_ranges,
     query_ranges,
@@ -31,101 +30,44 @@ from windlass.engine.rotary.attention_distances import Distances
 from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.engine.scheduling.chunked_prefill import NO_BOUNDARIES, ChunkBoundaries
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence
-from windlass.kernels import Backend, MultiStepInputs, PersistentBuffers, PrefillTotals, blocks_per_split, to_device
+from windlass.kernels import (
+    Backend,
+    BufferFiller,
+    MultiStepInputs,
+    PersistentBuffers,
+    PrefillTotals,
+    StateRows,
+    blocks_per_split,
+    to_device,
+)
 
 
-class StateRowArrays(NamedTuple):
-    """The arrays of a `StateRows`, filled in place. Where there is room for more sequences than a step has, those behind them
-    have no tokens."""
-
-    blocks: NDArray[np.int64]  # [S]
-    starts: NDArray[np.int64]  # [S + 1]
-    lengths: NDArray[np.int64]  # [S]
-    kept: NDArray[np.int64]  # [T]
-
-    @classmethod
-    def zeros(cls, sequences: int, tokens: int) -> StateRowArrays:
-        return cls(*(np.zeros(size, dtype=np.int64) for size in (sequences, sequences + 1, sequences, tokens)))
-
-    def fill(self, items: Sequence[ScheduledSequence], sequences: InputBatch) -> None:
-        """Those of these chunks, in order. The state behind every token before a proposed one is kept."""
-        count, held = len(items), [sequences.by_id[item.seq_id] for item in items]
-        self.blocks[:count] = sequences.state_blocks([live.row for live in held])
-        self.starts[1 : count + 1] = np.cumsum([item.num_tokens for item in items])
-        self.starts[count + 1 :] = self.starts[count]
-        self.lengths[:count] = [item.start + item.num_tokens for item in items]
-        self.kept.fill(-1)
-        for item, live, first in zip(items, held, self.starts.tolist(), strict=False):
-            kept = sequences.draft_state_blocks(live)
-            if kept.size:
-                # A draft model has a chunk for each token: from the one on whose state is kept in that place. What was set aside
-                # in front of a step planned ahead stands behind no token of that step.
-                ahead = item.start + 1 - item.num_known_tokens
-                begin, end = max(0, -ahead), min(item.num_tokens, kept.size - ahead)
-                self.kept[first + begin : first + end] = kept[begin + ahead : end + ahead]
-
-    def tensors(self) -> dict[str, Any]:
-        """The same memory, by the names of a batch."""
-        return {f"state_{name}": torch.from_numpy(array) for name, array in self._asdict().items()}
+def _host_state_rows(sequences: int, tokens: int) -> StateRows:
+    """Zeros in host memory, for `fill_state_rows`."""
+    return StateRows(*(torch.zeros(size, dtype=torch.int64) for size in (sequences, sequences + 1, sequences, tokens)))
 
 
-def with_state_rows(
-    batch: ForwardBatch, items: Sequence[ScheduledSequence], sequences: InputBatch, *, repeatable: bool
-) -> ForwardBatch:
-    """The batch of these chunks, in order, with its states.
+def _fill_state_rows(rows: StateRows, items: abc.Sequence[ScheduledSequence], input_batch: InputBatch) -> None:
+    """Write the states that these chunks change, in order, into host memory. Sequences beyond them have no tokens.
 
-    repeatable: whether steps of single tokens are recorded: all those of as many tokens have arrays of the same shapes then,
-    whichever tokens are proposed.
+    A snapshot is stored of the state after each token that precedes a proposed one.
     """
-    tokens, attending = batch.input_ids.shape[0], batch.seq_lens.shape[0]
-    one_shape = repeatable and attending == tokens
-    numbers = StateRowArrays.zeros(tokens if one_shape else len(items), tokens)
-    numbers.fill(items, sequences)
-    fields: dict[str, Any] = {
-        name: to_device(tensor, batch.input_ids.device) for name, tensor in numbers.tensors().items()
-    }
-    if not one_shape and not any(sequences.draft_state_blocks(sequences.by_id[item.seq_id]).size for item in items):
-        fields["state_snapshots"] = None
-    return replace(batch, **fields)
-
-
-class PersistentBatch:
-    """The arrays behind one batch of B rows and block tables of `width` columns. has_states: whether layers carry states."""
-
-    def __init__(
-        self,
-        groups: int,
-        rows: int,
-        width: int,
-        rotary: RotaryTables,
-        block_size: int,
-        backend: Backend,
-        *,
-        has_states: bool,
-    ) -> None:
-        rotary_groups, _, half = rotary.inv_freq.shape
-        self.rows = PersistentBuffers.zeros(groups, rows, width, rotary_groups, half)
-        self.fill = backend.buffer_filler(self.rows, rotary.inv_freq, rotary.q_scale, rotary.score_scale, block_size)
-        ids, _, _, rotary_ids, _ = (torch.from_numpy(row) for row in self.rows.metadata)
-        positions, lengths = torch.from_numpy(self.rows.positions), torch.from_numpy(self.rows.lengths)
-        self.states = StateRowArrays.zeros(rows, rows) if has_states else None
-        self.batch = ForwardBatch(
-            input_ids=ids,
-            positions=positions,
-            rotary_ids=rotary_ids,
-            slots=torch.from_numpy(self.rows.slots),
-            block_tables=torch.from_numpy(self.rows.tables),
-            query_start=torch.arange(rows + 1),
-            seq_lens=lengths,
-            context_positions=positions,
-            cos=self.rows.cos,
-            sin=self.rows.sin,
-            q_scale=self.rows.q_scale,
-            score_scale=self.rows.score_scale,
-            persistent=True,
-            **({} if self.states is None else self.states.tensors()),
-        )
-        self.adapter_slots = torch.full((rows,), -1)
+    assert rows.snapshots is not None
+    blocks, starts, lengths, snapshots = (tensor.numpy() for tensor in rows if tensor is not None)
+    count, live = len(items), [input_batch.by_id[item.seq_id] for item in items]
+    blocks[:count] = input_batch.state_blocks([one.row for one in live])
+    starts[1 : count + 1] = np.cumsum([item.num_tokens for item in items])
+    starts[count + 1 :] = starts[count]
+    lengths[:count] = [item.start + item.num_tokens for item in items]
+    snapshots.fill(-1)
+    for item, one, first in zip(items, live, starts.tolist(), strict=False):
+        draft_blocks = input_batch.draft_state_blocks(one)
+        if draft_blocks.size:
+            # Block i receives the state after the i-th token from the last known one on. A draft model's chunks have one token
+            # each, so they begin at any of these. Blocks before a step that was planned ahead belong to none of its tokens.
+            ahead = item.start + 1 - item.num_known_tokens
+            begin, end = max(0, -ahead), min(item.num_tokens, draft_blocks.size - ahead)
+            snapshots[first + begin : first + end] = draft_blocks[begin + ahead : end + ahead]
 
 
 _MAX_SHAPES = 4
@@ -133,38 +75,45 @@ _MAX_SHAPES = 4
 # Longest context over which proposed tokens are attended row by row.
 _MAX_ROW_BY_ROW_CONTEXT = 1024
 
-# On a device beside its host: keys that all rows of such a step may read. A step of its own takes longer than a repeated one
-# that reads more, until that is about half of what the weights of an 8B model are.
+# Number of keys that all rows of such a step may read on an asynchronous device. A step that is not a CUDA graph takes longer
+# than a graph that reads more keys, up to about half the bytes of an 8B model's weights.
 _MAX_ROW_BY_ROW_KEYS = 1 << 16
+
+
+class _PersistentBatch(NamedTuple):
+    """A batch of single tokens, the buffers that it is a view of, and the function that fills them from their metadata."""
+
+    batch: ForwardBatch
+    buffers: PersistentBuffers
+    fill: BufferFiller
+    adapter_slots: Tensor  # [B] int64
 
 
 class DecodeRows(NamedTuple):
     """B rows, each a token that attends alone.
 
-    said: [FACTS, B] int64, of each its token, its slot's number in its sequence, its position less that number, its rotary row,
-    and the slot of its adapter, -1 for none.
-    tables: int32 [K, B, blocks]. ranges: None where every row meets all keys before it as it is. states: None where no layer
-    carries a state.
+    metadata: for each row its token, the index of its slot in its sequence, its position minus that index, its rotary row, and
+    the slot of its adapter, -1 for none. range_tables: None if every row attends unrotated to all keys before it. states: in
+    host memory; None if no layer has recurrent states.
     """
 
-    metadata: NDArray[np.int64]
-    tables: NDArray[np.int32]
-    ranges: RowRanges | None
-    states: StateRowArrays | None
+    metadata: NDArray[np.int64]  # [NUM_FIELDS, B]
+    tables: NDArray[np.int32]  # [K, B, blocks]; entries past a row's blocks are undefined
+    range_tables: list[NDArray[np.int64]] | None
+    states: StateRows | None
 
 
 class ForwardBatchBuilder:
-    """Batches of the sequences in `sequences`, whose blocks hold `block_size` tokens, under the rows of `rotary`.
+    """Builds batches of the sequences in `input_batch`, whose blocks hold `block_size` tokens.
 
-    num_groups: KV groups. windows: the kinds that the layers have, None for none. anchored: see `query_ranges`. lasting:
-    whether batches of single tokens stand in lasting memory, which takes a backend that reads host memory. cuts: which
-    parts of a prompt attend on their own. has_states: whether layers carry states. adapters: those that sequences name; None:
-    their rows run without.
+    num_groups: KV groups. windows: the distinct windows of the layers, None for none. absolute_scores: see `query_ranges`.
+    chunk_boundaries: the parts of a prompt that attend separately. adapters: None runs the rows of every sequence without.
+    persistent: whether batches of single tokens use persistent buffers, which needs a backend that reads host memory.
     """
 
     def __init__(
         self,
-        sequences: InputBatch,
+        input_batch: InputBatch,
         rotary: RotaryTables,
         *,
         num_groups: int,
@@ -176,41 +125,41 @@ class ForwardBatchBuilder:
         chunk_boundaries: ChunkBoundaries = NO_BOUNDARIES,
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        self._adapters, self._cuts = adapters, chunk_boundaries
+        self.adapters, self._chunk_boundaries = adapters, chunk_boundaries
         self._windows, self._absolute_scores = windows, absolute_scores
         self._range_tables = RangeTables(windows, absolute_scores=absolute_scores)
-        self._input_batch, self._rotary = sequences, rotary
+        self._input_batch, self.rotary = input_batch, rotary
         self._has_states = has_states
-        self._groups, self._block_size, self._device = num_groups, block_size, backend.device
+        self._groups, self.block_size, self._device = num_groups, block_size, backend.device
         self._backend = backend
-        # However many far keys there are, those nearby stand in the same cuts.
+        # Whatever the number of second key copies, the keys after them are split at the same places.
         self._second_key_alignment = blocks_per_split(block_size)
-        self._buffers: OrderedDict[tuple[int, int], PersistentBatch] = OrderedDict()  # by rows and width
+        self._persistent: OrderedDict[tuple[int, int], _PersistentBatch] = OrderedDict()  # by rows and width
         self.persistent = backend.reads_host_memory
 
     def build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
-        """The flat batch of the scheduled chunks, in order. One of single tokens may be overwritten by the next."""
+        """The flat batch of the scheduled chunks, in order. The next call may overwrite a batch of single tokens."""
         batch = self._build(items)
-        if self._adapters is None or len(self._adapters) == 0:
+        if self.adapters is None or len(self.adapters) == 0:
             return batch
-        out = self._buffers_of(batch).adapter_slots if batch.persistent else None
-        changed = self._adapters.rows(*self._adapted(items), out)
-        return batch if changed is None else replace(batch, adapters=changed)
+        out = self._persistent_batch_of(batch).adapter_slots if batch.persistent else None
+        adapters = self.adapters.rows(*self._adapters_of(items), out)
+        return batch if adapters is None else replace(batch, adapters=adapters)
 
-    def _adapted(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[int | None], list[int]]:
-        """The adapter of each chunk, and how many rows it has."""
+    def _adapters_of(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[int | None], list[int]]:
+        """The adapter and the number of rows of each chunk."""
         live = self._input_batch.by_id
         return [live[item.seq_id].adapter for item in items], [item.num_tokens for item in items]
 
     def _build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         row_by_row = self._is_row_by_row(items)
         live_sequences = self._input_batch.by_id
-        distances = self._rotary.distances
+        distances = self.rotary.distances
         live_rows = [live_sequences[item.seq_id] for item in items]
         ranged = any(needs_ranges(live) or distances[live.rotary_id].changes_distances for live in live_rows)
         plain = not ranged and all(distances[live.rotary_id].is_plain for live in live_rows)
         if row_by_row and self.persistent and plain:
-            return self._fill_buffers(items)
+            return self._fill_persistent(items)
         chunks = []
         for item in items:
             live, start = live_sequences[item.seq_id], item.start
@@ -221,21 +170,38 @@ class ForwardBatchBuilder:
                 for first, count in self._attention_chunks(item, distances[live.rotary_id], len(token_ids)):
                     chunks.append((live, first, token_ids[first - start : first - start + count]))
         batch = self._build_chunks(chunks, ranged=ranged)
-        if not self._has_states:
-            return batch
-        return with_state_rows(batch, items, self._input_batch, repeatable=self.persistent)
+        if self._has_states:
+            batch.state_rows = self._state_rows(items, batch)
+        return batch
+
+    def _state_rows(self, items: abc.Sequence[ScheduledSequence], batch: ForwardBatch) -> StateRows:
+        """The states that these chunks change.
+
+        Where steps of single tokens are recorded, those of equally many tokens have arrays of equal shapes, whichever tokens are
+        proposed.
+        """
+        tokens, attending = batch.input_ids.shape[0], batch.seq_lens.shape[0]
+        one_shape = self.persistent and attending == tokens
+        rows = _host_state_rows(tokens if one_shape else len(items), tokens)
+        _fill_state_rows(rows, items, self._input_batch)
+        live = self._input_batch.by_id
+        if not one_shape and not any(self._input_batch.draft_state_blocks(live[item.seq_id]).size for item in items):
+            rows = rows._replace(snapshots=None)
+        return StateRows._make(None if tensor is None else to_device(tensor, self._device) for tensor in rows)
 
     def _attention_chunks(self, item: ScheduledSequence, distances: Distances, count: int) -> list[tuple[int, int]]:
-        """(first index, tokens) of the parts of a chunk of `count` tokens that attend as sequences of their own."""
+        """(first index, tokens) of the parts of a chunk of `count` tokens that attend separately."""
         attention_chunks = attention_chunks_of(distances, item.start, count)
         if item.start + count != item.num_known_tokens:
             return attention_chunks
         return [
-            part for piece in attention_chunks for part in self._cuts.attention_segments(*piece, item.num_known_tokens)
+            part
+            for piece in attention_chunks
+            for part in self._chunk_boundaries.attention_segments(*piece, item.num_known_tokens)
         ]
 
     def _build_chunks(self, chunks: list[tuple[RunnerSequence, int, list[int]]], *, ranged: bool) -> ForwardBatch:
-        """A batch of chunks (sequence, index of the first token, tokens) in memory of its own."""
+        """Allocate a batch of chunks (sequence, index of the first token, tokens)."""
         counts, starts, first, num_missing, rotary = np.array(
             [
                 (
@@ -249,7 +215,7 @@ class ForwardBatchBuilder:
             ],
             dtype=np.int64,
         ).T.copy()
-        rules = [self._rotary.distances[live.rotary_id] for live, _, _ in chunks]
+        rules = [self.rotary.distances[live.rotary_id] for live, _, _ in chunks]
         rows = [live.row for live, _, _ in chunks]
         num_second_blocks = [
             -(-live.num_blocks[0] // self._second_key_alignment) * self._second_key_alignment
@@ -258,28 +224,30 @@ class ForwardBatchBuilder:
             for (live, _, _), rule in zip(chunks, rules, strict=True)
         ]
         has_second_keys = any(num_second_blocks)
-        if has_second_keys:  # they come first, so that those nearby stand at the end as everywhere
-            second_key_slots = np.array(num_second_blocks) * self._block_size
+        if has_second_keys:  # they come first, so that the sequence's own keys are at the end, as in every batch
+            second_key_slots = np.array(num_second_blocks) * self.block_size
             starts, first = starts + second_key_slots, first - second_key_slots
         lengths = starts + counts
         query_start = np.zeros(len(chunks) + 1, dtype=np.int64)
         counts.cumsum(out=query_start[1:])
-        columns = -(-int(lengths.max()) // self._block_size)
+        columns = -(-int(lengths.max()) // self.block_size)
         if has_second_keys:
             tables = self._input_batch.tables_with_second_keys(list(zip(rows, num_second_blocks, strict=True)), columns)
         else:
             tables = self._input_batch.tables(rows, columns)
         ids = np.concatenate([np.array(ids, dtype=np.int64) for _, _, ids in chunks])
         row = np.arange(len(chunks)).repeat(counts)  # [T]
-        index = np.arange(len(ids)) - (query_start[:-1] - starts).repeat(counts)  # [T], its slot in its sequence
-        block, offset = np.divmod(index, self._block_size)
-        slots = np.ascontiguousarray(tables[:, row, block] * np.int64(self._block_size) + offset)  # [K, T]
+        index = np.arange(len(ids)) - (query_start[:-1] - starts).repeat(
+            counts
+        )  # [T], index of the slot in its sequence
+        block, offset = np.divmod(index, self.block_size)
+        slots = np.ascontiguousarray(tables[:, row, block] * np.int64(self.block_size) + offset)  # [K, T]
         if slots.min() < 0:
-            raise IndexError("a scheduled token has no block to go to")
+            raise IndexError("a scheduled token has no block")
         token_positions = index + first[row]
         rotated_at, score_scale = _positions_and_scales(rules, counts, token_positions)
         positions, rotary_ids = self._tensor(rotated_at), self._tensor(rotary[row])
-        rotation = self._rotary.cos_sin(rotary_ids, positions)
+        rotation = self.rotary.cos_sin(rotary_ids, positions)
         rotation = rotation._replace(score_scale=rotation.score_scale * self._tensor(score_scale))
         query_copies = (
             self._rotated_queries(chunks, rules, token_positions, num_missing[row], rotary[row], num_second_blocks)
@@ -288,9 +256,9 @@ class ForwardBatchBuilder:
         )
         if query_copies is not None and has_second_keys:
             has_copy, copy_positions, slopes = second_key_positions(rules, counts, token_positions)
-            block, offset = np.divmod(index - second_key_slots[row], self._block_size)
-            far = tables[:, row, np.where(has_copy, block, 0)] * np.int64(self._block_size) + offset  # [K, T]
-            query_copies.second_key_slots = self._tensor(np.where(has_copy, far, -1))
+            block, offset = np.divmod(index - second_key_slots[row], self.block_size)
+            second = tables[:, row, np.where(has_copy, block, 0)] * np.int64(self.block_size) + offset  # [K, T]
+            query_copies.second_key_slots = self._tensor(np.where(has_copy, second, -1))
             query_copies.second_key_cos, query_copies.second_key_sin = self._cos_sin(
                 rotary[row], copy_positions, slopes
             )
@@ -317,55 +285,55 @@ class ForwardBatchBuilder:
         rotary: NDArray[np.int64],
         num_second_blocks: list[int],
     ) -> RotatedQueryCopies:
-        """positions, closed, rotary: [T], of each token, the tokens missing before it, and its rotary row. num_second_blocks: of each
-        chunk, leading blocks of its table that hold far keys."""
+        """The ranges of chunks and their query copies.
+
+        positions, num_missing, rotary: [T], each token's position, the number of tokens dropped before it, and its rotary row.
+        num_second_blocks: for each chunk, the leading blocks of its table that hold second key copies.
+        """
         spans, token = [], 0
         for live, _, ids in chunks:
             spans.append((live, int(positions[token]), len(ids)))
             token += len(ids)
-        second_key_slots = [blocks * self._block_size for blocks in num_second_blocks]
-        found = query_ranges(
-            spans, rules, self._windows, absolute_scores=self._absolute_scores, second_key_slots=second_key_slots
+        copies = query_ranges(
+            spans,
+            rules,
+            self._windows,
+            lambda sources, rotations, slopes: self._cos_sin(rotary[sources], rotations, slopes),
+            absolute_scores=self._absolute_scores,
+            second_key_slots=[blocks * self.block_size for blocks in num_second_blocks],
         )
-        cos, sin = self._cos_sin(rotary[found.sources], found.rotations, found.slopes)
-        anchor_cos = anchor_sin = query_indices = None
         if self._absolute_scores and num_missing.any():
-            anchor_cos, anchor_sin = self._rotary.angles(self._tensor(rotary), self._tensor(-num_missing))
-            query_indices = torch.arange(len(positions), device=self._device)
-        names = ("ends", "rows", "decode_rows", "reaches", "gaps", "sources")
-        return RotatedQueryCopies(
-            **{name: self._tensor(getattr(found, name)) for name in names},
-            cos=cos,
-            sin=sin,
-            anchor_cos=anchor_cos,
-            anchor_sin=anchor_sin,
-            query_indices=query_indices,
-        )
+            copies.anchor_cos, copies.anchor_sin = self.rotary.angles(self._tensor(rotary), self._tensor(-num_missing))
+            copies.query_indices = torch.arange(len(positions), device=self._device)
+        return copies
 
     def _cos_sin(
         self, rotary: NDArray[np.int64], positions: NDArray[np.int64], slopes: NDArray[np.float64] | None
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [G, N, rotary_dim / 2] under these rows. slopes: share of their frequencies, None for the whole."""
+        """Cosines and sines [G, N, rotary_dim / 2] under these rotary rows. slopes: share of the frequencies, None for 1."""
         ids, at = self._tensor(rotary), self._tensor(positions)
         if slopes is None:
-            return self._rotary.angles(ids, at)
-        return self._rotary.slowed_cos_sin(ids, at, self._tensor(slopes))
+            return self.rotary.angles(ids, at)
+        return self.rotary.slowed_cos_sin(ids, at, self._tensor(slopes))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return to_device(torch.from_numpy(array), self._device)
 
-    def _fill_buffers(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
-        """A batch in which every token counts as a sequence of its own, in lasting memory."""
+    def _fill_persistent(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
+        """A batch in persistent buffers, in which every token counts as a sequence of its own."""
         metadata, blocks = self._row_metadata(items)
-        buffers = self._acquire_buffers(len(metadata), blocks)
-        buffers.rows.metadata.T[...] = metadata
-        buffers.fill(self._input_batch.all_tables(blocks), blocks)
-        if buffers.states is not None:
-            buffers.states.fill(items, self._input_batch)
-        return buffers.batch
+        found = self._acquire_persistent(len(metadata), blocks)
+        found.buffers.metadata.T[...] = metadata
+        found.fill(self._input_batch.all_tables(blocks), blocks)
+        if found.batch.state_rows is not None:
+            _fill_state_rows(found.batch.state_rows, items, self._input_batch)
+        return found.batch
 
     def _row_metadata(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int, int]], int]:
-        """Of each row what `PersistentBuffers.metadata` has, 0 for a token that nobody knows yet; and the blocks that hold all of them."""
+        """The `PersistentBuffers.metadata` of each row, and the number of blocks that hold all rows.
+
+        A token that the host does not know yet is 0.
+        """
         metadata, last, live_sequences = [], 0, self._input_batch.by_id
         for item in items:
             live, start = live_sequences[item.seq_id], item.start
@@ -377,52 +345,50 @@ class ForwardBatchBuilder:
             for i, token in enumerate((*known, *unknown, *item.draft), start=start + offset):
                 metadata.append((token, i, position, live.rotary_id, live.row))
             last = max(last, start + offset + item.num_tokens - 1)
-        return metadata, last // self._block_size + 1
+        return metadata, last // self.block_size + 1
 
     def decode_rows(self, items: abc.Sequence[ScheduledSequence], num_passes: int = 1) -> DecodeRows | None:
-        """The rows of a step in which every token is a row that needs nothing else; None where one has more tokens than that, or
-        distances of its own."""
+        """The rows of a step that runs row by row; None if it does not, or if a sequence has a distance rule."""
         if not self._is_row_by_row(items):
             return None
-        live_sequences, distances, ranged = self._input_batch.by_id, self._rotary.distances, False
+        live_sequences, distances, ranged = self._input_batch.by_id, self.rotary.distances, False
         for item in items:
             live = live_sequences[item.seq_id]
             if not distances[live.rotary_id].is_plain:
                 return None
             ranged = ranged or needs_ranges(live)
-        metadata, blocks = self._row_metadata(items)
+        rows, blocks = self._row_metadata(items)
         if num_passes > 1:
-            blocks = max(row[1] + num_passes - 1 for row in metadata) // self._block_size + 1
-        numbers = np.array(metadata, dtype=np.int64).T
-        tables, ranges = self._input_batch.tables(numbers[4].tolist(), blocks), None
+            blocks = max(row[1] + num_passes - 1 for row in rows) // self.block_size + 1
+        metadata = np.array(rows, dtype=np.int64).T
+        tables, range_tables = self._input_batch.tables(metadata[4].tolist(), blocks), None
         if ranged:
-            of_rows = [live_sequences[item.seq_id] for item in items for _ in range(item.num_tokens)]
-            ranges = self._range_tables.of(of_rows)
+            range_tables = self._range_tables.of(
+                [live_sequences[item.seq_id] for item in items for _ in range(item.num_tokens)]
+            )
         states = None
         if self._has_states:
-            states = StateRowArrays.zeros(len(metadata), len(metadata))
-            states.fill(items, self._input_batch)
-        numbers[4] = -1 if not self._adapters else self._adapters.slots_of(*self._adapted(items))
-        return DecodeRows(numbers, tables, ranges, states)
+            states = _host_state_rows(len(rows), len(rows))
+            _fill_state_rows(states, items, self._input_batch)
+        metadata[4] = -1 if not self.adapters else self.adapters.slots_of(*self._adapters_of(items))
+        return DecodeRows(metadata, tables, range_tables, states)
 
-    def ahead(self, batch: ForwardBatch, num_passes: int) -> MultiStepInputs | None:
-        """What the rows of a lasting batch of single tokens need to go on for so many passes in all.
-
-        None where the batch is another kind, and where its memory is too narrow for them.
-        """
+    def multi_step_inputs(self, batch: ForwardBatch, num_passes: int) -> MultiStepInputs | None:
+        """Inputs for `num_passes` passes over the rows of a persistent batch; None for another batch, or if its tables are too
+        narrow."""
         if not batch.persistent:
             return None
-        buffers = self._buffers_of(batch)
-        blocks = (int(buffers.rows.metadata[1].max()) + num_passes - 1) // self._block_size + 1
+        found = self._persistent_batch_of(batch)
+        blocks = (int(found.buffers.metadata[1].max()) + num_passes - 1) // self.block_size + 1
         if blocks > batch.block_tables.shape[2]:
             return None
-        return MultiStepInputs(buffers.fill, self._input_batch.all_tables(blocks), blocks)
+        return MultiStepInputs(found.fill, self._input_batch.all_tables(blocks), blocks)
 
     def _is_row_by_row(self, items: abc.Sequence[ScheduledSequence]) -> bool:
-        """Whether every row is run as if it were a sequence of its own: single tokens, and proposed tokens behind them.
+        """Whether every row runs as a sequence of its own: single tokens, each with any proposed tokens.
 
-        Then it is an ordinary decode step, which can be repeated, and each row reads all keys before it. Over a long context
-        that reading is the dearer part: there the rows of a sequence with proposed tokens go as a chunk and share it.
+        Such a step is a decode step, which can be recorded or captured, and each row reads all keys before it. Over a long
+        context those reads dominate, so there the rows of a sequence with proposed tokens are a chunk, which reads them once.
         """
         drafts = False
         for item in items:
@@ -435,33 +401,50 @@ class ForwardBatchBuilder:
             return max(item.start + item.num_tokens for item in items) <= _MAX_ROW_BY_ROW_CONTEXT
         return sum(item.num_tokens * (item.start + item.num_tokens) for item in items) <= _MAX_ROW_BY_ROW_KEYS
 
-    def _buffers_of(self, batch: ForwardBatch) -> PersistentBatch:
-        """The memory that a lasting batch stands in."""
-        return self._buffers[batch.input_ids.shape[0], batch.block_tables.shape[2]]
+    def _persistent_batch_of(self, batch: ForwardBatch) -> _PersistentBatch:
+        return self._persistent[batch.input_ids.shape[0], batch.block_tables.shape[2]]
 
-    def _acquire_buffers(self, rows: int, blocks: int) -> PersistentBatch:
-        width = table_width(blocks)
-        found = self._buffers.get((rows, width))
-        if found is None:
-            found = PersistentBatch(
-                self._groups,
-                rows,
-                width,
-                self._rotary,
-                self._block_size,
-                self._backend,
-                has_states=self._has_states,
-            )
-            self._buffers[rows, width] = found
-            while len(self._buffers) > _MAX_SHAPES:
-                self._buffers.popitem(last=False)
-        else:
-            self._buffers.move_to_end((rows, width))
+    def _acquire_persistent(self, rows: int, blocks: int) -> _PersistentBatch:
+        key = rows, table_width(blocks)
+        found = self._persistent.get(key)
+        if found is not None:
+            self._persistent.move_to_end(key)
+            return found
+        found = self._persistent[key] = self._allocate_persistent(*key)
+        while len(self._persistent) > _MAX_SHAPES:
+            self._persistent.popitem(last=False)
         return found
+
+    def _allocate_persistent(self, rows: int, width: int) -> _PersistentBatch:
+        rotary = self.rotary
+        rotary_groups, _, half = rotary.inv_freq.shape
+        buffers = PersistentBuffers.zeros(self._groups, rows, width, rotary_groups, half)
+        fill = self._backend.buffer_filler(
+            buffers, rotary.inv_freq, rotary.q_scale, rotary.score_scale, self.block_size
+        )
+        ids, _, _, rotary_ids, _ = (torch.from_numpy(field) for field in buffers.metadata)
+        positions = torch.from_numpy(buffers.positions)
+        batch = ForwardBatch(
+            input_ids=ids,
+            positions=positions,
+            rotary_ids=rotary_ids,
+            slots=torch.from_numpy(buffers.slots),
+            block_tables=torch.from_numpy(buffers.tables),
+            query_start=torch.arange(rows + 1),
+            seq_lens=torch.from_numpy(buffers.lengths),
+            context_positions=positions,
+            cos=buffers.cos,
+            sin=buffers.sin,
+            q_scale=buffers.q_scale,
+            score_scale=buffers.score_scale,
+            persistent=True,
+            state_rows=_host_state_rows(rows, rows) if self._has_states else None,
+        )
+        return _PersistentBatch(batch, buffers, fill, torch.full((rows,), -1))
 
 
 def _prompts(counts: NDArray[np.int64], lengths: NDArray[np.int64]) -> PrefillTotals:
-    """Of the new tokens and keys of each sequence."""
+    """Totals over the sequences with several new tokens, given each one's new tokens and keys."""
     several = counts > 1
     return PrefillTotals(int(several.sum()), int(counts[several].sum()), int(lengths[several].sum()))
 
@@ -469,9 +452,9 @@ def _prompts(counts: NDArray[np.int64], lengths: NDArray[np.int64]) -> PrefillTo
 def _positions_and_scales(
     rules: abc.Sequence[Distances], counts: NDArray[np.int64], token_positions: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Where the tokens are rotated, and what the scores of their queries are multiplied by, both [T].
+    """The positions at which the tokens are rotated, and the factors of their queries' scores, both [T].
 
-    rules, counts: of each chunk, its distances and tokens. places: [T], their positions.
+    rules, counts: the distance rule and number of tokens of each chunk. token_positions: [T].
     """
     rotated_at, score_scale, start = token_positions, np.ones(len(token_positions), dtype=np.float32), 0
     for rule, count in zip(rules, counts.tolist(), strict=True):

@@ -1,6 +1,9 @@
 """CUDA graphs of decode steps: which are captured, which one runs a step, and the submission of steps that sample on the device.
 
-A step with fewer rows than a captured one is padded with empty rows, which read and write no keys. Steps with slot ranges or adapters are captured separately, with rows and ranges rounded up to powers of two, once they recur (`LazyGraphs`); those with adapters at once where adapters are loaded. A captured step ends with sampling; for rows whose sampling is not supported there, the logits are used and the sampled token is ignored.
+A step with fewer rows than a captured one is padded with empty rows, which read and write no keys. Steps with slot ranges or
+adapters are captured separately, with rows and ranges rounded up to powers of two, once they recur (`LazyGraphs`); those with
+adapters at once where adapters are loaded. A captured step ends with sampling; for rows whose sampling is not supported there,
+the logits are used and the sampled token is ignored.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ import logging
 import math
 import time
 from collections import Counter, abc
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from windlass.engine.cache.block_manager import MAX_RUNS
 from windlass.engine.cache.kv_cache import KVCache
-from windlass.engine.execution.batch_builder import ForwardBatchBuilder, StateRowArrays
+from windlass.engine.execution.batch_builder import DecodeRows, ForwardBatchBuilder
 from windlass.engine.execution.device_batch import (
     ADAPTER,
     GREEDY,
@@ -31,10 +33,10 @@ from windlass.engine.execution.device_batch import (
     RowSampling,
 )
 from windlass.engine.execution.input_batch import InputBatch
+from windlass.engine.execution.query_ranges import pad_range_tables
 from windlass.engine.execution.recorded_steps import StepOutputs
+from windlass.engine.interface.outputs import RequestOutput
 from windlass.engine.model.decoder import Decoder
-from windlass.engine.model.lora import LoadedAdapters
-from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.engine.sampling.sample_slot import SampleSlot
 from windlass.engine.sampling.sampler import filters_of, multi_step_result, uniform, uses_filters_only
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, StepResult
@@ -44,26 +46,28 @@ _logger = logging.getLogger("windlass.engine")
 
 T = TypeVar("T")
 
-MAX_RANGED_GRAPHS = 16  # captured with ranges, each some megabytes
+MAX_RANGED_GRAPHS = 16  # captured steps with ranges, each of which takes some megabytes
 
-MAX_RANGE_CELLS = 1024  # rows times ranges; each may be a version of a query, in every layer
+MAX_RANGE_CELLS = 1024  # rows times ranges of a captured step; each cell may be a query copy in every layer
 
-_CAPTURE_AFTER_MISSES = 2  # in vain, before a step is captured: a step may ask twice
+_CAPTURE_AFTER_MISSES = 2  # lookups that find nothing, before a step is captured; a step may look up twice
 
-_MAX_PADDING_FACTOR = (
-    4  # times the rows, or the ranges, that a step may be made to have where it cannot be captured itself
-)
+_MAX_PADDING_FACTOR = 4  # by which a step's rows or ranges may be padded to use a captured step
+
+_EXTRA_TABLE_COLUMNS = 2 * MAX_RUNS  # blocks around reused passages are partly empty
+
+# -- steps that are captured when they recur -------------------------------------------------------------------------
 
 
 class GraphKey(NamedTuple):
-    """ranges: of each row at most, 0 where none has any. adapted: whether rows may have adapters."""
+    """The size of a captured step. ranges: maximum per row, 0 if there are none. adapted: whether rows may have adapters."""
 
     rows: int
     ranges: int = 0
     adapted: bool = False
 
     def covers(self, other: GraphKey) -> bool:
-        """Whether what is captured of this kind stands for steps of the other. Ranges are told of all rows or of none."""
+        """Whether a captured step of this size can run steps of the other. Either all rows have ranges or none."""
         alike = (self.ranges > 0) == (other.ranges > 0)
         return alike and self.rows >= other.rows and self.ranges >= other.ranges and self.adapted >= other.adapted
 
@@ -73,9 +77,9 @@ class GraphKey(NamedTuple):
 
 
 class LazyGraphs(Generic[T]):
-    """capture: a step of this kind; raises RuntimeError where that cannot be done.
+    """Captured steps with ranges or adapters.
 
-    obstacle: why no more of them are captured; None while they are.
+    capture: captures a step of this size; raises RuntimeError if it cannot. obstacle: the reason why no more are captured.
     """
 
     def __init__(self, capture: abc.Callable[[GraphKey], T]) -> None:
@@ -88,13 +92,13 @@ class LazyGraphs(Generic[T]):
     def captured(self) -> list[GraphKey]:
         return list(self._captured)
 
-    def find(self, kind: GraphKey, *, ahead: bool) -> tuple[GraphKey, T] | None:
-        """What stands for such a step, of as many rows as decode steps are captured for, in any number of ranges; None: nothing.
+    def find(self, key: GraphKey, *, ahead: bool) -> tuple[GraphKey, T] | None:
+        """The smallest captured step that can run a step, or None. key: rows as captured without ranges, any number of ranges.
 
-        ahead: the device has been asked for the step before it already. So nothing is captured now, and whatever stood for that
-        one does for this, which has no more of anything.
+        ahead: the step before this one has been submitted. Nothing is captured then, and the graph of that step is large enough
+        for this one, whatever the padding.
         """
-        wanted = kind._replace(ranges=max(2, 1 << (kind.ranges - 1).bit_length()) if kind.ranges else 0)
+        wanted = key._replace(ranges=max(2, 1 << (key.ranges - 1).bit_length()) if key.ranges else 0)
         if wanted not in self._captured and not ahead and self._is_due(wanted):
             self.capture(wanted)
         candidates = [one for one in self._captured if one.covers(wanted)]
@@ -106,30 +110,34 @@ class LazyGraphs(Generic[T]):
         found = min(candidates)
         return found, self._captured[found]
 
-    def capture(self, kind: GraphKey) -> None:
-        """Capture a step, unless something is in its way, which is the `obstacle` then."""
-        if kind.adapted and kind.ranges:
-            # Ranges may vanish in steps that are planned ahead, where something has to stand for the rest.
-            self.capture(kind._replace(ranges=0))
-        if kind in self._captured or self.obstacle is not None:
+    def capture(self, key: GraphKey) -> None:
+        """Capture a step, or set `obstacle` if that fails."""
+        if key.adapted and key.ranges:
+            # A step planned ahead may have no ranges any more, and needs a graph too.
+            self.capture(key._replace(ranges=0))
+        if key in self._captured or self.obstacle is not None:
             return
         try:
-            self._captured[kind] = self._capture(kind)
+            self._captured[key] = self._capture(key)
         except RuntimeError as error:
-            what = "no memory is left for it" if is_out_of_memory(error) else str(error).splitlines()[0]
-            self.obstacle = f"{kind} was not captured: {what}"
-            _logger.warning("%s; no more with ranges or adapters are", self.obstacle)
+            self.obstacle = _capture_failure(key, error)
+            _logger.warning("%s; no further steps with ranges or adapters are captured", self.obstacle)
 
     def _is_due(self, wanted: GraphKey) -> bool:
         if self.obstacle is not None or wanted.rows * wanted.ranges > MAX_RANGE_CELLS:
             return False
-        if wanted.ranges and sum(kind.ranges > 0 for kind in self._captured) >= MAX_RANGED_GRAPHS:
+        if wanted.ranges and sum(key.ranges > 0 for key in self._captured) >= MAX_RANGED_GRAPHS:
             return False
         self._misses[wanted] += 1
         return self._misses[wanted] > _CAPTURE_AFTER_MISSES
 
 
-_EXTRA_TABLE_COLUMNS = 2 * MAX_RUNS  # around passages blocks stay half empty
+def _capture_failure(key: GraphKey, error: RuntimeError) -> str:
+    what = "no memory is left for it" if is_out_of_memory(error) else str(error).splitlines()[0]
+    return f"{key} was not captured: {what}"
+
+
+# -- decode steps ----------------------------------------------------------------------------------------------------
 
 
 class _Captured(NamedTuple):
@@ -137,76 +145,67 @@ class _Captured(NamedTuple):
     outputs: StepOutputs
 
 
-class _GraphInputs(NamedTuple):
-    """What a captured step is told of a step's rows, see `DeviceBatch.fill`."""
-
-    metadata: NDArray[np.int64]
-    tables: NDArray[np.int32]
-    ranges: NDArray[np.int64] | None
-    states: StateRowArrays | None
-
-
 class DecodeGraphs:
-    """max_rows: of a step. max_blocks: of a sequence. num_ids: that are drawn from, the first ones; None for all that the
-    model has. adapters: those that rows may have; None: none has any. obstacle: what ended capturing before everything was
-    captured. lazy_graphs: what is captured of steps with ranges or adapters."""
+    """The captured decode steps of a model.
+
+    max_rows: maximum rows of a step. max_blocks: maximum blocks of a sequence. num_ids: only the first `num_ids` token ids are
+    sampled from; None for the whole vocabulary. obstacle: the reason why not all steps were captured. lazy_graphs: the steps
+    with ranges or adapters.
+    """
 
     def __init__(
         self,
         decoder: Decoder,
         cache: KVCache,
-        rotary: RotaryTables,
         batches: ForwardBatchBuilder,
         graphs: Graphs,
         *,
         max_rows: int,
         max_blocks: int,
-        block_size: int,
         num_ids: int | None = None,
-        adapters: LoadedAdapters | None = None,
     ) -> None:
         self._num_ids = num_ids or decoder.spec.vocab_size
         self._decoder, self._cache, self._batches, self._graphs = decoder, cache, batches, graphs
-        self._adapters = adapters
-        self._ranges = DeviceQueryRanges(
-            rotary,
+        self._adapters = batches.adapters
+        ranges = DeviceQueryRanges(
+            batches.rotary,
             cells=MAX_RANGE_CELLS,
             windows=len(decoder.spec.attention_windows),
             absolute_scores=decoder.spec.scores_by_absolute_position,
         )
         self.rows = DeviceBatch(
             graphs,
-            rotary,
-            self._ranges,
-            most=max_rows,
+            batches.rotary,
+            ranges,
+            max_rows=max_rows,
             groups=len(decoder.spec.kv_groups),
             width=max_blocks,
             ranged_width=max_blocks + _EXTRA_TABLE_COLUMNS,
-            block_size=block_size,
+            block_size=batches.block_size,
             has_states=decoder.spec.state_group is not None,
         )
         self.lazy_graphs = LazyGraphs(self._capture_lazily)
-        self._captured: dict[int, _Captured] = {}  # by rows, rising
+        self._captured: dict[int, _Captured] = {}  # by rows, ascending
         self.obstacle: str | None = None
         self.num_replayed = 0
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of rows that a step is captured for, the largest first."""
-        sizes = [1 << k for k in range((self.rows.most - 1).bit_length())]
-        return [self.rows.most, *reversed(sizes)]
+        """The numbers of rows to capture steps for, the largest first."""
+        sizes = [1 << k for k in range((self.rows.max_rows - 1).bit_length())]
+        return [self.rows.max_rows, *reversed(sizes)]
 
     @property
     def captured(self) -> list[int]:
-        """Those that were captured, rising."""
+        """The captured numbers of rows, ascending."""
         return list(self._captured)
 
     @torch.inference_mode()
     def capture(self, sizes: abc.Sequence[int], max_seconds: float = math.inf) -> None:
-        """Capture steps of so many rows, in this order, until the time is over, memory is short, or one cannot be captured. Where
-        adapters are loaded, then the same with adapters, as far as there is time.
+        """Capture steps of these numbers of rows, in order, until the time is up, memory is short, or a capture fails.
 
-        The largest comes first: it can stand for all others, which take what it has let go of the common memory.
+        If adapters are loaded, the same steps are then captured with adapters, while time remains. The largest number should be
+        first: its graph can run all other steps, and these reuse the memory that it has released to the common pool.
         """
         started = time.monotonic()
         for size in sizes:
@@ -215,9 +214,8 @@ class DecodeGraphs:
                 break
             try:
                 self._captured[size] = self._capture(size)
-            except (RuntimeError, torch.OutOfMemoryError) as error:
-                what = "no memory is left for it" if is_out_of_memory(error) else str(error).splitlines()[0]
-                self.obstacle = f"a decode step of {size} rows was not captured: {what}"
+            except RuntimeError as error:
+                self.obstacle = _capture_failure(GraphKey(size), error)
                 break
         self._captured = dict(sorted(self._captured.items()))
         if self.obstacle is not None:
@@ -228,16 +226,16 @@ class DecodeGraphs:
 
     @property
     def largest_ranged(self) -> GraphKey | None:
-        """The step with ranges that takes most memory, None where the model has none."""
+        """The step with ranges that needs the most memory; None if the model has no such steps."""
         if self._decoder.spec.has_chunked_attention:
             return None
         rows = max(size for size in self.sizes if 2 * size <= MAX_RANGE_CELLS)
         return GraphKey(rows, 1 << (MAX_RANGE_CELLS // rows).bit_length() - 1)
 
     @torch.inference_mode()
-    def capture_key(self, kind: GraphKey) -> None:
-        """Capture one with ranges or adapters, of as many rows as one without was captured for: see `LazyGraphs.capture`."""
-        self.lazy_graphs.capture(kind)
+    def capture_key(self, key: GraphKey) -> None:
+        """Capture a step with ranges or adapters, for a number of rows that is captured without: see `LazyGraphs.capture`."""
+        self.lazy_graphs.capture(key)
 
     def _capture(self, size: int) -> _Captured:
         outputs: list[StepOutputs] = []
@@ -250,24 +248,22 @@ class DecodeGraphs:
         replay = self._graphs.capture(step)
         return _Captured(replay, outputs[0])
 
-    def _capture_lazily(self, kind: GraphKey) -> _Captured:
-        outputs_buffer = self._captured[
-            kind.rows
-        ].outputs  # what it makes is put there, so that it keeps no memory of its own
+    def _capture_lazily(self, key: GraphKey) -> _Captured:
+        outputs_buffer = self._captured[key.rows].outputs  # reused, so that this graph holds no memory for its outputs
 
         def step() -> None:
-            outputs = self._compute(kind)
+            outputs = self._compute(key)
             for target, source in zip(_tensors(outputs_buffer), _tensors(outputs), strict=True):
                 target.copy_(source)
-            self._sample_rows(kind.rows, outputs_buffer)
+            self._sample_rows(key.rows, outputs_buffer)
 
         self.rows.reset()
         return _Captured(self._graphs.capture(step), outputs_buffer)
 
-    def _compute(self, kind: GraphKey) -> StepOutputs:
-        decoder, batch = self._decoder, self.rows.batch(kind.rows, kind.ranges)
-        if kind.adapted and self._adapters is not None:
-            batch = replace(batch, adapters=self._adapters.with_slots(self.rows.adapter_slots(kind.rows)))
+    def _compute(self, key: GraphKey) -> StepOutputs:
+        decoder, batch = self._decoder, self.rows.batch(key.rows, key.ranges)
+        if key.adapted and self._adapters is not None:
+            batch = replace(batch, adapters=self._adapters.with_slots(self.rows.adapter_slots(key.rows)))
         x, batch = decoder.embed(batch)
         hidden = decoder.run_layers(x, batch, self._cache)
         logits = decoder.logits(hidden)[:, : self._num_ids]
@@ -280,21 +276,21 @@ class DecodeGraphs:
         )
 
     def join(self) -> None:
-        """What torch is asked for from now on comes after the passes that were asked for."""
+        """Order torch work submitted from now on after all passes submitted so far."""
         self._graphs.join()
 
-    def apply(self, work: abc.Callable[[], None]) -> None:
-        """Have this done behind the passes that were asked for, and in front of those to come, without waiting for any."""
+    def enqueue(self, work: abc.Callable[[], None]) -> None:
+        """Submit work between the passes submitted so far and later ones, without waiting."""
         self._graphs.submit(work)
 
     def run(self, items: abc.Sequence[ScheduledSequence]) -> StepOutputs | None:
-        """What a step's rows make, overwritten by the next step; None where no captured one can stand for it."""
+        """The outputs of a step, which the next step overwrites; None if no captured step can run it."""
         found = self._find_graph(items)
         if found is None:
             return None
-        captured, rows = found
+        captured, rows, ranges = found
         count = rows.metadata.shape[1]
-        self.rows.fill(rows.metadata, rows.tables, [GREEDY] * count, rows.ranges, rows.states)
+        self.rows.fill(rows, [GREEDY] * count, ranges)
         self._graphs.submit(captured.replay)
         self.rows.record_end()
         self._graphs.join()
@@ -306,12 +302,12 @@ class DecodeGraphs:
     def submit(
         self, items: abc.Sequence[ScheduledSequence], num_passes: int, sampling_rows: abc.Sequence[RowSampling]
     ) -> PendingTokens | None:
-        """Ask for passes of rows that draw for themselves; None where no captured step can stand for one of them."""
+        """Submit passes of rows that are sampled on the device; None if no captured step can run them."""
         found = self._find_graph(items, num_passes)
         if found is None:
             return None
-        captured, rows = found
-        self.rows.fill(rows.metadata, rows.tables, sampling_rows, rows.ranges, rows.states)
+        captured, rows, ranges = found
+        self.rows.fill(rows, sampling_rows, ranges)
         return self._submit_passes(captured, num_passes, len(items))
 
     def submit_behind(
@@ -321,12 +317,12 @@ class DecodeGraphs:
         sampling_rows: abc.Sequence[RowSampling],
         order: abc.Sequence[int],
     ) -> PendingTokens:
-        """The same for rows that go on from what the passes asked for last will draw. order: their places among those rows."""
+        """Like `submit`, for rows that continue from the passes submitted last. order: their indices among those rows."""
         found = self._find_graph(items, num_passes, ahead=True)
         if found is None:
             raise RuntimeError("a step was planned ahead that cannot follow the one before it on the device")
-        captured, rows = found
-        self.rows.continue_from(order, rows.metadata, rows.tables, sampling_rows, rows.ranges, rows.states)
+        captured, rows, ranges = found
+        self.rows.continue_from(order, rows, sampling_rows, ranges)
         return self._submit_passes(captured, num_passes, len(items))
 
     def _submit_passes(self, captured: _Captured, num_passes: int, rows: int) -> PendingTokens:
@@ -337,23 +333,27 @@ class DecodeGraphs:
 
     def _find_graph(
         self, items: abc.Sequence[ScheduledSequence], num_passes: int = 1, *, ahead: bool = False
-    ) -> tuple[_Captured, _GraphInputs] | None:
+    ) -> tuple[_Captured, DecodeRows, NDArray[np.int64] | None] | None:
+        """The captured step for these items, their rows, and their range tables in its shape; None if there is no such step."""
         size = next((size for size in self._captured if size >= sum(item.num_tokens for item in items)), None)
         if size is None:
             return None
         rows = self._batches.decode_rows(items, num_passes)
-        most = 0 if rows is None or rows.ranges is None else rows.ranges.most
-        if rows is None or rows.tables.shape[2] > self.rows.width(most):
+        if rows is None:
+            return None
+        num_ranges = max((table.shape[1] for table in rows.range_tables or ()), default=0)
+        if rows.tables.shape[2] > self.rows.width(num_ranges):
             return None
         captured, ranges, adapted = self._captured[size], None, bool((rows.metadata[ADAPTER] >= 0).any())
-        if most or adapted:
-            found = self.lazy_graphs.find(GraphKey(size, most, adapted), ahead=ahead)
+        if num_ranges or adapted:
+            found = self.lazy_graphs.find(GraphKey(size, num_ranges, adapted), ahead=ahead)
             if found is None:
                 return None
-            kind, captured = found
-            ranges = None if rows.ranges is None else rows.ranges.padded(kind.rows, kind.ranges)
+            key, captured = found
+            if rows.range_tables is not None:
+                ranges = pad_range_tables(rows.range_tables, key.rows, key.ranges)
         rows.metadata[TOKEN] = rows.metadata[TOKEN].clip(max=self._decoder.spec.vocab_size - 1)
-        return captured, _GraphInputs(rows.metadata, rows.tables, ranges, rows.states)
+        return captured, rows, ranges
 
 
 def _tensors(outputs: StepOutputs) -> tuple[Tensor, ...]:
@@ -361,44 +361,44 @@ def _tensors(outputs: StepOutputs) -> tuple[Tensor, ...]:
     return outputs.hidden, outputs.logits, *outputs.maxima
 
 
+# -- started steps ---------------------------------------------------------------------------------------------------
+
+
 class StepFuture:
-    """A step that was begun. in_flight: whether the device may still be at it."""
+    """A started step: its results, or tokens that the device is still computing.
 
-    in_flight = False
+    plan: the plan that is computed. failed: the outputs of requests that failed for lack of memory.
+    """
 
-    def __init__(self, results: list[StepResult]) -> None:
-        self._results = results
+    def __init__(self, plan: SchedulerOutput, results: list[StepResult], pending: PendingTokens | None = None) -> None:
+        self.plan = plan
+        self.failed: list[RequestOutput] = []
+        self._results, self._pending = results, pending
 
-    def results(self) -> list[StepResult]:
-        """What it drew, once that is known. Raises what the device met meanwhile."""
-        return self._results
-
-
-class _DeviceStepFuture(StepFuture):
-    in_flight = True
-
-    def __init__(self, items: Sequence[ScheduledSequence], pending: PendingTokens) -> None:
-        super().__init__([])
-        self._items, self._pending = items, pending
+    @property
+    def in_flight(self) -> bool:
+        """Whether the device may still be computing the step."""
+        return self._pending is not None
 
     def results(self) -> list[StepResult]:
-        if self.in_flight:
+        """Wait for the sampled tokens. Raises the errors that the device reports."""
+        if self._pending is not None:
             ids, statuses = self._pending.wait()
-            self.in_flight = False
-            drawn = zip(self._items, ids.T.tolist(), statuses.T.tolist(), strict=True)
-            self._results = [multi_step_result(item.seq_id, *found) for item, *found in drawn]
+            self._pending = None
+            sampled = zip(self.plan.sequences, ids.T.tolist(), statuses.T.tolist(), strict=True)
+            self._results = [multi_step_result(item.seq_id, *found) for item, *found in sampled]
         return self._results
 
 
 class DeviceStepLauncher:
-    """sequences: kept up to date by their owner."""
+    """Starts steps whose tokens the device samples. input_batch: updated by its owner."""
 
-    def __init__(self, sequences: InputBatch, vocab_size: int) -> None:
-        self._input_batch, self._vocab_size = sequences, vocab_size
-        self._rows: dict[int, int] = {}  # by sequence, its row on the device in the step that was begun last
+    def __init__(self, input_batch: InputBatch, vocab_size: int) -> None:
+        self._input_batch, self._vocab_size = input_batch, vocab_size
+        self._rows: dict[int, int] = {}  # by sequence, its row on the device in the step started last
 
     def start(self, plan: SchedulerOutput, graphs: DecodeGraphs) -> StepFuture | None:
-        """None where the step has to be computed otherwise. The plan has been followed."""
+        """Start the step of a plan whose changes have been applied; None if it cannot run on the device alone."""
         items = plan.sequences
         if not plan.num_inflight_passes and not self._runs_on_device(items):
             return None
@@ -412,9 +412,9 @@ class DeviceStepLauncher:
         if pending is None:
             return None
         self._rows = {item.seq_id: row for row, item in enumerate(items)}
-        return _DeviceStepFuture(items, pending)
+        return StepFuture(plan, [], pending)
 
-    def _runs_on_device(self, items: Sequence[ScheduledSequence]) -> bool:
+    def _runs_on_device(self, items: abc.Sequence[ScheduledSequence]) -> bool:
         live = self._input_batch.by_id
         return bool(items) and all(
             item.num_tokens == 1
@@ -425,8 +425,8 @@ class DeviceStepLauncher:
         )
 
     def _row_sampling(self, slot: SampleSlot, ahead: int, num_passes: int) -> RowSampling:
-        drawn = len(slot.token_ids) - slot.num_prompt_tokens + ahead
+        num_sampled = len(slot.token_ids) - slot.num_prompt_tokens + ahead
         uniforms: list[float] = []
         if slot.sampling.temperature > 0:
-            uniforms = [uniform(slot.seed, slot.index, drawn + i) for i in range(num_passes)]
+            uniforms = [uniform(slot.seed, slot.index, num_sampled + i) for i in range(num_passes)]
         return RowSampling(encode_filters(filters_of(slot.sampling, self._vocab_size), self._vocab_size), uniforms)

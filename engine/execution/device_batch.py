@@ -1,125 +1,88 @@
 """Device batch: persistent buffers of decode rows in device memory, where captured CUDA graphs read them.
 
-A row is the next token of a sequence. The host sends row metadata and block tables in two copies of a few kilobytes; everything else is derived on the device. After sampling, the rows advance to the sampled tokens, so steps follow each other without the host, and the tokens are fetched at the end. Ranges (`DeviceQueryRanges`) and recurrent-state rows (`DeviceStateRows`) are stored in the same way. Knows no model.
+A row is the next token of a sequence. The host sends row metadata and block tables in two copies of a few kilobytes; everything
+else is derived on the device. After sampling, the rows advance to the sampled tokens, so steps follow each other without the
+host, and the tokens are fetched at the end. Ranges (`DeviceQueryRanges`) and recurrent-state rows are stored in the same way.
 """
 
 from __future__ import annotations
 
 from collections import abc
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.engine.execution.batch_builder import StateRowArrays
+from windlass.engine.execution.batch_builder import DecodeRows
 from windlass.engine.execution.query_ranges import COPIES, ENDS, GAPS, LAST_UNCLAMPED, NUM_MISSING, REACHES, ROTATIONS
 from windlass.engine.model.forward_batch import ForwardBatch, RotatedQueryCopies
 from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.engine.scheduling.async_scheduling import MAX_PASSES
-from windlass.kernels import DeviceEvent, Graphs, SamplingTensors
+from windlass.kernels import DeviceEvent, Graphs, SamplingTensors, StateRows
 
 
 class DeviceQueryRanges:
-    """cells: rows times ranges of a step at most. windows: how many kinds the layers have. anchored: see `query_ranges`."""
+    """The range tables of decode rows, in device memory.
+
+    cells: maximum of rows times ranges. windows: number of distinct windows. absolute_scores: see `query_ranges`.
+    """
 
     def __init__(self, rotary: RotaryTables, *, cells: int, windows: int, absolute_scores: bool) -> None:
         self._rotary, self._absolute_scores, self._device = rotary, absolute_scores, rotary.inv_freq.device
         self.fields, self.cells = REACHES + windows, cells
-        self._numbers = torch.zeros(self.fields * cells, dtype=torch.int64, device=self._device)
+        self._tables = torch.zeros(self.fields * cells, dtype=torch.int64, device=self._device)
 
-    def load(self, numbers: Tensor) -> None:
-        """Let these be the numbers. numbers: int64 [fields * rows * ranges], in the host's memory."""
-        self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
+    def load(self, tables: Tensor) -> None:
+        """Copy range tables from host memory. tables: int64 [fields * rows * ranges]."""
+        self._tables[: len(tables)].copy_(tables, non_blocking=True)
 
     def query_copies(
         self, rows: int, ranges: int, positions: Tensor, rotary: Tensor
     ) -> tuple[RotatedQueryCopies, Tensor]:
-        """Of a step of so many rows and ranges, 2 at least; and positions as if what is missing before them had never been.
+        """The query copies of a step with at least 2 ranges, and its positions less the tokens dropped before them, [rows].
 
-        positions, rotary: [rows] int64, where they stand and whose frequencies they have.
+        positions, rotary: the rows' positions and rotary rows, int64 [rows].
         """
-        numbers = self._numbers[: self.fields * rows * ranges].view(self.fields, rows, ranges)
+        tables = self._tables[: self.fields * rows * ranges].view(self.fields, rows, ranges)
         own = torch.arange(rows, device=self._device).unsqueeze(1)  # [B, 1]
         each = ranges - 1
         sources = own.expand(rows, each).reshape(-1)  # [V]
-        version, copy_table = numbers[COPIES], numbers[:, :, :each]
-        unrotated_rows = torch.where(version < 0, version, own)
+        copy, copy_table = tables[COPIES], tables[:, :, :each]
+        unrotated_rows = torch.where(copy < 0, copy, own)
         rotations = copy_table[ROTATIONS] + (copy_table[LAST_UNCLAMPED] - positions.unsqueeze(1)).clamp(max=0)
         cos, sin = self._rotary.angles(rotary.index_select(0, sources), rotations.reshape(-1))
-        closed = numbers[NUM_MISSING, :, 0]
+        missing = tables[NUM_MISSING, :, 0]
         found = RotatedQueryCopies(
-            ends=numbers[ENDS],
-            rows=torch.where(version > 0, rows - 1 + own * each + version, unrotated_rows),
+            ends=tables[ENDS],
+            rows=torch.where(copy > 0, rows - 1 + own * each + copy, unrotated_rows),
             unrotated_rows=unrotated_rows,
-            reaches=numbers[REACHES:],
-            gaps=numbers[GAPS],
+            reaches=tables[REACHES:],
+            gaps=tables[GAPS],
             sources=sources,
             cos=cos,
             sin=sin,
         )
         if self._absolute_scores:
-            found.anchor_cos, found.anchor_sin = self._rotary.angles(rotary, -closed)
+            found.anchor_cos, found.anchor_sin = self._rotary.angles(rotary, -missing)
             found.query_indices = own.squeeze(1)
-        return found, positions - closed
+        return found, positions - missing
 
 
-_NONE = -1  # the block of rows that are none
+_NO_BLOCK = -1  # state block of a row or sequence that does not exist
 
-
-class DeviceStateRows:
-    """most: rows at once. A captured step takes one sequence more than it has rows: of the rows that are none."""
-
-    def __init__(self, most: int, device: torch.device) -> None:
-        self._numbers = torch.zeros(self.shape(most), dtype=torch.int64, device=device)
-        self._none = torch.full((1,), _NONE, dtype=torch.int64, device=device)
-
-    @staticmethod
-    def shape(most: int) -> tuple[int, int]:
-        """Of what the host says: blocks, starts, lengths, kept."""
-        return 4, most + 1
-
-    def batch_fields(self, rows: int) -> dict[str, Any]:
-        """The fields of a batch of the first `rows` rows that tell whose states they change, see `StateRows`."""
-        blocks, starts, lengths, kept = self._numbers.unbind(0)
-        return {
-            "state_blocks": torch.cat((blocks[:rows], self._none)),
-            "state_starts": torch.cat((starts[: rows + 1], torch.full_like(self._none, rows))),
-            "state_lengths": torch.cat((lengths[:rows], self._none)),
-            "state_snapshots": kept[:rows],
-        }
-
-    def forget(self) -> None:
-        """Let no row change a state."""
-        self._numbers[1].zero_()
-        self._numbers[3].fill_(_NONE)
-
-    def load(self, staged: Tensor) -> None:
-        """Take over what `write_state_rows` has written."""
-        self._numbers.copy_(staged, non_blocking=True)
-
-
-def write_state_rows(numbers: StateRowArrays, staged: Tensor) -> None:
-    """Write what a step says into host memory of `DeviceStateRows.shape`. Of rows behind its own, no sequence has any."""
-    to: NDArray[np.int64] = staged.numpy()
-    rows = len(numbers.kept)
-    to[0, :rows], to[1, : rows + 1], to[2, :rows], to[3, :rows] = numbers
-    to[1, rows + 1 :] = rows
-    to[3, rows:] = _NONE
-
-
-_NO_ROW = -1  # the slot's number of a row that is none: it reads and writes nothing
+_NO_ROW = -1  # slot index of a row that does not exist: it reads and writes nothing
 
 _NO_ADAPTER = -1
 
-TOKEN, _INDEX, ADAPTER, NUM_FIELDS = 0, 1, 4, 5  # of what is said of a row, and how many there are
+TOKEN, _INDEX, ADAPTER, NUM_FIELDS = 0, 1, 4, 5  # fields of `DecodeRows.metadata`, and how many there are
 
 
 class RowSampling(NamedTuple):
-    """How a row draws: `encode_filters` of its filters, and a uniform number for each pass."""
+    """The sampling of a row: `encode_filters` of its filters, and a uniform number for each pass."""
 
-    numbers: tuple[float, int, int, float]
+    filters: tuple[float, int, int, float]
     uniforms: abc.Sequence[float]
 
 
@@ -127,42 +90,53 @@ GREEDY = RowSampling((0.0, 0, 0, 1.0), ())
 
 
 class PendingTokens:
-    """What passes have drawn, on its way to the host."""
+    """Sampled tokens on their way to the host."""
 
     def __init__(self, sampled: Tensor, num_passes: int, rows: int, mark: DeviceEvent) -> None:
         self._sampled, self._passes, self._rows, self._mark = sampled, num_passes, rows, mark
 
     def wait(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Token ids and statuses, [passes, rows] each. Raises what the device met meanwhile."""
+        """Token ids and statuses, [passes, rows] each. Raises the errors that the device reports."""
         self._mark.wait()
         ids, statuses = self._sampled[:, : self._passes, : self._rows].numpy().copy()
         return ids, statuses
 
 
 class _StagingBuffers:
-    """Host memory for one plan's copies; free again once the device has passed its mark."""
+    """Host memory for the copies of one step; free again once the device has passed `mark`."""
 
     def __init__(self, graphs: Graphs, rows: int, groups: int, width: int, ranges: int, *, has_states: bool) -> None:
         self.metadata = graphs.host_memory((NUM_FIELDS, rows + 1), torch.int64)
         self.order = graphs.host_memory((rows + 1,), torch.int64)
-        self.numbers = graphs.host_memory((4 + MAX_PASSES, rows), torch.float64)
+        self.sampling = graphs.host_memory((4 + MAX_PASSES, rows), torch.float64)
         self.tables = graphs.host_memory((groups * rows * width,), torch.int32)
         self.ranges = graphs.host_memory((ranges,), torch.int64)
-        self.states = graphs.host_memory(DeviceStateRows.shape(rows), torch.int64) if has_states else None
+        self.states = graphs.host_memory((4, rows + 1), torch.int64) if has_states else None
         self.sampled = graphs.host_memory((2, MAX_PASSES, rows), torch.int64)
         self.mark: DeviceEvent | None = None
 
     def set_rows(self, metadata: NDArray[np.int64]) -> None:
-        """said: [FACTS, B], of the first rows; the others are none."""
+        """Store the metadata of the first rows; the others do not exist."""
         self.metadata[_INDEX], self.metadata[ADAPTER] = _NO_ROW, _NO_ADAPTER
         self.metadata[:, : metadata.shape[1]] = torch.from_numpy(metadata)
 
+    def set_states(self, rows: StateRows) -> None:
+        """Store state rows as [4, rows + 1]: blocks, starts, lengths, snapshots. Further rows belong to no sequence."""
+        assert self.states is not None and rows.snapshots is not None
+        count = len(rows.snapshots)
+        states: NDArray[np.int64] = self.states.numpy()
+        for target, source in zip(states, rows, strict=True):
+            if source is not None:
+                target[: len(source)] = source.numpy()
+        states[1, count + 1 :] = count
+        states[3, count:] = _NO_BLOCK
+
 
 class DeviceBatch:
-    """most: rows at once. width: columns of their tables. groups: KV groups. rotary: whose rows they rotate under.
+    """Up to `max_rows` decode rows, with block tables of `width` columns for each KV group.
 
-    ranges: where those of rows that have some are kept. ranged_width: columns of the tables of steps with such rows, whose slots
-    may be more than their tokens. has_states: whether layers carry states.
+    ranges: stores the range tables. ranged_width: columns of the block tables of steps with ranges, whose slots may outnumber
+    their tokens.
     """
 
     def __init__(
@@ -171,47 +145,45 @@ class DeviceBatch:
         rotary: RotaryTables,
         ranges: DeviceQueryRanges,
         *,
-        most: int,
+        max_rows: int,
         groups: int,
         width: int,
         ranged_width: int,
         block_size: int,
         has_states: bool = False,
     ) -> None:
-        self.most, self._width, self._max_ranged_width = most, width, ranged_width
+        self.max_rows, self._width, self._ranged_width = max_rows, width, ranged_width
         self._graphs, self._rotary, self._groups, self._block_size = graphs, rotary, groups, block_size
         self._ranges = ranges
         self._device = device = rotary.inv_freq.device
-        # Token, slot's number in its sequence, its position less that number, rotary row, its adapter's slot. The last column is
-        # always none.
-        self._metadata = torch.zeros(NUM_FIELDS, most + 1, dtype=torch.int64, device=device)
+        # See `DecodeRows.metadata`. The last column never exists.
+        self._metadata = torch.zeros(NUM_FIELDS, max_rows + 1, dtype=torch.int64, device=device)
         self._metadata[_INDEX], self._metadata[ADAPTER] = _NO_ROW, _NO_ADAPTER
-        self._order = torch.zeros(most + 1, dtype=torch.int64, device=device)
-        self._sampling = torch.zeros(4 + MAX_PASSES, most, dtype=torch.float64, device=device)
-        self._tables = torch.zeros(groups, most, ranged_width, dtype=torch.int32, device=device)
-        self._upload_buffer = torch.zeros(
-            groups * most * ranged_width, dtype=torch.int32, device=device
-        )  # tables side by side
-        self._sampled = torch.zeros(2, MAX_PASSES, most, dtype=torch.int64, device=device)
+        self._order = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        self._sampling = torch.zeros(4 + MAX_PASSES, max_rows, dtype=torch.float64, device=device)
+        self._tables = torch.zeros(groups, max_rows, ranged_width, dtype=torch.int32, device=device)
+        self._upload_buffer = torch.zeros(groups * max_rows * ranged_width, dtype=torch.int32, device=device)
+        self._sampled = torch.zeros(2, MAX_PASSES, max_rows, dtype=torch.int64, device=device)
         self._pass = torch.zeros(1, dtype=torch.int64, device=device)
-        self._states = DeviceStateRows(most, device) if has_states else None
-        # A plan's copies may still be read while the next one's are written, never longer.
-        numbers = ranges.fields * ranges.cells
+        # Blocks, starts, lengths and snapshots of `StateRows`.
+        self._states = torch.zeros(4, max_rows + 1, dtype=torch.int64, device=device) if has_states else None
+        # The device may still read a step's copies while those of the next step are written, but not any longer.
+        cells = ranges.fields * ranges.cells
         self._staging = [
-            _StagingBuffers(graphs, most, groups, ranged_width, numbers, has_states=has_states) for _ in range(2)
+            _StagingBuffers(graphs, max_rows, groups, ranged_width, cells, has_states=has_states) for _ in range(2)
         ]
         self._staging_index = 0
-        self._sent_tables: NDArray[np.int32] | None = None  # the tables as they were sent last
-        self._sent_ranges: NDArray[np.int64] | None = None  # and the ranges
+        self._sent_tables: NDArray[np.int32] | None = None  # the tables that the device has
+        self._sent_ranges: NDArray[np.int64] | None = None
 
-    # -- on the device: what is captured ---------------------------------------------------------------------------
+    # -- captured work on the device ---------------------------------------------------------------------------
 
     def width(self, ranges: int) -> int:
-        """Columns of the tables of a step whose rows have so many ranges, 0 for none."""
-        return self._max_ranged_width if ranges else self._width
+        """Columns of the block tables of a step with this many ranges per row, 0 for none."""
+        return self._ranged_width if ranges else self._width
 
     def batch(self, rows: int, ranges: int = 0) -> ForwardBatch:
-        """The first `rows` rows as a step takes them, each in so many ranges."""
+        """The first `rows` rows as a forward batch, with `ranges` ranges each."""
         ids, index, first, rotary, _ = self._metadata[:, :rows].unbind(0)
         is_row, size = index >= 0, self._block_size
         positions = torch.where(is_row, index + first, 0)
@@ -232,81 +204,83 @@ class DeviceBatch:
             context_positions=context_positions,
             **self._rotary.cos_sin(rotary, positions)._asdict(),
             query_copies=query_copies,
-            **({} if self._states is None else self._states.batch_fields(rows)),
+            state_rows=self._state_rows(rows),
+        )
+
+    def _state_rows(self, rows: int) -> StateRows | None:
+        """The state rows of the first `rows` rows, and one more sequence for the rows that do not exist."""
+        if self._states is None:
+            return None
+        blocks, starts, lengths, snapshots = self._states.unbind(0)
+        none = torch.full((1,), _NO_BLOCK, dtype=torch.int64, device=self._device)
+        return StateRows(
+            torch.cat((blocks[:rows], none)),
+            torch.cat((starts[: rows + 1], torch.full_like(none, rows))),
+            torch.cat((lengths[:rows], none)),
+            snapshots[:rows],
         )
 
     def adapter_slots(self, rows: int) -> Tensor:
-        """Of the first `rows` rows, [rows] int64, -1 for none."""
+        """The adapter slots of the first `rows` rows, int64 [rows], -1 for none."""
         return self._metadata[ADAPTER, :rows]
 
     def sampling_tensors(self, rows: int) -> SamplingTensors:
-        """How they draw in this pass."""
+        """The sampling of the first `rows` rows in this pass."""
         temperature, magnitude, top_k, top_p = self._sampling[:4, :rows].unbind(0)
         uniform = self._sampling[4:, :rows].index_select(0, self._pass).squeeze(0)
         return SamplingTensors(temperature.float(), magnitude.int(), top_k.int(), top_p, uniform)
 
     def advance(self, rows: int, ids: Tensor, statuses: Tensor) -> None:
-        """Note what this pass drew, and let it be what the next one computes. ids, statuses: [rows] int64."""
-        for kept, found in zip(self._sampled, (ids, statuses), strict=True):
-            kept[:, :rows].index_copy_(0, self._pass, found.unsqueeze(0))
+        """Store the tokens of this pass, and make them the input of the next one. ids, statuses: int64 [rows]."""
+        for target, found in zip(self._sampled, (ids, statuses), strict=True):
+            target[:, :rows].index_copy_(0, self._pass, found.unsqueeze(0))
         metadata = self._metadata[:, :rows]
-        metadata[TOKEN].copy_(ids.clamp(min=0))  # nothing was drawn where logits are not finite: the host will see it
+        metadata[TOKEN].copy_(ids.clamp(min=0))  # id -1: the logits are not finite, which the host checks
         metadata[_INDEX].add_((metadata[_INDEX] >= 0).long())
         self._pass.add_(1)
 
-    # -- on the host: what is asked for ----------------------------------------------------------------------------
+    # -- submission by the host ----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Let no row be one."""
+        """Remove all rows."""
         self._graphs.submit(self._clear)
         self._sent_tables = None
 
     def fill(
-        self,
-        metadata: NDArray[np.int64],
-        tables: NDArray[np.int32],
-        sampling_rows: abc.Sequence[RowSampling],
-        ranges: NDArray[np.int64] | None = None,
-        states: StateRowArrays | None = None,
+        self, rows: DecodeRows, sampling_rows: abc.Sequence[RowSampling], ranges: NDArray[np.int64] | None = None
     ) -> None:
-        """Say what the rows are. said: [FACTS, B], see above. tables: [K, B, columns]; past a row's blocks they mean nothing.
-
-        ranges: see `RowRanges.padded`, as many as the steps asked for next have room for; None where those have none. states:
-        whose states they change, where layers carry some.
-        """
+        """Set the rows. ranges: their `pad_range_tables` in the shape of the steps to come; None if those have no ranges."""
         staging = self._next_staging()
-        staging.set_rows(metadata)
+        staging.set_rows(rows.metadata)
         self._graphs.submit(lambda: self._copy_metadata(staging))
-        self._send(staging, tables, sampling_rows, ranges, states)
+        self._send(staging, rows, sampling_rows, ranges)
 
     def continue_from(
         self,
         order: abc.Sequence[int],
-        metadata: NDArray[np.int64],
-        tables: NDArray[np.int32],
+        rows: DecodeRows,
         sampling_rows: abc.Sequence[RowSampling],
         ranges: NDArray[np.int64] | None = None,
-        states: StateRowArrays | None = None,
     ) -> None:
-        """Let the rows be these of those that steps were asked for last, which go on from what those will draw.
+        """Like `fill`, for rows that continue from the tokens of the steps submitted last, which only the device knows.
 
-        order: of each row its place among them. The rest as in `fill`, but for tokens, which the device alone knows.
+        order: for each row its index among the rows of those steps.
         """
-        staging, rows = self._next_staging(), len(order)
-        staging.order[:rows] = torch.tensor(order, dtype=torch.int64)
-        staging.order[rows:] = self.most
-        staging.set_rows(metadata)
+        staging, count = self._next_staging(), len(order)
+        staging.order[:count] = torch.tensor(order, dtype=torch.int64)
+        staging.order[count:] = self.max_rows
+        staging.set_rows(rows.metadata)
         self._graphs.submit(lambda: self._copy_order(staging))
-        self._send(staging, tables, sampling_rows, ranges, states)
+        self._send(staging, rows, sampling_rows, ranges)
 
     def fetch(self, num_passes: int, rows: int) -> PendingTokens:
-        """What the passes asked for since `fill` or `continue_from` draw."""
+        """The tokens of the passes submitted since `fill` or `continue_from`."""
         staging = self._staging[self._staging_index]
         self._graphs.submit(lambda: self._copy_results(staging))
         return PendingTokens(staging.sampled, num_passes, rows, self.record_end())
 
     def record_end(self) -> DeviceEvent:
-        """Nothing more is asked for before the next `fill` or `continue_from`."""
+        """Mark the end of the work submitted since `fill` or `continue_from`."""
         mark = self._staging[self._staging_index].mark = self._graphs.record_event()
         return mark
 
@@ -321,27 +295,26 @@ class DeviceBatch:
     def _send(
         self,
         staging: _StagingBuffers,
-        tables: NDArray[np.int32],
+        rows: DecodeRows,
         sampling_rows: abc.Sequence[RowSampling],
         ranges: NDArray[np.int64] | None,
-        states: StateRowArrays | None,
     ) -> None:
-        """The tables and ranges, unless the device has them, whose states the rows change, and how they draw."""
-        numbers = staging.numbers.numpy()
+        """Send the rows' sampling and states, and their block tables and ranges if the device does not have them."""
+        sampling = staging.sampling.numpy()
         for row, one in enumerate(sampling_rows):
-            numbers[:4, row] = one.numbers
-            numbers[4 : 4 + len(one.uniforms), row] = one.uniforms
+            sampling[:4, row] = one.filters
+            sampling[4 : 4 + len(one.uniforms), row] = one.uniforms
         self._graphs.submit(lambda: self._copy_sampling(staging))
-        if states is not None:
-            assert staging.states is not None
-            write_state_rows(states, staging.states)
+        if rows.states is not None:
+            staging.set_states(rows.states)
             self._graphs.submit(lambda: self._copy_states(staging))
         known = self._sent_ranges
         if ranges is not None and (known is None or not np.array_equal(ranges, known)):
-            self._sent_ranges, count = None, ranges.size  # should the device have no memory for what it is asked
+            self._sent_ranges, count = None, ranges.size  # None for the case that the submission fails
             staging.ranges.numpy()[:count] = ranges.ravel()
             self._graphs.submit(lambda: self._ranges.load(staging.ranges[:count]))
             self._sent_ranges = ranges
+        tables = rows.tables
         if self._sent_tables is not None and np.array_equal(self._sent_tables, tables):
             return
         self._sent_tables, shape = None, tables.shape
@@ -354,7 +327,8 @@ class DeviceBatch:
         self._metadata[ADAPTER].fill_(_NO_ADAPTER)
         self._pass.zero_()
         if self._states is not None:
-            self._states.forget()
+            self._states[1].zero_()
+            self._states[3].fill_(_NO_BLOCK)
 
     def _copy_metadata(self, staging: _StagingBuffers) -> None:
         self._metadata.copy_(staging.metadata, non_blocking=True)
@@ -367,11 +341,11 @@ class DeviceBatch:
         self._metadata[TOKEN].copy_(tokens)
 
     def _copy_sampling(self, staging: _StagingBuffers) -> None:
-        self._sampling.copy_(staging.numbers, non_blocking=True)
+        self._sampling.copy_(staging.sampling, non_blocking=True)
 
     def _copy_states(self, staging: _StagingBuffers) -> None:
         assert self._states is not None and staging.states is not None
-        self._states.load(staging.states)
+        self._states.copy_(staging.states, non_blocking=True)
 
     def _copy_tables(self, staging: _StagingBuffers, shape: tuple[int, ...]) -> None:
         groups, rows, columns = shape

@@ -1,6 +1,7 @@
 """Dummy runs: memory profiling and warm-up with sequences that belong to no request.
 
-`profile_largest_step` returns the peak memory of the largest step (longest context, all streams sampling, prompt log-probabilities); `profile_graph_memory` captures a few CUDA graphs and extrapolates, as all graphs share one memory pool that the largest fills; both run before the KV cache is allocated and free everything. `warm_up` runs a prompt and a few decode steps before the first request.
+`profile_largest_step` and `profile_graph_memory` run before the KV cache is allocated and free everything. `warm_up` runs before
+the first request.
 """
 
 from __future__ import annotations
@@ -34,6 +35,23 @@ from windlass.kernels import DeviceMemory
 _PROFILE_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
 
 
+def _dummy_sequence(
+    seq_id: int, sampling: SamplingParams, num_prompt_tokens: int, num_tokens: int, tables: TableChanges, rotary_id: int
+) -> NewSequence:
+    """A sequence of `num_tokens` times token 0."""
+    return NewSequence(
+        seq_id=seq_id,
+        index=0,
+        sampling=sampling,
+        seed=0,
+        num_prompt_tokens=num_prompt_tokens,
+        stop_ids=(),
+        token_ids=(0,) * num_tokens,
+        tables=tables,
+        rotary_id=rotary_id,
+    )
+
+
 def profile_largest_step(
     decoder: Decoder,
     memory: DeviceMemory,
@@ -44,9 +62,10 @@ def profile_largest_step(
     max_seqs: int,
     length: int,
 ) -> int:
-    """What the step has alive at once, beside what was there before. length: tokens of the longest context.
+    """The peak memory of the largest step, in bytes, beyond what was allocated before.
 
-    Where there are several ranks, all of them call it at the same time. Raises what torch raises where there is no memory for it.
+    The step computes a chunk of the longest context, of `length` tokens, with prompt log-probabilities, next to streams that all
+    sample. All ranks must call this at the same time. Raises torch's error if there is not enough memory.
     """
     spec = decoder.spec
     streams = min(max_seqs, max_tokens) - 1 if spec.generates and not spec.is_bidirectional else 0
@@ -67,7 +86,7 @@ def profile_largest_step(
     has_states = spec.state_group is not None
     for planes in cache.planes:
         for plane in planes:
-            plane.zero_()  # memory that was another's may hold what is no number, and none has a log-probability
+            plane.zero_()  # reused memory may hold NaNs, which have no log-probabilities
     tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
     specs = RotaryPlanner(spec.rotary_groups, None).plan(length, update="frozen").stage(1).specs
     row = tables.acquire(specs)
@@ -75,18 +94,15 @@ def profile_largest_step(
     own = [(*shared, *range(1, 1 + written))]
     own += [((0,) * ((end - 1) // block_size) + (1 + written + stream,)) for stream in range(streams)]
     new = [
-        NewSequence(
-            seq_id=seq_id,
-            index=0,
-            sampling=_PROFILE_SAMPLING,
-            seed=0,
-            num_prompt_tokens=end,
-            stop_ids=(),
-            token_ids=(0,) * end,
-            tables=TableChanges(
+        _dummy_sequence(
+            seq_id,
+            _PROFILE_SAMPLING,
+            end,
+            end,
+            TableChanges(
                 True, (TableChange(appended=blocks),) * groups + (TableChange(appended=(seq_id,)),) * has_states
             ),
-            rotary_id=row,
+            row,
         )
         for seq_id, blocks in enumerate(own)
     ]
@@ -125,45 +141,47 @@ def profile_graph_memory(
     max_blocks: int,
     adapters: LoadedAdapters | None = None,
 ) -> int:
-    """0 where nothing is captured. adapters: that rows may have, none of which has to be loaded. Raises what torch raises where
-    there is no memory for them."""
+    """An estimate of the memory of all CUDA graphs, in bytes; 0 if none are captured.
+
+    Captures a few graphs and extrapolates: all graphs share one memory pool, which the largest fills. adapters: the adapters that
+    rows may have, which need not be loaded. Raises torch's error if there is not enough memory.
+    """
     spec, backend = decoder.spec, decoder.backend
     cache = KVCache(spec.kv_groups, [1] * len(spec.kv_groups), block_size, cache_dtype, backend)
     tables = RotaryTables(1, [group.base for group in spec.rotary_groups], backend)
     runner = ModelRunner(decoder, cache, tables, Sampler(spec.vocab_size, backend), block_size, adapters=adapters)
     memory.release_cached()
-    measured = [memory.used_by_process()]
+    before = memory.used_by_process()
     runner.make_graph_runner(max_rows, max_blocks)
     graphs = runner.graphs
     if graphs is None:
         return 0
     sizes = graphs.sizes
-    for size in sizes[:2]:
-        graphs.capture([size])
-        if graphs.obstacle is not None:
-            break
-        memory.release_cached()
-        measured.append(memory.used_by_process())
-    found = _extrapolate(measured, len(sizes))
+    keys = [GraphKey(size) for size in sizes[:2]]
+    found = _extrapolate(_capture_and_measure(graphs, memory, keys, before), len(sizes))
     if graphs.obstacle is None and adapters is not None:
-        kinds = [GraphKey(size, adapted=True) for size in reversed(graphs.captured)]
-        found += _extrapolate(_capture_and_measure(graphs, memory, kinds), len(sizes))
+        keys = [GraphKey(size, adapted=True) for size in reversed(graphs.captured)]
+        found += _extrapolate(_capture_and_measure(graphs, memory, keys, memory.used_by_process()), len(sizes))
     largest = graphs.largest_ranged
     if largest is not None and largest.rows not in graphs.captured and graphs.obstacle is None:
         graphs.capture([largest.rows])
         memory.release_cached()
     if largest is not None and graphs.obstacle is None:
-        kinds = [largest, GraphKey(min(graphs.captured), 2)]
-        found += _extrapolate(_capture_and_measure(graphs, memory, kinds), MAX_RANGED_GRAPHS)
+        keys = [largest, GraphKey(min(graphs.captured), 2)]
+        measured = _capture_and_measure(graphs, memory, keys, memory.used_by_process())
+        found += _extrapolate(measured, MAX_RANGED_GRAPHS)
     return found
 
 
-def _capture_and_measure(graphs: DecodeGraphs, memory: DeviceMemory, kinds: list[GraphKey]) -> list[int]:
-    """Capture these, as far as that can be done: what was taken before, and after each of them."""
-    measured = [memory.used_by_process()]
-    for kind in kinds:
-        graphs.capture_key(kind)
-        if graphs.lazy_graphs.obstacle is not None:
+def _capture_and_measure(graphs: DecodeGraphs, memory: DeviceMemory, keys: list[GraphKey], before: int) -> list[int]:
+    """Capture steps until one fails: the memory used `before`, and after each of them, in bytes."""
+    measured = [before]
+    for key in keys:
+        if key.ranges or key.adapted:
+            graphs.capture_key(key)
+        else:
+            graphs.capture([key.rows])
+        if graphs.obstacle is not None or graphs.lazy_graphs.obstacle is not None:
             break
         memory.release_cached()
         measured.append(memory.used_by_process())
@@ -171,14 +189,14 @@ def _capture_and_measure(graphs: DecodeGraphs, memory: DeviceMemory, kinds: list
 
 
 def _extrapolate(measured: list[int], count: int) -> int:
-    """What so many take, if none behind those that were seen takes more than the last of them. seen: taken in between."""
+    """The memory of `count` captures, if each after the measured ones needs as much as the last of those."""
     steps = [max(0, after - before) for before, after in itertools.pairwise(measured)]
     return sum(steps) + (count - len(steps)) * steps[-1] if steps else 0
 
 
-_DUMMY_ID = -1  # no sequence of a request has this id
+_DUMMY_ID = -1  # not the id of any request's sequence
 
-_DECODE_STEPS = 4  # a shape is met, recorded twice, repeated
+_DECODE_STEPS = 4  # a new shape, two recordings, one replay
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -194,12 +212,10 @@ def warm_up(
     max_length: int,
     max_seconds: float,
 ) -> None:
-    """Run steps on the first blocks of every KV group, which have to be free.
+    """Run a prompt and a few decode steps on the first blocks of every KV group, which must be free.
 
-    A model that generates nothing draws nothing here either.
-
-    specs: the rotation, one per rotary group. num_groups: KV groups. room: tokens that a sequence can hold; nothing is
-    done where that is too few. max_seconds: no step begins later, as the start shall not wait for a slow model.
+    specs: one for each rotary group. num_groups: KV groups. max_length: maximum length of a sequence; if too short, nothing
+    runs. max_seconds: no step starts later, so that a slow model does not delay the start.
     """
     started = time.monotonic()
     prompt = min(block_size + 1, max_length - _DECODE_STEPS)
@@ -212,19 +228,11 @@ def warm_up(
         for step in range(1 + _DECODE_STEPS):
             if time.monotonic() - started > max_seconds:
                 break
-            # Begun anew in every step, with the settings of that step.
+            # A new sequence in every step, with that step's settings, as a model that does not generate samples nothing.
             known = prompt + step
-            sequence = NewSequence(
-                seq_id=_DUMMY_ID,
-                index=0,
-                sampling=_SAMPLED if step == _DECODE_STEPS else _GREEDY,
-                seed=0,
-                num_prompt_tokens=prompt,
-                stop_ids=(),
-                token_ids=(0,) * known,  # not what was drawn: a model may draw nothing at all
-                tables=TableChanges(True, (TableChange(appended=blocks),) * num_groups),
-                rotary_id=row,
-            )
+            sampling = _SAMPLED if step == _DECODE_STEPS else _GREEDY
+            tables = TableChanges(True, (TableChange(appended=blocks),) * num_groups)
+            sequence = _dummy_sequence(_DUMMY_ID, sampling, prompt, known, tables, row)
             start = known - 1 if step else 0
             chunk = ScheduledSequence(_DUMMY_ID, start, known - start, known, samples=samples)
             plan = SchedulerOutput(

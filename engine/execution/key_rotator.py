@@ -1,7 +1,4 @@
-"""Key rotator: re-rotates the cached keys of every layer of a KV group by the angles of its rotary group.
-
-Knows nothing of the sequences that hold the blocks or of the reasons.
-"""
+"""Key rotator: re-rotates the cached keys of every layer of a KV group by the angles of its rotary group."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from windlass.engine.rotary.rope_scaling import RotarySpec
 from windlass.engine.rotary.rotary_tables import rerotation_angles
 from windlass.kernels import Backend, is_out_of_memory
 
-_MAX_TOKENS_AT_ONCE = 4096  # tokens re-rotated at once, which bounds the memory of their angles
+_MAX_TOKENS_AT_ONCE = 4096  # limits the memory of their angles
 
 
 class KeyRotator:
-    """Re-rotations on the pages of one model."""
+    """Applies re-rotations to the KV cache of one model."""
 
     def __init__(self, spec: ModelSpec, cache: KVCache, block_size: int, backend: Backend) -> None:
         self._layers = [
@@ -33,8 +30,9 @@ class KeyRotator:
         self._backend = backend
 
     def apply_all(self, rerotations: Iterable[KeyRerotation]) -> frozenset[int]:
-        """One after the other. Returns the sequences whose keys could not all be re-rotated, as the device has no memory even for
-        those of one block: what is in their targets is nobody's to read. Raises what torch raises where it is not known whose.
+        """Apply re-rotations in order, and return the sequences for which there was not even memory for one block.
+
+        The contents of their target blocks must not be read. Raises torch's error if the re-rotation has no sequence id.
         """
         failed: set[int] = set()
         for rerotation in rerotations:
@@ -50,19 +48,19 @@ class KeyRotator:
         return frozenset(failed)
 
     def apply(self, rerotation: KeyRerotation) -> None:
-        """Re-rotate the keys of one span by one rotation each; keys whose frequencies do not change are copied bit by bit."""
+        """Re-rotate each key of one span once; keys whose frequencies do not change are copied bit for bit."""
         for start in range(rerotation.start, rerotation.end, _MAX_TOKENS_AT_ONCE):
             self._apply(rerotation, start, min(start + _MAX_TOKENS_AT_ONCE, rerotation.end))
 
     def _apply(self, rerotation: KeyRerotation, start: int, end: int) -> None:
-        """Of tokens start .. end - 1; of fewer at once where the device has no memory for so many."""
+        """Re-rotate tokens start .. end - 1, in halves if the device has no memory for all at once."""
         try:
             self._apply_at_once(rerotation, start, end)
             return
         except RuntimeError as error:
             if not is_out_of_memory(error) or end - start <= self._block_size:
                 raise
-        # No key is re-rotated in place, so those that have been are re-rotated again as they were.
+        # No key is re-rotated in place, so those already done can be done again.
         middle = (start + end) // 2
         self._apply(rerotation, start, middle)
         self._apply(rerotation, middle, end)
@@ -95,7 +93,7 @@ class KeyRotator:
             source: RotarySpec = rerotation.from_specs[group]
             old, new = source.inv_freq, rerotation.to_specs[group].inv_freq
         if old == new:
-            old = new = ()  # no pair rotates: a plain copy
+            old = new = ()  # nothing rotates: a plain copy
         return rerotation_angles(self._backend, old, new, positions)
 
     def _tensor(self, array: np.ndarray) -> Tensor:

@@ -1,8 +1,9 @@
 """Model runner: executes one SchedulerOutput.
 
-It applies what a plan changes (copies, parked blocks, re-rotations), runs one forward pass, samples and pools. It never decides what runs.
-`RankRunner` is the part that every rank executes: it computes logits for the rows that the plan names, in the same order on all ranks.
-`ModelRunner` is the first rank, which also samples; `MultiStepState` feeds the tokens of one pass to the next (multi-step decoding).
+It applies a plan's changes (block copies, swapped blocks, re-rotations), runs one forward pass, samples and pools. It never
+decides what runs. `RankRunner` is the part that every rank executes: it computes the logits of the rows that the plan names, in
+the same order on all ranks. `ModelRunner` is the first rank, which also samples. `MultiStepState` passes the tokens of one pass
+to the next (multi-step decoding).
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from windlass.engine.scheduling.chunked_prefill import NO_BOUNDARIES, ChunkBound
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
 from windlass.kernels import RankEndedError, is_out_of_memory, to_device
 
-# Rows of logits formed at once for prompt log-probabilities: bounds memory at vocabulary * rows * 4 bytes.
+# Rows of logits computed at once for prompt log-probabilities: limits memory to vocabulary * rows * 4 bytes.
 _PROMPT_LOGPROB_ROWS = 256
 
 
 class RankRunner:
-    """One model, or a rank's part of one, on one device. `positions_computed` counts the tokens that passed through it.
+    """Runs a model, or one rank's part of it, on one device.
 
-    persisted: where blocks that plans save go to, and those that they load come from. unturned: the sequences whose keys the last
-    plan turns and the device had no memory to.
+    persisted: saves and loads the blocks that plans name. failed_rerotations: the sequences whose keys the last plan could not
+    re-rotate for lack of memory. positions_computed: number of tokens computed.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class RankRunner:
         self.decoder, self.cache, self.tables = decoder, cache, tables
         groups = len(decoder.spec.kv_groups)
         has_states = decoder.spec.state_group is not None
-        self.sequences = InputBatch(groups, has_states=has_states)
+        self.input_batch = InputBatch(groups, has_states=has_states)
         self.batches = ForwardBatchBuilder(
-            self.sequences,
+            self.input_batch,
             tables,
             num_groups=groups,
             block_size=block_size,
@@ -74,43 +75,33 @@ class RankRunner:
             else ChunkBoundaries(decoder.backend.uniform_prefill_min_tokens, block_size),
             adapters=adapters,
         )
-        self._adapters, self._persisted = adapters, persisted
+        self._persisted = persisted
         self._is_shard = decoder.spec.vocabulary is not None
         self.replay = DecodeReplay(decoder, cache)
         self.graphs: DecodeGraphs | None = None
-        self._block_size = block_size
         self._rotator = KeyRotator(decoder.spec, cache, block_size, decoder.backend)
         self.failed_rerotations: frozenset[int] = frozenset()
         self.positions_computed = 0
 
     def make_graph_runner(self, max_rows: int, max_blocks: int) -> None:
-        """Let decode steps be captured, where the device has graphs and the model draws tokens: see `DecodeGraphs.capture`."""
+        """Prepare the capture of decode steps if the device has graphs and the model generates: see `DecodeGraphs.capture`."""
         decoder = self.decoder
         if self._is_shard or not decoder.spec.generates:
             return
         graphs = decoder.backend.make_graph_runner()
-        if graphs is None:
-            return
-        self.graphs = DecodeGraphs(
-            decoder,
-            self.cache,
-            self.tables,
-            self.batches,
-            graphs,
-            max_rows=max_rows,
-            max_blocks=max_blocks,
-            block_size=self._block_size,
-            adapters=self._adapters,
-        )
+        if graphs is not None:
+            self.graphs = DecodeGraphs(
+                decoder, self.cache, self.batches, graphs, max_rows=max_rows, max_blocks=max_blocks
+            )
 
     def join(self) -> None:
-        """What the device is asked for from now on comes behind the steps that it was asked for."""
+        """Order device work submitted from now on after all steps submitted so far."""
         if self.graphs is not None:
             self.graphs.join()
 
     @torch.inference_mode()
     def execute_rank(self, plan: SchedulerOutput) -> None:
-        """Do this rank's part of what `Runner.execute` does on the first one."""
+        """Execute this rank's part of `ModelRunner.execute`."""
         self._apply(plan)
         self._check_rerotations()
         if not plan.sequences:
@@ -125,19 +116,19 @@ class RankRunner:
 
     @torch.inference_mode()
     def apply(self, plan: SchedulerOutput) -> None:
-        """Take in what a plan changes, in its books and in the cache, and compute nothing."""
+        """Apply the changes of a plan to the input batch and the cache, and compute nothing."""
         self._apply(plan)
         self._check_rerotations()
 
     def _apply(self, plan: SchedulerOutput) -> None:
-        self.sequences.apply(plan)
+        self.input_batch.apply(plan)
         for row in plan.rotary_rows:
             self.tables.write(row.row, row.specs)
-        # Blocks that are saved or parked may be taken for what is loaded. That may be evicted again by the same plan, for a
-        # sequence that comes back, or be what is copied.
+        # Loading may overwrite blocks that are saved or swapped out. Loaded blocks may be evicted by the same plan for a sequence
+        # that is swapped in, or be copied.
         if self._persisted is not None and plan.saved:
             self._persisted.save(plan.saved)
-        self._park(plan)
+        self._swap_out(plan)
         if self._persisted is not None and plan.loaded:
             self._persisted.put(plan.loaded)
         for swapped_out in plan.swapped_in:
@@ -145,67 +136,67 @@ class RankRunner:
         for seq_id in plan.discarded:
             self.cache.discard_swapped(seq_id)
         if plan.num_inflight_passes and plan.copies and self.graphs is not None:
-            self.graphs.apply(lambda: self.cache.copy_blocks(plan.copies))
+            self.graphs.enqueue(lambda: self.cache.copy_blocks(plan.copies))
         else:
             self.cache.copy_blocks(plan.copies)
         self.failed_rerotations = self._rotator.apply_all((*plan.original_copies, *plan.rerotations))
 
     def _check_rerotations(self) -> None:
-        """Raises what torch raises without memory, where there was none to turn keys; all else that a plan changes is done."""
+        """Raise torch's out-of-memory error if keys could not be re-rotated; all other changes of the plan are applied."""
         if self.failed_rerotations:
-            raise torch.OutOfMemoryError("no memory is left to turn the keys of one block")
+            raise torch.OutOfMemoryError("no memory is left to re-rotate the keys of one block")
 
-    def _park(self, plan: SchedulerOutput) -> None:
+    def _swap_out(self, plan: SchedulerOutput) -> None:
         for swapped_out in plan.swapped_out:
             self.cache.swap_out(swapped_out)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Forget every sequence and start from a snapshot; the cache is taken to hold what it names."""
-        self.sequences.restore(snapshot)
+        """Replace all sequences with those of a snapshot. The cache must hold the blocks that it names."""
+        self.input_batch.restore(snapshot)
         for row in snapshot.rotary_rows:
             self.tables.write(row.row, row.specs)
 
     def _forward(self, plan: SchedulerOutput, *, all_rows: bool = False) -> tuple[Tensor, StepOutputs | None]:
-        """Hidden states [T, hidden] of every row, and what else is known of every row already.
+        """Hidden states [T, hidden] of every row, and the step's outputs if a captured or recorded step computed them.
 
-        whole: all of them are wanted; else those that a plan of prompts asks nothing of may be zeros.
+        all_rows: whether all rows are needed; otherwise rows of prompts for which nothing is requested may be zeros.
         """
         if self.graphs is not None and (replayed := self.graphs.run(plan.sequences)) is not None:
             self.positions_computed += replayed.hidden.shape[0]
             return replayed.hidden, replayed
         batch = self.batches.build(plan.sequences)
-        if self.decoder.spec.token_types > 1 and self.sequences.pooled:
+        if self.decoder.spec.token_types > 1 and self.input_batch.pooled:
             batch = replace(batch, token_types=self._token_types(plan))
         if self.decoder.first_kv_sharing_layer is not None and not all_rows and batch.query_copies is None:
-            batch.only_last_tokens = self._asks_for_ends(plan)
-        live = self.sequences.by_id
+            batch.only_last_tokens = self._needs_only_last_tokens(plan)
+        live = self.input_batch.by_id
         maxima = all(is_greedy(live[item.seq_id].slot) for item in plan.sequences)
         outputs = self.replay.run(batch, maxima=maxima) if self.decoder.spec.generates else None
         hidden = self.decoder.forward(batch, self.cache) if outputs is None else outputs.hidden
         if outputs is None and self._is_shard and batch.input_ids.shape == batch.seq_lens.shape:
-            # A rank that repeats such a step forms the logits of every row: so do those that do not.
+            # A rank that replays such a step computes the logits of every row, so the others must too.
             outputs = StepOutputs(hidden, self.decoder.logits(hidden), None)
         self.positions_computed += hidden.shape[0]
         return hidden, outputs
 
-    def _asks_for_ends(self, plan: SchedulerOutput) -> bool:
-        """Whether a step of prompts is asked for nothing but what is drawn behind each."""
-        if self.sequences.pooled or plan.num_tokens == len(plan.sequences):
+    def _needs_only_last_tokens(self, plan: SchedulerOutput) -> bool:
+        """Whether a step with prompts needs only the hidden state of each chunk's last token."""
+        if self.input_batch.pooled or plan.num_tokens == len(plan.sequences):
             return False
         return all(not item.draft and item.prompt_logprobs is None for item in plan.sequences)
 
     def _token_types(self, plan: SchedulerOutput) -> Tensor:
-        """Which text of a pair each token belongs to, [T] int64."""
+        """For each token the text of the pair that it belongs to, 0 or 1, int64 [T]."""
         types = []
         for item in plan.sequences:
-            rule = self.sequences.pooled.get(item.seq_id)
+            rule = self.input_batch.pooled.get(item.seq_id)
             second = None if rule is None else rule.second_from
             tokens = range(item.start, item.start + item.num_tokens)
             types += [int(second is not None and index >= second) for index in tokens]
         return to_device(torch.tensor(types), self.decoder.device)
 
     def _sampled_rows(self, plan: SchedulerOutput) -> Iterator[tuple[ScheduledSequence, range]]:
-        """The sequences that tokens are drawn for, and the rows of the step that they are drawn from."""
+        """The sequences for which tokens are sampled, and their rows of the step."""
         end = 0
         for item in plan.sequences:
             end += item.num_tokens
@@ -213,7 +204,7 @@ class RankRunner:
                 yield item, range(end - 1 - len(item.draft), end)
 
     def _row_logits(self, rows: list[int], hidden: Tensor, outputs: StepOutputs | None) -> Tensor:
-        """Logits [R, V] of these rows."""
+        """The logits [R, V] of these rows."""
         if outputs is not None and len(rows) == len(outputs.logits):
             return outputs.logits
         chosen = hidden if outputs is None else outputs.logits
@@ -222,7 +213,7 @@ class RankRunner:
         return self.decoder.logits(chosen) if outputs is None else chosen
 
     def _prompt_rows(self, plan: SchedulerOutput, hidden: Tensor) -> Iterator[tuple[ScheduledSequence, Tensor]]:
-        """The sequences whose prompts' log-probabilities are asked for, and their rows of the step."""
+        """The sequences whose prompt log-probabilities are requested, and their rows of the step."""
         first = 0
         for item in plan.sequences:
             if item.prompt_logprobs is not None:
@@ -230,12 +221,12 @@ class RankRunner:
             first += item.num_tokens
 
     def _answer_logits(self, plan: SchedulerOutput, hidden: Tensor) -> dict[int, Tensor]:
-        """By sequence id: the logits [V] behind prompts that end in this step and whose answers are compared."""
+        """By sequence id, the logits [V] after prompts that end in this step and whose pooling compares answers."""
         rows: dict[int, int] = {}
         end = 0
         for item in plan.sequences:
             end += item.num_tokens
-            rule = self.sequences.pooled.get(item.seq_id)
+            rule = self.input_batch.pooled.get(item.seq_id)
             if rule is not None and rule.answers and item.start + item.num_tokens == item.num_known_tokens:
                 rows[item.seq_id] = end - 1
         if not rows:
@@ -244,9 +235,9 @@ class RankRunner:
         return dict(zip(rows, self.decoder.logits(chosen), strict=True))
 
     def _prompt_logits(self, item: ScheduledSequence, hidden: Tensor) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """The next tokens of a chunk of a prompt, some at a time, and the logits [R, V] that predict them."""
-        # Row i of the chunk predicts the token at index start + i + 1, if that is still the prompt's.
-        slot = self.sequences.by_id[item.seq_id].slot
+        """The next tokens of a chunk of a prompt, in parts, and the logits [R, V] that predict them."""
+        # Row i of the chunk predicts the token at index start + i + 1, if that is part of the prompt.
+        slot = self.input_batch.by_id[item.seq_id].slot
         targets = slot.token_ids[item.start + 1 : min(item.start + item.num_tokens + 1, slot.num_prompt_tokens)]
         for begin in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
             part = targets[begin : begin + _PROMPT_LOGPROB_ROWS]
@@ -254,29 +245,30 @@ class RankRunner:
 
 
 class MultiStepState:
-    """plan: of several passes, followed already. next_pass: the same as a plan of one, moved on by what was drawn so far.
+    """The progress of a plan of several passes, whose changes have been applied.
 
-    The drawn tokens stand behind those of `sequences` meanwhile; the next plan says which of them count.
+    next_pass: a plan of one pass, advanced by the tokens sampled so far. These are appended to the sequences of the input batch;
+    the next plan determines which of them count.
     """
 
-    def __init__(self, plan: SchedulerOutput, sequences: InputBatch) -> None:
+    def __init__(self, plan: SchedulerOutput, input_batch: InputBatch) -> None:
         self.next_pass = replace(plan, num_passes=1)
-        self._passes_left, self._live = plan.num_passes, sequences.by_id
+        self._passes_left, self._live = plan.num_passes, input_batch.by_id
         self._results: list[list[StepResult]] = [[] for _ in plan.sequences]
 
     @property
     def has_next(self) -> bool:
-        """Whether there is another pass to make."""
+        """Whether another pass must run."""
         return self._passes_left > 0
 
     def add(self, results: Sequence[StepResult]) -> None:
-        """What a pass drew, in the order of the plan's sequences."""
+        """Add the results of a pass, in the order of the plan's sequences."""
         self._passes_left -= 1
         for item, sampled, result in zip(self.next_pass.sequences, self._results, results, strict=True):
             if result.error is not None:
                 self._passes_left = 0
                 if sampled:
-                    continue  # what fails after drawn tokens fails again in the next step, when those are out
+                    continue  # it fails again in the next step, after the tokens sampled before are delivered
             elif result.token_ids[0] in self._live[item.seq_id].slot.stop_ids:
                 self._passes_left = 0
             sampled.append(result)
@@ -284,7 +276,7 @@ class MultiStepState:
             self._advance(results)
 
     def results(self) -> list[StepResult]:
-        """What every sequence drew in all passes."""
+        """The results of all passes, one for each sequence."""
         return [sampled[0] if len(sampled) == 1 else _joined(sampled) for sampled in self._results]
 
     def _advance(self, results: Sequence[StepResult]) -> None:
@@ -305,14 +297,14 @@ def _joined(sampled: Sequence[StepResult]) -> StepResult:
 
 @dataclass(frozen=True, slots=True)
 class ExecutePlan:
-    """For the other ranks: compute this plan with the first one."""
+    """Command to the other ranks: compute this plan with the first one."""
 
     plan: SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyPlan:
-    """For the other ranks: take in what a plan changes."""
+    """Command to the other ranks: apply the changes of this plan."""
 
     plan: SchedulerOutput
 
@@ -321,11 +313,10 @@ RankCommand: TypeAlias = ExecutePlan | ApplyPlan | Snapshot
 
 
 class ModelRunner(RankRunner):
-    """The first rank of a model, or its only one: it draws tokens too, and pools.
+    """The first or only rank of a model, which also samples and pools.
 
-    draft: the model that proposes tokens where a plan asks for it, or the model's prediction layer. persisted: where blocks that
-    plans save go to, and those that they load come from. tell: has the other ranks do their part, where there are any; it returns
-    at once.
+    draft: the draft model or MTP layer that proposes tokens when a plan requests it. persisted: see `RankRunner`.
+    send_command: sends commands to the other ranks without waiting; None if there are none.
     """
 
     def __init__(
@@ -345,27 +336,28 @@ class ModelRunner(RankRunner):
         vocab_size = decoder.spec.vocab_size
         self.proposer: DraftModelProposer | MTPProposer | None = None
         if draft is not None and draft.decoder.spec.mtp_input is not None:
-            self.proposer = MTPProposer(draft, self.sequences, block_size)
+            self.proposer = MTPProposer(draft, self.input_batch, block_size)
         elif draft is not None:
-            self.proposer = DraftModelProposer(draft, self.sequences, vocab_size, block_size)
+            self.proposer = DraftModelProposer(draft, self.input_batch, vocab_size, block_size)
         self._pooler = Pooler(decoder)
         self._send_command = send_command
-        self._launcher = DeviceStepLauncher(self.sequences, vocab_size)
-        self._applied_step: int | None = None  # the step whose computing has begun
+        self._launcher = DeviceStepLauncher(self.input_batch, vocab_size)
+        self._applied_step: int | None = None  # the step whose changes have been applied
 
     def execute(self, plan: SchedulerOutput) -> list[StepResult]:
-        """Carry out a plan and draw what it asks for. Raises MissedPlanError unless it follows the last one."""
+        """Execute a plan and wait for its results. Raises the errors of `start`."""
         return self.start(plan).results()
 
     @torch.inference_mode()
     def start(self, plan: SchedulerOutput) -> StepFuture:
-        """Begin to carry out a plan; whoever holds what is returned asks it for the results.
+        """Apply the changes of a plan and start its step.
 
-        What a plan changes once has been done by then: books, rotary rows, pages. Its tokens have been computed and drawn
-        too, unless a device does that by itself: then it may still be at it (`in_flight`), and a plan that is `ahead` can be
-        begun behind it. Such a plan takes a device like that; every other one waits until the device is done with the last.
-        Raises MissedPlanError unless the plan follows the last one, RankEndedError, and what a step raises: after which
-        `can_retry` says whether the rest of it may be tried again.
+        The returned step is `in_flight` if the device samples by itself; a plan with `ahead` set can then be started before its
+        results are known. Otherwise its tokens have been sampled. A plan with `ahead` set needs such a device; every other plan
+        first waits for the step before it.
+
+        Raises MissedPlanError unless the plan follows the last one, RankEndedError if another rank has ended, and the errors of a
+        step, after which `can_retry` reports whether the remaining plan can be retried.
         """
         self._applied_step = None
         if self._send_command is not None and self.proposer is None:
@@ -381,44 +373,42 @@ class ModelRunner(RankRunner):
         if in_flight is None:
             results = self._compute_and_sample(plan)
             self._check_ranks()
-            return StepFuture(results)
+            return StepFuture(plan, results)
         self.positions_computed += plan.num_tokens
         return in_flight
 
     def _check_ranks(self) -> None:
-        """RankEndedError where a rank is gone: a device goes on with whatever numbers it has, and nobody may see them."""
+        """Raise RankEndedError if a rank has ended: the device then continues with wrong numbers, which must not be used."""
         ranks = self.decoder.backend.options.ranks
         if ranks is not None and ranks.fault is not None:
             raise RankEndedError(ranks.fault)
 
     def can_retry(self, plan: SchedulerOutput) -> bool:
-        """Whether a failed `start` of this plan had done all that is done once, and other ranks are not in the middle of it."""
+        """Whether a failed `start` had applied all changes of this plan, and no other ranks are executing it."""
         return self._applied_step == plan.step and self._send_command is None
 
     @property
     def has_changed_states(self) -> bool:
-        """Whether layers may have changed states in a step that failed, which would change them again if it were repeated."""
+        """Whether a failed step may have changed recurrent states, which a retry would change again."""
         return self.decoder.spec.state_group is not None and not self.failed_rerotations
 
     @torch.inference_mode()
     def retry(self, plan: SchedulerOutput) -> list[StepResult]:
-        """`execute` what is left of a plan that `can_retry` and is not `ahead`: some of its sequences, all as they were planned.
+        """Execute some sequences, unchanged, of a plan that `can_retry` and does not have `ahead` set.
 
-        The keys and values that were written before it failed are written again, to the same slots.
+        Keys and values written before the failure are written again, to the same slots.
         """
-        self.failed_rerotations = (
-            frozenset()
-        )  # those whose keys they are have no part in it, and its layers do change states
+        self.failed_rerotations = frozenset()  # the plan does not contain these sequences any more
         for item in plan.sequences:
-            del self.sequences.by_id[item.seq_id].token_ids[item.num_known_tokens :]  # what its first passes drew
+            del self.input_batch.by_id[item.seq_id].token_ids[item.num_known_tokens :]  # sampled by its first passes
             for seq_id in item.samples:
-                self.sampler.forget(seq_id)  # its counts may be half done, and follow from the tokens
+                self.sampler.forget(seq_id)  # its counts may be incomplete, and are derived from the tokens
         return self._compute_and_sample(plan)
 
     def _compute_and_sample(self, plan: SchedulerOutput) -> list[StepResult]:
         if self.proposer is not None:
             plan = self.proposer.propose(plan) if plan.sequences else plan
-            if self._send_command is not None:  # with what is proposed
+            if self._send_command is not None:  # now that the proposed tokens are known
                 self._send_command(ExecutePlan(plan))
         if not plan.sequences:
             return []
@@ -433,43 +423,43 @@ class ModelRunner(RankRunner):
                 results[seq_id] = replace(result, error=logprobs)
             else:
                 results[seq_id] = replace(result, prompt_logprobs=logprobs)
-        if self.sequences.pooled:
+        if self.input_batch.pooled:
             results |= self._pool(plan, hidden)
-        if isinstance(self.proposer, MTPProposer):
+        if self.proposer is not None:
             self.proposer.observe(plan, hidden)
         return list(results.values())
 
     def _run_multi_step(self, plan: SchedulerOutput) -> list[StepResult]:
-        """All passes of a plan; no more of them once any sequence has ended or failed."""
+        """Run the passes of a plan until a sequence ends or fails."""
         sampled = self._greedy_multi_step(plan)
         if sampled is not None and len(sampled):
             self.positions_computed += sampled.size
             of_each = zip(plan.sequences, sampled.T.tolist(), strict=True)
             return [StepResult(item.seq_id, tuple(token_ids)) for item, token_ids in of_each]
-        burst = MultiStepState(plan, self.sequences)
-        while burst.has_next:
-            self._prepare(burst.next_pass)
-            hidden, outputs = self._forward(burst.next_pass)
-            burst.add(self._sample(burst.next_pass, hidden, outputs))
-        return burst.results()
+        state = MultiStepState(plan, self.input_batch)
+        while state.has_next:
+            self._prepare(state.next_pass)
+            hidden, outputs = self._forward(state.next_pass)
+            state.add(self._sample(state.next_pass, hidden, outputs))
+        return state.results()
 
     def _greedy_multi_step(self, plan: SchedulerOutput) -> NDArray[np.int64] | None:
-        """The ids [P, B] that the passes of a plan draw, where each draws the largest logit and the kernels go on by themselves.
+        """The ids [P, B] of the passes of a plan, if all sequences are greedy and the kernels can run several passes.
 
-        None, or of no pass, where they do not: then nothing has been drawn.
+        None or no passes otherwise, with nothing sampled.
         """
-        slots = [self.sequences.by_id[item.seq_id].slot for item in plan.sequences]
+        slots = [self.input_batch.by_id[item.seq_id].slot for item in plan.sequences]
         if not all(is_greedy(slot) and slot.sampling.logprobs is None for slot in slots):
             return None
         batch = self.batches.build(plan.sequences)
-        ahead = self.batches.ahead(batch, plan.num_passes)
-        if ahead is None:
+        inputs = self.batches.multi_step_inputs(batch, plan.num_passes)
+        if inputs is None:
             return None
-        return self.replay.draw_passes(batch, ahead, plan.num_passes, [slot.stop_ids for slot in slots])
+        return self.replay.draw_passes(batch, inputs, plan.num_passes, [slot.stop_ids for slot in slots])
 
     @torch.inference_mode()
     def hidden_states(self, plan: SchedulerOutput) -> Tensor:
-        """Carry out a plan without drawing: the normed hidden states [T, hidden] of its rows, until the next step."""
+        """Execute a plan without sampling: the normed hidden states [T, hidden] of its rows, valid until the next step."""
         self._apply(plan)
         self._check_rerotations()
         return self._forward(plan, all_rows=True)[0]
@@ -486,27 +476,27 @@ class ModelRunner(RankRunner):
             self.sampler.forget(seq_id)
             self._pooler.forget(seq_id)
         if self.proposer is not None:
-            self.proposer.pages.apply(plan)
+            self.proposer.draft_cache.apply(plan)
 
-    def _park(self, plan: SchedulerOutput) -> None:
-        super()._park(plan)
+    def _swap_out(self, plan: SchedulerOutput) -> None:
+        super()._swap_out(plan)
         if self.proposer is not None:
-            self.proposer.pages.swap_out(plan)
+            self.proposer.draft_cache.swap_out(plan)
 
     def restore(self, snapshot: Snapshot) -> None:
         """See `RankRunner.restore`."""
         if self._send_command is not None:
             self._send_command(snapshot)
-        for seq_id in self.sequences:
+        for seq_id in self.input_batch:
             self.sampler.forget(seq_id)
             self._pooler.forget(seq_id)
         super().restore(snapshot)
         if self.proposer is not None:
-            self.proposer.pages.restore((row.row, row.specs) for row in snapshot.rotary_rows)
+            self.proposer.draft_cache.restore((row.row, row.specs) for row in snapshot.rotary_rows)
 
     def _prepare(self, plan: SchedulerOutput) -> None:
-        """Tell the sampler what it will be asked for, so that it can work while the model does."""
-        live = self.sequences.by_id
+        """Announce the coming samples, so that the sampler can prepare them while the model computes."""
+        live = self.input_batch.by_id
         slots = []
         for item in plan.sequences:
             own = [live[seq_id].slot for seq_id in item.samples]
@@ -514,10 +504,9 @@ class ModelRunner(RankRunner):
         self.sampler.prepare(slots)
 
     def _sample(self, plan: SchedulerOutput, hidden: Tensor, outputs: StepOutputs | None) -> list[StepResult]:
-        """made: what is known of every row already."""
         rows: list[int] = []
         wanted: list[SamplingRequest] = []
-        live = self.sequences.by_id
+        live = self.input_batch.by_id
         for item, of_item in self._sampled_rows(plan):
             wanted.append(SamplingRequest(len(rows), tuple([live[seq_id].slot for seq_id in item.samples]), item.draft))
             rows += of_item
@@ -527,13 +516,13 @@ class ModelRunner(RankRunner):
         return sample_and_accept(self.sampler, self._row_logits(rows, hidden, outputs), wanted, maxima)
 
     def _pool(self, plan: SchedulerOutput, hidden: Tensor) -> dict[int, StepResult]:
-        """By sequence id: of every prompt that is pooled and ends in this step, and of those that cannot be."""
+        """By sequence id, the results of pooled prompts that end in this step or cannot be pooled."""
         results: dict[int, StepResult] = {}
         answers = self._answer_logits(plan, hidden)
         end = 0
         for item in plan.sequences:
             end += item.num_tokens
-            rule = self.sequences.pooled.get(item.seq_id)
+            rule = self.input_batch.pooled.get(item.seq_id)
             if rule is not None:
                 rows = hidden[end - item.num_tokens : end]
                 try:
@@ -542,9 +531,7 @@ class ModelRunner(RankRunner):
                 except EngineError as error:
                     results[item.seq_id] = StepResult(item.seq_id, error=error)
                     continue
-                except (
-                    RuntimeError
-                ) as error:  # what was kept of the others' chunks is changed: none of it is done again
+                except RuntimeError as error:  # earlier partial results are changed already, so the step is not retried
                     if not is_out_of_memory(error):
                         raise
                     results[item.seq_id] = StepResult(item.seq_id, error=DeviceMemoryError(OUT_OF_MEMORY))
@@ -556,7 +543,7 @@ class ModelRunner(RankRunner):
     def _prompt_logprobs(
         self, plan: SchedulerOutput, hidden: Tensor
     ) -> list[tuple[int, tuple[TokenLogprobs, ...] | EngineError]]:
-        """By sequence id; the error, which is that request's alone, where its logits are not finite."""
+        """By sequence id, the prompt log-probabilities of this step, or the request's error if its logits are not finite."""
         results: list[tuple[int, tuple[TokenLogprobs, ...] | EngineError]] = []
         for item, rows in self._prompt_rows(plan, hidden):
             assert item.prompt_logprobs is not None
@@ -568,7 +555,7 @@ class ModelRunner(RankRunner):
     ) -> tuple[TokenLogprobs, ...] | EngineError:
         found: list[TokenLogprobs] = []
         failed: EngineError | None = None
-        for part, logits in self._prompt_logits(item, hidden):  # to the end: other ranks form all of them, too
+        for part, logits in self._prompt_logits(item, hidden):  # all of them, as the other ranks compute all
             try:
                 found += token_logprobs(self.decoder.backend, logits, torch.tensor(part), k)
             except EngineError as error:

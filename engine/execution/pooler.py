@@ -15,9 +15,9 @@ from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
 from windlass.engine.model.decoder import Decoder
 
-_CHUNKS_MISSING = "what was pooled of this prompt so far is lost: send it again"
+_CHUNKS_MISSING = "the partial result of this prompt is lost: send it again"
 
-_NOT_FINITE = "what the model makes of this prompt is not finite: it cannot be pooled"
+_NOT_FINITE = "the model's result for this prompt is not finite: it cannot be pooled"
 
 
 class Pooler:
@@ -26,17 +26,16 @@ class Pooler:
         self._partial: dict[int, list[Tensor]] = {}  # by sequence
 
     def forget(self, seq_id: int) -> None:
-        """The sequence has ended or starts anew; unknown ones are ignored."""
+        """Drop the partial result of a sequence that has ended or restarts; unknown ids are ignored."""
         self._partial.pop(seq_id, None)
 
     def add(
         self, seq_id: int, rule: PoolingRule, rows: Tensor, start: int, length: int, logits: Tensor | None = None
     ) -> PooledRows | None:
-        """Take the normed states [n, hidden] of tokens start .. start + n - 1 of a prompt of `length` tokens.
+        """Add the normed states [n, hidden] of tokens start .. start + n - 1 of a prompt of `length` tokens.
 
-        logits: [V] behind the last token, where the rule is of answers.
-        Returns the result with the last of them. Raises EngineError where the chunks before are unknown, or what comes of
-        them is not finite.
+        logits: [V] after the last token, for rules that compare answers. Returns the result with the last chunk. Raises
+        EngineError if earlier chunks are missing, or the result is not finite.
         """
         last = start + rows.shape[0] == length
         if rule.reads_every_token:
@@ -59,13 +58,13 @@ class Pooler:
             wanted, *other = logits[list(rule.answers)].double()
             pooled = (wanted - sum(other))[None, None]
         elif rule.kind == "classify":
-            pooled = self._decoder.classes.pooled_logits(rows)  # all of them where others than the last count
+            pooled = self._decoder.classes.pooled_logits(rows)  # the classifier may need more rows than the last
         else:
             pooled = rows[-1:]
         return _finish(pooled, rule)
 
     def _accumulate(self, partial: list[Tensor], rule: PoolingRule, rows: Tensor, start: int) -> None:
-        """The sum in float64, which no chunking can be seen in; rows in memory of their own, as the step's is used again."""
+        """Add rows to the sum, in float64, so that chunks do not change it; or copy them, as the next step overwrites them."""
         if rule.kind == "all":
             partial.append(rows.float().clone())
         elif rule.kind == "classify tokens":

@@ -1,6 +1,7 @@
 """Recorded steps: decode steps replayed as the recorded kernel calls of an earlier step with the same shape (CPU).
 
-Holds the memory that such steps share and decides when a recording is valid for a step. A step is dozens to hundreds of kernels; Python around them costs a tenth of a step of a quantized 1B model. The same functions run with the same operands in the same order, so results are bit-identical.
+A step is dozens to hundreds of kernels; the Python code around them takes a tenth of the time of a step of a quantized 1B model.
+The same functions run with the same operands in the same order, so results are bit-identical.
 """
 
 from __future__ import annotations
@@ -20,25 +21,22 @@ from windlass.engine.cache.kv_cache import KVCache
 from windlass.engine.execution.input_batch import table_width
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.forward_batch import ForwardBatch, RotatedQueryCopies
-from windlass.kernels import MultiStepInputs, Recorder, Recording
+from windlass.kernels import MultiStepInputs, Recorder, Recording, StateRows
 
-_ROTATED_QUERY_FIELDS = tuple(f.name for f in fields(RotatedQueryCopies))
+_QUERY_COPY_FIELDS = tuple(f.name for f in fields(RotatedQueryCopies))
 
-_BATCH_TENSORS = tuple(
-    f.name
-    for f in fields(ForwardBatch)
-    if f.name not in ("lasting", "versions", "adapters", "token_types", "prompts", "only_last_tokens", "hidden")
-)
+# The block tables are copied separately, since their widths may differ.
+_OTHER_FIELDS = ("block_tables", "query_copies", "persistent", "adapters", "token_types", "prompts", "only_last_tokens")
+_TENSOR_FIELDS = tuple(f.name for f in fields(ForwardBatch) if f.name not in (*_OTHER_FIELDS, "state_rows", "hidden"))
 
-# For what a step has alive at once: one layer's activations and the logits, whatever the number of layers. Pages that no
-# step needed are never touched.
+# Bytes for the tensors that a step has at the same time: one layer's activations and the logits. Unused pages are never touched.
 _ARENA_BYTES = 64 << 20
 
-_MAX_RECORDINGS = 32  # rows change as streams come and go; under speculation each comes with 1 to 1 + k
+_MAX_RECORDINGS = 32  # shapes: the number of streams varies, and under speculation each has 1 to 1 + k rows
 
 
 class StepOutputs(NamedTuple):
-    """Of a step: normed hidden states [T, hidden], logits [T, V], and where asked for their `Backend.row_maxima`."""
+    """A step's normed hidden states [T, hidden], logits [T, V] and, if requested, `Backend.row_maxima` of the logits."""
 
     hidden: Tensor
     logits: Tensor
@@ -47,9 +45,10 @@ class StepOutputs(NamedTuple):
 
 @dataclass(slots=True)
 class _StepRecording:
-    """What steps of one shape share. confirmed: two steps have been recorded and agree. obstacle: what keeps them from it.
+    """The memory and recorded calls of the steps of one shape.
 
-    x: the first layer's input, None where gathering it is among the recorded calls.
+    x: the first layer's input; None if the recorded calls look it up. confirmed: the calls of two recorded steps are equal.
+    obstacle: the reason why they cannot be replayed.
     """
 
     batch: ForwardBatch
@@ -61,31 +60,28 @@ class _StepRecording:
 
 
 class DecodeReplay:
-    """max_rows: steps of more are not repeated. obstacle: what set that bound, None while nothing is known against any."""
+    """Replays decode steps of up to `max_rows` rows. obstacle: the reason for that limit, None if there is none."""
 
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
         self._decoder, self._cache = decoder, cache
-        # By rows, width of the block tables, whether maxima are wanted, whether any row has an adapter, and the shapes of the
-        # queries' versions. So a step without adapters makes no call for them, and any mix of them is one plan.
+        # By rows, width of the block tables, whether maxima are needed, whether any row has an adapter, and the shapes of the
+        # query copies. So a step without adapters makes no calls for them, and all mixes of adapters share a recording.
         self._recordings: OrderedDict[tuple[int, ...], _StepRecording | None] = OrderedDict()
         self.obstacle = decoder.backend.recording_refusal
-        # Of all plans: steps come one after the other.
+        # One for all recordings, as steps do not overlap.
         self._recorder = None if self.obstacle is not None else decoder.backend.recorder(_ARENA_BYTES)
         self.max_rows = sys.maxsize if self.obstacle is None else 0
-        spec = decoder.spec
-        tables = [
-            decoder.embedding,
-            *(() if decoder.per_layer_embeddings is None else (decoder.per_layer_embeddings.table,)),
-        ]
+        spec, per_layer = decoder.spec, decoder.per_layer_embeddings
+        tables = [decoder.embedding, *(() if per_layer is None else (per_layer.table,))]
         embeds_by_lookup = decoder.dtype == torch.float32 or all(isinstance(table, Tensor) for table in tables)
         self._embeds_in_kernels = embeds_by_lookup and not spec.scales_queries and spec.mtp_input is None
         self.num_replayed = 0
 
     def run(self, batch: ForwardBatch, *, maxima: bool) -> StepOutputs | None:
-        """What a batch of single tokens makes, overwritten by the next step. maxima: whether the largest logits are wanted.
+        """The outputs of a batch of single tokens, which the next step overwrites. maxima: whether `row_maxima` are needed.
 
-        None where the caller has to run the step itself: other batches, shapes seen for the first time, and more rows than
-        `max_rows`.
+        Returns None if the caller must run the step: for other batches, shapes seen for the first time, and more rows than
+        `max_rows`. Raises RuntimeError if a replay fails that cannot be repeated.
         """
         rows, width = batch.input_ids.shape[0], _width_of(batch)
         if self._recorder is None or rows > self.max_rows or rows != batch.seq_lens.shape[0]:
@@ -109,39 +105,45 @@ class DecodeReplay:
                 self.num_replayed += 1
                 return entry.outputs
             if self._decoder.spec.vocabulary is not None:
-                raise RuntimeError("a step of several ranks failed: its ranks cannot begin it again, each on its own")
+                raise RuntimeError("a step of several ranks failed: a rank cannot repeat it on its own")
             if self._decoder.spec.state_group is not None:
-                raise RuntimeError("a step that changes states failed: it cannot be begun again on what it has changed")
-            _fill(entry, batch, x)  # the call that failed raises again below, with a message
+                raise RuntimeError(
+                    "a step that changes recurrent states failed: it cannot be repeated on changed states"
+                )
+            _fill(entry, batch, x)  # the failed call raises again below, with a message
         found = self._record(self._recorder, entry, maxima)
-        if entry.obstacle is not None:  # fewer rows may still do: they need less memory, and kernels that suit few
+        if entry.obstacle is not None:  # fewer rows need less memory and may use other kernels
             self.max_rows, self.obstacle = rows - 1, entry.obstacle
             del self._recordings[key]
         return found
 
-    def draw_passes(
-        self, batch: ForwardBatch, ahead: MultiStepInputs, num_passes: int, stop_ids: Sequence[Sequence[int]]
-    ) -> NDArray[np.int64] | None:
-        """The largest logits' ids of up to `num_passes` steps in a row, the first of them `batch`: see `Recording.draw_passes`.
+    def run_or_forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The hidden states [T, hidden] of a batch, and its logits [T, V] if a recorded step computed them."""
+        outputs = self.run(batch, maxima=False)
+        if outputs is None:
+            return self._decoder.forward(batch, self._cache), None
+        return outputs.hidden, outputs.logits
 
-        None where the caller has to go step by step: what a step needs besides what `ahead` fills is not in recorded calls.
+    def draw_passes(
+        self, batch: ForwardBatch, inputs: MultiStepInputs, num_passes: int, stop_ids: Sequence[Sequence[int]]
+    ) -> NDArray[np.int64] | None:
+        """Sample greedily for up to `num_passes` steps, of which `batch` is the first: see `Recording.draw_passes`.
+
+        Returns the ids [passes, B], or None if the caller must run single steps: the recorded calls are then not confirmed, or
+        need other inputs as well.
         """
         entry = self._recordings.get(_key_of(batch, True))
-        if (
-            entry is None
-            or not entry.confirmed
-            or entry.recording is None
-            or entry.outputs is None
-            or entry.outputs.maxima is None
-        ):
+        if entry is None or not entry.confirmed or entry.recording is None:
+            return None
+        if entry.outputs is None or entry.outputs.maxima is None:
             return None
         if entry.x is not None or entry.batch.input_ids is not batch.input_ids:
             return None
         _fill(entry, batch, None)
-        drawn = entry.recording.draw_passes(ahead, num_passes, entry.outputs.maxima, stop_ids)
-        if drawn is not None:
-            self.num_replayed += len(drawn)
-        return drawn
+        sampled = entry.recording.draw_passes(inputs, num_passes, entry.outputs.maxima, stop_ids)
+        if sampled is not None:
+            self.num_replayed += len(sampled)
+        return sampled
 
     def _record(self, recorder: Recorder, entry: _StepRecording, maxima: bool) -> StepOutputs:
         with recorder.record() as recording:
@@ -155,7 +157,7 @@ class DecodeReplay:
         if earlier is not None and entry.obstacle is None:
             entry.confirmed = earlier.same_calls(recording)
             if not entry.confirmed:
-                entry.obstacle = "the calls of two steps differ in more than what their tensors hold"
+                entry.obstacle = "the calls of two steps differ in more than the contents of their tensors"
         return entry.outputs
 
 
@@ -163,55 +165,62 @@ def _new_recording(batch: ForwardBatch, x: Tensor | None, width: int) -> _StepRe
     own_x = None if x is None else torch.empty_like(x)
     if batch.persistent and batch.block_tables.shape[2] == width:
         return _StepRecording(batch, own_x)
-    copies = {name: tensor.clone() for name in _BATCH_TENSORS if (tensor := getattr(batch, name)) is not None}
     groups, rows, _ = batch.block_tables.shape
-    copies["block_tables"] = torch.full((groups, rows, width), -1, dtype=torch.int32)
-    adapters = None if batch.adapters is None else batch.adapters.with_slots(batch.adapters.slots.clone())
-    return _StepRecording(ForwardBatch(**copies, query_copies=_copied(batch.query_copies), adapters=adapters), own_x)
+    adapters, copies, states = batch.adapters, batch.query_copies, batch.state_rows
+    own = ForwardBatch(
+        **{name: _clone(getattr(batch, name)) for name in _TENSOR_FIELDS},
+        block_tables=torch.full((groups, rows, width), -1, dtype=torch.int32),
+        query_copies=None
+        if copies is None
+        else RotatedQueryCopies(**{name: _clone(getattr(copies, name)) for name in _QUERY_COPY_FIELDS}),
+        adapters=None if adapters is None else adapters.with_slots(adapters.slots.clone()),
+        state_rows=None if states is None else StateRows._make(map(_clone, states)),
+    )
+    return _StepRecording(own, own_x)
+
+
+def _clone(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.clone()
 
 
 def _width_of(batch: ForwardBatch) -> int:
-    """Columns of the block tables in the memory that such a step is repeated on."""
+    """Columns of the block tables in the memory on which such a step is replayed."""
     return table_width(batch.block_tables.shape[2])
 
 
 def _key_of(batch: ForwardBatch, maxima: bool) -> tuple[int, ...]:
-    """What steps have in common that are one plan."""
+    """The shape of a step; steps with equal keys share a recording."""
     adapters = batch.adapters is not None
     return batch.input_ids.shape[0], _width_of(batch), maxima, adapters, *_shape_of(batch.query_copies)
 
 
 def _shape_of(query_copies: RotatedQueryCopies | None) -> tuple[int, ...]:
-    """What two batches' versions agree in where their steps are of one shape."""
+    """The shape of a batch's query copies."""
     if query_copies is None:
         return ()
     parts = query_copies.anchor_cos is not None, query_copies.second_key_slots is not None
     return query_copies.ends.shape[1], query_copies.sources.shape[0], *parts
 
 
-def _copied(query_copies: RotatedQueryCopies | None) -> RotatedQueryCopies | None:
-    if query_copies is None:
-        return None
-    found: dict[str, Any] = {name: getattr(query_copies, name) for name in _ROTATED_QUERY_FIELDS}
-    copies: dict[str, Any] = {name: None if tensor is None else tensor.clone() for name, tensor in found.items()}
-    return RotatedQueryCopies(**copies)
+def _tensors_of(batch: ForwardBatch) -> list[Tensor | None]:
+    """The tensors of a batch except its block tables, in the same order for all batches of one shape."""
+    tensors = [getattr(batch, name) for name in _TENSOR_FIELDS]
+    if batch.query_copies is not None:
+        tensors += [getattr(batch.query_copies, name) for name in _QUERY_COPY_FIELDS]
+    if batch.adapters is not None:
+        tensors.append(batch.adapters.slots)
+    return [*tensors, *(batch.state_rows or ())]
 
 
 def _fill(entry: _StepRecording, batch: ForwardBatch, x: Tensor | None) -> None:
-    """Put this step's operands where the recorded calls look for them; a lasting batch stands there already."""
+    """Copy this step's operands to the addresses of the recorded calls; a persistent batch is already there."""
     if entry.x is not None and x is not None:
         entry.x.copy_(x)
     if batch is entry.batch:
         return
-    for name in _BATCH_TENSORS:
-        source, target = getattr(batch, name), getattr(entry.batch, name)
-        if source is not None and source is not target:
-            (target[:, :, : source.shape[2]] if name == "block_tables" else target).copy_(source)
-    adapters, own = batch.adapters, entry.batch.adapters
-    if adapters is not None and own is not None and adapters.slots is not own.slots:
-        own.slots.copy_(adapters.slots)
-    if batch.query_copies is not None and entry.batch.query_copies is not None:
-        for name in _ROTATED_QUERY_FIELDS:
-            source, target = getattr(batch.query_copies, name), getattr(entry.batch.query_copies, name)
-            if source is not None:
-                target.copy_(source)
+    for source, target in zip(_tensors_of(batch), _tensors_of(entry.batch), strict=True):
+        if source is not None and target is not None and source is not target:
+            target.copy_(source)
+    tables = batch.block_tables
+    if tables is not entry.batch.block_tables:
+        entry.batch.block_tables[:, :, : tables.shape[2]].copy_(tables)

@@ -29,14 +29,14 @@ _BLOCK = 16
 
 Specs = tuple[RotarySpec, ...]
 
-Stage = tuple[int, int, Specs]  # first row, end row, what they run under
+Stage = tuple[int, int, Specs]  # first row, end row, specs
 
 
 class SingleSequenceRunner:
     """Forward passes of one text at a time by a loaded model, under a rotary plan.
 
-    chunk: maximum number of tokens in one forward pass, and of rows returned at once, so that memory does not grow with the text
-    beyond its keys and values.
+    chunk: maximum number of tokens in one forward pass and of rows returned at once, so that only keys and values grow with the
+    text.
     """
 
     def __init__(self, decoder: Decoder, cache_dtype: torch.dtype, *, chunk: int = 512) -> None:
@@ -73,15 +73,15 @@ class SingleSequenceRunner:
         context: ContextRule | None = None,
         computed: Callable[[int], None] | None = None,
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """(rows, their hidden states) for ascending rows, in pieces of at most `chunk`."""
+        """Yield (rows, their hidden states) for ascending rows, at most `chunk` rows at a time."""
         self.check_tokens(token_ids, context)
         if rows:
             rotates = plan.policy == "rotate"
             read = tuple(token_ids[: rows[-1] + 1])
             stages = list(plan_stages(plan, len(read), prompt))
-            far = any(spec.distances.has_second_keys for _, _, specs in stages for spec in specs)
-            copies = 2 if rotates or far else 1
-            text = SequencePasses(self, read, copies, context, computed, far=far)
+            second_keys = any(spec.distances.has_second_keys for _, _, specs in stages for spec in specs)
+            copies = 2 if rotates or second_keys else 1
+            text = SequencePasses(self, read, copies, context, computed, has_second_keys=second_keys)
             walk = text.rotate(iter(stages)) if rotates else text.recompute(iter(stages), rows)
             wanted = set(rows)
             for first, hidden in walk:
@@ -99,7 +99,7 @@ class SingleSequenceRunner:
 
 
 def plan_stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
-    """Those from row 0 to `length`, in order and without gaps."""
+    """The stages of rows 0 to `length`, in order and without gaps."""
     first, context = 0, prompt
     while first < length:
         stage = plan.stage(context)
@@ -109,11 +109,11 @@ def plan_stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
 
 
 class SequencePasses:
-    """One text as the only sequence of a runner of its own, and its passes: each yields (first row, hidden states [R, hidden]).
+    """Passes over one text, the only sequence of its own runner. Each yields (first row, hidden states [R, hidden]).
 
-    num_copies: how often each key is to be held. far: whether one of them is as keys seem from far away. room: tokens that pages
-    are made for, None for those of the text. context: what each token sees, None for all. computed: called
-    after each forward pass with its number of tokens.
+    num_copies: number of stored copies of each key. has_second_keys: whether one of them is a second key copy. capacity: number
+    of tokens to allocate blocks for, None for those of the text. context: the tokens visible to each token, None for all.
+    computed: called after each forward pass with its number of tokens.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class SequencePasses:
         context: ContextRule | None,
         computed: Callable[[int], None] | None = None,
         *,
-        far: bool = False,
+        has_second_keys: bool = False,
         capacity: int | None = None,
     ) -> None:
         decoder, self._chunk, self._computed = runner.decoder, runner.chunk, computed
         spec, self._token_ids, self._num_tokens = decoder.spec, token_ids, len(token_ids)
-        self._context, self._far = context or ContextRule(), far
+        self._context, self._has_second_keys = context or ContextRule(), has_second_keys
         self._groups = range(len(spec.kv_groups))
         self._num_blocks = -(-(capacity or len(token_ids)) // _BLOCK)
         self._has_states = spec.state_group is not None
@@ -141,10 +141,11 @@ class SequencePasses:
         self._runner.apply(SchedulerOutput(self._next_step, new=(self._sequence(token_ids),)))
 
     def _sequence(self, token_ids: tuple[int, ...], state: int = 0) -> NewSequence:
-        """The only one, on all pages there are. state: the block of states that it changes, if there are any."""
+        """The sequence, on all blocks. state: its block of recurrent states, if there are any."""
         groups, states = len(self._groups), (TableChange(appended=(state,)),) * self._has_states
         table = TableChange(appended=tuple(range(self._num_blocks)))
-        far_table = TableChange(appended=tuple(range(self._num_blocks, 2 * self._num_blocks)))
+        second = TableChange(appended=tuple(range(self._num_blocks, 2 * self._num_blocks)))
+        second_tables = (second,) * groups + states if self._has_second_keys else ()
         return NewSequence(
             seq_id=0,
             index=0,
@@ -153,23 +154,23 @@ class SequencePasses:
             num_prompt_tokens=len(token_ids),
             stop_ids=(),
             token_ids=token_ids,
-            tables=TableChanges(
-                True, (table,) * groups + states + ((far_table,) * groups + states if self._far else ())
-            ),
+            tables=TableChanges(True, (table,) * groups + states + second_tables),
             rotary_id=0,
             window=self._context.attention_window,
             sinks=self._context.attention_sinks,
         )
 
     def prefill(self, num_tokens: int, specs: Specs) -> None:
-        """Let the pages hold a text that endings are read behind. They begin with its last token, which states have not seen."""
+        """Compute the text before its endings are read. These start at its last token, which recurrent states do not include."""
         last = num_tokens - 1 - self._has_states
         for _ in self.recompute(iter([(0, num_tokens, specs)]), [last] if last >= 0 else []):
             pass
 
     def read_ending(self, ending: tuple[int, ...], specs: Specs) -> Iterator[Tensor]:
-        """Hidden states [R, hidden] of the rows that predict an ending behind the text, whose keys lie in the pages. What an
-        ending before it left there is written over."""
+        """Hidden states [R, hidden] of the rows that predict an ending of the prefilled text.
+
+        Overwrites the keys of the ending before.
+        """
         whole = self._token_ids + ending
         self._num_tokens = len(whole)
         copies = (BlockCopy(len(self._groups), 0, 1),) * self._has_states
@@ -180,12 +181,12 @@ class SequencePasses:
 
     @property
     def _next_step(self) -> int:
-        return self._runner.sequences.step + 1
+        return self._runner.input_batch.step + 1
 
     def recompute(self, stages: Iterator[Stage], rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """One pass over everything up to the last wanted row of each stage, of which that stage's rows count.
+        """For each stage, one pass from the start to its last wanted row, which yields the rows of that stage.
 
-        A plan that never changes has one stage, so this is also `frozen`.
+        A plan that never changes has one stage, so this also covers `frozen`.
         """
         remaining = list(reversed(rows))
         for first, end, specs in stages:
@@ -202,7 +203,7 @@ class SequencePasses:
     def rotate(self, stages: Iterator[Stage]) -> Iterator[tuple[int, Tensor]]:
         """One pass; at each change of frequencies every cached key is re-rotated to the new ones.
 
-        The keys as computed are kept in a second half of the cache, and every re-rotation starts from those.
+        The original keys are stored in the second half of the cache, and every re-rotation starts from those.
         """
         passed: list[Stage] = []
         for first, end, specs in stages:
@@ -219,7 +220,7 @@ class SequencePasses:
             passed.append((first, end, specs))
 
     def _rerotation(self, group: int, stage: Stage, specs: Specs, *, aside: bool = False) -> KeyRerotation:
-        """Of the keys of a stage, from the second half of the cache to the first; aside: the other way round."""
+        """Re-rotate the keys of a stage from the second half of the cache to the first; aside: copy them the other way."""
         first, end, origin = stage
         live = range(first // _BLOCK, -(-end // _BLOCK))
         originals = range(live.start + self._num_blocks, live.stop + self._num_blocks)
@@ -236,7 +237,7 @@ class SequencePasses:
         )
 
     def _forward(self, first: int, end: int, specs: Specs) -> Iterator[tuple[int, Tensor]]:
-        """Run rows first .. end - 1 under `specs`, the rows before them being cached."""
+        """Compute rows first .. end - 1 under `specs`; the rows before them are cached."""
         for start, stop in pairwise([*range(first, end, self._chunk), end]):
             plan = SchedulerOutput(
                 self._next_step,

@@ -17,26 +17,17 @@ from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.rotary.rotary_policy import RopeUpdate
 
 Quantization = Literal["none", "int8", "int4"]
-
 Activations = Literal["int8", "float32"]
-
 LoadFormat = Literal["safetensors", "dummy"]
 
-PERSIST_SIZE = 4 << 30
-
+PERSIST_SIZE = 4 << 30  # bytes
 MAX_SPECULATIVE_TOKENS = 64
-
 MAX_DRAFT_TOKENS = 16
-
 MAX_RANKS = 32
-
 MAX_THREADS = 1024
-
 MAX_SEQS = 65_536
-
-MAX_BURST_SECONDS = 1.0  # an abort waits for the end of one
-
-MAX_ADAPTERS = 1024  # at once: each has a place in the table of every matrix, used or not
+MAX_BURST_SECONDS = 1.0  # an abort waits for the end of a burst
+MAX_ADAPTERS = 1024  # each one reserves an entry in the table of every weight, used or not
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -47,14 +38,14 @@ _CACHE_DTYPE_NAMES = {"int8": "int8"} | dict.fromkeys(("fp8", "fp8_e4m3", "float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeConfig:
-    """What the engine computes with.
+    """Device, dtypes, threads and ranks.
 
-    device: a torch device string or "auto" (CUDA when there is one). quantization: weights of 8 or 4 bits, quantized while
-    they are loaded; none: as `dtype` says. activations: what rows are rounded to before they meet weights in blocks; float32:
-    not at all, which is slow and there to compare with. deterministic: the bits of a row depend on nothing but its own
-    sequence, at a price in speed. threads: torch intra-op threads, of each rank. cores: the only ones the engine may run on.
-    tensor_parallel: ranks, processes that hold a part of every layer each and compute every step together.
-    cuda_graphs: whether decode steps are captured on a device that has graphs; elsewhere it has no effect.
+    device: a torch device string or "auto" (CUDA if available). quantization: 8- or 4-bit weights, quantized during loading;
+    none: `dtype` applies. activations: rows are rounded to this before multiplication with block weights; float32: not rounded,
+    which is slow and meant for comparison. deterministic: the bits of a row depend only on its own sequence, at some cost in
+    speed. threads: torch intra-op threads of each rank. cores: the only CPU cores that the engine may use.
+    tensor_parallel: number of ranks, processes that each hold a part of every layer and compute every step together.
+    cuda_graphs: capture decode steps on a device with CUDA graphs; no effect elsewhere.
     """
 
     device: str = "auto"
@@ -68,19 +59,17 @@ class ComputeConfig:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
-        _check_at_least_one("compute.threads", self.threads)
-        _check_at_most("compute.threads", self.threads, MAX_THREADS)
-        _check_at_least_one("compute.tensor_parallel", self.tensor_parallel)
-        _check_at_most("compute.tensor_parallel", self.tensor_parallel, MAX_RANKS)
+        _check_count("compute.threads", self.threads, MAX_THREADS)
+        _check_count("compute.tensor_parallel", self.tensor_parallel, MAX_RANKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingConfig:
-    """Where the weights come from.
+    """Source of the weights.
 
-    format: dummy means random weights, drawn from `seed`. weight_cache: folder in which quantized weights are kept for the
-    next start, "beside" for one in the model's directory, None for none. shared_memory: descriptors of memory files that
-    several engines keep one copy of their weights in, the model's and a draft model's; empty: none.
+    format: dummy means random weights generated from `seed`. weight_cache: folder in which quantized weights are stored for the
+    next start, "beside" for a folder in the model's directory, None to disable. shared_memory: descriptors of memory files (one
+    for the model, one for a draft model) through which several engines share one copy of their weights; empty: not shared.
     """
 
     format: LoadFormat = "safetensors"
@@ -91,13 +80,13 @@ class LoadingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The cache of keys and values.
+    """KV cache and its disk and host tiers.
 
-    memory: bytes of all pages, None for what the rest leaves. device_share: of a GPU's memory that the engine may take, weights
-    and steps included, None: `DEVICE_SHARE`. block_size: tokens per block, a multiple of 16.
-    prefix_caching: whether requests share the blocks of equal prompt starts. persist: folder in which full blocks are kept for
-    later engines, None for none; persist_size: bytes of all its files, None: `PERSIST_SIZE`. host_memory: bytes of main memory
-    for blocks that a GPU's cache evicts, None for none.
+    memory: bytes of all blocks, None for the memory that weights and steps leave. device_share: share of a GPU's memory that the
+    engine may use, weights and steps included; None: `DEVICE_SHARE`. block_size: tokens per block, a multiple of 16.
+    prefix_caching: requests share the blocks of equal prompt starts. persist: folder in which full blocks are stored for later
+    engines, None to disable; persist_size: bytes of all its files, None: `PERSIST_SIZE`. host_memory: bytes of main memory for
+    blocks that a GPU's cache evicts, None to disable.
     """
 
     dtype: str = "auto"
@@ -110,14 +99,14 @@ class CacheConfig:
     host_memory: int | None = None
 
     def __post_init__(self) -> None:
-        _check_at_least_one("cache.memory", self.memory)
-        _check_at_least_one("cache.persist_size", self.persist_size)
-        _check_at_least_one("cache.host_memory", self.host_memory)
+        _check_count("cache.memory", self.memory)
+        _check_count("cache.persist_size", self.persist_size)
+        _check_count("cache.host_memory", self.host_memory)
         if self.device_share is not None and not 0 < self.device_share <= 1:
             raise LoadError(f"`cache.device_share` must be above 0 and at most 1, got {self.device_share:g}")
         if self.device_share is not None and self.memory is not None:
             raise LoadError(
-                "`cache.device_share` and `cache.memory` both say how large the cache is: leave one of them out"
+                "`cache.device_share` and `cache.memory` both set the size of the cache: leave one of them out"
             )
         if self.persist is None and self.persist_size is not None:
             raise LoadError(
@@ -129,15 +118,14 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """Speculative decoding by prompt lookup, and where that finds nothing by a draft model or the model's own prediction layer.
+    """Speculative decoding by prompt lookup and, where that finds nothing, by a draft model or the model's MTP layer.
 
-    num_tokens: what a running stream may propose per step from its own text, at most; 0: none. min_match, max_match: how
-    many of its last tokens must, and how many may, agree with an earlier place.
-    model: directory of the draft model, None for none. mtp: the layer in the model's own files that predicts a token further
-    (multi-token prediction) proposes. quantization: of the draft model's weights, or of the layer's and of a copy of the head
-    that it has then; "none": the layer has the model's head, and is quantized as the model is. draft_tokens: what either
-    proposes for a stream per step, at most. adaptive: it proposes less where less is accepted, and nothing where that saves no
-    time.
+    num_tokens: maximum tokens per step that a running stream proposes from its own text; 0 disables. min_match, max_match: how
+    many of its last tokens must, and how many may, match an earlier position.
+    model: directory of the draft model, None for none. mtp: the model's own MTP layer (multi-token prediction) proposes.
+    quantization: of the draft model's weights, or of the MTP layer's and of its own copy of the head; "none": the MTP layer uses
+    the model's head and is quantized as the model is. draft_tokens: maximum tokens per step that either proposes for a stream.
+    adaptive: propose less where less is accepted, and nothing where that saves no time.
     """
 
     num_tokens: int = 0
@@ -168,7 +156,6 @@ class SpeculationConfig:
                 f"`scheduling.speculation.quantization={self.quantization}` is that of a draft model: name one with "
                 "`scheduling.speculation.model`, ask for `scheduling.speculation.mtp`, or leave it out"
             )
-
         if self.model is not None and self.mtp:
             raise LoadError(
                 "`scheduling.speculation.mtp` is the model's own layer in place of the draft model that "
@@ -177,23 +164,23 @@ class SpeculationConfig:
 
     @property
     def drafts(self) -> bool:
-        """Whether something is computed to propose tokens: a draft model, or the model's prediction layer."""
+        """Whether a draft model or the model's MTP layer proposes tokens."""
         return self.model is not None or self.mtp
 
     @property
     def max_proposed_tokens(self) -> int:
-        """Tokens that a stream may propose in a step, by whichever way."""
+        """Maximum tokens proposed for a stream in a step, by either method."""
         return max(self.num_tokens, self.draft_tokens if self.drafts else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How much runs at once.
+    """Limits of a step and of the waiting queue.
 
-    max_num_batched_tokens: token budget of one step. max_num_seqs: sequences that run at once. max_waiting: requests that
-    may wait before new ones are refused; max_waiting_tokens: the most tokens they may have together, whatever one alone has.
-    target_step_seconds: prefill chunks shrink so that a step beside running streams stays under this (0: no bound).
-    burst_seconds: how long running streams may go on drawing tokens before they come back with them; 0: with each one.
+    max_num_batched_tokens: token budget of one step. max_num_seqs: sequences that run at once. max_waiting: requests that may
+    wait before new ones are refused; max_waiting_tokens: the maximum of their tokens together; one request alone may exceed it.
+    target_step_seconds: prefill chunks shrink so that a step that also decodes stays below this (0: no bound).
+    burst_seconds: maximum duration of multi-step decoding before running streams return their tokens; 0: after each token.
     """
 
     max_num_batched_tokens: int = 2048
@@ -205,11 +192,10 @@ class SchedulerConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
-        _check_at_least_one("scheduling.max_num_batched_tokens", self.max_num_batched_tokens)
-        _check_at_least_one("scheduling.max_num_seqs", self.max_num_seqs)
-        _check_at_most("scheduling.max_num_seqs", self.max_num_seqs, MAX_SEQS)
-        _check_at_least_one("scheduling.max_waiting", self.max_waiting)
-        _check_at_least_one("scheduling.max_waiting_tokens", self.max_waiting_tokens)
+        _check_count("scheduling.max_num_batched_tokens", self.max_num_batched_tokens)
+        _check_count("scheduling.max_num_seqs", self.max_num_seqs, MAX_SEQS)
+        _check_count("scheduling.max_waiting", self.max_waiting)
+        _check_count("scheduling.max_waiting_tokens", self.max_waiting_tokens)
         if not 0 <= self.target_step_seconds < math.inf:
             raise LoadError(
                 f"`scheduling.target_step_seconds` must be finite and not negative, got {self.target_step_seconds}"
@@ -222,10 +208,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryConfig:
-    """The rotation of requests that bring none of their own.
+    """Rotary settings of requests without their own.
 
-    scaling: `AUTO` has it chosen by length. update: policy of requests that name none; None: `recompute` for longrope,
-    `frozen` for everything else. ladder: what is chosen from by length; empty: the model's own.
+    scaling: `AUTO` chooses it by length. update: policy of requests that set none; None: `recompute` for longrope, `frozen` for
+    everything else. ladder: the automatic scaling thresholds; empty: the model's own.
     """
 
     scaling: RopeScaling | None = None
@@ -235,25 +221,25 @@ class RotaryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextConfig:
-    """How far a sequence may go that drops its oldest tokens.
+    """Limits of sequences under context shift.
 
-    shift_context: tokens it holds at once, None for `max_model_len`. max_total_tokens: prompt and output together, None for
-    no bound.
+    shift_context: tokens held at once, None for `max_model_len`. max_total_tokens: prompt and output together, None: unlimited.
     """
 
     shift_context: int | None = None
     max_total_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_at_least_one("context.shift_context", self.shift_context)
-        _check_at_least_one("context.max_total_tokens", self.max_total_tokens)
+        _check_count("context.shift_context", self.shift_context)
+        _check_count("context.max_total_tokens", self.max_total_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """Low-rank adapters. sources: those loaded at the start. max_loaded: at once, later ones included. max_rank: of each.
+    """LoRA adapters.
 
-    dtype: that their numbers are rounded to; auto: to that of the computing, and narrower only where nothing is lost.
+    sources: loaded at start. max_loaded: adapters loaded at once, later ones included. max_rank: limit of each adapter.
+    dtype: adapter weights are rounded to it; auto: the compute dtype, narrower only where no precision is lost.
     """
 
     sources: tuple[AdapterSource, ...] = ()
@@ -262,9 +248,8 @@ class AdapterConfig:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        _check_at_least_one("adapters.max_loaded", self.max_loaded)
-        _check_at_most("adapters.max_loaded", self.max_loaded, MAX_ADAPTERS)
-        _check_at_least_one("adapters.max_rank", self.max_rank)
+        _check_count("adapters.max_loaded", self.max_loaded, MAX_ADAPTERS)
+        _check_count("adapters.max_rank", self.max_rank)
         if len(self.sources) > self.max_loaded:
             raise LoadError(
                 f"`adapters.sources` names {len(self.sources)} adapters, `adapters.max_loaded` allows {self.max_loaded}: raise it"
@@ -273,11 +258,10 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All engine options, each part handed as it is to whoever has that duty. None: chosen once the model is known.
+    """All engine options. None: chosen once the model is known.
 
-    model: directory with config.json. max_model_len: longest prompt and output together; None is the model's own length,
-    clamped to what the KV budget holds. replicas: engines like this one, itself included, that take what is free of this
-    machine's memory in equal parts.
+    model: directory with config.json. max_model_len: maximum of prompt and output tokens together; None: the model's own length,
+    clamped to the KV budget. replicas: number of equal engines, this one included, that share the machine's free memory equally.
     """
 
     model: str
@@ -292,22 +276,19 @@ class EngineConfig:
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
-        _check_at_least_one("max_model_len", self.max_model_len)
-        _check_at_least_one("replicas", self.replicas)
+        _check_count("max_model_len", self.max_model_len)
+        _check_count("replicas", self.replicas)
 
 
-def _check_at_least_one(field: str, value: int | None) -> None:
+def _check_count(field: str, value: int | None, most: float = math.inf) -> None:
     if value is not None and value < 1:
         raise LoadError(f"`{field}` must be at least 1, got {value}")
-
-
-def _check_at_most(field: str, value: int | None, most: int) -> None:
     if value is not None and value > most:
         raise LoadError(f"`{field}` must be at most {most}, got {value}")
 
 
 def parse_dtype(name: str) -> str:
-    """Normalise a dtype name ("bf16", "bfloat16", "auto", …) or raise LoadError naming the allowed ones."""
+    """Normalise a dtype name ("bf16", "bfloat16", "auto", …). Raises LoadError that lists the allowed names."""
     full = _DTYPE_NAMES.get(name.lower(), name.lower())
     known = ("auto", "float32", "bfloat16", "float16")
     if full not in known:
@@ -317,7 +298,7 @@ def parse_dtype(name: str) -> str:
 
 
 def parse_cache_dtype(name: str) -> str:
-    """As `parse_dtype`, for cached keys and values, which may be int8 or on a GPU float8 too."""
+    """Like `parse_dtype`, for cached keys and values, which may also be int8 or, on a GPU, float8."""
     if name.lower() in _CACHE_DTYPE_NAMES:
         return _CACHE_DTYPE_NAMES[name.lower()]
     try:
@@ -330,7 +311,7 @@ def parse_cache_dtype(name: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "4GiB", "500MB", "1.5g" or a plain number; raises LoadError that shows the form."""
+    """Bytes from "4GiB", "500MB", "1.5g" or a plain number. Raises LoadError with an example."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?i?)b?\s*", text.lower())
     if not match or match[2] == "i" or float(match[1]) <= 0:
         raise LoadError(f"cannot read {text!r} as a size: write for example 4GiB, 500MB or a number of bytes")

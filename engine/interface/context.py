@@ -13,18 +13,18 @@ from windlass.engine.errors import RequestError
 from windlass.engine.interface.model_info import ModelInfo
 
 DEFAULT_KEEP_TOKENS = 16
-
-MIN_PASSAGE_TOKENS = 32  # tokens of one that requests may ask to take up
+MIN_PASSAGE_TOKENS = 32  # shortest passage that a request may reuse
+UNBOUNDED = 2**62  # slots, more than any sequence uses
+_MIN_FREE_BLOCKS = 2  # blocks after the retained ones, so that a token always sees its immediate predecessors
 
 
 @dataclass(frozen=True, slots=True)
 class ContextRule:
-    """What a token sees of those before it, and what is done where the context is full.
+    """Attention window of a request, and its overflow rule.
 
-    overflow: "stop" ends the output there; under "shift" the oldest tokens behind the kept ones are dropped, a block at a
-    time, and the output goes on. keep_tokens: leading tokens that are never dropped, rounded up to whole blocks.
-    attention_window: keys that a token sees, itself included; None: all there are. attention_sinks: leading tokens that it
-    sees besides.
+    overflow: "stop" ends the output when the context is full; "shift" drops the oldest tokens after the retained ones, one block
+    at a time, and the output continues. keep_tokens: leading tokens that are never dropped, rounded up to whole blocks.
+    attention_window: keys that a token sees, itself included; None: all. attention_sinks: leading tokens that it also sees.
     """
 
     overflow: Literal["stop", "shift"] = "stop"
@@ -35,11 +35,11 @@ class ContextRule:
 
 @dataclass(frozen=True, slots=True)
 class NonPrefixReuseParams:
-    """Cached passages that a prompt may take up wherever they stood before.
+    """Non-prefix KV reuse: which cached passages a prompt may use, whatever their original offset.
 
-    at_least: tokens of the shortest passage taken; 0: only those of `passages`. passages: spans [start, end) of the prompt
-    that are looked for as they are; empty: the whole prompt is searched. recompute: tokens at the head of each passage that
-    are computed anew, or their share of it if below 1. scope: passages are shared within one only.
+    at_least: tokens of the shortest reusable passage; 0: only those listed in `passages`. passages: spans [start, end) of the
+    prompt that are looked up unchanged; empty: the entire prompt is searched. recompute: tokens at the start of each passage
+    that are computed again, or their share of it if below 1. scope: passages are shared only within the same scope.
     """
 
     at_least: int
@@ -49,17 +49,16 @@ class NonPrefixReuseParams:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether any is taken at all; the request's own tokens can be found by others of its scope in any case."""
+        """Whether this request reuses passages. Other requests of its scope can reuse its tokens in any case."""
         return self.at_least > 0 or bool(self.passages)
 
 
 @dataclass(frozen=True, slots=True)
 class ContextReport:
-    """What became of a sample's context, as answers tell it.
+    """Context usage of a sample, as reported in answers.
 
-    window: tokens it held at most, or those that a token saw; None where all are held and seen. kept_tokens: leading ones
-    that stay, in whole blocks. dropped_tokens, shifts: under `shift`, so far. reused_tokens: taken from passages that stood
-    elsewhere; reused_passages: how many passages those were.
+    window: the most tokens it held, or those that a token saw; None where all are held and seen. kept_tokens: retained leading
+    tokens, in whole blocks. dropped_tokens, shifts: under `shift`, so far. reused_tokens, reused_passages: non-prefix KV reuse.
     """
 
     window: int | None = None
@@ -70,19 +69,14 @@ class ContextReport:
     reused_passages: int = 0
 
 
-UNBOUNDED = 2**62  # slots that no sequence takes
-
-_MIN_FREE_BLOCKS = 2  # behind the kept ones, so that a token always sees what came right before it
-
-
 @dataclass(frozen=True, slots=True)
 class ContextSize:
-    """A request's rule in slots and whole blocks.
+    """A request's context rule in slots and whole blocks.
 
-    longest: tokens at which the sequence ends. window: slots it holds at most under `shift`, None where none are dropped.
-    retained_blocks: leading blocks that a rule asks to stay. seen: keys that a token sees under an attention window, None for all.
-    cut_blocks: blocks of a multiple of which those stay and others go under an attention window. sinks: tokens that are seen
-    besides.
+    longest: tokens at which the sequence ends. window: maximum slots under `shift`, None where no tokens are dropped.
+    retained_blocks: leading blocks that the rule retains. attention_window: keys that a token sees, None for all.
+    cut_blocks: under an attention window, leading blocks are retained and others dropped in multiples of this many blocks.
+    sinks: leading tokens that are seen in addition to the window.
     """
 
     longest: int
@@ -94,38 +88,43 @@ class ContextSize:
     sinks: int = 0
 
     @property
-    def rotary_length(self) -> int:
-        """Tokens that stand in sight of each other at most: what frequencies that depend on a length go by."""
-        if self.attention_window is not None:
-            return min(self.longest, self.sinks + self.attention_window)
+    def longest_prompt(self) -> int:
+        """Maximum prompt tokens, without output."""
         return self.longest if self.window is None else min(self.longest, self.window)
 
     @property
+    def rotary_length(self) -> int:
+        """Maximum number of tokens that can see each other; length-dependent frequencies use it as their length."""
+        if self.attention_window is not None:
+            return min(self.longest, self.sinks + self.attention_window)
+        return self.longest_prompt
+
+    @property
     def sinks_window(self) -> int:
-        """Tokens of a layer's own window beyond which it sees sinks however far the text goes: they stand within it."""
+        """Windows of layers that are larger than this always contain the sinks, however long the text is."""
         return UNBOUNDED if self.attention_window is None or not self.sinks else self.attention_window
 
     @property
     def aligned_retained_blocks(self) -> int:
-        """Leading blocks that stay under an attention window."""
+        """Leading blocks retained under an attention window: `retained_blocks` rounded up to `cut_blocks`."""
         return -(-self.retained_blocks // self.cut_blocks) * self.cut_blocks
 
     @property
     def floor(self) -> int:
-        """Slots that dropping never brings a sequence below."""
+        """Minimum slots that remain after dropping."""
         return UNBOUNDED if self.window is None else self.window - self.block_size
 
     def max_slots(self, chunk: int) -> int:
-        """Slots taken at once by a sequence that computes up to `chunk` tokens in a step."""
+        """Maximum slots used at once by a sequence that computes up to `chunk` tokens in a step."""
         if self.attention_window is not None:
             return min(
                 self.longest,
                 (self.aligned_retained_blocks + self.cut_blocks) * self.block_size + self.attention_window + chunk,
             )
-        return self.longest if self.window is None else min(self.longest, self.window)
+        return self.longest_prompt
 
     def report(self, num_computed: int) -> ContextReport | None:
-        """What became of a sample's context once so many tokens were computed; None where nothing ever becomes of it."""
+        """Context usage after `num_computed` tokens; None for a rule that neither drops nor hides tokens."""
         kept = self.retained_blocks * self.block_size
         if self.attention_window is not None:
             return ContextReport(self.attention_window, kept)
@@ -134,19 +133,14 @@ class ContextSize:
         shifts = max(0, -(-(num_computed - self.window) // self.block_size))
         return ContextReport(self.window, kept, shifts * self.block_size, shifts)
 
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of a prompt with nothing behind it."""
-        return self.longest if self.window is None else min(self.longest, self.window)
-
 
 @dataclass(frozen=True, slots=True)
 class ContextSizes:
-    """What sequences of one server may hold, in tokens.
+    """Context limits of all sequences of a server, in tokens.
 
-    max_model_len: of a sequence that drops nothing. shift_context: of one that drops its oldest tokens, which goes on up to
-    max_total_tokens (None: for ever). shift_refusal: why none of this model may. reuse_refusal: why none may take up passages.
-    window_refusal, sinks_refusal: why none may have an attention window, or sinks in front of it. cut_blocks: see `ContextSize`.
+    max_model_len: limit without context shift. shift_context: tokens held at once under context shift, which may continue up to
+    max_total_tokens (None: unlimited). shift_refusal, reuse_refusal, window_refusal, sinks_refusal: why the model does not
+    support context shift, non-prefix reuse, attention windows, or attention sinks. cut_blocks: see `ContextSize`.
     """
 
     max_model_len: int
@@ -160,7 +154,7 @@ class ContextSizes:
     cut_blocks: int = 1
 
     def size(self, rule: ContextRule) -> ContextSize:
-        """The rule of a request in slots and blocks. Raises RequestError for one that cannot be."""
+        """A request's rule in slots and blocks. Raises RequestError if this model or its limits do not allow it."""
         size, endless = self.block_size, rule.overflow == "shift"
         for param, asked, refusal in (
             ("context_overflow", endless, self.shift_refusal),
@@ -177,26 +171,24 @@ class ContextSizes:
                 raise RequestError(
                     "attention_window must be at least 1, attention_sinks at least 0", "attention_window"
                 )
+            sinks, total = rule.attention_sinks, rule.attention_window + rule.attention_sinks
             most = self.max_model_len - size * _MIN_FREE_BLOCKS
-            if rule.attention_window + rule.attention_sinks > most:
+            if total > most:
                 raise RequestError(
-                    f"attention_window and attention_sinks come to {rule.attention_window + rule.attention_sinks} tokens, "
-                    f"with a context of {self.max_model_len} they may come to {max(0, most)}",
+                    f"attention_window and attention_sinks are {total} tokens together, with a context of "
+                    f"{self.max_model_len} they may be at most {max(0, most)}",
                     "attention_window",
                     "invalid_value",
                 )
-            kept = -(-rule.attention_sinks // size)
-            sinks = rule.attention_sinks
-            return ContextSize(longest, size, None, kept, rule.attention_window, self.cut_blocks, sinks)
+            return ContextSize(longest, size, None, -(-sinks // size), rule.attention_window, self.cut_blocks, sinks)
         if not endless:
             return ContextSize(longest, size)
         window = self.shift_context // size * size
         most = window - size * _MIN_FREE_BLOCKS
         if rule.keep_tokens < 0 or -(-rule.keep_tokens // size) * size > most:
             raise RequestError(
-                f"keep_tokens must lie between 0 and {max(0, most)}: a context of {window} tokens that drops its oldest "
-                f"holds them in blocks of {size}, and at least {_MIN_FREE_BLOCKS} are for what follows; "
-                f"got {rule.keep_tokens}",
+                f"keep_tokens must lie between 0 and {max(0, most)}: a shifted context of {window} tokens keeps them in "
+                f"blocks of {size} and needs {_MIN_FREE_BLOCKS} more blocks; got {rule.keep_tokens}",
                 "keep_tokens",
                 "invalid_value",
             )
@@ -204,7 +196,7 @@ class ContextSizes:
 
 
 def context_sizes_of(info: ModelInfo) -> ContextSizes:
-    """What sequences of a loaded model may hold."""
+    """Context limits of a loaded model."""
     return ContextSizes(
         info.max_model_len,
         info.block_size,

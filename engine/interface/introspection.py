@@ -10,28 +10,26 @@ from windlass.engine.rotary.rope_scaling import RopeScaling
 
 A = TypeVar("A")
 
-MAX_ATTENTION_TOKENS = 256  # the matrix grows with the square, and the steps of others wait for its one pass
-
+MAX_ATTENTION_TOKENS = 256  # the matrix grows quadratically, and the steps of other requests wait for its one pass
 MAX_CACHE_CELLS = 1024
-
 MAX_CACHE_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
 class IntrospectionQuery(Generic[A]):
-    """What is asked; A is the type of its answer."""
+    """Base of all queries; A is the type of the answer."""
 
 
 @dataclass(frozen=True)
 class CacheQuery(IntrospectionQuery["CacheSnapshot"]):
-    """Which pages of the cache are held, kept or free. Answered from the books, between two steps."""
+    """Which cache blocks are used, cached or free; answered from the block tables between two steps."""
 
 
 @dataclass(frozen=True)
 class AttentionQuery(IntrospectionQuery["AttentionSnapshot"]):
-    """What one head of one layer attends to in a text of at most MAX_ATTENTION_TOKENS, under a scaling (None: the server's).
+    """Attention map of one head of one layer, for at most MAX_ATTENTION_TOKENS tokens. rope_scaling None: the server's.
 
-    One pass over the text outside the scheduler and its cache; the steps of others wait for it.
+    Computed in one pass outside the scheduler and its cache; the steps of other requests wait for it.
     """
 
     token_ids: tuple[int, ...]
@@ -42,13 +40,13 @@ class AttentionQuery(IntrospectionQuery["AttentionSnapshot"]):
 
 @dataclass(frozen=True, slots=True)
 class CacheGroupSnapshot:
-    """The pages of one KV group.
+    """Occupancy of one KV group's block pool.
 
-    Cell i stands for blocks i * blocks_per_cell and those after it. held, shared and idle count its blocks that one sequence
-    holds, that several do, and that nobody holds but a later prompt may take up again; the rest is free. owners: the index
-    into `CacheSnapshot.sequences` of one that holds a block of the cell, -1 where none of those listed does.
-    num_shown: blocks that the cells stand for; those behind them are free. window: as in the model's attention, None for all.
-    engine: the number of its engine, where there are several. states: a block is what layers carry of a sequence, and no pages.
+    Cell i covers `blocks_per_cell` blocks from block i * blocks_per_cell on. held, shared, idle: blocks of each cell that one
+    sequence holds, that several hold, and that are only cached for later prompts; the rest are free. owners: index into
+    `CacheSnapshot.sequences` of a sequence that holds a block of the cell, -1 if none of the listed ones does.
+    num_shown: blocks covered by the cells; those after them are free. window: the attention window, None for all.
+    engine: number of the engine among several. states: a block holds a recurrent state instead of keys and values.
     """
 
     num_blocks: int
@@ -65,7 +63,7 @@ class CacheGroupSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CacheSequenceSnapshot:
-    """A running sequence: its tokens, those of its prompt, those that came from the cache, and what moved in it."""
+    """A running sequence: tokens (all, prompt, from the cache), blocks, context shifts and reused tokens."""
 
     num_tokens: int
     num_prompt_tokens: int
@@ -77,7 +75,7 @@ class CacheSequenceSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """sequences: at most MAX_CACHE_SEQUENCES of those that run, the best rank first. seconds: that the engine took for it."""
+    """sequences: at most MAX_CACHE_SEQUENCES running ones, highest priority first. seconds: time that the snapshot took."""
 
     block_size: int
     groups: tuple[CacheGroupSnapshot, ...]
@@ -87,8 +85,10 @@ class CacheSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSnapshot:
-    """float32, [T * T] by rows, as bytes of this machine: row i is token i. weights: after the softmax. scores: before it, scaled
-    and capped, minus infinity where a token is hidden. num_heads: of the layer.
+    """weights, scores: float32 [T, T] in native byte order; row i is query token i.
+
+    weights: after the softmax. scores: before it, scaled and capped, minus infinity where a key is masked. num_heads: of the
+    layer. fingerprint: of the rotation used.
     """
 
     num_tokens: int
@@ -96,9 +96,9 @@ class AttentionSnapshot:
     num_heads: int
     weights: bytes
     scores: bytes
-    fingerprint: str  # of the rotation that it ran under
+    fingerprint: str
 
     def rows(self, values: bytes) -> list[list[float]]:
-        """`weights` or `scores` as rows, each up to its own token."""
+        """`weights` or `scores` as rows; row i ends with token i."""
         numbers = array.array("f", values)
         return [numbers[i * self.num_tokens : i * self.num_tokens + i + 1].tolist() for i in range(self.num_tokens)]

@@ -14,9 +14,9 @@ from windlass.engine.rotary.rope_scaling import RotaryGroup
 
 @dataclass(frozen=True, slots=True)
 class DraftInfo:
-    """The draft model beside it, or its own prediction layer, which has no path.
+    """The draft model, or the model's own MTP layer, which has no path.
 
-    num_tokens: what it proposes for a stream per step, at most; the rest as in `ModelInfo`.
+    num_tokens: maximum proposed tokens per stream and step. The other fields are as in `ModelInfo`.
     """
 
     path: str
@@ -30,9 +30,9 @@ class DraftInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolingDefaults:
-    """How embeddings are made where a request does not say.
+    """Pooling of embeddings for requests that set none.
 
-    declared: the model's files say so. refusal: what they ask for that is not offered; then requests have to say.
+    declared: given by the model's files. refusal: an unsupported method that they ask for; requests must then set one.
     """
 
     kind: PoolingKind = "last"
@@ -43,7 +43,7 @@ class PoolingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the engine loaded: enough for the server to validate requests and to describe itself."""
+    """Description of the loaded model. Sizes are totals over all ranks."""
 
     path: str
     architecture: str
@@ -53,7 +53,7 @@ class ModelInfo:
     dtype: str  # compute dtype: float32 | bfloat16 | float16
     weight_dtype: str
     kv_cache_dtype: str
-    quantization: str | None  # of the weights, with the forms of their blocks: "int8 (q8_0)", "GGUF Q4_1, Q8_0"
+    quantization: str | None  # of the weights, with their block formats: "int8 (q8_0)", "GGUF Q4_1, Q8_0"
     device: str
     num_parameters: int
     num_layers: int
@@ -65,35 +65,35 @@ class ModelInfo:
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     rotary_groups: tuple[RotaryGroup, ...]  # under this server's default scaling
-    model_rotary_groups: tuple[RotaryGroup, ...]  # under the model's own
+    model_rotary_groups: tuple[RotaryGroup, ...]  # under the model's own scaling
     weight_bytes: int
     load_seconds: float
-    rotary_ladder: AutoScalingThresholds | None = None  # what a scaling is chosen from by length
-    rotary_auto: bool = False  # it is for requests that ask for nothing else
-    shift_context: int = 0  # tokens that a sequence holds at once where its oldest are dropped
+    rotary_ladder: AutoScalingThresholds | None = None  # automatic scaling thresholds
+    rotary_auto: bool = False  # they apply to requests without a scaling of their own
+    shift_context: int = 0  # tokens that a sequence holds at once under context shift
     max_total_tokens: int | None = None  # prompt and output of such a sequence together
-    shift_refusal: str | None = None  # why no sequence of this model may drop tokens
-    reuse_refusal: str | None = None  # why none may take up passages that stood elsewhere
-    window_refusal: str | None = None  # why none may have an attention window
-    sinks_refusal: str | None = None  # why none may have sinks in front of it
-    num_states: int = 0  # blocks of what layers carry from token to token
-    state_bytes: int = 0  # of such a block
+    shift_refusal: str | None = None  # why the model does not support context shift
+    reuse_refusal: str | None = None  # why it does not support non-prefix KV reuse
+    window_refusal: str | None = None  # why it does not support attention windows
+    sinks_refusal: str | None = None  # why it does not support attention sinks
+    num_states: int = 0  # blocks of recurrent state
+    state_bytes: int = 0  # of one such block
     draft_model: DraftInfo | None = None
-    fingerprint: str = ""  # of the weights and of all that changes what is computed from them
-    adapters: tuple[AdapterInfo, ...] = ()  # those loaded at the start
-    hidden_size: int = 0  # of the vectors that its states are
+    fingerprint: str = ""  # of the weights and of every option that changes computed values
+    adapters: tuple[AdapterInfo, ...] = ()  # loaded at start
+    hidden_size: int = 0
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
-    classifier: ClassifierInfo | None = None  # of a model that classifies and generates nothing
+    classifier: ClassifierInfo | None = None  # of a model that classifies and does not generate
     generates: bool = True
-    is_bidirectional: bool = False  # its tokens see those behind them: a text is computed in one step
-    replicas: int = 1  # engines that this is said of, each with a cache of its own; they share the weights
-    ranks: int = 1  # processes that each hold a part of every layer; sizes are of all of them together
-    notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
+    is_bidirectional: bool = False  # tokens see later ones, so a text is computed in one step
+    replicas: int = 1  # engines described by this, each with its own cache; they share the weights
+    ranks: int = 1  # processes that each hold a part of every layer
+    notices: tuple[str, ...] = ()  # one-line remarks for the operator
 
 
-# How the states behind the final norm become one row: the last token's, the mean of all, the first token's. "all": a row for
-# each token. "classify": what the model's classification head makes of the text; "classify tokens": of each token. "answer": how
-# much likelier the model goes on with one token than with another.
+# Pooling of the hidden states after the final norm to one row: last token, mean of all, first token. "all": one row per token.
+# "classify": output of the classification head for the text; "classify tokens": for each token. "answer": by how much the model
+# prefers one token over another as the continuation.
 PoolingKind = Literal["last", "mean", "first", "all", "classify", "classify tokens", "answer"]
 
 POOLING_KINDS: tuple[PoolingKind, ...] = ("last", "mean", "first", "all", "classify", "classify tokens", "answer")
@@ -103,8 +103,8 @@ Activation = Literal["softmax", "sigmoid", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ClassifierInfo:
-    """labels: in the order of the head's rows. activation: makes probabilities of what the head gives. per_token: it tells the
-    class of each token, not of the text."""
+    """labels: in the order of the head's rows. activation: turns the head's output into probabilities. per_token: classifies
+    each token instead of the text."""
 
     labels: tuple[str, ...]
     activation: Activation
@@ -113,9 +113,10 @@ class ClassifierInfo:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """An adapter to load. adapter_id: of this load alone, never used again: what the cache holds under it is its own.
+    """An adapter to load.
 
-    path: a directory as PEFT writes it. required: an engine does not start without it.
+    adapter_id: unique to this load and never reused, so cached blocks belong to exactly one adapter. path: a directory in
+    PEFT's format. required: an engine does not start without it.
     """
 
     adapter_id: int
@@ -126,9 +127,10 @@ class AdapterSource:
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """A loaded adapter. rank: the largest of its matrices. targets: kinds of layers it changes, such as "q_proj".
+    """A loaded adapter.
 
-    digest: of all that it adds to the model. num_bytes: of memory.
+    rank: largest rank of its matrices. targets: kinds of layers it changes, such as "q_proj". num_bytes: of memory.
+    digest: of all weights that it adds to the model.
     """
 
     adapter_id: int

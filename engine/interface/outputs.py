@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "abort", "timeout"]
 class TokenLogprobs:
     """Natural-log probabilities at one position, from the model's own distribution (before penalties and temperature).
 
-    token_id/logprob/rank: the token that stands there, rank 1 being the most likely.
+    token_id/logprob/rank: the token at this position; rank 1 is the most likely token.
     top: (token id, log-probability) of the most likely tokens, best first.
     """
 
@@ -30,17 +30,16 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step added to one sample of a request.
+    """Output of one step for one sample of a request.
 
-    token_ids: new tokens only (a step may add several). logprobs: parallel to token_ids when asked for.
-    prompt_logprobs: on the first output of sample 0 when asked for; entry 0 is None (the first token has no context).
-    finish_reason: set on the last output of this sample. stop_token_id: the eos or stop id that ended it, if one did
-    (that id is the last of `token_ids`).
-    cached_tokens: prompt tokens that came from the prefix cache.
-    pooled: what came of a pooled prompt, on its only output.
-    rotary, context: what the sample ran under and what became of its context, on its last output unless it failed.
-    error: set when the request failed; then it is the last output of the request (all samples).
-    scheduled_at: `time.monotonic()` seconds when its first step was planned, on its first output.
+    token_ids: new tokens only (a step may add several). logprobs: parallel to token_ids if requested.
+    prompt_logprobs: on the first output of sample 0 if requested; entry 0 is None (the first token has no context).
+    finish_reason: on the last output of this sample. stop_token_id: the eos or stop id that ended it, if any (it is the last
+    entry of `token_ids`). cached_tokens: prompt tokens taken from the prefix cache.
+    pooled: result of a pooled prompt, on its only output.
+    rotary, context: reports on the sample, on its last output unless it failed.
+    error: the request failed; this is its last output (of all samples).
+    scheduled_at: `time.monotonic()` seconds when the first step of the request was planned, on its first output.
     """
 
     request_id: str
@@ -58,82 +57,76 @@ class RequestOutput:
     scheduled_at: float | None = None
 
 
-MAX_TIMING_SAMPLES = 1 << 16  # of each duration that wait for somebody to ask: some MB, and hours of a busy server
-
+MAX_TIMING_SAMPLES = 1 << 16  # of each duration, stored until they are read: some MB, hours of a busy server
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True, slots=True)
 class PersistStats:
-    """Of cached blocks in files and, where a device computes, in the host's memory. Blocks are those of one KV group each."""
+    """Counters of the disk tier and, on a GPU, of the host tier. A block belongs to one KV group."""
 
     written_blocks: int = 0
     written_bytes: int = 0
     read_blocks: int = 0
     read_bytes: int = 0
-    restored_tokens: int = 0  # of prompts, whose blocks came back into the cache
-    damaged_blocks: int = 0  # files that were not what their checksum says
-    foreign_blocks: int = 0  # files of another block than their name says
-    lost_blocks: int = 0  # blocks that were evicted before they were written
-    evicted_blocks: int = 0  # files removed to hold the cap
-    failures: int = 0  # to read or to write: a full disk, say
-    waiting_blocks: int = 0  # to be written, now
-    known_blocks: int = 0  # in files, that this engine may use, as far as it knows
-    disk_bytes: int = 0  # of all files in the folder, when it was last measured, and what was written since
-    host_saved_blocks: int = 0  # copied to the host's memory when the device's cache evicted them
+    restored_tokens: int = 0  # prompt tokens whose blocks were restored into the cache
+    damaged_blocks: int = 0  # files with a wrong checksum
+    foreign_blocks: int = 0  # files that hold another block than their name states
+    lost_blocks: int = 0  # evicted before they were written
+    evicted_blocks: int = 0  # files removed to stay below the size limit
+    failures: int = 0  # failed reads and writes, for example on a full disk
+    waiting_blocks: int = 0  # still to be written
+    known_blocks: int = 0  # files known to be usable by this engine
+    disk_bytes: int = 0  # all files of the folder when last measured, plus what was written since
+    host_saved_blocks: int = 0  # copied to host memory when the device's cache evicted them
     host_saved_bytes: int = 0
     host_read_blocks: int = 0  # copied back
     host_read_bytes: int = 0
-    host_lost_blocks: int = (
-        0  # evicted by the device's cache when there was no place for them, or no copy could be made
-    )
-    host_evicted_blocks: int = 0  # given up for others
-    host_blocks: int = 0  # in the host's memory now
+    host_lost_blocks: int = 0  # evicted by the device's cache, but no memory was free or the copy failed
+    host_evicted_blocks: int = 0  # evicted from host memory
+    host_blocks: int = 0  # now in host memory
     host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of gauges and monotonically growing counters. All counters start at 0 with the engine process."""
+    """A snapshot of gauges and counters. All counters start at 0 with the engine process and only increase."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_blocks_total: int = 0
-    kv_blocks_used: int = 0  # held by a live request (cached blocks nobody holds count as free)
+    kv_blocks_used: int = 0  # held by live requests (blocks that are only cached count as free)
     kv_cache_usage: float = 0.0  # 0..1, of the fullest KV group
     rotary_specs_live: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
-    prompt_tokens: int = 0  # prompt positions passed through the model or taken from the cache
+    prompt_tokens: int = 0  # prompt positions computed or taken from the cache
     generation_tokens: int = 0
-    recomputed_tokens: dict[str, int] = field(
-        default_factory=dict
-    )  # by reason: preemption, full_prefix_hit, rope_update, cache_reuse
-    context_shifts: int = 0  # times that a sequence dropped its oldest tokens
-    dropped_tokens: int = 0  # those
-    reused_passages: int = 0  # passages taken up at another place
-    reused_tokens: int = 0  # those of them that were not computed again
+    # By reason: preemption, full_prefix_hit, rope_update, cache_reuse.
+    recomputed_tokens: dict[str, int] = field(default_factory=dict)
+    context_shifts: int = 0
+    dropped_tokens: int = 0  # by context shifts
+    reused_passages: int = 0  # by non-prefix KV reuse
+    reused_tokens: int = 0  # of these passages, without those computed again
     key_moves: int = 0  # cached tokens whose keys were re-rotated to other frequencies
-    spec_decode_num_drafts: int = 0  # proposals of speculative decoding
-    spec_decode_num_draft_tokens: int = 0  # tokens in them
-    spec_decode_num_accepted_tokens: int = 0  # those of them that were accepted
-    spec_decode_model_num_drafts: int = 0  # of these proposals, those of the draft model
+    spec_decode_num_drafts: int = 0  # proposals
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    spec_decode_model_num_drafts: int = 0  # the part of these that the draft model proposed
     spec_decode_model_num_draft_tokens: int = 0
     spec_decode_model_num_accepted_tokens: int = 0
     queue_seconds: tuple[float, ...] = ()  # per request since the last snapshot: arrival to first schedule
     prefill_seconds: tuple[float, ...] = ()  # first schedule to first token
     decode_seconds: tuple[float, ...] = ()  # first token to the end
     inference_seconds: tuple[float, ...] = ()  # first schedule to the end
-    step_tokens: tuple[
-        int, ...
-    ] = ()  # steps by the tokens they computed: up to each of STEP_TOKENS, and more; () for none
-    step_tokens_sum: int = 0  # those tokens
+    step_tokens: tuple[int, ...] = ()  # histogram of steps by computed tokens, bounds STEP_TOKENS; () for none
+    step_tokens_sum: int = 0
     adapters_loaded: int = 0
     adapter_bytes: int = 0  # of memory
     persist: PersistStats = field(default_factory=PersistStats)
-    engines: tuple[EngineStats | None, ...] = ()  # of each, where this is the sum of several; None: it has none now
+    engines: tuple[EngineStats | None, ...] = ()  # of each engine, in a sum over several; None: unavailable
 
 
 @dataclass(frozen=True, slots=True)

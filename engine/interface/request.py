@@ -1,6 +1,6 @@
 """Engine requests and sampling parameters.
 
-Everything here is picklable and free of torch. Text, HTTP and chat templates are unknown at this level.
+Picklable and free of torch. Text, HTTP and chat templates are unknown at this level.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from windlass.engine.interface.model_info import PoolingKind
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.rotary.rotary_policy import RopeUpdate
 
-MAX_REPEAT_WINDOW = 32_768  # tokens in which repeats are looked for
+MAX_REPEAT_WINDOW = 32_768  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatPenalty:
-    """The penalty on tokens that would go on with a sequence said before (DRY); see `windlass.engine.sampling.penalties`.
+    """Penalty on tokens that would continue a repetition (DRY); see `windlass.engine.sampling.penalties`.
 
-    last_n: tokens looked back at, 1 to MAX_REPEAT_WINDOW. breaker_ids, breaker_sequences (of two ids and more): no sequence
-    goes past them, and breaker_ids lose nothing themselves.
+    last_n: tokens that are searched for repetitions, 1 to MAX_REPEAT_WINDOW. breaker_ids, breaker_sequences (two ids or more):
+    no repetition extends across them, and breaker_ids are never penalized.
     """
 
     multiplier: float
@@ -33,11 +33,11 @@ class RepeatPenalty:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """After so many tokens of thinking come those that close it, unless it has been closed.
+    """Limit of thinking tokens: after `tokens` of them the closing marker is forced, unless thinking has ended.
 
-    close: the marker's ids, one or more. opens: spellings of what begins the thinking, at the beginning of the output or after
-    at most two further tokens; where none stands there, nothing is thought. Empty: the output begins inside the thinking.
-    closes: further spellings of what closes it.
+    close: token ids of the marker, one or more. opens: spellings of the opening marker, which counts at the start of the output
+    or after at most two tokens; without one nothing counts as thinking. Empty: the output starts inside the thinking.
+    closes: further spellings of the closing marker.
     """
 
     tokens: int
@@ -48,22 +48,22 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Token ids are validated against the vocabulary by `windlass.engine.interface.validation`.
+    """Sampling parameters. Token ids are validated against the vocabulary by `windlass.engine.interface.validation`.
 
     temperature: 0 means greedy (argmax).
     top_k: 0 means off. top_p, typical_p: 1.0 means off. min_p: 0.0 means off.
-    xtc_probability, xtc_threshold: the chance that a draw leaves out the top choices, which hold that share each, but for the
-    least likely of them; 0.0 means off.
-    seed: the draw of output token i of sample s depends on (seed, s, i) alone; None picks a fresh seed.
-    stop_token_ids: end generation (kept out of the text by the server); eos ids of the model end it too unless `ignore_eos`.
-    logprobs: None for none, else the number of most likely alternatives reported beside the drawn token (0 is allowed).
+    xtc_probability, xtc_threshold: probability that all tokens with at least this probability are excluded except the least
+    likely of them; 0.0 means off.
+    seed: output token i of sample s depends only on (seed, s, i); None chooses a fresh seed.
+    stop_token_ids: end generation (removed from the text by the server); the model's eos ids end it too unless `ignore_eos`.
+    logprobs: None for none, else the number of most likely alternatives reported with the sampled token (0 is allowed).
     prompt_logprobs: the same for every prompt token but the first. Such a request takes no prefix hits.
-    prompt_logprobs_from: the first prompt token they are wanted for, the entries before are None; then what stands before
-    may come from the prefix cache. 0, 1: for all.
-    grammar: what the output has to match, as a grammar serialized by llguidance; None for anything. It ends where the grammar
-    does, also where eos is ignored, and min_tokens keeps no complete output open.
+    prompt_logprobs_from: the first prompt token with log-probabilities; entries before it are None and their tokens may come
+    from the prefix cache. 0, 1: for all.
+    grammar: a grammar serialized by llguidance that the output must match, None for none. The output ends with the grammar, even
+    with `ignore_eos`, and min_tokens does not extend a complete output.
     logit_bias: added to the logits. allowed_token_ids: every other id is masked. bad_words: id sequences never completed.
-    n: samples drawn from one prefill; outputs carry `index` 0..n-1.
+    n: samples generated from one prefill; outputs carry `index` 0..n-1.
     """
 
     max_tokens: int = 16
@@ -95,15 +95,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to complete. `deadline` is `time.monotonic()` seconds.
+    """One prompt to complete.
 
-    rope_scaling: None means the server's default, `AUTO` the least that the length needs. rope_update: when frequencies that
-    depend on length change, None for the server's or the kind's default. rope_exact: under `recompute`, dynamic follows every
-    token rather than its grid.
-    reuse: what it may take of other prompts beside an equal beginning, None for nothing. adapter: the id of a loaded one.
-    pooling: set where the prompt is to be pooled; then nothing is generated, and `sampling.max_tokens` is 0.
-    caller: on whose account it runs: where more is asked for than there is, callers get equal parts, or as their `share` is to
-    that of others.
+    rope_scaling: None means the server's default, `AUTO` the smallest scaling that the length needs. rope_update: policy for
+    length-dependent frequencies, None for the server's or the scaling's default. rope_exact: under `recompute`, dynamic scaling
+    follows every token instead of its grid.
+    reuse: non-prefix KV reuse, None for none. adapter: id of a loaded adapter.
+    pooling: set for a pooled prompt; then nothing is generated, and `sampling.max_tokens` is 0.
+    caller, share: fairness under load: callers get parts in proportion to their `share`.
+    deadline: `time.monotonic()` seconds.
     """
 
     request_id: str
@@ -125,10 +125,10 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class PoolingRule:
-    """dimensions: leading values of each row that are kept, None for all. normalize: to length 1, after that.
+    """dimensions: leading values of each row that are returned, None for all. normalize: to length 1, after that.
 
-    second_from: the token with which the second text of a pair begins, for models that tell the two apart; None: there is one.
-    answers: of "answer", the token whose logit behind the prompt is told, and perhaps one whose logit is taken off it.
+    second_from: first token of the second text of a pair, for models that distinguish the two; None: there is one text.
+    answers: for "answer", the token whose logit after the prompt is returned, and optionally one whose logit is subtracted.
     """
 
     kind: PoolingKind = "last"
@@ -139,5 +139,5 @@ class PoolingRule:
 
     @property
     def reads_every_token(self) -> bool:
-        """Whether states of others than the last token are needed: then none may come from the prefix cache."""
+        """Whether hidden states of other tokens than the last are needed; then none may come from the prefix cache."""
         return self.kind in ("mean", "first", "all", "classify tokens")

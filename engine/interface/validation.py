@@ -6,7 +6,7 @@ Whether a request fits the context and the cache is checked by the scheduler's a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Final, TypedDict
+from typing import Any, Final
 
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.context import NonPrefixReuseParams
@@ -16,17 +16,13 @@ from windlass.engine.rotary.rope_scaling import DISTANCE_KINDS
 from windlass.engine.rotary.rotary_policy import RotaryPlan
 
 MAX_SAMPLES = 64
-
 MAX_PASSAGES = 1024
-
-_MAX_MARKERS, _MAX_MARKER_TOKENS = 128, 64  # of thinking: spellings, tokens
+_MAX_MARKERS, _MAX_MARKER_TOKENS = 128, 64  # thinking markers: spellings, tokens of each
+MAX_GRAMMAR_CHARACTERS = 4 << 20  # of a serialized grammar
 
 
 def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
-    """Raise RequestError naming the field; a request that passes cannot harm the step it runs in.
-
-    Whether it fits the context and the cache is `admission`'s to say.
-    """
+    """Check the values of a request. Raises RequestError naming the field; a valid request cannot harm the step it runs in."""
     _check_ids("prompt", request.prompt_token_ids, vocab_size)
     if request.rope_update not in (None, "frozen", "recompute", "rotate"):
         raise RequestError("rope_update must be frozen, recompute or rotate", "rope_update")
@@ -38,7 +34,7 @@ def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
 
 
 def validate_task(request: EngineRequest, info: ModelInfo) -> None:
-    """Raise RequestError for what the model has no head for."""
+    """Check that the model has the head that the request needs. Raises RequestError."""
     classifier, kind = info.classifier, None if request.pooling is None else request.pooling.kind
     if kind in (None, "answer") and not info.generates:
         instead = "/v1/embeddings, /v1/score or /v1/rerank"
@@ -52,16 +48,16 @@ def validate_task(request: EngineRequest, info: ModelInfo) -> None:
     if classifier is None:
         raise RequestError("this model has no classification head", "pooling", "no_classifier")
     if classifier.per_token != (kind == "classify tokens"):
-        hint = "each token, not of a text: ask /pooling for token_classify"
+        hint = "each token, not a text: ask /pooling for token_classify"
         raise RequestError(
-            f"this model tells the class of {hint if classifier.per_token else 'a text: use /classify'}",
+            f"this model classifies {hint if classifier.per_token else 'a text: use /classify'}",
             "pooling",
             "no_classifier",
         )
 
 
 def validate_distance_rules(request: EngineRequest, rotation: RotaryPlan) -> None:
-    """Raise RequestError for what a rule of distances has no room for: it says itself where every key stands."""
+    """Refuse what distance-based attention excludes, since it sets the position of every key itself. Raises RequestError."""
     kinds = {kind for group in rotation.groups for kind in (group.scaling.rope_type,) if kind in DISTANCE_KINDS}
     if not kinds:
         return
@@ -73,7 +69,7 @@ def validate_distance_rules(request: EngineRequest, rotation: RotaryPlan) -> Non
     for field, what in asked.items():
         if what:
             raise RequestError(
-                f"{what} and rope_type {kinds.pop()!r} both say where keys stand: leave one of them out",
+                f"{what} and rope_type {kinds.pop()!r} both set the positions of keys: leave one of them out",
                 field,
                 "unsupported_value",
             )
@@ -103,15 +99,15 @@ def _check_reuse(reuse: NonPrefixReuseParams, num_prompt_tokens: int) -> None:
         )
     if len(reuse.passages) > MAX_PASSAGES:
         raise RequestError(f"passages has {len(reuse.passages)} entries, at most {MAX_PASSAGES} are taken", "passages")
-    behind = 0
+    previous_end = 0
     for start, end in sorted(reuse.passages):
-        if not behind <= start < end <= num_prompt_tokens:
+        if not previous_end <= start < end <= num_prompt_tokens:
             raise RequestError(
-                f"passages: [{start}, {end}) must lie in the prompt of {num_prompt_tokens} tokens, hold a token and "
+                f"passages: [{start}, {end}) must be a non-empty part of the prompt of {num_prompt_tokens} tokens and "
                 "overlap no other",
                 "passages",
             )
-        behind = end
+        previous_end = end
 
 
 def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
@@ -158,7 +154,7 @@ def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
     if s.allowed_token_ids is not None:
         _check_ids("allowed_token_ids", s.allowed_token_ids, vocab_size)
         if not s.allowed_token_ids:
-            raise RequestError("allowed_token_ids is empty: no token could be drawn", "allowed_token_ids")
+            raise RequestError("allowed_token_ids is empty: no token could be sampled", "allowed_token_ids")
 
 
 def _check_markers(param: str, markers: Collection[Collection[int]], vocab_size: int) -> None:
@@ -176,22 +172,9 @@ def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:
             raise RequestError(f"{param}: token id {token_id} is outside the vocabulary 0..{vocab_size - 1}", param)
 
 
-MAX_GRAMMAR_CHARACTERS = 4 << 20  # of a serialized grammar
-
-
-class GrammarLimits(TypedDict):
-    """In the names of llguidance's LLParserLimits."""
-
-    initial_lexer_fuel: int
-    step_lexer_fuel: int
-    step_max_items: int
-    max_lexer_states: int
-    max_grammar_size: int
-    verbose_errors: bool
-
-
-# A mask takes 40 microseconds as a rule and some 20 ms at most, a grammar about 100 MB at most.
-GRAMMAR_LIMITS: Final[GrammarLimits] = {
+# Arguments of llguidance's LLParserLimits: a mask usually takes 40 microseconds and at most some 20 ms, a grammar at most about
+# 100 MB.
+GRAMMAR_LIMITS: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,

@@ -41,12 +41,11 @@ class RotatedQueryCopies:
 class ForwardBatch:
     """T tokens of B sequences, G rotary groups, K KV groups. An argument, never a global.
 
-    versions: None where every query meets all keys as it is, within the layers' windows. lasting: the next batch of as many
-    rows stands in the same tensors, which nothing else overwrites. adapters: None where no row has one. token_types: which text
-    of a pair each token belongs to; None: all to the first. prompts: see `AttentionCall`. only_last_tokens: of each sequence nobody asks
-    for more than the last hidden state; only where there are no versions. state_blocks, state_starts, state_lengths,
-    state_snapshots: see `StateRows`; None where no layer carries a state. hidden: of a prediction layer's rows, what is joined
-    with their tokens.
+    query_copies: None if every query attends unrotated to all keys within the layers' windows. persistent: the next batch with
+    as many rows uses the same tensors, which nothing else overwrites. adapters: None if no row has one. token_types: the text of
+    a pair that each token belongs to; None: the first for all. prompts: see `AttentionCall`. only_last_tokens: only the hidden
+    state of each sequence's last token is needed; never set together with query_copies. hidden: for an MTP layer, the hidden
+    states that are joined with the embeddings of the rows' tokens.
     """
 
     input_ids: Tensor  # [T] int64
@@ -74,18 +73,8 @@ class ForwardBatch:
     )
     unrotated_score_scale: Tensor | None = None  # [T] float32, that of layers that do not rotate, where it is another
     only_last_tokens: bool = False
-    state_blocks: Tensor | None = None  # [S] int64
-    state_starts: Tensor | None = None  # [S + 1] int64
-    state_lengths: Tensor | None = None  # [S] int64
-    state_snapshots: Tensor | None = None  # [T] int64
+    state_rows: StateRows | None = None  # the states that the tokens change; None where no layer carries one
     hidden: Tensor | None = None  # [T, hidden]
-
-    @property
-    def state_rows(self) -> StateRows | None:
-        """Whose states the tokens change."""
-        if self.state_blocks is None or self.state_starts is None or self.state_lengths is None:
-            return None
-        return StateRows(self.state_blocks, self.state_starts, self.state_lengths, self.state_snapshots)
 
     @property
     def ends(self) -> Tensor:

@@ -8,9 +8,9 @@ import sys
 def main() -> None:
     """Run the command that the process was given, and end it."""
     try:
-        from windlass.engine.process_setup import importing
+        from windlass.engine.process_setup import gc_paused_imports
 
-        with importing():
+        with gc_paused_imports():
             from windlass.server.cli.main import main as run
         run()
     except KeyboardInterrupt:

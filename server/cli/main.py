@@ -18,7 +18,7 @@ from windlass.clients.terminal.lines import say
 from windlass.clients.terminal.run import run_app
 from windlass.clients.terminal.version import version_option
 from windlass.engine.errors import EngineError
-from windlass.engine.process_setup import importing
+from windlass.engine.process_setup import gc_paused_imports
 from windlass.server.cli.brief_help import BriefHelp, help_all_option
 from windlass.server.cli.ray_commands import app as ray
 from windlass.server.cli.rope import app as rope
@@ -77,7 +77,7 @@ def serve(
     from windlass.server.startup.early_signals import ended_by_sigterm
 
     with ended_by_sigterm():
-        with importing():
+        with gc_paused_imports():
             from windlass.server.startup.launch import serve as launch
         return launch(model, engine, server, connections, log_level, replicas.checked())
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from windlass.engine.client.child_process import DEFAULT_CORE, ChildProcess, ProcessPlacement, preload_module
+from windlass.engine.client.child_process import ChildProcess, ProcessPlacement, preload_module
 from windlass.engine.client.process_client import ProcessClient
 from windlass.engine.client.replicated_client import ReplicaPlacement, ReplicatedClient
 from windlass.engine.host_resources import split_cores
@@ -27,7 +27,7 @@ class Engines:
     """
 
     def __init__(self, engine: EngineOptions, log_level: str, replicas: int = 1) -> None:
-        self._core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
+        self._core = os.environ.get(CORE_VARIABLE)
         self._log_level = log_level
         self.replicas = replicas
         self._placement = ReplicaPlacement(replicas, leave_one=engine.pin_cores) if replicas > 1 else None

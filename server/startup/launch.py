@@ -27,7 +27,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.host_resources import pin_to_cores, split_cores
 from windlass.engine.interface.context import context_sizes_of
 from windlass.engine.model.loading.preflight import check_start, expect_device
-from windlass.engine.process_setup import importing
+from windlass.engine.process_setup import gc_paused_imports
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.http.descriptors import raise_limit
 from windlass.server.http.loop_watch import LoopWatch
@@ -147,7 +147,7 @@ def _serve_with(engines: Engines, start: _StartOptions, hung_up: Callable[[], bo
         if not _refused_later(engine):
             loading.begin()
         try:
-            with importing():
+            with gc_paused_imports():
                 app = make_app(client, path, settings, start.template)
             with contextlib.closing(app.state.windlass) as state:
                 http = make_server(

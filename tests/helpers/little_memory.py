@@ -79,7 +79,7 @@ def fail_ahead(core: EngineCore, monkeypatch: pytest.MonkeyPatch, *, every: int,
     given. Returns behind how many."""
     assert core.runner.graphs is not None
     device = core.runner.graphs._graphs
-    begin, ask = core.runner.graphs.begin_ahead, device.ask
+    begin, ask = core.runner.graphs.submit_behind, device.submit
     begun, failed = list[int](), list[int]()
 
     def fails(*given: Any) -> Any:
@@ -96,8 +96,8 @@ def fail_ahead(core: EngineCore, monkeypatch: pytest.MonkeyPatch, *, every: int,
 
         with monkeypatch.context() as patched:
             if rest == 0:
-                patched.setattr(device, "ask", counted)
+                patched.setattr(device, "submit", counted)
             return begin(*given)
 
-    monkeypatch.setattr(core.runner.graphs, "begin_ahead", fails)
+    monkeypatch.setattr(core.runner.graphs, "submit_behind", fails)
     return failed

@@ -97,7 +97,7 @@ class ThreadRanks:
     def _run(self, part: RankShard, queue: SimpleQueue[Any]) -> None:
         while (order := queue.get()) is not None:
             try:
-                part.do(order)
+                part.run(order)
             except BaseException as error:
                 self.failed.append(error)
                 if self._meeting is not None:

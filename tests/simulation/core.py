@@ -85,7 +85,7 @@ class SimulatedCore(EngineCore):
             found.append(f"blocks: {error}")
         if self.rows.counts and not self.scheduler.has_work():
             found.append("rotary rows are held")
-        if len(self.runner.sequences) and not self.scheduler.has_work():
+        if len(self.runner.input_batch) and not self.scheduler.has_work():
             found.append("the runner remembers sequences")
         return found
 
@@ -160,7 +160,7 @@ class SimulatedRunner:
         self._process = process
         self.tables = tables
         self.graphs = None
-        self.sequences = InputBatch(1)
+        self.input_batch = InputBatch(1)
         self._keys = PagedKeys(num_blocks, block_size)
         self._frequencies: dict[int, int] = {}  # by row
 
@@ -168,7 +168,7 @@ class SimulatedRunner:
         """See `RankRunner.join`: there is no device beside it."""
 
     def follow(self, plan: SchedulerOutput) -> None:
-        self.sequences.apply(plan)
+        self.input_batch.apply(plan)
         self._frequencies.update((row.row, frequencies_of(row.specs)) for row in plan.rotary_rows)
         for copy in plan.copies:
             self._keys.copy(copy.source, copy.target)
@@ -182,7 +182,7 @@ class SimulatedRunner:
         self.follow(plan)
         if plan.num_passes == 1:
             return self._pass(plan)
-        burst = MultiStepState(plan, self.sequences)
+        burst = MultiStepState(plan, self.input_batch)
         while burst.has_next:
             burst.add(self._pass(burst.next_pass))
         return burst.results()
@@ -193,8 +193,8 @@ class SimulatedRunner:
         return [result for item in plan.sequences for result in self._read(item)]
 
     def _write(self, item: ScheduledSequence) -> None:
-        live = self.sequences.by_id[item.seq_id]
-        table = self.sequences.table(item.seq_id, 0).tolist()
+        live = self.input_batch.by_id[item.seq_id]
+        table = self.input_batch.table(item.seq_id, 0).tolist()
         frequencies = self._frequencies[live.rotary_id]
         tokens = live.token_ids + list(item.draft)
         for position in range(item.start, item.start + item.num_tokens):
@@ -204,13 +204,13 @@ class SimulatedRunner:
     def _read(self, item: ScheduledSequence) -> list[StepResult]:
         if not item.samples:
             return []
-        table = self.sequences.table(item.seq_id, 0).tolist()
+        table = self.input_batch.table(item.seq_id, 0).tolist()
         if self._process.world.happens("logits are not finite", self._process.request_of(item.seq_id)):
             return [StepResult(seq_id, error=EngineError(f"{INJECTED}: not finite")) for seq_id in item.samples]
         last = item.start + item.num_tokens - len(item.draft)
         results = []
         for seq_id in item.samples:
-            slot, drawn = self.sequences.by_id[seq_id].slot, []
+            slot, drawn = self.input_batch.by_id[seq_id].slot, []
             known = len(slot.token_ids) - slot.num_prompt_tokens
             for count in range(len(item.draft) + 1):
                 drawn.append(draw(self._keys.total(table, last + count), slot.seed, slot.index, known + count))

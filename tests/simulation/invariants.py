@@ -77,7 +77,7 @@ def check_books(world: World) -> None:
     if len(world.deaths) > causes:
         world.violation(f"{len(world.deaths)} engines died, {causes} had a reason")
     children = [engine._child for engine in world.engines]
-    spares = [engine._spawner.waiting for engine in world.engines]
+    spares = [engine._spawner.standby for engine in world.engines]
     for process in world.processes.values():
         if not process.ended and process not in (*children, *spares):
             world.violation(f"the engine process {process.pid} is left")

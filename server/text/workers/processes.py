@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.process_setup import child_output
+from windlass.engine.process_setup import child_output_fd
 from windlass.server.text.pair_prompt import PairTemplate
 from windlass.server.text.workers import frames
 from windlass.server.text.workers.fork_commands import ANSWER, COMMAND, FORK, REAP
@@ -59,7 +59,7 @@ class ForkServer:
         self._lock = threading.RLock()  # held by whoever waits on the control socket
         self._control, theirs = socket.socketpair()
         with theirs:
-            output = child_output()
+            output = child_output_fd()
             # As with the engine: -P keeps the working directory off the import path, a session of its own the ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "windlass.server.text.workers.fork_server", f"--fd={theirs.fileno()}"],

@@ -1,4 +1,4 @@
-"""The client around the real engine and the bundled model: the same tokens as without a process, and nothing left behind."""
+"""The client with the real engine and the bundled model: the same tokens as without a process, and nothing left over."""
 
 from __future__ import annotations
 

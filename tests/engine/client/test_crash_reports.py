@@ -1,4 +1,4 @@
-"""What is left of an engine that dies: by SIGKILL in the middle of streams, by an error in a step, by being stuck."""
+"""Crash reports of engines that die by SIGKILL during streams, by an error in a step, or because they are stuck."""
 
 from __future__ import annotations
 

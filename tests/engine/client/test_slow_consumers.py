@@ -1,4 +1,4 @@
-"""Who does not take his outputs holds up nobody: an engine that has finished owes nothing, and is not taken for stuck."""
+"""Slow consumers delay no other request, and an engine that has finished does not count as stuck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a child counts as stuck: by what it was heard of, the processor time it used, and what was expected of its step."""
+"""When a child counts as stuck: by its messages, its CPU time, and the expected duration of its step."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Child:
     used_seconds: float | None = 0.0
     inactive: bool = False
     stopped: bool = False
-    stopped_until: int = 10**9  # the look from which on it is no longer
+    stopped_until: int = 10**9  # the check from which on it is not
     ended: bool = False
     a_tick: float = 0.25  # processor seconds that it uses in a tick
     ticks: int = 0
     owes: bool = True
-    owes_until: int = 10**9  # the look from which on it does no longer
+    owes_until: int = 10**9  # the check from which on it does not
     looks: bool = False
     suspected: list[bool] = field(default_factory=list)
 
@@ -54,14 +54,14 @@ class Child:
 
 
 async def killed_after(monkeypatch, child: Child, *heard: Message, most: int = 800) -> float | None:
-    """Seconds of silence after which the child is given up; None after `most` looks, four a second."""
+    """Seconds of silence after which the child is given up; None after `most` checks, four a second."""
 
     async def tick(seconds: float) -> None:
         assert seconds == 0.25
         if child.ticks == most:
             child.ended = True
 
-    monkeypatch.setattr(module, "Pulse", lambda pid: child)
+    monkeypatch.setattr(module, "ProcessActivity", lambda pid: child)
     monkeypatch.setattr(asyncio, "sleep", tick)
     watchdog = Watchdog(
         child,  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ async def test_one_that_was_stopped_is_suspected_at_once(monkeypatch) -> None:
 
 
 async def test_one_that_owes_nothing_any_more_is_not_suspected(monkeypatch) -> None:
-    """Else what stands by for it would wait until the next request."""
+    """Otherwise its standby process would wait until the next request."""
     child = Child(inactive=True, a_tick=0.0, owes_until=8)
     assert await killed_after(monkeypatch, child, most=10) is None
     assert child.suspected == [False] * 4 + [True] * 3 + [False] * 3
@@ -130,4 +130,4 @@ async def test_one_that_was_stopped_for_a_moment_goes_on(monkeypatch) -> None:
     child = Child(stopped=True, inactive=True, stopped_until=4)
     assert await killed_after(monkeypatch, child, StepDone((), 0.01), most=20) is None
     assert child.suspected == [True] * 3 + [False] * 17
-    assert await killed_after(monkeypatch, Child(stopped=True), most=20) is None  # it went on between any two looks
+    assert await killed_after(monkeypatch, Child(stopped=True), most=20) is None  # it continued between any two checks

@@ -25,7 +25,7 @@ def made_by(core: EngineCore, request_id: str) -> dict[int, list[int]]:
             core.end_sample(request_id, 2)
             stats = core.stats()
             assert stats.num_running == 1
-            assert before - stats.kv_blocks_used >= 2 * (EARLY // 16)  # what stands behind the prompt, which they share
+            assert before - stats.kv_blocks_used >= 2 * (EARLY // 16)  # the tokens after the prompt, which they share
     return made
 
 

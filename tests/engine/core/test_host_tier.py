@@ -65,7 +65,7 @@ def block_bytes(model: Path, **options: Any) -> int:
 
 
 def small(model: Path, blocks: int = _BLOCKS, host: int = 200, **options: Any) -> dict[str, Any]:
-    """Options of an engine with so many blocks on the device and so many in the host's memory."""
+    """Options of an engine with these numbers of blocks on the device and in host memory."""
     size = block_bytes(model, **options)
     sizes: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 2, "deterministic": True}
     return {**sizes, "kv_cache_memory": blocks * size, "kv_host_memory": host * size, **options}
@@ -193,8 +193,8 @@ def test_a_step_that_evicts_more_than_there_are_rows_for(
 ) -> None:
     """Rows are taken again once what was in them has gone; so where little comes back at once."""
     size = block_bytes(models["llama"])
-    monkeypatch.setattr(host_tier, "_LEAVING", 2 * size)
-    monkeypatch.setattr(host_tier, "_ARRIVING", 4 * size)
+    monkeypatch.setattr(host_tier, "_OUTGOING_BYTES", 2 * size)
+    monkeypatch.setattr(host_tier, "_INCOMING_BYTES", 4 * size)
     core = make_core(models["llama"], **small(models["llama"]))
     ended.append(core)
     right = ask(core)
@@ -223,7 +223,7 @@ def test_streams_that_gave_up_their_places_come_back_by_copies(
 def test_what_comes_back_evicts_nothing_that_came_with_it(
     at_once: bool, models: dict[str, Path], ended: list[EngineCore]
 ) -> None:
-    """More is wanted than a running stream leaves room for: what fits is the beginning, and blocks lie where the books say."""
+    """More is requested than fits next to a running stream: the first blocks are restored, to the places that the tables name."""
     core = make_core(models["llama"], **small(models["llama"], 24, max_model_len=320, max_num_seqs=3))
     plenty = make_core(models["llama"], deterministic=True, kv_cache_memory=64 << 20)
     ended += [plenty, core]
@@ -357,7 +357,7 @@ def test_what_is_evicted_before_it_is_written_is_written_from_the_host(
 def test_a_block_that_is_evicted_while_it_is_copied_to_a_file(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a place in the host's memory its file is not written, as nobody knows what was copied."""
+    """Without free host memory the file is not written, since the copied bytes are unknown."""
     read_block, copied, asked = host_tier.DeviceBlockTransfer.read_block, list[int](), list[int]()
     prompts = [tokens(130) for _ in range(10)]
 
@@ -384,7 +384,7 @@ def test_a_block_that_is_evicted_while_it_is_copied_to_a_file(
 
 
 def test_passages_come_back_from_the_host(models: dict[str, Path], ended: list[EngineCore]) -> None:
-    """Wherever they stand now, by those of their scope and by nobody else."""
+    """At any offset, and only within their scope."""
     document = tokens(70)
     given = small(models["llama"], deterministic=False, max_num_batched_tokens=40)
     core = make_core(models["llama"], **given)
@@ -418,6 +418,6 @@ def test_main_memory_that_the_system_does_not_give(models: dict[str, Path], monk
 
     monkeypatch.setattr(PlayedCopies, "host_memory", refuse)
     with pytest.raises(
-        LoadError, match=r"`cache.host_memory`: the system does not give .* OS call failed .*: lower it"
+        LoadError, match=r"`cache.host_memory`: the system does not provide .* OS call failed .*: lower it"
     ):
         make_core(models["llama"], kv_host_memory=1 << 20)

@@ -1,4 +1,4 @@
-"""What the engine process says of a load that fails."""
+"""Messages of the engine process about loads that fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.engine.core.messages import Load, LoadFailed, Message
 
 
 class PlayedParent:
-    """Says what to load, and keeps what it is told."""
+    """Sends the configuration, and records messages."""
 
     def __init__(self) -> None:
         self.inbox: SimpleQueue[Message] = SimpleQueue()

@@ -61,7 +61,7 @@ def test_an_idle_engine_remembers_no_request(model: Path, how: str) -> None:
     core = make_core(model)
     core.add(greedy("a", range(3, 40), 3, n=2, deadline=time.monotonic() + 3600, repetition_penalty=1.1))
     core.step()
-    assert len(core.runner.sequences) == core.runner.sampler.num_tracked == 2
+    assert len(core.runner.input_batch) == core.runner.sampler.num_tracked == 2
     if how == "abort":
         core.abort("a")
     elif how == "end_sample":
@@ -73,7 +73,7 @@ def test_an_idle_engine_remembers_no_request(model: Path, how: str) -> None:
     else:
         drain(core)
     assert not core.has_work()
-    assert len(core.runner.sequences) == core.runner.sampler.num_tracked == 0
+    assert len(core.runner.input_batch) == core.runner.sampler.num_tracked == 0
     assert len(run(core, [greedy("b", range(3, 40), 3)])["b", 0].token_ids) == 3
 
 

@@ -141,7 +141,7 @@ def test_a_chat_goes_on(models: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_passages_are_found_after_a_restart(models: dict[str, Path], tmp_path: Path) -> None:
-    """Wherever they stand now, by those of their scope and by nobody else."""
+    """At any offset, and only within their scope."""
     document = tokens(70)
     source, turned = [*tokens(7), *document, *tokens(4)], [*tokens(19), *document, *tokens(6)]
     offer = NonPrefixReuseParams(0, scope="me")
@@ -159,7 +159,7 @@ def test_passages_are_found_after_a_restart(models: dict[str, Path], tmp_path: P
 
 
 def test_adapters_are_told_apart_by_what_they_add(models: dict[str, Path], tmp_path: Path) -> None:
-    """Their numbers begin anew with every server."""
+    """Their numbers start again with every server."""
     one, other = (save_adapter(tmp_path / name, models["llama"], seed=seed) for seed, name in enumerate("ab"))
 
     def asked(adapter: Path) -> Finished:
@@ -255,7 +255,7 @@ def test_a_damaged_file_in_the_middle_ends_the_prefix_there(models: dict[str, Pa
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    for expected, damaged in ((3 * 16, 1), (FULL, 0)):  # it is made anew
+    for expected, damaged in ((3 * 16, 1), (FULL, 0)):  # it is created again
         with keeping(models["llama"], tmp_path) as core:
             again = ask(core)
             written(core)
@@ -297,7 +297,7 @@ def test_two_engines_share_a_folder(models: dict[str, Path], tmp_path: Path) -> 
     with keeping(models["llama"], tmp_path) as one, keeping(models["llama"], tmp_path) as other:
         ask(one)
         written(one)
-        eventually(lambda: other.stats().persist.known_blocks >= FULL // 16, 30)  # it looks from time to time
+        eventually(lambda: other.stats().persist.known_blocks >= FULL // 16, 30)  # it scans from time to time
         got = ask(other)
         assert cached(got) == FULL and same(got, right)
         assert other.stats().persist.written_blocks == 0
@@ -345,15 +345,15 @@ def test_a_full_disk_is_said_once_and_the_engine_goes_on(
         return write(number, data)
 
     monkeypatch.setattr(os, "write", limited)
-    monkeypatch.setattr("windlass.engine.cache.block_store._FIRST_PAUSE", 0.05)
-    monkeypatch.setattr("windlass.engine.cache.block_store._LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr("windlass.engine.cache.block_store._MIN_BACKOFF", 0.05)
+    monkeypatch.setattr("windlass.engine.cache.block_store._MAX_BACKOFF", 0.05)
     full.set()
     with caplog.at_level(logging.WARNING), keeping(models["llama"], tmp_path) as core:
         assert same(ask(core), right)
         eventually(lambda: core.stats().persist.failures >= 3, 30)
         assert len(caplog.records) == 1 and "No space left on device" in caplog.text
         assert files_in(tmp_path) == [] and not list(tmp_path.glob("*/.*"))
-        full.clear()  # there is room again
+        full.clear()  # there is space again
         eventually(lambda: not core.stats().persist.waiting_blocks, 30)
         assert core.stats().persist.written_blocks >= FULL // 16
         assert len(caplog.records) == 2 and "this is over" in caplog.text
@@ -402,7 +402,7 @@ def test_what_several_want_is_read_once(
         ]
         for request in requests:
             core.add(request)
-        core.step()  # all have looked
+        core.step()  # all have searched
         core.abort("a0")  # which the others wait for
         gate.set()
         got = run(core, [])
@@ -466,7 +466,7 @@ def test_folders_that_cannot_serve(models: dict[str, Path], tmp_path: Path) -> N
         assert (tmp_path / "new" / "one").stat().st_mode & 0o777 == 0o700
 
 
-@ON_A_CPU  # whose threads copy pages beside the steps that write to them
+@ON_A_CPU  # whose threads copy blocks during steps that write to them
 def test_a_block_that_is_evicted_while_it_is_copied_is_not_written(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,7 +500,7 @@ def test_a_block_that_is_evicted_while_it_is_copied_is_not_written(
 
 @pytest.fixture
 def slow_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What is hashed with an engine's weights, and cannot be read before somebody writes to it."""
+    """A file that is hashed with the weights, and cannot be read before it is written."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     monkeypatch.setattr(keeping_module, "weight_files", lambda directory: [*weight_files(directory), pipe])

@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def put_late(core: EngineCore, puts: list[int]) -> None:
-    """Let blocks come together, and be put into the pages once the thread that writes files has done all that it was told to by
+    """Restore blocks together, into the cache, once the thread that writes files has finished all work queued by
     then."""
     store = core._store
     assert store is not None

@@ -1,4 +1,4 @@
-"""Engines that keep blocks in processes of their own: killed at any moment, beside others, and on a disk that takes nothing."""
+"""Engine processes that store blocks: killed at any moment, several at once, and on a disk that is full."""
 
 import json
 import os

@@ -12,7 +12,6 @@ import pytest
 from helpers.configs import engine_config
 
 from windlass.engine import host_resources
-from windlass.engine.client.child_process import DEFAULT_CORE
 from windlass.engine.client.process_client import ProcessClient
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
@@ -30,12 +29,12 @@ def test_polling_is_bounded_unless_the_operator_decided() -> None:
 @pytest.mark.parametrize(
     ("given", "expected", "core_name"),
     [
-        ({}, str(host_resources.SPIN_COUNT), DEFAULT_CORE),
+        ({}, str(host_resources.SPIN_COUNT), None),
         ({"GOMP_SPINCOUNT": "7"}, "7", "helpers.scripted_core:ScriptedCore"),
     ],
 )
 def test_an_engine_process_starts_with_it_and_on_its_cores(
-    given: dict[str, str], expected: str, core_name: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str], expected: str, core_name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
@@ -61,9 +60,9 @@ def test_an_engine_process_starts_with_it_and_on_its_cores(
 def test_preparing_a_process_comes_before_torch_or_not_at_all() -> None:
     script = (
         "import os, sys; os.environ.pop('GOMP_SPINCOUNT', None); os.environ.pop('OMP_WAIT_POLICY', None)\n"
-        "from windlass.engine.core import threads\n"
+        "from windlass.engine import host_resources\n"
         "sys.modules.update({'torch': sys} if sys.argv[1] == 'late' else {})\n"
-        "threads.apply_thread_settings(); print(os.environ.get('GOMP_SPINCOUNT'))"
+        "host_resources.apply_thread_settings(); print(os.environ.get('GOMP_SPINCOUNT'))"
     )
     answers = [subprocess.check_output([sys.executable, "-c", script, when], text=True) for when in ("early", "late")]
     assert answers == [f"{host_resources.SPIN_COUNT}\n", "None\n"]

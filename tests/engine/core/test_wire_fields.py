@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
-from windlass.engine.client.request_router import RequestRouter, StatsAccumulator
+from windlass.engine.client.request_router import RequestRouter, StatsCalls
 from windlass.engine.core.messages import FrameReader, PromptLogprobs, StepDone, decode, encode
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.context import ContextReport
@@ -77,7 +77,7 @@ def test_long_log_probabilities_of_a_prompt_travel_in_parts() -> None:
 def test_samples_that_nobody_takes_are_bounded() -> None:
     """The newest wait; each is handed out once, and counters are those of the last snapshot."""
     kinds = ("queue_seconds", "prefill_seconds", "decode_seconds", "inference_seconds")
-    joined = StatsAccumulator()
+    joined = StatsCalls(lambda message: None, lambda: None)
     for kind in kinds:
         for part in range(0, MAX_TIMING_SAMPLES + 3000, 1000):
             samples = tuple(map(float, range(part, part + 1000)))

@@ -1,4 +1,4 @@
-"""Captured decode steps of rows with adapters, on a played device: the oracle is the same engine that captures nothing."""
+"""Captured decode steps with adapters on a simulated device; the oracle is the same engine without graphs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> DirectoryOf:
 
 @pytest.fixture(scope="module")
 def sources(directory_of: DirectoryOf, tmp_path_factory: pytest.TempPathFactory) -> tuple[AdapterSource, ...]:
-    """Of three ranks, which change a lot."""
+    """Three adapters of different ranks with a large effect."""
     return sources_for(directory_of("llama"), tmp_path_factory.mktemp("adapters"))
 
 
@@ -53,8 +53,8 @@ def sources_for(directory: Path, root: Path) -> tuple[AdapterSource, ...]:
 
 
 def compared(directory: Path, *sent: list[EngineRequest], **options: Any) -> tuple[EngineCore, list[GraphKey]]:
-    """An engine that has answered these, one list after the other, with the tokens and logits of one that captures nothing; and
-    what stood for its steps."""
+    """An engine that has answered these lists in turn, with the tokens and logits of one without graphs, and the keys of the
+    graphs that ran its steps."""
     options = {**OPTIONS, **options}
     plain = make_core(directory, cuda_graphs=False, **options)
     core, _ = graphed(directory, **options)
@@ -65,7 +65,7 @@ def compared(directory: Path, *sent: list[EngineRequest], **options: Any) -> tup
 
 
 def adapted(requests: list[EngineRequest], *ids: int | None) -> list[EngineRequest]:
-    """The same, in turn with these adapters."""
+    """The same requests, with these adapters in turn."""
     return [replace(one, adapter=own) for one, own in zip(requests, itertools.cycle(ids), strict=False)]
 
 
@@ -75,7 +75,7 @@ def replayed(core: EngineCore) -> int:
 
 
 def streams(**fields: Any) -> list[EngineRequest]:
-    """They end at different times, those with adapters and those without."""
+    """Streams with and without adapters that end at different times."""
     return [
         greedy("long", prompt(1, 9), 45, adapter=1, **fields),
         greedy("none", prompt(2, 12), 30, **fields),
@@ -85,7 +85,7 @@ def streams(**fields: Any) -> list[EngineRequest]:
 
 
 def test_every_kind_of_request(directory_of: DirectoryOf, sources: tuple[AdapterSource, ...]) -> None:
-    """Mixed with each other and with none; such steps were captured with the others, as adapters were there."""
+    """Several adapters and none in one step. These steps are captured at start, as adapters are loaded."""
     core, kinds = compared(directory_of("llama"), adapted(traffic(), 1, None, 2, 3), lora=sources)
     graphs = core.runner.graphs
     assert graphs is not None and graphs.lazy_graphs.captured == [GraphKey(size, adapted=True) for size in (4, 2, 1)]
@@ -95,7 +95,7 @@ def test_every_kind_of_request(directory_of: DirectoryOf, sources: tuple[Adapter
 def test_what_cannot_be_captured_takes_the_ordinary_way(
     directory_of: DirectoryOf, sources: tuple[AdapterSource, ...]
 ) -> None:
-    """Where memory ends before steps with adapters have their turn, none is tried; where it ends then, the others stay."""
+    """If memory ends before steps with adapters, none is tried; if it ends during these, the other graphs remain."""
     want = run(make_core(directory_of("llama"), cuda_graphs=False, lora=sources, **OPTIONS), streams())
     for tried, plain, with_adapters in ((2, [2, 4], []), (4, [1, 2, 4], [GraphKey(4, adapted=True)])):
         core = make_core(directory_of("llama"), lora=sources, **OPTIONS)
@@ -118,7 +118,7 @@ def test_what_cannot_be_captured_takes_the_ordinary_way(
 def test_steps_that_are_planned_ahead(
     burst_seconds: float, directory_of: DirectoryOf, sources: tuple[AdapterSource, ...]
 ) -> None:
-    """The device goes on with rows that have adapters, as they stand and as they move up; nobody waits but for what it drew."""
+    """The device continues rows with adapters, also if their order changes; the host waits only for sampled tokens."""
     options: dict[str, Any] = {"lora": sources, "burst_seconds": burst_seconds}
     core, kinds = compared(directory_of("llama"), streams(), **options)
     assert replayed(core) >= 44 and {kind.rows for kind in kinds} == {1, 2, 4}
@@ -130,7 +130,7 @@ def test_steps_that_are_planned_ahead(
 def test_steps_without_adapters_have_nothing_of_them(
     directory_of: DirectoryOf, sources: tuple[AdapterSource, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although some are loaded, and beside one that has ended."""
+    """Although adapters are loaded, and next to a stream that has ended."""
     core, kinds = compared(
         directory_of("llama"),
         [greedy("a", prompt(1, 9), 30), greedy("b", prompt(2, 9), 20)],
@@ -143,8 +143,8 @@ def test_steps_without_adapters_have_nothing_of_them(
 def test_what_is_loaded_between_steps_is_used_by_the_next(
     directory_of: DirectoryOf, sources: tuple[AdapterSource, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps are captured once some have come. One stream goes on while another's adapter leaves, and a third takes its place in
-    the tables, behind what the device is at."""
+    """Steps are captured once adapters are used. One stream continues while another's adapter is unloaded and a third takes its
+    slot, after the work that the device has been given."""
     directory, put = directory_of("llama"), LowRankTable.put
     wanted = {
         i: run(make_core(directory, lora=sources, **OPTIONS), [greedy("r", prompt(9, 9), 60, adapter=i)])["r", 0]
@@ -185,7 +185,7 @@ def test_what_is_loaded_between_steps_is_used_by_the_next(
 
 
 def test_rows_that_are_none_have_no_adapter(directory_of: DirectoryOf, sources: tuple[AdapterSource, ...]) -> None:
-    """So that nothing is read for them, whoever had these rows before."""
+    """So that nothing is read for them, whichever rows used the slots before."""
     core = make_core(directory_of("llama"), lora=sources, **OPTIONS)
     graphs = core.runner.graphs
     assert graphs is not None
@@ -200,7 +200,7 @@ def test_rows_that_are_none_have_no_adapter(directory_of: DirectoryOf, sources: 
 
 
 def test_ranges_and_adapters_that_vanish_ahead(directory_of: DirectoryOf, sources: tuple[AdapterSource, ...]) -> None:
-    """In either order, and beside each other again."""
+    """In either order, and in one step again."""
     sent = [
         [
             greedy("shift", prompt(1, 40), first, context=SHIFT),
@@ -219,7 +219,7 @@ def test_ranges_and_adapters_that_vanish_ahead(directory_of: DirectoryOf, source
 def test_proposed_tokens_meet_the_streams_adapter(
     kind: str, directory_of: DirectoryOf, sources: tuple[AdapterSource, ...]
 ) -> None:
-    """Each is a row with the adapter of its stream. A draft model knows none, and its own steps are captured."""
+    """Each is a row with the adapter of its stream. A draft model has no adapters, and its steps are captured."""
     options: dict[str, Any] = {"speculative_ngram": 3, "speculative_ngram_min": 1}
     if kind == "draft model":
         options = {"speculative_model": str(directory_of("llama"))}
@@ -242,7 +242,7 @@ def test_layers_that_carry_states(directory_of: DirectoryOf, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_little_memory(directory_of: DirectoryOf, sources: tuple[AdapterSource, ...]) -> None:
-    """Streams lose their places and begin again under their adapters."""
+    """Preempted streams restart with their adapters."""
     core = make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS)
     memory = 10 * 16 * core.info.kv_bytes_per_token
     sent = adapted([greedy(f"{i}", prompt(i, 20 + i), 50) for i in range(4)], 1, 2, None)
@@ -258,7 +258,7 @@ def test_steps_ahead_that_find_no_memory(
     sources: tuple[AdapterSource, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Wherever in them the memory ends."""
+    """At any point of the step."""
     monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 0)
     options: dict[str, Any] = {"lora": sources, "burst_seconds": burst_seconds, **OPTIONS}
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **options), streams(), every_logit=False)

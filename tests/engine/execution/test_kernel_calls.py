@@ -79,6 +79,6 @@ def test_eight_scalings_take_no_more_calls(
     layers = len(core.runner.decoder.layers)
     assert decode[0]["rotate_and_append"] == decode[0]["paged_attention"] == layers
     if DEVICE == "cpu":
-        assert decode[0]["rotary_angles"] == 0  # all rows are filled in by one call, made once for their memory
+        assert decode[0]["rotary_angles"] == 0  # one call fills all rows, allocated once
         assert decode[0]["linear"] == 4 * layers + 1
     assert sum(decode[1].values()) > layers

@@ -1,4 +1,4 @@
-"""With rows of 8 bits, in the default modes, a prompt gives the same bits whether its beginning was cached, and in any chunks."""
+"""With 8-bit rows, in the default modes, a prompt gives the same bits with and without cached blocks, and in any chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK = 16
 needs_kernels = pytest.mark.skipif(
     library.unavailable_reason() is not None, reason="plain torch rounds no rows to 8 bits"
 )
-# It multiplies many rows otherwise than few, which is as it was.
+# This backend multiplies many rows differently from few.
 no_matrix_unit = pytest.mark.skipif(
     library.unavailable_reason() is None and library.load().linear_blocks_rounded is not None,
     reason="the processor's matrix unit rounds many rows",
@@ -39,7 +39,7 @@ def prompt(length: int) -> list[int]:
 
 
 def logits(core: EngineCore, tokens: list[int]) -> tuple[torch.Tensor, int]:
-    """Of four tokens behind a prompt; and how much of that was cached."""
+    """The log-probabilities of four tokens after a prompt, and the number of cached tokens."""
     found = run(core, [greedy("a", tokens, 4)])["a", 0]
     return torch.stack(found.logits), found.outputs[0].cached_tokens
 
@@ -98,10 +98,10 @@ CUTS = ChunkBoundaries(min_tokens=16, block_size=BLOCK)
         (0, 100, 40, 40),
         (5, 95, 20, 20),
         (0, 100, 100, 100),
-        (0, 100, 99, 96),  # the end in one piece
-        (0, 100, 90, 80),  # and no short one before it
+        (0, 100, 99, 96),  # the end in one part
+        (0, 100, 90, 80),  # and no short part before it
         (0, 40, 31, 16),
-        (5, 31, 26, 0),  # two that are long enough there are not
+        (5, 31, 26, 0),  # no two parts that are long enough
         (0, 100, 15, 0),
         (0, 10, 10, 10),
         (96, 4, 3, 0),
@@ -129,7 +129,7 @@ def test_what_steps_may_take_is_dealt_out_but_for_less_than_two_short_chunks() -
 
 
 def test_prompts_of_one_chunk_and_of_many_have_pieces_of_the_same_kind() -> None:
-    """Whatever the limits, and whatever comes beside it, as long as two chunks fit into a step."""
+    """Whatever the limits and the other requests, as long as two chunks fit into a step."""
     rng = random.Random(2)
     for _ in range(500):
         lengths = [rng.randrange(2, 300) for _ in range(rng.randrange(1, 6))]

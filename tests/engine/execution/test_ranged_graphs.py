@@ -1,5 +1,4 @@
-"""Captured decode steps whose rows meet their keys in ranges, on a played device: the oracle is the same engine that captures
-nothing."""
+"""Captured decode steps with slot ranges on a simulated device; the oracle is the same engine without graphs."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 def contexts(**fields: Any) -> list[EngineRequest]:
-    """A context that shifts, windows with and without sinks, and a plain one beside them."""
+    """A context that shifts, windows with and without sinks, and a plain context."""
     return [
         greedy("shift", prompt(1, 40), 40, context=SHIFT, **fields),
         greedy("plain", prompt(2, 9), 15, **fields),
@@ -52,8 +51,8 @@ def contexts(**fields: Any) -> list[EngineRequest]:
 def compared(
     directory: Path, *sent: list[EngineRequest], **options: Any
 ) -> tuple[EngineCore, list[GraphKey], list[GraphKey]]:
-    """An engine that has answered these, one list after the other, with the tokens and logits of one that captures nothing; what
-    stood for its steps, and for those of the last list."""
+    """An engine that has answered these lists in turn, with the tokens and logits of one without graphs; the keys of the graphs
+    that ran its steps, and of those that ran the last list."""
     options = {**OPTIONS, **options}
     plain = make_core(directory, cuda_graphs=False, **options)
     core, _ = graphed(directory, **options)
@@ -67,7 +66,7 @@ def compared(
 @pytest.mark.slow
 @pytest.mark.parametrize("burst_seconds", [0.0, 1.0], ids=["a pass a step", "bursts"])
 def test_contexts_of_every_kind_beside_plain_ones(burst_seconds: float, directory_of: Callable[[str], Path]) -> None:
-    """They come and go, so that ranges appear, change and vanish, in steps that the device goes on with by itself."""
+    """Streams start and end, so that ranges appear, change and disappear, in steps that the device continues by itself."""
     core, stood, _ = compared(directory_of("llama"), contexts(), burst_seconds=burst_seconds)
     assert core.scheduler.counters.context_shifts >= 4
     assert core.runner.graphs is not None and core.runner.graphs.num_replayed >= 34
@@ -77,7 +76,7 @@ def test_contexts_of_every_kind_beside_plain_ones(burst_seconds: float, director
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "hunyuan", "bloom"])
 def test_logits_are_those_without(family: str, directory_of: Callable[[str], Path]) -> None:
-    """Of layers with windows and rotary groups of their own, weights behind the rotation, scores that fall with the distance."""
+    """Layers with their own windows and rotary groups, norms after the rotation, scores that fall with the distance."""
     sent = contexts(logprobs=2)
     if family == "bloom":
         sent = [one for one in sent if one.request_id != "sinks"]
@@ -86,7 +85,7 @@ def test_logits_are_those_without(family: str, directory_of: Callable[[str], Pat
 
 
 def test_ranges_grow_beyond_what_was_captured_and_vanish(directory_of: Callable[[str], Path]) -> None:
-    """A stream of two ranges, then one of passages with holes between them beside it, and then only a plain one."""
+    """A stream with two ranges, then next to it one with passages and gaps, and then only a plain one."""
     documents = [prompt(seed, 40) for seed in (11, 12, 13)]
     reuse = NonPrefixReuseParams(32, scope="me")
     of_passages = [
@@ -118,7 +117,7 @@ def test_ranges_grow_beyond_what_was_captured_and_vanish(directory_of: Callable[
 
 @pytest.mark.slow
 def test_rows_of_proposed_tokens(directory_of: Callable[[str], Path]) -> None:
-    """Each is a row with the ranges of its sequence, of the model and of a draft model."""
+    """Each is a row with the ranges of its sequence, in the model and in a draft model."""
     sent = [greedy("shift", prompt(3, 40, period=4), 40, context=SHIFT), greedy("plain", prompt(9, 9, period=3), 30)]
     for options in ({"speculative_ngram": 2}, {"speculative_model": str(directory_of("llama"))}):
         core, stood, _ = compared(directory_of("llama"), sent, **options)
@@ -142,16 +141,16 @@ def test_a_window_gives_its_blocks_up_although_steps_are_planned_ahead(directory
 
 
 def asked(core: EngineCore, requests: list[EngineRequest]) -> tuple[dict[str, Any], list[set[bytes]]]:
-    """Tokens and what is said of contexts, by request, and the digests of what the cache knows afterwards."""
+    """Tokens and context reports, by request, and the digests in the prefix cache afterwards."""
     found = run_checked(core, requests, every_logit=False)
     told = {name: (one.token_ids, one.finish_reason, one.outputs[-1].context) for (name, _), one in found.items()}
     return told, [set(pool.cached) for pool in core.blocks.pools]
 
 
 class Ahead(NamedTuple):
-    """What an engine with graphs says, and what one without: answers, names of blocks, shifts and tokens dropped.
+    """Results of an engine with graphs and of one without: outputs, block digests, shifts and dropped tokens.
 
-    calls: of the first one's scheduler, for what is not planned ahead.
+    calls: the first engine's scheduler calls for steps that are not planned ahead.
     """
 
     got: dict[str, Any]
@@ -189,11 +188,11 @@ BURSTS = pytest.mark.parametrize("burst_seconds", [0.0, 1.0], ids=["a pass a ste
 def test_contexts_are_shifted_ahead(
     burst_seconds: float, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While what is in front is computed, all but the first time; keys, their names and reports are as they would be."""
+    """While the step before is computed, except the first time; keys, digests and reports are unchanged."""
     drawn: dict[str, Any] = {"context": SHIFT, "temperature": 1.5, "seed": 0}
     first, plain = greedy("kept", prompt(3, 40), 100, **drawn), make_core(directory_of("llama"), **PLAIN)
     ((_, one),) = run(plain, [first], every_logit=False).items()
-    end = one.token_ids[24]  # the first one behind a second full context
+    end = one.token_ids[24]  # the first one after a second full context
     assert end not in one.token_ids[:24]
     sent = [
         first,
@@ -213,8 +212,8 @@ def test_contexts_are_shifted_ahead(
 def test_windows_give_blocks_up_ahead(
     burst_seconds: float, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks have the names that they would have, where each pass is a step. A longer one is over before a window gives up what
-    it left behind: blocks that become full in it have other names, and a stream that ends in it keeps the last ones."""
+    """Blocks have the same digests if each pass is a step. Longer steps end before a window releases the blocks that it has
+    passed: blocks that become full in them have other digests, and a stream that ends in one retains the last blocks."""
     sent = [
         greedy(
             f"{window} seen",
@@ -228,7 +227,7 @@ def test_windows_give_blocks_up_ahead(
             (17, 30, 0),
             (20, 30, 2),
             (33, 27, 0),
-        )  # blocks become full in other steps
+        )  # blocks become full in different steps
     ]
     found = ahead(directory_of("llama"), sent, burst_seconds, monkeypatch)
     assert found.got == found.want
@@ -238,7 +237,7 @@ def test_windows_give_blocks_up_ahead(
 
 
 def test_rows_that_are_none_touch_nothing(directory_of: Callable[[str], Path]) -> None:
-    """Of four in a step of one."""
+    """A graph of four rows runs a step of one."""
     core = make_core(directory_of("llama"), **OPTIONS)
     graphs = core.runner.graphs
     assert graphs is not None
@@ -249,7 +248,9 @@ def test_rows_that_are_none_touch_nothing(directory_of: Callable[[str], Path]) -
     run(core, [greedy("shift", prompt(1, 40), 30, context=SHIFT)], every_logit=False)
     assert graphs.lazy_graphs.captured == [GraphKey(4, 2)]
     for plane in planes:
-        assert int((plane != 7).flatten(2).any(2).any(0).sum()) <= 5  # blocks of 69 tokens, as they came to be free
+        assert (
+            int((plane != 7).flatten(2).any(2).any(0).sum()) <= 5
+        )  # blocks of 69 tokens, in the order of the free list
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("no\nmore")])

@@ -1,4 +1,4 @@
-"""Speculation on a played device: what proposes and what checks is captured. The oracle proposes and captures nothing."""
+"""Speculation on a simulated device with captured proposals and verification; the oracle has neither."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def drafted(directory: Path, draft: Path, **options: Any) -> EngineCore:
 
 
 def replays(core: EngineCore) -> tuple[int, int]:
-    """Of the model and of its draft model."""
+    """The number of replayed steps of the model and of its draft model."""
     graphs, proposer = core.runner.graphs, core.runner.proposer
     assert graphs is not None and proposer is not None and proposer.graphs is not None
     return graphs.num_replayed, proposer.graphs.num_replayed
@@ -49,7 +49,7 @@ def test_a_draft_model_changes_no_answer(draft: str, directory_of: Callable[[str
 
 
 def test_proposals_follow_each_other_on_the_device(directory_of: Callable[[str], Path]) -> None:
-    """Four proposals in each of eight steps: a token that was missed comes first, alone; the rest is waited for once."""
+    """Four proposals in each of eight steps: a missing token is computed first; the host waits once for the rest."""
     core = drafted(directory_of("llama"), directory_of("llama"), deterministic=True, max_num_seqs=1)
     run(core, [greedy("x", prompt(1, 20), 41)])
     stats = core.stats()
@@ -72,7 +72,7 @@ def test_streams_that_want_different_numbers(directory_of: Callable[[str], Path]
 
 @pytest.mark.slow
 def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path) -> None:
-    """What one of them lacks is neither proposed nor looked up."""
+    """Token ids that one of them lacks are neither proposed nor looked up."""
     tokens, found = {f"t{i}": i for i in range(96)}, []
     for size in (96, 128):
         directory = make_model("llama", tmp_path / str(size), vocab_size=size, max_position_embeddings=64)
@@ -88,7 +88,7 @@ def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path) -> None:
 
 
 def test_a_models_own_layer_beside_captured_steps(tmp_path: Path) -> None:
-    """Of a model that carries states; the layer's own steps are not captured."""
+    """With a model that has recurrent states; the MTP layer's steps are not captured."""
     model = make_predicting("qwen3_5", tmp_path, seed=1)
     want = run(make_core(model, cuda_graphs=False, **OPTIONS), traffic())
     options = {"speculative_mtp": True, "speculative_adaptive": False, **OPTIONS}
@@ -99,7 +99,7 @@ def test_a_models_own_layer_beside_captured_steps(tmp_path: Path) -> None:
 
 
 def test_text_that_repeats_itself(directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one stream in one captured step; over many keys they go as a chunk that is not captured."""
+    """Rows of one stream in one captured step; over many keys they are a chunk, which is not captured."""
     sent = [greedy(f"{i}", prompt(i, 7) * 4, 30) for i in range(2)]
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), sent)
     counts = []
@@ -115,7 +115,7 @@ def test_text_that_repeats_itself(directory_of: Callable[[str], Path], monkeypat
 
 
 def test_a_device_without_graphs_has_none(directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.kernels.backend_selector._OWN_KERNELS", {})
+    monkeypatch.setattr("windlass.kernels.backend_selector._NATIVE_BACKENDS", {})
     options = {"speculative_model": str(directory_of("llama")), **OPTIONS}
     core = make_core(directory_of("llama"), **options)
     assert isinstance(core.runner.decoder.backend, TorchBackend)

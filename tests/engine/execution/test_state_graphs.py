@@ -1,5 +1,4 @@
-"""Captured decode steps of models whose layers carry states, on a played device: the oracle is the same engine that captures
-nothing."""
+"""Captured decode steps of models with recurrent states on a simulated device; the oracle is the same engine without graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 def compared(directory: Path, *sent: list[EngineRequest], **options: Any) -> EngineCore:
-    """An engine that has answered these, one list after the other, with the tokens and logits of one that captures nothing."""
+    """An engine that has answered these lists in turn, with the tokens and logits of one without graphs."""
     options = {**OPTIONS, **options}
     plain = make_core(directory, cuda_graphs=False, **options)
     core, _ = graphed(directory, **options)
@@ -55,18 +54,18 @@ def replayed(core: EngineCore) -> int:
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "lfm2", "granite4_h"))
 def test_every_kind_of_request(family: str, directory_of: Callable[[str], Path]) -> None:
-    """Rows come and go, so that some of a captured step are none; beginnings are found again by what comes later."""
+    """Streams start and end, so that captured steps have empty rows; later requests find cached prefixes."""
     assert replayed(compared(directory_of(family), traffic())) > 60
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3_5"))
 def test_what_ends_a_block_ahead_is_found_later(family: str, directory_of: Callable[[str], Path]) -> None:
-    """Two streams end blocks, at different times, in steps behind which the next are under way; then both texts go on."""
+    """Two streams fill blocks at different times, in steps after which the next have been started; then both texts continue."""
     core, device = graphed(directory_of(family), **OPTIONS)
     first = [greedy("a", prompt(1, 21), 60), greedy("b", prompt(2, 30), 60)]
     found = run_checked(core, first, every_logit=False)
     steps, waits = core.stats().num_steps, len(set(device.waits))
-    assert replayed(core) >= 59 and waits < steps + 3  # each is waited for once, while the next one is asked for
+    assert replayed(core) >= 59 and waits < steps + 3  # the host waits once for each, while it submits the next one
     later = [
         replace(one, request_id=f"{one.request_id}+", prompt_token_ids=text + tuple(prompt(3, 5)))
         for one in first
@@ -75,12 +74,12 @@ def test_what_ends_a_block_ahead_is_found_later(family: str, directory_of: Calla
     got = run_checked(core, later, every_logit=False)
     plain = run(make_core(directory_of(family), cuda_graphs=False, prefix_caching=False, **OPTIONS), later)
     same(got, plain, 0.0)
-    # 21 + 60 and 30 + 60 tokens, of which the last was drawn and not computed.
+    # 21 + 60 and 30 + 60 tokens, the last of which was sampled and not computed.
     assert [got[name, 0].outputs[-1].cached_tokens for name in ("a+", "b+")] == [80, 80]
 
 
 def test_a_stream_that_ends_beside_one_that_goes_on(directory_of: Callable[[str], Path]) -> None:
-    """It is computed once more in vain, which changes a state that nobody has any more."""
+    """One surplus step is computed, which changes a state that no sequence uses any more."""
     ends = greedy("a", prompt(5, 12), 40, temperature=1.0, seed=3)
     token_ids = run(make_core(directory_of("lfm2"), cuda_graphs=False, **OPTIONS), [ends])["a", 0].token_ids
     last = next(i for i, token in enumerate(token_ids) if i >= 19 and token not in token_ids[:i])
@@ -102,7 +101,7 @@ def test_contexts_that_shift_and_windows(family: str, directory_of: Callable[[st
 
 
 def test_little_memory(directory_of: Callable[[str], Path]) -> None:
-    """Streams lose their places and begin again, and no state is left to set aside."""
+    """Preempted streams restart, and no state block is free for a snapshot."""
     core = make_core(directory_of("lfm2"), cuda_graphs=False, **OPTIONS)
     one = core.info.state_bytes + 6 * 16 * core.info.kv_bytes_per_token
     sent = [greedy(f"{i}", prompt(i, 20 + i), 50) for i in range(4)]
@@ -112,7 +111,7 @@ def test_little_memory(directory_of: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "granite4_h"))
 def test_proposed_tokens(family: str, directory_of: Callable[[str], Path]) -> None:
-    """The states behind them are kept until it is known which are accepted."""
+    """The states after them are stored until it is known which are accepted."""
     sent = [greedy(f"{i}", prompt(i, 24, period=5), 40, temperature=0.35 * i, seed=i) for i in range(4)]
     core = compared(directory_of(family), sent, speculative_ngram=3)
     stats = core.stats()
@@ -120,7 +119,7 @@ def test_proposed_tokens(family: str, directory_of: Callable[[str], Path]) -> No
 
 
 def test_steps_ahead_that_find_no_memory(directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether or not they have changed a state by then."""
+    """Whether or not they have changed a state before."""
     monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 0)
     sent = [greedy(f"{i}", prompt(i, 20 + i), 60, temperature=0.5 * i, seed=i) for i in range(3)]
     want = run(make_core(directory_of("lfm2"), cuda_graphs=False, **OPTIONS), sent, every_logit=False)
@@ -133,7 +132,7 @@ def test_steps_ahead_that_find_no_memory(directory_of: Callable[[str], Path], mo
 def test_a_state_that_a_step_ahead_has_changed_in_vain(
     directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two streams end their blocks at once, where one state more is left to set aside: nobody finds the other's."""
+    """Two streams fill blocks in one step with one free state block: the prefix of only one is found again."""
     monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 0)
     sent = [greedy(f"{i}", prompt(i, 20), 50, temperature=1.0, seed=i) for i in range(2)]
     options = {**OPTIONS, "max_num_seqs": 2}
@@ -142,13 +141,15 @@ def test_a_state_that_a_step_ahead_has_changed_in_vain(
     memory = 3 * info.state_bytes + 10 * 16 * info.kv_bytes_per_token
     core, _ = graphed(directory_of("qwen3_5"), kv_cache_memory=memory, **options)
     assert core.blocks.available()[-1] == 3
-    failed = fail_ahead(core, monkeypatch, every=1, calls=5)  # behind what the device computes, in a new block
+    failed = fail_ahead(
+        core, monkeypatch, every=1, calls=5
+    )  # after a step that the device is computing, in a new block
     same(run_checked(core, sent, every_logit=False), want, 0.0)
     assert failed and core.stats().num_preemptions
 
 
 def test_no_step_waits_for_states(directory_of: Callable[[str], Path]) -> None:
-    """Of all that is captured nothing makes the host wait, and no copy of a state either."""
+    """No captured work makes the host wait, nor does any copy of a state."""
     core, device = graphed(directory_of("qwen3_5"), prefix_caching=True, **OPTIONS)
     run(core, [greedy("a", prompt(1, 15), 50)], every_logit=False)
     assert len(set(device.waits)) <= core.stats().num_steps + 1

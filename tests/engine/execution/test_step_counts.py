@@ -1,4 +1,4 @@
-"""What Python does in a decode step does not grow with the context: counted, not timed."""
+"""Python work in a decode step does not grow with the context: counted, not timed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTHS = (1024, 8192)
 
 
 class CountedReads(UserList[int]):
-    """A list that counts how many of its elements are read, by index, by slice or one after the other."""
+    """A list that counts how many of its elements are read, by index, slice or iteration."""
 
     reads = 0
 
@@ -55,7 +55,7 @@ def count(core: EngineCore) -> tuple[int, int]:
         for table in seq.cache.tables:
             table.blocks = CountedReads(table.blocks)
         seq.token_ids = CountedReads(seq.token_ids)
-        live = core.runner.sequences.by_id[seq.seq_id]
+        live = core.runner.input_batch.by_id[seq.seq_id]
         live.token_ids = CountedReads(live.token_ids)
         live.slot = replace(live.slot, token_ids=live.token_ids)
     lines = 0
@@ -67,7 +67,7 @@ def count(core: EngineCore) -> tuple[int, int]:
 
     CountedReads.reads = 0
     gc.collect()
-    gc.disable()  # what it calls when it comes by chance is no work of the step
+    gc.disable()  # a collection by chance is not work of the step
     sys.settrace(trace)
     try:
         outputs = core.step()
@@ -92,15 +92,15 @@ def test_reads_and_lines_are_the_same_at_any_length(family: str, sampling: Sampl
         core.step()
         found.append(count(core))
     (short_reads, short_lines), (long_reads, long_lines) = found
-    # A window that moves on now and then costs a read more.
+    # A window that moves costs one more read now and then.
     assert min(short_reads, long_reads) >= 2 and max(short_reads, long_reads) < 40
     assert abs(short_reads - long_reads) <= 4
-    # Which tokens are drawn decides over a few lines; a loop over blocks would run hundreds more.
+    # The sampled tokens change a few lines; a loop over blocks would run hundreds more.
     assert abs(short_lines - long_lines) <= 120
 
 
 def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
-    """Random lives of random sequences, against tables copied in full."""
+    """Random events of random sequences, against tables copied in full."""
     rng = np.random.default_rng(0)
     size, groups = 16, 2
     writer, sequences = SchedulerOutputBuilder(), InputBatch(groups, num_rows=2)
@@ -132,17 +132,17 @@ def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
             seq = lives[seq_id]
             cache = seq.cache
             event = rng.random()
-            if event < 0.05:  # started over, perhaps with a prefix found again
+            if event < 0.05:  # restarted, perhaps with a cached prefix
                 hit = int(rng.integers(0, 4))
                 cache.release()
                 cache.hold([BlockTable([block() for _ in range(hit)]) for _ in range(groups)], hit * size, hit)
-                if event < 0.02:  # and lost its place meanwhile
+                if event < 0.02:  # and preempted meanwhile
                     writer.remove(seq_id)
             elif event < 0.1:  # re-rotated: every block is another one
                 for table in cache.tables:
                     for i in range(table.num_dropped, len(table.blocks)):
                         table.replace(i, block())
-            elif event < 0.2:  # a window leaves blocks behind
+            elif event < 0.2:  # a window drops blocks
                 table = cache.tables[1]
                 table.drop(max(table.num_dropped, min(cache.num_computed_tokens // size, len(table.blocks))))
             tokens = int(rng.choice([1, 1, 1, 5, 40]))

@@ -1,4 +1,4 @@
-"""The steps before the first request: they prepare its decode steps and leave no trace in any answer or count."""
+"""Warm-up steps prepare decode steps and change no output or count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = [
     {},
     {"quantization": "int8"},
     {"kv_cache_dtype": "int8", "deterministic": True},
-    {"max_model_len": 3},  # no room for what it would run
+    {"max_model_len": 3},  # too short for the warm-up steps
     {"max_model_len": 9, "block_size": 16},
 ]
 

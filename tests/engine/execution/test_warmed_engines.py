@@ -1,7 +1,7 @@
-"""Engines with all that a device has, warmed up as a server's: captured steps, steps planned ahead, blocks in main memory.
+"""Engines warmed up like a server's, with captured steps, steps planned ahead and blocks in main memory.
 
-The oracle is the same engine without. They compute on the GPU where tests compute on one; elsewhere the CPU is taken for such a
-device, which shows that these tests ask for what they mean to ask for, and no more.
+The oracle is the same engine without these. On a GPU the tests compute there; elsewhere a simulated device on the CPU shows only
+that the tests exercise what they are meant to.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from windlass.engine.interface.request import EngineRequest
 from windlass.engine.scheduling import async_scheduling, kv_restore
 
 __all__ = ["a_device"]
-# What these do there, others try on a CPU in less time.
+# On a CPU, other tests cover this in less time.
 pytestmark = [pytest.mark.slow] if DEVICE == "cpu" else []
 OPTIONS: dict[str, Any] = {"max_model_len": 160, "shift_context": 48, "max_num_seqs": 4}
-NEAR = 1e-4  # of logits and log-probabilities: rows are added up in another order in other company
+NEAR = 1e-4  # of logits and log-probabilities: the order of sums depends on the other rows
 BURSTS = pytest.mark.parametrize("burst_seconds", [0.0, 1.0], ids=["a pass a step", "bursts"])
 SHIFT = ContextRule("shift", keep_tokens=16)
 SINKS = ContextRule("shift", attention_window=21, attention_sinks=5)
@@ -43,7 +43,7 @@ SINKS = ContextRule("shift", attention_window=21, attention_sinks=5)
 
 @pytest.fixture(autouse=True)
 def time_to_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes to compile programs, for all processes that test at once."""
+    """No time limit, as several test processes may compile kernels at the same time."""
     monkeypatch.setattr(engine_core, "_CAPTURE_SECONDS", math.inf)
 
 
@@ -61,7 +61,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
 
 def warmed(directory: Path, **options: Any) -> EngineCore:
-    """With every plain decode step captured, of a draft model too."""
+    """An engine with all plain decode steps captured, also those of a draft model."""
     core = make_core(directory, **{**OPTIONS, **options})
     core.warm_up()
     proposer = core.runner.proposer
@@ -72,7 +72,7 @@ def warmed(directory: Path, **options: Any) -> EngineCore:
 
 
 def answers(directory: Path, sent: list[EngineRequest], **options: Any) -> Results:
-    """Of an engine that captures nothing and plans nothing ahead."""
+    """The results of an engine without graphs and async scheduling."""
     return run(make_core(directory, cuda_graphs=False, **{**OPTIONS, **options}), sent, every_logit=False)
 
 
@@ -82,7 +82,7 @@ def replayed(core: EngineCore) -> int:
 
 
 def streams(**fields: Any) -> list[EngineRequest]:
-    """They begin and end at different times, so that rows of captured steps are none."""
+    """Streams that start and end at different times, so that captured steps have empty rows."""
     drawn = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3}
     return [
         greedy("short", prompt(1, 9), 12, **fields),
@@ -92,7 +92,7 @@ def streams(**fields: Any) -> list[EngineRequest]:
 
 
 def contexts(**fields: Any) -> list[EngineRequest]:
-    """A context that shifts, windows with and without sinks, and a plain one beside them."""
+    """A context that shifts, windows with and without sinks, and a plain context."""
     return [
         greedy("shift", prompt(1, 40), 40, context=SHIFT, **fields),
         greedy("plain", prompt(2, 9), 15, **fields),
@@ -103,7 +103,7 @@ def contexts(**fields: Any) -> list[EngineRequest]:
 
 @BURSTS
 def test_captured_steps(burst_seconds: float, directory_of: Callable[..., Path]) -> None:
-    """Draws on the device, pass after pass, and steps whose logits are taken."""
+    """Sampling on the device in several passes, and steps whose logits are used."""
     directory = directory_of("llama")
     core = warmed(directory, burst_seconds=burst_seconds)
     assert texts(run_checked(core, streams(), every_logit=False)) == texts(answers(directory, streams()))
@@ -137,7 +137,7 @@ def test_captured_steps_with_ranges(family: str, fields: dict[str, Any], directo
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite4_h", "falcon_h1"])
 def test_captured_steps_of_layers_that_carry_states(family: str, directory_of: Callable[..., Path]) -> None:
-    """Whose answers are gone on with, too, from the states that they left while steps were planned ahead."""
+    """Later requests also continue the outputs, from states stored while steps were planned ahead."""
     directory = directory_of(family)
     core = warmed(directory)
     for sent in (streams(), contexts(logprobs=2)):
@@ -157,7 +157,7 @@ def test_captured_steps_of_layers_that_carry_states(family: str, directory_of: C
 
 
 def test_captured_steps_with_many_ranges(directory_of: Callable[..., Path]) -> None:
-    """Of passages with holes between them, beside a context that shifts and a plain one."""
+    """Passages with gaps, next to a context that shifts and a plain one."""
     directory, documents = directory_of("llama"), [prompt(seed, 40) for seed in (11, 12, 13)]
     reuse = NonPrefixReuseParams(32, scope="me")
     first = [greedy(f"{i}", [*prompt(20 + i, 7), *document, 5], 1, reuse=reuse) for i, document in enumerate(documents)]
@@ -177,7 +177,7 @@ def test_captured_steps_with_many_ranges(directory_of: Callable[..., Path]) -> N
 
 
 def with_adapters(sent: list[EngineRequest]) -> list[EngineRequest]:
-    """The first with an adapter, the next with another, then one without, and so on."""
+    """The same requests with one adapter, the other and none in turn."""
     return [replace(one, adapter=own) for one, own in zip(sent, itertools.cycle((1, 2, None)), strict=False)]
 
 
@@ -198,7 +198,7 @@ def test_captured_steps_with_adapters(
     adapters: tuple[AdapterSource, AdapterSource],
     directory_of: Callable[..., Path],
 ) -> None:
-    """Beside rows without, in ranges too, and of tokens that are proposed; adapters that were there at the start."""
+    """Next to rows without adapters, with ranges, and of proposed tokens; the adapters are loaded at start."""
     directory, options = directory_of("llama"), {"speculative_ngram": speculative_ngram, "lora": adapters}
     core = warmed(directory, **options)
     for sent in (with_adapters(asked()), with_adapters(asked(logprobs=2))):
@@ -213,7 +213,7 @@ def test_captured_steps_with_adapters(
 def test_adapters_that_come_and_go_between_captured_steps(
     adapters: tuple[AdapterSource, AdapterSource], directory_of: Callable[..., Path]
 ) -> None:
-    """One takes the other's place in the tables, beside a stream without, time and again."""
+    """Adapters replace each other in one slot repeatedly, next to a stream without."""
     directory = directory_of("llama")
     core, plain = warmed(directory, max_loras=1), make_core(directory, cuda_graphs=False, max_loras=1, **OPTIONS)
     for source in adapters * 2:
@@ -232,7 +232,7 @@ def test_adapters_that_come_and_go_between_captured_steps(
 
 @pytest.mark.parametrize("kind", ["draft model", "ngrams"])
 def test_captured_steps_of_speculation(kind: str, directory_of: Callable[..., Path]) -> None:
-    """What proposes and what checks; of a context that shifts too, whose rows have ranges."""
+    """Proposals and verification, also in a context that shifts, whose rows have ranges."""
     directory = directory_of("llama")
     options: dict[str, Any] = {"speculative_ngram": 3, "speculative_ngram_min": 1}
     if kind == "draft model":
@@ -258,7 +258,7 @@ def test_a_step_planned_ahead_that_finds_no_memory(
     directory_of: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody fails, wherever in it the memory ends."""
+    """No request fails, wherever in the step the memory ends."""
     directory = directory_of("llama")
     monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 0)
     core = warmed(directory, burst_seconds=burst_seconds)
@@ -271,7 +271,7 @@ def test_a_step_planned_ahead_that_finds_no_memory(
 def test_blocks_that_come_back_together(
     deterministic: bool, directory_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From main memory, beside a stream, into a cache that has lost them; however long a device that others use takes."""
+    """From main memory, next to a stream, into a cache without them; no time limit, as the device may be shared."""
     monkeypatch.setattr(kv_restore, "_GRACE_SECONDS", 60.0)
     monkeypatch.setattr(host_tier, "_COPY_SECONDS", 60.0)
     directory = directory_of("llama")
@@ -285,7 +285,7 @@ def test_blocks_that_come_back_together(
         return start(plan)
 
     core.runner.start = watched  # type: ignore[method-assign]
-    text = prompt(7, 150)  # nine whole blocks
+    text = prompt(7, 150)  # nine full blocks
     rounds = [[greedy("a", text, 8)]]
     rounds += [[greedy(f"{i}", prompt(30 + i, 150), 1)] for i in range(8)]
     rounds.append([greedy("stream", prompt(8, 20), 60), greedy("again", text, 8)])

@@ -293,7 +293,7 @@ def digest_of(pages: KVPages, block: int) -> bytes:
         (ContextRule("shift", keep_tokens=-1), "keep_tokens must lie between 0 and 32"),
         (ContextRule("shift", keep_tokens=33), "keep_tokens must lie between 0 and 32"),
         (ContextRule(attention_window=0), "attention_window must be at least 1"),
-        (ContextRule(attention_window=90, attention_sinks=20), "they may come to 96"),
+        (ContextRule(attention_window=90, attention_sinks=20), "they may be at most 96"),
     ],
 )
 def test_rules_that_cannot_be_are_refused(rule: ContextRule, says: str, models: dict[str, Path]) -> None:

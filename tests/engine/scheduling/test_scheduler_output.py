@@ -181,7 +181,7 @@ def test_a_rank_that_hears_only_plans_computes_the_same(family: str, tmp_path: P
     )
     assert any(plan.rerotations for plan in plans) and any(plan.num_draft_tokens for plan in plans)
     assert any(plan.forks for plan in plans) and any(plan.copies for plan in plans)
-    assert len(rank.sequences) == rank.sampler.num_tracked == len(core.runner.sequences) == 0
+    assert len(rank.input_batch) == rank.sampler.num_tracked == len(core.runner.input_batch) == 0
 
 
 def test_a_rank_takes_a_snapshot_and_goes_on(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_rank_takes_a_snapshot_and_goes_on(tmp_path: Path) -> None:
     with pytest.raises(MissedPlanError):
         core.step()
     snapshot: Snapshot = pickle.loads(pickle.dumps(core.scheduler.snapshot()))
-    assert snapshot.step == core.runner.sequences.step
+    assert snapshot.step == core.runner.input_batch.step
     rank.restore(snapshot)
-    assert rank.sequences.by_id[0].token_ids == core.runner.sequences.by_id[0].token_ids
+    assert rank.input_batch.by_id[0].token_ids == core.runner.input_batch.by_id[0].token_ids
     assert rank.sampler.num_tracked == 0 < core.runner.sampler.num_tracked

@@ -239,7 +239,7 @@ def test_windows_are_read_with_the_texts_that_they_share(model: Path) -> None:
         assert [e.token_id for e in entries] == list(texts[index].token_ids[texts[index].first :])
         assert [e.logprob for e in found[index]] == pytest.approx([e.logprob for e in entries], abs=1e-4)
     assert sum(passed) < 5 * 320
-    with pytest.raises(RequestError, match="may come to"):
+    with pytest.raises(RequestError, match="may be at most"):
         list(scorer.scores([TextToScore(tuple(ids), 200, context=ContextRule(attention_window=4096))]))
 
 

@@ -203,7 +203,7 @@ def test_options_of_both_sides_are_options_of_the_server() -> None:
         ({"override_generation_config": {"top_p": 3}}, "override_generation_config: top_p must be a number above 0"),
         ({"default_chat_template_kwargs": {"tools": 1}}, "default_chat_template_kwargs: tools comes from each"),
         ({"target_step_ms": float("nan")}, "target_step_ms must be finite"),
-        ({"attention_window": 10**9}, "attention_window and attention_sinks come to 1000000000"),
+        ({"attention_window": 10**9}, "attention_window and attention_sinks are 1000000000"),
         ({"threads": 10**6}, "threads must be at most 1024"),
     ],
 )

@@ -200,7 +200,7 @@ OPTIONS = {
     "no window": (("--attention-window", "0"), ("--attention-window must be at least 1",)),
     "wide window": (
         ("--attention-window", "600"),
-        ("--attention-window and --attention-sinks come to 600", "may come to 480"),
+        ("--attention-window and --attention-sinks are 600", "may be at most 480"),
     ),
     "sinks alone": (("--attention-sinks", "4"), ("--attention-sinks goes with --attention-window",)),
     "kept": (
@@ -321,7 +321,7 @@ def test_replicas_that_there_is_no_room_for() -> None:
     assert said == f"--replicas is {cores + 1}, there are {cores} cores for them: use {cores} or fewer"
     said = refusal("demo", "--replicas", cores, "--pin-cores")
     assert said.endswith(
-        f"there are {cores - 1} cores for them beside the server's (--pin-cores): use {cores - 1} or fewer"
+        f"there are {cores - 1} cores for them next to the server's (--pin-cores): use {cores - 1} or fewer"
     )
     most = available_memory()
     assert most is not None

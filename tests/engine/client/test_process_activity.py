@@ -1,4 +1,4 @@
-"""Which processes do nothing."""
+"""Detection of inactive processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_sleeping_and_busy_processes(code: str, asleep: bool) -> None:
         try:
             assert process.stdout is not None and process.stdout.readline()
             pulse = ProcessActivity(process.pid)
-            assert not pulse.inactive and pulse.memory  # looked at, and nothing to compare with yet
+            assert not pulse.inactive and pulse.memory  # the first refresh has nothing to compare with
             first = pulse.used_seconds
             assert first is not None
             # Each as soon as the process has had a core.
@@ -48,7 +48,7 @@ def test_sleeping_and_busy_processes(code: str, asleep: bool) -> None:
 
 
 def test_who_waits_for_a_child_that_works_is_not_lifeless(tmp_path: Path) -> None:
-    """As whoever has a compiler at work. Once the child sleeps as well, nothing is done."""
+    """As with a compiler that runs. Once the child sleeps as well, the process is inactive."""
     rest = tmp_path / "rest"
     child = f"import os, time\nwhile not os.path.exists({str(rest)!r}): pass\ntime.sleep(60)"
     code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])"

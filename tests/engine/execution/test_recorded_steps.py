@@ -1,4 +1,4 @@
-"""Steps by repetition give the bits of steps run one by one, and steps that cannot be repeated are not."""
+"""Replayed steps give the same bits as steps that are not, and steps that cannot be replayed are not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINEAR = RopeScaling.from_dict({"rope_type": "linear", "factor": 3.0})
 
 
 def work(core: EngineCore, repeat: bool) -> dict[tuple[str, int], Any]:
-    """Streams of several lengths that come and go, so that shapes change and come back."""
+    """Streams of several lengths that start and end, so that shapes change and recur."""
     if not repeat:
         core.runner.replay.max_rows = 0
     requests = [
@@ -40,7 +40,7 @@ def work(core: EngineCore, repeat: bool) -> dict[tuple[str, int], Any]:
 
 
 def assert_same_bits(directory: Path, **options: Any) -> EngineCore:
-    """Every token and every logit with repetition as without; returns the core that repeats."""
+    """Compare all tokens and logits with and without replay; return the core that replays."""
     plain = work(make_core(directory, max_model_len=256, **options), repeat=False)
     core = make_core(directory, max_model_len=256, **options)
     repeated = work(core, repeat=True)
@@ -73,8 +73,8 @@ def test_narrow_models_are_repeated(family: str, options: dict[str, Any], tmp_pa
     "family", ["gpt_neox", "apertus", "olmo", "nemotron", "nanochat", "llama4", "hunyuan", "gemma4_26b"]
 )
 def test_further_operations_are_repeated(family: str, tmp_path: Path) -> None:
-    """Norms around the mean, limits on queries and keys, GELU by the error function, squared ReLU, xIELU; norms behind the
-    rotation without weights and with them, chunks and temperatures; experts beside the feed-forward, factors of a layer."""
+    """LayerNorm, clipped queries and keys, exact GELU, squared ReLU, xIELU; norms after the rotation with and without weights,
+    attention chunks and temperatures; experts in parallel with a feed-forward, layer scales."""
     core = assert_same_bits(make_model(family, tmp_path))
     assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 60
 
@@ -96,7 +96,7 @@ def test_batches_of_any_size_are_repeated(rows: int, quantization: str, tmp_path
 
 
 def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ran before: shapes whose recordings share the arena take turns, and between steps it may be lost."""
+    """Whatever ran before: recordings of several shapes share the arena, which may be overwritten between steps."""
     make_model("llama", tmp_path)
     plain = work(make_core(tmp_path, max_model_len=256), repeat=False)
     monkeypatch.setattr("windlass.engine.execution.recorded_steps._ARENA_BYTES", 1 << 20)
@@ -136,7 +136,7 @@ def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.M
 
 def test_memory_bounds_the_rows_that_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("llama", tmp_path)
-    # Of a row: the normed state and the logits, 4 * (64 + 128) bytes, and a little more while layers run.
+    # For each row: the normed state and the logits, 4 * (64 + 128) bytes, and a little more while layers run.
     monkeypatch.setattr("windlass.engine.execution.recorded_steps._ARENA_BYTES", 5000)
     core = assert_same_bits(tmp_path)
     assert core.runner.replay.max_rows == 2 and "no place" in str(core.runner.replay.obstacle)

@@ -1,4 +1,4 @@
-"""Captured decode steps on a played device: the oracle is the same engine that captures nothing."""
+"""Captured decode steps on a simulated device; the oracle is the same engine without graphs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_answers_are_those_without(model: str, directory_of: Callable[[str], Path]) -> None:
-    """Of every kind of request side by side, under windows and the scale of an embedding too."""
+    """All kinds of requests in one step, also with windows and a scaled embedding."""
     want = run(make_core(directory_of(model), cuda_graphs=False, **OPTIONS), traffic())
     core, device = graphed(directory_of(model), **OPTIONS)
     same(run_checked(core, traffic(), every_logit=False), want, 0.0)
@@ -38,7 +38,7 @@ def test_answers_are_those_without(model: str, directory_of: Callable[[str], Pat
 
 
 def test_requests_without_graphs_beside_those_with(directory_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """Adapters, kept keys that were moved, cut distances; each scaling reads its own frequencies."""
+    """Adapters, moved retained keys, distance rules; each scaling uses its own frequencies."""
     directory = directory_of("llama")
     source = AdapterSource(1, "a", str(save_adapter(tmp_path / "a", directory, seed=1, strength=0.4)))
     kinds = [None, {"rope_type": "linear", "factor": 3.0}, {"rope_type": "yarn", "factor": 2.0}]

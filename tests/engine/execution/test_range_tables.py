@@ -1,4 +1,4 @@
-"""Ranges as numbers that hold from token to token: those of `query_ranges`, which is told the positions."""
+"""Range tables, which hold for every position, equal the ranges that `query_ranges` computes for each position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from windlass.engine.cache.sequence_cache import OPEN_END, HeldPassage, SlotLayout, SlotRun
 from windlass.engine.execution.device_batch import DeviceQueryRanges
-from windlass.engine.execution.query_ranges import RangeTables, query_ranges
+from windlass.engine.execution.query_ranges import RangeTables, pad_range_tables, query_ranges
 from windlass.engine.rotary.attention_distances import PLAIN_DISTANCES
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, resolve
 from windlass.engine.rotary.rotary_tables import RotaryTables
@@ -48,7 +48,7 @@ ROWS = {
 @pytest.mark.parametrize("absolute_scores", [False, True])
 @pytest.mark.parametrize("names", [["shifted"], ["sinks", "plain"], list(ROWS)], ids=len)
 def test_a_steps_versions_follow_from_them(names: list[str], absolute_scores: bool) -> None:
-    """Row by row and range by range, at positions near and far, with room for more rows and ranges than there are."""
+    """Every row and range, at near and distant positions, padded to more rows and ranges."""
     rows = [ROWS[name] for name in names]
     base = RotaryBase(1e4, 16, 16, 4096)
     tables = RotaryTables(2, [base], select_backend("cpu"))
@@ -56,19 +56,21 @@ def test_a_steps_versions_follow_from_them(names: list[str], absolute_scores: bo
     device = DeviceQueryRanges(tables, cells=128, windows=len(WINDOWS), absolute_scores=absolute_scores)
     numbers = RangeTables(WINDOWS, absolute_scores=absolute_scores)
     found = numbers.of(rows)
-    assert numbers.of(rows)._numbers[0] is found._numbers[0]
+    assert numbers.of(rows)[0] is found[0]
     size, ranges = 8, 16
-    assert found.most <= 9
-    device.load(torch.from_numpy(found.padded(size, ranges).ravel()))
+    assert max(table.shape[1] for table in found) <= 9
+    device.load(torch.from_numpy(pad_range_tables(found, size, ranges).ravel()))
     for position in (70, 85, 3000):
         positions = torch.full((size,), position)
         want = query_ranges(
             [(live, position, 1) for live in rows],
             [PLAIN_DISTANCES] * len(rows),
             WINDOWS,
+            lambda sources, rotations, _: tables.angles(
+                torch.full((len(sources),), rotary), torch.from_numpy(rotations)
+            ),
             absolute_scores=absolute_scores,
         )
-        cos, sin = tables.angles(torch.full((len(want.rotations),), rotary), torch.from_numpy(want.rotations))
         still = torch.ones(8), torch.zeros(8)
         got, context = device.query_copies(size, ranges, positions, torch.full((size,), rotary))
         assert got.cos.shape == (1, size * (ranges - 1), 8)
@@ -84,7 +86,8 @@ def test_a_steps_versions_follow_from_them(names: list[str], absolute_scores: bo
                 if row < 0:
                     continue
                 mine = still if row < size else (got.cos[0, row - size], got.sin[0, row - size])
-                theirs = still if wanted < len(rows) else (cos[0, wanted - len(rows)], sin[0, wanted - len(rows)])
+                copy = wanted - len(rows)
+                theirs = still if copy < 0 else (want.cos[0, copy], want.sin[0, copy])
                 assert (row if row < size else int(got.sources[row - size])) == b
                 assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
             assert int(context[b]) == position - live.layout.num_gap_closed
@@ -97,14 +100,14 @@ def test_a_steps_versions_follow_from_them(names: list[str], absolute_scores: bo
 
 def test_numbers_are_made_anew_where_slots_moved() -> None:
     live, numbers = sequence((0, OPEN_END, 0, 0), window=20), RangeTables([None], absolute_scores=False)
-    before = numbers.of([live])._numbers[0]
+    before = numbers.of([live])[0]
     live.layout = SlotLayout((SlotRun(0, 16, 0, 16), SlotRun(16, OPEN_END, 32)), -16, 16, 16)
-    after = numbers.of([live])._numbers[0]
+    after = numbers.of([live])[0]
     assert before.shape[1] == 1 and after.shape[1] == 2
 
 
 def random_layout(rng: random.Random) -> SlotLayout:
-    """What passages and shifts leave behind, in some order."""
+    """The layout after passages and shifts in random order."""
     layout, taken = SlotLayout.starting_at(0), rng.randrange(40)
     for _ in range(rng.randrange(1, 7)):
         if rng.random() < 0.6:
@@ -133,7 +136,8 @@ def test_a_layout_that_is_no_wider_has_no_more_ranges(absolute_scores: bool) -> 
         ranges = []
         for layout in (before, after):
             live = SimpleNamespace(layout=layout, window=None, sinks=0, slot=SimpleNamespace(seq_id=next(NUMBERS)))
-            ranges.append(RangeTables(WINDOWS, absolute_scores=absolute_scores).of([live]).most)
+            (table,) = RangeTables(WINDOWS, absolute_scores=absolute_scores).of([live])
+            ranges.append(table.shape[1])
         if after.is_no_wider_than(before):
             narrow += 1
             assert ranges[1] <= ranges[0], (before, after)

@@ -1,4 +1,4 @@
-"""A device without memory for a step: its newest request fails, and all others get the tokens that they get alone.
+"""A device without memory for a step: its newest request fails, and all others get the same tokens as alone.
 
 No GPU is needed: steps fail with what torch raises on one, after some of their layers have written to the cache.
 """
@@ -64,7 +64,7 @@ def tokens_of(outputs: list[RequestOutput], request_id: str) -> dict[int, list[i
 def nothing_is_left(core: EngineCore) -> None:
     core.blocks.assert_balanced()
     assert core.blocks.num_used_blocks == 0
-    assert len(core.runner.sequences) == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
+    assert len(core.runner.input_batch) == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
     assert core.stats().num_running == core.stats().num_waiting == 0
 
 
@@ -98,7 +98,7 @@ def test_the_newest_request_of_a_step_fails_and_the_others_go_on(
     with little_memory(core, ROWS, point) as failed:
         core.add(running)
         outputs = core.step() + core.step()
-        core.add(beside)  # both of these begin in one step, beside the running one
+        core.add(beside)  # both of these start in one step, next to the running one
         core.add(greedy("newest", prompt(3, 24), 12, **fields))
         outputs += outputs_of(core)
     assert failed and max(failed) > ROWS
@@ -124,7 +124,7 @@ def test_the_newest_request_of_a_step_fails_and_the_others_go_on(
 def test_where_layers_carry_states_the_others_begin_again(
     point: str, context: ContextRule, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """What the failed step has made of their states is nobody's to read."""
+    """States written by the failed step must not be read."""
     model = make_model("qwen3_5", tmp_path / "model", max_position_embeddings=64)
     core = make_core(model, shift_context=48, **options)
     running = greedy("running", prompt(1, 30), 30, context=context, n=2, temperature=0.7, seed=4)
@@ -249,15 +249,15 @@ def test_what_was_pooled_before_is_not_counted_twice(model: Path, monkeypatch: p
 
     core.add(pooled("first", 1))
     expected = vectors(outputs_of(core))
-    take, taken = core.runner._pooler.take, []
+    add, taken = core.runner._pooler.add, []
 
     def fails(seq_id: int, *operands: Any) -> Any:
         taken.append(seq_id)
         if seq_id != taken[0]:  # in a step in which those of the first request have been taken
             raise torch.OutOfMemoryError(NO_ROOM)
-        return take(seq_id, *operands)
+        return add(seq_id, *operands)
 
-    monkeypatch.setattr(core.runner._pooler, "take", fails)
+    monkeypatch.setattr(core.runner._pooler, "add", fails)
     core.add(pooled("first", 1))
     core.add(pooled("second", 2))
     outputs = outputs_of(core)
@@ -278,7 +278,7 @@ class _Memory(DeviceMemory):
     def free(self) -> int:
         return 1 << 20
 
-    def taken(self) -> int:
+    def used_by_process(self) -> int:
         return 0
 
     def allocated(self) -> int:

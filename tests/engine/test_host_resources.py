@@ -16,7 +16,7 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.host_resources import available_memory, processor_quota, processors, threads_per_rank
 from windlass.engine.model.loading.preflight import prepare_model
 
-DEMO = Path(__file__).parents[3] / "models" / "demo"
+DEMO = Path(__file__).parents[2] / "models" / "demo"
 MIB = 1 << 20
 
 
@@ -142,7 +142,7 @@ def test_engines_share_a_quota_whenever_they_start(system: System, quota: str | 
     placement = ReplicaPlacement(2)
     try:
         configs = placement.configs(engine_config(DEMO, kv_cache_memory=32 * MIB))
-        # Those that start later, or again, are told what the first one found, and nothing of the others.
+        # Engines that start later, or again, get the first one's sizes, and nothing about the others.
         later = [replace(config, replicas=1) for config in configs]
         assert [[threads_per_rank(each.compute) for each in some] for some in (configs, later)] == [threads, threads]
         named = placement.configs(engine_config(DEMO, kv_cache_memory=32 * MIB, threads=3))
@@ -165,7 +165,7 @@ def test_engines_share_a_quota_whenever_they_start(system: System, quota: str | 
 def test_ranks_on_cores_of_their_own_are_told_of_the_quota(
     system: System, quota: str | None, replicas: int, told: str | None
 ) -> None:
-    """Each engine has four cores, and its part of what all may take."""
+    """Each engine has four cores, and its part of the shared quota."""
     if quota is not None:
         system.write("cpu.max", quota)
     config = engine_config(DEMO, kv_cache_memory=32 * MIB, tensor_parallel=2, cores=tuple(range(4)), replicas=replicas)

@@ -1,4 +1,4 @@
-"""Pages that a plan moves before it computes: in the order in which their blocks may have been taken from each other."""
+"""The order in which a plan moves blocks before it computes, since blocks may be reused at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 
 
 class _Pages(CPUBlockTransfer):
-    """It remembers what was in blocks that were saved."""
+    """Records the contents of saved blocks."""
 
     def __init__(self, core: EngineCore) -> None:
         super().__init__(planes_of([core.runner.cache]))
@@ -35,12 +35,12 @@ class _Pages(CPUBlockTransfer):
             view[:, block] = number
 
     def content(self, block: int) -> int:
-        """The number in all of its bytes."""
+        """The value of all of its bytes."""
         (number,) = {int(byte) for plane in self.read_block(0, block, 0.0) for byte in plane.flat}
         return number
 
     def read(self, number: int) -> int:
-        """The ticket of a block from a file."""
+        """The handle of a block from a file."""
         planes = tuple(np.full((form.shape[0], form.num_bytes // form.shape[0]), number) for form in self.forms[0])
         ticket = self.stage(0, tuple(plane.astype(np.uint8) for plane in planes), lambda: False)
         assert ticket is not None
@@ -67,7 +67,7 @@ def test_blocks_that_are_taken_from_each_other_within_a_plan(core: EngineCore) -
             saved=(SavedBlock(0, b"", 2, 0), SavedBlock(0, b"", 3, 1)),
             swapped_out=(SwappedPages(7, ((3, 4),)), SwappedPages(8, ((1,),))),
             loaded=tuple(LoadedBlock(0, block, pages.read(block)) for block in (2, 3, 5)),
-            swapped_in=(SwappedPages(8, ((4,),)),),  # where another was parked
+            swapped_in=(SwappedPages(8, ((4,),)),),  # replaces one that was swapped out
             copies=(BlockCopy(0, 3, 6),),
         )
     )
@@ -77,7 +77,7 @@ def test_blocks_that_are_taken_from_each_other_within_a_plan(core: EngineCore) -
         SchedulerOutput(
             step + 1,
             loaded=(LoadedBlock(0, 5, pages.read(50)),),
-            swapped_in=(SwappedPages(7, ((5, 8),)),),  # the one that is loaded was evicted again
+            swapped_in=(SwappedPages(7, ((5, 8),)),),  # the loaded one was evicted again
             copies=(BlockCopy(0, 5, 0),),
         )
     )
@@ -91,7 +91,7 @@ def test_keys_turn_by_fewer_at_once_where_there_is_no_memory_for_many(
 ) -> None:
     (planes,), rotator, backend = core.runner.cache.planes, core.runner._rotator, core.runner.decoder.backend
     for plane in planes:
-        plane.copy_(torch.randn_like(plane))  # whole: what nobody has written may be no number
+        plane.copy_(torch.randn_like(plane))  # everywhere: unwritten memory may hold NaNs
     before = [plane.clone() for plane in planes]
     (old,) = specs_of(core, greedy("a", [5, 6]))
     new = replace(old, inv_freq=tuple(frequency / 3 for frequency in old.inv_freq))
@@ -113,5 +113,5 @@ def test_keys_turn_by_fewer_at_once_where_there_is_no_memory_for_many(
     rotator.apply(turned)
     assert failed and all(torch.equal(plane, wanted) for plane, wanted in zip(planes, right, strict=True))
     most = 0
-    with pytest.raises(torch.OutOfMemoryError):  # not for those of one block
+    with pytest.raises(torch.OutOfMemoryError):  # not even enough memory for one block
         rotator.apply(turned)

@@ -367,7 +367,7 @@ async def test_a_stopped_engine_is_noticed_within_seconds(spares):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_suspicion_that_was_false_leaves_no_process_behind(monkeypatch, spares):
-    monkeypatch.setattr(supervision, "LIFELESS_SECONDS", 60.0)
+    monkeypatch.setattr(supervision, "INACTIVE_SECONDS", 60.0)
     monkeypatch.setattr(supervision, "STOPPED_SECONDS", 60.0)
     async with running() as client:
         pid = client.pid
@@ -384,7 +384,7 @@ async def test_a_suspicion_that_was_false_leaves_no_process_behind(monkeypatch, 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_suspicion_ends_with_the_last_request(monkeypatch, spares):
-    monkeypatch.setattr(supervision, "LIFELESS_SECONDS", 60.0)
+    monkeypatch.setattr(supervision, "INACTIVE_SECONDS", 60.0)
     monkeypatch.setattr(supervision, "STOPPED_SECONDS", 60.0)
     async with running() as client:
         stream = client.generate(request("a", max_tokens=100_000))
@@ -463,7 +463,7 @@ async def test_what_an_engine_said_last_is_heard_though_its_end_is_noticed_first
 
 
 async def test_a_child_that_waits_becomes_the_clients_and_a_later_one_is_its_own():
-    """What it cannot import ahead is told only when it is needed."""
+    """A module that cannot be preloaded is reported only when it is needed."""
     with contextlib.closing(ChildProcess(CORE, "warning", preload="helpers.no_such_module")) as child:
         async with running(child=child) as client:
             assert client.pid == child.process.pid and await tokens(client, request("first"))
@@ -487,7 +487,7 @@ def test_where_the_host_has_no_standard_error_a_child_prints_nowhere(monkeypatch
         raise OSError
 
     if closed:
-        monkeypatch.setattr(process_setup, "os", types.SimpleNamespace(fstat=no_such_file))
+        monkeypatch.setattr(process_setup, "os", types.SimpleNamespace(**{**vars(os), "fstat": no_such_file}))
     else:
         monkeypatch.setattr(sys, "stderr", None)
     with contextlib.closing(ChildProcess(CORE, "warning")) as child:
@@ -564,7 +564,7 @@ async def test_stats_do_not_wait_for_a_long_step(monkeypatch):
         stream, step = client.generate(request("a", max_tokens=1000)), 0
         for _ in range(5):  # on a machine with other work one of these has to be quick
             step += len((await anext(stream)).token_ids)
-            while client._router._streams["a"].waiting:  # steps that ended meanwhile
+            while client._router._streams["a"].buffered_size:  # steps that ended meanwhile
                 step += len((await anext(stream)).token_ids)
             start = time.monotonic()
             for _ in range(3):
@@ -644,7 +644,8 @@ asyncio.run(main())
 
 
 def test_the_client_is_free_of_torch():
-    code = "import sys, windlass.engine.client.process_client, windlass.engine.core.engine_process; sys.exit('torch' in sys.modules)"
+    modules = "windlass.engine.client.process_client, windlass.engine.core.engine_process"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -693,7 +694,7 @@ async def test_an_engine_that_dies_after_a_sample_was_ended_owes_nothing():
         assert client._router.in_flight == 0
         client._hang_seconds = 0.5  # of the next one
         await client.wait_ready()
-        await asyncio.sleep(1.0)  # an idle engine is silent, and nobody takes it for hung
+        await asyncio.sleep(1.0)  # an idle engine is silent and does not count as hung
         assert client.restarts == 1 and client.state == "ready"
         client._watchdog._hang_seconds = 60.0  # its steps may be late
         assert await tokens(client, request("a", max_tokens=3)) == [100, 101, 102]

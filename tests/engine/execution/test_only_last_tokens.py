@@ -1,4 +1,4 @@
-"""What a prompt's last layers compute where they read the keys of earlier ones: its last token, unless more is asked for."""
+"""Last layers that share the keys of earlier ones compute only a prompt's last token, unless more is requested."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("gemma4_e2b", tmp_path_factory.mktemp("gemma4"))  # three layers of six read the keys of others
+    return make_model("gemma4_e2b", tmp_path_factory.mktemp("gemma4"))  # three layers of six share the keys of others
 
 
 def rows_of_layers(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """How many tokens each layer computes in each step from now on."""
+    """Record how many tokens each layer computes in each step."""
     found: list[list[int]] = []
     forward, layers = PerLayerProjection.forward, [layer.input for layer in core.runner.decoder.layers]
 
@@ -67,7 +67,7 @@ def test_they_compute_all_where_more_is_asked_for(
 def test_answers_are_those_of_all_tokens(
     model: Path, dtype: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several prompts of one step, one of them cut, beside a stream; every bit where the order of sums has no part in it."""
+    """Several prompts in one step, one of them chunked, next to a stream; bit for bit where the order of sums is fixed."""
 
     def answers() -> dict[Any, Any]:
         core = make_core(model, max_num_batched_tokens=60, dtype=dtype, deterministic=deterministic)
@@ -75,7 +75,7 @@ def test_answers_are_those_of_all_tokens(
         return run(core, requests)
 
     found = answers()
-    monkeypatch.setattr("windlass.engine.execution.model_runner.RankRunner._asks_for_ends", lambda *_: False)
+    monkeypatch.setattr("windlass.engine.execution.model_runner.RankRunner._needs_only_last_tokens", lambda *_: False)
     for key, expected in answers().items():
         assert found[key].token_ids == expected.token_ids
         ours, theirs = torch.stack(found[key].logits), torch.stack(expected.logits)
@@ -93,7 +93,7 @@ def test_adapters_change_ends_alike(model: Path, tmp_path: Path, monkeypatch: py
         return run(core, [greedy("a", PROMPT, 4, adapter=1), greedy("b", PROMPT[5:], 4)])
 
     found = answers()
-    monkeypatch.setattr("windlass.engine.execution.model_runner.RankRunner._asks_for_ends", lambda *_: False)
+    monkeypatch.setattr("windlass.engine.execution.model_runner.RankRunner._needs_only_last_tokens", lambda *_: False)
     for key, expected in answers().items():
         ours, theirs = torch.stack(found[key].logits), torch.stack(expected.logits)
         assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()

@@ -1,4 +1,4 @@
-"""A model's own prediction layer: what it proposes is what transformers makes of it, and no answer changes."""
+"""MTP layers: the proposals equal those computed by transformers, and no output changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from windlass.engine.scheduling.scheduler_output import ScheduledSequence, Sched
 from windlass.kernels import BlockWeight
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-# Those of one layer more than the model has, and those whose layer has a form of its own.
+# Families whose MTP layer is one more layer of the model, and families whose MTP layer has its own form.
 MORE_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "ernie4_5_moe", "nemotron_h_experts")
 
 
@@ -57,8 +57,8 @@ def with_config(directory: Path, **changes: Any) -> None:
 def test_proposals_are_those_of_transformers(
     family: str, others: dict[str, Any], directory_of: Callable[[str], Path]
 ) -> None:
-    """Prompts in pieces, several streams, samples of one prompt, tokens that were accepted and tokens that were not; alone, and
-    where streams propose from their own text in some steps."""
+    """Chunked prompts, several streams, samples of one prompt, accepted and rejected tokens; alone, and combined with n-gram
+    proposals in some steps."""
     directory = directory_of(family)
     core = mtp_engine(directory, speculative_tokens=3, max_num_batched_tokens=32, **others)
     proposed = Proposed(core)
@@ -74,7 +74,7 @@ def test_proposals_are_those_of_transformers(
 
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_proposals_of_further_families_too(family: str, directory_of: Callable[[str], Path]) -> None:
-    """And answers are those without the layer."""
+    """And the outputs equal those without the layer."""
     directory = directory_of(family)
     sent = [greedy("a", prompt(1, 5), 24), greedy("b", prompt(2, 40), 24)]
     want = run(make_core(directory), sent)
@@ -89,7 +89,7 @@ def test_proposals_of_further_families_too(family: str, directory_of: Callable[[
 
 @pytest.mark.parametrize("method", ["fp8", "awq"])
 def test_the_layer_of_quantized_checkpoints(method: str, tmp_path: Path) -> None:
-    """Quantized as the model's layers are, but for the matrix that joins, or left as it was."""
+    """Quantized like the model's layers, except for the input projection, or not quantized."""
     family, sizes = ("deepseek_v3", {}) if method == "fp8" else ("glm4_moe", {"moe_intermediate_size": 64})
     source = make_predicting(family, tmp_path / "source", seed=1, **sizes)
     left = ("lm_head", "mlp.gate", "eh_proj", "shared_head.head")
@@ -111,7 +111,7 @@ def test_the_layer_of_quantized_checkpoints(method: str, tmp_path: Path) -> None
 
 
 def test_the_next_turn_takes_up_its_keys_too(directory_of: Callable[[str], Path]) -> None:
-    """All keys of a text that goes on as it did before are those that were computed first."""
+    """A text that continues as before keeps all the keys that were computed first."""
     directory = directory_of("qwen3_next")
     core = mtp_engine(directory)
     (first,) = run(core, [greedy("a", prompt(2, 40), 60)]).values()
@@ -143,12 +143,12 @@ def test_answers_are_those_without_the_layer(
     same(run_checked(core, traffic()), want, 0.0 if options.get("deterministic") else 1e-5)
     stats = core.stats()
     assert stats.spec_decode_model_num_accepted_tokens > 20
-    assert not predictor_of(core).pages.known
+    assert not predictor_of(core).draft_cache.progress
 
 
 @pytest.mark.parametrize("room", ["little", "enough"])
 def test_rotations_shifts_and_lost_places(room: str, tmp_path: Path) -> None:
-    """With pages that hold no numbers until they are written to: what is met has been computed."""
+    """The cache holds NaNs until it is written: every key that is read has been computed."""
 
     def sent() -> list[EngineRequest]:
         shift = ContextRule(overflow="shift", keep_tokens=16)
@@ -193,7 +193,7 @@ def test_rotations_shifts_and_lost_places(room: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [0, 8])
 def test_a_layer_without_memory_fails_nobody(rows: int, directory_of: Callable[[str], Path]) -> None:
-    """Its steps of more rows find none, so prompts go by it, or all that it would propose."""
+    """Steps with more rows find none, so prompts are skipped, or all proposals."""
     directory = directory_of("qwen3_5_moe")
     want = run(make_core(directory, deterministic=True, max_model_len=192), traffic())
     core = mtp_engine(directory, deterministic=True, max_model_len=192)
@@ -205,20 +205,20 @@ def test_a_layer_without_memory_fails_nobody(rows: int, directory_of: Callable[[
         hidden = forward(batch, cache)
         if len(hidden) > rows:
             failed.append(len(hidden))
-            waiting.append(max(len(one.states) for one in predictor_of(core).pages.known.values()))
+            waiting.append(max(len(one.states) for one in predictor_of(core).draft_cache.progress.values()))
             raise torch.OutOfMemoryError(NO_ROOM)
         return hidden
 
     layer.forward = with_little_memory  # type: ignore[method-assign]
     same(run_checked(core, traffic()), want, 0.0)
     assert len(failed) > 10 and (core.stats().spec_decode_model_num_accepted_tokens > 10) is (rows > 0)
-    assert max(waiting) <= 16 + 4  # a block, and what a step adds
+    assert max(waiting) <= 16 + 4  # a block and the tokens of one step
 
 
 def test_states_that_find_no_memory_fail_nobody(
     monkeypatch: pytest.MonkeyPatch, directory_of: Callable[[str], Path]
 ) -> None:
-    """The model's step is done by then, and what it has drawn counts. Nothing older is taken for the states that are missing."""
+    """The model's step is complete by then, and its samples count. Missing states are not replaced by older ones."""
     directory = directory_of("qwen3_5")
     sent = [greedy("a", prompt(1, 5), 60), greedy("b", prompt(2, 40), 60)]
     want = run(make_core(directory, deterministic=True), sent)
@@ -236,7 +236,7 @@ def test_states_that_find_no_memory_fail_nobody(
     def watched(plan: SchedulerOutput, hidden: torch.Tensor) -> None:
         before = len(lacking)
         observe(plan, hidden)
-        assert not predictor.pages.known.keys() & set(lacking[before:])
+        assert not predictor.draft_cache.progress.keys() & set(lacking[before:])
 
     monkeypatch.setattr(predictor, "_append_states", with_little_memory)
     monkeypatch.setattr(predictor, "observe", watched)
@@ -246,7 +246,7 @@ def test_states_that_find_no_memory_fail_nobody(
 
 def test_what_has_no_such_layer_is_refused(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
     nothing = r"speculation\.mtp`: this model .* has no layer that predicts further"
-    for family in ("llama", "gemma3", "ernie4_5_moe"):  # the last's config.json says nothing of any
+    for family in ("llama", "gemma3", "ernie4_5_moe"):  # the last one's config.json names no MTP layer
         with pytest.raises(LoadError, match=nothing):
             mtp_engine(make_model(family, tmp_path / family))
     with pytest.raises(LoadError, match=nothing):  # it has windows
@@ -300,7 +300,7 @@ def test_a_start_without_it_says_that_it_is_there(tmp_path: Path, directory_of: 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_copy_of_the_head_in_few_bits(tied: bool, tmp_path: Path) -> None:
-    """It is often right, where it is not nothing changes, and the model keeps its own."""
+    """Proposals are often accepted, rejected ones change nothing, and the model's own head is unchanged."""
     directory = make_predicting("qwen3_5_moe", tmp_path, seed=1, tie_word_embeddings=tied, hidden_size=128)
     sent = [greedy("a", prompt(1, 5), 60), greedy("b", prompt(2, 40), 60)]
     want = run(make_core(directory, deterministic=True), sent)

@@ -1,4 +1,4 @@
-"""What the first grammar would wait for is made in the first idle moment, once, and never while there is work."""
+"""Preparations for the first grammar run in the first idle time, once, and never while there is work."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def test_the_vocabulary_is_there_when_the_first_grammar_comes(monkeypatch: pytes
 def test_without_a_tokenizer_or_an_end_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[str]()
     monkeypatch.setattr("llguidance.LLTokenizer", lambda path, **fields: made.append(path))
-    for directory, ends in ((tmp_path, [2]), (DEMO, [])):  # a model that names no end is told of when a grammar comes
+    for directory, ends in (
+        (tmp_path, [2]),
+        (DEMO, []),
+    ):  # a model without an eos token is reported when a grammar comes
         compiler = GrammarCompiler(directory, 4096, ends)
         compiler.prepare_in_background()
         compiler._pool.submit(int).result(30)  # it has one thread: what came before is done

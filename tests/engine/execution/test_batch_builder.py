@@ -1,4 +1,4 @@
-"""Batches of single tokens in lasting memory hold what batches made from nothing hold."""
+"""Batches in persistent buffers equal newly allocated ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from windlass.engine.scheduling.scheduler_output import NewSequence, ScheduledSe
 
 @ON_A_CPU
 def test_lasting_batches_equal_fresh_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two KV groups, one of them a window that drops blocks; streams come, go and outgrow the first table width."""
+    """Two KV groups, one with a window that drops blocks; streams start, end and outgrow the first table width."""
     monkeypatch.setattr("windlass.engine.execution.input_batch._FIRST_COLUMNS", 4)
     core = make_core(make_model("gemma3", tmp_path), max_model_len=256)
     batches = core.runner.batches
@@ -33,7 +33,9 @@ def test_lasting_batches_equal_fresh_ones(tmp_path: Path, monkeypatch: pytest.Mo
         batch = build(sequences)
         if not batch.persistent:
             return batch
-        found = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in ("lasting", "only_last_tokens")}
+        found = {
+            f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in ("persistent", "only_last_tokens")
+        }
         kept = {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
         batches.persistent = False
         fresh = build(sequences)
@@ -57,7 +59,7 @@ def test_lasting_batches_equal_fresh_ones(tmp_path: Path, monkeypatch: pytest.Mo
     widths = {(batch.input_ids.shape[0], batch.block_tables.shape[2]) for batch in seen}
     assert {(1, 8), (2, 4), (2, 8), (4, 4)} <= widths
     same = {id(batch) for batch in seen}
-    assert len(same) < len(seen) / 4  # memory is used again
+    assert len(same) < len(seen) / 4  # buffers are reused
 
 
 def test_a_token_without_a_block_is_noticed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What an engine answers people who look on: its cache beside the books, and attention beside transformers."""
+"""Introspection: cache snapshots compared with the block tables, and attention compared with transformers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_attention_is_that_of_transformers_while_others_run(model: Path, scaling
     asked = None if scaling is None else RopeScaling.from_dict(scaling)
     drawn: dict[str, list[int]] = {"a": [], "b": []}
     for layer, weights in enumerate(wanted):
-        for output in core.step():  # others go on between the questions
+        for output in core.step():  # others continue between the queries
             drawn[output.request_id] += output.token_ids
         for head in range(weights.shape[1]):
             picture = core.inspect(AttentionQuery(tuple(IDS), layer, head, asked))

@@ -1,4 +1,4 @@
-"""What the beginning of a request is called: whatever its cached keys depend on is in it, and nothing else."""
+"""Prefix keys: they cover everything that cached keys depend on, and nothing else."""
 
 from __future__ import annotations
 

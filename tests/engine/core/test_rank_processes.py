@@ -1,4 +1,4 @@
-"""The processes of other ranks, as the first one starts them."""
+"""Rank processes, as the first rank starts them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_where_the_host_has_no_standard_error_a_rank_prints_nowhere(
         raise OSError
 
     if closed:
-        monkeypatch.setattr(process_setup, "os", types.SimpleNamespace(fstat=no_such_file))
+        monkeypatch.setattr(process_setup, "os", types.SimpleNamespace(**{**vars(os), "fstat": no_such_file}))
     else:
         monkeypatch.setattr(sys, "stderr", None)
     with contextlib.closing(RankProcesses(engine_config("nowhere", tensor_parallel=2))) as others:

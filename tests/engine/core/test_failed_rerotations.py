@@ -1,6 +1,6 @@
-"""A device without memory to turn keys, not even those of one block: the request whose they are fails, and nobody else notices.
+"""A device without memory to rotate the keys of even one block: only the request that owns them fails.
 
-No GPU is needed: turning fails with what torch raises on one, after some layers have been turned.
+No GPU is needed: the rotation fails with torch's error, after some layers have been rotated.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def requests() -> list[EngineRequest]:
 
 
 class Turning:
-    """Turns of keys that fail from the `first` one on, until somebody is told; those are left half done."""
+    """Rotations of keys that fail from the `first` one on, until the engine handles it; those are left half done."""
 
     def __init__(self, core: EngineCore, first: int, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None):
         self.calls, self.tokens = 0, list[int]()  # of turns that failed
@@ -93,7 +93,7 @@ def check(core: EngineCore, right: EngineCore, got: Results, want: Results) -> N
             assert got[key].token_ids == one.token_ids
             assert all(torch.equal(*both) for both in zip(got[key].logits, one.logits, strict=True))
     assert core.blocks.num_used_blocks == 0
-    assert len(core.runner.sequences) == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
+    assert len(core.runner.input_batch) == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
     cached = 0
     for pool, whole, planes, others in zip(
         core.blocks.pools, right.blocks.pools, core.runner.cache.planes, right.runner.cache.planes, strict=True
@@ -167,7 +167,7 @@ def test_the_others_find_no_memory_either_and_carry_states(tmp_path: Path, monke
             raise torch.OutOfMemoryError(NO_ROOM)
         return results
 
-    monkeypatch.setattr(core.runner, "repeat", fails)
+    monkeypatch.setattr(core.runner, "retry", fails)
     got = run(core, requests(), every_logit=False)
     assert failed and set(errors_of(got)) == {"turning", "same prompt"}
     for index in range(2):
@@ -210,7 +210,7 @@ def test_keys_of_a_draft_model_fail_nobody(models: dict[str, Path], tmp_path: Pa
         failed.append(rerotation)
         raise torch.OutOfMemoryError(NO_ROOM)
 
-    proposer.pages._rotator._apply_at_once = fails  # type: ignore[method-assign]
+    proposer.draft_cache._rotator._apply_at_once = fails  # type: ignore[method-assign]
     got = run(core, requests())
     assert failed and not errors_of(got) and core.stats().key_moves > 0
     assert {key: one.token_ids for key, one in got.items()} == {key: one.token_ids for key, one in want.items()}
@@ -226,15 +226,15 @@ def test_another_error_ends_the_engine(models: dict[str, Path], monkeypatch: pyt
 def test_whoever_follows_a_plan_without_a_request_hears_of_it(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other ranks, and who measures texts; `None` stands for keys that are nobody's."""
+    """Other ranks, and the scorer; `None` means keys without an owner."""
     core = make_core(models["llama"], **OPTIONS)
     (spec,) = core.plan_rotation(greedy("a", [5, 6])).stage(2).specs
     Turning(core, 0, monkeypatch)
     for seq_id in (7, None):
         turned = KeyRerotation(0, 0, 16, (0,), (1,), 0, (spec,), (spec,), seq_id=seq_id)
-        plan = SchedulerOutput(core.runner.sequences.step + 1, rerotations=(turned,))
+        plan = SchedulerOutput(core.runner.input_batch.step + 1, rerotations=(turned,))
         for apply in (core.runner.apply, core.runner.execute_rank, core.runner.hidden_states):
             with pytest.raises(torch.OutOfMemoryError) as raised:
                 apply(plan)  # type: ignore[operator]
             assert is_out_of_memory(raised.value)
-            plan = SchedulerOutput(core.runner.sequences.step + 1, rerotations=(turned,))
+            plan = SchedulerOutput(core.runner.input_batch.step + 1, rerotations=(turned,))

@@ -1,4 +1,4 @@
-"""The choice among replicas: prefixes stay together, nobody is swamped, memory is bounded, and hit rates hold."""
+"""Choice of a replica: prefixes stay together, no replica is overloaded, memory is bounded, and hit rates hold."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_is_remembered_is_bounded_and_begins_at_the_beginning(
 
 
 class Cache:
-    """A replica's prefix cache of so many blocks: the engine's own chain of digests, the oldest blocks evicted first."""
+    """A replica's prefix cache of limited size: the engine's own chain of digests, the oldest blocks evicted first."""
 
     def __init__(self, blocks: int) -> None:
         self._held: OrderedDict[bytes, None] = OrderedDict()

@@ -74,14 +74,14 @@ class PlayedMemory(DeviceMemory):
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> PlayedMemory:
     made = PlayedMemory()
-    monkeypatch.setattr("windlass.kernels.backend.memory_of", lambda device: made)
+    monkeypatch.setattr("windlass.kernels.backend.device_memory_of", lambda device: made)
     return made
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is taken for one where options are checked."""
-    monkeypatch.setattr("windlass.engine.model.loading.preflight.check_share", lambda config, device: None)
+    monkeypatch.setattr("windlass.engine.model.loading.preflight.check_device_share", lambda config, device: None)
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +136,8 @@ def test_what_operations_may_take_in_other_steps_is_kept_free(
 def test_copies_to_the_host_are_kept_free(
     model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch, saves: bool, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(host_tier, "_ARRIVING", 4 * MIB)
-    monkeypatch.setattr(host_tier, "_LEAVING", 2 * MIB)
+    monkeypatch.setattr(host_tier, "_INCOMING_BYTES", 4 * MIB)
+    monkeypatch.setattr(host_tier, "_OUTGOING_BYTES", 2 * MIB)
     monkeypatch.setattr(Backend, "make_copies", lambda backend: PlayedCopies())
     options: dict[str, Any] = {"kv_host_memory": 4 * MIB} if saves else {"kv_persist": str(tmp_path)}
     core = core_of(model_of("llama"), **options)
@@ -166,7 +166,7 @@ def test_the_largest_step_is_run_and_leaves_nothing(
     ((plan, results),) = plans
     assert plan.num_tokens == 600 and len(plan.sequences) == results == 512
     assert {item.start + item.num_tokens for item in plan.sequences} == {1000} and plan.sequences[-1].prompt_logprobs
-    assert core.runner.positions_computed == 0 and len(core.runner.sequences) == core.runner.tables.num_live == 0
+    assert core.runner.positions_computed == 0 and len(core.runner.input_batch) == core.runner.tables.num_live == 0
     assert run(core, [greedy("a", range(5, 30), 6)])["a", 0].token_ids == expected
 
 
@@ -278,7 +278,7 @@ def test_where_nothing_is_left(
     monkeypatch.setattr(ModelRunner, "execute", fails)
     said = refused(model_of("llama"), max_num_batched_tokens=2048)
     assert (
-        said.startswith("a step of 2048 tokens needs more memory than cpu gives beside ") and "11.0 MiB of 64.0" in said
+        said.startswith("a step of 2048 tokens needs more memory than cpu has next to ") and "11.0 MiB of 64.0" in said
     )
 
 

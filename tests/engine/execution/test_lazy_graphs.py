@@ -1,4 +1,4 @@
-"""Which decode steps are captured once they were asked for: their choice alone, with nothing that is captured."""
+"""The choice of decode steps that are captured when they recur, without capturing anything."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_there_is_a_bound_on_how_many_and_how_large(monkeypatch: pytest.MonkeyPa
 
 
 def test_steps_with_adapters_are_captured_too_and_stand_for_those_without() -> None:
-    """And not the other way round. Whatever vanishes in steps that are planned ahead, something stands for the rest."""
+    """And not the reverse. Whatever is missing from steps that are planned ahead, some graph can run the rest."""
     captured: list[GraphKey] = []
     graphs, asked = graphs_of(captured), GraphKey(4, 3, adapted=True)
     graphs.capture(GraphKey(8, 8))

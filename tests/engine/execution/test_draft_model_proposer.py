@@ -37,7 +37,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def traffic() -> list[EngineRequest]:
-    """Everything that changes which token comes next or ends a sample, and rotations of requests of their own."""
+    """All settings that change the next token or end a sample, and requests with their own rotations."""
     yarn = RopeScaling.from_dict({"rope_type": "yarn", "factor": 4.0})
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
     fields: list[dict[str, Any]] = [
@@ -68,7 +68,7 @@ def with_draft(directory: Path, draft: Path, **options: Any) -> EngineCore:
 def both(
     directory: Path, draft: Path, sent: Callable[[], list[EngineRequest]], drafting: dict[str, Any], **options: Any
 ) -> EngineCore:
-    """Compare an engine that drafts with one that does not, and look at the books after every step; returns the former."""
+    """Compare an engine that drafts with one that does not, with consistency checks after every step; return the former."""
     want = run(make_core(directory, **options), sent())
     core = with_draft(directory, draft, **drafting, **options)
     same(run_checked(core, sent()), want)
@@ -111,7 +111,7 @@ def test_the_same_model_is_always_right(length: int, directory_of: Callable[[str
     assert len(got.token_ids) == 41 and stats.num_steps == 1 + 8
     assert stats.spec_decode_model_num_accepted_tokens == stats.spec_decode_model_num_draft_tokens == 32
     assert core.runner.proposer is not None
-    # Every token but the last two goes through it once: these are missing when the sequence ends.
+    # The draft model computes every token once, except the last two, which are missing when the sequence ends.
     assert core.runner.proposer.positions_computed == length + 41 - 2
 
 
@@ -141,14 +141,14 @@ def test_re_rotated_keys_are_re_rotated_in_the_draft_model_too(
 ) -> None:
     core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
     assert core.runner.proposer is not None
-    for layer in range(core.info.num_layers):  # what is attended without having been computed spoils everything
+    for layer in range(core.info.num_layers):  # keys that are read without having been computed change the result
         pages = core.runner.proposer._cache.pages(layer)
         pages.key.fill_(torch.nan), pages.value.fill_(torch.nan)
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
     run(core, [greedy("x", prompt(1, 50), 90, rope_scaling=dynamic, rope_update=update)])
     stats = core.stats()
     assert stats.key_moves > 0 or stats.recomputed_tokens["rope_update"] > 0
-    # A token that it lacked when the frequencies changed is computed under the new ones.
+    # A token that was missing when the frequencies changed is computed under the new ones.
     assert stats.spec_decode_model_num_accepted_tokens > 0.9 * stats.spec_decode_model_num_draft_tokens > 40
 
 
@@ -193,7 +193,7 @@ def test_preempted_and_parked_streams(directory_of: Callable[[str], Path]) -> No
 
 
 def test_pages_are_parked_before_a_loaded_block_lies_there(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
-    """A plan may park a block, and have it hold what was read from a file at once: the draft model's half of it too."""
+    """A plan may swap out a block and load a file into it at once, in the draft model's cache too."""
     core = with_draft(directory_of("llama"), directory_of("llama"), kv_persist=str(tmp_path))
     store, proposer = core._store, core.runner.proposer
     assert store is not None and proposer is not None
@@ -205,7 +205,7 @@ def test_pages_are_parked_before_a_loaded_block_lies_there(tmp_path: Path, direc
         plane[:, 3] = 2.0
     ticket = store.transfer.stage(0, tuple(plane.copy() for plane in held), lambda: False)
     assert ticket is not None
-    first = core.runner.sequences.step + 1
+    first = core.runner.input_batch.step + 1
     loaded = (LoadedBlock(group=0, block=3, ticket=ticket),)
     core.runner.apply(SchedulerOutput(first, swapped_out=(SwappedPages(7, ((3,),)),), loaded=loaded))
     core.runner.apply(SchedulerOutput(first + 1, swapped_in=(SwappedPages(7, ((5,),)),)))
@@ -229,7 +229,11 @@ def test_cancelling_in_the_middle_disturbs_nobody(directory_of: Callable[[str], 
     core.abort("ends")
     core.abort("late")
     same(run(core, [greedy("stays", prompt(1, 20), 60)]), want)
-    assert core.runner.proposer is not None and not core.runner.proposer.pages.known and len(core.runner.sequences) == 0
+    assert (
+        core.runner.proposer is not None
+        and not core.runner.proposer.draft_cache.progress
+        and len(core.runner.input_batch) == 0
+    )
 
 
 def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:

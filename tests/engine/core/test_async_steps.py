@@ -1,4 +1,4 @@
-"""Steps planned while the one before them is computed: the tokens are those of an engine that waits for each."""
+"""Async scheduling: the tokens equal those of an engine that waits for each step."""
 
 from __future__ import annotations
 
@@ -173,9 +173,9 @@ def test_all_leave_while_a_step_is_under_way(directory_of: Callable[[str], Path]
 
 @BURSTS
 def test_bad_logits_end_their_own_request_alone(burst_seconds: float, directory_of: Callable[[str], Path]) -> None:
-    """What is under way for it behind them is nobody's."""
+    """Its tokens in flight are dropped."""
     plain = make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS)
-    for seed in range(20):  # until a text comes to a new token in its middle that the other one lacks
+    for seed in range(20):  # until one text gets a token in its middle that the other one lacks
         want = run(plain, [greedy(n, prompt(s, 8), 24, cache_salt=f"{n}{seed}") for n, s in (("a", seed), ("b", 77))])
         a, b = want["a", 0].token_ids, want["b", 0].token_ids
         new = [i for i in range(9, 20) if a[i] not in a[:i] and a[i] not in b and a[i] not in prompt(77, 8)]
@@ -219,7 +219,7 @@ def test_a_step_planned_ahead_without_memory_is_computed_behind_the_other(
     directory_of: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody fails, wherever in it the memory ends."""
+    """No request fails, wherever in the step the memory ends."""
     options = {**OPTIONS, "shift_context": 48} if sent is shifting else OPTIONS
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **options), sent(), every_logit=False)
     monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 0)
@@ -250,7 +250,7 @@ def test_steps_wait_for_each_other_for_a_while_where_there_was_no_memory(
 def test_memory_that_is_gone_for_good_ends_the_newest_and_says_so(
     burst_seconds: float, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where nobody else is left, once the step behind which nothing could be begun has been taken in."""
+    """Also without any other request, once the results of the step before the failed one are processed."""
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), [greedy("a", prompt(1, 9), 30)])
     core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **OPTIONS)
     core.add(greedy("a", prompt(1, 9), 30))
@@ -259,7 +259,7 @@ def test_memory_that_is_gone_for_good_ends_the_newest_and_says_so(
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError(NO_ROOM)
 
-    for name in ("begin", "begin_ahead", "run"):
+    for name in ("submit", "submit_behind", "run"):
         monkeypatch.setattr(core.runner.graphs, name, fails)
     while core.has_work():
         got += core.step()

@@ -1,4 +1,4 @@
-"""Pooled prompts beside transformers: alone, in chunks, beside generation, under another scaling, preempted, from the cache."""
+"""Pooled prompts against transformers: alone, chunked, next to generation, under another scaling, preempted, from the cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def results(core: EngineCore, requests: list[EngineRequest]) -> dict[str, torch.
 
 
 def states(core: EngineCore, directory: Path, request: EngineRequest) -> torch.Tensor:
-    """[T, hidden] of transformers, behind the final norm."""
+    """Hidden states [T, hidden] of transformers after the final norm."""
     reference = Reference(directory, specs_of(core, request), [group.name for group in core.info.rotary_groups])
     ids = torch.tensor([request.prompt_token_ids])
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_every_kind_is_that_of_transformers_whatever_the_chunks(directory: Path,
         assert output.token_ids == () and output.finish_reason == "length"
         wanted = expected(states(core, directory, request), kind)
         torch.testing.assert_close(tensor(output.pooled), wanted, atol=1e-5, rtol=1e-5)
-    assert not core.runner._pooler._partial and not core.runner.sequences.pooled
+    assert not core.runner._pooler._partial and not core.runner.input_batch.pooled
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])  # plain logits, soft-capped ones, scaled ones
@@ -121,7 +121,7 @@ def test_only_the_last_token_s_state_may_come_from_cached_prefixes(directory: Pa
     first = results(core, [pooled(f"{kind}0", PROMPTS[4], kind) for kind in ("last", "mean", "all")])
     before = core.runner.positions_computed
     again = results(core, [pooled("last1", PROMPTS[4])])
-    assert core.runner.positions_computed - before < 20  # what is behind the cached blocks
+    assert core.runner.positions_computed - before < 20  # the tokens after the cached blocks
     before = core.runner.positions_computed
     again |= results(core, [pooled("mean1", PROMPTS[4], "mean"), pooled("all1", PROMPTS[4], "all")])
     assert core.runner.positions_computed - before == 2 * len(PROMPTS[4])

@@ -1,4 +1,4 @@
-"""ReplicatedClient over scripted engines: where requests go, what becomes of them at a death, and what all are together."""
+"""ReplicatedClient over scripted engines: routing, deaths of engines, and joint statistics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.engine.interface.model_info import AdapterSource
 from windlass.engine.interface.outputs import EngineStats
 from windlass.engine.interface.request import EngineRequest, SamplingParams
 
-TESTS = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
@@ -146,7 +146,7 @@ async def test_with_all_engines_gone_everybody_is_told():
         await until(lambda: all(engine._child.last_requests() for engine in client.engines))
         for engine in client.engines:
             os.kill(engine.pid, signal.SIGKILL)
-        eventually(lambda: all(engine._child.ended for engine in client.engines), 20)  # else one may begin anew before
+        eventually(lambda: all(engine._child.ended for engine in client.engines), 20)  # else one may restart before
         results = await asyncio.gather(*work, return_exceptions=True)
         assert all(isinstance(result, EngineDeadError) for result in results)
         await until(lambda: client.restarts == 2 and all(engine.state == "ready" for engine in client.engines))

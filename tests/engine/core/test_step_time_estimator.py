@@ -1,4 +1,4 @@
-"""What the next step is expected to take."""
+"""Expected duration of the next step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from helpers.engines import greedy, make_core
 
 import windlass
-from windlass.engine.core import messages
+from windlass.engine.core import engine_core
 from windlass.engine.core.engine_core import StepTimeEstimator
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
@@ -47,7 +47,7 @@ def test_an_engine_announces_what_it_cannot_know_and_what_may_be_long(monkeypatc
     while core.has_work():
         core.step(told.append)
     assert told == [None, None]  # a prompt of three tokens, and then the first step of one
-    monkeypatch.setattr(messages, "ANNOUNCE_SECONDS", 0.0)
+    monkeypatch.setattr(engine_core, "ANNOUNCE_SECONDS", 0.0)
     core.add(greedy("b", [5, 6, 7, 8], max_tokens=1))
     core.step(told.append)
     assert len(told) == 3 and told[-1] is not None and 0.0 < told[-1] < 60.0

@@ -1,4 +1,4 @@
-"""What captured steps take, counted from what some of them were seen to take."""
+"""The estimated memory of all graphs, given the measured memory of some."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def counted(core: EngineCore, taken: Sequence[int], *, adapted: bool = False) -> int:
-    """taken: of the device, before and after each step that is captured. adapted: whether there may be adapters."""
+    """taken: memory used before and after each capture. adapted: whether there may be adapters."""
     memory = mock.Mock()
     memory.used_by_process.side_effect = taken
     found = profile_graph_memory(
@@ -44,13 +44,13 @@ def counted(core: EngineCore, taken: Sequence[int], *, adapted: bool = False) ->
 
 
 def test_the_largest_and_another_tell_what_all_take(directory: Path) -> None:
-    """Four steps without ranges; of those with ranges as many as there may be."""
+    """Four steps without ranges, and the maximum number of steps with ranges."""
     core = make_core(directory, max_model_len=96)
     assert counted(core, [10, 110, 112, 112, 142, 145]) == 100 + 3 * 2 + 30 + (MAX_RANGED_GRAPHS - 1) * 3
 
 
 def test_those_with_adapters_count_besides(directory: Path) -> None:
-    """As many as there are without, although no adapter is loaded yet."""
+    """As many as without adapters, although none is loaded yet."""
     core = make_core(directory, max_model_len=96)
     taken = [10, 110, 112, 112, 119, 124, 124, 154, 157]
     assert counted(core, taken, adapted=True) == 100 + 3 * 2 + 7 + 3 * 5 + 30 + (MAX_RANGED_GRAPHS - 1) * 3
@@ -84,7 +84,7 @@ def test_what_cannot_be_captured_ends_the_count(captured: int, taken: list[int],
 
 
 def test_rows_without_room_for_ranges_are_captured_without(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two largest steps, of eight and four rows, have none."""
+    """The two largest steps, of eight and four rows, have no ranges."""
     monkeypatch.setattr(cuda_graphs, "MAX_RANGE_CELLS", 5)
     core = make_core(directory, max_model_len=96)
     assert counted(core, [10, 110, 112, 120, 150, 153]) == 100 + 3 * 2 + 30 + (MAX_RANGED_GRAPHS - 1) * 3
