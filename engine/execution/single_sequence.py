@@ -211,7 +211,9 @@ class SequencePasses:
             change = SchedulerOutput(
                 self._next_step,
                 original_copies=tuple(
-                    self._rerotation(group, stage, stage[2], aside=True) for group in self._groups for stage in last
+                    self._rerotation(group, stage, stage[2], store_originals=True)
+                    for group in self._groups
+                    for stage in last
                 ),
                 rerotations=tuple(self._rerotation(group, stage, specs) for group in self._groups for stage in passed),
             )
@@ -219,12 +221,12 @@ class SequencePasses:
             yield from self._forward(first, end, specs)
             passed.append((first, end, specs))
 
-    def _rerotation(self, group: int, stage: Stage, specs: Specs, *, aside: bool = False) -> KeyRerotation:
-        """Re-rotate the keys of a stage from the second half of the cache to the first; aside: copy them the other way."""
+    def _rerotation(self, group: int, stage: Stage, specs: Specs, *, store_originals: bool = False) -> KeyRerotation:
+        """Re-rotate the keys of a stage from the second half of the cache to the first; store_originals: the reverse."""
         first, end, origin = stage
         live = range(first // _BLOCK, -(-end // _BLOCK))
         originals = range(live.start + self._num_blocks, live.stop + self._num_blocks)
-        sources, targets = (live, originals) if aside else (originals, live)
+        sources, targets = (live, originals) if store_originals else (originals, live)
         return KeyRerotation(
             group=group,
             start=first,
