@@ -190,7 +190,7 @@ ROFORMER = Family(
     ),
     token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
     # The sines of every position, which follow from config.json.
-    unused=("roformer.encoder.embed_positions.", "encoder.embed_positions."),
+    unused_tensors=("roformer.encoder.embed_positions.", "encoder.embed_positions."),
     unused_heads=("cls.",),
     variant=_roformer,
     extra_keys=frozenset({"rotary_value", "embedding_size", *_DROPOUTS.split()}),

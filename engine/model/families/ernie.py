@@ -63,7 +63,7 @@ ERNIE4_5_MOE = replace(
         rope_theta=500_000.0,
     ),
     head_bias=ConfigFlag("use_bias"),
-    unused=("model.mtp_",),
+    unused_tensors=("model.mtp_",),
     refine=with_dense_mtp_layer,
     experts=MoERules(
         experts=64,

@@ -142,7 +142,12 @@ def _refine(spec: ModelSpec, config: Config) -> ModelSpec:
         assert isinstance(attention, AttentionSpec) and isinstance(feed_forward, GatedMLPSpec)
         mixer = replace(attention, scale=attention.scale * given**2 * key)
         layers.append(
-            replace(layer, mixer=mixer, feed_forward=replace(feed_forward, factors=factors), state=parallel_state_space)
+            replace(
+                layer,
+                mixer=mixer,
+                feed_forward=replace(feed_forward, factors=factors),
+                parallel_state_space=parallel_state_space,
+            )
         )
     return replace(spec, layers=tuple(layers), state_group=state.state_group(tuple(range(len(layers)))))
 

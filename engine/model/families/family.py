@@ -167,7 +167,7 @@ class Family:
     other_names: tuple[str, ...] = ()
     experts: MoERules | None = None
     sinks: bool = False
-    unused: tuple[str, ...] = ()
+    unused_tensors: tuple[str, ...] = ()
     unused_heads: tuple[str, ...] = ()
     variant: Callable[[Family, Config], Family] | None = None
     extra_keys: frozenset[str] = frozenset()

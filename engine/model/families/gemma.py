@@ -234,8 +234,8 @@ def _refine_gemma4(spec: ModelSpec, config: Config) -> ModelSpec:
             mixer=replace(mixer, kv_source_layer=owner),
             feed_forward=replace(first, intermediate_size=first.intermediate_size * (2 if wide else 1)),
             parallel_experts=parallel_experts,
-            input=PerLayerProjectionSpec(own_input, first.activation) if own_input else None,
-            scalar="layer_scalar",
+            per_layer_projection=PerLayerProjectionSpec(own_input, first.activation) if own_input else None,
+            output_scale="layer_scalar",
         )
 
     layers = tuple(layer(index, one) for index, one in enumerate(spec.layers))
@@ -253,7 +253,11 @@ def _refine_gemma4(spec: ModelSpec, config: Config) -> ModelSpec:
                 "needs a row"
             )
     return replace(
-        spec, layers=layers, kv_groups=_kv_groups(layers), unused=spec.unused + unused, per_layer_embeddings=inputs
+        spec,
+        layers=layers,
+        kv_groups=_kv_groups(layers),
+        unused_tensors=spec.unused_tensors + unused,
+        per_layer_embeddings=inputs,
     )
 
 

@@ -38,10 +38,10 @@ def mtp_spec(
         state_group=None,
         tied_embeddings=False,
         names=names,
-        unused=(),
+        unused_tensors=(),
         notices=(),
         mtp_input=mtp_input,
-        own=own,
+        own_tensors=own,
     )
 
 
@@ -75,7 +75,7 @@ def with_appended_mtp_layer(spec: ModelSpec, config: Config) -> ModelSpec:
     mtp_input = MTPInputSpec(f"{first}enorm", f"{first}hnorm", f"{first}eh_proj")
     names = replace(spec.names, final_norm=f"{first}shared_head.norm", first_layer=len(spec.layers))
     layer = mtp_spec(spec, _reference_layer(spec), names, mtp_input, (first,))
-    return replace(spec, mtp=replace(layer, unused=(f"{first}embed_tokens.", f"{first}shared_head.head.")))
+    return replace(spec, mtp=replace(layer, unused_tensors=(f"{first}embed_tokens.", f"{first}shared_head.head.")))
 
 
 def with_dense_mtp_layer(spec: ModelSpec, config: Config) -> ModelSpec:

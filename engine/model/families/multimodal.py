@@ -121,7 +121,12 @@ class TextConfig:
         if not self.is_multimodal:
             return spec
         tied = spec.tied_embeddings and not any(name.startswith(_HEADS) for name in tensors)
-        return replace(spec, tied_embeddings=tied, unused=spec.unused + _OTHER_PARTS, notices=(_NOTICE, *spec.notices))
+        return replace(
+            spec,
+            tied_embeddings=tied,
+            unused_tensors=spec.unused_tensors + _OTHER_PARTS,
+            notices=(_NOTICE, *spec.notices),
+        )
 
 
 def text_config_of(config: Config) -> TextConfig:

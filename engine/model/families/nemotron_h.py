@@ -199,6 +199,6 @@ NEMOTRON_H = Family(
     variant=_check_published,
     refine=_one_part_each,
     extra_keys=_READ,
-    unused=("mtp.",),
+    unused_tensors=("mtp.",),
     experts=_EXPERTS,
 )

@@ -255,7 +255,7 @@ QWEN3_5 = Family(
     variant=_check_published,
     refine=_refine(GatedDeltaNetNames()),
     extra_keys=_READ | {"mlp_only_layers"},  # an empty list
-    unused=("mtp.",),
+    unused_tensors=("mtp.",),
 )
 
 _EXPERTS = MoERules(

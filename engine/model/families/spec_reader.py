@@ -124,7 +124,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         unrotated_temperature=None if family.unrotated_temperature is None else family.unrotated_temperature(config),
         head=head,
         generates=generates,
-        unused=_unused(config, family, len(layers)) + (family.unused_heads if head is None else ()),
+        unused_tensors=_unused_tensors(config, family, len(layers)) + (family.unused_heads if head is None else ()),
         notices=without_head + unknown_ends + unknown_key_notices(config, family.own_keys),
     )
     return spec if family.refine is None else family.refine(spec, config)
@@ -308,9 +308,9 @@ def _dense(config: Config, family: Family, activation: Activation, bias: bool) -
     return PlainMLPSpec(width, activation, bias, names)
 
 
-def _unused(config: Config, family: Family, layers: int) -> tuple[str, ...]:
+def _unused_tensors(config: Config, family: Family, layers: int) -> tuple[str, ...]:
     further = read_count(config, "num_nextn_predict_layers", 0)
-    return family.unused + tuple(f"{family.outer_names.layers}.{layers + i}." for i in range(min(further, 64)))
+    return family.unused_tensors + tuple(f"{family.outer_names.layers}.{layers + i}." for i in range(min(further, 64)))
 
 
 def _norm_eps(config: Config, family: Family) -> float:

@@ -54,7 +54,10 @@ def test_layers_read_the_keys_of_the_last_of_their_kind() -> None:
     assert spec.kv_groups == (KVGroupSpec((0, 2), 2, 16, 8), KVGroupSpec((1,), 2, 32, None))
     widths = [getattr(layer.feed_forward, "intermediate_size", None) for layer in spec.layers]
     assert widths == [96] * 3 + [192] * 3
-    assert "model.layers.3.self_attn.k_proj." in spec.unused and "model.layers.2.self_attn.k_proj." not in spec.unused
+    assert (
+        "model.layers.3.self_attn.k_proj." in spec.unused_tensors
+        and "model.layers.2.self_attn.k_proj." not in spec.unused_tensors
+    )
 
 
 def test_global_layers_have_their_own_heads() -> None:
