@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from windlass.kernels import Backend
 
 
-# Hidden states that a text is classified by: the last or first token's, or the mean; "late": the mean of all tokens' logits (EuroBERT).
+# The hidden state that a text is classified by: the last or first token's, or the mean; "late": the mean of all tokens' logits.
 HeadPooling = Literal["last", "first", "mean", "late"]
 
 HeadActivation = Literal["gelu", "gelu_tanh", "silu", "relu", "tanh"]

@@ -278,7 +278,8 @@ class Decoder:
         return y
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary logits, float32 [R, V], of normed hidden states [R, hidden]; ranks other than the first return only their own."""
+        """Vocabulary logits, float32 [R, V], of normed hidden states [R, hidden]. Ranks other than the first return
+        their own part."""
         logits = self.backend.logits(hidden, self.head, self._head_bias)
         if self.spec.logit_scale != 1:
             logits = self.backend.scaled(logits, self.spec.logit_scale)

@@ -312,9 +312,7 @@ def _weights(spec: ModelSpec) -> tuple[WeightSpec, ...]:
 
 
 _BIDIRECTIONAL = "every token of this model sees the whole text, of which none can be left out"
-
 _CHUNKS = "layers of this model see chunks that begin at fixed positions, so that none of its tokens can move"
-
 _LEARNED = "the positions of this model are learned and part of every key and value, none of which can move"
 
 _SINKS = (

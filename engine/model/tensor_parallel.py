@@ -184,8 +184,9 @@ def check_block_alignment(own: RowRange, size: int, unit: int, what: str, placem
     first, count = own
     if first % unit or ((first + count) % unit and first + count != size):
         raise LoadError(
-            f"{OPTION} is {placement.ranks}, which cuts {size} columns of quantized weights at {first or count}, between {what}, and "
-            f"their blocks have {unit}: use `compute.quantization=int8` of the unquantized model, or a number of ranks that fits"
+            f"{OPTION} is {placement.ranks}, which cuts {size} columns of quantized weights at {first or count}, between {what}, "
+            f"and their blocks have {unit}: use `compute.quantization=int8` of the unquantized model, or a number of ranks "
+            "that fits"
         )
 
 

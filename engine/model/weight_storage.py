@@ -36,7 +36,6 @@ _NARROW = 1024
 # Storages by role. Measured on SmolLM2 135M with only one role at 4 bits, perplexity rises by 6.6 % for values (3 % of the
 # weights), 6.1 % for down and 4.3 % for up (a quarter each), 1.3 % for gate, 0.8 % for keys, 0.6 % for out, 0.5 % for queries.
 _NARROW_MATRICES = {"q": "q5_k", "k": "q6_k", "v": "q6_k", "q k v": "q6_k", "gate": "q4_k"}
-
 _WIDE_MATRICES = {"v": "q6_k", "q k v": "q5_k"}
 
 
@@ -63,7 +62,6 @@ def _is_sensitive_layer(layer: int, layers: int) -> bool:
 RECIPES: dict[str, Recipe] = {"int8": int8_recipe, "int4": int4_recipe}
 
 _PLAIN_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 _PANEL_ROWS = 16  # of block formats, see `kernels.layouts.blocks`
 
 

@@ -40,7 +40,8 @@ ERNIE4_5 = Family(
 
 
 def _is_dense_ernie(config: Config, index: int) -> bool:
-    """Layers from `moe_layer_start_index` to `moe_layer_end_index` have experts, every `moe_layer_interval`-th of all."""
+    """Of the layers from `moe_layer_start_index` to `moe_layer_end_index`, those at multiples of `moe_layer_interval`
+    have experts."""
     last = config.get("moe_layer_end_index")
     ends = index if last in (None, -1) else read_count(config, "moe_layer_end_index", 0)
     begins = read_count(config, "moe_layer_start_index", 1)

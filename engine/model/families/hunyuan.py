@@ -27,7 +27,7 @@ HUNYUAN = Family(
 
 
 def _uniform_values(config: Config) -> dict[str, Any]:
-    """Numbers of experts and their widths are lists with an entry for each layer; all layers have to be alike."""
+    """Replace lists with a value per layer by that value. Raises LoadError if layers differ."""
     result = dict(config)
     for key in ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert"):
         found = config.get(key)

@@ -1,4 +1,5 @@
-"""Attention over the cached keys and values of a sequence: specification, metadata that the layers of a step share, and the layer.
+"""Attention over the cached keys and values of a sequence: specification, metadata shared by the layers of a step, and
+the layer.
 
 Torch is imported only where tensors are made, because the API process reads specifications.
 """

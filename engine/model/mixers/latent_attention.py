@@ -1,12 +1,15 @@
-"""Multi-head latent attention (MLA; DeepSeek V2, 2405.04434): specification, absorbed and expanded forms, and the layer.
+"""Multi-head latent attention (MLA; DeepSeek V2, 2405.04434): specification, absorbed and expanded forms, and the
+layer.
 
-The cache holds one row per token: the rotated part of the key, which all heads share, followed by the latent vector from which
-keys and values of every head are made.
+The cache holds one row per token: the rotated part of the key, which all heads share, followed by the latent vector
+from which the keys and values of every head are computed.
 
-*Absorbed*: a query is multiplied by the key projection, and the result by the value projection (section 2.1.2), so that every
-head's query attends to the one wide cached row. *Expanded*: keys and values of every head are made from the cached rows, a few heads
-at a time, followed by ordinary attention of narrow heads. Expansion costs as much per cached row as absorption costs per query, so it
-pays for many queries. Both compute the same sums in another order, rounded only where prompt attention may round as well.
+*Absorbed*: a query is multiplied by the key projection, and the result by the value projection (section 2.1.2), so that
+every head's query attends to the one wide cached row. *Expanded*: keys and values of a few heads at a time are computed
+from the cached rows, followed by ordinary attention of narrow heads. Expansion costs as much per cached row as
+absorption costs per query, so it pays for many queries. Both compute the same sums in another order, rounded only where
+prompt attention may round as well.
+
 Torch is imported only where tensors are made, because the API process reads specifications.
 """
 
