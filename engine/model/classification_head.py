@@ -51,12 +51,12 @@ class ClassificationHeadSpec:
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """In order of use; all float32, whatever the storage of the model."""
         names, count = self.names, len(self.classes.labels)
-        found: tuple[WeightSpec, ...] = ()
+        result: tuple[WeightSpec, ...] = ()
         if names.dense is not None:
-            found += _layer("head_dense", names.dense, (hidden_size, hidden_size), bias=self.dense_bias)
+            result += _layer("head_dense", names.dense, (hidden_size, hidden_size), bias=self.dense_bias)
         if names.norm is not None:
-            found += self.norm_form.weights("head_norm", names.norm, hidden_size)
-        return found + _layer("score", names.out, (count, hidden_size), bias=self.out_bias)
+            result += self.norm_form.weights("head_norm", names.norm, hidden_size)
+        return result + _layer("score", names.out, (count, hidden_size), bias=self.out_bias)
 
 
 def _layer(name: str, stored: str, shape: tuple[int, int], *, bias: bool) -> tuple[WeightSpec, ...]:

@@ -59,9 +59,8 @@ class ForwardBatch:
     persistent: bool = False  # the tensors are persistent buffers, which the next batch of this size reuses
     adapters: BatchAdapters | None = None  # None: no row has an adapter
     token_types: Tensor | None = None  # [T] int64, text of a pair that the token belongs to; None: the first
-    pre_norm_scale: Tensor | None = (
-        None  # [G, T] float32, multiplies queries and keys before norms that follow the rotation
-    )
+    # [G, T] float32, multiplies queries and keys before norms that follow the rotation
+    pre_norm_scale: Tensor | None = None
     prompts: PrefillTotals | None = None  # see `AttentionCall`
     per_layer_embeddings: Tensor | None = None  # [T, layers * size], rows of the table
     unrotated_score_scale: Tensor | None = None  # [T] float32, of layers that do not rotate, if it differs

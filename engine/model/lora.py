@@ -142,8 +142,8 @@ class LoadedAdapters:
         slots = self.slots_of(ids, counts)
         if slots.max() < 0:
             return None
-        found = torch.from_numpy(slots)
-        return self.with_slots(found if out is None else out.copy_(found))
+        tensor = torch.from_numpy(slots)
+        return self.with_slots(tensor if out is None else out.copy_(tensor))
 
     def with_slots(self, slots: Tensor) -> BatchAdapters:
         """Adapters of a step whose rows have these slots, [T] int64."""

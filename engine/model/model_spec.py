@@ -219,13 +219,13 @@ class ModelSpec:
     @property
     def first_kv_sharing_layer(self) -> int | None:
         """First of the last layers that all read the keys of earlier ones; None if the last layer has its own keys."""
-        found = None
+        result = None
         for index in reversed(range(len(self.layers))):
             mixer = self.layers[index].mixer
             if not isinstance(mixer, AttentionSpec) or mixer.kv_source_layer is None:
                 break
-            found = index
-        return found
+            result = index
+        return result
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
@@ -250,11 +250,11 @@ class ModelSpec:
 
     def _adapted(self, layer: LayerSpec) -> tuple[WeightSpec, ...]:
         """Weights of a layer, without those of a mixer that adapters must not change."""
-        found = layer.weights(self.hidden_size)
+        result = layer.weights(self.hidden_size)
         if not isinstance(layer.mixer, GatedDeltaNetSpec) or not layer.mixer.tiled_heads:
-            return found
+            return result
         own = layer.mixer.weights(self.hidden_size)
-        return tuple(weight for weight in found if weight not in own)
+        return tuple(weight for weight in result if weight not in own)
 
     def outer_weights(self) -> tuple[WeightSpec, ...]:
         """Weights outside the layers. A tied head is not listed separately."""
@@ -286,7 +286,7 @@ class ModelSpec:
 
     def _embedding_extras(self) -> tuple[WeightSpec, ...]:
         """Tables that are added to the embedding, and its norm."""
-        found: tuple[WeightSpec, ...] = ()
+        result: tuple[WeightSpec, ...] = ()
         tables = {
             "token_types": (self.token_types, self.names.token_types),
             "positions": (self.positions, self.names.positions),
@@ -294,12 +294,12 @@ class ModelSpec:
         for name, (rows, stored) in tables.items():
             if rows:
                 table = (StoredTensor(f"{stored}.weight", rows),)
-                found += (WeightSpec(name, "heads", (rows, self.hidden_size), table),)
+                result += (WeightSpec(name, "heads", (rows, self.hidden_size), table),)
         if self.per_layer_embeddings is not None:
-            found += self.per_layer_embeddings.weights(self.hidden_size, len(self.layers), self.names.embedding)
+            result += self.per_layer_embeddings.weights(self.hidden_size, len(self.layers), self.names.embedding)
         if self.embedding_norm is not None:
-            found += self.embedding_norm.weights("embedding_norm", self.names.embedding_norm, self.hidden_size)
-        return found
+            result += self.embedding_norm.weights("embedding_norm", self.names.embedding_norm, self.hidden_size)
+        return result
 
 
 @lru_cache(maxsize=4)  # loading calls it ten times, and a model may have thousands of experts

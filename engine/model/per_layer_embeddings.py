@@ -87,9 +87,9 @@ class PerLayerEmbeddings:
         projected = backend.linear(x, self._projection)
         if lora is not None:
             lora.add("layer_inputs", projected, x)
-        made = backend.rms_norm(projected.view(x.shape[0], -1, size), self._norm, self._eps).view(projected.shape)
-        backend.add(made, lookup)
-        return tuple(made.split_with_sizes([size] * (made.shape[1] // size), 1))
+        embeddings = backend.rms_norm(projected.view(x.shape[0], -1, size), self._norm, self._eps).view(projected.shape)
+        backend.add(embeddings, lookup)
+        return tuple(embeddings.split_with_sizes([size] * (embeddings.shape[1] // size), 1))
 
 
 class PerLayerProjection:
@@ -102,14 +102,14 @@ class PerLayerProjection:
         self._norm: Tensor = weights["input_norm"]  # [hidden] float32
         self._eps = 2 * eps  # a model multiplies the sum by sqrt(1/2), which the norm undoes
 
-    def forward(self, x: Tensor, given: Tensor, lora: LayerLoRA | None = None) -> Tensor:
-        """Term [T, hidden] to add to the hidden state x [T, hidden]. given: [T, size], the layer's per-layer embedding."""
+    def forward(self, x: Tensor, embedding: Tensor, lora: LayerLoRA | None = None) -> Tensor:
+        """Term [T, hidden] to add to the hidden state x [T, hidden]. embedding: [T, size], the layer's per-layer embedding."""
         backend = self._backend
         gate = backend.linear(x, self._gate)
         if lora is not None:
             lora.add("input_gate", gate, x)
         gated = backend.activation(gate, self.spec.activation)
-        backend.multiply(gated, given)
+        backend.multiply(gated, embedding)
         out = backend.linear(gated, self._out)
         if lora is not None:
             lora.add("input_out", out, gated)

@@ -259,12 +259,12 @@ def shard_model(
 
 def _units(spec: ModelSpec, plan: StoragePlan, file_units: Mapping[str, int]) -> dict[str, int]:
     """By name of the weight, the number of columns that must not be separated."""
-    found = {}
+    result = {}
     for weight in spec.weights():
         units = [_unit(part.storage) for part in plan.get(weight.name, ())]
         units += [file_units[tensor.name] for tensor in weight.stored if tensor.name in file_units]
-        found[weight.name] = max(units, default=1)
-    return found
+        result[weight.name] = max(units, default=1)
+    return result
 
 
 def _unit(storage: str) -> int:
@@ -275,12 +275,12 @@ def _unit(storage: str) -> int:
 
 def _shard_plan(spec: ModelSpec, plan: StoragePlan, slices: Mapping[str, WeightSlice]) -> StoragePlan:
     """Storage plan of a rank's rows."""
-    found = {}
+    result = {}
     for name, parts in plan.items():
         own, first, part = slices.get(name, WeightSlice()), 0, list[StoredPart]()
         for each in parts:
             if rows := own.count(first, each.rows):
                 part.append(StoredPart(rows, each.storage))
             first += each.rows
-        found[name] = tuple(part)
-    return found
+        result[name] = tuple(part)
+    return result

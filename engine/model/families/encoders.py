@@ -16,7 +16,14 @@ from windlass.engine.model.config_json.config_rules import (
     read_size,
     renamed,
 )
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family, FamilyClassificationHead
+from windlass.engine.model.families.family import (
+    ATTENTION_BIAS,
+    CLASSIFIER_HEAD,
+    MLP_BIAS,
+    ConfigFlag,
+    Family,
+    FamilyClassificationHead,
+)
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames, PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
@@ -81,10 +88,7 @@ MODERNBERT = Family(
     norms=LayerNorms(mixer="attn_norm", feed_forward="mlp_norm"),
     norm_eps_key="norm_eps",
     outer_names=OuterNames(
-        "model.embeddings.tok_embeddings",
-        "model.layers",
-        "model.final_norm",
-        embedding_norm="model.embeddings.norm",
+        "model.embeddings.tok_embeddings", "model.layers", "model.final_norm", embedding_norm="model.embeddings.norm"
     ),
     text_head=_MODERNBERT_HEAD,
     token_head=_MODERNBERT_HEAD,
@@ -122,7 +126,7 @@ EUROBERT = Family(
         out_bias=True,
         dense_bias=True,
     ),
-    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
+    token_head=CLASSIFIER_HEAD,
     unused_heads=("lm_head.",),
     extra_keys=frozenset({"classifier_pooling", "mask_token_id"}),
 )
@@ -186,7 +190,7 @@ ROFORMER = Family(
         dense_bias=True,
         activation_key="hidden_act",
     ),
-    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
+    token_head=CLASSIFIER_HEAD,
     # Sines of every position, which follow from config.json.
     unused_tensors=("roformer.encoder.embed_positions.", "encoder.embed_positions."),
     unused_heads=("cls.",),
@@ -194,13 +198,7 @@ ROFORMER = Family(
     extra_keys=frozenset({"rotary_value", "embedding_size", *_DROPOUTS.split()}),
 )
 
-_nomic_names = renamed(
-    {
-        **GPT_NAMES,
-        "layer_norm_epsilon": "layer_norm_eps",
-        "activation_function": "hidden_act",
-    }
-)
+_nomic_names = renamed({**GPT_NAMES, "layer_norm_epsilon": "layer_norm_eps", "activation_function": "hidden_act"})
 
 # Values of published models, in files with their own code; other values make another model.
 _NOMIC_FIXED_VALUES = {
@@ -220,10 +218,10 @@ _NOMIC_FIXED_VALUES = {
 
 
 def _rewrite_nomic(config: Config) -> dict[str, Any]:
-    found = _nomic_names(config)
-    if found.get("hidden_act") == "swiglu":  # a SiLU gate, which the class always has
-        found["hidden_act"] = "silu"
-    return found
+    result = _nomic_names(config)
+    if result.get("hidden_act") == "swiglu":  # a SiLU gate, which the class always has
+        result["hidden_act"] = "silu"
+    return result
 
 
 def _nomic(family: Family, config: Config) -> Family:
@@ -272,7 +270,7 @@ NOMIC_BERT = Family(
         dense_bias=True,
         activation="tanh",
     ),
-    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
+    token_head=CLASSIFIER_HEAD,
     unused_heads=("cls.",),
     variant=_nomic,
     extra_keys=frozenset(

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.classification_head import ClassificationHeadNames
 from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
@@ -24,10 +23,10 @@ from windlass.engine.model.config_json.config_rules import (
 )
 from windlass.engine.model.families.family import (
     ATTENTION_BIAS,
+    CLASSIFIER_HEAD,
     MLP_BIAS,
     ConfigFlag,
     Family,
-    FamilyClassificationHead,
     Multipliers,
 )
 from windlass.engine.model.families.recurrent_layers import MAX_SIZE, read_limits, read_mamba_shape
@@ -49,11 +48,11 @@ _rename_keys = renamed({"num_kv_heads": "num_key_value_heads", "ffn_hidden_size"
 
 def _rewrite(config: Config) -> dict[str, Any]:
     """Only the newer form has a number of key heads; the older form has one key head, or one per query head."""
-    found = _rename_keys(config)
+    result = _rename_keys(config)
     if not read_flag(config, "new_decoder_architecture"):
         one = read_flag(config, "multi_query", default=True)
-        found["num_key_value_heads"] = 1 if one else config.get("num_attention_heads")
-    return found
+        result["num_key_value_heads"] = 1 if one else config.get("num_attention_heads")
+    return result
 
 
 def _variant(family: Family, config: Config) -> Family:
@@ -91,7 +90,7 @@ FALCON = Family(
     norms=_ONE_NORM,
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("transformer.word_embeddings", "transformer.h", "transformer.ln_f"),
-    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
+    token_head=CLASSIFIER_HEAD,
     variant=_variant,
     extra_keys=frozenset(
         {"new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn", "alibi"}
@@ -111,13 +110,13 @@ _READ = frozenset(
 
 
 def _refine(spec: ModelSpec, config: Config) -> ModelSpec:
-    given, key = (_factor(config, name) for name in (_IN, "key_multiplier"))
-    if given != 1 and read_flag(config, "attention_bias"):
-        raise LoadError(f"config.json: {_IN} {given} together with attention_bias is not supported")
+    attention_in, key = (_factor(config, name) for name in (_IN, "key_multiplier"))
+    if attention_in != 1 and read_flag(config, "attention_bias"):
+        raise LoadError(f"config.json: {_IN} {attention_in} together with attention_bias is not supported")
     state = _falcon_h1_state_space(config)
     parallel_state_space = ParallelStateSpaceSpec(
         state,
-        attention_factor=given * _factor(config, "attention_out_multiplier"),
+        attention_factor=attention_in * _factor(config, "attention_out_multiplier"),
         state_factor=_factor(config, "ssm_out_multiplier"),
     )
     gate, down = _factors(config, "mlp_multipliers", 2)
@@ -126,7 +125,7 @@ def _refine(spec: ModelSpec, config: Config) -> ModelSpec:
     for layer in spec.layers:
         attention, feed_forward = layer.mixer, layer.feed_forward
         assert isinstance(attention, AttentionSpec) and isinstance(feed_forward, GatedMLPSpec)
-        mixer = replace(attention, scale=attention.scale * given**2 * key)
+        mixer = replace(attention, scale=attention.scale * attention_in**2 * key)
         layers.append(
             replace(
                 layer,
@@ -143,13 +142,13 @@ def _falcon_h1_state_space(config: Config) -> StateSpaceSpec:
     if inner is None:
         inner = read_size(config, "mamba_expand", 2, most=MAX_SIZE) * read_size(config, "hidden_size")
     shape = read_mamba_shape(config, inner, f"the {inner} that mamba_d_ssm, or mamba_expand times hidden_size, says")
-    given = _factor(config, _STATE_IN)
+    state_in = _factor(config, _STATE_IN)
     bias, out_bias = (read_flag(config, name) for name in _BIASES)
-    if bias != out_bias or (bias and given != 1):
+    if bias != out_bias or (bias and state_in != 1):
         raise LoadError(
             f"config.json: {' and '.join(_BIASES)} must be alike, and false where {_STATE_IN} is not 1: others are not supported"
         )
-    gates, values, keys, queries, steps = (given * one for one in _factors(config, "ssm_multipliers", 5))
+    gates, values, keys, queries, steps = (state_in * one for one in _factors(config, "ssm_multipliers", 5))
     normed: Literal["gated", "before the gate"] | None = None
     if read_flag(config, "mamba_rms_norm"):
         normed = "before the gate" if read_flag(config, "mamba_norm_before_gate", default=True) else "gated"
@@ -166,12 +165,12 @@ def _falcon_h1_state_space(config: Config) -> StateSpaceSpec:
 
 def _factor(config: Config, key: str) -> float:
     """Default 1."""
-    found = read_number(config, key) or 1.0
-    if found > _MAX_FACTOR:
+    factor = read_number(config, key) or 1.0
+    if factor > _MAX_FACTOR:
         raise LoadError(
-            f"config.json: {key} must be a positive number up to {_MAX_FACTOR:g}, got {format_value(found)}"
+            f"config.json: {key} must be a positive number up to {_MAX_FACTOR:g}, got {format_value(factor)}"
         )
-    return found
+    return factor
 
 
 def _factors(config: Config, key: str, count: int) -> tuple[float, ...]:

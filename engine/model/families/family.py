@@ -103,6 +103,9 @@ class FamilyClassificationHead:
     activation_key: str | None = None
 
 
+CLASSIFIER_HEAD = FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One architecture, as it differs from the plain decoder: Llama's norms and names, a SiLU-gated feed-forward, no
@@ -124,9 +127,8 @@ class Family:
     activation: str = "silu"  # of the feed-forward, unless config.json has `activation_key`
     activation_key: str = "hidden_act"
     scaled_embeddings: bool = False  # by sqrt(hidden_size)
-    query_pre_attn_scalar: float | None = (
-        None  # default of the key; its inverse root scales q·k; None: the head's dimension
-    )
+    # Default of the key; its inverse root scales q·k; None: the head's dimension
+    query_pre_attn_scalar: float | None = None
     soft_caps: SoftCaps | None = None  # None: soft caps in config.json are not read
     multipliers: Multipliers | None = None
     gelu_by_tanh: bool = False  # "gelu" in config.json means the tanh approximation

@@ -285,12 +285,12 @@ def _kv_groups(layers: tuple[LayerSpec, ...]) -> tuple[KVGroupSpec, ...]:
         assert isinstance(mixer, AttentionSpec)
         if mixer.kv_source_layer is None:
             groups.setdefault(mixer.kv_group, []).append(index)
-    found = []
+    result = []
     for group in sorted(groups):
         first = mixers[groups[group][0]]
         assert isinstance(first, AttentionSpec)
-        found.append(KVGroupSpec(tuple(groups[group]), first.num_kv_heads, first.head_dim, first.window))
-    return tuple(found)
+        result.append(KVGroupSpec(tuple(groups[group]), first.num_kv_heads, first.head_dim, first.window))
+    return tuple(result)
 
 
 GEMMA4 = replace(

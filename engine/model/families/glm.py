@@ -84,10 +84,10 @@ _rename_keys = renamed(
 
 
 def _rewrite_chatglm(config: Config) -> dict[str, Any]:
-    found = _rename_keys(config)
+    result = _rename_keys(config)
     if not read_flag(config, "multi_query_attention"):
-        found["num_key_value_heads"] = found.get("num_attention_heads")
-    return found
+        result["num_key_value_heads"] = result.get("num_attention_heads")
+    return result
 
 
 def _chatglm_variant(family: Family, config: Config) -> Family:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.classification_head import ClassificationHeadNames
 from windlass.engine.model.config_json.config_rules import (
     GPT_NAMES,
     Config,
@@ -15,13 +14,11 @@ from windlass.engine.model.config_json.config_rules import (
     read_size,
     renamed,
 )
-from windlass.engine.model.families.family import Family, FamilyClassificationHead
+from windlass.engine.model.families.family import CLASSIFIER_HEAD, Family
 from windlass.engine.model.feed_forward.mlp import PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
 from windlass.engine.model.norm import LAYER_NORM
-
-_TOKEN_HEAD = FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True)
 
 
 def _gpt2(family: Family, config: Config) -> Family:
@@ -61,7 +58,7 @@ GPT2 = Family(
     norms=LayerNorms(mixer="ln_1", feed_forward="ln_2", form=LAYER_NORM),
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("transformer.wte", "transformer.h", "transformer.ln_f", positions="transformer.wpe"),
-    token_head=_TOKEN_HEAD,
+    token_head=CLASSIFIER_HEAD,
     variant=_gpt2,
     extra_keys=frozenset({"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"}),
 )
@@ -107,7 +104,7 @@ BLOOM = Family(
         "transformer.ln_f",
         embedding_norm="transformer.word_embeddings_layernorm",
     ),
-    token_head=_TOKEN_HEAD,
+    token_head=CLASSIFIER_HEAD,
     extra_keys=frozenset(
         "slow_but_exact attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi "
         "skip_bias_add skip_bias_add_qkv".split()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from windlass.engine.model.classification_head import ClassificationHeadNames
 from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag, sliding_window_layers
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family, FamilyClassificationHead
+from windlass.engine.model.families.family import ATTENTION_BIAS, CLASSIFIER_HEAD, MLP_BIAS, ConfigFlag, Family
 from windlass.engine.model.feed_forward.mlp import PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
@@ -147,7 +146,7 @@ GPT_NEOX = Family(
     parallel_norms=LayerNorms(form=LAYER_NORM, parallel=True),
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),
-    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
+    token_head=CLASSIFIER_HEAD,
 )
 
 PERSIMMON = Family(
@@ -186,12 +185,7 @@ JAIS2 = Family(
     architecture="Jais2ForCausalLM",
     title="Jais 2",
     model_type="jais2",
-    rules=ConfigRules(
-        max_position_embeddings=8192,
-        hidden_size=3328,
-        num_attention_heads=26,
-        rms_norm_eps=1e-5,
-    ),
+    rules=ConfigRules(max_position_embeddings=8192, hidden_size=3328, num_attention_heads=26, rms_norm_eps=1e-5),
     qkv_bias=_ATTENTION_BIAS,
     out_bias=_ATTENTION_BIAS,
     feed_forward_bias=ConfigFlag("mlp_bias", default=True),

@@ -57,28 +57,28 @@ _READ = frozenset({*_ALIASES, "conv_bias", "conv_L_cache", "full_attn_idxs"})
 
 def _rewrite_lfm2_moe(config: Config) -> dict[str, Any]:
     """Use the key names of other families. The older of two names takes precedence, as in transformers."""
-    found = dict(config)
+    result = dict(config)
     for older, name in {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}.items():
-        given = found.pop(older, None)
-        found[name] = found.get(name) if given is None else given
-    return found
+        given = result.pop(older, None)
+        result[name] = result.get(name) if given is None else given
+    return result
 
 
 def _rewrite_lfm2(config: Config) -> dict[str, Any]:
     """The same with the actual width of feed-forwards: two thirds of the given one, times a factor, rounded up to a multiple."""
-    found = _rewrite_lfm2_moe(config)
-    adjusts = read_flag(found, "block_auto_adjust_ff_dim", default=True)
-    step = read_size(found, "block_multiple_of", 256)
-    factor = read_number(found, "block_ffn_dim_multiplier")
-    is_null = "block_ffn_dim_multiplier" in found and factor is None
+    result = _rewrite_lfm2_moe(config)
+    adjusts = read_flag(result, "block_auto_adjust_ff_dim", default=True)
+    step = read_size(result, "block_multiple_of", 256)
+    factor = read_number(result, "block_ffn_dim_multiplier")
+    is_null = "block_ffn_dim_multiplier" in result and factor is None
     for key in ("block_auto_adjust_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier"):
-        found.pop(key, None)
-    if adjusts and found["intermediate_size"] is not None:
-        width = int(2 * read_size(found, "intermediate_size") / 3)
+        result.pop(key, None)
+    if adjusts and result["intermediate_size"] is not None:
+        width = int(2 * read_size(result, "intermediate_size") / 3)
         if not is_null:
             width = step * ((int((factor or 1.0) * width) + step - 1) // step)
-        found["intermediate_size"] = width
-    return found
+        result["intermediate_size"] = width
+    return result
 
 
 def _kinds(config: Config, count: int, given: list[str] | None) -> list[str]:
@@ -104,9 +104,9 @@ def _layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[s
 def _check_aliases(family: Family, config: Config) -> Family:
     """Raise LoadError if a key and its second name differ."""
     for alias, name in _ALIASES.items():
-        if None not in (found := (config.get(alias), config.get(name))) and found[0] != found[1]:
+        if None not in (values := (config.get(alias), config.get(name))) and values[0] != values[1]:
             raise LoadError(
-                f"config.json: {name} is {format_value(found[1])} and {alias} is {format_value(found[0])}: keep one"
+                f"config.json: {name} is {format_value(values[1])} and {alias} is {format_value(values[0])}: keep one"
             )
     return family
 

@@ -90,8 +90,8 @@ class MoERules:
         shared = () if self.shared is None else (self.shared.width_key, self.shared.count_key)
         groups = ("n_group", "topk_group") if self.grouped else ()
         clamp = self.clamp_keys or ()
-        found = (*clamp, *self.counts, *self.top_k_keys, *self.width_keys, *single, *shared, *groups)
-        return frozenset(key for key in found if key is not None) | self.more_keys
+        keys = (*clamp, *self.counts, *self.top_k_keys, *self.width_keys, *single, *shared, *groups)
+        return frozenset(key for key in keys if key is not None) | self.more_keys
 
 
 def read_experts(config: Config, rules: MoERules, activation: Activation, bias: bool) -> MoESpec:
@@ -149,8 +149,8 @@ def _present(config: Config, keys: tuple[str, ...]) -> str:
 def _at_least_zero(config: Config, key: str, default: float) -> float:
     if config.get(key) == 0 and config[key] is not False:
         return 0.0
-    found = read_number(config, key)
-    return default if found is None else found
+    value = read_number(config, key)
+    return default if value is None else value
 
 
 UNNORMALIZED_ROUTER = RouterSpec(normalized=False)

@@ -142,12 +142,12 @@ def text_config_of(config: Config) -> TextConfig:
         raise LoadError(f"config.json: {kind.architecture} needs the object text_config: download the file again")
     model_type = own.get("model_type", kind.text)
     family = _family(kind, model_type)
-    found: dict[str, Any] = {**_sizes(family, model_type), **own}
-    found |= {key: config[key] for key in _MODEL_KEYS if config.get(key) is not None}
-    found |= {"architectures": [family.architecture], "model_type": model_type}
-    found["tie_word_embeddings"] = _is_tied(config, own, kind)
-    found.pop("tie_embedding", None)
-    return TextConfig(found, is_multimodal=True)
+    text_config: dict[str, Any] = {**_sizes(family, model_type), **own}
+    text_config |= {key: config[key] for key in _MODEL_KEYS if config.get(key) is not None}
+    text_config |= {"architectures": [family.architecture], "model_type": model_type}
+    text_config["tie_word_embeddings"] = _is_tied(config, own, kind)
+    text_config.pop("tie_embedding", None)
+    return TextConfig(text_config, is_multimodal=True)
 
 
 def _family(kind: MultimodalModel, model_type: Any) -> Family:

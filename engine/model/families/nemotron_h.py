@@ -112,13 +112,13 @@ def _has_no_experts(config: Config, index: int) -> bool:
 def _one_part_each(spec: ModelSpec, config: Config) -> ModelSpec:
     """Remove the part that a layer of this kind does not have."""
     kinds = config["layer_types"]
-    found = with_recurrent_layers(spec, kinds, _state_space(config), STATE_SPACE)
+    result = with_recurrent_layers(spec, kinds, _state_space(config), STATE_SPACE)
     layers = [
         replace(layer, mixer=None) if kind in (FEED_FORWARD, EXPERTS) else replace(layer, feed_forward=None)
-        for kind, layer in zip(kinds, found.layers, strict=True)
+        for kind, layer in zip(kinds, result.layers, strict=True)
     ]
-    found = replace(found, layers=tuple(layers))
-    return replace(found, mtp=_mtp(found, config))
+    result = replace(result, layers=tuple(layers))
+    return replace(result, mtp=_mtp(result, config))
 
 
 def _mtp(spec: ModelSpec, config: Config) -> ModelSpec | None:

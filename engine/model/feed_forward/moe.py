@@ -139,23 +139,23 @@ class MoESpec:
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """Router weights, then each expert's under "experts.<index>.", then the shared expert's under "shared."."""
         names, count = self.names, self.experts
-        found = [WeightSpec("router", "score", (count, hidden_size), (StoredTensor(f"{names.router}.weight", count),))]
+        result = [WeightSpec("router", "score", (count, hidden_size), (StoredTensor(f"{names.router}.weight", count),))]
         if names.router_bias:
-            found.append(WeightSpec("router_bias", "shift", (count,), (StoredTensor(f"{names.router}.bias", count),)))
+            result.append(WeightSpec("router_bias", "shift", (count,), (StoredTensor(f"{names.router}.bias", count),)))
         if names.choice_bias is not None:
             row = names.choice_bias_is_row
             stored = (StoredTensor(names.choice_bias, 1 if row else count),)
-            found.append(
+            result.append(
                 WeightSpec("choice_bias", "score" if row else "shift", (1, count) if row else (count,), stored)
             )
         for index in range(count):
-            found += self._expert(index, hidden_size)
+            result += self._expert(index, hidden_size)
         if (shared := self.shared) is not None:
-            found += [weight.with_prefix("shared.", "") for weight in shared.weights(hidden_size)]
+            result += [weight.with_prefix("shared.", "") for weight in shared.weights(hidden_size)]
             if names.shared_gate is not None:
                 gate = (StoredTensor(f"{names.shared_gate}.weight", 1),)
-                found.append(WeightSpec("shared_gate", "score", (1, hidden_size), gate))
-        return tuple(found)
+                result.append(WeightSpec("shared_gate", "score", (1, hidden_size), gate))
+        return tuple(result)
 
     def _expert(self, index: int, hidden_size: int) -> list[WeightSpec]:
         """Weights of one expert."""
@@ -173,16 +173,16 @@ class MoESpec:
             f"{names.gate_up}[{index}]", rows, role="gate up", transposed=transposed, alternating=alternating
         )
         down = StoredTensor(f"{names.down}[{index}]", hidden_size, role="down", transposed=transposed)
-        found = [
+        result = [
             WeightSpec("gate_up", "expert", (rows, hidden_size), (gate_up,)),
             WeightSpec("down", "expert", (hidden_size, inner), (down,)),
         ]
         if self.bias:
             gate_up = StoredTensor(f"{names.gate_up_bias}[{index}]", rows, alternating=alternating)
             down = StoredTensor(f"{names.down_bias}[{index}]", hidden_size)
-            found.append(WeightSpec("gate_up_bias", "bias", (rows,), (gate_up,)))
-            found.append(WeightSpec("down_bias", "bias", (hidden_size,), (down,)))
-        return found
+            result.append(WeightSpec("gate_up_bias", "bias", (rows,), (gate_up,)))
+            result.append(WeightSpec("down_bias", "bias", (hidden_size,), (down,)))
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,14 +248,14 @@ class MoEFeedForward:
 
     def _ones(self, tokens: int, chosen: int) -> Tensor:
         """[tokens, chosen]. For few tokens it is always the same tensor, so that steps of this size can be recorded."""
-        found = self._cached_ones.get(tokens)
-        if found is None:
+        result = self._cached_ones.get(tokens)
+        if result is None:
             import torch
 
-            found = torch.ones((tokens, chosen), dtype=torch.float32, device=self._backend.device)
+            result = torch.ones((tokens, chosen), dtype=torch.float32, device=self._backend.device)
             if tokens <= _MAX_CACHED_TOKENS:
-                self._cached_ones[tokens] = found
-        return found
+                self._cached_ones[tokens] = result
+        return result
 
     def _shared_expert(self, weights: Mapping[str, Any], norm_eps: float) -> GatedMLP | PlainMLP | None:
         spec, prefix = self.spec.shared, "shared."

@@ -284,13 +284,11 @@ class AttentionMetadataBuilder:
             window, cap = kind.window, kind.soft_cap
             if kind.slopes is not None:
                 slopes = self._alibi_slope_tensor(kind.slopes, batch.seq_lens.device)
-                ranges = (
-                    _full_range(batch)
-                    if query_copies is None
-                    else KeyRanges(
-                        query_copies.ends, query_copies.unrotated_rows, query_copies.reaches[0], query_copies.gaps
-                    )
-                )
+                if query_copies is None:
+                    ranges = _full_range(batch)
+                else:
+                    rows, reach = query_copies.unrotated_rows, query_copies.reaches[0]
+                    ranges = KeyRanges(query_copies.ends, rows, reach, query_copies.gaps)
                 calls.append(AttentionCall(*operands, soft_cap=cap, ranges=ranges, alibi_slopes=slopes))
             elif kind.chunked:  # tokens of such a model never move, so there are no query copies
                 calls.append(AttentionCall(*operands, chunk=window, soft_cap=cap, prompts=batch.prompts))
@@ -316,12 +314,12 @@ class AttentionMetadataBuilder:
 
     def _alibi_slope_tensor(self, slopes: tuple[float, ...], device: torch.device) -> Tensor:
         """[H] float32, cached: a captured step must not copy from the host."""
-        found = self._alibi_slope_tensors.get(slopes)
-        if found is None:
+        tensor = self._alibi_slope_tensors.get(slopes)
+        if tensor is None:
             import torch
 
-            found = self._alibi_slope_tensors[slopes] = torch.tensor(slopes, dtype=torch.float32, device=device)
-        return found
+            tensor = self._alibi_slope_tensors[slopes] = torch.tensor(slopes, dtype=torch.float32, device=device)
+        return tensor
 
     def _by_group(self, cos: Tensor | None, sin: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """Rotations by rotary group, as wide as the group rotates; empty if there are none."""

@@ -55,9 +55,8 @@ class GatedDeltaNetSpec:
     value_dim: int
     width: int  # of the convolution, in tokens
     names: GatedDeltaNetNames = field(default_factory=GatedDeltaNetNames)
-    tiled_heads: bool = (
-        False  # order of the value heads, see `Backend.gated_delta_rule`; adapters are not applied to it
-    )
+    # Order of the value heads, see `Backend.gated_delta_rule`; adapters are not applied to it
+    tiled_heads: bool = False
     in_gguf: bool = False  # rates are stored as negative numbers, not as logarithms
 
     @property

@@ -198,7 +198,7 @@ class LatentAttentionForms:
         # Multiplications per head: of the projections, per cached row or per query; saved for each pair of query and key.
         projected = (spec.plain_dim + spec.value_dim) * spec.latent_dim
         saved = 2 * spec.cached_dim - (spec.rotary_dim + spec.plain_dim + spec.value_dim)
-        found = []
+        sequences = []
         for b, count in enumerate(call.query_start.diff().tolist()):
             if count < _MIN_EXPANDED_TOKENS:
                 continue
@@ -206,8 +206,8 @@ class LatentAttentionForms:
             pairs = count * keys - count * (count - 1) // 2
             spent = projected * (keys * expansion.row_cost - count * expansion.query_cost)
             if keys <= _MAX_EXPANDED_ROWS and spent < pairs * saved:
-                found.append(b)
-        return found
+                sequences.append(b)
+        return sequences
 
     def _absorbed(self, queries: LatentQueries, pages: KVPages, call: AttentionCall) -> Tensor:
         spec, backend, up, rotations = self._spec, self._backend, self._up, queries.rotations
@@ -262,14 +262,12 @@ def expand_latents(rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) ->
     keys[:, :, :rotary_dim] = flat[:, None, :rotary_dim]
     latents = flat[:, rotary_dim:]  # [S, C]
     if rows.dtype != torch.float32:  # one product of all heads, and a copy of its result
-        made = torch.mm(latents, wide.flatten(0, 1).t()).view(blocks * size, heads, -1)
-        keys[:, :, rotary_dim:], values[:] = made[:, :, :plain], made[:, :, plain:]
-        return KVPages(keys.view(blocks, size, heads, -1), values.view(blocks, size, heads, -1))
-    for head, own in enumerate(
-        wide
-    ):  # the products write directly to the pages, which one product of all heads could not
-        torch.mm(latents, own[:plain].t(), out=keys[:, head, rotary_dim:])
-        torch.mm(latents, own[plain:].t(), out=values[:, head])
+        products = torch.mm(latents, wide.flatten(0, 1).t()).view(blocks * size, heads, -1)
+        keys[:, :, rotary_dim:], values[:] = products[:, :, :plain], products[:, :, plain:]
+    else:  # products of single heads can be written directly to the pages
+        for head, own in enumerate(wide):
+            torch.mm(latents, own[:plain].t(), out=keys[:, head, rotary_dim:])
+            torch.mm(latents, own[plain:].t(), out=values[:, head])
     return KVPages(keys.view(blocks, size, heads, -1), values.view(blocks, size, heads, -1))
 
 
@@ -329,12 +327,10 @@ class LatentAttention:
         k = k.view(x.shape[0], 1, -1)
         backend.rotate_and_append(q, k, k[:, :, :0], *metadata.rotations[group], pages, metadata.slots[spec.kv_group])
         metadata.append_key_copies(spec.rotary_group, spec.kv_group, q[:, :0], k, k[:, :, :0], pages, backend)
-        copy_rotations = (
-            None
-            if metadata.copy_sources is None
-            else QueryRotations(metadata.copy_sources, *metadata.copy_rotations[group])
-        )
-        values = self._forms.attend(LatentQueries(q, copy_rotations), pages, metadata.calls[self._kind])  # [T, H * V]
+        rotations = None
+        if metadata.copy_sources is not None:
+            rotations = QueryRotations(metadata.copy_sources, *metadata.copy_rotations[group])
+        values = self._forms.attend(LatentQueries(q, rotations), pages, metadata.calls[self._kind])  # [T, H * V]
         return self._project("out", values, w.out, w.out_bias, lora)
 
     def _project(self, name: str, x: Tensor, weight: Weight, bias: Tensor | None, lora: LayerLoRA | None) -> Tensor:
