@@ -1,4 +1,4 @@
-"""What config.json says of Falcon H1, a memory beside attention in each layer, and what is refused; its weights, narrow too."""
+"""Falcon H1, with a state-space layer in parallel with attention: config.json, refused values, and quantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What config.json says of Gemma 4's layers: heads of two widths, layers that read the keys of others, inputs of their own."""
+"""Gemma 4 from config.json: heads of two widths, KV sharing and per-layer embeddings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def config(name: str, **changes: Any) -> dict[str, Any]:
-    """As published files have it: with sizes of global layers under keys of their own."""
+    """As in published files, with the sizes of global layers under separate keys."""
     return {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",

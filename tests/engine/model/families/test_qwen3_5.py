@@ -1,4 +1,4 @@
-"""What config.json says of models most of whose layers carry a state: which layers attend, sizes, and what is refused."""
+"""Models with mostly Gated DeltaNet layers from config.json: attention layers, sizes, and refused values."""
 
 from __future__ import annotations
 
