@@ -111,14 +111,11 @@ def test_a_published_file() -> None:
         0.8838834764831844,
         0.5859375,
     )
-    assert layer.parallel_state_space is not None and (layer.state.attention_factor, layer.state.state_factor) == (
-        0.9375,
-        0.23570226039551587,
-    )
+    parallel = layer.parallel_state_space
+    assert parallel is not None
+    assert (parallel.attention_factor, parallel.state_factor) == (0.9375, 0.23570226039551587)
     factors = tuple(1.25 * one for one in PUBLISHED["ssm_multipliers"])
-    assert layer.parallel_state_space.state_space == StateSpaceSpec(
-        24, 64, 1, 128, 4, 1e-5, normed=None, factors=factors
-    )  # type: ignore[arg-type]
+    assert parallel.state_space == StateSpaceSpec(24, 64, 1, 128, 4, 1e-5, normed=None, factors=factors)  # type: ignore[arg-type]
     stored = {tensor.name for weight in layer.weights(1024) for tensor in weight.stored}
     parts = "A_log D dt_bias conv1d.weight conv1d.bias in_proj.weight out_proj.weight".split()
     assert {name for name in stored if name.startswith("mamba")} == {f"mamba.{part}" for part in parts}

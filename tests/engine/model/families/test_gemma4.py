@@ -82,7 +82,7 @@ def test_the_kind_without_inputs_and_experts_has_defaults_of_its_own() -> None:
         del given[key]
     spec = read_spec({**given, "architectures": ["Gemma4UnifiedForCausalLM"]})
     assert spec.trained_len == 262_144 and spec.layers[0].mixer.window == 1024
-    assert spec.per_layer_embeddings is None and all(layer.input is None for layer in spec.layers)
+    assert spec.per_layer_embeddings is None and all(layer.per_layer_projection is None for layer in spec.layers)
 
 
 @pytest.mark.parametrize(
