@@ -99,7 +99,7 @@ def _attention_matrices(
     """Weights and scores, [H, T, T] each, of the selected heads of a layer."""
     stage, layers = plan.stage(len(token_ids)), runner.decoder.layers
     mixers = {layer: _plain_mixer(runner, layer, stage)}
-    owner = layers[layer].pages
+    owner = layers[layer].kv_layer
     mixers[owner] = _plain_mixer(runner, owner, stage)
     recorders = {each: _RecordingBackend(runner.decoder.backend) for each in mixers}
     for each, mixer in mixers.items():

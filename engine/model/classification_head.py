@@ -1,4 +1,5 @@
-"""Classification head: specification with weight names, and the layer from normed hidden states to class logits in float32.
+"""Classification head: specification with weight names, and the layer from normed hidden states to class logits in
+float32.
 
 Torch is imported only where the head runs, because the API process reads specifications.
 """
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from windlass.kernels import Backend
 
 
-# Which states a text's classes come from: its last token's, its first one's, the mean of all; "late": the mean of the logits that
-# every token's state gives (EuroBERT).
+# The hidden state that a text is classified by: the last or first token's, or the mean; "late": the mean of all tokens' logits.
 HeadPooling = Literal["last", "first", "mean", "late"]
 
 HeadActivation = Literal["gelu", "gelu_tanh", "silu", "relu", "tanh"]
@@ -28,7 +28,7 @@ HeadActivation = Literal["gelu", "gelu_tanh", "silu", "relu", "tanh"]
 
 @dataclass(frozen=True, slots=True)
 class ClassificationHeadNames:
-    """Of a checkpoint's tensors. out: the rows of classes. dense, norm: of what stands before them, None where nothing does."""
+    """Checkpoint tensor names of the class rows, and of the dense layer and norm before them; None: no such layer."""
 
     out: str = "score"
     dense: str | None = None
@@ -37,10 +37,8 @@ class ClassificationHeadNames:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationHeadSpec:
-    """out(norm(activation(dense(state)))), or out(state).
-
-    pooling is not looked at where the classes are those of each token (`ClassifierInfo.per_token`).
-    """
+    """out(norm(activation(dense(state)))), or out(state). `pooling` is ignored for token classes
+    (`ClassifierInfo.per_token`)."""
 
     classes: ClassifierInfo
     names: ClassificationHeadNames = field(default_factory=ClassificationHeadNames)
@@ -51,14 +49,14 @@ class ClassificationHeadSpec:
     norm_form: NormSpec = field(default_factory=NormSpec)
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """In the order in which they are used; all float32, whatever the model is stored in."""
+        """In order of use; all float32, whatever the storage of the model."""
         names, count = self.names, len(self.classes.labels)
-        found: tuple[WeightSpec, ...] = ()
+        result: tuple[WeightSpec, ...] = ()
         if names.dense is not None:
-            found += _layer("head_dense", names.dense, (hidden_size, hidden_size), bias=self.dense_bias)
+            result += _layer("head_dense", names.dense, (hidden_size, hidden_size), bias=self.dense_bias)
         if names.norm is not None:
-            found += self.norm_form.weights("head_norm", names.norm, hidden_size)
-        return found + _layer("score", names.out, (count, hidden_size), bias=self.out_bias)
+            result += self.norm_form.weights("head_norm", names.norm, hidden_size)
+        return result + _layer("score", names.out, (count, hidden_size), bias=self.out_bias)
 
 
 def _layer(name: str, stored: str, shape: tuple[int, int], *, bias: bool) -> tuple[WeightSpec, ...]:
@@ -84,7 +82,7 @@ def _activate(name: HeadActivation, x: Tensor) -> Tensor:
 
 
 class ClassificationHead:
-    """weights: those that `ClassificationHeadSpec.weights` lists, by name. norm_eps: of its norm."""
+    """weights: those of `ClassificationHeadSpec.weights`, by name."""
 
     def __init__(
         self, spec: ClassificationHeadSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend
@@ -98,7 +96,8 @@ class ClassificationHead:
             self._norm = Norm(spec.norm_form, weight, bias, norm_eps, backend)
 
     def pooled_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [1, classes] of a text from the states [T, hidden] of its tokens, the last ones alone where only they count."""
+        """Logits [1, classes] of a text from the hidden states [T, hidden] of its tokens; with pooling "last", the last
+        suffices."""
         if self.spec.pooling == "late":
             return self.logits(hidden).double().mean(dim=0, keepdim=True).float()
         if self.spec.pooling == "mean":
@@ -106,7 +105,7 @@ class ClassificationHead:
         return self.logits(hidden[:1] if self.spec.pooling == "first" else hidden[-1:])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, classes] of states [R, hidden], each on its own."""
+        """Logits [R, classes] of hidden states [R, hidden], row by row."""
         from torch.nn import functional
 
         x = hidden.float()

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, 2106.09685) in memory: the loaded ones, and the rows of a step to which they apply. Reads no files."""
+"""LoRA adapters (2106.09685) in memory: the loaded ones, and the adapter of each row of a step. Reads no files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from windlass.engine.errors import RequestError
 from windlass.engine.interface.model_info import AdapterInfo
 from windlass.kernels import AdapterSlots, Backend, LowRankTable, LowRankTarget, LowRankUpdate
 
-PartTables = Mapping[str, LowRankTable]  # by the names that `ModelSpec.adapted_parts` gives the matrices of a part
+PartTables = Mapping[str, LowRankTable]  # by name of the matrix in `ModelSpec.adapted_parts`
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """parts: of each of `ModelSpec.adapted_parts` the changed weights, by the names that it has."""
+    """One adapter. parts: for each of `ModelSpec.adapted_parts`, its changes by name of the matrix."""
 
     info: AdapterInfo
     parts: tuple[Mapping[str, LowRankUpdate], ...]
@@ -27,7 +27,8 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class LayerLoRA:
-    """What products of a layer, or of what lies around layers, change by in a step. prefix: of the names that `add` is given."""
+    """Adapters of a step for one layer, or for the matrices outside the layers. prefix: added to the names given to
+    `add`."""
 
     backend: Backend
     tables: PartTables
@@ -35,31 +36,32 @@ class LayerLoRA:
     prefix: str = ""
 
     def add(self, name: str, out: Tensor, x: Tensor) -> None:
-        """Add to `out` [T, N], the product of x [T, K] and the weight of this name, what the rows' adapters change."""
+        """Add the low-rank product of x [T, K] with each row's adapter to `out` [T, N], the product of x and weight
+        `name`."""
         self.backend.add_low_rank(out, x, self.tables[self.prefix + name], self.rows)
 
     def with_prefix(self, prefix: str) -> LayerLoRA:
-        """For a part of the layer that knows its weights without this prefix."""
+        """For a part of the layer that omits this prefix from its weights' names."""
         return replace(self, prefix=self.prefix + prefix)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchAdapters:
-    """The adapters of a step. parts: the tables of every layer, then of what lies around them, as long as the engine lives."""
+    """Adapters of a step. parts: tables of every layer, then of the matrices outside; they exist as long as the engine."""
 
     parts: Sequence[PartTables]
     rows: AdapterSlots
 
     @property
     def slots(self) -> Tensor:
-        """[T] int64, -1 where a row has none."""
+        """[T] int64, -1: no adapter."""
         return self.rows.slots
 
     def with_slots(self, slots: Tensor) -> BatchAdapters:
         return BatchAdapters(self.parts, AdapterSlots(slots))
 
     def at(self, rows: Tensor) -> BatchAdapters:
-        """Of these rows alone. rows: [n] int64."""
+        """For the given rows [n] int64 only."""
         return BatchAdapters(self.parts, self.rows.at(rows))
 
     def for_layer(self, index: int, backend: Backend) -> LayerLoRA:
@@ -70,17 +72,15 @@ class BatchAdapters:
 
 
 class LoadedAdapters:
-    """Those that requests may use, by id, each in a slot of the tables. most: that may be loaded at once.
+    """Adapters that requests may use, by id, each in a slot of the tables."""
 
-    matrices: of every part what may change, by name.
-    """
-
-    def __init__(self, most: int, matrices: Iterable[Mapping[str, LowRankTarget]], backend: Backend) -> None:
-        self.most = most
+    def __init__(self, max_loaded: int, matrices: Iterable[Mapping[str, LowRankTarget]], backend: Backend) -> None:
+        """matrices: for each part of the model, the matrices that may change, by name."""
+        self.max_loaded = max_loaded
         self._slots: dict[int | None, int] = {None: -1}
         self._infos: dict[int, AdapterInfo] = {}
         self._parts = tuple(
-            {name: backend.low_rank_table(most, matrix) for name, matrix in part.items()} for part in matrices
+            {name: backend.low_rank_table(max_loaded, matrix) for name, matrix in part.items()} for part in matrices
         )
 
     def __len__(self) -> int:
@@ -98,14 +98,15 @@ class LoadedAdapters:
         return tuple(self._infos.values())
 
     def digest_of(self, adapter_id: int) -> str:
-        """Of all that it adds to the model."""
+        """Digest of the adapter's weights."""
         return self._infos[adapter_id].digest
 
     def add(self, adapter: Adapter) -> None:
-        """Let requests use it, between two steps, in place of one with its id. Raises RequestError where there are too many."""
+        """Make an adapter available between two steps, replacing one with the same id. Raises RequestError if there are
+        too many."""
         self.drop(adapter.info.adapter_id)
         self.check_capacity()
-        slot = min(set(range(self.most)).difference(self._slots.values()))
+        slot = min(set(range(self.max_loaded)).difference(self._slots.values()))
         for tables, changes in zip(self._parts, adapter.parts, strict=True):
             for name, change in changes.items():
                 tables[name].put(slot, change)
@@ -113,8 +114,8 @@ class LoadedAdapters:
         self._infos[adapter.info.adapter_id] = adapter.info
 
     def check_capacity(self) -> None:
-        """Raises RequestError where one more would be too many."""
-        if len(self._infos) >= self.most:
+        """Raise RequestError if no more adapters can be loaded."""
+        if len(self._infos) >= self.max_loaded:
             raise RequestError(
                 f"{len(self._infos)} adapters are loaded, as many as `adapters.max_loaded` allows: unload one first",
                 "lora_name",
@@ -122,7 +123,7 @@ class LoadedAdapters:
             )
 
     def drop(self, adapter_id: int) -> None:
-        """Forget one, between two steps; unknown ids are ignored."""
+        """Unload an adapter between two steps; unknown ids are ignored."""
         if self._infos.pop(adapter_id, None) is not None:
             slot = self._slots.pop(adapter_id)
             for tables in self._parts:
@@ -130,19 +131,20 @@ class LoadedAdapters:
                     table.put(slot, None)
 
     def slots_of(self, ids: Iterable[int | None], counts: Sequence[int]) -> NDArray[np.int64]:
-        """Of a step that has so many rows of each of these adapters, in order, every id loaded or None: [T], -1 for none."""
+        """Slots [T] of the rows of a step, -1 for none. ids: of loaded adapters or None, each for counts[i] consecutive
+        rows."""
         return np.repeat(np.array([self._slots[i] for i in ids], dtype=np.int64), counts)
 
     def rows(self, ids: Iterable[int | None], counts: Sequence[int], out: Tensor | None = None) -> BatchAdapters | None:
-        """Of such a step; None without any. out: [T] int64 on the host, to be filled in."""
+        """The same as the adapters of a step; None if no row has one. out: [T] int64 on the host, filled in place."""
         if not self._infos:
             return None
         slots = self.slots_of(ids, counts)
         if slots.max() < 0:
             return None
-        found = torch.from_numpy(slots)
-        return self.with_slots(found if out is None else out.copy_(found))
+        tensor = torch.from_numpy(slots)
+        return self.with_slots(tensor if out is None else out.copy_(tensor))
 
     def with_slots(self, slots: Tensor) -> BatchAdapters:
-        """Of a step whose rows have these, [T] int64."""
+        """Adapters of a step whose rows have these slots, [T] int64."""
         return BatchAdapters(self._parts, AdapterSlots(slots))

@@ -1,7 +1,8 @@
 """Specification of a decoder: everything that the one decoder class needs to reproduce a model family.
 
-Shapes, switches and numbers, and the list of weights that follows from them. Names in config files belong to `config_json`,
-differences between families to `families`. Imports no torch, because the API process reads specifications.
+It holds shapes, switches and numbers, and lists the weights that follow from them. Names in config files belong to
+`config_json`, differences between families to `families`. Imports no torch, because the API process reads
+specifications.
 """
 
 from __future__ import annotations
@@ -28,31 +29,27 @@ from windlass.engine.rotary.rope_scaling import RotaryGroup
 
 FeedForwardSpec: TypeAlias = GatedMLPSpec | PlainMLPSpec | MoESpec
 
-# What carries a state from token to token.
+# Mixers with a recurrent state.
 RecurrentMixerSpec: TypeAlias = GatedDeltaNetSpec | ShortConvolutionSpec | StateSpaceSpec
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Where a layer has norms, by the names of a checkpoint's tensors within it; None where it has none.
-
-    parallel: mixer and feed-forward both see the layer's input, and the feed-forward takes the mixer's norm where it has
-    none of its own (GPT-J); otherwise it sees what the mixer made of it.
-    output: norms stand behind the sums, and the stream goes on normed (post-LN, 1706.03762): feed_forward norms the sum with
-    what the mixer made, output the sum with what the feed-forward made.
-    """
+    """Norms of a layer, by the checkpoint names of their tensors within the layer; None: no norm at this place."""
 
     mixer: str | None = "input_layernorm"
     mixer_output: str | None = None
     feed_forward: str | None = "post_attention_layernorm"
     feed_forward_output: str | None = None
     form: NormSpec = field(default_factory=NormSpec)
+    # Mixer and feed-forward both read the layer's input; without a norm of its own the feed-forward uses the mixer's (GPT-J).
     parallel: bool = False
+    # Post-LN (1706.03762): `feed_forward` norms the sum of input and mixer output, `output` the sum with the feed-forward's.
     output: str | None = None
 
     @property
     def stored(self) -> dict[str, str]:
-        """The names of the norms that there are, and those of their tensors."""
+        """Stored tensor names by norm, for the norms that exist."""
         names = {
             "mixer_norm": self.mixer,
             "feed_forward_norm": self.feed_forward,
@@ -63,7 +60,7 @@ class LayerNorms:
         return {name: tensor for name, tensor in names.items() if tensor is not None}
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """Those of the norms, the first in the order in which they are used."""
+        """All norm weights, in order of first use."""
         return tuple(
             weight for name, tensor in self.stored.items() for weight in self.form.weights(name, tensor, hidden_size)
         )
@@ -71,34 +68,32 @@ class LayerNorms:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """x + mixer(norm(x)), then the same of the feed-forward. Another kind of either is another spec in its place; where either is
-    None, the layer is the other alone, behind the mixer's norm (Nemotron H).
+    """One decoder layer: x + mixer(norm(x)), then the same with the feed-forward.
 
-    beside: experts beside the feed-forward. input: what the layer is given beside the stream, None where it is nothing. scalar:
-    the name of a tensor of one number by which the stream is multiplied at the end. state: a memory beside attention.
+    If the mixer or the feed-forward is None, the layer consists of the other one after the mixer's norm (Nemotron H).
     """
 
     mixer: AttentionSpec | LatentSpec | RecurrentMixerSpec | None
     feed_forward: FeedForwardSpec | None
     norms: LayerNorms = LayerNorms()
-    parallel_experts: ParallelExpertsSpec | None = None
-    input: PerLayerProjectionSpec | None = None
-    scalar: str | None = None
-    state: ParallelStateSpaceSpec | None = None
+    parallel_experts: ParallelExpertsSpec | None = None  # in parallel with the feed-forward
+    per_layer_projection: PerLayerProjectionSpec | None = None
+    output_scale: str | None = None  # tensor name of the number that multiplies the layer's output
+    parallel_state_space: ParallelStateSpaceSpec | None = None  # in parallel with attention
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """Every weight of the layer, about in the order in which they are used."""
+        """All weights of the layer, roughly in order of use."""
         norms = self.norms.weights(hidden_size)
         first = [norm for norm in norms if norm.name.removesuffix("_bias") == "mixer_norm"]
         rest = [norm for norm in norms if norm not in first]
         further = tuple(
             weight
-            for part in (self.state, self.parallel_experts, self.input)
+            for part in (self.parallel_state_space, self.parallel_experts, self.per_layer_projection)
             if part is not None
             for weight in part.weights(hidden_size)
         )
-        if self.scalar is not None:
-            further += (WeightSpec("scalar", "number", (1,), (StoredTensor(self.scalar, 1),)),)
+        if self.output_scale is not None:
+            further += (WeightSpec("scalar", "number", (1,), (StoredTensor(self.output_scale, 1),)),)
         mixer = () if self.mixer is None else self.mixer.weights(hidden_size)
         feed_forward = () if self.feed_forward is None else self.feed_forward.weights(hidden_size)
         return *first, *mixer, *rest, *feed_forward, *further
@@ -106,46 +101,25 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class OuterNames:
-    """Of the tensors around the layers. layers: of those in a layer, "<layers>.<index>.<name>", from the index first_layer on.
-
-    final_norm None: there is none. embedding_norm: of the norm of the embedding, where it has weights. token_types: of the
-    table that says which of two texts a token belongs to. positions: of that of learned positions.
-    """
+    """Checkpoint names of the tensors outside the layers, without ".weight"."""
 
     embedding: str = "model.embed_tokens"
-    layers: str = "model.layers"
-    final_norm: str | None = "model.norm"
+    layers: str = "model.layers"  # tensors of a layer are called "<layers>.<index>.<name>"
+    final_norm: str | None = "model.norm"  # None: the model has no final norm
     head: str = "lm_head"
     embedding_norm: str = ""
-    token_types: str = ""
-    positions: str = ""
-    first_layer: int = 0
+    token_types: str = ""  # embedding of the two texts of a pair
+    positions: str = ""  # learned position embedding
+    first_layer: int = 0  # index of the first layer in tensor names
 
     def layer(self, index: int) -> str:
-        """What the names of the tensors of the layer with this index begin with."""
+        """Prefix of the tensor names of layer `index`."""
         return f"{self.layers}.{self.first_layer + index}."
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """norm_offset: norms multiply by (offset + weight), 1 for Gemma. trained_len: the model's own context length M.
-
-    head: of classes, in place of one for a vocabulary. generates: there is one for a vocabulary.
-    logit_scale: multiplies the logits. norm: what the norms of the stream are. head_bias: the head adds one.
-    embedding_norm: the stream begins normed by such a norm. unit_head: rows of the head have the length 1.
-    token_types, positions: kinds of tokens, and positions, that have a row added to their embedding; 0: there are none.
-    temperature: (beta, length): the query at position p is multiplied by 1 + beta ln(1 + floor(p / length)).
-    unrotated_temperature: the same of layers that do not rotate alone, with positions that count from 1.
-    unused: beginnings of names of tensors that predict further tokens, which the model does without.
-    vocabulary: of a part of a model that several ranks hold, the first token it forms logits of, and how many; None: of all.
-    per_layer_embeddings: what every layer is given of a token beside the stream; None where that is nothing.
-    state_group: of the layers that carry a state from token to token; None where none does.
-    factored: weights hold factors that nobody tells: what an adapter adds to them would lack these.
-    predicting: the layer in the same files that predicts a token further; None where there is none, or none that can be used.
-    joined: of such a layer, what it is given; its embedding is the model's, and so is its head.
-    mtp_head: of such a layer, the name of the head's tensor, where it has a copy; None: it has none.
-    own: beginnings of names of the tensors that are this model's, where the files hold another's too; empty: all but the unused.
-    """
+    """Specification of one model, of an MTP layer, or of one rank's shard."""
 
     architecture: str
     vocab_size: int
@@ -153,134 +127,137 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     rotary_groups: tuple[RotaryGroup, ...]
     kv_groups: tuple[KVGroupSpec, ...]
-    trained_len: int
+    trained_len: int  # the model's own context length M
     norm_eps: float
-    norm_offset: float = 0.0
+    norm_offset: float = 0.0  # norms multiply by (offset + weight); 1 for Gemma
     embedding_scale: float = 1.0
     tied_embeddings: bool = False
     logit_soft_cap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
+    # (beta, length): the query at position p is multiplied by 1 + beta ln(1 + floor(p / length)).
     temperature: tuple[float, int] | None = None
-    unrotated_temperature: tuple[float, int] | None = None
-    head: ClassificationHeadSpec | None = None
-    generates: bool = True
+    unrotated_temperature: tuple[float, int] | None = None  # for layers without rotation; positions count from 1
+    head: ClassificationHeadSpec | None = None  # a classification head, in place of the language-model head
+    generates: bool = True  # whether there is a language-model head
     notices: tuple[str, ...] = ()
-    logit_scale: float = 1.0
-    norm: NormSpec = field(default_factory=NormSpec)
+    logit_scale: float = 1.0  # multiplies the logits
+    norm: NormSpec = field(default_factory=NormSpec)  # of the hidden state
     head_bias: bool = False
     embedding_norm: NormSpec | None = None
-    token_types: int = 0
-    positions: int = 0
-    unit_head: bool = False
+    token_types: int = 0  # rows of the token type embedding; 0: none
+    positions: int = 0  # rows of the learned position embedding; 0: none
+    unit_head: bool = False  # rows of the head are divided by their length
     names: OuterNames = field(default_factory=OuterNames)
-    unused: tuple[str, ...] = ()
-    vocabulary: tuple[int, int] | None = None
+    unused_tensors: tuple[str, ...] = ()  # name prefixes of tensors that are not loaded
+    vocabulary: tuple[int, int] | None = None  # of a rank's shard: first token and number of tokens of its logits
     per_layer_embeddings: PerLayerEmbeddingsSpec | None = None
-    state_group: StateGroupSpec | None = None
-    factored: bool = False
-    mtp: ModelSpec | None = None
-    mtp_input: MTPInputSpec | None = None
-    mtp_head: str | None = None
-    own: tuple[str, ...] = ()
+    state_group: StateGroupSpec | None = None  # of the recurrent layers
+    has_folded_factors: bool = False  # weights contain unknown factors, which an adapter's changes would lack
+    mtp: ModelSpec | None = None  # the MTP layer in the same files, if it can be used
+    mtp_input: MTPInputSpec | None = None  # of an MTP layer, which shares the model's embedding and head
+    mtp_head: str | None = None  # of an MTP layer: tensor name of its own copy of the head
+    own_tensors: tuple[str, ...] = ()  # name prefixes of this model's tensors; empty: all but the unused ones
 
     def ignores(self, name: str) -> bool:
-        """Whether the model does without a tensor that its files hold."""
-        return name.startswith(self.unused) or (bool(self.own) and not name.startswith(self.own))
+        """Whether the stored tensor `name` is not loaded."""
+        return name.startswith(self.unused_tensors) or (
+            bool(self.own_tensors) and not name.startswith(self.own_tensors)
+        )
 
     @property
     def state_bytes(self) -> int:
-        """Of what a sequence carries from token to token."""
+        """Bytes of one sequence's recurrent state."""
         return 0 if self.state_group is None else self.state_group.block_bytes
 
     @property
     def classifier(self) -> ClassifierInfo | None:
-        """The classes that its head tells, if it has such a head."""
+        """The classes of the classification head, if there is one."""
         return None if self.head is None else self.head.classes
 
     @property
     def is_bidirectional(self) -> bool:
-        """Whether tokens see those behind them too, so that a text has to be computed as one."""
+        """Whether tokens attend to later ones, so that a text must be computed in one step."""
         return any(isinstance(layer.mixer, AttentionSpec) and not layer.mixer.causal for layer in self.layers)
 
     @property
     def norms_follow_rotation(self) -> bool:
-        """Whether layers norm queries and keys behind the rotation."""
+        """Whether layers norm queries and keys after the rotation."""
         return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.qk_norm == "after" for layer in self.layers)
 
     @property
     def scales_queries(self) -> bool:
-        """Whether a step begins with numbers of its own for the scales of queries."""
+        """Whether a step begins by computing its own query scales."""
         temperatures = self.temperature, self.unrotated_temperature
         return self.norms_follow_rotation or any(one is not None for one in temperatures)
 
     @property
     def attention(self) -> dict[int, AttentionSpec | LatentSpec]:
-        """Of the layers that read cached keys, by their indices; the others carry a state."""
+        """Layers that read cached keys, by index; the others are recurrent or have no mixer."""
         mixers = {index: layer.mixer for index, layer in enumerate(self.layers)}
         return {index: mixer for index, mixer in mixers.items() if isinstance(mixer, AttentionSpec | LatentSpec)}
 
     @property
     def has_chunked_attention(self) -> bool:
-        """Whether layers see chunks that begin at multiples of a length."""
+        """Whether layers attend within chunks that begin at multiples of a length."""
         return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.chunked for layer in self.layers)
 
     @property
     def uses_alibi(self) -> bool:
-        """Whether scores lose by the distance of their keys, which need no rotation for that (ALiBi)."""
+        """Whether scores decrease with distance (ALiBi), so that no rotation is needed."""
         return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.alibi for layer in self.layers)
 
     @property
     def head_tensors(self) -> tuple[str, ...]:
-        """What checkpoints call the head; some store it although it is the embedding."""
+        """Possible checkpoint names of the head; some checkpoints store it even if it is tied to the embedding."""
         return tuple(dict.fromkeys((f"{self.names.head}.weight", "lm_head.weight")))
 
     @property
     def has_experts(self) -> bool:
-        """Whether layers have experts, as their feed-forward or beside it."""
+        """Whether layers have experts, as or in parallel with their feed-forward."""
         return any(isinstance(one.feed_forward, MoESpec) or one.parallel_experts is not None for one in self.layers)
 
     @property
     def first_kv_sharing_layer(self) -> int | None:
-        """The first of the layers at the end that all read the keys of earlier ones; None where the last has its own."""
-        found = None
+        """First of the last layers that all read the keys of earlier ones; None if the last layer has its own keys."""
+        result = None
         for index in reversed(range(len(self.layers))):
             mixer = self.layers[index].mixer
             if not isinstance(mixer, AttentionSpec) or mixer.kv_source_layer is None:
                 break
-            found = index
-        return found
+            result = index
+        return result
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
-        """The kinds of windows that the layers have, each once."""
+        """The distinct attention windows of the layers."""
         return tuple(dict.fromkeys(mixer.window for mixer in self.attention.values()))
 
     @property
     def scores_by_absolute_position(self) -> bool:
-        """Whether a query and a key that move on by as many positions score otherwise than before."""
+        """Whether a score changes when query and key move by the same number of positions."""
         mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
         return any(mixer.qk_norm == "after" and mixer.qk_norm_form.weight for mixer in mixers)
 
     def weights(self) -> tuple[WeightSpec, ...]:
-        """Every weight of the model, each once. Names are those of a layer's fields behind "layers.0." and so on."""
+        """All weights of the model, each once, named by layer and field, such as "layers.0.qkv"."""
         return _weights(self)
 
     def adapted_parts(self) -> tuple[tuple[str, tuple[WeightSpec, ...]], ...]:
-        """What adapters may change: the matrices of each layer, then those around them, with the prefix of their tensors."""
+        """Matrices that adapters may change: per layer, then outside the layers, each with its tensor name prefix."""
         layers = [(self.names.layer(i), self._adapted(layer)) for i, layer in enumerate(self.layers)]
         parts = [*layers, ("", self.outer_weights())]
         return tuple((prefix, tuple(one for one in weights if one.kind == "matrix")) for prefix, weights in parts)
 
     def _adapted(self, layer: LayerSpec) -> tuple[WeightSpec, ...]:
-        """The weights of a layer among which are those that adapters may change."""
-        found = layer.weights(self.hidden_size)
+        """Weights of a layer, without those of a mixer that adapters must not change."""
+        result = layer.weights(self.hidden_size)
         if not isinstance(layer.mixer, GatedDeltaNetSpec) or not layer.mixer.tiled_heads:
-            return found
+            return result
         own = layer.mixer.weights(self.hidden_size)
-        return tuple(weight for weight in found if weight not in own)
+        return tuple(weight for weight in result if weight not in own)
 
     def outer_weights(self) -> tuple[WeightSpec, ...]:
-        """Those around the layers. A head that is the embedding is not listed beside it."""
+        """Weights outside the layers. A tied head is not listed separately."""
         hidden, vocab, names = self.hidden_size, self.vocab_size, self.names
         final_norm = () if names.final_norm is None else self.norm.weights("final_norm", names.final_norm, hidden)
         if self.mtp_input is not None:
@@ -301,15 +278,15 @@ class ModelSpec:
         return own[0], head, *more
 
     def _mtp_head(self) -> tuple[WeightSpec, ...]:
-        """That of a prediction layer, a matrix like any other, as nothing but proposals hangs on its digits."""
+        """An MTP layer's own head. It is an ordinary matrix, as only proposals depend on its precision."""
         if self.mtp_head is None:
             return ()
         stored = StoredTensor(self.mtp_head, self.vocab_size, unit_rows=self.unit_head)
         return (WeightSpec("head", "matrix", (self.vocab_size, self.hidden_size), (stored,)),)
 
     def _embedding_extras(self) -> tuple[WeightSpec, ...]:
-        """What is added to it, and its norm."""
-        found: tuple[WeightSpec, ...] = ()
+        """Tables that are added to the embedding, and its norm."""
+        result: tuple[WeightSpec, ...] = ()
         tables = {
             "token_types": (self.token_types, self.names.token_types),
             "positions": (self.positions, self.names.positions),
@@ -317,15 +294,15 @@ class ModelSpec:
         for name, (rows, stored) in tables.items():
             if rows:
                 table = (StoredTensor(f"{stored}.weight", rows),)
-                found += (WeightSpec(name, "heads", (rows, self.hidden_size), table),)
+                result += (WeightSpec(name, "heads", (rows, self.hidden_size), table),)
         if self.per_layer_embeddings is not None:
-            found += self.per_layer_embeddings.weights(self.hidden_size, len(self.layers), self.names.embedding)
+            result += self.per_layer_embeddings.weights(self.hidden_size, len(self.layers), self.names.embedding)
         if self.embedding_norm is not None:
-            found += self.embedding_norm.weights("embedding_norm", self.names.embedding_norm, self.hidden_size)
-        return found
+            result += self.embedding_norm.weights("embedding_norm", self.names.embedding_norm, self.hidden_size)
+        return result
 
 
-@lru_cache(maxsize=4)  # loading asks ten times, and experts are thousands
+@lru_cache(maxsize=4)  # loading calls it ten times, and a model may have thousands of experts
 def _weights(spec: ModelSpec) -> tuple[WeightSpec, ...]:
     return spec.outer_weights() + tuple(
         weight.with_prefix(f"layers.{index}.", spec.names.layer(index))
@@ -335,9 +312,7 @@ def _weights(spec: ModelSpec) -> tuple[WeightSpec, ...]:
 
 
 _BIDIRECTIONAL = "every token of this model sees the whole text, of which none can be left out"
-
 _CHUNKS = "layers of this model see chunks that begin at fixed positions, so that none of its tokens can move"
-
 _LEARNED = "the positions of this model are learned and part of every key and value, none of which can move"
 
 _SINKS = (
@@ -351,7 +326,8 @@ _STATES = (
 
 
 class ContextRefusals(TypedDict):
-    """The fields of `ContextSizes` and `ModelInfo` that say so; None where nothing is against it."""
+    """Reasons against changes of the context, under their field names in `ContextSizes` and `ModelInfo`; None: it is
+    allowed."""
 
     shift_refusal: str | None
     reuse_refusal: str | None
@@ -360,8 +336,8 @@ class ContextRefusals(TypedDict):
 
 
 def context_refusals(spec: ModelSpec) -> ContextRefusals:
-    """Why no sequence of this model may drop tokens, take up passages that stood elsewhere, have an attention window, or sinks
-    beside it."""
+    """Reasons why no sequence of this model may drop tokens, reuse passages from elsewhere, or have an attention window
+    or sinks."""
     bidirectional = _BIDIRECTIONAL if spec.is_bidirectional else None
     chunks = _CHUNKS if spec.has_chunked_attention else None
     fixed = bidirectional or chunks or (_LEARNED if spec.positions else None)

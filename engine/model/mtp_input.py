@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class MTPInputSpec:
     """matrix @ [norm(embedding of the next token), norm(hidden state of a token)], both [hidden].
 
-    The state is the model's behind its final norm. Names are those of the tensors, whole, without their ".weight".
+    The hidden state is the model's after its final norm. Names are full tensor names without ".weight".
     """
 
     embedding_norm: str
@@ -44,14 +44,14 @@ class MTPInput:
     def __init__(
         self, form: NormSpec, weights: Mapping[str, Any], hidden_size: int, eps: float, backend: Backend
     ) -> None:
-        """form: of the norms. weights: those that the spec lists. eps: of the norms."""
+        """form, eps: of the norms. weights: those that the spec lists."""
         self._backend = backend
-        self._embedding_norm = Norm.of(form, weights, "joined_embedding_norm", hidden_size, eps, backend)
-        self._state_norm = Norm.of(form, weights, "joined_state_norm", hidden_size, eps, backend)
+        self._embedding_norm = Norm.from_weights(form, weights, "joined_embedding_norm", hidden_size, eps, backend)
+        self._state_norm = Norm.from_weights(form, weights, "joined_state_norm", hidden_size, eps, backend)
         self._matrix: Weight = weights["joined"]  # [hidden, 2 * hidden]
 
     def forward(self, embedding: Tensor, states: Tensor) -> Tensor:
-        """embedding: [T, hidden]. states: [T, hidden], of any type. Returns [T, hidden] in memory of its own."""
+        """embedding: [T, hidden]. states: [T, hidden] of any dtype. Returns [T, hidden] in new memory."""
         import torch
 
         normed = self._embedding_norm(embedding), self._state_norm(states.to(embedding.dtype))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.model.weight_spec import InterleavedHeads, StoredTensor, WeightSpec, norm
+from windlass.engine.model.weight_spec import InterleavedHeads, StoredTensor, WeightSpec, norm_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,22 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """centered: the mean is taken off first (LayerNorm, 1607.06450), else the norm is by the root mean square (1910.07467).
+    """A norm: RMS norm (1910.07467), or LayerNorm (1607.06450), which subtracts the mean first."""
 
-    weight: what it gives is multiplied by one.
-    """
-
-    centered: bool = False
+    centered: bool = False  # LayerNorm
     bias: bool = False
-    weight: bool = True
+    weight: bool = True  # whether the result is multiplied by a weight
 
     def weights(
         self, name: str, stored: str, size: int, interleaved: InterleavedHeads | None = None
     ) -> tuple[WeightSpec, ...]:
-        """name: of the weight, its bias is "<name>_bias". stored: the tensors' name without ".weight" or ".bias"."""
+        """The weight `name` and the bias "<name>_bias". stored: tensor name without ".weight" or ".bias"."""
         if not self.weight:
             return ()
-        weight = norm(name, stored, size, interleaved)
+        weight = norm_weight(name, stored, size, interleaved)
         if not self.bias:
             return (weight,)
         return weight, WeightSpec(
@@ -42,27 +39,30 @@ class NormSpec:
         )
 
 
-class Norm:
-    """weight, bias: [D] float32, the weight with its offset applied, ones where the form has none; no bias where it has none.
+LAYER_NORM = NormSpec(centered=True, bias=True)
 
-    weight None: there is no norm, what comes in goes out.
-    """
+
+class Norm:
+    """A norm on a backend; without a weight, the identity."""
 
     def __init__(
         self, form: NormSpec, weight: Tensor | None, bias: Tensor | None, eps: float, backend: Backend
     ) -> None:
+        """weight: [D] float32, with its offset applied; None: no norm. bias: [D] float32."""
         self._form, self._weight, self._bias, self._eps, self._backend = form, weight, bias, eps, backend
 
     @classmethod
-    def of(cls, form: NormSpec, weights: Mapping[str, Any], name: str, size: int, eps: float, backend: Backend) -> Norm:
-        """The norm over `size` elements whose weights are those of this name and "<name>_bias"."""
+    def from_weights(
+        cls, form: NormSpec, weights: Mapping[str, Any], name: str, size: int, eps: float, backend: Backend
+    ) -> Norm:
+        """The norm over `size` elements with the weights `name` and "<name>_bias"; ones if the form has no weight."""
         import torch
 
         weight = weights[name] if form.weight else torch.ones(size, dtype=torch.float32, device=backend.device)
         return cls(form, weight, weights.get(f"{name}_bias"), eps, backend)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, D] or [T, H, D]. Returns the same shape and dtype; x itself where there is no norm."""
+        """x: [T, D] or [T, H, D]. Returns the same shape and dtype; x itself if there is no norm."""
         if self._weight is None:
             return x
         if self._form.centered:
@@ -78,11 +78,11 @@ class Norm:
 
 
 class PerHeadNorm:
-    """A norm of every head by weights of its own, without biases. weight: [H * D] float32."""
+    """A norm with separate weights for each head and no bias. weight: [H * D] float32."""
 
     def __init__(self, form: NormSpec, weight: Tensor, heads: int, eps: float, backend: Backend) -> None:
         size = weight.shape[0] // heads
-        self._norm = Norm.of(replace(form, weight=False, bias=False), {}, "", size, eps, backend)
+        self._norm = Norm.from_weights(replace(form, weight=False, bias=False), {}, "", size, eps, backend)
         self._weight = weight.view(heads, size)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.model.feed_forward.mlp import Activation
-from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm, projection
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm_weight, projection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerEmbeddingsSpec:
-    """Of all layers: the table's row of a token and what is projected from its embedding, normed, are added, `size` numbers for
-    each layer. rows: of the table. Names are those of tensors beside the embedding."""
+    """Embeddings for all layers: the token's row of the table plus a normed projection of its embedding, `size` numbers
+    per layer.
+
+    rows: of the table. Tensor names are relative to those of the embedding.
+    """
 
     size: int
     rows: int
@@ -31,20 +34,20 @@ class PerLayerEmbeddingsSpec:
     norm: str = "per_layer_projection_norm"
 
     def weights(self, hidden_size: int, layers: int, embedding: str) -> tuple[WeightSpec, ...]:
-        """Those around the layers. embedding: the name of its tensor."""
-        width, place = layers * self.size, embedding.rpartition(".")
-        prefix = place[0] + place[1]
+        """Weights outside the layers. embedding: the embedding's tensor name."""
+        width, prefix = layers * self.size, embedding[: embedding.rfind(".") + 1]
         table = StoredTensor(f"{prefix}{self.table}.weight", self.rows)
         return (
             WeightSpec("layer_inputs_table", "wide table", (self.rows, width), (table,)),
             *projection("layer_inputs", [StoredTensor(prefix + self.projection, width)], hidden_size, bias=False),
-            norm("layer_inputs_norm", prefix + self.norm, self.size),
+            norm_weight("layer_inputs_norm", prefix + self.norm, self.size),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PerLayerProjectionSpec:
-    """Of one layer: x + norm(out(activation(gate(x)) * input)), behind its other parts. size: of the input."""
+    """Input of one layer: x + norm(out(activation(gate(x)) * embedding)), after its other parts. size: of the
+    embedding."""
 
     size: int
     activation: Activation
@@ -53,42 +56,40 @@ class PerLayerProjectionSpec:
     norm: str = "post_per_layer_input_norm"
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """The fields of `LayerInputWeights` behind "input_"."""
         return (
             *projection("input_gate", [StoredTensor(self.gate, self.size)], hidden_size, bias=False),
             *projection("input_out", [StoredTensor(self.out, hidden_size)], self.size, bias=False),
-            norm("input_norm", self.norm, hidden_size),
+            norm_weight("input_norm", self.norm, hidden_size),
         )
 
 
 class PerLayerEmbeddings:
-    """What is looked up and what is projected, added up; their sum is left unscaled, as only a norm comes behind it."""
+    """Sum of table row and projection. It is not scaled, since only a norm follows."""
 
     def __init__(
         self, spec: PerLayerEmbeddingsSpec, weights: Mapping[str, Any], hidden_size: int, eps: float, backend: Backend
     ) -> None:
-        """weights: those that the spec lists. eps: of norms."""
+        """weights: those that the spec lists. eps: of the norms."""
         self.spec, self._backend = spec, backend
         self.table: Tensor | BlockWeight = weights["layer_inputs_table"]  # [rows, layers * size]
         self._projection: Weight = weights["layer_inputs"]  # [layers * size, hidden]
         self._norm: Tensor = weights["layer_inputs_norm"]  # [size] float32
-        self._eps = (
-            eps * hidden_size
-        )  # a model divides what is projected by the root of hidden_size, which the norm undoes
+        self._eps = eps * hidden_size  # a model divides the projection by sqrt(hidden_size), which the norm undoes
 
     def lookup(self, input_ids: Tensor) -> Tensor:
-        """What the table has of each token, [T, layers * size]."""
+        """Table rows of the tokens, [T, layers * size]."""
         return self._backend.embed(self.table, input_ids, float(self.spec.size) ** 0.5)
 
     def for_layers(self, x: Tensor, lookup: Tensor, lora: LayerLoRA | None = None) -> tuple[Tensor, ...]:
-        """Of each layer [T, size], views. x: [T, hidden], the embedding. changes: what adapters add."""
+        """Per-layer embeddings, [T, size] for each layer, as views. x: [T, hidden], the embedding. lookup: from
+        `lookup`."""
         backend, size = self._backend, self.spec.size
         projected = backend.linear(x, self._projection)
         if lora is not None:
             lora.add("layer_inputs", projected, x)
-        made = backend.rms_norm(projected.view(x.shape[0], -1, size), self._norm, self._eps).view(projected.shape)
-        backend.add(made, lookup)
-        return tuple(made.split_with_sizes([size] * (made.shape[1] // size), 1))
+        embeddings = backend.rms_norm(projected.view(x.shape[0], -1, size), self._norm, self._eps).view(projected.shape)
+        backend.add(embeddings, lookup)
+        return tuple(embeddings.split_with_sizes([size] * (embeddings.shape[1] // size), 1))
 
 
 class PerLayerProjection:
@@ -99,16 +100,16 @@ class PerLayerProjection:
         self._gate: Weight = weights["input_gate"]  # [size, hidden]
         self._out: Weight = weights["input_out"]  # [hidden, size]
         self._norm: Tensor = weights["input_norm"]  # [hidden] float32
-        self._eps = 2 * eps  # a model multiplies inputs by the root of a half, which the norm undoes
+        self._eps = 2 * eps  # a model multiplies the sum by sqrt(1/2), which the norm undoes
 
-    def forward(self, x: Tensor, given: Tensor, lora: LayerLoRA | None = None) -> Tensor:
-        """What is added to the stream, [T, hidden]. x: [T, hidden], the stream. given: [T, size]. changes: what adapters add."""
+    def forward(self, x: Tensor, embedding: Tensor, lora: LayerLoRA | None = None) -> Tensor:
+        """Term [T, hidden] to add to the hidden state x [T, hidden]. embedding: [T, size], the layer's per-layer embedding."""
         backend = self._backend
         gate = backend.linear(x, self._gate)
         if lora is not None:
             lora.add("input_gate", gate, x)
         gated = backend.activation(gate, self.spec.activation)
-        backend.multiply(gated, given)
+        backend.multiply(gated, embedding)
         out = backend.linear(gated, self._out)
         if lora is not None:
             lora.add("input_out", out, gated)

@@ -1,8 +1,8 @@
 """Tensor parallelism: one rank's specification, storage plan and slices of the weights.
 
-A rank has some heads of each attention, a part of the inner width of each feed-forward and a range of the vocabulary's logits. The
-output of a layer is the sum over ranks, so everything nonlinear has to fit within one rank; what does not raises LoadError with
-the reason. The embedding is replicated, because a step reads one row per token. Imports no torch.
+A rank has some heads of each attention layer, a part of each feed-forward's inner width and a range of the vocabulary's
+logits. The output of a layer is the sum over ranks, so every nonlinear operation must fit within one rank; otherwise
+LoadError gives the reason. The embedding is replicated, because a step reads only one row per token. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from windlass.engine.model.mixers.latent_attention import LatentSpec
 from windlass.engine.model.model_spec import FeedForwardSpec, ModelSpec, RecurrentMixerSpec
 from windlass.engine.model.weight_storage import BLOCK_SIZES, StoragePlan, StoredPart, split_block_format
 
-RowRange: TypeAlias = tuple[int, int]  # the first of them, and how many
+RowRange: TypeAlias = tuple[int, int]  # first row and number of rows
+OPTION = "`compute.tensor_parallel`"
 
 
 def shard_range(size: int, rank: int, ranks: int, unit: int = 1) -> RowRange:
-    """A rank's part of so many rows or columns, whole units but for the end. Nothing where there are fewer units than ranks."""
+    """A rank's part of `size` rows or columns, in whole units except at the end. Empty if there are fewer units than
+    ranks."""
     units = size // unit
     first, end = units * rank // ranks * unit, units * (rank + 1) // ranks * unit
     return first, (size if rank == ranks - 1 else end) - first
@@ -31,22 +33,18 @@ def shard_range(size: int, rank: int, ranks: int, unit: int = 1) -> RowRange:
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """What a rank has of a weight.
+    """A rank's part of a weight."""
 
-    rows: of the weight as the decoder has it, in this order; None: all. columns: None: all. first_only: zeros on all ranks
-    but the first, as what is added to a sum is added once.
-    """
-
-    rows: tuple[RowRange, ...] | None = None
-    columns: RowRange | None = None
-    first_only: bool = False
+    rows: tuple[RowRange, ...] | None = None  # of the decoder's weight, in this order; None: all
+    columns: RowRange | None = None  # None: all
+    first_only: bool = False  # zeros on all other ranks, for a term that is added to a sum over ranks once
 
     def count(self, first: int, rows: int) -> int:
-        """How many it has of these rows of the weight."""
+        """Number of the rank's rows among these rows of the weight."""
         return sum(end - begin for begin, end in self.within(first, rows))
 
     def within(self, first: int, rows: int) -> Iterable[tuple[int, int]]:
-        """Those of these rows of the weight that it has: runs from one to before another, counted from `first`."""
+        """The rank's rows among these rows of the weight, as ranges [begin, end) relative to `first`."""
         if self.rows is None:
             yield 0, rows
             return
@@ -56,26 +54,22 @@ class WeightSlice:
                 yield begin - first, end - first
 
 
-OPTION = "`compute.tensor_parallel`"
-
-
 @dataclass(frozen=True, slots=True)
 class TensorParallelRank:
-    """Which rank this is, and of how many."""
+    """A rank, and the number of ranks."""
 
     rank: int
     ranks: int
 
 
-# Columns of a layer's weight, by its name, that cannot be cut further: a block of numbers with scales in common.
+# Number of columns of a layer's weight, by name, that must not be separated: a block of numbers with a common scale.
 UnitOf = Callable[[str], int]
 
 
 def shard_attention(
     spec: AttentionSpec | LatentSpec | RecurrentMixerSpec, placement: TensorParallelRank, unit_of: UnitOf
 ) -> tuple[AttentionSpec, dict[str, WeightSlice]]:
-    """A rank's own layer, and what it has of the whole one's weights, by their names in it; a weight that is not there is had
-    whole. Raises LoadError."""
+    """A rank's layer, and its slices of the weights by name; weights without a slice are replicated. Raises LoadError."""
     if isinstance(spec, LatentSpec):
         raise unsupported("latent attention is not split")
     if isinstance(spec, RecurrentMixerSpec):
@@ -89,9 +83,9 @@ def shard_attention(
         )
     queries, dim = spec.num_heads // spec.num_kv_heads, spec.head_dim
     heads: RowRange = (first * queries, count * queries)
-    q, k = _scaled(heads, dim), _scaled((first, count), dim)
+    q, k = (heads[0] * dim, heads[1] * dim), (first * dim, count * dim)
     q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
-    check_block_alignment(OPTION, q, q_size, unit_of("out"), "heads", placement)
+    check_block_alignment(q, q_size, unit_of("out"), "heads", placement)
     keys = 2 * q_size if spec.gated_queries else q_size
     parts = q, _offset(q, q_size), _offset(k, keys), _offset(k, keys + kv_size)
     qkv = WeightSlice(tuple(part for part, heads in zip(parts, spec.projected_heads, strict=True) if heads))
@@ -125,7 +119,7 @@ def _unsupported_attention(spec: AttentionSpec) -> str | None:
 def shard_feed_forward(
     spec: FeedForwardSpec, placement: TensorParallelRank, unit_of: UnitOf
 ) -> tuple[FeedForwardSpec, dict[str, WeightSlice]]:
-    """As `shard_attention`."""
+    """Same as `shard_attention`, for a feed-forward."""
     if isinstance(spec, MoESpec):
         return _shard_experts(spec, placement, unit_of)
     size = spec.intermediate_size
@@ -140,7 +134,7 @@ def shard_feed_forward(
 def shard_parallel_experts(
     spec: ParallelExpertsSpec | None, placement: TensorParallelRank, unit_of: UnitOf
 ) -> tuple[ParallelExpertsSpec | None, dict[str, WeightSlice]]:
-    """As `shard_attention`, of experts beside a feed-forward, whose norms are had whole."""
+    """Same as `shard_attention`, for parallel experts. Their norms are replicated."""
     if spec is None:
         return None, {}
     experts, slices = _shard_experts(spec.experts, placement, lambda name: unit_of(f"beside.{name}"))
@@ -150,7 +144,7 @@ def shard_parallel_experts(
 def _shard_experts(
     spec: MoESpec, placement: TensorParallelRank, unit_of: UnitOf
 ) -> tuple[MoESpec, dict[str, WeightSlice]]:
-    """Every rank has a part of every expert: all of them meet the same tokens, and the router is had whole."""
+    """Every rank has a part of every expert, since all ranks compute the same tokens. The router is replicated."""
     size = spec.intermediate_size
     own = _inner_range(size, placement, unit_of("experts.0.down"))
     of_expert = _inner_slices(own, size, gated=spec.gated)
@@ -166,15 +160,16 @@ def _shard_experts(
 
 def _inner_slices(own: RowRange, size: int, *, gated: bool) -> dict[str, WeightSlice]:
     name, up = ("gate_up", (own, _offset(own, size))) if gated else ("up", (own,))
-    return {name: WeightSlice(up), f"{name}_bias": WeightSlice(up), **_down(own)}
-
-
-def _down(own: RowRange) -> dict[str, WeightSlice]:
-    return {"down": WeightSlice(columns=own), "down_bias": WeightSlice(first_only=True)}
+    return {
+        name: WeightSlice(up),
+        f"{name}_bias": WeightSlice(up),
+        "down": WeightSlice(columns=own),
+        "down_bias": WeightSlice(first_only=True),
+    }
 
 
 def _inner_range(size: int, placement: TensorParallelRank, unit: int) -> RowRange:
-    """A part of the inner width; LoadError where there are fewer units of it than ranks."""
+    """A part of the inner width. Raises LoadError if it has fewer units than there are ranks."""
     if size // unit < placement.ranks:
         most = size // unit
         raise LoadError(
@@ -184,56 +179,49 @@ def _inner_range(size: int, placement: TensorParallelRank, unit: int) -> RowRang
     return shard_range(size, placement.rank, placement.ranks, unit)
 
 
-def check_block_alignment(
-    option: str, own: RowRange, size: int, unit: int, what: str, placement: TensorParallelRank
-) -> None:
-    """LoadError where columns are not cut at the bounds of blocks."""
+def check_block_alignment(own: RowRange, size: int, unit: int, what: str, placement: TensorParallelRank) -> None:
+    """Raise LoadError if columns are not cut at block boundaries."""
     first, count = own
     if first % unit or ((first + count) % unit and first + count != size):
         raise LoadError(
-            f"{option} is {placement.ranks}, which cuts {size} columns of quantized weights at {first or count}, between {what}, and "
-            f"their blocks have {unit}: use `compute.quantization=int8` of the unquantized model, or a number of ranks that fits"
+            f"{OPTION} is {placement.ranks}, which cuts {size} columns of quantized weights at {first or count}, between {what}, "
+            f"and their blocks have {unit}: use `compute.quantization=int8` of the unquantized model, or a number of ranks "
+            "that fits"
         )
 
 
 def unsupported(what: str) -> LoadError:
-    """For what no number of ranks would do."""
+    """Error for a model that cannot be split over any number of ranks."""
     return LoadError(f"{OPTION}: {what}: leave it out, or give another model")
 
 
-def _scaled(run: RowRange, factor: int) -> RowRange:
-    return run[0] * factor, run[1] * factor
+def _offset(rows: RowRange, first: int) -> RowRange:
+    return rows[0] + first, rows[1]
 
 
-def _offset(run: RowRange, first: int) -> RowRange:
-    return run[0] + first, run[1]
-
-
-_VOCABULARY_UNIT = 16  # rows of a panel: a part of a weight in panels is a part of its memory
+_VOCABULARY_UNIT = 16  # rows of a panel, so that a shard of a panel weight is contiguous memory
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """One rank's part. whole: what it is of. spec, plan: its own. slices: by the names of weights; the others are had whole.
-
-    columns: how many logits each rank forms.
-    """
+    """One rank's part of a model."""
 
     rank: int
     ranks: int
-    whole: ModelSpec
+    whole: ModelSpec  # the full model
     spec: ModelSpec
     plan: StoragePlan
-    slices: Mapping[str, WeightSlice]
-    columns: tuple[int, ...]
+    slices: Mapping[str, WeightSlice]  # by name of the weight; the others are replicated
+    columns: tuple[int, ...]  # number of logits of each rank
 
 
 def shard_model(
     spec: ModelSpec, plan: StoragePlan, rank: int, ranks: int, file_units: Mapping[str, int] | None = None
 ) -> ModelShard:
-    """A rank's part of a model that is stored so. Raises LoadError for a model that is not split, or not into so many.
+    """A rank's part of a model with this storage plan. Raises LoadError if the model cannot be split over `ranks`
+    ranks.
 
-    file_units: by the names of a checkpoint's tensors, how many columns cannot be cut as they lie in the file.
+    file_units: by checkpoint tensor, the number of columns that must not be separated in its file format.
     """
     placement, slices, layers = TensorParallelRank(rank, ranks), dict[str, WeightSlice](), []
     units = _units(spec, plan, file_units or {})
@@ -245,7 +233,7 @@ def shard_model(
 
         if layer.mixer is None or layer.feed_forward is None:
             raise unsupported("a layer of one part alone is not split")
-        if layer.state is not None:
+        if layer.parallel_state_space is not None:
             raise unsupported("a layer that carries a state is not split")
         mixer, of_mixer = shard_attention(layer.mixer, placement, unit_of)
         feed_forward, of_feed_forward = shard_feed_forward(layer.feed_forward, placement, unit_of)
@@ -270,13 +258,13 @@ def shard_model(
 
 
 def _units(spec: ModelSpec, plan: StoragePlan, file_units: Mapping[str, int]) -> dict[str, int]:
-    """By the name of a weight, how many of its columns cannot be cut."""
-    found = {}
+    """By name of the weight, the number of columns that must not be separated."""
+    result = {}
     for weight in spec.weights():
         units = [_unit(part.storage) for part in plan.get(weight.name, ())]
         units += [file_units[tensor.name] for tensor in weight.stored if tensor.name in file_units]
-        found[weight.name] = max(units, default=1)
-    return found
+        result[weight.name] = max(units, default=1)
+    return result
 
 
 def _unit(storage: str) -> int:
@@ -286,13 +274,13 @@ def _unit(storage: str) -> int:
 
 
 def _shard_plan(spec: ModelSpec, plan: StoragePlan, slices: Mapping[str, WeightSlice]) -> StoragePlan:
-    """The storages of the rows that a rank has."""
-    found = {}
+    """Storage plan of a rank's rows."""
+    result = {}
     for name, parts in plan.items():
         own, first, part = slices.get(name, WeightSlice()), 0, list[StoredPart]()
         for each in parts:
             if rows := own.count(first, each.rows):
                 part.append(StoredPart(rows, each.storage))
             first += each.rows
-        found[name] = tuple(part)
-    return found
+        result[name] = tuple(part)
+    return result

@@ -1,7 +1,7 @@
 """Specification of one weight: its purpose, its shape, and the checkpoint tensors that it consists of.
 
-Every kind of layer lists its weights in this form. Allocation, loading, caching, quantization and size estimates work from these
-lists and know no layer. Imports no torch.
+Every kind of layer lists its weights in this form. Allocation, loading, caching, quantization and size estimates use
+these lists and no other knowledge of layers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,37 +10,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# "table": rows are gathered from it; "wide table": of one that takes more memory than all else. "head": it is multiplied by and
-# kept at 8 bits where matrices are narrower.
-# "heads": a small matrix for each head, below one another, of a plain type: no quantization changes them.
-# "expert": a matrix that only some tokens meet. "score": a head of few classes, a router or a convolution of channels, in float32
-# as norms are; "shift": what a norm or a router adds, and other vectors that norms' offset is not for; "number": one number of an
-# activation.
 WeightKind = Literal[
-    "table",
-    "wide table",
-    "head",
+    "table",  # rows are gathered from it
+    "wide table",  # a table that needs more memory than all other weights
+    "head",  # stays at 8 bits where matrices have fewer
     "table and head",
     "matrix",
-    "expert",
-    "heads",
+    "expert",  # a matrix that only some tokens are multiplied by
+    "heads",  # one small matrix per head, stacked; plain dtype, never quantized
     "bias",
     "norm",
-    "shift",
-    "number",
-    "score",
+    "shift",  # float32 vector to which the norm offset does not apply, such as the bias of a norm or router
+    "number",  # one number of an activation
+    "score",  # float32: a classification head, a router or a depthwise convolution
 ]
 
-# What a tensor of a layer's matrix does there. Some lose more than others when they are rounded.
+# Purpose of a tensor within its layer; rounding costs more for some than for others.
 TensorRole = Literal["q", "k", "v", "q k v", "out", "gate", "up", "gate up", "down"]
 
 
 @dataclass(frozen=True, slots=True)
 class InterleavedHeads:
-    """Rows that a checkpoint holds with rotated pairs as (2j, 2j + 1), where the decoder has (j, j + rotary_dim / 2).
+    """Row order of rotated pairs stored as (2j, 2j + 1), where the decoder has (j, j + rotary_dim / 2).
 
-    They are the first rotary_dim rows, out of head_dim, of each of the first `heads` heads of a tensor. swapped: its pairs are
-    (j + rotary_dim / 2, j) instead, which is a rotation the other way round (NanoChat).
+    It applies to the first rotary_dim rows of head_dim, in each of the first `heads` heads of a tensor. swapped: pairs
+    are stored as (j + rotary_dim / 2, j) instead, which is a rotation in the opposite direction (NanoChat).
     """
 
     heads: int
@@ -51,10 +45,10 @@ class InterleavedHeads:
 
 @dataclass(frozen=True, slots=True)
 class RotaryLast:
-    """Rows of heads whose rotated dims come last in a checkpoint, where the decoder has them first.
+    """Row order of heads whose rotated dims are stored last, where the decoder has them first.
 
-    They are the last rotary_dim rows, out of head_dim, of each of the tensor's heads. interleaved: in the checkpoint they are
-    pairs (2j, 2j + 1), where the decoder has (j, j + rotary_dim / 2).
+    They are the last rotary_dim rows of head_dim, in each head. interleaved: pairs are stored as (2j, 2j + 1), where
+    the decoder has (j, j + rotary_dim / 2).
     """
 
     heads: int
@@ -65,9 +59,11 @@ class RotaryLast:
 
 @dataclass(frozen=True, slots=True)
 class FusedHeads:
-    """Heads of a tensor that holds queries, keys and values in blocks, where the decoder has all queries, all keys, all values.
+    """Row order of a tensor with queries, keys and values in blocks, where the decoder has all queries, all keys, all
+    values.
 
-    A block has `queries` heads of queries, then `keys` of keys and as many of values; values_first: of values and of keys.
+    A block has `queries` query heads, then `keys` key heads, then as many value heads; values_first: values before
+    keys.
     """
 
     blocks: int
@@ -79,9 +75,9 @@ class FusedHeads:
 
 @dataclass(frozen=True, slots=True)
 class InterleavedParts:
-    """Parts that a tensor holds by turns, where the decoder has each of them as one, in their order.
+    """Row order of parts that alternate in a tensor, where the decoder has each part as one, in the same order.
 
-    They are in `repeats` turns, each of sizes[i] rows of part i.
+    There are `repeats` turns with sizes[i] rows of part i each.
     """
 
     repeats: int
@@ -90,12 +86,9 @@ class InterleavedParts:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint. rows: of the weight that it becomes a part of. role: of those in a layer's matrices.
+    """A checkpoint tensor that forms some rows of a weight.
 
-    unit_rows: each row is divided by its length when it is loaded (Baichuan 2). A name that ends in "[3]" is the fourth of the
-    tensors that the one before the bracket holds along its first dimension. transposed: it has columns where the weight has
-    rows. alternating: its rows are those of two parts by turns. by_head: into how many rows the tensor of a vector is folded.
-    channels: it is [rows, 1, columns], as a convolution of each channel is. made: what becomes of its numbers, float32.
+    A name that ends in "[3]" is slice 3 along the first dimension of the tensor named before the bracket.
     """
 
     name: str
@@ -103,19 +96,19 @@ class StoredTensor:
     interleaved: InterleavedHeads | None = None
     fused: FusedHeads | None = None
     role: TensorRole | None = None
-    unit_rows: bool = False
-    transposed: bool = False
-    alternating: bool = False
-    by_head: int | None = None
+    unit_rows: bool = False  # each row is divided by its length (Baichuan 2)
+    transposed: bool = False  # stored as [columns, rows]
+    alternating: bool = False  # rows of two parts alternate
+    reshape_rows: int | None = None  # a vector that is stored with this many rows
     rotary_last: RotaryLast | None = None
     interleaved_parts: InterleavedParts | None = None
-    channels: bool = False
-    made: Literal["exp", "negative"] | None = None
+    depthwise: bool = False  # stored as [rows, 1, columns], like a depthwise convolution
+    transform: Literal["exp", "negative"] | None = None  # applied to its numbers in float32
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """One weight. shape: [rows, columns], or [size] of a bias or a norm. stored: what makes it up, from its first row on."""
+    """One weight. shape: [rows, columns], or [size] of a vector. stored: its checkpoint tensors, from the first row on."""
 
     name: str
     kind: WeightKind
@@ -123,13 +116,13 @@ class WeightSpec:
     stored: tuple[StoredTensor, ...]
 
     def with_prefix(self, name: str, stored: str) -> WeightSpec:
-        """The same with its own name and those of its tensors put behind these prefixes."""
+        """The same weight with prefixes added to its name and to its tensors' names."""
         tensors = tuple(replace(tensor, name=stored + tensor.name) for tensor in self.stored)
         return replace(self, name=name + self.name, stored=tensors)
 
 
 def projection(name: str, stored: Sequence[StoredTensor], columns: int, *, bias: bool) -> tuple[WeightSpec, ...]:
-    """A matrix [rows, columns] made up of `stored`, named there without their ".weight"; with its bias, if there is one."""
+    """A matrix [rows, columns] from the tensors `stored`, which are named without ".weight", and its bias if `bias`."""
 
     def part(suffix: str) -> tuple[StoredTensor, ...]:
         return tuple(replace(tensor, name=f"{tensor.name}.{suffix}") for tensor in stored)
@@ -139,6 +132,20 @@ def projection(name: str, stored: Sequence[StoredTensor], columns: int, *, bias:
     return (matrix, WeightSpec(f"{name}_bias", "bias", (rows,), part("bias"))) if bias else (matrix,)
 
 
-def norm(name: str, stored: str, size: int, interleaved: InterleavedHeads | None = None) -> WeightSpec:
-    """The weight of an RMS norm over `size` elements. stored: the tensor's name without its ".weight"."""
+def depthwise_convolution(
+    stored: str, channels: int, width: int, *, bias: bool, in_gguf: bool
+) -> tuple[WeightSpec, ...]:
+    """Weight [channels, width] of a depthwise convolution named `stored`, and its bias if `bias`.
+
+    in_gguf: the tensor is [channels, width], as in GGUF files, not [channels, 1, width].
+    """
+    weight = StoredTensor(f"{stored}.weight", channels, depthwise=not in_gguf)
+    result = (WeightSpec("convolution", "score", (channels, width), (weight,)),)
+    if not bias:
+        return result
+    return *result, WeightSpec("convolution_bias", "shift", (channels,), (StoredTensor(f"{stored}.bias", channels),))
+
+
+def norm_weight(name: str, stored: str, size: int, interleaved: InterleavedHeads | None = None) -> WeightSpec:
+    """The weight of an RMS norm over `size` elements. stored: tensor name without ".weight"."""
     return WeightSpec(name, "norm", (size,), (StoredTensor(f"{stored}.weight", size, interleaved),))

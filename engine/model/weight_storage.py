@@ -20,28 +20,27 @@ if TYPE_CHECKING:
     from windlass.kernels import Backend, Storage, Weight
 
 
-# From one tensor of a weight, as a checkpoint has it, to the name of its storage; None: it stays as it is. Neighbouring
-# tensors of a weight with different storages are parts of their own.
+# Chooses the storage of one tensor of a weight; None: the weight dtype. Adjacent tensors with other storages are separate parts.
 Recipe: TypeAlias = Callable[[WeightSpec, StoredTensor, ModelSpec], str | None]
 
 
 def int8_recipe(weight: WeightSpec, tensor: StoredTensor, spec: ModelSpec) -> str | None:
-    """A signed byte each, with a scale for every 32. A table of its own is only gathered from, a row per token."""
+    """8-bit blocks of 32 with one scale each. Separate embedding tables stay plain, since only one row per token is
+    read from them."""
     return None if weight.kind == "table" else "q8_0"
 
 
-# A model this narrow has less to spare: rounding all of SmolLM2 135M to 4 bits costs 22 % of perplexity, a wide model a few.
+# Narrow models lose more: rounding all of SmolLM2 135M to 4 bits raises perplexity by 22 %, of a wide model by a few percent.
 _NARROW = 1024
 
-# Storages by role. Measured on SmolLM2 135M, each role alone at 4 bits: values cost 6.6 % of perplexity for 3 % of the
-# weights, down 6.1 % and up 4.3 % for a quarter each, gate 1.3 %, keys 0.8 %, out 0.6 %, queries 0.5 %.
+# Storages by role. Measured on SmolLM2 135M with only one role at 4 bits, perplexity rises by 6.6 % for values (3 % of the
+# weights), 6.1 % for down and 4.3 % for up (a quarter each), 1.3 % for gate, 0.8 % for keys, 0.6 % for out, 0.5 % for queries.
 _NARROW_MATRICES = {"q": "q5_k", "k": "q6_k", "v": "q6_k", "q k v": "q6_k", "gate": "q4_k"}
-
 _WIDE_MATRICES = {"v": "q6_k", "q k v": "q5_k"}
 
 
 def int4_recipe(weight: WeightSpec, tensor: StoredTensor, spec: ModelSpec) -> str | None:
-    """4 bits where that costs little, more where it costs much; no more bytes than llama.cpp's Q4_K_M has."""
+    """4 bits where that costs little, more bits elsewhere; no more bytes than llama.cpp's Q4_K_M."""
     if weight.kind == "table":
         return None
     narrow = spec.hidden_size < _NARROW
@@ -55,7 +54,7 @@ def int4_recipe(weight: WeightSpec, tensor: StoredTensor, spec: ModelSpec) -> st
 
 
 def _is_sensitive_layer(layer: int, layers: int) -> bool:
-    """The first and the last eighth of the layers and every third between, as llama.cpp has it in its mixtures."""
+    """The first and last eighth of the layers and every third in between, as in llama.cpp's mixtures."""
     eighth = layers // 8
     return layer < eighth or layer >= layers - eighth or (layer - eighth) % 3 == 2
 
@@ -63,13 +62,12 @@ def _is_sensitive_layer(layer: int, layers: int) -> bool:
 RECIPES: dict[str, Recipe] = {"int8": int8_recipe, "int4": int4_recipe}
 
 _PLAIN_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-_PANEL = 16  # blocks lie in panels of so many rows, see `kernels.layouts.blocks`
+_PANEL_ROWS = 16  # of block formats, see `kernels.layouts.blocks`
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSize:
-    """What decides the bytes of a form of blocks; the same facts as in `kernels.layouts.forms`, which needs torch beside it."""
+    """Sizes of a block format, repeated from `kernels.layouts.forms` because the kernels import torch."""
 
     bits: int
     group: int
@@ -98,13 +96,13 @@ BLOCK_SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """Consecutive rows of a weight that are stored alike."""
+    """Consecutive rows of a weight with the same storage."""
 
     rows: int
     storage: str
 
 
-# By the name of the weight, of those that have rows and columns; norms and scores are float32, biases of the compute dtype.
+# By name of the weight. It covers weights with rows and columns; norms and scores are float32, biases have the compute dtype.
 StoragePlan: TypeAlias = Mapping[str, tuple[StoredPart, ...]]
 
 
@@ -113,7 +111,7 @@ def is_block_format(storage: str) -> bool:
 
 
 def split_block_format(storage: str) -> tuple[str, int | None]:
-    """The name of a form and its number of groups to a common scale, None for the form's own."""
+    """Name of a block format and its number of groups per common scale; None: the format's default."""
     name, _, supers = storage.partition(":")
     return name, int(supers) if supers else None
 
@@ -122,26 +120,28 @@ def plan_storage(
     spec: ModelSpec,
     weight_dtype: str,
     quantization: str = "none",
-    kept: Mapping[str, str] | None = None,
-    heads: str | None = None,
+    checkpoint_storages: Mapping[str, str] | None = None,
+    per_head_dtype: str | None = None,
 ) -> dict[str, tuple[StoredPart, ...]]:
-    """The plan of a model.
+    """Storage plan of a model.
 
-    weight_dtype: what has no other form. quantization: `compute.quantization`. kept: storages of a checkpoint's tensors, by
-    name, that are loaded in the form they come in; only without a quantization. heads: the plain type of heads' matrices that
-    lie in blocks there; None: the weight dtype.
+    weight_dtype: storage of everything without another one. quantization: `compute.quantization`. checkpoint_storages:
+    storages of checkpoint tensors that are loaded without conversion, by tensor name; only without quantization.
+    per_head_dtype: plain dtype of matrices of kind "heads" that the checkpoint has in blocks; None: the weight dtype.
     """
     recipe = RECIPES.get(quantization)
-    kept = kept or {}
+    stored = checkpoint_storages or {}
     plan = {}
     for weight in spec.weights():
         if len(weight.shape) < 2 or weight.kind == "score":
             continue
         parts: list[StoredPart] = []
-        in_blocks = all(is_block_format(kept.get(tensor.name, weight_dtype)) for tensor in weight.stored)
+        in_blocks = all(is_block_format(stored.get(tensor.name, weight_dtype)) for tensor in weight.stored)
         for tensor in weight.stored:
-            storage = recipe(weight, tensor, spec) if recipe is not None else kept.get(tensor.name)
-            storage = (storage if weight.kind != "heads" else heads if in_blocks else None) or weight_dtype
+            storage = recipe(weight, tensor, spec) if recipe is not None else stored.get(tensor.name)
+            if weight.kind == "heads":
+                storage = per_head_dtype if in_blocks else None
+            storage = storage or weight_dtype
             if parts and parts[-1].storage == storage:
                 parts[-1] = StoredPart(parts[-1].rows + tensor.rows, storage)
             else:
@@ -151,12 +151,12 @@ def plan_storage(
 
 
 def plan_bytes(spec: ModelSpec, plan: StoragePlan) -> int:
-    """Bytes of all that is planned, a little less than what loading takes: rows of padding, norms and biases are not counted."""
+    """Bytes of all planned weights. Loading needs a little more: padding rows, norms and biases are not counted."""
     return sum(part.rows * _row_bytes(weight, part) for weight in spec.weights() for part in plan.get(weight.name, ()))
 
 
 def total_weight_bytes(spec: ModelSpec, plan: StoragePlan, compute_dtype: str) -> int:
-    """Bytes of every weight: of what is planned with its rows of padding, of norms, numbers, scores and biases."""
+    """Bytes of every weight, with padding rows, norms, scores and biases."""
     total = 0
     for weight in spec.weights():
         parts = plan.get(weight.name)
@@ -165,7 +165,7 @@ def total_weight_bytes(spec: ModelSpec, plan: StoragePlan, compute_dtype: str) -
             total += prod(weight.shape) * item
             continue
         for part in parts:
-            rows = -(-part.rows // _PANEL) * _PANEL if is_block_format(part.storage) else part.rows
+            rows = -(-part.rows // _PANEL_ROWS) * _PANEL_ROWS if is_block_format(part.storage) else part.rows
             total += rows * _row_bytes(weight, part)
     return total
 
@@ -181,7 +181,7 @@ def _row_bytes(weight: WeightSpec, part: StoredPart) -> int:
 
 
 def block_formats(spec: ModelSpec, plan: StoragePlan) -> list[str]:
-    """The forms of blocks in a plan, that of most weights first."""
+    """Block formats in a plan, most frequent first."""
     counts: Counter[str] = Counter()
     for weight in spec.weights():
         for part in plan.get(weight.name, ()):
@@ -191,15 +191,15 @@ def block_formats(spec: ModelSpec, plan: StoragePlan) -> list[str]:
 
 
 def allocate(backend: Backend, specs: Iterable[WeightSpec], plan: StoragePlan) -> dict[str, Any]:
-    """An uninitialised weight for each spec, by name. Norms, numbers and scores are float32, biases of the compute dtype.
+    """Uninitialised weights by name. Norms, numbers and scores are float32, biases have the compute dtype.
 
-    plan: of the weights with rows and columns; what it does not name is of the backend's weight dtype.
+    plan: storages of weights with rows and columns; weights it does not name have the backend's weight dtype.
     """
     return {spec.name: _allocate_weight(backend, spec, plan.get(spec.name)) for spec in specs}
 
 
 def kernel_storage(name: str) -> Storage:
-    """What the kernels call a storage of a plan."""
+    """The kernels' object for a storage name."""
     if not is_block_format(name):
         import torch
 

@@ -1,7 +1,7 @@
 """Baichuan 1 and 2: Llama with one fused tensor for queries, keys and values.
 
-The second has a head of unit rows; the 13B models have ALiBi instead of rotation. The class is not in transformers but next to the weights;
-defaults are from its configuration there.
+Baichuan 2 has a head of unit rows; the 13B models have ALiBi instead of rotation. The class is not in transformers but
+next to the weights; defaults are from its configuration there.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from windlass.engine.model.config_json.config_rules import Config, ConfigRules, 
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.mixers.attention import AttentionNames
 
-_ALIBI_HEADS = 40  # of the 13B models, which are told apart by nothing else
-
+_ALIBI_HEADS = 40  # of the 13B models, which differ by nothing else
 _SECOND_VOCAB = 125_696
 
 

@@ -23,7 +23,7 @@ _CENTERED = NormSpec(centered=True)
 
 
 def _with_head_norms(family: Family, config: Config) -> Family:
-    """Command R+ norms queries and keys, each head by weights of its own."""
+    """Command R+ norms queries and keys, each head with its own weights."""
     wanted = read_flag(config, "use_qk_norm")
     return replace(family, qk_norm="by head", qk_norm_form=_CENTERED) if wanted else family
 

@@ -21,7 +21,7 @@ DEEPSEEK_SHARED = GatedMLPNames(
     "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", down="mlp.shared_experts.down_proj"
 )
 
-# Those of DeepSeek V3, which many follow.
+# Names of DeepSeek V3, which many models follow.
 DEEPSEEK_NAMES = MoENames(choice_bias="mlp.gate.e_score_correction_bias", shared=DEEPSEEK_SHARED)
 
 DEEPSEEK_LAYER_KEYS = frozenset(
@@ -72,6 +72,20 @@ DEEPSEEK_V2 = Family(
     latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
 )
 
+DEEPSEEK_V3_EXPERTS = MoERules(
+    experts=256,
+    top_k=8,
+    width=2048,
+    router=RouterSpec(scores="sigmoid", scale=2.5, least_sum=1e-20, groups=8, top_groups=4),
+    normalized_key="norm_topk_prob",
+    scale_key="routed_scaling_factor",
+    grouped=True,
+    shared=SharedExpert(count_key="n_shared_experts"),
+    dense=first_layers_dense("first_k_dense_replace", 3),
+    names=DEEPSEEK_NAMES,
+    more_keys=DEEPSEEK_LAYER_KEYS,
+)
+
 DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     title="DeepSeek V3, R1; Kimi K2",
@@ -90,23 +104,12 @@ DEEPSEEK_V3 = Family(
     out_bias=ATTENTION_BIAS,
     interleaved=ROPE_INTERLEAVE,
     refine=with_appended_mtp_layer,
-    experts=MoERules(
-        experts=256,
-        top_k=8,
-        width=2048,
-        router=RouterSpec(scores="sigmoid", scale=2.5, least_sum=1e-20, groups=8, top_groups=4),
-        normalized_key="norm_topk_prob",
-        scale_key="routed_scaling_factor",
-        grouped=True,
-        shared=SharedExpert(count_key="n_shared_experts"),
-        dense=first_layers_dense("first_k_dense_replace", 3),
-        names=DEEPSEEK_NAMES,
-        more_keys=DEEPSEEK_LAYER_KEYS,
-    ),
+    experts=DEEPSEEK_V3_EXPERTS,
     latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
 )
 
-YOUTU = Family(
+YOUTU = replace(
+    DEEPSEEK_V3,
     architecture="YoutuForCausalLM",
     title="Youtu-LLM",
     model_type="youtu",
@@ -120,9 +123,9 @@ YOUTU = Family(
         tie_word_embeddings=True,
         scales_scores=True,
     ),
-    out_bias=ATTENTION_BIAS,
-    interleaved=ROPE_INTERLEAVE,
-    latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
+    other_model_types=(),
+    refine=None,
+    experts=None,
 )
 
 MINICPM3 = Family(
@@ -153,20 +156,15 @@ MINICPM3 = Family(
     latent=LatentSizes(kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64, v_head_dim=None),
 )
 
-_TINY = 1e-20  # what is added to the sum in the original; it only keeps zero from dividing
+# The original adds 1e-20 to the sum, which only prevents a division by zero.
+SIGMOID_ROUTER = RouterSpec(scores="sigmoid", least_sum=1e-20)
 
-SIGMOID_ROUTER = RouterSpec(scores="sigmoid", least_sum=_TINY)
-
-DEEPSEEK_EXPERTS = MoERules(
+DEEPSEEK_EXPERTS = replace(
+    DEEPSEEK_V3_EXPERTS,
     experts=128,
-    top_k=8,
     counts=("n_routed_experts", "num_local_experts", "num_experts"),
+    width=None,
     router=SIGMOID_ROUTER,
-    normalized_key="norm_topk_prob",
-    scale_key="routed_scaling_factor",
-    grouped=True,
-    shared=SharedExpert(count_key="n_shared_experts"),
     dense=first_layers_dense("first_k_dense_replace", 1),
-    names=DEEPSEEK_NAMES,
     more_keys=frozenset({"first_k_dense_replace", "mlp_layer_types"}),
 )

@@ -16,30 +16,35 @@ from windlass.engine.model.config_json.config_rules import (
     read_size,
     renamed,
 )
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family, FamilyClassificationHead
+from windlass.engine.model.families.family import (
+    ATTENTION_BIAS,
+    CLASSIFIER_HEAD,
+    MLP_BIAS,
+    ConfigFlag,
+    Family,
+    FamilyClassificationHead,
+)
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames, PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
-from windlass.engine.model.norm import NormSpec
+from windlass.engine.model.norm import LAYER_NORM, NormSpec
 from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
-
-_FORM = NormSpec(centered=True, bias=True)
 
 
 def _rewrite_modernbert(config: Config) -> dict[str, Any]:
-    """`local_attention` counts the tokens on both sides; a window here those on one side and the token itself."""
+    """`local_attention` counts the tokens on both sides. A window counts those on one side and the token itself."""
     return {**config, "sliding_window": read_size(config, "local_attention", 128) // 2 + 1}
 
 
 def _every_nth_global(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
-    """The first of every `global_attn_every_n_layers` layers sees everything; the others rotate by a theta of their own."""
+    """The first of every `global_attn_every_n_layers` layers is global; the others rotate with their own theta."""
     interval = read_size(config, "global_attn_every_n_layers", 3)
     kinds = facts.given or [SLIDING_ATTENTION if i % interval else FULL_ATTENTION for i in range(facts.count)]
     return kinds, list(kinds)
 
 
 def _modernbert(family: Family, config: Config) -> Family:
-    """Norms have biases where `norm_bias` says so; the first layer takes the embedding's norm for its own."""
+    """Norms have biases if `norm_bias` is set. The first layer uses the embedding's norm instead of its own."""
     form = NormSpec(centered=True, bias=read_flag(config, "norm_bias"))
     norms = replace(family.norms, form=form)
     return replace(family, norms=norms, first_norms=replace(norms, mixer=None), embedding_norm=form)
@@ -83,10 +88,7 @@ MODERNBERT = Family(
     norms=LayerNorms(mixer="attn_norm", feed_forward="mlp_norm"),
     norm_eps_key="norm_eps",
     outer_names=OuterNames(
-        "model.embeddings.tok_embeddings",
-        "model.layers",
-        "model.final_norm",
-        embedding_norm="model.embeddings.norm",
+        "model.embeddings.tok_embeddings", "model.layers", "model.final_norm", embedding_norm="model.embeddings.norm"
     ),
     text_head=_MODERNBERT_HEAD,
     token_head=_MODERNBERT_HEAD,
@@ -124,14 +126,14 @@ EUROBERT = Family(
         out_bias=True,
         dense_bias=True,
     ),
-    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
+    token_head=CLASSIFIER_HEAD,
     unused_heads=("lm_head.",),
     extra_keys=frozenset({"classifier_pooling", "mask_token_id"}),
 )
 
 
 def _roformer(family: Family, config: Config) -> Family:
-    """Refuses what published encoders of the family do not have."""
+    """Reject what published encoders of the family do not have."""
     for key in ("rotary_value", "is_decoder"):
         if read_flag(config, key):
             raise LoadError(
@@ -170,8 +172,8 @@ ROFORMER = Family(
         q="attention.self.query", k="attention.self.key", v="attention.self.value", out="attention.output.dense"
     ),
     feed_forward_names=PlainMLPNames(up="intermediate.dense", down="output.dense"),
-    norms=LayerNorms(mixer=None, feed_forward="attention.output.LayerNorm", output="output.LayerNorm", form=_FORM),
-    embedding_norm=_FORM,
+    norms=LayerNorms(mixer=None, feed_forward="attention.output.LayerNorm", output="output.LayerNorm", form=LAYER_NORM),
+    embedding_norm=LAYER_NORM,
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames(
         "roformer.embeddings.word_embeddings",
@@ -188,23 +190,17 @@ ROFORMER = Family(
         dense_bias=True,
         activation_key="hidden_act",
     ),
-    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
-    # The sines of every position, which follow from config.json.
-    unused=("roformer.encoder.embed_positions.", "encoder.embed_positions."),
+    token_head=CLASSIFIER_HEAD,
+    # Sines of every position, which follow from config.json.
+    unused_tensors=("roformer.encoder.embed_positions.", "encoder.embed_positions."),
     unused_heads=("cls.",),
     variant=_roformer,
     extra_keys=frozenset({"rotary_value", "embedding_size", *_DROPOUTS.split()}),
 )
 
-_nomic_names = renamed(
-    {
-        **GPT_NAMES,
-        "layer_norm_epsilon": "layer_norm_eps",
-        "activation_function": "hidden_act",
-    }
-)
+_nomic_names = renamed({**GPT_NAMES, "layer_norm_epsilon": "layer_norm_eps", "activation_function": "hidden_act"})
 
-# Of the files that came with a program: what another model would be made of, with what published ones have.
+# Values of published models, in files with their own code; other values make another model.
 _NOMIC_FIXED_VALUES = {
     "prenorm": False,
     "parallel_block": False,
@@ -222,10 +218,10 @@ _NOMIC_FIXED_VALUES = {
 
 
 def _rewrite_nomic(config: Config) -> dict[str, Any]:
-    found = _nomic_names(config)
-    if found.get("hidden_act") == "swiglu":  # a gate with silu, which its class has in any case
-        found["hidden_act"] = "silu"
-    return found
+    result = _nomic_names(config)
+    if result.get("hidden_act") == "swiglu":  # a SiLU gate, which the class always has
+        result["hidden_act"] = "silu"
+    return result
 
 
 def _nomic(family: Family, config: Config) -> Family:
@@ -256,8 +252,8 @@ NOMIC_BERT = Family(
     ),
     attention_names=AttentionNames(qkv="attn.Wqkv", out="attn.out_proj"),
     feed_forward_names=GatedMLPNames(gate="mlp.fc12", up="mlp.fc11", down="mlp.fc2"),
-    norms=LayerNorms(mixer=None, feed_forward="norm1", output="norm2", form=_FORM),
-    embedding_norm=_FORM,
+    norms=LayerNorms(mixer=None, feed_forward="norm1", output="norm2", form=LAYER_NORM),
+    embedding_norm=LAYER_NORM,
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames(
         "nomic_bert.embeddings.word_embeddings",
@@ -274,7 +270,7 @@ NOMIC_BERT = Family(
         dense_bias=True,
         activation="tanh",
     ),
-    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
+    token_head=CLASSIFIER_HEAD,
     unused_heads=("cls.",),
     variant=_nomic,
     extra_keys=frozenset(

@@ -40,7 +40,8 @@ ERNIE4_5 = Family(
 
 
 def _is_dense_ernie(config: Config, index: int) -> bool:
-    """Layers from `moe_layer_start_index` to `moe_layer_end_index` have experts, every `moe_layer_interval`-th of all."""
+    """Of the layers from `moe_layer_start_index` to `moe_layer_end_index`, those at multiples of `moe_layer_interval`
+    have experts."""
     last = config.get("moe_layer_end_index")
     ends = index if last in (None, -1) else read_count(config, "moe_layer_end_index", 0)
     begins = read_count(config, "moe_layer_start_index", 1)
@@ -63,7 +64,7 @@ ERNIE4_5_MOE = replace(
         rope_theta=500_000.0,
     ),
     head_bias=ConfigFlag("use_bias"),
-    unused=("model.mtp_",),
+    unused_tensors=("model.mtp_",),
     refine=with_dense_mtp_layer,
     experts=MoERules(
         experts=64,

@@ -10,7 +10,7 @@ from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTIO
 
 
 def _local_layers_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
-    """`sliding_window_pattern` is a number, each n-th layer sees everything, or letters (L and G) that repeat."""
+    """`sliding_window_pattern` is a number n, where every n-th layer is global, or letters L and G that repeat."""
     full = [FULL_ATTENTION] * facts.count
     kinds = facts.given or _pattern(config, facts)
     if not facts.windowed:

@@ -1,8 +1,9 @@
 """Falcon and Falcon H1.
 
-Falcon has fused projections, LayerNorm, and three placements of the norms, told apart by config.json. Falcon-RW does not rotate: its
-scores have ALiBi added before they are divided by the root of the head size, so that the slopes are divided, too. transformers rounds
-the ALiBi bias to bfloat16; here it is not rounded. Falcon H1 has a state-space layer (Mamba 2) in parallel with attention in every layer.
+Falcon has fused projections, LayerNorm, and three placements of the norms, chosen by config.json. Falcon-RW does not
+rotate: ALiBi is added to its scores before they are divided by the square root of the head size, so that the slopes are
+divided, too. transformers rounds the ALiBi bias to bfloat16; here it is not rounded. Falcon H1 has a state-space layer
+(Mamba 2) in parallel with attention in every layer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.classification_head import ClassificationHeadNames
 from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
@@ -23,42 +23,36 @@ from windlass.engine.model.config_json.config_rules import (
 )
 from windlass.engine.model.families.family import (
     ATTENTION_BIAS,
+    CLASSIFIER_HEAD,
     MLP_BIAS,
     ConfigFlag,
     Family,
-    FamilyClassificationHead,
     Multipliers,
 )
-from windlass.engine.model.families.recurrent_layers import MAX_SIZE, read_limits, read_shape, reject_unsupported_values
+from windlass.engine.model.families.recurrent_layers import MAX_SIZE, read_limits, read_mamba_shape
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames, GatedMLPSpec, PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames, AttentionSpec
 from windlass.engine.model.mixers.state_space import ParallelStateSpaceSpec, StateSpaceSpec
 from windlass.engine.model.model_spec import LayerNorms, ModelSpec, OuterNames
-from windlass.engine.model.norm import NormSpec
+from windlass.engine.model.norm import LAYER_NORM
 from windlass.engine.rotary.scaling_fields import format_value
 
-_FORM = NormSpec(centered=True, bias=True)
-
-_ONE_NORM = LayerNorms(feed_forward=None, form=_FORM, parallel=True)
-
-_TWO_NORMS = LayerNorms(mixer="ln_attn", feed_forward="ln_mlp", form=_FORM, parallel=True)
-
-_IN_TURN = LayerNorms(form=_FORM)
-
+_ONE_NORM = LayerNorms(feed_forward=None, form=LAYER_NORM, parallel=True)
+_TWO_NORMS = LayerNorms(mixer="ln_attn", feed_forward="ln_mlp", form=LAYER_NORM, parallel=True)
+_SEQUENTIAL = LayerNorms(form=LAYER_NORM)
 _FUSED = AttentionNames(qkv="self_attention.query_key_value", out="self_attention.dense")
-
 _BIAS = ConfigFlag("bias")
 
-_names = renamed({"num_kv_heads": "num_key_value_heads", "ffn_hidden_size": "intermediate_size"})
+_rename_keys = renamed({"num_kv_heads": "num_key_value_heads", "ffn_hidden_size": "intermediate_size"})
 
 
 def _rewrite(config: Config) -> dict[str, Any]:
-    """The number of key heads counts in the newer form alone; in the older there is one, or one for each query."""
-    found = _names(config)
+    """Only the newer form has a number of key heads; the older form has one key head, or one per query head."""
+    result = _rename_keys(config)
     if not read_flag(config, "new_decoder_architecture"):
         one = read_flag(config, "multi_query", default=True)
-        found["num_key_value_heads"] = 1 if one else config.get("num_attention_heads")
-    return found
+        result["num_key_value_heads"] = 1 if one else config.get("num_attention_heads")
+    return result
 
 
 def _variant(family: Family, config: Config) -> Family:
@@ -68,7 +62,7 @@ def _variant(family: Family, config: Config) -> Family:
     if read_flag(config, "new_decoder_architecture"):
         norms = _ONE_NORM if read_size(config, "num_ln_in_parallel_attn", 2) == 1 else _TWO_NORMS
         return replace(family, attention_names=replace(_FUSED, qkv_order="groups"), norms=norms)
-    norms = _ONE_NORM if read_flag(config, "parallel_attn", default=True) else _IN_TURN
+    norms = _ONE_NORM if read_flag(config, "parallel_attn", default=True) else _SEQUENTIAL
     one = read_flag(config, "multi_query", default=True)
     return replace(family, attention_names=replace(_FUSED, qkv_order="parts" if one else "groups"), norms=norms)
 
@@ -96,7 +90,7 @@ FALCON = Family(
     norms=_ONE_NORM,
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("transformer.word_embeddings", "transformer.h", "transformer.ln_f"),
-    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
+    token_head=CLASSIFIER_HEAD,
     variant=_variant,
     extra_keys=frozenset(
         {"new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn", "alibi"}
@@ -104,8 +98,7 @@ FALCON = Family(
 )
 
 _IN, _STATE_IN, _BIASES = "attention_in_multiplier", "ssm_in_multiplier", ("mamba_proj_bias", "projectors_bias")
-
-_MAX_FACTOR = 1e6  # far above any model's; what is multiplied stays finite
+_MAX_FACTOR = 1e6  # far above any model's; products stay finite
 
 _READ = frozenset(
     "attention_in_multiplier attention_out_multiplier key_multiplier mlp_multipliers ssm_in_multiplier ssm_multipliers "
@@ -115,23 +108,15 @@ _READ = frozenset(
     "attn_layer_indices".split()
 )
 
-# What other values would make another model of.
-_FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
-    "hidden_act": ("silu", "swish"),
-    "mamba_use_mlp": (True,),
-    "attn_layer_indices": ([],),
-}
-
 
 def _refine(spec: ModelSpec, config: Config) -> ModelSpec:
-    reject_unsupported_values(config, _FIXED_VALUES)
-    given, key = (_factor(config, name) for name in (_IN, "key_multiplier"))
-    if given != 1 and read_flag(config, "attention_bias"):
-        raise LoadError(f"config.json: {_IN} {given} together with attention_bias is not supported")
+    attention_in, key = (_factor(config, name) for name in (_IN, "key_multiplier"))
+    if attention_in != 1 and read_flag(config, "attention_bias"):
+        raise LoadError(f"config.json: {_IN} {attention_in} together with attention_bias is not supported")
     state = _falcon_h1_state_space(config)
     parallel_state_space = ParallelStateSpaceSpec(
         state,
-        attention_factor=given * _factor(config, "attention_out_multiplier"),
+        attention_factor=attention_in * _factor(config, "attention_out_multiplier"),
         state_factor=_factor(config, "ssm_out_multiplier"),
     )
     gate, down = _factors(config, "mlp_multipliers", 2)
@@ -140,36 +125,30 @@ def _refine(spec: ModelSpec, config: Config) -> ModelSpec:
     for layer in spec.layers:
         attention, feed_forward = layer.mixer, layer.feed_forward
         assert isinstance(attention, AttentionSpec) and isinstance(feed_forward, GatedMLPSpec)
-        mixer = replace(attention, scale=attention.scale * given**2 * key)
+        mixer = replace(attention, scale=attention.scale * attention_in**2 * key)
         layers.append(
-            replace(layer, mixer=mixer, feed_forward=replace(feed_forward, factors=factors), state=parallel_state_space)
+            replace(
+                layer,
+                mixer=mixer,
+                feed_forward=replace(feed_forward, factors=factors),
+                parallel_state_space=parallel_state_space,
+            )
         )
     return replace(spec, layers=tuple(layers), state_group=state.state_group(tuple(range(len(layers)))))
 
 
 def _falcon_h1_state_space(config: Config) -> StateSpaceSpec:
-    heads = read_size(config, "mamba_n_heads", 128, most=MAX_SIZE)
     inner = read_size(config, "mamba_d_ssm", 1024) if "mamba_d_ssm" not in config or config["mamba_d_ssm"] else None
     if inner is None:
         inner = read_size(config, "mamba_expand", 2, most=MAX_SIZE) * read_size(config, "hidden_size")
-    if config.get("mamba_d_head") in (None, "auto"):
-        config = {**config, "mamba_d_head": max(1, inner // heads)}
-    shape = read_shape(
-        config, {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
-    )
-    heads, head_dim, *_ = shape
-    if heads * head_dim != inner:
-        raise LoadError(
-            f"config.json: mamba_n_heads {heads} of {head_dim} numbers are not the {inner} that mamba_d_ssm, or mamba_expand "
-            "times hidden_size, says"
-        )
-    given = _factor(config, _STATE_IN)
+    shape = read_mamba_shape(config, inner, f"the {inner} that mamba_d_ssm, or mamba_expand times hidden_size, says")
+    state_in = _factor(config, _STATE_IN)
     bias, out_bias = (read_flag(config, name) for name in _BIASES)
-    if bias != out_bias or (bias and given != 1):
+    if bias != out_bias or (bias and state_in != 1):
         raise LoadError(
             f"config.json: {' and '.join(_BIASES)} must be alike, and false where {_STATE_IN} is not 1: others are not supported"
         )
-    gates, values, keys, queries, steps = (given * one for one in _factors(config, "ssm_multipliers", 5))
+    gates, values, keys, queries, steps = (state_in * one for one in _factors(config, "ssm_multipliers", 5))
     normed: Literal["gated", "before the gate"] | None = None
     if read_flag(config, "mamba_rms_norm"):
         normed = "before the gate" if read_flag(config, "mamba_norm_before_gate", default=True) else "gated"
@@ -185,17 +164,17 @@ def _falcon_h1_state_space(config: Config) -> StateSpaceSpec:
 
 
 def _factor(config: Config, key: str) -> float:
-    """One where config.json has none."""
-    found = read_number(config, key) or 1.0
-    if found > _MAX_FACTOR:
+    """Default 1."""
+    factor = read_number(config, key) or 1.0
+    if factor > _MAX_FACTOR:
         raise LoadError(
-            f"config.json: {key} must be a positive number up to {_MAX_FACTOR:g}, got {format_value(found)}"
+            f"config.json: {key} must be a positive number up to {_MAX_FACTOR:g}, got {format_value(factor)}"
         )
-    return found
+    return factor
 
 
 def _factors(config: Config, key: str, count: int) -> tuple[float, ...]:
-    """Ones where config.json has none."""
+    """Default 1 each."""
     given = config.get(key)
     if given is None:
         return (1.0,) * count
@@ -221,6 +200,7 @@ FALCON_H1 = Family(
     feed_forward_names=GatedMLPNames("feed_forward.gate_proj", "feed_forward.up_proj", down="feed_forward.down_proj"),
     norms=LayerNorms(feed_forward="pre_ff_layernorm"),
     outer_names=OuterNames(final_norm="model.final_layernorm"),
+    fixed_values={"hidden_act": ("silu", "swish"), "mamba_use_mlp": (True,), "attn_layer_indices": ([],)},
     refine=_refine,
     extra_keys=_READ,
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from windlass.engine.errors import LoadError
 from windlass.engine.model.classification_head import ClassificationHeadNames, HeadPooling
 from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag
 from windlass.engine.model.families.moe_rules import MoERules
@@ -16,13 +17,14 @@ from windlass.engine.model.feed_forward.mlp import GatedMLPNames, PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, ModelSpec, OuterNames
 from windlass.engine.model.norm import NormSpec
+from windlass.engine.rotary.scaling_fields import format_value
 
-_NORMS_HEADS = frozenset({"use_qk_norm", "qk_layernorm"})  # keys that say that queries and keys are normed
+_QK_NORM_KEYS = frozenset({"use_qk_norm", "qk_layernorm"})
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFlag:
-    """A switch that config.json sets under `key`."""
+    """A switch under `key` in config.json."""
 
     key: str
     default: bool = False
@@ -32,14 +34,23 @@ def is_set(config: Config, switch: bool | ConfigFlag) -> bool:
     return read_flag(config, switch.key, switch.default) if isinstance(switch, ConfigFlag) else switch
 
 
-ATTENTION_BIAS = ConfigFlag("attention_bias")
+def reject_unsupported_values(config: Config, known: Mapping[str, tuple[object, ...] | None]) -> None:
+    """Raise LoadError for values that would make it another model. known: supported values by key; None: any."""
+    for key, values in known.items():
+        found = config.get(key)
+        if values is not None and found is not None and found not in values:
+            raise LoadError(
+                f"config.json sets {key}={format_value(found)}, which changes the model and is not supported"
+            )
 
+
+ATTENTION_BIAS = ConfigFlag("attention_bias")
 MLP_BIAS = ConfigFlag("mlp_bias")
 
 
 @dataclass(frozen=True, slots=True)
 class SoftCaps:
-    """Where config.json says nothing of them."""
+    """Soft caps that apply if config.json does not set them."""
 
     attention: float | None = None
     logits: float | None = None
@@ -47,36 +58,29 @@ class SoftCaps:
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """The sizes of latent attention where config.json says nothing, under its names; that of the rotated part is in the rules.
-
-    q_lora_rank None: queries are made of the hidden state. v_head_dim None: hidden_size / num_attention_heads.
-    """
+    """Default sizes of latent attention, under their names in config.json; the rotated part is in the rules."""
 
     kv_lora_rank: int
-    q_lora_rank: int | None
+    q_lora_rank: int | None  # None: queries are projected directly from the hidden state
     qk_nope_head_dim: int
-    v_head_dim: int | None
+    v_head_dim: int | None  # None: hidden_size / num_attention_heads
 
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """The keys under which config.json has them; what it leaves out is 1. attention: multiplies q·k.
-
-    residual: what a layer's parts add to the stream. logits_divided_by, logits: of the head's. depth: what parts add is
-    multiplied by it over the root of the number of layers. base_width: logits are divided by hidden_size over it. Both
-    are as good as absent where config.json says null.
-    """
+    """Keys of multipliers in config.json; a missing one is 1. `depth` and `base_width` are ignored if config.json has
+    null."""
 
     embedding: str | None = None
-    residual: str | None = None
-    attention: str | None = None
+    residual: str | None = None  # multiplies the outputs of a layer's parts
+    attention: str | None = None  # multiplies q·k
     logits_divided_by: str | None = None
     logits: str | None = None
     logits_default: float = 1.0
     embedding_default: float = 1.0
-    depth: str | None = None
+    depth: str | None = None  # outputs of parts are multiplied by depth / sqrt(layers)
     depth_default: float = 1.0
-    base_width: str | None = None
+    base_width: str | None = None  # logits are divided by hidden_size / base_width
     base_width_default: float = 1.0
 
     @property
@@ -87,49 +91,25 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class FamilyClassificationHead:
-    """A classification head as the checkpoints of a family have it; see `ClassificationHeadSpec`.
-
-    pooling: where config.json has no `pooling_key`, whose words for it `poolings` lists. A bias is there always, never, or where
-    config.json says so. activation: of the dense layer where config.json names none under `activation_key`.
-    A norm behind it has the form of the family's.
-    """
+    """A family's classification head; see `ClassificationHeadSpec`. Its norm has the form of the family's norms."""
 
     names: ClassificationHeadNames = field(default_factory=ClassificationHeadNames)
-    pooling: HeadPooling = "last"
+    pooling: HeadPooling = "last"  # unless config.json has `pooling_key`
     pooling_key: str | None = None
-    poolings: Mapping[str, HeadPooling] = field(default_factory=dict)
+    poolings: Mapping[str, HeadPooling] = field(default_factory=dict)  # by value of `pooling_key`
     out_bias: bool | ConfigFlag = False
     dense_bias: bool | ConfigFlag = False
-    activation: str = "gelu"
+    activation: str = "gelu"  # of the dense layer, unless config.json has `activation_key`
     activation_key: str | None = None
+
+
+CLASSIFIER_HEAD = FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture as it differs from the plain decoder: Llama's norms and names, a silu-gated feed-forward, no biases.
-
-    architecture, model_type: as config.json has them. text_part: what the names of its classifiers say beside that.
-    A bias is there always, never, or where config.json says so.
-    activation: of the feed-forward where config.json names none under `activation_key`. norm_offset: norms multiply by
-    (offset + weight). scaled_embeddings: by the root of hidden_size. query_pre_attn_scalar: the default of the number
-    whose inverse root scales q·k; None: the head's dimension. soft_caps: what config.json says of them holds.
-    multipliers: and those of Granite. gelu_by_tanh: "gelu" in config.json means the approximation. interleaved:
-    checkpoints hold rotated pairs as (2j, 2j + 1). norms: where there are norms, with their names. feed_forward_names:
-    those of a feed-forward with a gate or without. parallel_norms: where there are norms if `parallel` is set.
-    swapped: checkpoints hold rotated pairs as (j + d/2, j). unit_head: rows of the head are brought to the length 1.
-    norm_eps_key None: it is always the default. clip_key: of the number that limits queries, keys and values. variant: what
-    the family is where config.json says so, from itself and the config; raises LoadError. reads: further keys that it looks
-    at. experts: of layers whose feed-forward they are. sinks: attention has learned sink logits. unused:
-    beginnings of names of tensors that predict further tokens. other_names: of the architecture in config.json.
-    latent: its attention is latent. other_model_types: what config.json may have as well.
-    causal: tokens see none behind them; the others are encoders, which generate nothing. first_norms: of the first layer, where
-    they are others. text_head, token_head: of its models that tell the classes of texts, and of tokens. token_types: kinds of
-    tokens have embeddings of their own. positions: what tells them apart. unused_heads: as unused, of heads that tell no classes.
-    title: what people call its models, where that is another name. chunked: windows are chunks, see `AttentionSpec`.
-    refine: what its models have besides, put into the spec that the rest makes, from the config; raises LoadError.
-    norms_rotated: `qk_norm` is that of layers that rotate; the others have none. unrotated_temperature: see `ModelSpec`, from the
-    config; raises LoadError.
-    """
+    """One architecture, as it differs from the plain decoder: Llama's norms and names, a SiLU-gated feed-forward, no
+    biases."""
 
     architecture: str
     model_type: str
@@ -137,74 +117,85 @@ class Family:
     qkv_bias: bool | ConfigFlag = False
     out_bias: bool | ConfigFlag = False
     feed_forward_bias: bool | ConfigFlag = False
-    qk_norm: Literal["before", "after", "all heads", "by head"] | None = None
+    qk_norm: Literal["before", "after", "all heads", "by head"] | None = None  # see `AttentionSpec`
     qk_norm_form: NormSpec = field(default_factory=NormSpec)
-    clip_key: str | None = None
+    clip_key: str | None = None  # key of the limit of queries, keys and values
     embedding_norm: NormSpec | None = None
-    swapped: bool = False
-    unit_head: bool = False
-    norm_offset: float = 0.0
-    activation: str = "silu"
+    swapped: bool = False  # rotated pairs are stored as (j + d/2, j)
+    unit_head: bool = False  # rows of the head are divided by their length
+    norm_offset: float = 0.0  # norms multiply by (offset + weight)
+    activation: str = "silu"  # of the feed-forward, unless config.json has `activation_key`
     activation_key: str = "hidden_act"
-    scaled_embeddings: bool = False
+    scaled_embeddings: bool = False  # by sqrt(hidden_size)
+    # Default of the key; its inverse root scales q·k; None: the head's dimension
     query_pre_attn_scalar: float | None = None
-    soft_caps: SoftCaps | None = None
+    soft_caps: SoftCaps | None = None  # None: soft caps in config.json are not read
     multipliers: Multipliers | None = None
-    gelu_by_tanh: bool = False
-    interleaved: bool | ConfigFlag = False
+    gelu_by_tanh: bool = False  # "gelu" in config.json means the tanh approximation
+    interleaved: bool | ConfigFlag = False  # rotated pairs are stored as (2j, 2j + 1)
     latent: LatentSizes | None = None
     other_model_types: tuple[str, ...] = ()
     attention_names: AttentionNames = field(default_factory=AttentionNames)
     feed_forward_names: GatedMLPNames | PlainMLPNames = field(default_factory=GatedMLPNames)
     norms: LayerNorms = field(default_factory=LayerNorms)
-    parallel: ConfigFlag | None = None
+    parallel: ConfigFlag | None = None  # replaces `norms` by `parallel_norms`
     parallel_norms: LayerNorms | None = None
-    norm_eps_key: str | None = "rms_norm_eps"
+    norm_eps_key: str | None = "rms_norm_eps"  # None: always the default
     outer_names: OuterNames = field(default_factory=OuterNames)
     head_bias: bool | ConfigFlag = False
-    text_part: str = ""
-    title: str = ""
-    other_names: tuple[str, ...] = ()
+    text_part: str = ""  # follows the stem in the architecture names of its classifiers
+    title: str = ""  # usual name of its models, if it differs from the stem
+    other_names: tuple[str, ...] = ()  # further architecture names
     experts: MoERules | None = None
-    sinks: bool = False
-    unused: tuple[str, ...] = ()
-    unused_heads: tuple[str, ...] = ()
-    variant: Callable[[Family, Config], Family] | None = None
-    extra_keys: frozenset[str] = frozenset()
-    causal: bool = True
-    first_norms: LayerNorms | None = None
+    sinks: bool = False  # attention has learned sink logits
+    unused_tensors: tuple[str, ...] = ()  # name prefixes of tensors that are not loaded, such as an MTP layer's
+    unused_heads: tuple[str, ...] = ()  # the same, unless the model has a classification head
+    # Values of config.json keys that are supported; None: any. Other values raise LoadError, a missing key is accepted.
+    fixed_values: Mapping[str, tuple[object, ...] | None] = field(default_factory=dict)
+    variant: Callable[[Family, Config], Family] | None = None  # adapts the family to config.json; raises LoadError
+    extra_keys: frozenset[str] = frozenset()  # further config.json keys that it reads
+    causal: bool = True  # False: an encoder, which generates nothing
+    first_norms: LayerNorms | None = None  # of the first layer, if they differ
     text_head: FamilyClassificationHead = field(default_factory=FamilyClassificationHead)
     token_head: FamilyClassificationHead = field(
         default_factory=lambda: FamilyClassificationHead(out_bias=ConfigFlag("token_classification_bias", default=True))
     )
-    token_types: bool = False
-    positions: Literal["rotary", "learned", "alibi", "states"] = "rotary"
-    scaled_alibi: bool = False
-    chunked: bool = False
-    norms_rotated: bool = False
+    token_types: bool = False  # there is a token type embedding
+    positions: Literal["rotary", "learned", "alibi", "states"] = "rotary"  # where position information comes from
+    scaled_alibi: bool = False  # ALiBi slopes are multiplied by the scale of q·k
+    chunked: bool = False  # windows are chunks, see `AttentionSpec`
+    norms_rotated: bool = False  # `qk_norm` applies only to layers that rotate
+    # Reads `ModelSpec.unrotated_temperature`; raises LoadError.
     unrotated_temperature: Callable[[Config], tuple[float, int] | None] | None = None
+    # Adds what the other fields cannot express to the finished spec; raises LoadError.
     refine: Callable[[ModelSpec, Config], ModelSpec] | None = None
 
     @property
     def own_keys(self) -> frozenset[str]:
-        """Keys of config.json that it reads and other families do not, or that say of it what always holds."""
+        """Keys of config.json that the family reads in addition to the common ones, or whose value is fixed."""
         multipliers = frozenset[str]() if self.multipliers is None else self.multipliers.keys
-        always = frozenset[str]() if self.qk_norm is None else _NORMS_HEADS
-        return self.extra_keys | multipliers | always | (frozenset() if self.experts is None else self.experts.keys)
+        always = frozenset[str]() if self.qk_norm is None else _QK_NORM_KEYS
+        return (
+            self.extra_keys
+            | frozenset(self.fixed_values)
+            | multipliers
+            | always
+            | (frozenset() if self.experts is None else self.experts.keys)
+        )
 
     @property
     def models(self) -> str:
-        """What its models are called in tables."""
+        """Name of its models in tables."""
         return self.title or self.stem
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What config.json may call a model that has no head of classes."""
+        """Possible architecture names of a model without a classification head."""
         return self.architecture, *self.other_names
 
     @property
     def stem(self) -> str:
-        """What all names of its models begin with."""
+        """Common prefix of its architecture names."""
         for end in ("ForCausalLM", "LMHeadModel", "Model"):
             if self.architecture.endswith(end):
                 return self.architecture.removesuffix(end)
@@ -212,15 +203,15 @@ class Family:
 
     @property
     def headless(self) -> str:
-        """The architecture of its models that were saved without a head."""
+        """Architecture of its models that were saved without a head."""
         return f"{self.stem}{self.text_part}Model"
 
     @property
     def classifier(self) -> str:
-        """The architecture of its models that tell the class of a text."""
+        """Architecture of its sequence classifiers."""
         return f"{self.stem}{self.text_part}ForSequenceClassification"
 
     @property
     def token_classifier(self) -> str:
-        """The architecture of its models that tell the class of each token."""
+        """Architecture of its token classifiers."""
         return f"{self.stem}{self.text_part}ForTokenClassification"

@@ -1,8 +1,9 @@
 """Gemma 1 to 4 (text) and VaultGemma.
 
-Norms of Gemma 1 to 3 multiply by one plus their weight; embeddings are scaled by the root of their size. Gemma 3 has local layers with a theta
-of their own between global ones, and norms around every part. Gemma 4 has wider heads in global layers, normed values and, depending on the
-model, layers that share the keys of earlier ones, per-layer embeddings, and experts in parallel with the MLP.
+Norms of Gemma 1 to 3 multiply by one plus their weight; embeddings are scaled by the square root of their size. Gemma 3
+has local layers with their own theta between global ones, and norms around every part. Gemma 4 has wider heads in
+global layers, normed values and, depending on the model, KV sharing, per-layer embeddings, and experts in parallel with
+the MLP.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ GEMMA = Family(
     out_bias=ATTENTION_BIAS,
     norm_offset=1.0,
     activation="gelu_pytorch_tanh",
-    gelu_by_tanh=True,  # what its first files call gelu
+    gelu_by_tanh=True,  # as "gelu" in its first files
     scaled_embeddings=True,
 )
 
@@ -94,19 +95,17 @@ VAULT_GEMMA = replace(
 
 
 def _gemma3_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Every `sliding_window_pattern`-th layer, the sixth by default, sees everything; `layer_types` says it directly."""
+    """Every `sliding_window_pattern`-th layer, by default the sixth, is global, or those that `layer_types` lists."""
     if not facts.windowed:
-        # Local layers would rotate by their own theta without a window; nothing says which layers those are.
+        # Without a window, local layers would still rotate by their own theta, but nothing says which layers are local.
         raise LoadError("config.json: sliding_window is null, and local layers need one: give its size")
-    kinds = facts.given or _every(read_size(config, "sliding_window_pattern", 6), facts.count)
+    interval = read_size(config, "sliding_window_pattern", 6)
+    kinds = facts.given or [SLIDING_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(facts.count)]
     return kinds, kinds
 
 
-def _every(interval: int, count: int) -> list[str]:
-    return [SLIDING_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(count)]
-
-
-GEMMA3 = Family(
+GEMMA3 = replace(
+    GEMMA2,
     architecture="Gemma3ForCausalLM",
     title="Gemma 3 (text)",
     model_type="gemma3_text",
@@ -124,28 +123,13 @@ GEMMA3 = Family(
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
     qk_norm="before",
-    norm_offset=1.0,
-    activation="gelu_pytorch_tanh",
-    activation_key="hidden_activation",
-    scaled_embeddings=True,
-    query_pre_attn_scalar=256.0,
     soft_caps=SoftCaps(),
-    norms=LayerNorms(
-        mixer="input_layernorm",
-        mixer_output="post_attention_layernorm",
-        feed_forward="pre_feedforward_layernorm",
-        feed_forward_output="post_feedforward_layernorm",
-    ),
 )
 
 _WIDTH, _KV_HEADS = "global_head_dim", "num_global_key_value_heads"
-
 _PER_LAYER_KEYS = ("head_dim", "num_key_value_heads")
-
-_UNIFIED = "gemma4_unified_text"  # of 12B, whose layers have no input of their own and no experts
+_UNIFIED = "gemma4_unified_text"  # Gemma 4 12B: no per-layer embeddings and no experts
 
 _EXPERTS = MoERules(
     experts=128,
@@ -157,17 +141,17 @@ _EXPERTS = MoERules(
 
 
 def _rewrite_gemma4(config: Config) -> dict[str, Any]:
-    """Sizes of global layers under one key each, where transformers 5.24 writes them layer by layer."""
+    """Put the sizes of global layers under one key each. transformers 5.24 writes them for each layer."""
     result = dict(config)
     if config.get("model_type") == _UNIFIED:
         result |= {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
         result = {"sliding_window": 1024, "max_position_embeddings": 262_144, **result}
-    if config.get("use_bidirectional_attention") == "vision":  # on text alone tokens see none behind them
+    if config.get("use_bidirectional_attention") == "vision":  # text remains causal
         del result["use_bidirectional_attention"]
     result["rope_parameters"] = _drop_default_partial_rotary_factor(config)
     result.pop("partial_rotary_factor", None)
     if not read_flag(config, "attention_k_eq_v"):
-        result.pop(_KV_HEADS, None)  # it has a meaning beside that only
+        result.pop(_KV_HEADS, None)  # it has no meaning without attention_k_eq_v
     if "per_layer_config" not in config:
         return result
     by_layer = read_object(config, "per_layer_config") or {}
@@ -192,7 +176,7 @@ def _rewrite_gemma4(config: Config) -> dict[str, Any]:
 
 
 def _drop_default_partial_rotary_factor(config: Config) -> Any:
-    """`rope_parameters` without the share of pairs where they turn by the default frequencies: it has no meaning there."""
+    """`rope_parameters` without the share of rotated pairs for default frequencies, where it has no meaning."""
     given = config.get("rope_parameters")
     if not isinstance(given, Mapping):
         return given
@@ -205,7 +189,7 @@ def _drop_default_partial_rotary_factor(config: Config) -> Any:
 
 
 def _gemma4_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Every sixth layer sees everything, or those that `layer_types` says; the last always does."""
+    """Every sixth layer is global, or those that `layer_types` lists; the last one always is."""
     if not facts.windowed:
         raise LoadError("config.json: sliding_window is null, and local layers need one: give its size")
     kinds = facts.given or [FULL_ATTENTION if (i + 1) % 6 == 0 else SLIDING_ATTENTION for i in range(facts.count)]
@@ -214,10 +198,10 @@ def _gemma4_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str],
 
 
 def _refine_gemma4(spec: ModelSpec, config: Config) -> ModelSpec:
-    """The spec of a plain decoder with what its layers have besides."""
+    """Add KV sharing, per-layer embeddings, parallel experts and the sizes of global layers."""
     count, shared = len(spec.layers), read_count(config, "num_kv_shared_layers", 0)
-    owners = _kv_source_layers([mixer.window for mixer in spec.attention.values()], shared)
-    own_input = read_count(config, "hidden_size_per_layer_input", 256)
+    kv_sources = _kv_source_layers([mixer.window for mixer in spec.attention.values()], shared)
+    embedding_size = read_count(config, "hidden_size_per_layer_input", 256)
     doubled = read_flag(config, "use_double_wide_mlp")
     parallel_experts = None
     first = spec.layers[0].feed_forward
@@ -227,38 +211,42 @@ def _refine_gemma4(spec: ModelSpec, config: Config) -> ModelSpec:
 
     def layer(index: int, one: LayerSpec) -> LayerSpec:
         assert isinstance(one.mixer, AttentionSpec)
-        owner, mixer = owners[index], _mixer(spec, config, one.mixer)
-        wide = doubled and owner is not None
+        kv_source, mixer = kv_sources[index], _mixer(spec, config, one.mixer)
+        wide = doubled and kv_source is not None
         return replace(
             one,
-            mixer=replace(mixer, kv_source_layer=owner),
+            mixer=replace(mixer, kv_source_layer=kv_source),
             feed_forward=replace(first, intermediate_size=first.intermediate_size * (2 if wide else 1)),
             parallel_experts=parallel_experts,
-            input=PerLayerProjectionSpec(own_input, first.activation) if own_input else None,
-            scalar="layer_scalar",
+            per_layer_projection=PerLayerProjectionSpec(embedding_size, first.activation) if embedding_size else None,
+            output_scale="layer_scalar",
         )
 
     layers = tuple(layer(index, one) for index, one in enumerate(spec.layers))
     unused = tuple(
-        f"{spec.names.layer(index)}self_attn.{name}."  # files have them all the same
+        f"{spec.names.layer(index)}self_attn.{name}."  # stored nevertheless
         for index in range(count - shared, count)
         for name in ("k_proj", "v_proj", "k_norm", "v_norm")
     )
-    inputs = None
-    if own_input:
-        inputs = PerLayerEmbeddingsSpec(own_input, read_size(config, "vocab_size_per_layer_input", 262_144))
-        if inputs.rows < spec.vocab_size:
+    embeddings = None
+    if embedding_size:
+        embeddings = PerLayerEmbeddingsSpec(embedding_size, read_size(config, "vocab_size_per_layer_input", 262_144))
+        if embeddings.rows < spec.vocab_size:
             raise LoadError(
-                f"config.json: vocab_size_per_layer_input {inputs.rows} is less than vocab_size {spec.vocab_size}: each token "
-                "needs a row"
+                f"config.json: vocab_size_per_layer_input {embeddings.rows} is less than vocab_size {spec.vocab_size}: "
+                "each token needs a row"
             )
     return replace(
-        spec, layers=layers, kv_groups=_kv_groups(layers), unused=spec.unused + unused, per_layer_embeddings=inputs
+        spec,
+        layers=layers,
+        kv_groups=_kv_groups(layers),
+        unused_tensors=spec.unused_tensors + unused,
+        per_layer_embeddings=embeddings,
     )
 
 
 def _kv_source_layers(windows: list[int | None], shared: int) -> list[int | None]:
-    """Of each layer the one whose keys it reads: of the last `shared` ones, the last of their kind before them."""
+    """KV source of each layer: None, or for the last `shared` layers the last earlier layer of the same kind."""
     first = len(windows) - shared
     if first < 0 or set(windows[first:]) - set(windows[:first]):
         raise LoadError(
@@ -269,7 +257,7 @@ def _kv_source_layers(windows: list[int | None], shared: int) -> list[int | None
 
 
 def _mixer(spec: ModelSpec, config: Config, plain: AttentionSpec) -> AttentionSpec:
-    """The attention of a layer by its kind, all keys its own."""
+    """Attention of a layer according to its kind, without KV sharing."""
     is_global, kv_heads = plain.window is None, plain.num_kv_heads
     if is_global:
         kv_heads = read_size(config, _KV_HEADS, kv_heads)
@@ -283,26 +271,26 @@ def _mixer(spec: ModelSpec, config: Config, plain: AttentionSpec) -> AttentionSp
         num_kv_heads=kv_heads,
         head_dim=spec.rotary_groups[plain.rotary_group].base.head_dim,
         soft_cap=None,
-        scale=1.0,  # what the norms of queries and keys multiply by does for it
+        scale=1.0,  # the weights of the query and key norms contain it
         values_normed=True,
         keys_as_values=is_global and read_flag(config, "attention_k_eq_v"),
     )
 
 
 def _kv_groups(layers: tuple[LayerSpec, ...]) -> tuple[KVGroupSpec, ...]:
-    """A group for each kind, in the order in which `AttentionSpec.kv_group` counts them; of layers with keys of their own."""
+    """One group per kind of layer, in the order of `AttentionSpec.kv_group`, without layers that share keys."""
     groups: dict[int, list[int]] = {}
     mixers = [layer.mixer for layer in layers]
     for index, mixer in enumerate(mixers):
         assert isinstance(mixer, AttentionSpec)
         if mixer.kv_source_layer is None:
             groups.setdefault(mixer.kv_group, []).append(index)
-    found = []
+    result = []
     for group in sorted(groups):
         first = mixers[groups[group][0]]
         assert isinstance(first, AttentionSpec)
-        found.append(KVGroupSpec(tuple(groups[group]), first.num_kv_heads, first.head_dim, first.window))
-    return tuple(found)
+        result.append(KVGroupSpec(tuple(groups[group]), first.num_kv_heads, first.head_dim, first.window))
+    return tuple(result)
 
 
 GEMMA4 = replace(

@@ -1,7 +1,8 @@
 """GLM: ChatGLM 2 and 3, GLM 4, GLM 4 MoE and GLM 4.7 Flash (latent attention).
 
-Half of each head rotates, in interleaved pairs. Glm4 has norms around every part. ChatGLM's class is not in transformers but next to the
-weights; its defaults are from its configuration there. GLM-4 MoE and GLM 4.7 Flash have an MTP layer after their last layer.
+Half of each head rotates, in interleaved pairs. Glm4 has norms around every part. ChatGLM's class is not in
+transformers but next to the weights; its defaults are from its configuration there. GLM-4 MoE and GLM 4.7 Flash have an
+MTP layer after their last layer.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag, read_size, renamed
 from windlass.engine.model.families.deepseek import (
     DEEPSEEK_EXPERTS,
-    DEEPSEEK_LAYER_KEYS,
-    DEEPSEEK_NAMES,
+    DEEPSEEK_V3_EXPERTS,
     ROPE_INTERLEAVE,
 )
 from windlass.engine.model.families.family import ATTENTION_BIAS, ConfigFlag, Family, LatentSizes
-from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, first_layers_dense
+from windlass.engine.model.families.moe_rules import first_layers_dense
 from windlass.engine.model.families.mtp import with_appended_mtp_layer
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
 from windlass.engine.model.feed_forward.moe import RouterSpec
@@ -26,7 +26,6 @@ from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
 
 _BIAS = ConfigFlag("attention_bias", default=True)
-
 _GATE_UP = GatedMLPNames(gate_up="mlp.gate_up_proj")
 
 _RULES = ConfigRules(
@@ -51,7 +50,7 @@ GLM = Family(
 
 
 def _rewrite_glm4(config: Config) -> dict[str, Any]:
-    """Heads of the text part of a multimodal model are a share of its hidden size, as its config.json has no `head_dim`."""
+    """The config.json of a multimodal model's text part has no `head_dim`: it is a share of the hidden size."""
     if config.get("model_type") != "glm4v_text" or config.get("head_dim") is not None:
         return dict(config)
     return {**config, "head_dim": read_size(config, "hidden_size") // read_size(config, "num_attention_heads")}
@@ -85,10 +84,10 @@ _rename_keys = renamed(
 
 
 def _rewrite_chatglm(config: Config) -> dict[str, Any]:
-    found = _rename_keys(config)
+    result = _rename_keys(config)
     if not read_flag(config, "multi_query_attention"):
-        found["num_key_value_heads"] = found.get("num_attention_heads")
-    return found
+        result["num_key_value_heads"] = result.get("num_attention_heads")
+    return result
 
 
 def _chatglm_variant(family: Family, config: Config) -> Family:
@@ -182,18 +181,13 @@ GLM4_MOE_LITE = Family(
     out_bias=ATTENTION_BIAS,
     interleaved=ROPE_INTERLEAVE,
     refine=with_appended_mtp_layer,
-    experts=MoERules(
+    experts=replace(
+        DEEPSEEK_V3_EXPERTS,
         experts=64,
         top_k=4,
         width=1536,
         router=RouterSpec(scores="sigmoid", scale=1.8, least_sum=1e-20),
-        normalized_key="norm_topk_prob",
-        scale_key="routed_scaling_factor",
-        grouped=True,
-        shared=SharedExpert(count_key="n_shared_experts"),
         dense=first_layers_dense("first_k_dense_replace", 1),
-        names=DEEPSEEK_NAMES,
-        more_keys=DEEPSEEK_LAYER_KEYS,
     ),
     latent=LatentSizes(kv_lora_rank=512, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256),
 )

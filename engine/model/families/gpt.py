@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.classification_head import ClassificationHeadNames
 from windlass.engine.model.config_json.config_rules import (
     GPT_NAMES,
     Config,
@@ -15,19 +14,15 @@ from windlass.engine.model.config_json.config_rules import (
     read_size,
     renamed,
 )
-from windlass.engine.model.families.family import Family, FamilyClassificationHead
+from windlass.engine.model.families.family import CLASSIFIER_HEAD, Family
 from windlass.engine.model.feed_forward.mlp import PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
-from windlass.engine.model.norm import NormSpec
-
-_FORM = NormSpec(centered=True, bias=True)
-
-_TOKEN_HEAD = FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True)
+from windlass.engine.model.norm import LAYER_NORM
 
 
 def _gpt2(family: Family, config: Config) -> Family:
-    """Refuses scores that are scaled otherwise than by the root of a head's size."""
+    """Reject scores that are scaled by anything but the square root of the head size."""
     for key, usual in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
         if read_flag(config, key, usual) != usual:
             raise LoadError(
@@ -60,10 +55,10 @@ GPT2 = Family(
     activation_key="activation_function",
     attention_names=AttentionNames(qkv="attn.c_attn", out="attn.c_proj", transposed=True),
     feed_forward_names=PlainMLPNames(up="mlp.c_fc", down="mlp.c_proj", transposed=True),
-    norms=LayerNorms(mixer="ln_1", feed_forward="ln_2", form=_FORM),
+    norms=LayerNorms(mixer="ln_1", feed_forward="ln_2", form=LAYER_NORM),
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("transformer.wte", "transformer.h", "transformer.ln_f", positions="transformer.wpe"),
-    token_head=_TOKEN_HEAD,
+    token_head=CLASSIFIER_HEAD,
     variant=_gpt2,
     extra_keys=frozenset({"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"}),
 )
@@ -100,8 +95,8 @@ BLOOM = Family(
         qkv="self_attention.query_key_value", qkv_order="groups", out="self_attention.dense"
     ),
     feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
-    norms=LayerNorms(form=_FORM),
-    embedding_norm=_FORM,
+    norms=LayerNorms(form=LAYER_NORM),
+    embedding_norm=LAYER_NORM,
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames(
         "transformer.word_embeddings",
@@ -109,7 +104,7 @@ BLOOM = Family(
         "transformer.ln_f",
         embedding_norm="transformer.word_embeddings_layernorm",
     ),
-    token_head=_TOKEN_HEAD,
+    token_head=CLASSIFIER_HEAD,
     extra_keys=frozenset(
         "slow_but_exact attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi "
         "skip_bias_add skip_bias_add_qkv".split()
@@ -137,7 +132,7 @@ GPTJ = Family(
     interleaved=True,
     attention_names=AttentionNames(q="attn.q_proj", k="attn.k_proj", v="attn.v_proj", out="attn.out_proj"),
     feed_forward_names=PlainMLPNames(up="mlp.fc_in", down="mlp.fc_out"),
-    norms=LayerNorms(mixer="ln_1", feed_forward=None, form=NormSpec(centered=True, bias=True), parallel=True),
+    norms=LayerNorms(mixer="ln_1", feed_forward=None, form=LAYER_NORM, parallel=True),
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("transformer.wte", "transformer.h", "transformer.ln_f"),
     head_bias=True,
@@ -153,7 +148,7 @@ def _check_head_quarters(family: Family, config: Config) -> Family:
     return family
 
 
-# Its projections are stored for four devices, and values before keys.
+# Its projections are stored in four groups of heads, with values before keys.
 CODEGEN = replace(
     GPTJ,
     architecture="CodeGenForCausalLM",

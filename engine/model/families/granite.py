@@ -1,7 +1,8 @@
 """Granite: dense, MoE, and Granite 4.
 
-Granite 4 has attention in every layer (Micro, 1B, 350M), or in few of them between state-space layers (Mamba 2; sizes with an H). Its
-feed-forward is named like a shared expert. A softmax over the chosen experts equals the one over all, divided by the sum of the chosen.
+Granite 4 has attention in every layer (Micro, 1B, 350M), or state-space layers (Mamba 2) with a few attention layers in
+between (sizes with an H). Its feed-forward is named like a shared expert. A softmax over the chosen experts equals the
+softmax over all, divided by the sum of the chosen.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ from windlass.engine.model.config_json.config_rules import (
     read_number,
     read_size,
 )
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Multipliers
+from windlass.engine.model.families.family import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    Family,
+    Multipliers,
+    reject_unsupported_values,
+)
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, read_count
 from windlass.engine.model.families.recurrent_layers import (
     MAX_SIZE,
     check_layer_types,
     read_limits,
-    read_shape,
-    reject_unsupported_values,
+    read_mamba_shape,
     with_recurrent_layers,
 )
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
@@ -51,6 +57,8 @@ GRANITE = Family(
     ),
 )
 
+_SHARED = GatedMLPNames(gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")
+
 _GRANITE_NAMES = MoENames(
     router="block_sparse_moe.router.layer",
     stacks=ExpertStacks("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
@@ -63,12 +71,6 @@ GRANITE_MOE = replace(
     model_type="granitemoe",
     rules=ConfigRules(max_position_embeddings=2048),
     feed_forward_bias=False,
-    multipliers=Multipliers(
-        embedding="embedding_multiplier",
-        residual="residual_multiplier",
-        attention="attention_multiplier",
-        logits_divided_by="logits_scaling",
-    ),
     experts=MoERules(experts=8, top_k=2, width_keys=("intermediate_size",), names=_GRANITE_NAMES),
 )
 
@@ -82,27 +84,18 @@ GRANITE_MOE_SHARED = replace(
         top_k=2,
         width_keys=("intermediate_size",),
         shared=SharedExpert(width_key="shared_intermediate_size", default=0),
-        names=replace(
-            _GRANITE_NAMES,
-            shared=GatedMLPNames(gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear"),
-        ),
+        names=replace(_GRANITE_NAMES, shared=_SHARED),
     ),
 )
 
 STATE_SPACE = "linear_attention"
-
-# What config.json calls layers, and what transformers 5 does.
-_KINDS = {"attention": FULL_ATTENTION, "mamba": STATE_SPACE}
-
+_KINDS = {"attention": FULL_ATTENTION, "mamba": STATE_SPACE}  # names in config.json, and in transformers 5
 _POSITIONS = "position_embedding_type"
-
 _ROTATION = ("rope_parameters", "rope_scaling", "rope_theta")
 
-_SHARED = GatedMLPNames(gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")
 
-
-def _rewritten(config: Config) -> dict[str, Any]:
-    """In the names of Granite's other models. Raises LoadError for one whose positions nothing tells apart."""
+def _rewrite(config: Config) -> dict[str, Any]:
+    """Use the key names of Granite's other models. Raises LoadError for a model without position information."""
     result = dict(config)
     older, kinds = result.pop("layers_block_type", None), result.pop("layer_types", None)
     kinds = older if kinds is None else kinds
@@ -112,8 +105,8 @@ def _rewritten(config: Config) -> dict[str, Any]:
     if not _rotates(config):
         if STATE_SPACE not in result["layer_types"]:
             raise LoadError(
-                f"config.json: {_POSITIONS} {format_value(config.get(_POSITIONS))} is not supported: a model all of whose layers attend "
-                'needs "rope", as nothing else would tell positions apart'
+                f"config.json: {_POSITIONS} {format_value(config.get(_POSITIONS))} is not supported: a model with attention in "
+                'every layer needs "rope", its only source of position information'
             )
         result = {key: value for key, value in result.items() if key not in _ROTATION}
     if not _experts(config):
@@ -129,7 +122,7 @@ def _rotates(config: Config) -> bool:
 
 
 def _layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
-    """Those that attend see everything; all of these rotate alike, or none does."""
+    """Attention layers attend to everything, and either all of them rotate or none."""
     group = FULL_ATTENTION if _rotates(config) else None
     return check_layer_types(facts.given or [], STATE_SPACE), [group] * facts.count
 
@@ -139,7 +132,7 @@ def _experts(config: Config) -> int:
 
 
 def _configured_variant(family: Family, config: Config) -> Family:
-    """The family without experts, or without rotation, where config.json says so."""
+    """The family without experts, or without rotation, if config.json says so."""
     if not _rotates(config):
         family = replace(family, positions="states")
     if _experts(config):
@@ -148,29 +141,16 @@ def _configured_variant(family: Family, config: Config) -> Family:
 
 
 def _refine(spec: ModelSpec, config: Config) -> ModelSpec:
-    """The spec with the layers that carry a state in their places."""
+    """Put the state-space layers in place."""
     kinds = config["layer_types"]
     return with_recurrent_layers(spec, kinds, _state_space(config)) if STATE_SPACE in kinds else spec
 
 
 def _state_space(config: Config) -> StateSpaceSpec:
     reject_unsupported_values(config, {"hidden_act": ("silu", "swish")})
-    hidden = read_size(config, "hidden_size")
-    expand, heads = (
-        read_size(config, key, one, most=MAX_SIZE) for key, one in (("mamba_expand", 2), ("mamba_n_heads", 128))
-    )
-    if config.get("mamba_d_head") in (None, "auto"):
-        config = {**config, "mamba_d_head": max(1, expand * hidden // heads)}
-    shape = read_shape(
-        config, {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
-    )
-    heads, head_dim, *_ = shape
-    if heads * head_dim != expand * hidden:
-        raise LoadError(
-            f"config.json: mamba_n_heads {heads} of {head_dim} numbers are not mamba_expand {expand} times hidden_size {hidden}"
-        )
+    hidden, expand = read_size(config, "hidden_size"), read_size(config, "mamba_expand", 2, most=MAX_SIZE)
     return StateSpaceSpec(
-        *shape,
+        *read_mamba_shape(config, expand * hidden, f"mamba_expand {expand} times hidden_size {hidden}"),
         read_number(config, "rms_norm_eps") or GRANITE4.rules.rms_norm_eps,
         read_limits(config),
         read_flag(config, "mamba_proj_bias"),
@@ -187,7 +167,7 @@ GRANITE4 = replace(
         layer_pattern=_layer_pattern,
         max_position_embeddings=2048,
         other_layers=(STATE_SPACE,),
-        rewrite=_rewritten,
+        rewrite=_rewrite,
     ),
     variant=_configured_variant,
     refine=_refine,

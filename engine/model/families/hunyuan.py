@@ -27,17 +27,17 @@ HUNYUAN = Family(
 
 
 def _uniform_values(config: Config) -> dict[str, Any]:
-    """Numbers of experts and their widths are lists with an entry for each layer; all layers have to be alike."""
+    """Replace lists with a value per layer by that value. Raises LoadError if layers differ."""
     result = dict(config)
     for key in ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert"):
-        found = config.get(key)
-        if not isinstance(found, list):
+        value = config.get(key)
+        if not isinstance(value, list):
             continue
-        if not found or any(one != found[0] for one in found):
+        if not value or any(one != value[0] for one in value):
             raise LoadError(
-                f"config.json: {key} {format_value(found)} differs from layer to layer, which is not supported"
+                f"config.json: {key} {format_value(value)} differs from layer to layer, which is not supported"
             )
-        result[key] = found[0]
+        result[key] = value[0]
     return result
 
 

@@ -10,7 +10,7 @@ from windlass.engine.model.model_spec import LayerNorms, OuterNames
 
 _BIAS = ConfigFlag("bias", default=True)
 
-# Its class is not in transformers but beside the weights; defaults are those of its configuration there.
+# Its class is not in transformers but next to the weights; defaults are from its configuration there.
 INTERNLM2 = Family(
     architecture="InternLM2ForCausalLM",
     title="InternLM 2 and 2.5",

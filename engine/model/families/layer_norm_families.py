@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from windlass.engine.model.classification_head import ClassificationHeadNames
 from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag, sliding_window_layers
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family, FamilyClassificationHead
+from windlass.engine.model.families.family import ATTENTION_BIAS, CLASSIFIER_HEAD, MLP_BIAS, ConfigFlag, Family
 from windlass.engine.model.feed_forward.mlp import PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
-from windlass.engine.model.norm import NormSpec
-
-_FORM = NormSpec(centered=True, bias=True)
+from windlass.engine.model.norm import LAYER_NORM, NormSpec
 
 _BIAS = ConfigFlag("use_bias", default=True)
-
 _ATTENTION_BIAS = ConfigFlag("attention_bias", default=True)
-
-_LAYER_NORMED = frozenset({"qk_layernorm"})
+_QK_LAYERNORM_KEY = frozenset({"qk_layernorm"})
 
 
 def _head_norms(default: bool) -> Callable[[Family, Config], Family]:
@@ -50,7 +45,7 @@ STARCODER2 = Family(
     feed_forward_bias=_BIAS,
     activation="gelu_pytorch_tanh",
     feed_forward_names=PlainMLPNames(up="mlp.c_fc", down="mlp.c_proj"),
-    norms=LayerNorms(form=_FORM),
+    norms=LayerNorms(form=LAYER_NORM),
     norm_eps_key="norm_epsilon",
 )
 
@@ -72,10 +67,10 @@ STABLELM = Family(
         q_norm="self_attn.q_layernorm.norms.{head}", k_norm="self_attn.k_layernorm.norms.{head}"
     ),
     variant=_head_norms(default=False),
-    extra_keys=_LAYER_NORMED,
-    norms=LayerNorms(form=_FORM),
+    extra_keys=_QK_LAYERNORM_KEY,
+    norms=LayerNorms(form=LAYER_NORM),
     parallel=ConfigFlag("use_parallel_residual"),
-    parallel_norms=LayerNorms(feed_forward=None, form=_FORM, parallel=True),
+    parallel_norms=LayerNorms(feed_forward=None, form=LAYER_NORM, parallel=True),
     norm_eps_key="layer_norm_eps",
 )
 
@@ -95,14 +90,14 @@ PHI = Family(
     feed_forward_bias=True,
     activation="gelu_new",
     qk_norm="before",
-    qk_norm_form=_FORM,
+    qk_norm_form=LAYER_NORM,
     attention_names=AttentionNames(
         out="self_attn.dense", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"
     ),
     variant=_head_norms(default=False),
-    extra_keys=_LAYER_NORMED,
+    extra_keys=_QK_LAYERNORM_KEY,
     feed_forward_names=PlainMLPNames(up="mlp.fc1", down="mlp.fc2"),
-    norms=LayerNorms(feed_forward=None, form=_FORM, parallel=True),
+    norms=LayerNorms(feed_forward=None, form=LAYER_NORM, parallel=True),
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames(final_norm="model.final_layernorm"),
     head_bias=True,
@@ -124,7 +119,7 @@ NEMOTRON = Family(
     norm_offset=1.0,
     activation="relu2",
     feed_forward_names=PlainMLPNames(),
-    norms=LayerNorms(form=_FORM),
+    norms=LayerNorms(form=LAYER_NORM),
     norm_eps_key="norm_eps",
 )
 
@@ -146,12 +141,12 @@ GPT_NEOX = Family(
     activation="gelu",
     attention_names=AttentionNames(qkv="attention.query_key_value", qkv_order="groups", out="attention.dense"),
     feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
-    norms=LayerNorms(form=_FORM),
+    norms=LayerNorms(form=LAYER_NORM),
     parallel=ConfigFlag("use_parallel_residual", default=True),
-    parallel_norms=LayerNorms(form=_FORM, parallel=True),
+    parallel_norms=LayerNorms(form=LAYER_NORM, parallel=True),
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),
-    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
+    token_head=CLASSIFIER_HEAD,
 )
 
 PERSIMMON = Family(
@@ -169,7 +164,7 @@ PERSIMMON = Family(
     out_bias=True,
     feed_forward_bias=True,
     qk_norm="before",
-    qk_norm_form=_FORM,
+    qk_norm_form=LAYER_NORM,
     activation="relu2",
     attention_names=AttentionNames(
         qkv="self_attn.query_key_value",
@@ -179,28 +174,23 @@ PERSIMMON = Family(
         k_norm="self_attn.k_layernorm",
     ),
     feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
-    norms=LayerNorms(form=_FORM),
+    norms=LayerNorms(form=LAYER_NORM),
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames(final_norm="model.final_layernorm"),
     variant=_head_norms(default=True),
-    extra_keys=_LAYER_NORMED,
+    extra_keys=_QK_LAYERNORM_KEY,
 )
 
 JAIS2 = Family(
     architecture="Jais2ForCausalLM",
     title="Jais 2",
     model_type="jais2",
-    rules=ConfigRules(
-        max_position_embeddings=8192,
-        hidden_size=3328,
-        num_attention_heads=26,
-        rms_norm_eps=1e-5,
-    ),
+    rules=ConfigRules(max_position_embeddings=8192, hidden_size=3328, num_attention_heads=26, rms_norm_eps=1e-5),
     qkv_bias=_ATTENTION_BIAS,
     out_bias=_ATTENTION_BIAS,
     feed_forward_bias=ConfigFlag("mlp_bias", default=True),
     activation="relu2",
     feed_forward_names=PlainMLPNames(),
-    norms=LayerNorms(form=_FORM),
+    norms=LayerNorms(form=LAYER_NORM),
     norm_eps_key="layer_norm_eps",
 )

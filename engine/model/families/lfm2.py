@@ -19,7 +19,6 @@ from windlass.engine.model.families.moe_rules import MoERules, first_layers_dens
 from windlass.engine.model.families.recurrent_layers import (
     check_convolution_width,
     check_layer_types,
-    reject_unsupported_values,
     with_recurrent_layers,
 )
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
@@ -32,7 +31,7 @@ from windlass.engine.rotary.scaling_fields import format_value
 
 CONVOLUTION = "conv"
 
-# What config.json says of what always holds, or of how weights began; None: any.
+# Fixed values, and keys of the initialization of weights.
 _FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "block_use_swiglu": (True,),
     "use_pos_enc": (True,),
@@ -43,7 +42,7 @@ _FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "conv_use_xavier_init": None,
 }
 
-# Second names of what other keys say.
+# Second names of other keys, which must agree.
 _ALIASES = {
     "block_dim": "hidden_size",
     "conv_dim": "hidden_size",
@@ -53,37 +52,37 @@ _ALIASES = {
     "theta": "rope_theta",
 }
 
-_READ = frozenset({*_FIXED_VALUES, *_ALIASES, "conv_bias", "conv_L_cache", "full_attn_idxs"})
+_READ = frozenset({*_ALIASES, "conv_bias", "conv_L_cache", "full_attn_idxs"})
 
 
-def _renamed(config: Config) -> dict[str, Any]:
-    """The config in the names that other families have; of two names the older counts, as in transformers."""
-    found = dict(config)
+def _rewrite_lfm2_moe(config: Config) -> dict[str, Any]:
+    """Use the key names of other families. The older of two names takes precedence, as in transformers."""
+    result = dict(config)
     for older, name in {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}.items():
-        given = found.pop(older, None)
-        found[name] = found.get(name) if given is None else given
-    return found
+        given = result.pop(older, None)
+        result[name] = result.get(name) if given is None else given
+    return result
 
 
-def _adjusted(config: Config) -> dict[str, Any]:
-    """The same with the width that feed-forwards have: two thirds of what is given, times a factor, in whole steps."""
-    found = _renamed(config)
-    adjusts = read_flag(found, "block_auto_adjust_ff_dim", default=True)
-    step = read_size(found, "block_multiple_of", 256)
-    factor = read_number(found, "block_ffn_dim_multiplier")
-    is_null = "block_ffn_dim_multiplier" in found and factor is None
+def _rewrite_lfm2(config: Config) -> dict[str, Any]:
+    """The same with the actual width of feed-forwards: two thirds of the given one, times a factor, rounded up to a multiple."""
+    result = _rewrite_lfm2_moe(config)
+    adjusts = read_flag(result, "block_auto_adjust_ff_dim", default=True)
+    step = read_size(result, "block_multiple_of", 256)
+    factor = read_number(result, "block_ffn_dim_multiplier")
+    is_null = "block_ffn_dim_multiplier" in result and factor is None
     for key in ("block_auto_adjust_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier"):
-        found.pop(key, None)
-    if adjusts and found["intermediate_size"] is not None:
-        width = int(2 * read_size(found, "intermediate_size") / 3)
+        result.pop(key, None)
+    if adjusts and result["intermediate_size"] is not None:
+        width = int(2 * read_size(result, "intermediate_size") / 3)
         if not is_null:
             width = step * ((int((factor or 1.0) * width) + step - 1) // step)
-        found["intermediate_size"] = width
-    return found
+        result["intermediate_size"] = width
+    return result
 
 
 def _kinds(config: Config, count: int, given: list[str] | None) -> list[str]:
-    """`layer_types` says it layer by layer, `full_attn_idxs` which layers attend; where neither is there, all do."""
+    """Kinds from `layer_types`, or attention in the layers of `full_attn_idxs`, or attention in all layers."""
     attending = config.get("full_attn_idxs")
     if attending is None:
         return given or [FULL_ATTENTION] * count
@@ -98,17 +97,16 @@ def _kinds(config: Config, count: int, given: list[str] | None) -> list[str]:
 
 
 def _layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Those that attend see everything; all of these rotate alike."""
+    """Attention layers attend to everything and rotate alike."""
     return check_layer_types(_kinds(config, facts.count, facts.given), CONVOLUTION), [FULL_ATTENTION] * facts.count
 
 
-def _check_published(family: Family, config: Config) -> Family:
-    """The family. Raises LoadError for what would make another model of it."""
-    reject_unsupported_values(config, _FIXED_VALUES)
-    for again, name in _ALIASES.items():
-        if None not in (found := (config.get(again), config.get(name))) and found[0] != found[1]:
+def _check_aliases(family: Family, config: Config) -> Family:
+    """Raise LoadError if a key and its second name differ."""
+    for alias, name in _ALIASES.items():
+        if None not in (values := (config.get(alias), config.get(name))) and values[0] != values[1]:
             raise LoadError(
-                f"config.json: {name} is {format_value(found[1])} and {again} is {format_value(found[0])}: keep one"
+                f"config.json: {name} is {format_value(values[1])} and {alias} is {format_value(values[0])}: keep one"
             )
     return family
 
@@ -133,7 +131,7 @@ LFM2 = Family(
         tie_word_embeddings=True,
         rope_theta=1_000_000.0,
         other_layers=(CONVOLUTION,),
-        rewrite=_adjusted,
+        rewrite=_rewrite_lfm2,
     ),
     qk_norm="before",
     norm_eps_key="norm_eps",
@@ -143,15 +141,16 @@ LFM2 = Family(
     feed_forward_names=GatedMLPNames("feed_forward.w1", "feed_forward.w3", down="feed_forward.w2"),
     norms=LayerNorms(mixer="operator_norm", feed_forward="ffn_norm"),
     outer_names=OuterNames(final_norm="model.embedding_norm"),
-    variant=_check_published,
+    fixed_values=_FIXED_VALUES,
+    variant=_check_aliases,
     refine=_with_convolutions,
     extra_keys=_READ,
 )
 
 
 def _optional_selection_bias(family: Family, config: Config) -> Family:
-    """Experts are chosen by a bias beside their scores, unless config.json says that there is none."""
-    family = _check_published(family, config)
+    """Without the selection bias, if config.json says that there is none."""
+    family = _check_aliases(family, config)
     if read_flag(config, "use_expert_bias", default=True) or family.experts is None:
         return family
     return replace(family, experts=replace(family.experts, names=replace(family.experts.names, choice_bias=None)))
@@ -162,7 +161,7 @@ LFM2_MOE = replace(
     architecture="Lfm2MoeForCausalLM",
     title="LFM2 MoE",
     model_type="lfm2_moe",
-    rules=replace(LFM2.rules, hidden_size=2048, rewrite=_renamed),
+    rules=replace(LFM2.rules, hidden_size=2048, rewrite=_rewrite_lfm2_moe),
     variant=_optional_selection_bias,
     experts=MoERules(
         experts=32,

@@ -1,7 +1,7 @@
 """Llama 1 to 3.3, the many models that declare themselves one, and the text part of Llama 4.
 
-In Llama 4, layers that rotate attend within chunks of the context and norm queries and keys after the rotation; every fourth layer does
-neither, attends to everything, and scales its queries by their position (2501.19399).
+In Llama 4, layers that rotate attend within chunks of the context and norm queries and keys after the rotation. Every
+fourth layer does neither, attends to everything, and scales its queries by their position (2501.19399).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LLAMA = Family(
 _PART = "feed_forward"
 
 
-def _rewritten(config: Config) -> dict[str, Any]:
-    """In the names of other families: a chunk is a window, and `intermediate_size` is that of layers without experts."""
+def _rewrite(config: Config) -> dict[str, Any]:
+    """Use the key names of other families: a chunk is a window, `intermediate_size` is the width of layers without experts."""
     result = {
         key: value for key, value in config.items() if key not in ("attention_chunk_size", "intermediate_size_mlp")
     }
@@ -55,14 +55,14 @@ def _rewritten(config: Config) -> dict[str, Any]:
 
 
 def _chunks_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Layers that rotate see a chunk, the others everything; `layer_types` says it layer by layer."""
+    """Layers that rotate attend within a chunk, the others to everything, or as `layer_types` lists them."""
     full = [FULL_ATTENTION] * facts.count
     own = [SLIDING_ATTENTION if rotates else FULL_ATTENTION for rotates in facts.rotates]
     return (facts.given or own) if facts.windowed else full, full
 
 
 def _is_dense(config: Config, index: int) -> bool:
-    """Every `interleave_moe_layer_step`-th layer has experts; `moe_layers` names them one by one."""
+    """Every `interleave_moe_layer_step`-th layer has experts, or those that `moe_layers` lists."""
     named = config.get("moe_layers")
     if named is None:
         return (index + 1) % read_size(config, "interleave_moe_layer_step", 1) != 0
@@ -97,7 +97,7 @@ LLAMA4 = Family(
         sliding_window=8192,
         rope_theta=500_000.0,
         no_rope_layer_interval=4,
-        rewrite=_rewritten,
+        rewrite=_rewrite,
     ),
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,

@@ -33,7 +33,7 @@ HELIUM = Family(
 
 
 def _windows_without_rotation(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """With `use_sliding_window`, the layers that do not rotate see a window; `layer_types` says it layer by layer."""
+    """With `use_sliding_window`, layers that do not rotate have a window, or those that `layer_types` lists."""
     full = [FULL_ATTENTION] * facts.count
     if not config.get("use_sliding_window", False):
         return full, full
@@ -121,7 +121,7 @@ ARCEE = Family(
 
 
 def _check_published(family: Family, config: Config) -> Family:
-    """Keys of its own files that its class in transformers no longer has."""
+    """Reject values of keys that its files have but its class in transformers no longer reads."""
     if not read_flag(config, "qk_norm", default=True) or read_flag(config, "post_norm"):
         raise LoadError("config.json sets qk_norm or post_norm otherwise than published Apertus models: not supported")
     return family
@@ -154,7 +154,7 @@ APERTUS = Family(
     extra_keys=frozenset({"qk_norm", "post_norm"}),
 )
 
-# Plain numbers only: what its quantized files hold, and how they round activations, is not read.
+# Unquantized files only: packed weights, and the rounding of activations, are not part of the family.
 BITNET = Family(
     architecture="BitNetForCausalLM",
     title="BitNet",

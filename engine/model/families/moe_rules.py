@@ -1,4 +1,4 @@
-"""MoE rules: the keys of config.json that describe experts, their defaults, and the layers that have them. Imports no torch."""
+"""MoE rules: config.json keys that describe experts, their defaults, and the layers that have them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from windlass.engine.model.config_json.config_rules import Config, read_flag, re
 from windlass.engine.model.feed_forward.mlp import Activation
 from windlass.engine.model.feed_forward.moe import MoENames, MoESpec, RouterSpec
 
-# Whether the layer of this index has no experts. Raises LoadError.
+# Whether the layer with this index has no experts. Raises LoadError.
 DenseLayer = Callable[[Config, int], bool]
 
 
@@ -19,7 +19,7 @@ def no_dense_layers(config: Config, index: int) -> bool:
 
 
 def first_layers_dense(key: str, default: int) -> DenseLayer:
-    """The first layers have no experts, as many as config.json says under `key`; `mlp_layer_types` says it layer by layer."""
+    """The first layers have no experts: `key` is their number, or `mlp_layer_types` lists them."""
 
     def is_dense(config: Config, index: int) -> bool:
         kinds = config.get("mlp_layer_types")
@@ -31,7 +31,7 @@ def first_layers_dense(key: str, default: int) -> DenseLayer:
 
 
 def every_nth_layer(config: Config, index: int) -> bool:
-    """Every `decoder_sparse_step`-th layer has experts, but for those in `mlp_only_layers` (Qwen)."""
+    """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers` (Qwen)."""
     without = config.get("mlp_only_layers") or []
     if not isinstance(without, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in without):
         raise LoadError("config.json: mlp_only_layers must be a list of the numbers of layers")
@@ -40,7 +40,7 @@ def every_nth_layer(config: Config, index: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """What every token meets beside its experts: as wide as `width_key` says, or as `count_key` experts are together.
+    """Expert of every token: its width is under `width_key`, or it is as wide as `count_key` experts together.
 
     default: of the width or of the count.
     """
@@ -50,7 +50,7 @@ class SharedExpert:
     default: int = 1
 
     def width(self, config: Config, expert: int) -> int | None:
-        """None where there is none. expert: the width of one of the others."""
+        """Width of the shared expert; None if there is none. expert: width of the other experts."""
         if self.width_key is not None:
             return read_count(config, self.width_key, self.default) or None
         if self.count_key is not None:
@@ -60,50 +60,42 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class MoERules:
-    """Where config.json says of experts what, and what holds where it says nothing.
-
-    counts, top_k_keys, width_keys: keys of the number of experts, of those that a token goes to, and of their width, of which
-    the first that is there counts. router: top_k aside, and but for what the other keys say. normalized_key: whether weights
-    are divided by their sum. scale_key: what multiplies them. grouped: `n_group` and `topk_group` are read. jitter_key,
-    least_sum_key: of `RouterSpec.jitter` and `RouterSpec.least_sum`. bias: on the experts' products. clamp_keys: of alpha and
-    limit of gpt-oss's activation. scaled_inputs: see `MoESpec`. more_keys: that are looked at elsewhere, or say what
-    always holds.
-    """
+    """Keys of config.json that describe experts, and their defaults. Of several keys the first one present is read."""
 
     experts: int
-    top_k: int
+    top_k: int  # experts per token
     counts: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts")
     top_k_keys: tuple[str, ...] = ("num_experts_per_tok",)
     width_keys: tuple[str, ...] = ("moe_intermediate_size",)
     width: int | None = None
-    router: RouterSpec = field(default_factory=RouterSpec)
-    normalized_key: str | None = None
-    scale_key: str | None = None
-    grouped: bool = False
+    router: RouterSpec = field(default_factory=RouterSpec)  # defaults of what the keys below set
+    normalized_key: str | None = None  # whether weights are divided by their sum
+    scale_key: str | None = None  # multiplies the weights
+    grouped: bool = False  # whether `n_group` and `topk_group` are read
     jitter_key: str | None = None
     least_sum_key: str | None = None
-    bias: bool = False
-    clamp_keys: tuple[str, str] | None = None
+    bias: bool = False  # of the experts' projections
+    clamp_keys: tuple[str, str] | None = None  # alpha and limit of gpt-oss's activation
     clamp: tuple[float, float] = (1.702, 7.0)
-    scaled_inputs: bool = False
+    scaled_inputs: bool = False  # see `MoESpec`
     shared: SharedExpert | None = None
     dense: DenseLayer = no_dense_layers
     names: MoENames = field(default_factory=MoENames)
-    more_keys: frozenset[str] = frozenset()
+    more_keys: frozenset[str] = frozenset()  # further keys, read elsewhere or with a fixed meaning
 
     @property
     def keys(self) -> frozenset[str]:
-        """All that is read."""
+        """All keys of config.json that describe experts."""
         single = (self.normalized_key, self.scale_key, self.jitter_key, self.least_sum_key)
         shared = () if self.shared is None else (self.shared.width_key, self.shared.count_key)
         groups = ("n_group", "topk_group") if self.grouped else ()
         clamp = self.clamp_keys or ()
-        found = (*clamp, *self.counts, *self.top_k_keys, *self.width_keys, *single, *shared, *groups)
-        return frozenset(key for key in found if key is not None) | self.more_keys
+        keys = (*clamp, *self.counts, *self.top_k_keys, *self.width_keys, *single, *shared, *groups)
+        return frozenset(key for key in keys if key is not None) | self.more_keys
 
 
 def read_experts(config: Config, rules: MoERules, activation: Activation, bias: bool) -> MoESpec:
-    """The feed-forward of a layer that has experts. bias: on the products of a shared expert. Raises LoadError."""
+    """MoE of a layer. bias: of the shared expert's projections. Raises LoadError."""
     count_key, top_k_key = _present(config, rules.counts), _present(config, rules.top_k_keys)
     width_key = _present(config, rules.width_keys)
     count = read_size(config, count_key, rules.experts)
@@ -143,7 +135,7 @@ def read_experts(config: Config, rules: MoERules, activation: Activation, bias: 
 
 
 def read_count(config: Config, key: str, default: int) -> int:
-    """Zero or more."""
+    """A number that may be zero. Raises LoadError."""
     value = config.get(key)
     if (default if value is None else value) == 0 and value is not False:
         return 0
@@ -157,8 +149,8 @@ def _present(config: Config, keys: tuple[str, ...]) -> str:
 def _at_least_zero(config: Config, key: str, default: float) -> float:
     if config.get(key) == 0 and config[key] is not False:
         return 0.0
-    found = read_number(config, key)
-    return default if found is None else found
+    value = read_number(config, key)
+    return default if value is None else value
 
 
 UNNORMALIZED_ROUTER = RouterSpec(normalized=False)

@@ -1,14 +1,15 @@
-"""MTP layers (multi-token prediction) in a model's files, as families have them.
+"""MTP layers (multi-token prediction) in a model's files, by family.
 
-Such a layer takes the model's hidden state of a token, after the final norm, joined with the embedding of the next token, and predicts
-the token after that; embedding and head are the model's. Its output, after its own norm, replaces the hidden state for the next step.
-As in vLLM 0.33, SGLang 0.5.23 and llama.cpp (2026-10), except that vLLM takes the output of GLM's layers before that norm. Where there
-are several layers, the first predicts every token.
+Such a layer combines the model's hidden state of a token, after the final norm, with the embedding of the next token,
+and predicts the token after that. Embedding and head are the model's. Its output, after its own norm, replaces the
+hidden state for the next step. This matches vLLM 0.33, SGLang 0.5.23 and llama.cpp (2026-10), except that vLLM takes
+the output of GLM's layers before that norm. If there are several layers, the first one predicts every token.
 
-vLLM sets the embedding in a text's first row to zero for many of them, SGLang for ERNIE 4.5; llama.cpp, FastDeploy and this code do not.
+vLLM sets the embedding in a text's first row to zero for many of them, SGLang for ERNIE 4.5; llama.cpp, FastDeploy and
+this code do not.
 
-Some files hold copies of the embedding and the head for the layer. They are ignored: if they are no longer copies, as after the model
-alone was finetuned, proposals get worse and answers stay the same.
+Some files hold copies of the embedding and the head for the layer. They are ignored: if they differ from the model's,
+as after finetuning only the model, proposals get worse and answers stay the same.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from windlass.engine.model.mtp_input import MTPInputSpec
 def mtp_spec(
     spec: ModelSpec, layer: LayerSpec, names: OuterNames, mtp_input: MTPInputSpec, own: tuple[str, ...]
 ) -> ModelSpec:
-    """The specification of a prediction layer of a model with this one. layer: of the model's attending layers, its like.
+    """Specification of the MTP layer of a model with this spec.
 
-    names: of the tensors around it. own: beginnings of the names of its tensors.
+    layer: an attention layer of the model that it resembles. names: of the tensors around it. own: name prefixes of its
+    tensors.
     """
     (group,) = spec.kv_groups
     return replace(
@@ -38,15 +40,15 @@ def mtp_spec(
         state_group=None,
         tied_embeddings=False,
         names=names,
-        unused=(),
+        unused_tensors=(),
         notices=(),
         mtp_input=mtp_input,
-        own=own,
+        own_tensors=own,
     )
 
 
 def _reference_layer(spec: ModelSpec) -> LayerSpec:
-    """The last of the layers that attend, with experts where the model has any."""
+    """The last attention layer, with experts if the model has any."""
     attending = [spec.layers[index] for index in spec.attention]
     of_experts = (layer for layer in reversed(spec.layers) if isinstance(layer.feed_forward, MoESpec))
     last = next(of_experts, attending[-1])
@@ -54,7 +56,7 @@ def _reference_layer(spec: ModelSpec) -> LayerSpec:
 
 
 def qwen_mtp(spec: ModelSpec) -> ModelSpec:
-    """Of Qwen 3.5 and Qwen3-Next: a layer that attends, under names of its own beside the model's."""
+    """MTP layer of Qwen 3.5 and Qwen3-Next: an attention layer under its own names."""
     own = "mtp."
     mtp_input = MTPInputSpec(f"{own}pre_fc_norm_embedding", f"{own}pre_fc_norm_hidden", f"{own}fc")
     names = replace(spec.names, layers=f"{own}layers", final_norm=f"{own}norm")
@@ -65,23 +67,20 @@ def qwen_mtp(spec: ModelSpec) -> ModelSpec:
 
 
 def with_appended_mtp_layer(spec: ModelSpec, config: Config) -> ModelSpec:
-    """The spec with the prediction layer of DeepSeek V3 and those that follow it: one layer more, behind the model's last.
-
-    It has experts, as the last layers have, wherever the dense ones end.
-    """
+    """Add the MTP layer of DeepSeek V3 and similar models: one more layer after the last one, with experts."""
     if not _has_mtp_layer(config):
         return spec
     first = spec.names.layer(len(spec.layers))
     mtp_input = MTPInputSpec(f"{first}enorm", f"{first}hnorm", f"{first}eh_proj")
     names = replace(spec.names, final_norm=f"{first}shared_head.norm", first_layer=len(spec.layers))
     layer = mtp_spec(spec, _reference_layer(spec), names, mtp_input, (first,))
-    return replace(spec, mtp=replace(layer, unused=(f"{first}embed_tokens.", f"{first}shared_head.head.")))
+    return replace(spec, mtp=replace(layer, unused_tensors=(f"{first}embed_tokens.", f"{first}shared_head.head.")))
 
 
 def with_dense_mtp_layer(spec: ModelSpec, config: Config) -> ModelSpec:
-    """The spec with the prediction layer of ERNIE 4.5 MoE: a dense one, under the final norm of the model.
+    """Add the MTP layer of ERNIE 4.5 MoE: a dense layer before the model's final norm.
 
-    As its publisher's own server has it (FastDeploy, ernie4_5_mtp.py); vLLM and SGLang have no norm there.
+    This follows FastDeploy, the server of its publisher (ernie4_5_mtp.py); vLLM and SGLang have no norm there.
     """
     dense = next((layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, GatedMLPSpec)), None)
     if not _has_mtp_layer(config) or dense is None:
@@ -94,8 +93,8 @@ def with_dense_mtp_layer(spec: ModelSpec, config: Config) -> ModelSpec:
 
 
 def nemotron_mtp(spec: ModelSpec) -> ModelSpec | None:
-    """Of Nemotron 3: a layer that attends alone and one of experts alone, under names of their own beside the model's. None where
-    the model has not both."""
+    """MTP layers of Nemotron 3: one of attention only and one of experts only, under their own names; None if the model
+    lacks either kind."""
     experts = next((layer for layer in reversed(spec.layers) if isinstance(layer.feed_forward, MoESpec)), None)
     if experts is None or not spec.attention:
         return None
@@ -106,5 +105,5 @@ def nemotron_mtp(spec: ModelSpec) -> ModelSpec | None:
 
 
 def _has_mtp_layer(config: Config) -> bool:
-    """Whether config.json says that there are such layers."""
+    """Whether config.json declares MTP layers."""
     return read_count(config, "num_nextn_predict_layers", 0) > 0

@@ -1,7 +1,7 @@
 """Text part of multimodal models: only the language model is loaded, no vision or audio towers.
 
-Their config.json describes the text part in an object of its own, and their files name its tensors behind a prefix. On text alone
-these models compute what the text part computes. `stored_names` finds its tensors. Opens no file and imports no torch.
+Their config.json describes the text part in a separate object, and their files name its tensors with a prefix. For text
+these models compute the same as their text part. Opens no file and imports no torch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from windlass.engine.rotary.scaling_fields import format_value
 
 @dataclass(frozen=True, slots=True)
 class MultimodalModel:
-    """A class of multimodal models. title: what people call them. text: the `model_type` of a text part that names none.
-
-    tied: the head is the embedding where config.json says nothing. flat: older files have the text part's keys beside the others.
-    """
+    """A class of multimodal models. text: `model_type` of a text part without one. tied: default of
+    `tie_word_embeddings`. flat: older files have the text part's keys at the top level."""
 
     architecture: str
     title: str
@@ -60,7 +58,7 @@ MULTIMODAL = (
     MultimodalModel("SmolVLMForConditionalGeneration", "SmolVLM", "llama"),
 )
 
-# Beginnings of names of the tensors of all other parts: those that look, and those that predict further tokens.
+# Name prefixes of the tensors of other parts: vision, audio and MTP layers.
 _OTHER_PARTS = tuple(
     prefix + name
     for prefix in ("", "model.")
@@ -81,17 +79,16 @@ _OTHER_PARTS = tuple(
     )
 )
 
-# What names of modules in text parts begin with, where those of a model of text alone begin with "model.".
+# Module name prefixes of text parts, in place of "model.".
 _PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
-
 _HEADS = ("lm_head.", "language_model.lm_head.")
 
-# What the whole model says, in front of its text part.
-_OF_THE_WHOLE = (
+# Keys of the whole model, which take precedence over those of the text part.
+_MODEL_KEYS = (
     "bos_token_id compression_config dtype eos_token_id pad_token_id quantization_config torch_dtype transformers_version"
 ).split()
 
-# Sizes that text parts leave out where they are those of the class: [vocabulary, width of a feed-forward].
+# Default sizes that text parts omit: [vocabulary, feed-forward width].
 _SIZES = {
     "cohere2": (256_000, 22_528),
     "gemma3_text": (262_208, 9216),
@@ -108,27 +105,31 @@ _NOTICE = "the text part of a multimodal model, without those that look at image
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """config: as a model of text alone has it. is_multimodal: whether it was part of another one's."""
+    """config: as of a text model. is_multimodal: whether it is the text part of a multimodal model."""
 
     config: Config
     is_multimodal: bool = False
 
     def adapt_spec(self, spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
-        """The spec of this config, told what else the files hold. tensors: names of all that they hold, none where none is read.
+        """The spec of this config, adapted to the tensors in the files. tensors: all their names; empty if no files are
+        read.
 
-        Whether the head is the embedding stands in config.json twice, and may be wrong in both: a head that is there is used.
+        config.json says twice whether the head is tied, and both may be wrong: a stored head is always used.
         """
         if not self.is_multimodal:
             return spec
         tied = spec.tied_embeddings and not any(name.startswith(_HEADS) for name in tensors)
-        return replace(spec, tied_embeddings=tied, unused=spec.unused + _OTHER_PARTS, notices=(_NOTICE, *spec.notices))
+        return replace(
+            spec,
+            tied_embeddings=tied,
+            unused_tensors=spec.unused_tensors + _OTHER_PARTS,
+            notices=(_NOTICE, *spec.notices),
+        )
 
 
 def text_config_of(config: Config) -> TextConfig:
-    """The text part of a multimodal model's config.json; any other config.json as it is.
-
-    Raises LoadError for a text part of a family that is not supported.
-    """
+    """Text part of a multimodal model's config.json; any other config.json unchanged. Raises LoadError for an
+    unsupported text part."""
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else named
     kind = next((kind for kind in MULTIMODAL if kind.architecture == architecture), None)
@@ -141,12 +142,12 @@ def text_config_of(config: Config) -> TextConfig:
         raise LoadError(f"config.json: {kind.architecture} needs the object text_config: download the file again")
     model_type = own.get("model_type", kind.text)
     family = _family(kind, model_type)
-    found: dict[str, Any] = {**_sizes(family, model_type), **own}
-    found |= {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
-    found |= {"architectures": [family.architecture], "model_type": model_type}
-    found["tie_word_embeddings"] = _is_tied(config, own, kind)
-    found.pop("tie_embedding", None)
-    return TextConfig(found, is_multimodal=True)
+    text_config: dict[str, Any] = {**_sizes(family, model_type), **own}
+    text_config |= {key: config[key] for key in _MODEL_KEYS if config.get(key) is not None}
+    text_config |= {"architectures": [family.architecture], "model_type": model_type}
+    text_config["tie_word_embeddings"] = _is_tied(config, own, kind)
+    text_config.pop("tie_embedding", None)
+    return TextConfig(text_config, is_multimodal=True)
 
 
 def _family(kind: MultimodalModel, model_type: Any) -> Family:
@@ -154,13 +155,14 @@ def _family(kind: MultimodalModel, model_type: Any) -> Family:
         if family.causal and model_type in (family.model_type, *family.other_model_types):
             return family
     raise LoadError(
-        f"config.json: the text part of this {kind.architecture} is of model_type {format_value(model_type)}, which is not supported"
+        f"config.json: the text part of this {kind.architecture} is of model_type {format_value(model_type)}, which is "
+        "not supported"
     )
 
 
 def _sizes(family: Family, model_type: Any) -> dict[str, Any]:
-    """What a text part may leave out."""
-    if model_type == "glm4v_moe_text":  # whose files have a layer more, which predicts further tokens
+    """Values that a text part may omit."""
+    if model_type == "glm4v_moe_text":  # its files have an MTP layer
         return {"num_nextn_predict_layers": 1}
     if model_type not in _SIZES:
         return {}
@@ -175,14 +177,14 @@ def _sizes(family: Family, model_type: Any) -> dict[str, Any]:
 
 
 def _is_tied(config: Config, own: Config, kind: MultimodalModel) -> bool:
-    """Whether config.json says that the head is the embedding."""
-    for key in ("tie_embedding", "tie_word_embeddings"):  # the first as LFM2 has it
+    """Whether config.json says that the head is tied to the embedding."""
+    for key in ("tie_embedding", "tie_word_embeddings"):  # the first is LFM2's
         if config.get(key) is not None:
             return read_flag(config, key)
     return read_flag(own, "tie_word_embeddings") or kind.tied
 
 
 def text_module_name(module: str) -> str:
-    """What a model of text alone calls a module that is named as in a text part; any other name as it is."""
+    """Name of a text part's module in the corresponding text model; other names unchanged."""
     prefix = next((prefix for prefix in _PREFIXES if module.startswith(prefix)), None)
     return module if prefix is None else f"model.{module.removeprefix(prefix)}"

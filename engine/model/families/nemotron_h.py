@@ -1,6 +1,7 @@
-"""Nemotron H, Nemotron Nano 2 and Nemotron 3 Nano: each layer is one part alone: state-space (Mamba 2), attention, or a feed-forward.
+"""Nemotron H, Nemotron Nano 2 and Nemotron 3 Nano.
 
-Feed-forwards may be MoE and have no gates. Nemotron 3.5 has two more layers, which together form the MTP head.
+Each layer has only one part: state-space (Mamba 2), attention, or a feed-forward. Feed-forwards may be MoE and have no
+gates. Nemotron 3.5 has two more layers, which together form the MTP head.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from windlass.engine.model.families.recurrent_layers import (
     check_layer_types,
     read_limits,
     read_shape,
-    reject_unsupported_values,
     with_recurrent_layers,
 )
 from windlass.engine.model.feed_forward.mlp import PlainMLPNames
@@ -29,16 +29,12 @@ from windlass.engine.rotary.rope_scaling import FULL_ATTENTION
 from windlass.engine.rotary.scaling_fields import format_value
 
 STATE_SPACE, FEED_FORWARD, EXPERTS = "linear_attention", "mlp", "moe"
-
 _BY_LETTER = {"M": STATE_SPACE, "*": FULL_ATTENTION, "-": FEED_FORWARD, "E": EXPERTS}
-
 _KINDS = {"attention": FULL_ATTENTION, "mamba": STATE_SPACE}
-
 _PATTERN = "hybrid_override_pattern"
-
 _MAX_LAYERS = 10_000
 
-# Second names of what other keys say, which count.
+# Second names of other keys, which take precedence.
 _ALIASES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -46,8 +42,8 @@ _ALIASES = {
     "mamba_conv_bias": "use_conv_bias",
 }
 
-# What config.json says of what always holds, of parts that are not there, or of how weights began; None: any. No step is limited
-# by time_step_min: transformers 5.24 does that, the published code and llama.cpp do not (transformers' pull request 48989).
+# Fixed values, and keys of absent parts or of the initialization of weights. time_step_min does not limit steps: transformers
+# 5.24 does that, but the published code and llama.cpp do not (transformers' pull request 48989).
 _FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "mamba_hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
@@ -62,16 +58,17 @@ _FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     ),
 }
 
-_READ = frozenset(
-    (*_FIXED_VALUES, *_ALIASES, *_ALIASES.values(), _PATTERN, "ssm_state_size", "mamba_num_heads", "mamba_head_dim")
-) | {"mlp_hidden_act", "layers_block_type"}
+_READ = frozenset((*_ALIASES, *_ALIASES.values(), _PATTERN, "ssm_state_size", "mamba_num_heads", "mamba_head_dim")) | {
+    "mlp_hidden_act",
+    "layers_block_type",
+}
 
 
-def _rewritten(config: Config) -> dict[str, Any]:
-    """With the kinds of layers by their names, and as many layers as there are kinds. Raises LoadError."""
+def _rewrite(config: Config) -> dict[str, Any]:
+    """Set `layer_types` to a list of kinds, and `num_hidden_layers` to its length. Raises LoadError."""
     result = dict(config)
-    for again, name in _ALIASES.items():
-        if (given := result.pop(again, None)) is not None:
+    for alias, name in _ALIASES.items():
+        if (given := result.pop(alias, None)) is not None:
             result[name] = given
     older, kinds, pattern = (result.pop(key, None) for key in ("layers_block_type", "layer_types", _PATTERN))
     kinds = older if kinds is None else kinds
@@ -84,8 +81,8 @@ def _rewritten(config: Config) -> dict[str, Any]:
     result["layer_types"] = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
     if EXPERTS in result["layer_types"] and config.get("moe_latent_size") is not None:
         raise LoadError(
-            f"config.json: moe_latent_size is {format_value(config['moe_latent_size'])}: experts that see less than the model's width "
-            "(Nemotron 3 Super and Ultra) are not supported"
+            f"config.json: moe_latent_size is {format_value(config['moe_latent_size'])}: experts that see less than the "
+            "model's width (Nemotron 3 Super and Ultra) are not supported"
         )
     count = config.get("num_hidden_layers")
     if count is not None and count != len(kinds):
@@ -99,14 +96,12 @@ def _rewritten(config: Config) -> dict[str, Any]:
 
 
 def _layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[None]]:
-    """Those that attend see everything, and none rotates."""
+    """Attention layers attend to everything, and none rotates."""
     kinds = check_layer_types(facts.given or [], f"{STATE_SPACE}, {FEED_FORWARD} and {EXPERTS}")
     return [FULL_ATTENTION for _ in kinds], [None] * facts.count
 
 
-def _check_published(family: Family, config: Config) -> Family:
-    """The family, without experts where no layer has some. Raises LoadError for what would make another model of it."""
-    reject_unsupported_values(config, _FIXED_VALUES)
+def _optional_experts(family: Family, config: Config) -> Family:
     return family if EXPERTS in config["layer_types"] else replace(family, experts=None)
 
 
@@ -115,24 +110,24 @@ def _has_no_experts(config: Config, index: int) -> bool:
 
 
 def _one_part_each(spec: ModelSpec, config: Config) -> ModelSpec:
-    """From layers of both parts to those of one, by their kinds."""
+    """Remove the part that a layer of this kind does not have."""
     kinds = config["layer_types"]
-    found = with_recurrent_layers(spec, kinds, _state_space(config), STATE_SPACE)
+    result = with_recurrent_layers(spec, kinds, _state_space(config), STATE_SPACE)
     layers = [
         replace(layer, mixer=None) if kind in (FEED_FORWARD, EXPERTS) else replace(layer, feed_forward=None)
-        for kind, layer in zip(kinds, found.layers, strict=True)
+        for kind, layer in zip(kinds, result.layers, strict=True)
     ]
-    found = replace(found, layers=tuple(layers))
-    return replace(found, mtp=_mtp(found, config))
+    result = replace(result, layers=tuple(layers))
+    return replace(result, mtp=_mtp(result, config))
 
 
 def _mtp(spec: ModelSpec, config: Config) -> ModelSpec | None:
-    """The layers that predict a token further; None where config.json says that there are none, or others than published ones."""
+    """The MTP layers; None if config.json says that there are none, or others than the published ones."""
     kinds, letters = config.get("mtp_layers_block_type"), config.get("mtp_hybrid_override_pattern")
     if kinds is None and isinstance(letters, str):
         kinds = [_BY_LETTER.get(letter) for letter in letters]
     others = kinds is not None and kinds not in (["attention", EXPERTS], [FULL_ATTENTION, EXPERTS])
-    # Where config.json has no number, vLLM and SGLang take it for 1.
+    # vLLM and SGLang assume 1 if config.json has no number.
     return None if others or not read_count(config, "num_nextn_predict_layers", 1) else nemotron_mtp(spec)
 
 
@@ -186,7 +181,7 @@ NEMOTRON_H = Family(
         rms_norm_eps=1e-5,
         eos_token_id=(2,),
         other_layers=(STATE_SPACE, FEED_FORWARD, EXPERTS),
-        rewrite=_rewritten,
+        rewrite=_rewrite,
     ),
     feed_forward_bias=MLP_BIAS,
     activation="relu2",
@@ -196,9 +191,10 @@ NEMOTRON_H = Family(
     norms=LayerNorms(mixer="norm", feed_forward=None),
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("backbone.embeddings", "backbone.layers", "backbone.norm_f"),
-    variant=_check_published,
+    fixed_values=_FIXED_VALUES,
+    variant=_optional_experts,
     refine=_one_part_each,
     extra_keys=_READ,
-    unused=("mtp.",),
+    unused_tensors=("mtp.",),
     experts=_EXPERTS,
 )

@@ -10,7 +10,7 @@ from windlass.engine.model.feed_forward.mlp import GatedMLPNames
 from windlass.engine.model.feed_forward.moe import RouterSpec
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms
-from windlass.engine.model.norm import NormSpec
+from windlass.engine.model.norm import LAYER_NORM
 
 PHI3 = Family(
     architecture="Phi3ForCausalLM",
@@ -43,7 +43,7 @@ PHI_MOE = Family(
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
     head_bias=ConfigFlag("lm_head_bias"),
-    norms=LayerNorms(form=NormSpec(centered=True, bias=True)),
+    norms=LayerNorms(form=LAYER_NORM),
     extra_keys=frozenset({"lm_head_bias"}),
     experts=MoERules(
         experts=16,

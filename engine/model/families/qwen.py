@@ -16,7 +16,6 @@ from windlass.engine.model.families.mtp import qwen_mtp
 from windlass.engine.model.families.recurrent_layers import (
     check_convolution_width,
     check_layer_types,
-    reject_unsupported_values,
     with_recurrent_layers,
 )
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
@@ -28,7 +27,7 @@ from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTIO
 
 
 def _windows_above(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """With `use_sliding_window`, layers from `max_window_layers` on see a window; `layer_types` says it layer by layer."""
+    """With `use_sliding_window`, layers from `max_window_layers` on have a window, or those that `layer_types` lists."""
     first = 0 if config.get("max_window_layers") == 0 else read_size(config, "max_window_layers", 28)
     windows = read_flag(config, "use_sliding_window")
     kinds = facts.given or [SLIDING_ATTENTION if windows and i >= first else FULL_ATTENTION for i in range(facts.count)]
@@ -39,7 +38,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     title="Qwen 2 and 2.5",
     model_type="qwen2",
-    other_model_types=("qwen2_vl_text", "qwen2_5_vl_text"),  # whose positions have three parts, on text the same
+    other_model_types=("qwen2_vl_text", "qwen2_5_vl_text"),  # positions have three parts, equal for text
     rules=ConfigRules(
         layer_pattern=_windows_above,
         max_position_embeddings=32_768,
@@ -68,7 +67,8 @@ QWEN3 = Family(
 
 
 def _alternate_windows(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """With `use_sliding_window`, every other layer below `max_window_layers` sees a window; or as `layer_types` says."""
+    """With `use_sliding_window`, every other layer below `max_window_layers` has a window, or those that `layer_types`
+    lists."""
     first = 0 if config.get("max_window_layers") == 0 else read_size(config, "max_window_layers", 28)
     windows = read_flag(config, "use_sliding_window")
     own = [SLIDING_ATTENTION if i % 2 == 0 and i < first else FULL_ATTENTION for i in range(facts.count)]
@@ -77,10 +77,17 @@ def _alternate_windows(config: Config, facts: LayerFacts) -> tuple[list[str], li
 
 
 def _windows_everywhere(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """With `use_sliding_window`, every layer sees a window."""
+    """With `use_sliding_window`, every layer has a window."""
     full = [FULL_ATTENTION] * facts.count
     return ([SLIDING_ATTENTION] * facts.count if read_flag(config, "use_sliding_window") else full), full
 
+
+_SHARED_EXPERT_NAMES = MoENames(
+    shared=GatedMLPNames(
+        "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", down="mlp.shared_expert.down_proj"
+    ),
+    shared_gate="mlp.shared_expert_gate",
+)
 
 QWEN2_MOE = replace(
     QWEN2,
@@ -106,19 +113,14 @@ QWEN2_MOE = replace(
         normalized_key="norm_topk_prob",
         shared=SharedExpert(width_key="shared_expert_intermediate_size", default=5632),
         dense=every_nth_layer,
-        names=MoENames(
-            shared=GatedMLPNames(
-                "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", down="mlp.shared_expert.down_proj"
-            ),
-            shared_gate="mlp.shared_expert_gate",
-        ),
+        names=_SHARED_EXPERT_NAMES,
         more_keys=frozenset({"decoder_sparse_step", "mlp_only_layers"}),
     ),
 )
 
 
-def _as_in_qwen3_vl(family: Family, config: Config) -> Family:
-    """Text parts of Qwen 3 VL have all experts of a layer in one tensor, and their weights always add up to 1."""
+def _qwen3_vl_variant(family: Family, config: Config) -> Family:
+    """Text parts of Qwen 3 VL have all experts of a layer in one tensor, and the experts' weights always add up to 1."""
     if config.get("model_type") != "qwen3_vl_moe_text" or family.experts is None:
         return family
     stacks = ExpertStacks("mlp.experts.gate_up_proj", "mlp.experts.down_proj", transposed=True)
@@ -141,7 +143,7 @@ QWEN3_MOE = replace(
     title="Qwen 3 MoE",
     model_type="qwen3_moe",
     other_model_types=("qwen3_vl_moe_text",),
-    variant=_as_in_qwen3_vl,
+    variant=_qwen3_vl_variant,
     rules=ConfigRules(
         layer_pattern=_windows_everywhere,
         max_position_embeddings=32_768,
@@ -171,7 +173,7 @@ _SIZES = {
     "linear_conv_kernel_dim": 4,
 }
 
-# What their config.json says of what always holds, or of parts that are not loaded, and what values that may have; None: any.
+# Fixed values, and keys of parts that are not loaded.
 _FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "attn_output_gate": (True,),
     "output_gate_type": ("swish", "silu"),
@@ -181,29 +183,21 @@ _FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "mtp_use_dedicated_embeddings": None,
 }
 
-_READ = frozenset((*_SIZES, *_FIXED_VALUES, "full_attention_interval"))
-
 
 def _kinds(config: Config, count: int, given: list[str] | None) -> list[str]:
-    """Every n-th layer, the fourth by default, attends, the others carry a state; `layer_types` says it layer by layer."""
+    """Attention in every `full_attention_interval`-th layer, by default the fourth, or as `layer_types` lists them."""
     interval = read_size(config, "full_attention_interval", 4)
     return given or [FULL_ATTENTION if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(count)]
 
 
 def _layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Those that attend see everything; all of these rotate alike."""
+    """Attention layers attend to everything and rotate alike."""
     kinds = _kinds(config, facts.count, facts.given)
     return check_layer_types(kinds, LINEAR_ATTENTION), [FULL_ATTENTION] * facts.count
 
 
-def _check_published(family: Family, config: Config) -> Family:
-    """The family. Raises LoadError for what would make another model of it."""
-    reject_unsupported_values(config, _FIXED_VALUES)
-    return family
-
-
 def _refine(names: GatedDeltaNetNames) -> Callable[[ModelSpec, Config], ModelSpec]:
-    """From the spec of a decoder all of whose layers attend to that with the layers that carry a state in their places."""
+    """Put the Gated DeltaNet layers in place, gate the queries of the others, and add the MTP layer."""
 
     def refine(spec: ModelSpec, config: Config) -> ModelSpec:
         layers = []
@@ -218,7 +212,7 @@ def _refine(names: GatedDeltaNetNames) -> Callable[[ModelSpec, Config], ModelSpe
 
 
 def _mtp(spec: ModelSpec, config: Config) -> ModelSpec | None:
-    """The layer that predicts a token further; None where config.json says that there is none, or one with its own embedding."""
+    """The MTP layer; None if config.json says that there is none, or that it has its own embedding."""
     if config.get("mtp_num_hidden_layers") == 0 or config.get("mtp_use_dedicated_embeddings"):
         return None
     return qwen_mtp(spec)
@@ -252,10 +246,10 @@ QWEN3_5 = Family(
     out_bias=ATTENTION_BIAS,
     qk_norm="before",
     norm_offset=1.0,
-    variant=_check_published,
+    fixed_values=_FIXED_VALUES,
     refine=_refine(GatedDeltaNetNames()),
-    extra_keys=_READ | {"mlp_only_layers"},  # an empty list
-    unused=("mtp.",),
+    extra_keys=frozenset((*_SIZES, "full_attention_interval", "mlp_only_layers")),  # the last is an empty list
+    unused_tensors=("mtp.",),
 )
 
 _EXPERTS = MoERules(
@@ -263,13 +257,7 @@ _EXPERTS = MoERules(
     top_k=8,
     width=512,
     shared=SharedExpert(width_key="shared_expert_intermediate_size", default=512),
-    names=MoENames(
-        shared=GatedMLPNames(
-            "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", down="mlp.shared_expert.down_proj"
-        ),
-        shared_gate="mlp.shared_expert_gate",
-        stacks=ExpertStacks("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-    ),
+    names=replace(_SHARED_EXPERT_NAMES, stacks=ExpertStacks("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
 )
 
 QWEN3_5_MOE = replace(

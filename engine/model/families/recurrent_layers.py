@@ -1,4 +1,5 @@
-"""Recurrent layers in config.json: which layers carry a state, and the sizes of state-space layers (Mamba 2). Imports no torch."""
+"""Recurrent layers in config.json: which layers are recurrent, and the sizes of state-space layers (Mamba 2). Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -14,14 +15,13 @@ from windlass.engine.model.model_spec import ModelSpec, RecurrentMixerSpec
 from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
 from windlass.engine.rotary.scaling_fields import format_value
 
-_MAX_CONVOLUTION_WIDTH = 8  # of convolutions
+_MAX_CONVOLUTION_WIDTH = 8  # of the kernels
+MAX_SIZE = 1 << 16  # heads, groups of heads, and numbers of a head or a state: far above any model
 
 
 def check_layer_types(kinds: list[str], other: str) -> list[str]:
-    """The kinds of a model's layers, of which some attend and see everything. other: what those are called that carry a state.
-
-    Raises LoadError.
-    """
+    """The kinds of a model's layers, some of which attend to everything. other: name of the other layers. Raises
+    LoadError."""
     if SLIDING_ATTENTION in kinds:
         raise LoadError(
             f"config.json: layer_types has {SLIDING_ATTENTION!r}: this model_type has {FULL_ATTENTION} and {other}"
@@ -34,7 +34,7 @@ def check_layer_types(kinds: list[str], other: str) -> list[str]:
 
 
 def check_convolution_width(key: str, width: int) -> None:
-    """LoadError for a convolution that kernels do not have."""
+    """Raise LoadError for a convolution that the kernels do not support."""
     if not 2 <= width <= _MAX_CONVOLUTION_WIDTH:
         raise LoadError(f"config.json: {key} {width} is not supported: it may be 2 to {_MAX_CONVOLUTION_WIDTH}")
 
@@ -42,10 +42,8 @@ def check_convolution_width(key: str, width: int) -> None:
 def with_recurrent_layers(
     spec: ModelSpec, kinds: list[str], mixer: RecurrentMixerSpec, recurrent_kind: str | None = None
 ) -> ModelSpec:
-    """From the spec of a decoder all of whose layers attend to that with this mixer in those that do not, by their kinds.
-
-    carrying: the kind that has it, where there are others yet; None: all that do not attend.
-    """
+    """Replace the mixer of all layers that do not attend, or of those of `recurrent_kind`, in a spec with attention
+    everywhere."""
     attending = tuple(index for index, kind in enumerate(kinds) if kind == FULL_ATTENTION)
     others = tuple(
         i for i, kind in enumerate(kinds) if (i not in attending if recurrent_kind is None else kind == recurrent_kind)
@@ -60,23 +58,10 @@ def with_recurrent_layers(
     )
 
 
-def reject_unsupported_values(config: Config, known: Mapping[str, tuple[object, ...] | None]) -> None:
-    """LoadError for what would make another model of it. known: values that change nothing; None: any."""
-    for key, values in known.items():
-        found = config.get(key)
-        if values is not None and found is not None and found not in values:
-            raise LoadError(
-                f"config.json sets {key}={format_value(found)}, which changes the model and is not supported"
-            )
-
-
-MAX_SIZE = 1 << 16  # heads, their groups, and numbers of a head or a state: far above any model
-
-
 def read_shape(config: Config, defaults: Mapping[str, int]) -> tuple[int, int, int, int, int]:
-    """Heads, numbers of a head, groups of heads, numbers of a state and the width of the convolution.
+    """Heads, head size, groups of heads, state size and convolution width of a state-space layer.
 
-    defaults: of these, under the names of config.json, in that order. Raises LoadError for what does not fit.
+    defaults: by key of config.json, in this order. Raises LoadError for sizes that do not fit together.
     """
     heads, head_dim, groups, state, width = (
         read_size(config, key, one, most=MAX_SIZE) for key, one in defaults.items()
@@ -88,8 +73,25 @@ def read_shape(config: Config, defaults: Mapping[str, int]) -> tuple[int, int, i
     return heads, head_dim, groups, state, width
 
 
+def read_mamba_shape(config: Config, inner: int, source: str) -> tuple[int, int, int, int, int]:
+    """`read_shape` with the keys and defaults of Falcon H1 and Granite 4.
+
+    inner: required number of values of all heads. source: where it comes from, for the message. Raises LoadError.
+    """
+    if config.get("mamba_d_head") in (None, "auto"):
+        heads = read_size(config, "mamba_n_heads", 128, most=MAX_SIZE)
+        config = {**config, "mamba_d_head": max(1, inner // heads)}
+    shape = read_shape(
+        config, {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
+    )
+    heads, head_dim, *_ = shape
+    if heads * head_dim != inner:
+        raise LoadError(f"config.json: mamba_n_heads {heads} of {head_dim} numbers are not {source}")
+    return shape
+
+
 def read_limits(config: Config) -> tuple[float, float]:
-    """`time_step_limit`, of the steps of tokens. transformers writes an infinite number as an object."""
+    """`time_step_limit`, the limits of a token's step size. transformers writes infinity as an object."""
     given = config.get("time_step_limit")
     if given is None:
         return 0.0, math.inf

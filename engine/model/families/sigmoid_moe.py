@@ -23,7 +23,7 @@ from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTIO
 
 
 def _windows_above(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Layers from `max_window_layers` on see a window; `layer_types` says it layer by layer."""
+    """Layers from `max_window_layers` on have a window, or those that `layer_types` lists."""
     first = 0 if config.get("max_window_layers") == 0 else read_size(config, "max_window_layers", 62)
     full = [FULL_ATTENTION] * facts.count
     own = [SLIDING_ATTENTION if i >= first else FULL_ATTENTION for i in range(facts.count)]
@@ -81,7 +81,7 @@ MINIMAX_M2 = Family(
 
 
 def _windows_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
-    """Every `global_attn_every_n_layers`-th layer sees everything and does not rotate; the others see a window and do."""
+    """Every `global_attn_every_n_layers`-th layer is global and does not rotate; the others have a window and rotate."""
     interval = read_size(config, "global_attn_every_n_layers", 4)
     kinds, _ = every_nth_full(interval)(config, facts)
     layer_types = facts.given or [

@@ -1,6 +1,7 @@
 """Reader from config.json to the ModelSpec of its family. It rejects what it does not understand.
 
-It finds the family and assembles the specification. It knows no single family, opens no file and imports no torch.
+It finds the family and assembles the specification. It contains no family-specific code, opens no file and imports no
+torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from windlass.engine.model.config_json.unsupported import (
     describe_quantized,
     unknown_key_notices,
 )
-from windlass.engine.model.families.family import Family, LatentSizes, Multipliers, is_set
+from windlass.engine.model.families.family import Family, LatentSizes, Multipliers, is_set, reject_unsupported_values
 from windlass.engine.model.families.moe_rules import read_count, read_experts
 from windlass.engine.model.families.multimodal import text_config_of
 from windlass.engine.model.families.registry import FAMILIES
@@ -48,7 +49,7 @@ _WITHOUT_HEAD = (
     '"tie_word_embeddings": true in config.json if its head is the embedding'
 )
 
-# What tells positions apart in models that do not rotate.
+# Source of position information in models that do not rotate.
 _UNROTATED = {
     "learned": "its positions are rows of a table that was learned",
     "alibi": "its scores lose by the distance of their keys (ALiBi)",
@@ -57,16 +58,15 @@ _UNROTATED = {
 
 
 def read_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:
-    """The spec of the model that config.json describes; raises LoadError with one line that says what is not supported."""
+    """Spec of the model that config.json describes. Raises LoadError with one line that says what is not supported."""
     family, architecture = _family_of_architecture(config)
     if config.get("model_type", family.model_type) not in (family.model_type, *family.other_model_types):
         raise LoadError(
-            f"config.json names architecture {family.architecture} and model_type {format_value(config['model_type'])}, which do not "
-            f"belong together: {family.architecture} is {family.model_type!r}"
+            f"config.json names architecture {family.architecture} and model_type {format_value(config['model_type'])}, which "
+            f"do not belong together: {family.architecture} is {family.model_type!r}"
         )
     config = family.rules.rewrite(config)
-    if family.variant is not None:
-        family = family.variant(family, config)
+    family = _adapted_family(family, config)
     quantized = describe_quantized(config)
     if quantized is not None:
         raise LoadError(quantized)
@@ -81,7 +81,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         layout = layout.with_own_distances("whose queries and keys are normed where they stand")
     layers, kv_groups = _layers(config, family, layout)
     hidden = read_size(config, "hidden_size")
-    # Parts that add r times what they make: the same as a stream that is 1 / r as large, of which norms take the scale out.
+    # Instead of scaling the outputs of parts by r, the hidden state is scaled by 1 / r, which the norms remove.
     residual = _residual(config, multipliers, len(layers))
     caps, head = family.soft_caps, _head(config, family, architecture)
     vocab_size = read_size(config, "vocab_size")
@@ -124,31 +124,30 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         unrotated_temperature=None if family.unrotated_temperature is None else family.unrotated_temperature(config),
         head=head,
         generates=generates,
-        unused=_unused(config, family, len(layers)) + (family.unused_heads if head is None else ()),
+        unused_tensors=_unused_tensors(config, family, len(layers)) + (family.unused_heads if head is None else ()),
         notices=without_head + unknown_ends + unknown_key_notices(config, family.own_keys),
     )
     return spec if family.refine is None else family.refine(spec, config)
 
 
 def read_rotary_groups(config: Config) -> tuple[RotaryGroup, ...]:
-    """The rotary groups alone, of a config.json that need name no more than its `model_type`. Raises LoadError."""
+    """Rotary groups of a config.json that needs to contain only its `model_type`. Raises LoadError."""
     return read_layout(config).groups
 
 
 def read_layout(config: Config) -> RotaryLayout:
-    """The same with the pattern of layers. Raises LoadError."""
+    """Rotary groups and pattern of layers. Raises LoadError."""
     config = text_config_of(config).config
     family = _family_of_model_type(config)
     config = family.rules.rewrite(config)
-    if family.variant is not None:
-        family = family.variant(family, config)
+    family = _adapted_family(family, config)
     if (unrotated := _UNROTATED.get(family.positions)) is not None:
         raise LoadError(f"config.json: this model of model_type {family.model_type!r} does not rotate: {unrotated}")
     return read_rotary_layout(config, family.rules)
 
 
 def _family_of_architecture(config: Config) -> tuple[Family, str]:
-    """The family, and what it calls the model's architecture."""
+    """The family, and its name for the model's architecture."""
     named = config.get("architectures")
     found = named[0] if isinstance(named, list) and named else named
     if found is None:
@@ -159,17 +158,17 @@ def _family_of_architecture(config: Config) -> tuple[Family, str]:
     architecture = str(found)
     family = next((family for family in FAMILIES if architecture in _names_of(family)), None)
     if family is not None and family.causal and architecture == family.classifier and has_classifier_tokens(config):
-        return family, family.architecture  # its head is two rows of the vocabulary's
+        return family, family.architecture  # its head consists of two rows of the language-model head
     headless = next((family for family in FAMILIES if architecture == family.headless), None)
     if family is None and headless is not None:
         tied = read_flag(config, "tie_word_embeddings", headless.rules.tie_word_embeddings)
-        return headless, headless.architecture if tied else headless.headless  # a head that is the embedding is there
+        return headless, headless.architecture if tied else headless.headless  # a tied head needs no tensor
     if family is None:
         kind = describe_architecture(architecture, config)
         what = f"{kind}, which" if kind is not None and "," not in kind else f"{kind} and" if kind else ""
         raise LoadError(
-            f"architecture {format_value(architecture)} in config.json is {f'{what} is ' if what else ''}not supported: use one of "
-            f"{', '.join(sorted(family.architecture for family in FAMILIES))}"
+            f"architecture {format_value(architecture)} in config.json is {f'{what} is ' if what else ''}not supported: "
+            f"use one of {', '.join(sorted(family.architecture for family in FAMILIES))}"
         )
     return family, architecture if architecture in (family.classifier, family.token_classifier) else family.architecture
 
@@ -178,8 +177,14 @@ def _names_of(family: Family) -> tuple[str, ...]:
     return *family.names, family.classifier, family.token_classifier
 
 
+def _adapted_family(family: Family, config: Config) -> Family:
+    """The family adapted to config.json. Raises LoadError for values that would make it another model."""
+    reject_unsupported_values(config, family.fixed_values)
+    return family if family.variant is None else family.variant(family, config)
+
+
 def _head(config: Config, family: Family, architecture: str) -> ClassificationHeadSpec | None:
-    """That of classes, if the architecture has one. Raises LoadError for one that is not understood."""
+    """Classification head, if the architecture has one. Raises LoadError."""
     if architecture not in (family.classifier, family.token_classifier):
         return None
     per_token = architecture == family.token_classifier
@@ -221,7 +226,7 @@ def _layers(
     config: Config, family: Family, layout: RotaryLayout
 ) -> tuple[tuple[LayerSpec, ...], tuple[KVGroupSpec, ...]]:
     hidden, heads = read_size(config, "hidden_size"), read_size(config, "num_attention_heads")
-    read_size(config, "num_hidden_layers")  # required, where the rotation has a default
+    read_size(config, "num_hidden_layers")  # required, although the rotation has a default
     kv_heads = read_size(config, "num_key_value_heads", family.rules.num_key_value_heads or heads)
     dim = layout.groups[0].base.head_dim
     if heads % kv_heads:
@@ -278,7 +283,7 @@ def _layers(
     )
     if latent is not None:
         return layers, (KVGroupSpec(tuple(range(len(layers))), 1, latent.cached_dim, None, value_dim=0),)
-    if not family.causal:  # a text's keys are there for one step: windows give nothing back
+    if not family.causal:  # keys of a text exist for one step only, so windows save no memory
         return layers, (KVGroupSpec(tuple(range(len(layers))), kv_heads, dim, None),)
     kv_groups = tuple(
         KVGroupSpec(tuple(i for i, layer in enumerate(layout.layers) if layer.window == window), kv_heads, dim, window)
@@ -288,7 +293,7 @@ def _layers(
 
 
 def _feed_forwards(config: Config, family: Family, count: int) -> list[FeedForwardSpec]:
-    """That of each layer."""
+    """Feed-forward of each layer."""
     activation, bias = _activation(config, family), is_set(config, family.feed_forward_bias)
     rules = family.experts
     if rules is None:
@@ -308,9 +313,9 @@ def _dense(config: Config, family: Family, activation: Activation, bias: bool) -
     return PlainMLPSpec(width, activation, bias, names)
 
 
-def _unused(config: Config, family: Family, layers: int) -> tuple[str, ...]:
+def _unused_tensors(config: Config, family: Family, layers: int) -> tuple[str, ...]:
     further = read_count(config, "num_nextn_predict_layers", 0)
-    return family.unused + tuple(f"{family.outer_names.layers}.{layers + i}." for i in range(min(further, 64)))
+    return family.unused_tensors + tuple(f"{family.outer_names.layers}.{layers + i}." for i in range(min(further, 64)))
 
 
 def _norm_eps(config: Config, family: Family) -> float:
@@ -323,7 +328,7 @@ def _multiplier(config: Config, key: str | None, default: float = 1.0) -> float:
 
 
 def _residual(config: Config, multipliers: Multipliers, layers: int) -> float:
-    """What the parts of a layer are multiplied by when they are added to the stream."""
+    """Factor of the outputs of a layer's parts."""
     found = _multiplier(config, multipliers.residual)
     if multipliers.depth is None or (multipliers.depth in config and config[multipliers.depth] is None):
         return found
@@ -331,14 +336,14 @@ def _residual(config: Config, multipliers: Multipliers, layers: int) -> float:
 
 
 def _base_width(config: Config, multipliers: Multipliers, hidden: int) -> float:
-    """The hidden_size of which logits are what they are here."""
+    """Width at which the logits are not scaled."""
     if multipliers.base_width is None or (multipliers.base_width in config and config[multipliers.base_width] is None):
         return float(hidden)
     return _multiplier(config, multipliers.base_width, multipliers.base_width_default)
 
 
 def _soft_cap(config: Config, key: str, default: float | None) -> float | None:
-    """None where nothing is capped: also where config.json says null."""
+    """None: no soft cap, also if config.json has null."""
     return read_number(config, key) if key in config else default
 
 
@@ -357,7 +362,7 @@ def _activation(config: Config, family: Family) -> Activation:
 def _eos(
     config: Config, generation_config: Config, family: Family, vocab_size: int
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Ids that end an answer, and what to say of those that no answer can have."""
+    """Token ids that end an answer, and notices about ids outside the vocabulary."""
     value = generation_config.get("eos_token_id", config.get("eos_token_id"))
     ids = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
     if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
@@ -373,7 +378,7 @@ def _eos(
 
 
 def read_latent(config: Config, family: Family, sizes: LatentSizes, layout: RotaryLayout) -> LatentSpec:
-    """Of the first rotary group; all layers are alike. Raises LoadError for what such layers cannot have."""
+    """Latent attention of the first rotary group, the same for all layers. Raises LoadError."""
     base = layout.groups[0].base
     heads, hidden = read_size(config, "num_attention_heads"), read_size(config, "hidden_size")
     if read_size(config, "num_key_value_heads", heads) != heads:

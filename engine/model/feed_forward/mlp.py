@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm, projection
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm_weight, projection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,21 +20,18 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"]
 
 @dataclass(frozen=True, slots=True)
 class GatedMLPNames:
-    """Of a checkpoint's tensors, within their layer. gate_up: where the two are stored as one.
-
-    inner_norm: of an RMS norm over what meets the down projection.
-    """
+    """Checkpoint tensor names within the layer."""
 
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
-    gate_up: str | None = None
+    gate_up: str | None = None  # both in one tensor
     down: str = "mlp.down_proj"
-    inner_norm: str | None = None
+    inner_norm: str | None = None  # RMS norm before the down projection
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMLPSpec:
-    """down(activation(gate(x)) * up(x)); bias: on all three. factors: what gate and down give is multiplied by."""
+    """down(activation(gate(x)) * up(x)); bias: of all three. factors: multiply the outputs of gate and down."""
 
     intermediate_size: int
     activation: Activation = "silu"
@@ -44,17 +41,17 @@ class GatedMLPSpec:
 
     @property
     def unfused(self) -> GatedMLPSpec:
-        """The same with the two stored as two."""
+        """The same with gate and up stored separately."""
         return replace(self, names=replace(self.names, gate_up=None))
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """The fields of `GatedMLPWeights`: gate and up fused, so that the input is read once."""
+        """The fields of `GatedMLPWeights`. Gate and up are fused, so that the input is read once."""
         names, size = self.names, self.intermediate_size
         if names.gate_up is not None:
             gate_up = [StoredTensor(names.gate_up, 2 * size, role="gate up")]
         else:
             gate_up = [StoredTensor(names.gate, size, role="gate"), StoredTensor(names.up, size, role="up")]
-        inner = () if names.inner_norm is None else (norm("inner_norm", names.inner_norm, size),)
+        inner = () if names.inner_norm is None else (norm_weight("inner_norm", names.inner_norm, size),)
         return (
             *projection("gate_up", gate_up, hidden_size, bias=self.bias),
             *inner,
@@ -64,20 +61,17 @@ class GatedMLPSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlainMLPNames:
-    """Of a checkpoint's tensors, within their layer. numbers: those of xIELU, which is learned.
-
-    transposed: matrices have columns where others have rows (GPT-2).
-    """
+    """Checkpoint tensor names within the layer."""
 
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
-    numbers: str = "mlp.act_fn"
-    transposed: bool = False
+    numbers: str = "mlp.act_fn"  # learned numbers of xIELU
+    transposed: bool = False  # matrices are stored as [columns, rows] (GPT-2)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainMLPSpec:
-    """down(activation(up(x))); bias: on both."""
+    """down(activation(up(x))); bias: of both."""
 
     intermediate_size: int
     activation: Activation
@@ -107,7 +101,7 @@ class PlainMLPSpec:
 
 @dataclass(slots=True)
 class GatedMLPWeights:
-    """As `GatedMLPSpec.weights` lists them."""
+    """Weights listed by `GatedMLPSpec.weights`."""
 
     gate_up: Weight  # [2 * intermediate, hidden]
     down: Weight  # [hidden, intermediate]
@@ -135,7 +129,7 @@ class GatedMLP:
             self._factors = columns, ones, ones.new_full((1,), of_down)
 
     def forward(self, x: Tensor, lora: LayerLoRA | None = None) -> Tensor:
-        """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
+        """x: [T, hidden], normed. Returns [T, hidden]."""
         w, backend = self.weights, self._backend
         if lora is None and self._factors is None:
             y = backend.gated_linear(x, w.gate_up, w.gate_up_bias, self.spec.activation)
@@ -158,7 +152,7 @@ class GatedMLP:
 
 @dataclass(slots=True)
 class PlainMLPWeights:
-    """As `PlainMLPSpec.weights` lists them."""
+    """Weights listed by `PlainMLPSpec.weights`."""
 
     up: Weight  # [intermediate, hidden]
     down: Weight  # [hidden, intermediate]
@@ -180,7 +174,7 @@ class PlainMLP:
         self._backend = backend
 
     def forward(self, x: Tensor, lora: LayerLoRA | None = None) -> Tensor:
-        """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
+        """x: [T, hidden], normed. Returns [T, hidden]."""
         w, backend = self.weights, self._backend
         up = backend.linear(x, w.up, w.up_bias)
         if lora is not None:

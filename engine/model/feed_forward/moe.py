@@ -1,7 +1,8 @@
-"""Mixture of experts (1701.06538, 2401.04088): router, experts and shared expert; also in parallel with a dense MLP (Gemma 4).
+"""Mixture of experts (1701.06538, 2401.04088): router, experts and shared expert; also in parallel with a dense MLP
+(Gemma 4).
 
-Nothing in the layer depends on numbers that a step computes, except the kernels that read which experts were chosen, so that steps can
-be recorded.
+Only the kernels read which experts a step has chosen. Nothing else depends on computed numbers, so that steps can be
+recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from windlass.engine.model.feed_forward.mlp import (
     PlainMLPNames,
     PlainMLPSpec,
 )
-from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,7 @@ _MAX_EXPERTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """Which experts a token goes to, and with what weights: the fields of `kernels.Routing`, which explains them."""
+    """Choice and weights of a token's experts: the fields of `kernels.Routing`, which explains them but needs torch."""
 
     top_k: int = 1
     scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
@@ -47,7 +48,7 @@ class RouterSpec:
     jitter: float = 0.0
 
     def refusal(self, experts: int) -> str | None:
-        """Why a router cannot choose so among this many experts, None where it can."""
+        """Why a router cannot choose among this many experts; None if it can."""
         if not 1 <= experts <= _MAX_EXPERTS:
             return f"there are {experts} experts, not 1 to {_MAX_EXPERTS}"
         if experts % self.groups or not 1 <= self.top_groups <= self.groups:
@@ -64,50 +65,39 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStacks:
-    """Full names of tensors that hold all experts, [E, rows, columns], within their layer.
-
-    transposed: [E, columns, rows]. alternating: rows of gate and up by turns. biases: of their [E, rows].
-    """
+    """Full names within the layer of tensors that hold all experts, [E, rows, columns]."""
 
     gate_up: str
     down: str
-    gate_up_bias: str = ""
-    down_bias: str = ""
-    transposed: bool = False
-    alternating: bool = False
+    gate_up_bias: str = ""  # [E, rows]
+    down_bias: str = ""  # [E, rows]
+    transposed: bool = False  # stored as [E, columns, rows]
+    alternating: bool = False  # rows of gate and up alternate
 
 
 @dataclass(frozen=True, slots=True)
 class MoENames:
-    """Of a checkpoint's tensors, within their layer.
-
-    expert: of each, "<experts>.<index>.<name>", plain where experts have no gates; stacks: where all are stored as one instead.
-    router_bias: a bias of the
-    router's product; choice_bias: what is added to scores for the choice alone, and whether it is stored as a row [1, experts].
-    shared: of what every token meets; shared_gate: of its gate.
-    """
+    """Checkpoint tensor names within the layer."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
+    # Names of an expert are "<experts>.<index>.<name>"; plain names: experts have no gate.
     expert: GatedMLPNames | PlainMLPNames = field(
         default_factory=lambda: GatedMLPNames("gate_proj", "up_proj", down="down_proj")
     )
-    router_bias: bool = False
-    choice_bias: str | None = None
-    choice_bias_is_row: bool = False
+    router_bias: bool = False  # of the router's product
+    choice_bias: str | None = None  # selection bias: added to scores for the choice only
+    choice_bias_is_row: bool = False  # stored as [1, experts]
     shared: GatedMLPNames | PlainMLPNames | None = None
     shared_gate: str | None = None
-    stacks: ExpertStacks | None = None
+    stacks: ExpertStacks | None = None  # all experts in one tensor
 
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """The sum over the chosen experts of weight * down(activation(gate(x)) * up(x)), where they have no gates of
-    weight * down(activation(up(x))), and what the shared expert makes of x.
+    """Weighted sum of the chosen experts' outputs, plus the shared expert's.
 
-    shared_size: width of the shared expert, None where there is none; it is multiplied by sigmoid(gate(x)) where it has a gate.
-    clamp: (alpha, limit) of gpt-oss's activation in place of the other. scaled_inputs: weights multiply what an expert is given
-    instead of what it makes of it.
+    An expert is down(activation(gate(x)) * up(x)), or down(activation(up(x))) without gates.
     """
 
     experts: int
@@ -115,15 +105,15 @@ class MoESpec:
     router: RouterSpec
     activation: Activation = "silu"
     bias: bool = False
-    shared_size: int | None = None
+    shared_size: int | None = None  # width of the shared expert, whose output is multiplied by sigmoid(shared_gate(x))
     shared_bias: bool = False
-    clamp: tuple[float, float] | None = None
-    scaled_inputs: bool = False
+    clamp: tuple[float, float] | None = None  # (alpha, limit) of gpt-oss's activation, which replaces `activation`
+    scaled_inputs: bool = False  # weights multiply the experts' inputs instead of their outputs
     names: MoENames = field(default_factory=MoENames)
 
     @property
     def unfused(self) -> MoESpec:
-        """The same of a checkpoint that has gate and up of experts as tensors of their own, under names of the usual kind."""
+        """The same for a checkpoint with separate gate and up tensors of experts, under their usual names."""
         names, shared = self.names, self.names.shared
         if isinstance(shared, GatedMLPNames) and shared.gate_up is not None:
             shared = replace(shared, gate="mlp.shared_expert.gate_proj", up="mlp.shared_expert.up_proj", gate_up=None)
@@ -136,7 +126,7 @@ class MoESpec:
 
     @property
     def shared(self) -> GatedMLPSpec | PlainMLPSpec | None:
-        """The shared expert."""
+        """Specification of the shared expert."""
         if self.shared_size is None or self.names.shared is None:
             return None
         return self._one(self.shared_size, self.shared_bias, self.names.shared)
@@ -147,28 +137,28 @@ class MoESpec:
         return PlainMLPSpec(size, self.activation, bias, names)
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """The router's fields of `ExpertsWeights`, then each expert's under "experts.<index>.", then "shared."."""
+        """Router weights, then each expert's under "experts.<index>.", then the shared expert's under "shared."."""
         names, count = self.names, self.experts
-        found = [WeightSpec("router", "score", (count, hidden_size), (StoredTensor(f"{names.router}.weight", count),))]
+        result = [WeightSpec("router", "score", (count, hidden_size), (StoredTensor(f"{names.router}.weight", count),))]
         if names.router_bias:
-            found.append(WeightSpec("router_bias", "shift", (count,), (StoredTensor(f"{names.router}.bias", count),)))
+            result.append(WeightSpec("router_bias", "shift", (count,), (StoredTensor(f"{names.router}.bias", count),)))
         if names.choice_bias is not None:
             row = names.choice_bias_is_row
             stored = (StoredTensor(names.choice_bias, 1 if row else count),)
-            found.append(
+            result.append(
                 WeightSpec("choice_bias", "score" if row else "shift", (1, count) if row else (count,), stored)
             )
         for index in range(count):
-            found += self._expert(index, hidden_size)
+            result += self._expert(index, hidden_size)
         if (shared := self.shared) is not None:
-            found += [weight.with_prefix("shared.", "") for weight in shared.weights(hidden_size)]
+            result += [weight.with_prefix("shared.", "") for weight in shared.weights(hidden_size)]
             if names.shared_gate is not None:
                 gate = (StoredTensor(f"{names.shared_gate}.weight", 1),)
-                found.append(WeightSpec("shared_gate", "score", (1, hidden_size), gate))
-        return tuple(found)
+                result.append(WeightSpec("shared_gate", "score", (1, hidden_size), gate))
+        return tuple(result)
 
     def _expert(self, index: int, hidden_size: int) -> list[WeightSpec]:
-        """The weights of one expert."""
+        """Weights of one expert."""
         names, prefix = self.names, f"experts.{index}."
         if names.stacks is not None:
             return [weight.with_prefix(prefix, "") for weight in self._of_stacks(names.stacks, index, hidden_size)]
@@ -178,29 +168,29 @@ class MoESpec:
 
     def _of_stacks(self, names: ExpertStacks, index: int, hidden_size: int) -> list[WeightSpec]:
         rows, inner = 2 * self.intermediate_size, self.intermediate_size
-        interleaved, turned = names.alternating, names.transposed
+        transposed, alternating = names.transposed, names.alternating
         gate_up = StoredTensor(
-            f"{names.gate_up}[{index}]", rows, role="gate up", transposed=turned, alternating=interleaved
+            f"{names.gate_up}[{index}]", rows, role="gate up", transposed=transposed, alternating=alternating
         )
-        down = StoredTensor(f"{names.down}[{index}]", hidden_size, role="down", transposed=turned)
-        found = [
+        down = StoredTensor(f"{names.down}[{index}]", hidden_size, role="down", transposed=transposed)
+        result = [
             WeightSpec("gate_up", "expert", (rows, hidden_size), (gate_up,)),
             WeightSpec("down", "expert", (hidden_size, inner), (down,)),
         ]
         if self.bias:
-            gate_up = StoredTensor(f"{names.gate_up_bias}[{index}]", rows, alternating=interleaved)
+            gate_up = StoredTensor(f"{names.gate_up_bias}[{index}]", rows, alternating=alternating)
             down = StoredTensor(f"{names.down_bias}[{index}]", hidden_size)
-            found.append(WeightSpec("gate_up_bias", "bias", (rows,), (gate_up,)))
-            found.append(WeightSpec("down_bias", "bias", (hidden_size,), (down,)))
-        return found
+            result.append(WeightSpec("gate_up_bias", "bias", (rows,), (gate_up,)))
+            result.append(WeightSpec("down_bias", "bias", (hidden_size,), (down,)))
+        return result
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelExpertsSpec:
-    """norm(what the dense one makes) + norm(experts(norm(stream))), each norm with its own weights (Gemma 4).
+    """norm(dense(norm(x))) + norm(experts(norm(x))), each norm with its own weights (Gemma 4).
 
-    The router sees the stream by its root mean square, times `router_scale`. expert_scale: of what multiplies the weight of each
-    expert. The others are names of norms.
+    The router reads x divided by its root mean square and multiplied by `router_scale`. expert_scale: factors of the
+    experts' weights. The other fields name norms.
     """
 
     experts: MoESpec
@@ -211,23 +201,23 @@ class ParallelExpertsSpec:
     expert_scale: str = "router.per_expert_scale"
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """Norms and scales, then those of the experts behind "beside."."""
+        """Norms and scales, then the experts' weights under "beside."."""
         count = self.experts.experts
         return (
-            norm("beside_dense_norm", self.dense_norm, hidden_size),
-            norm("beside_norm", self.norm, hidden_size),
-            norm("beside_output_norm", self.output_norm, hidden_size),
+            norm_weight("beside_dense_norm", self.dense_norm, hidden_size),
+            norm_weight("beside_norm", self.norm, hidden_size),
+            norm_weight("beside_output_norm", self.output_norm, hidden_size),
             WeightSpec("beside_router_norm", "shift", (hidden_size,), (StoredTensor(self.router_scale, hidden_size),)),
             WeightSpec("beside_scales", "shift", (count,), (StoredTensor(self.expert_scale, count),)),
             *(weight.with_prefix("beside.", "") for weight in self.experts.weights(hidden_size)),
         )
 
 
-_MAX_CACHED_TOKENS = 256  # tokens of a step
+_MAX_CACHED_TOKENS = 256  # largest step for which a tensor of ones is cached
 
 
 class MoEFeedForward:
-    """The weighted sum of what the chosen experts make of a token, and the shared expert's part."""
+    """Weighted sum of the chosen experts' outputs, plus the shared expert's."""
 
     def __init__(
         self,
@@ -237,8 +227,8 @@ class MoEFeedForward:
         backend: Backend,
         scales: Tensor | None = None,
     ) -> None:
-        """weights: as `MoESpec.weights` lists them. norm_eps: of norms within the shared expert. scales: float32 [E], what
-        multiplies the weights of experts."""
+        """weights: listed by `MoESpec.weights`. norm_eps: of norms in the shared expert. scales: float32 [E], factors
+        of the experts' weights."""
         from windlass.kernels import Routing
 
         self.spec = spec
@@ -249,7 +239,7 @@ class MoEFeedForward:
         self._router_bias: Tensor | None = weights.get("router_bias")  # [E] float32
         choice_bias: Tensor | None = weights.get("choice_bias")
         self._choice_bias = None if choice_bias is None else choice_bias.view(-1)  # [E] float32
-        # [2 * intermediate, hidden] each, or [intermediate, hidden] where they have no gates
+        # [2 * intermediate, hidden] each, or [intermediate, hidden] without gates
         self._up = self._experts(weights, "gate_up" if spec.gated else "up")
         self._down = self._experts(weights, "down")  # [hidden, intermediate] each
         self._shared = self._shared_expert(weights, norm_eps)
@@ -257,15 +247,15 @@ class MoEFeedForward:
         self._shared_gate: Tensor | None = weights.get("shared_gate")  # [1, hidden] float32
 
     def _ones(self, tokens: int, chosen: int) -> Tensor:
-        """[tokens, chosen]; of few tokens always the same, so that steps of as many can be recorded."""
-        found = self._cached_ones.get(tokens)
-        if found is None:
+        """[tokens, chosen]. For few tokens it is always the same tensor, so that steps of this size can be recorded."""
+        result = self._cached_ones.get(tokens)
+        if result is None:
             import torch
 
-            found = torch.ones((tokens, chosen), dtype=torch.float32, device=self._backend.device)
+            result = torch.ones((tokens, chosen), dtype=torch.float32, device=self._backend.device)
             if tokens <= _MAX_CACHED_TOKENS:
-                self._cached_ones[tokens] = found
-        return found
+                self._cached_ones[tokens] = result
+        return result
 
     def _shared_expert(self, weights: Mapping[str, Any], norm_eps: float) -> GatedMLP | PlainMLP | None:
         spec, prefix = self.spec.shared, "shared."
@@ -282,8 +272,8 @@ class MoEFeedForward:
         return self._backend.experts([weights[one] for one in each], biases)
 
     def forward(self, x: Tensor, lora: LayerLoRA | None = None, router_input: Tensor | None = None) -> Tensor:
-        """x: [T, hidden], normed. changes: what adapters add to the shared expert. router_input: [T, hidden], what the router
-        sees instead of x, by the root of its width. Returns [T, hidden]."""
+        """x: [T, hidden], normed. lora: applied to the shared expert. router_input: [T, hidden], replaces x as the
+        router's input; its logits are divided by sqrt(hidden). Returns [T, hidden]."""
         backend = self._backend
         wide = (x if router_input is None else router_input).float()
         logits = backend.linear(wide, self._router, self._router_bias)  # [T, E]
@@ -302,11 +292,11 @@ class MoEFeedForward:
         return out
 
     def _unfused(self, x: Tensor, routed: Routed) -> Tensor:
-        """What the experts make of x, with inputs that are scaled, gates and ups that are limited, or without gates."""
+        """The experts' output [T, hidden] as separate products: for scaled inputs, limited activations, or no gates."""
         backend = self._backend
         chosen, weights = routed
         up = backend.linear_of_experts(x, self._up, chosen)  # [T * k, 2 * intermediate], or [T * k, intermediate]
-        if self.spec.scaled_inputs:  # the product of what is scaled is the scaled product
+        if self.spec.scaled_inputs:  # scaling the product is the same as scaling the input
             backend.scale_rows(up, weights.view(-1))
             weights = self._ones(*weights.shape)
         if self.spec.clamp is not None:
@@ -325,7 +315,7 @@ class ParallelExperts:
     """See `ParallelExpertsSpec`. Norm weights are float32 [hidden], without an offset."""
 
     def __init__(self, spec: ParallelExpertsSpec, weights: Mapping[str, Any], eps: float, backend: Backend) -> None:
-        """weights: those that the spec lists. eps: of norms."""
+        """weights: those that the spec lists. eps: of the norms."""
         self.spec, self._backend, self._eps = spec, backend, eps
         self._dense_norm: Tensor = weights["beside_dense_norm"]
         self._norm: Tensor = weights["beside_norm"]
@@ -335,14 +325,14 @@ class ParallelExperts:
         own = {name.removeprefix(_PREFIX): one for name, one in weights.items() if name.startswith(_PREFIX)}
         self._experts = MoEFeedForward(spec.experts, own, eps, backend, scales)
 
-    def forward(self, stream: Tensor) -> Tensor:
-        """What the experts make of the stream [T, hidden], not yet normed. Returns [T, hidden]."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Output of the experts for the hidden state [T, hidden], before its norm. Returns [T, hidden]."""
         backend = self._backend
-        seen = backend.rms_norm(stream, self._router_norm, self._eps)
-        return self._experts.forward(backend.rms_norm(stream, self._norm, self._eps), router_input=seen)
+        router_input = backend.rms_norm(x, self._router_norm, self._eps)
+        return self._experts.forward(backend.rms_norm(x, self._norm, self._eps), router_input=router_input)
 
     def combine(self, dense: Tensor, experts: Tensor) -> Tensor:
-        """What both made, [T, hidden] each, as one."""
-        found = self._backend.rms_norm(dense, self._dense_norm, self._eps)
-        self._backend.add(found, self._backend.rms_norm(experts, self._output_norm, self._eps))
-        return found
+        """Sum of the normed outputs of the MLP and the experts, both [T, hidden]."""
+        result = self._backend.rms_norm(dense, self._dense_norm, self._eps)
+        self._backend.add(result, self._backend.rms_norm(experts, self._output_norm, self._eps))
+        return result

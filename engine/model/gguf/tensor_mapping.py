@@ -110,7 +110,7 @@ def map_tensors(
         if name in FACTOR_TENSORS:
             continue
         for new, part in _renamed(name, tensor, outer, layer_names, family, spec):
-            if new.startswith(spec.unused):
+            if new.startswith(spec.unused_tensors):
                 continue
             if new in found:
                 raise LoadError(f"tensor {format_key(name)} is one that stands there under another name already")
@@ -165,8 +165,12 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
 def _further_names(layer: LayerSpec) -> dict[str, str]:
     """Of what stands beside the usual parts of a layer."""
     names: dict[str, str] = {}
-    if layer.input is not None:
-        names |= {"inp_gate": layer.input.gate, "proj": layer.input.out, "post_norm": layer.input.norm}
+    if layer.per_layer_projection is not None:
+        names |= {
+            "inp_gate": layer.per_layer_projection.gate,
+            "proj": layer.per_layer_projection.out,
+            "post_norm": layer.per_layer_projection.norm,
+        }
     if layer.parallel_experts is not None:
         names |= {
             "post_ffw_norm_1": layer.parallel_experts.dense_norm,
@@ -175,7 +179,7 @@ def _further_names(layer: LayerSpec) -> dict[str, str]:
             "ffn_gate_inp.scale": layer.parallel_experts.router_scale,
             "ffn_down_exps.scale": layer.parallel_experts.expert_scale,
         }
-    return names if layer.scalar is None else {**names, "layer_output_scale": layer.scalar}
+    return names if layer.output_scale is None else {**names, "layer_output_scale": layer.output_scale}
 
 
 def _convolution_names(spec: ModelSpec) -> dict[str, str]:
@@ -188,7 +192,10 @@ def _convolution_names(spec: ModelSpec) -> dict[str, str]:
 
 def _state_space_names(spec: ModelSpec) -> dict[str, str]:
     """Of memories that fade, as layers or beside attention, if there are any (Mamba 2)."""
-    mixers = (layer.mixer if layer.state is None else layer.state.state for layer in spec.layers)
+    mixers = (
+        layer.mixer if layer.parallel_state_space is None else layer.parallel_state_space.state_space
+        for layer in spec.layers
+    )
     own = next((mixer.names for mixer in mixers if isinstance(mixer, StateSpaceSpec)), None)
     if own is None:
         return {}
@@ -353,8 +360,8 @@ def _as_listed(found: dict[str, GGUFTensorLocation], spec: ModelSpec) -> dict[st
     for weight in spec.weights():
         for stored in weight.stored:
             tensor, shape = found.pop(stored.name, None), (stored.rows, *weight.shape[1:])
-            if stored.by_head is not None:
-                shape = (stored.by_head, stored.rows // stored.by_head)
+            if stored.reshape_rows is not None:
+                shape = (stored.reshape_rows, stored.rows // stored.reshape_rows)
             if stored.transposed:
                 shape = shape[::-1]
             if tensor is None:

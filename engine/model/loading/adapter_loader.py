@@ -265,7 +265,7 @@ def read_adapter(source: AdapterSource, spec: ModelSpec, storage: AdapterStorage
     spec: of the model with its rows in the order of its original weights, whatever file they came from. Raises RequestError
     that says what in the files is at fault.
     """
-    if spec.factored:
+    if spec.has_folded_factors:
         raise refuse(
             "the weights of this GGUF file are multiplied by factors that it does not name and the adapter was trained without: "
             "serve the original Hugging Face model",

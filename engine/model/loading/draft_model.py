@@ -35,7 +35,7 @@ def has_usable_mtp_head(spec: ModelSpec, tensors: Collection[str]) -> bool:
     layer, groups = spec.mtp, spec.kv_groups
     if layer is None or not spec.generates or len(groups) > 1 or groups[0].window is not None:
         return False
-    return any(name.startswith(layer.own[0]) for name in tensors)
+    return any(name.startswith(layer.own_tensors[0]) for name in tensors)
 
 
 def prediction_layer(spec: ModelSpec, tensors: Collection[str], what: MTPPart, *, in_gguf: bool) -> ModelSpec:
@@ -51,8 +51,8 @@ def prediction_layer(spec: ModelSpec, tensors: Collection[str], what: MTPPart, *
             f"{_MTP_OPTION}: this model ({spec.architecture}) has no layer that predicts further tokens, or none that can be used: "
             "leave it out"
         )
-    if tensors and not any(name.startswith(layer.own[0]) for name in tensors):
-        why, other = f"no tensor's name begins with {layer.own[0]!r}", "the files of the model's own publisher"
+    if tensors and not any(name.startswith(layer.own_tensors[0]) for name in tensors):
+        why, other = f"no tensor's name begins with {layer.own_tensors[0]!r}", "the files of the model's own publisher"
         if in_gguf:
             why = "no block has tensors whose names contain nextn, which some conversions leave out"
             other = "a conversion of the model that has them"
@@ -62,7 +62,7 @@ def prediction_layer(spec: ModelSpec, tensors: Collection[str], what: MTPPart, *
     if what == "layer":
         return layer
     head = f"{spec.names.embedding if spec.tied_embeddings else spec.names.head}.weight"
-    return replace(layer, mtp_head=head, own=(*layer.own, head))
+    return replace(layer, mtp_head=head, own_tensors=(*layer.own_tensors, head))
 
 
 _DRAFT_OPTION = "`scheduling.speculation.model`"

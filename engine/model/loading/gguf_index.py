@@ -122,7 +122,7 @@ class GGUFIndex:
 
         layers = tuple(map(turned, spec.layers)) if self.values_in_turns else spec.layers
         notices = (*spec.notices, _UNKNOWN_SCALE) if self.factored and spec.tied_embeddings else spec.notices
-        return replace(spec, layers=layers, factored=self.factored, notices=notices)
+        return replace(spec, layers=layers, has_folded_factors=self.factored, notices=notices)
 
     def adapt(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model as these files hold it, and of its prediction layer."""
@@ -155,8 +155,9 @@ def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool, gates_apart: bool) 
             layer = replace(layer, mixer=replace(layer.mixer, names=names, in_gguf=True))
         if isinstance(layer.mixer, ShortConvolutionSpec | StateSpaceSpec):
             layer = replace(layer, mixer=replace(layer.mixer, in_gguf=True))
-        if layer.state is not None:
-            layer = replace(layer, state=replace(layer.state, state=replace(layer.state.state, in_gguf=True)))
+        if (parallel := layer.parallel_state_space) is not None:
+            state_space = replace(parallel.state_space, in_gguf=True)
+            layer = replace(layer, parallel_state_space=replace(parallel, state_space=state_space))
         layers.append(layer)
     return replace(spec, layers=tuple(layers))
 

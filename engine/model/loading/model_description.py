@@ -129,9 +129,9 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
         """What lies among the model's layers moves along with them."""
         return names.layers + name.removeprefix(spec.names.layers) if name.startswith(spec.names.layers) else name
 
-    unused = tuple(dict.fromkeys((*spec.unused, *map(moved, spec.unused))))
+    unused = tuple(dict.fromkeys((*spec.unused_tensors, *map(moved, spec.unused_tensors))))
     mtp = None if spec.mtp is None else _with_names(spec.mtp, moved)
-    found = replace(spec, names=names, unused=unused, mtp=mtp)
+    found = replace(spec, names=names, unused_tensors=unused, mtp=mtp)
     embedding, head = f"{found.names.embedding}.weight", f"{found.names.head}.weight"
     needs_head = not spec.tied_embeddings and spec.generates
     if needs_head and embedding in tensors and not any(name.startswith(f"{found.names.head}.") for name in tensors):
@@ -152,8 +152,8 @@ def _with_names(layer: ModelSpec, moved: Callable[[str], str]) -> ModelSpec:
         layer,
         names=replace(names, layers=moved(names.layers), final_norm=moved(names.final_norm)),
         mtp_input=MTPInputSpec(moved(mtp_input.embedding_norm), moved(mtp_input.state_norm), moved(mtp_input.matrix)),
-        own=tuple(map(moved, layer.own)),
-        unused=tuple(map(moved, layer.unused)),
+        own_tensors=tuple(map(moved, layer.own_tensors)),
+        unused_tensors=tuple(map(moved, layer.unused_tensors)),
     )
 
 
@@ -278,9 +278,9 @@ def check_tensors(
 
 def stored_shape(weight: WeightSpec, tensor: StoredTensor) -> list[int]:
     """Of a tensor in a checkpoint."""
-    if tensor.by_head is not None:
-        return [tensor.by_head, tensor.rows // tensor.by_head]
-    if tensor.channels:
+    if tensor.reshape_rows is not None:
+        return [tensor.reshape_rows, tensor.rows // tensor.reshape_rows]
+    if tensor.depthwise:
         return [tensor.rows, 1, *weight.shape[1:]]
     shape = [tensor.rows, *weight.shape[1:]]
     return shape[::-1] if tensor.transposed else shape

@@ -83,7 +83,7 @@ def select_rows(tensor: StoredTensor, part: WeightSlice, first: int) -> RowSelec
     if part.rows is None and part.columns is None:
         return RowSelection(rows=order)
     runs = tuple(part.within(first, tensor.rows))
-    if tensor.transposed or tensor.by_head is not None:  # its rows are not the weight's: it is read whole
+    if tensor.transposed or tensor.reshape_rows is not None:  # its rows are not the weight's: it is read whole
         rows = order
         if part.rows is not None:
             wanted = torch.cat([torch.arange(*run) for run in runs])

@@ -158,10 +158,10 @@ def _targets(decoder: Decoder, part: ModelShard | None) -> tuple[dict[str, _Weig
                 picked.rows,
                 tensor.unit_rows,
                 tensor.transposed,
-                tensor.by_head,
+                tensor.reshape_rows,
                 picked.columns,
                 zeros,
-                tensor.made,
+                tensor.transform,
             )
             if picked.runs is not None:
                 columns = None if own.columns is None else (spec.shape[1], *own.columns)

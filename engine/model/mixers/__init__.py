@@ -1,3 +1,1 @@
-"""Mixers: the part of a layer through which a token sees other tokens. Each module has a specification and the layer that runs it."""
-
-from __future__ import annotations
+"""Mixers: the part of a layer through which a token sees other tokens. Each module has a specification and its layer."""

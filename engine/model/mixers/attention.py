@@ -1,4 +1,5 @@
-"""Attention over the cached keys and values of a sequence: specification, metadata that the layers of a step share, and the layer.
+"""Attention over the cached keys and values of a sequence: specification, metadata shared by the layers of a step, and
+the layer.
 
 Torch is imported only where tensors are made, because the API process reads specifications.
 """
@@ -32,30 +33,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionNames:
-    """Of a checkpoint's tensors, within their layer. qkv: where q, k and v are stored as one.
-
-    qkv_order: "parts", all queries, all keys, all values; "groups", one key head after another, each as its queries, its key
-    and its value; "quarters", four parts of the heads, each as its queries, values and keys (CodeGen).
-    output_norm: of an RMS norm over what attention gives. gate: of a projection whose sigmoid multiplies it. transposed: matrices
-    have columns where others have rows (GPT-2).
-    """
+    """Checkpoint tensor names within the layer."""
 
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
-    qkv: str | None = None
+    qkv: str | None = None  # q, k and v in one tensor
+    # "parts": all queries, all keys, all values. "groups": for each key head its queries, its key and its value.
+    # "quarters": four groups of heads, each as its queries, values and keys (CodeGen).
     qkv_order: Literal["parts", "groups", "quarters"] = "parts"
     out: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
-    output_norm: str | None = None
-    gate: str | None = None
+    output_norm: str | None = None  # RMS norm of the attention output
+    gate: str | None = None  # projection whose sigmoid multiplies the attention output
     sinks: str = "self_attn.sinks"
-    transposed: bool = False
+    transposed: bool = False  # matrices are stored as [columns, rows] (GPT-2)
 
 
 class AttentionKind(NamedTuple):
-    """What attention is asked by layers of one kind. slopes: of ALiBi, one for each head."""
+    """The part of a layer that its attention call depends on. slopes: of ALiBi, one per head."""
 
     kv_group: int
     scale: float
@@ -68,9 +65,9 @@ class AttentionKind(NamedTuple):
 
 
 def _alibi_slopes(heads: int, factor: float) -> tuple[float, ...]:
-    """2^(-8 h / n) of heads h = 1 to n (2108.12409), where n is a power of two; of the others those between, every second one.
+    """ALiBi slopes times `factor`: 2^(-8 h / n) for heads h = 1 to n (2108.12409) if n is a power of two.
 
-    factor: of all of them.
+    Otherwise n is the power of two below, and the remaining heads use every second slope of twice as many heads.
     """
     even = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * h / even) for h in range(1, even + 1)]
@@ -80,51 +77,38 @@ def _alibi_slopes(heads: int, factor: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One attention layer. scale multiplies q·k; window: keys a query sees, itself included; soft_cap: see kernels.
-
-    rotary_group and kv_group index into the model's groups; rotary_group None: the layer does not rotate (NoPE).
-    qk_norm: a norm per head, before or after the rotation; "all heads": one over all of them, before it; "by head": before it,
-    each head with weights of its own, in one tensor, or in one for each "{head}" of their names. qk_norm_form: what
-    it does. clip: queries, keys and values are limited to ±clip when they are projected.
-    interleaved_dims: how many dims of each head the checkpoint holds as pairs (2j, 2j + 1);
-    0: its pairs are (j, j + d/2) already. swapped_dims: how many it holds as pairs (j + d/2, j). sinks: it has
-    learned sink logits. causal: keys behind a query are hidden from it; else it sees `window` keys from itself on as well.
-    alibi: scores lose by the distance of their keys, by a slope for each head (2108.12409) times this; 0: they do not. chunked:
-    a query sees the keys of its own chunk of `window` tokens only, which begin at multiples of it, not those `window` behind it.
-    values_normed: each head of a value is divided by its root mean square. keys_as_values: what is projected to a key is, before
-    its norm, the value too. kv_source_layer: the layer whose cached keys and values queries meet; this one makes none. gated_queries: the
-    projection of queries makes of each head its query and behind it a gate, whose sigmoid multiplies what attention gives;
-    where queries and keys are normed before the rotation, if at all.
-    """
+    """One attention layer. rotary_group and kv_group index into the model's groups."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float
-    rotary_group: int | None = 0
+    scale: float  # multiplies q·k
+    rotary_group: int | None = 0  # None: the layer does not rotate (NoPE)
     kv_group: int = 0
-    window: int | None = None
-    soft_cap: float | None = None
+    window: int | None = None  # keys that a query sees, itself included
+    soft_cap: float | None = None  # see kernels
     qkv_bias: bool = False
     out_bias: bool = False
+    # A norm of each head, before or after the rotation; "all heads": one norm over all of them, before it; "by head": before it,
+    # with separate weights for each head, in one tensor or in one for each "{head}" of their names.
     qk_norm: Literal["before", "after", "all heads", "by head"] | None = None
-    interleaved_dims: int = 0
+    interleaved_dims: int = 0  # leading dims of a head that are stored as pairs (2j, 2j + 1), not (j, j + d/2)
     names: AttentionNames = AttentionNames()
     qk_norm_form: NormSpec = field(default_factory=NormSpec)
-    clip: float | None = None
-    swapped_dims: int = 0
-    sinks: bool = False
-    causal: bool = True
-    alibi: float = 0.0
-    chunked: bool = False
-    values_normed: bool = False
-    keys_as_values: bool = False
-    kv_source_layer: int | None = None
+    clip: float | None = None  # projected queries, keys and values are limited to ±clip
+    swapped_dims: int = 0  # leading dims of a head that are stored as pairs (j + d/2, j)
+    sinks: bool = False  # learned sink logits
+    causal: bool = True  # False: a query also sees `window` keys from itself on
+    alibi: float = 0.0  # factor of the ALiBi slopes; 0: none
+    chunked: bool = False  # a query sees keys of its own chunk of `window` tokens, which begins at a multiple of that
+    values_normed: bool = False  # each head of a value is divided by its root mean square
+    keys_as_values: bool = False  # the projected key before its norm is also the value
+    kv_source_layer: int | None = None  # KV sharing: the layer whose keys and values are read
+    # The query projection also gives each head a gate, whose sigmoid multiplies the output. Norms come before the rotation.
     gated_queries: bool = False
 
     @property
     def kind(self) -> AttentionKind:
-        """The part of this layer that its attention call depends on."""
         return AttentionKind(
             self.kv_group,
             self.scale,
@@ -138,14 +122,14 @@ class AttentionSpec:
 
     @property
     def projected_heads(self) -> tuple[int, int, int, int]:
-        """How many heads of queries, of their gates, of keys and of values are projected."""
+        """Number of projected heads of queries, gates, keys and values."""
         gates = self.num_heads if self.gated_queries else 0
         if self.kv_source_layer is not None:
             return self.num_heads, gates, 0, 0
         return self.num_heads, gates, self.num_kv_heads, 0 if self.keys_as_values else self.num_kv_heads
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """The fields of `AttentionWeights`: projections fused, so that each input is read once."""
+        """The fields of `AttentionWeights`. Projections are fused, so that their input is read once."""
         names, heads, kv_heads = self.names, self.num_heads, self.num_kv_heads
         q_size, kv_size = heads * self.head_dim, kv_heads * self.head_dim
         if names.qkv is not None:
@@ -178,14 +162,14 @@ class AttentionSpec:
         return result
 
     def _norm_weights(self, name: str, stored: str, heads: int) -> tuple[WeightSpec, ...]:
-        """A norm's weights apply to rotated dims as the checkpoint numbers them."""
+        """Norm weights follow the stored order of rotated dims."""
         size = heads * self.head_dim
         if self.qk_norm == "by head":
             if "{head}" in stored:
                 named, pairs = [stored.format(head=head) for head in range(heads)], self._interleaved(1)
                 tensors = tuple(StoredTensor(f"{one}.weight", self.head_dim, pairs) for one in named)
             else:
-                tensors = (StoredTensor(f"{stored}.weight", size, self._interleaved(heads), by_head=heads),)
+                tensors = (StoredTensor(f"{stored}.weight", size, self._interleaved(heads), reshape_rows=heads),)
             return (WeightSpec(name, "norm", (size,), tensors),)
         over_all = self.qk_norm == "all heads"
         pairs = self._interleaved(heads if over_all else 1)
@@ -205,9 +189,9 @@ class AttentionSpec:
 
 @dataclass(slots=True)
 class AttentionWeights:
-    """As `AttentionSpec.weights` lists them. Norm weights are float32, offset applied."""
+    """Weights listed by `AttentionSpec.weights`. Norm weights are float32, with the offset applied."""
 
-    qkv: Weight  # [(Hq + 2 Hkv) * D, hidden], or fewer heads, see `AttentionSpec.projected_heads`; gates behind queries
+    qkv: Weight  # [(Hq + 2 Hkv) * D, hidden], or fewer heads, see `AttentionSpec.projected_heads`; gates follow queries
     out: Weight  # [hidden, Hq * D]
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
@@ -222,25 +206,22 @@ class AttentionWeights:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """What the attention layers of one step take of its batch.
+    """Views of the forward batch by rotary and KV group, which all attention layers of a step share.
 
-    sources: the query that each further version is of, None where there are none. anchors: how queries are turned before
-    their norm's weights, None where they are not. second_key_slots: where keys are kept a second time, as they
-    seem from far away; none where no token's are.
+    They are made once per step instead of once per layer. No number of the batch is copied.
     """
 
     rotations: list[tuple[Tensor, Tensor, Tensor]]  # per rotary group cos and sin [T, d/2], q_scale [T]
-    pre_norm_scales: list[Tensor]  # per rotary group [T], see `ForwardBatch.pre_norm_scale`; none where there is none
+    pre_norm_scales: list[Tensor]  # per rotary group [T], see `ForwardBatch.pre_norm_scale`; empty if there is none
     slots: list[Tensor]  # per KV group [T]
-    calls: list[AttentionCall]  # per kind of layer, see `AttentionMetadataBuilder`
-    sources: Tensor | None = None  # [V] int64
-    copy_rotations: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per rotary group cos and sin [V, d/2]
-    anchors: list[tuple[Tensor, Tensor]] | None = None  # per rotary group cos and sin [T, d/2]
-    query_indices: Tensor | None = None  # [T] int64, with anchors
-    second_key_slots: list[Tensor] = field(default_factory=list)  # per KV group [T], -1 for tokens without
-    second_key_rotations: list[tuple[Tensor, Tensor]] = field(
-        default_factory=list
-    )  # per rotary group cos and sin [T, d/2]
+    calls: list[AttentionCall]  # per `AttentionKind`
+    # See `RotatedQueryCopies`; rotations are cos and sin per rotary group, [V, d/2] or [T, d/2].
+    copy_sources: Tensor | None = None  # [V] int64; None: no copies
+    copy_rotations: Sequence[tuple[Tensor, Tensor]] = ()
+    pre_norm_rotations: Sequence[tuple[Tensor, Tensor]] = ()  # applied to queries before the weights of their norm
+    query_indices: Tensor | None = None  # [T] int64, with pre_norm_rotations
+    second_key_slots: Sequence[Tensor] = ()  # per KV group [T], -1: no second key copy
+    second_key_rotations: Sequence[tuple[Tensor, Tensor]] = ()
 
     def append_key_copies(
         self,
@@ -252,8 +233,7 @@ class AttentionMetadata:
         pages: KVPages,
         backend: Backend,
     ) -> None:
-        """Keep keys [T, Hkv, D] and values a second time where the rule of their distances asks for it, as they seem from far
-        away. no_query: [T, 0, D]."""
+        """Append second key copies of k and v [T, Hkv, D], if the distance rule uses them. no_query: [T, 0, D]."""
         if not self.second_key_slots:
             return
         group = rotary_group or 0
@@ -265,7 +245,7 @@ class AttentionMetadata:
 
 
 def _full_range(batch: ForwardBatch) -> KeyRanges:
-    """The ranges of a call whose queries meet all keys as they are, at their distance."""
+    """Key ranges of queries that attend to all keys unchanged."""
     import torch
 
     from windlass.kernels import KeyRanges
@@ -275,24 +255,22 @@ def _full_range(batch: ForwardBatch) -> KeyRanges:
 
 
 class AttentionMetadataBuilder:
-    """Makes the views that layers take of a batch once per step instead of once per layer.
-
-    kind_by_layer: layers of one kind ask the same of attention; per layer an index into `AttentionMetadata.calls`.
-    """
+    """Builds `AttentionMetadata` once per step. kind_by_layer: for each attending layer its index into
+    `AttentionMetadata.calls`."""
 
     def __init__(self, kinds: Sequence[AttentionKind], rotary_dims: Sequence[int]) -> None:
-        """kinds: of every layer that attends. rotary_dims: of every rotary group."""
+        """kinds: of every attending layer. rotary_dims: of every rotary group."""
         self._kinds = list(dict.fromkeys(kinds))
         self.kind_by_layer = [self._kinds.index(kind) for kind in kinds]
         self._windows = tuple(dict.fromkeys(kind.window for kind in kinds))
         self._rotated_pairs = [dim // 2 for dim in rotary_dims]
         self._alibi_slope_tensors: dict[tuple[float, ...], Tensor] = {}
 
-    def metadata(self, batch: ForwardBatch) -> AttentionMetadata:
+    def build(self, batch: ForwardBatch) -> AttentionMetadata:
         from windlass.kernels import AttentionCall, KeyRanges
 
         rotations = [
-            # The batch's cosines are as wide as the widest group's.
+            # The batch's cosines have the width of the widest group.
             (batch.cos[group, :, :pairs], batch.sin[group, :, :pairs], batch.q_scale[group])
             for group, pairs in enumerate(self._rotated_pairs)
         ]
@@ -306,15 +284,13 @@ class AttentionMetadataBuilder:
             window, cap = kind.window, kind.soft_cap
             if kind.slopes is not None:
                 slopes = self._alibi_slope_tensor(kind.slopes, batch.seq_lens.device)
-                ranges = (
-                    _full_range(batch)
-                    if query_copies is None
-                    else KeyRanges(
-                        query_copies.ends, query_copies.unrotated_rows, query_copies.reaches[0], query_copies.gaps
-                    )
-                )
+                if query_copies is None:
+                    ranges = _full_range(batch)
+                else:
+                    rows, reach = query_copies.unrotated_rows, query_copies.reaches[0]
+                    ranges = KeyRanges(query_copies.ends, rows, reach, query_copies.gaps)
                 calls.append(AttentionCall(*operands, soft_cap=cap, ranges=ranges, alibi_slopes=slopes))
-            elif kind.chunked:  # nothing moves in such a model, so there are no versions
+            elif kind.chunked:  # tokens of such a model never move, so there are no query copies
                 calls.append(AttentionCall(*operands, chunk=window, soft_cap=cap, prompts=batch.prompts))
             elif query_copies is None:
                 call = AttentionCall(*operands, window=window, soft_cap=cap, causal=kind.causal, prompts=batch.prompts)
@@ -327,38 +303,33 @@ class AttentionMetadataBuilder:
         metadata = AttentionMetadata(rotations, pre_norm_scales, list(batch.slots.unbind(0)), calls)
         if query_copies is not None:
             if query_copies.sources.shape[0]:
-                metadata.sources, metadata.copy_rotations = (
-                    query_copies.sources,
-                    self._by_group(query_copies.cos, query_copies.sin),
-                )
-            if query_copies.anchor_cos is not None and query_copies.anchor_sin is not None:
-                metadata.anchors = self._by_group(query_copies.anchor_cos, query_copies.anchor_sin)
-                metadata.query_indices = query_copies.query_indices
-            if (
-                query_copies.second_key_slots is not None
-                and query_copies.second_key_cos is not None
-                and query_copies.second_key_sin is not None
-            ):
-                metadata.second_key_slots = list(query_copies.second_key_slots.unbind(0))
+                metadata.copy_sources = query_copies.sources
+                metadata.copy_rotations = self._by_group(query_copies.cos, query_copies.sin)
+            metadata.pre_norm_rotations = self._by_group(query_copies.anchor_cos, query_copies.anchor_sin)
+            metadata.query_indices = query_copies.query_indices
+            if query_copies.second_key_slots is not None:
+                metadata.second_key_slots = query_copies.second_key_slots.unbind(0)
                 metadata.second_key_rotations = self._by_group(query_copies.second_key_cos, query_copies.second_key_sin)
         return metadata
 
     def _alibi_slope_tensor(self, slopes: tuple[float, ...], device: torch.device) -> Tensor:
-        """[H] float32, made once: a step that is captured copies nothing from the host."""
-        found = self._alibi_slope_tensors.get(slopes)
-        if found is None:
+        """[H] float32, cached: a captured step must not copy from the host."""
+        tensor = self._alibi_slope_tensors.get(slopes)
+        if tensor is None:
             import torch
 
-            found = self._alibi_slope_tensors[slopes] = torch.tensor(slopes, dtype=torch.float32, device=device)
-        return found
+            tensor = self._alibi_slope_tensors[slopes] = torch.tensor(slopes, dtype=torch.float32, device=device)
+        return tensor
 
-    def _by_group(self, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Those of every rotary group, as wide as it rotates."""
+    def _by_group(self, cos: Tensor | None, sin: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Rotations by rotary group, as wide as the group rotates; empty if there are none."""
+        if cos is None or sin is None:
+            return []
         return [(cos[group, :, :pairs], sin[group, :, :pairs]) for group, pairs in enumerate(self._rotated_pairs)]
 
 
 class Attention:
-    """Projects, norms and rotates the heads, appends keys and values to the pages, attends, projects back.
+    """Project, norm and rotate the heads, append keys and values to the pages, attend, project back.
 
     weights: the fields of `AttentionWeights`. kind: of this layer, see `AttentionMetadataBuilder`.
     """
@@ -369,35 +340,35 @@ class Attention:
         self.spec = spec
         self.weights = AttentionWeights(**weights)
         self._backend, self._kind = backend, kind
-        # A norm commutes with the rotation, its weights do not: when they follow it, the key is cached without.
+        # A norm commutes with the rotation, its weights do not: if they follow the rotation, the key is cached without them.
         after, over_all = spec.qk_norm == "after", spec.qk_norm == "all heads"
         form = NormSpec(spec.qk_norm_form.centered, weight=False) if after else spec.qk_norm_form
 
-        def made(name: str, count: int) -> Norm | PerHeadNorm | None:
+        def head_norm(name: str, count: int) -> Norm | PerHeadNorm | None:
             size = count * spec.head_dim if over_all else spec.head_dim
             if spec.qk_norm == "by head":
                 return PerHeadNorm(form, weights[name], count, norm_eps, backend)
-            return None if spec.qk_norm is None else Norm.of(form, weights, name, size, norm_eps, backend)
+            return None if spec.qk_norm is None else Norm.from_weights(form, weights, name, size, norm_eps, backend)
 
-        self._q_norm = made("q_norm", spec.num_heads)
-        self._k_norm = made("k_norm", spec.num_kv_heads) if spec.kv_source_layer is None else None
+        self._q_norm = head_norm("q_norm", spec.num_heads)
+        self._k_norm = head_norm("k_norm", spec.num_kv_heads) if spec.kv_source_layer is None else None
         self._v_norm: Norm | None = None
         if spec.values_normed:
-            self._v_norm = Norm.of(NormSpec(weight=False), {}, "", spec.head_dim, norm_eps, backend)
+            self._v_norm = Norm.from_weights(NormSpec(weight=False), {}, "", spec.head_dim, norm_eps, backend)
         self._output_norm = Norm(NormSpec(), self.weights.output_norm, None, norm_eps, backend)
 
     def with_backend(self, backend: Backend) -> Attention:
-        """The same layer, weights and all, that asks another backend."""
+        """The same layer with the same weights on another backend."""
         other = copy(self)
         other._backend = backend
         return other
 
     def forward(self, x: Tensor, metadata: AttentionMetadata, pages: KVPages, lora: LayerLoRA | None = None) -> Tensor:
-        """x: [T, hidden], normed. pages: those that its queries meet. changes: what adapters add. Returns [T, hidden]."""
+        """x: [T, hidden], normed. pages: those that its queries attend to. Returns [T, hidden]."""
         spec, w, backend = self.spec, self.weights, self._backend
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         cos, sin, q_scale = metadata.rotations[spec.rotary_group or 0]
-        if spec.rotary_group is None:  # it takes none of the cosines
+        if spec.rotary_group is None:
             cos, sin = cos[:, :0], sin[:, :0]
         projected = backend.linear(x, w.qkv, w.qkv_bias)
         if lora is not None:
@@ -410,7 +381,7 @@ class Attention:
             v = k
         after = spec.qk_norm == "after"
         if after:
-            # The original norms what the attention factor has made longer; that comes out again but for the norm's eps.
+            # The original model norms heads that the attention factor has made longer. The norm undoes that except for its eps.
             backend.scale_rows(
                 projected[:, : (heads + kv_heads) * dim], metadata.pre_norm_scales[spec.rotary_group or 0]
             )
@@ -427,11 +398,11 @@ class Attention:
             metadata.append_key_copies(spec.rotary_group, spec.kv_group, q[:, :0], k, v, pages, backend)
         group = spec.rotary_group
         if after and w.q_norm is not None and w.k_norm is not None:
-            if metadata.anchors is not None and metadata.query_indices is not None and group is not None:
-                q = backend.rotate_queries(q, metadata.query_indices, *metadata.anchors[group])[q.shape[0] :]
+            if metadata.pre_norm_rotations and metadata.query_indices is not None and group is not None:
+                q = backend.rotate_queries(q, metadata.query_indices, *metadata.pre_norm_rotations[group])[q.shape[0] :]
             backend.scale_columns(q.view(-1, dim), w.q_norm, w.k_norm)
-        if metadata.sources is not None and group is not None:
-            q = backend.rotate_queries(q, metadata.sources, *metadata.copy_rotations[group])
+        if metadata.copy_sources is not None and group is not None:
+            q = backend.rotate_queries(q, metadata.copy_sources, *metadata.copy_rotations[group])
         call = metadata.calls[self._kind]
         if w.sinks is not None:
             call = replace(call, sink_logits=w.sinks)

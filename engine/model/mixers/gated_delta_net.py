@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.cache.kv_cache_spec import StateGroupSpec
-from windlass.engine.model.weight_spec import InterleavedParts, StoredTensor, WeightSpec, projection
+from windlass.engine.model.weight_spec import (
+    InterleavedParts,
+    StoredTensor,
+    WeightSpec,
+    depthwise_convolution,
+    projection,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,10 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNetNames:
-    """Of a checkpoint's tensors, within their layer.
+    """Checkpoint tensor names within the layer.
 
-    qkv, gate, strength, decay: what is projected, a tensor each; or qkvz in place of two, which holds of each head of keys its
-    query, its key, and the values and gates of the heads that share it, and ba of the others, the strengths and decays of those.
+    The projections are qkv, gate, strength and decay. qkvz replaces the first two: for each key head its query, its
+    key, and the values and gates of the value heads that share it. ba replaces the others: for each key head the
+    strengths and decays of those heads.
     """
 
     qkv: str = "linear_attn.in_proj_qkv"
@@ -39,42 +46,41 @@ class GatedDeltaNetNames:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNetSpec:
-    """One layer. heads: of its memory, each with values of value_dim; they share key_heads heads of queries and keys of key_dim.
-
-    width: of the convolution, in tokens. tiled_heads: heads of values meet those of keys by turns, see `Backend.gated_delta_rule`;
-    adapters are made for the other order, and change nothing here. in_gguf: a file has rates and not their logarithms, negative.
-    """
+    """One layer with `heads` heads of state, each with values of value_dim; they share key_heads heads of queries and
+    keys of key_dim."""
 
     key_heads: int
     heads: int
     key_dim: int
     value_dim: int
-    width: int
+    width: int  # of the convolution, in tokens
     names: GatedDeltaNetNames = field(default_factory=GatedDeltaNetNames)
+    # Order of the value heads, see `Backend.gated_delta_rule`; adapters are not applied to it
     tiled_heads: bool = False
-    in_gguf: bool = False
+    in_gguf: bool = False  # rates are stored as negative numbers, not as logarithms
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
     def values(self) -> int:
-        """Of all heads."""
+        """Number of values of all heads."""
         return self.heads * self.value_dim
 
     @property
     def projected(self) -> tuple[int, int, int, int]:
-        """How many numbers of each kind are projected: queries, keys and values; gates; strengths; decays."""
+        """Projected columns: queries, keys and values; gates; strengths; decays."""
         return self.channels, self.values, self.heads, self.heads
 
     def state_group(self, layers: tuple[int, ...]) -> StateGroupSpec:
-        """The states of these layers, all of this kind."""
+        """State group of these layers, which all have this specification."""
         return StateGroupSpec(layers, self.channels, self.width, self.heads, self.key_dim, self.value_dim)
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """The fields of `GatedDeltaNetWeights`. Strengths and decays, a row for each head, have no role: they keep more bits."""
+        """The fields of `GatedDeltaNetWeights`. Strengths and decays have one row per head and no role, so that they
+        keep more bits."""
         names = self.names
         channels, values, strengths, decays = self.projected
         shared = self.heads // self.key_heads
@@ -87,11 +93,10 @@ class GatedDeltaNetSpec:
             stored += [StoredTensor(names.ba, strengths + decays, interleaved_parts=turns)]
         else:
             stored += [StoredTensor(names.strength, strengths), StoredTensor(names.decay, decays)]
-        taps = StoredTensor(f"{names.convolution}.weight", channels, channels=not self.in_gguf)
-        rate = StoredTensor(names.rate, self.heads, made="negative" if self.in_gguf else "exp")
+        rate = StoredTensor(names.rate, self.heads, transform="negative" if self.in_gguf else "exp")
         return (
             *projection("projections", stored, hidden_size, bias=False),
-            WeightSpec("convolution", "score", (channels, self.width), (taps,)),
+            *depthwise_convolution(names.convolution, channels, self.width, bias=False, in_gguf=self.in_gguf),
             WeightSpec("rate", "shift", (self.heads,), (rate,)),
             WeightSpec("decay_bias", "shift", (self.heads,), (StoredTensor(names.decay_bias, self.heads),)),
             WeightSpec("norm", "shift", (self.value_dim,), (StoredTensor(f"{names.norm}.weight", self.value_dim),)),
@@ -101,7 +106,7 @@ class GatedDeltaNetSpec:
 
 @dataclass(slots=True)
 class GatedDeltaNetWeights:
-    """As `GatedDeltaNetSpec.weights` lists them. Hk heads of keys of D numbers, H of values of V; C = 2 Hk D + H V channels."""
+    """Weights listed by `GatedDeltaNetSpec.weights`. Hk key heads of D, H value heads of V; C = 2 Hk D + H V channels."""
 
     projections: Weight  # [C + H V + 2 H, hidden]: queries, keys and values, gates, strengths, decays
     convolution: Tensor  # [C, width] float32
@@ -112,7 +117,7 @@ class GatedDeltaNetWeights:
 
 
 class GatedDeltaNet:
-    """Projects, convolves, reads and corrects the memory, norms what each head read, gates it, projects back.
+    """Project, convolve, read and update the state, norm and gate what each head read, project back.
 
     weights: the fields of `GatedDeltaNetWeights`.
     """
@@ -123,7 +128,7 @@ class GatedDeltaNet:
         self._norm_eps, self._backend = norm_eps, backend
 
     def forward(self, x: Tensor, rows: StateRows, states: StatePages, lora: LayerLoRA | None = None) -> Tensor:
-        """x: [T, hidden], normed. states: of this layer, changed in place. changes: what adapters add. Returns [T, hidden]."""
+        """x: [T, hidden], normed. states: of this layer, changed in place. Returns [T, hidden]."""
         spec, w, backend = self.spec, self.weights, self._backend
         projected = backend.linear(x, w.projections)
         lora = None if spec.tiled_heads else lora

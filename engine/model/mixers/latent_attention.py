@@ -1,12 +1,15 @@
-"""Multi-head latent attention (MLA; DeepSeek V2, 2405.04434): specification, absorbed and expanded forms, and the layer.
+"""Multi-head latent attention (MLA; DeepSeek V2, 2405.04434): specification, absorbed and expanded forms, and the
+layer.
 
-The cache holds one row per token: the rotated part of the key, which all heads share, followed by the latent vector from which
-keys and values of every head are made.
+The cache holds one row per token: the rotated part of the key, which all heads share, followed by the latent vector
+from which the keys and values of every head are computed.
 
-*Absorbed*: a query is multiplied by the key projection, and the result by the value projection (section 2.1.2), so that every
-head's query attends to the one wide cached row. *Expanded*: keys and values of every head are made from the cached rows, a few heads
-at a time, followed by ordinary attention of narrow heads. Expansion costs as much per cached row as absorption costs per query, so it
-pays for many queries. Both compute the same sums in another order, rounded only where prompt attention may round as well.
+*Absorbed*: a query is multiplied by the key projection, and the result by the value projection (section 2.1.2), so that
+every head's query attends to the one wide cached row. *Expanded*: keys and values of a few heads at a time are computed
+from the cached rows, followed by ordinary attention of narrow heads. Expansion costs as much per cached row as
+absorption costs per query, so it pays for many queries. Both compute the same sums in another order, rounded only where
+prompt attention may round as well.
+
 Torch is imported only where tensors are made, because the API process reads specifications.
 """
 
@@ -17,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.engine.model.mixers.attention import AttentionKind, AttentionMetadata
-from windlass.engine.model.weight_spec import RotaryLast, StoredTensor, WeightSpec, norm, projection
+from windlass.engine.model.weight_spec import RotaryLast, StoredTensor, WeightSpec, norm_weight, projection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,14 +29,15 @@ if TYPE_CHECKING:
     from windlass.kernels import AttentionCall, Backend, KVPages, Weight
 
 
-LATENT_NORM_EPS = 1e-6  # of the norms inside of it, in every implementation, whatever config.json says of the others
+LATENT_NORM_EPS = 1e-6  # of the norms inside the layer, in every implementation and whatever config.json says
 
 
 @dataclass(frozen=True, slots=True)
 class LatentNames:
-    """Of a checkpoint's tensors, within their layer. q: from the hidden state; q_down and q_up: by way of a narrower one.
+    """Checkpoint tensor names within the layer.
 
-    k_up, v_up: where what makes keys and what makes values of the heads are two tensors, [heads, ...] each.
+    q: from the hidden state; q_down, q_up: through a narrower state. kv_up: [heads * (plain + value), latent]; k_up,
+    v_up: the same as two tensors [heads, ...].
     """
 
     q: str = "self_attn.q_proj"
@@ -50,13 +54,10 @@ class LatentNames:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """One layer. What is cached of a token is one row of rotary_dim + latent_dim numbers, whatever the number of heads.
+    """One layer. The cache holds one row of rotary_dim + latent_dim numbers per token, for any number of heads.
 
-    A head's key is plain_dim numbers made of the latent ones, and the rotated ones, which all heads share; its value is
-    value_dim numbers made of the latent ones. scale multiplies q·k. query_rank: width of the narrower state that queries are
-    made of, None where they are made of the hidden state. bias: of the projections from and to the hidden state, that of whole
-    queries aside. interleaved: the checkpoint holds rotated pairs as (2j, 2j + 1).
-    in_parts: what makes keys [heads, latent_dim, plain_dim] and values [heads, value_dim, latent_dim] are two tensors there.
+    A head's key has plain_dim numbers computed from the latent ones, and the rotated ones, which all heads share. Its
+    value has value_dim numbers computed from the latent ones.
     """
 
     num_heads: int
@@ -64,11 +65,11 @@ class LatentSpec:
     rotary_dim: int
     plain_dim: int
     value_dim: int
-    scale: float
-    query_rank: int | None = None
-    bias: bool = False
-    interleaved: bool = True
-    in_parts: bool = False
+    scale: float  # multiplies q·k
+    query_rank: int | None = None  # width of the narrower state; None: queries come from the hidden state
+    bias: bool = False  # of the projections from and to the hidden state, except of `q`
+    interleaved: bool = True  # rotated pairs are stored as (2j, 2j + 1)
+    in_parts: bool = False  # k_up [heads, latent_dim, plain_dim] and v_up [heads, value_dim, latent_dim] are stored
     rotary_group: int | None = 0
     kv_group: int = 0
     window: int | None = None
@@ -77,12 +78,11 @@ class LatentSpec:
 
     @property
     def kind(self) -> AttentionKind:
-        """The part of this layer that its attention call depends on."""
         return AttentionKind(self.kv_group, self.scale, self.window, self.soft_cap, self.rotary_group is not None)
 
     @property
     def cached_dim(self) -> int:
-        """The width of a token's row in the cache: rotated dims, then latent ones."""
+        """Width of a token's row in the cache: rotated dims, then latent ones."""
         return self.rotary_dim + self.latent_dim
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
@@ -99,11 +99,11 @@ class LatentSpec:
         else:
             down = [StoredTensor(names.q_down, rank, role="q")]
             result += projection("q_down", down, hidden_size, bias=self.bias)
-            result += (norm("q_norm", names.q_norm, rank),)
+            result += (norm_weight("q_norm", names.q_norm, rank),)
             result += projection("q", [StoredTensor(names.q_up, rows, role="q", rotary_last=heads)], rank, bias=False)
         kv = [StoredTensor(names.kv_down, self.cached_dim, role="v", rotary_last=shared)]
         result += projection("kv", kv, hidden_size, bias=self.bias)
-        result += (norm("kv_norm", names.kv_norm, self.latent_dim),)
+        result += (norm_weight("kv_norm", names.kv_norm, self.latent_dim),)
         up_rows = self.num_heads * (self.plain_dim + self.value_dim)
         up = [StoredTensor(f"{names.kv_up}.weight", up_rows)]
         if self.in_parts:
@@ -121,14 +121,12 @@ class LatentSpec:
 
 
 _MIN_EXPANDED_TOKENS = 64  # new tokens; for fewer, packing narrow heads takes longer than multiplying wide ones
-
-_MAX_EXPANDED_ROWS = 1 << 16  # cached rows, whose float32 copy and one head's keys and values are some 200 MB
-
-_MAX_EXPANDED_BYTES = 16 << 20  # of keys and values that are there at a time, if one head's are not more
+_MAX_EXPANDED_ROWS = 1 << 16  # cached rows; their float32 copy and one head's keys and values need about 200 MB
+_MAX_EXPANDED_BYTES = 16 << 20  # of keys and values at a time, unless one head's need more
 
 
 class QueryRotations(NamedTuple):
-    """Further versions of queries: of which query each is, int64 [V], and cosines and sines [V, R / 2] of its turn."""
+    """Rotated query copies: the query of each, int64 [V], and cos and sin [V, R / 2] of its rotation."""
 
     sources: Tensor
     cos: Tensor
@@ -136,43 +134,45 @@ class QueryRotations(NamedTuple):
 
 
 class LatentQueries(NamedTuple):
-    """Queries [T, H, R + N], rotated, as heads have them, and what versions of them the call's ranges name."""
+    """Queries [T, H, R + N], rotated, and the copies of them that the call's ranges refer to."""
 
     q: Tensor
     rotations: QueryRotations | None = None
 
     def of(self, tokens: Tensor, call: AttentionCall) -> tuple[LatentQueries, AttentionCall]:
-        """Those of some tokens, rising, and the call that is theirs alone (`AttentionCall.select_sequences`), naming their rows."""
+        """Queries of some tokens, in rising order, and their call (from `AttentionCall.select_sequences`) with row
+        numbers among them."""
         if call.ranges is None:
             return LatentQueries(self.q[tokens], None), call
         import torch
 
         count, total = tokens.shape[0], self.q.shape[0]
-        place = torch.full((total,), -1, dtype=torch.int64, device=tokens.device)  # of each token among these
-        place[tokens] = torch.arange(count, device=tokens.device)
-        rotations, rows = None, place
+        new_rows = torch.full((total,), -1, dtype=torch.int64, device=tokens.device)  # by old row
+        new_rows[tokens] = torch.arange(count, device=tokens.device)
+        rotations = None
         if self.rotations is not None:
-            kept = (place[self.rotations.sources] >= 0).nonzero().squeeze(1)
-            turned = torch.full_like(self.rotations.sources, -1)
-            turned[kept] = torch.arange(count, count + kept.shape[0], device=tokens.device)
-            rows = torch.cat((place, turned))
-            if kept.shape[0]:
-                rotations = QueryRotations(
-                    place[self.rotations.sources[kept]], self.rotations.cos[kept], self.rotations.sin[kept]
-                )
-        before = call.ranges.rows
-        named = torch.where(before < 0, before, rows[before.clamp(min=0)])
-        return LatentQueries(self.q[tokens], rotations), replace(call, ranges=replace(call.ranges, rows=named))
+            sources, cos, sin = self.rotations
+            sources = new_rows[sources]
+            selected = (sources >= 0).nonzero().squeeze(1)
+            new_copies = torch.full_like(sources, -1)
+            new_copies[selected] = torch.arange(count, count + selected.shape[0], device=tokens.device)
+            new_rows = torch.cat((new_rows, new_copies))
+            if selected.shape[0]:
+                rotations = QueryRotations(sources[selected], cos[selected], sin[selected])
+        rows = call.ranges.rows
+        rows = torch.where(rows < 0, rows, new_rows[rows.clamp(min=0)])
+        return LatentQueries(self.q[tokens], rotations), replace(call, ranges=replace(call.ranges, rows=rows))
 
 
 class LatentAttentionForms:
-    """Of one layer. up: [H, N + V, C], of each head what makes its keys of a latent vector, then what makes its values."""
+    """Absorbed and expanded form of one layer."""
 
     def __init__(self, spec: LatentSpec, up: Tensor, backend: Backend) -> None:
+        """up: [H, N + V, C], for each head the key projection, then the value projection, of a latent vector."""
         self._spec, self._up, self._backend = spec, up, backend
 
     def attend(self, queries: LatentQueries, pages: KVPages, call: AttentionCall) -> Tensor:
-        """What every head sees, made into its values: [T, H * V]."""
+        """Attention output of all heads, [T, H * V]."""
         expanded = self._expanded_sequences(pages, call)
         if not expanded:
             return self._absorbed(queries, pages, call)
@@ -189,24 +189,25 @@ class LatentAttentionForms:
         return out
 
     def _expanded_sequences(self, pages: KVPages, call: AttentionCall) -> list[int]:
-        """The sequences whose new tokens take the expanded form, because it multiplies less."""
+        """Sequences for which the expanded form needs fewer multiplications."""
         expansion, spec = self._backend.latent_expansion(pages), self._spec
         if expansion is None or call.is_decode:
             return []
         import torch
 
-        made = (spec.plain_dim + spec.value_dim) * spec.latent_dim  # products of a cached row here, of a query there
-        saved = 2 * spec.cached_dim - (spec.rotary_dim + spec.plain_dim + spec.value_dim)  # of a query and a key
-        found = []
+        # Multiplications per head: of the projections, per cached row or per query; saved for each pair of query and key.
+        projected = (spec.plain_dim + spec.value_dim) * spec.latent_dim
+        saved = 2 * spec.cached_dim - (spec.rotary_dim + spec.plain_dim + spec.value_dim)
+        sequences = []
         for b, count in enumerate(call.query_start.diff().tolist()):
             if count < _MIN_EXPANDED_TOKENS:
                 continue
             keys = sum(end - begin for begin, end in _visible_ranges(call.select_sequences(torch.tensor([b]))[1]))
             pairs = count * keys - count * (count - 1) // 2
-            spent = made * (keys * expansion.row_cost - count * expansion.query_cost)
+            spent = projected * (keys * expansion.row_cost - count * expansion.query_cost)
             if keys <= _MAX_EXPANDED_ROWS and spent < pairs * saved:
-                found.append(b)
-        return found
+                sequences.append(b)
+        return sequences
 
     def _absorbed(self, queries: LatentQueries, pages: KVPages, call: AttentionCall) -> Tensor:
         spec, backend, up, rotations = self._spec, self._backend, self._up, queries.rotations
@@ -217,7 +218,7 @@ class LatentAttentionForms:
         return backend.latent_values(attended[:, :, spec.rotary_dim :], up, spec.value_dim)
 
     def _expanded(self, queries: LatentQueries, pages: KVPages, call: AttentionCall) -> Tensor:
-        """Of a call of one sequence."""
+        """For a call of one sequence."""
         import torch
 
         spec, backend, q = self._spec, self._backend, queries.q
@@ -226,16 +227,16 @@ class LatentAttentionForms:
         if queries.rotations is not None:
             q = backend.rotate_queries(q, *queries.rotations)
         size, table = pages.block_size, call.block_tables[0]
-        seen = sorted(
+        visible = sorted(
             {block for begin, end in _visible_ranges(call) for block in range(begin // size, -(-end // size))}
         )
-        blocks = torch.tensor(seen, device=table.device)
-        places = torch.full_like(table, -1)
-        places[blocks] = torch.arange(len(seen), dtype=table.dtype, device=table.device)
-        call = replace(call, block_tables=places[None])
+        blocks = torch.tensor(visible, device=table.device)
+        new_table = torch.full_like(table, -1)
+        new_table[blocks] = torch.arange(len(visible), dtype=table.dtype, device=table.device)
+        call = replace(call, block_tables=new_table[None])
         rows = pages.keys_of(table[blocks].long(), spec.cached_dim).to(dtype)  # [M, P, 1, R + C]
-        numbers = spec.rotary_dim + spec.plain_dim + spec.value_dim  # of a head and a cached row
-        step = max(1, _MAX_EXPANDED_BYTES // (dtype.itemsize * len(seen) * size * numbers))
+        width = spec.rotary_dim + spec.plain_dim + spec.value_dim  # of a head and a cached row
+        step = max(1, _MAX_EXPANDED_BYTES // (dtype.itemsize * len(visible) * size * width))
         parts = []
         for head in range(0, spec.num_heads, step):
             own = self._up[head : head + step]
@@ -245,10 +246,10 @@ class LatentAttentionForms:
 
 
 def expand_latents(rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) -> KVPages:
-    """The keys and values that heads make of latent vectors, as pages of floats.
+    """Keys and values of some heads from latent vectors, as unquantized pages.
 
-    rows: [M, P, 1, R + C] float32 or bfloat16, of M blocks. up: [H, N + V, C], of the heads that are asked for. Returns pages
-    of M blocks in the rows' type: keys [M, P, H, R + N], the first R dims as they are, and values [M, P, H, V].
+    rows: [M, P, 1, R + C] float32 or bfloat16, of M blocks. up: [H, N + V, C], of these heads. Returns pages of M
+    blocks in the dtype of `rows`: keys [M, P, H, R + N], whose first R dims are copied, and values [M, P, H, V].
     """
     import torch
 
@@ -260,18 +261,18 @@ def expand_latents(rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) ->
     values = rows.new_empty(blocks * size, heads, value_dim)
     keys[:, :, :rotary_dim] = flat[:, None, :rotary_dim]
     latents = flat[:, rotary_dim:]  # [S, C]
-    if rows.dtype != torch.float32:  # its products are over before places for their results are found
-        made = torch.mm(latents, wide.flatten(0, 1).t()).view(blocks * size, heads, -1)
-        keys[:, :, rotary_dim:], values[:] = made[:, :, :plain], made[:, :, plain:]
-        return KVPages(keys.view(blocks, size, heads, -1), values.view(blocks, size, heads, -1))
-    for head, own in enumerate(wide):  # a product writes where its result belongs, which one of all heads could not
-        torch.mm(latents, own[:plain].t(), out=keys[:, head, rotary_dim:])
-        torch.mm(latents, own[plain:].t(), out=values[:, head])
+    if rows.dtype != torch.float32:  # one product of all heads, and a copy of its result
+        products = torch.mm(latents, wide.flatten(0, 1).t()).view(blocks * size, heads, -1)
+        keys[:, :, rotary_dim:], values[:] = products[:, :, :plain], products[:, :, plain:]
+    else:  # products of single heads can be written directly to the pages
+        for head, own in enumerate(wide):
+            torch.mm(latents, own[:plain].t(), out=keys[:, head, rotary_dim:])
+            torch.mm(latents, own[plain:].t(), out=values[:, head])
     return KVPages(keys.view(blocks, size, heads, -1), values.view(blocks, size, heads, -1))
 
 
 def _visible_ranges(call: AttentionCall) -> list[tuple[int, int]]:
-    """The keys [begin, end) that the queries of a call of one sequence see."""
+    """Keys [begin, end) that the queries of a call of one sequence attend to."""
     if call.has_ranges:
         return [(part.begin, part.end) for part in call.key_ranges()]
     import torch
@@ -283,15 +284,16 @@ def _visible_ranges(call: AttentionCall) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class LatentWeights:
-    """As `LatentSpec.weights` lists them. R rotated, N plain, V value and C latent dims. Norm weights are float32.
+    """Weights listed by `LatentSpec.weights`. R rotated, N plain, V value and C latent dims. Norm weights are float32.
 
-    A head's rows of q are its rotated dims, then its plain ones; the rows of kv are the rotated dims, then the latent ones.
+    A head's rows of q are its rotated dims, then its plain ones; the rows of kv are the rotated dims, then the latent
+    ones.
     """
 
     q: Weight  # [H * (R + N), hidden], or [H * (R + N), rank]
     kv: Weight  # [R + C, hidden]
     kv_norm: Tensor  # [C]
-    kv_up: Tensor  # [H * (N + V), C]: of each head what makes its keys, then what makes its values
+    kv_up: Tensor  # [H * (N + V), C]: for each head the key projection, then the value projection
     out: Weight  # [hidden, H * V]
     q_down: Weight | None = None  # [rank, hidden]
     q_norm: Tensor | None = None  # [rank]
@@ -311,7 +313,7 @@ class LatentAttention:
         self._forms = LatentAttentionForms(spec, up, backend)
 
     def forward(self, x: Tensor, metadata: AttentionMetadata, pages: KVPages, lora: LayerLoRA | None = None) -> Tensor:
-        """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
+        """x: [T, hidden], normed. Returns [T, hidden]."""
         spec, w, backend = self.spec, self.weights, self._backend
         group = spec.rotary_group or 0
         heads, rotated = spec.num_heads, spec.rotary_dim
@@ -325,10 +327,10 @@ class LatentAttention:
         k = k.view(x.shape[0], 1, -1)
         backend.rotate_and_append(q, k, k[:, :, :0], *metadata.rotations[group], pages, metadata.slots[spec.kv_group])
         metadata.append_key_copies(spec.rotary_group, spec.kv_group, q[:, :0], k, k[:, :, :0], pages, backend)
-        copy_rotations = (
-            None if metadata.sources is None else QueryRotations(metadata.sources, *metadata.copy_rotations[group])
-        )
-        values = self._forms.attend(LatentQueries(q, copy_rotations), pages, metadata.calls[self._kind])  # [T, H * V]
+        rotations = None
+        if metadata.copy_sources is not None:
+            rotations = QueryRotations(metadata.copy_sources, *metadata.copy_rotations[group])
+        values = self._forms.attend(LatentQueries(q, rotations), pages, metadata.calls[self._kind])  # [T, H * V]
         return self._project("out", values, w.out, w.out_bias, lora)
 
     def _project(self, name: str, x: Tensor, weight: Weight, bias: Tensor | None, lora: LayerLoRA | None) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.engine.cache.kv_cache_spec import StateGroupSpec
-from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, projection
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, depthwise_convolution, projection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StateSpaceNames:
-    """Of a checkpoint's tensors, within their layer."""
+    """Checkpoint tensor names within the layer."""
 
     projections: str = "mamba.in_proj"
     convolution: str = "mamba.conv1d"
@@ -35,65 +35,58 @@ class StateSpaceNames:
 
 @dataclass(frozen=True, slots=True)
 class StateSpaceSpec:
-    """One layer. heads: of its memory, each with values of head_dim; they share `groups` heads of keys and queries of state_dim.
-
-    width: of the convolution, in tokens. norm_eps: of the norm in front of the output, which norms each group for itself. limits:
-    of the steps that tokens take. bias: on both projections; convolution_bias: on the convolution. in_gguf: a file has rates and
-    not their logarithms, negative, and vectors as columns or with a row for each group. normed: when that norm is, None where
-    there is none. factors: what projected gates, values, keys, queries and steps are multiplied by.
-    """
+    """One layer with `heads` heads of state, each with values of head_dim; they share `groups` heads of keys and
+    queries of state_dim."""
 
     heads: int
     head_dim: int
     groups: int
     state_dim: int
-    width: int
+    width: int  # of the convolution, in tokens
     norm_eps: float
-    limits: tuple[float, float] = (0.0, math.inf)
-    bias: bool = False
+    limits: tuple[float, float] = (0.0, math.inf)  # of a token's step size
+    bias: bool = False  # of both projections
     convolution_bias: bool = True
     names: StateSpaceNames = StateSpaceNames()
-    in_gguf: bool = False
-    normed: Literal["gated", "before the gate"] | None = "gated"
-    factors: tuple[float, float, float, float, float] | None = None
+    in_gguf: bool = False  # rates are stored as negative numbers, not as logarithms; vectors as columns or by group
+    normed: Literal["gated", "before the gate"] | None = "gated"  # place of the norm of each group before the output
+    factors: tuple[float, float, float, float, float] | None = None  # of projected gates, values, keys, queries, steps
 
     @property
     def values(self) -> int:
-        """Of all heads."""
+        """Number of values of all heads."""
         return self.heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """Of the convolution: values, keys and queries."""
+        """Channels of the convolution: values, keys and queries."""
         return self.values + 2 * self.groups * self.state_dim
 
     @property
     def projected(self) -> tuple[int, int, int]:
-        """How many numbers of each kind are projected: gates; values, keys and queries; steps."""
+        """Projected columns: gates; values, keys and queries; steps."""
         return self.values, self.channels, self.heads
 
     def state_group(self, layers: tuple[int, ...]) -> StateGroupSpec:
-        """The states of these layers, all of this kind."""
+        """State group of these layers, which all have this specification."""
         return StateGroupSpec(layers, self.channels, self.width, self.heads, self.state_dim, self.head_dim)
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `StateSpaceWeights`."""
-        names, channels, heads = self.names, self.channels, self.heads
+        names, heads = self.names, self.heads
         columns, rows = (heads, self.groups) if self.in_gguf else (None, None)
-        taps = StoredTensor(f"{names.convolution}.weight", channels, channels=not self.in_gguf)
-        shift = WeightSpec(
-            "convolution_bias", "shift", (channels,), (StoredTensor(f"{names.convolution}.bias", channels),)
-        )
-        rate = StoredTensor(names.rate, heads, by_head=columns, made="negative" if self.in_gguf else "exp")
-        norm = StoredTensor(f"{names.norm}.weight", self.values, by_head=rows)
+
+        rate = StoredTensor(names.rate, heads, reshape_rows=columns, transform="negative" if self.in_gguf else "exp")
+        norm = StoredTensor(f"{names.norm}.weight", self.values, reshape_rows=rows)
         projected = [StoredTensor(names.projections, sum(self.projected), role="q k v")]
         return (
             *projection("projections", projected, hidden_size, bias=self.bias),
-            WeightSpec("convolution", "score", (channels, self.width), (taps,)),
-            *((shift,) if self.convolution_bias else ()),
+            *depthwise_convolution(
+                names.convolution, self.channels, self.width, bias=self.convolution_bias, in_gguf=self.in_gguf
+            ),
             WeightSpec("rate", "shift", (heads,), (rate,)),
             WeightSpec("step_bias", "shift", (heads,), (StoredTensor(names.step_bias, heads),)),
-            WeightSpec("skip", "shift", (heads,), (StoredTensor(names.skip, heads, by_head=columns),)),
+            WeightSpec("skip", "shift", (heads,), (StoredTensor(names.skip, heads, reshape_rows=columns),)),
             *((WeightSpec("norm", "shift", (self.values,), (norm,)),) if self.normed is not None else ()),
             *projection("out", [StoredTensor(names.out, hidden_size, role="out")], self.values, bias=self.bias),
         )
@@ -104,21 +97,20 @@ STATE_SPACE_PREFIX = "state."
 
 @dataclass(frozen=True, slots=True)
 class ParallelStateSpaceSpec:
-    """Both read the layer's normed input, and what they make is added: `attention_factor` times the attention's, `state_factor` times the
-    memory's."""
+    """A state-space layer in parallel with attention: attention_factor * attention(x) + state_factor * state_space(x)."""
 
-    state: StateSpaceSpec
+    state_space: StateSpaceSpec
     attention_factor: float = 1.0
     state_factor: float = 1.0
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """Those of the memory, behind `STATE_SPACE_PREFIX`."""
-        return tuple(weight.with_prefix(STATE_SPACE_PREFIX, "") for weight in self.state.weights(hidden_size))
+        """Weights of the state-space layer, prefixed with `STATE_SPACE_PREFIX`."""
+        return tuple(weight.with_prefix(STATE_SPACE_PREFIX, "") for weight in self.state_space.weights(hidden_size))
 
 
 @dataclass(slots=True)
 class StateSpaceWeights:
-    """As `StateSpaceSpec.weights` lists them. H heads of D values; C channels: those of H D values, keys and queries."""
+    """Weights listed by `StateSpaceSpec.weights`. H heads of D values; C channels: H D values, keys and queries."""
 
     projections: Weight  # [H D + C + H, hidden]: gates; values, keys and queries; steps
     convolution: Tensor  # [C, width] float32
@@ -133,7 +125,7 @@ class StateSpaceWeights:
 
 
 class StateSpace:
-    """Projects, convolves, reads and adds to the memory, gates what was read, norms it by groups, projects back.
+    """Project, convolve, read and update the state, gate what was read, norm it by groups, project back.
 
     weights: the fields of `StateSpaceWeights`.
     """
@@ -152,7 +144,7 @@ class StateSpace:
             self._factors = torch.tensor(spec.factors, dtype=torch.float32).repeat_interleave(counts).to(backend.device)
 
     def forward(self, x: Tensor, rows: StateRows, states: StatePages, lora: LayerLoRA | None = None) -> Tensor:
-        """x: [T, hidden], normed. states: of this layer, changed in place. changes: what adapters add. Returns [T, hidden]."""
+        """x: [T, hidden], normed. states: of this layer, changed in place. Returns [T, hidden]."""
         spec, w, backend = self.spec, self.weights, self._backend
         projected = backend.linear(x, w.projections, w.projections_bias)
         if lora is not None:
@@ -174,7 +166,7 @@ class StateSpace:
         return out
 
     def _normed(self, read: Tensor) -> Tensor:
-        """[T, H D], each group of heads for itself."""
+        """Norm of each group of heads. read: [T, H D]."""
         spec, weight, backend = self.spec, self.weights.norm, self._backend
         assert weight is not None
         if spec.groups == 1:
@@ -186,13 +178,13 @@ class StateSpace:
 
 
 class ParallelStateSpace:
-    """Adds to what the attention made. weights: of `ParallelStateSpaceSpec.weights`, by those names."""
+    """See `ParallelStateSpaceSpec`. weights: those that the spec lists, by name."""
 
     def __init__(self, spec: ParallelStateSpaceSpec, weights: Mapping[str, Any], backend: Backend) -> None:
         import torch
 
         own = {name.removeprefix(STATE_SPACE_PREFIX): weight for name, weight in weights.items()}
-        self._state = StateSpace(spec.state, own, backend)
+        self._state_space = StateSpace(spec.state_space, own, backend)
         self._backend = backend
         self._attention_factor, self._state_factor = (
             torch.full((1,), factor, dtype=torch.float32, device=backend.device)
@@ -202,10 +194,10 @@ class ParallelStateSpace:
     def combine(
         self, y: Tensor, x: Tensor, rows: StateRows, states: StatePages, lora: LayerLoRA | None = None
     ) -> Tensor:
-        """y: [T, hidden], what the attention made of x, the layer's normed input; it is changed in place. states: of this layer,
-        changed in place. changes: what adapters add. Returns [T, hidden]."""
+        """Add the state-space output for x to the attention output y, which is changed in place. x: the layer's normed
+        input. states: of this layer, changed in place. All [T, hidden]."""
         backend = self._backend
-        z = self._state.forward(x, rows, states, None if lora is None else lora.with_prefix(STATE_SPACE_PREFIX))
+        z = self._state_space.forward(x, rows, states, None if lora is None else lora.with_prefix(STATE_SPACE_PREFIX))
         backend.multiply(y, self._attention_factor)
         backend.multiply(z, self._state_factor)
         backend.add(y, z)

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows_of_layers(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Record how many tokens each layer computes in each step."""
     found: list[list[int]] = []
-    forward, layers = PerLayerProjection.forward, [layer.input for layer in core.runner.decoder.layers]
+    forward, layers = PerLayerProjection.forward, [layer.per_layer_projection for layer in core.runner.decoder.layers]
 
     def watched(self: PerLayerProjection, x: Tensor, *others: Any) -> Tensor:
         if self is layers[0]:

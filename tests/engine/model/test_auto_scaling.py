@@ -1,4 +1,4 @@
-"""`auto` on whole models: the logits are transformers' under the scaling that the length needs, whatever runs beside."""
+"""`auto` scaling of whole models: logits equal transformers' under the scaling for the length, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def core_of(model: Path, **options: Any) -> EngineCore:
 
 
 def auto(name: str, length: int, **fields: Any) -> EngineRequest:
-    """A request that comes to `length` tokens."""
+    """A request with a total of `length` tokens."""
     return greedy(name, TEXT[: length - TOKENS], TOKENS, rope_scaling=AUTO, **fields)
 
 
 def transformers_logits(model: Path, folder: Path, length: int, got: Finished) -> torch.Tensor:
-    """Those of the whole text in one pass, under config.json's `rope_parameters` of the factor that the length needs."""
+    """Logits of the whole text in one pass, with `rope_parameters` in config.json set for this length."""
     factor = next(f for f in (1.0, 2.0, 4.0) if length <= f * M)
     scaling = RopeScaling() if factor == 1.0 else YARN[factor]
     folder.mkdir(exist_ok=True)
@@ -90,7 +90,7 @@ def test_within_the_trained_length_it_is_no_scaling_to_the_bit_and_shares_its_ca
 
 
 def test_crossing_a_step_computes_anew_and_finds_what_that_step_has(model: Path) -> None:
-    """A chat that grows over a step: nothing of the step below is taken, everything of the step itself is."""
+    """A chat that grows past a threshold reuses nothing cached below it, and everything cached above it."""
     core = core_of(model)
     for name, length, cached in (
         ("below", 110, 0),
@@ -143,7 +143,7 @@ def preempt_once(core: EngineCore) -> None:
 
 
 def test_nothing_beside_it_changes_an_answer(model: Path) -> None:
-    """Samples, an int8 cache, windows, passages, preemption: each as under the scaling that the length needs."""
+    """Samples, an int8 cache, windows, passages and preemption equal those under the scaling for the length."""
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "samples": ({}, {"n": 3}),
         "int8": ({"kv_cache_dtype": "int8"}, {}),
@@ -183,7 +183,7 @@ def test_adapters_of_a_batch_are_scaled_each_by_its_own_length(model: Path, tmp_
 
 
 def test_an_endless_context_is_chosen_for_its_window(model: Path) -> None:
-    """What stands in sight of each other counts, so that the choice holds for ever."""
+    """With a window, the largest visible distance decides, so that the choice never changes."""
     core = core_of(model, max_model_len=512, shift_context=192)
     shift = ContextRule(overflow="shift", keep_tokens=16)
     got = run(core, [greedy("a", TEXT[:60], 300, rope_scaling=AUTO, context=shift)])["a", 0].outputs[-1].rotary

@@ -1,4 +1,4 @@
-"""Models with layers that carry a state, one of each kind: quantized, cached, with random weights, changed by adapters, split."""
+"""Recurrent models of each kind: quantized, from the weight cache, with random weights, with adapters, and refused splits."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Logits = dict[str, torch.Tensor]  # [tokens, V] by request
 
 
 def scalings(pairs: int, original: int, alpha: bool = False) -> list[dict[str, Any]]:
-    """Eight kinds for a model that rotates so many pairs. alpha: dynamic changes even below the trained length."""
+    """Eight scalings for a model with this many rotated pairs. alpha: dynamic changes even below the trained length."""
     return [
         {"rope_type": "default"},
         {"rope_type": "linear", "factor": 4.0},
@@ -197,7 +197,7 @@ def test_without_the_compiled_kernels(
 
 
 def test_frequencies_that_change_on_the_way(tmp_path: Path) -> None:
-    """A sequence meets its changes at the same tokens, however it gets there."""
+    """A sequence changes frequencies at the same tokens, however it is computed."""
     directory = make_model("llama", tmp_path, max_position_embeddings=32)
     kinds = {name: RopeScaling.from_dict(scalings(8, 32)[index]) for name, index in (("dynamic", 3), ("longrope", 6))}
     sent = [

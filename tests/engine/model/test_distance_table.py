@@ -1,4 +1,4 @@
-"""Rules of distances against a table of distances in float64: compiled kernels and plain torch, few heads, drafts, bits."""
+"""Distance-based attention compared with a table of distances in float64: compiled kernels, plain torch, drafts, exact bits."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_same_bits_in_any_chunks_and_company_where_that_is_promised(pages: s
 
 
 def test_a_draft_model_follows_the_rule(model: Path) -> None:
-    """The model as its own draft model proposes what it would say itself, as long as both see keys at the same distances."""
+    """A model that is its own draft model proposes its own tokens, as long as both see keys at the same distances."""
     core = core_of(model, speculative_model=str(model), speculative_adaptive=False)
     alone = core_of(model)
     for kind in KINDS:

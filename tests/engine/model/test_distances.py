@@ -1,4 +1,4 @@
-"""Rules of distances: logits beside keys that are rotated anew for every query, each to where the rule places it."""
+"""Distance-based attention: logits compared with keys that are rotated again for every query to the distance of the rule."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def distance(scaling: dict[str, Any], i: int, j: int) -> float:
 
 
 def score_scale(scaling: dict[str, Any], i: int, length: int) -> float:
-    """What scores of query i of a request of so many tokens are multiplied by."""
+    """Score factor of query i in a request with this many tokens."""
     trained = scaling.get("original_max_position_embeddings", TRAINED)
     scale = 1.0
     if scaling["rope_type"] == "log_n" or scaling.get("log_n"):
@@ -151,7 +151,7 @@ def test_every_rule_in_any_chunks(name: str, budget: int, models: dict[str, Path
 
 
 def test_the_rule_changes_what_is_answered(models: dict[str, Path]) -> None:
-    """The comparison above could not tell otherwise."""
+    """Otherwise the comparison above would prove nothing."""
     core = core_of(models["llama"])
     plain = run(core, [greedy("a", PROMPT, 1)])["a", 0].logits[0]
     for name in SCALINGS:
@@ -219,7 +219,7 @@ def test_decode_steps_are_recorded_and_repeated(name: str, models: dict[str, Pat
 
 @pytest.mark.parametrize("first", ["none", "log n"])
 def test_steps_that_grow_scores_share_recordings_with_those_that_do_not(first: str, models: dict[str, Path]) -> None:
-    """A recording is of one form of step: what one request multiplies its scores by must not be left for the next."""
+    """A recording belongs to one form of step: the score factor of one request must not apply to the next."""
     requests = {"none": greedy("a", PROMPT, LENGTH), "log n": asked("log n")}
     alone = {name: run(core_of(models["llama"]), [request])["a", 0] for name, request in requests.items()}
     core = core_of(models["llama"], prefix_caching=False)

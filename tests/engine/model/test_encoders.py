@@ -86,7 +86,7 @@ def test_without_compiled_kernels(encoder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_batched_is_as_alone(encoder: Path) -> None:
-    """Texts of other lengths beside it, one of a single token among them, in steps that hold a few of them each."""
+    """Texts of other lengths, one of them a single token, in steps of a few texts each."""
     core = make_core(encoder, max_num_batched_tokens=64)
     texts = [TEXT[:n] for n in (40, 1, 7, 23, 16, 17, 40, 2)]
     alone = [answers(core, [asked("a", text)])[0] for text in texts]
@@ -195,7 +195,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("target_step_seconds", [0.0, 1e-6])
 def test_a_text_is_computed_in_one_step(small: Path, target_step_seconds: float) -> None:
-    """However little time a step may take, and whoever waits beside it; nothing of it stays."""
+    """With the smallest step budget and other requests waiting; no cached block remains."""
     core = make_core(small, max_num_batched_tokens=64, max_num_seqs=4, target_step_seconds=target_step_seconds)
     plans, execute = [], core.runner.execute
 

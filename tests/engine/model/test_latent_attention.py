@@ -1,4 +1,4 @@
-"""Models with latent attention: what their cache holds, and that all that is done with a cache goes on as with any other."""
+"""Models with latent attention: contents of their cache, and every cache operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 4: what its config.json says in which ways, what its cache holds, and what cannot move in it."""
+"""Llama 4: variants of config.json, contents of its cache, and refused context changes."""
 
 from __future__ import annotations
 

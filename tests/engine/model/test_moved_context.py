@@ -1,4 +1,4 @@
-"""Sequences that drop tokens, or see a window and sinks only: logits against keys that are rotated anew for every token."""
+"""Sequences with dropped tokens, or with a window and sinks: logits compared with keys that are rotated again for every token."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def oracle_of(core: EngineCore, model: Path, request: EngineRequest) -> RawKeyOr
 def shifted_logits(
     oracle: RawKeyOracle, tokens: list[int], keep: int, plan: RotaryPlan | None = None
 ) -> list[torch.Tensor]:
-    """Of every token: the oldest block behind the kept tokens goes when `WINDOW` tokens are held, the rest stands in a row.
+    """Positions for every token: at `WINDOW` tokens the oldest block after the retained ones is dropped, the rest is contiguous.
 
-    plan: under `rotate`, whose keys stand under the frequencies of the moment.
+    plan: with `rotate`, whose keys have the current frequencies.
     """
     held = 0
     for index, token in enumerate(tokens):
@@ -87,7 +87,7 @@ def shifted_logits(
 
 
 def streamed_logits(oracle: RawKeyOracle, tokens: list[int], rule: ContextRule) -> list[torch.Tensor]:
-    """Of every token: it sees a window, and the sinks as if they stood right before it."""
+    """Positions for every token: a window, and the sinks directly before it."""
     sinks = rule.attention_sinks
     assert rule.attention_window is not None
     for index, token in enumerate(tokens):
@@ -128,9 +128,9 @@ def test_a_shifted_context_under_every_kind_of_scaling(name: str, models: dict[s
     request = greedy("a", PROMPT, LENGTH, context=SHIFT, rope_scaling=scaling, rope_update=policy)
     got = run(core, [request])["a", 0]
     plan = core.plan_rotation(request)
-    assert plan.longest == WINDOW  # tokens that ever stand in sight of each other
+    assert plan.longest == WINDOW  # largest visible distance
     oracle = oracle_of(core, models["short"], request)
-    if name == "longrope":  # its one change is to the long factors, before anything is dropped: all is computed anew
+    if name == "longrope":  # its one change is to the long factors, before anything is dropped: all is computed again
         oracle.enter(plan.stage(WINDOW).specs)
     right = shifted_logits(oracle, PROMPT + got.token_ids, 16, plan if policy == "rotate" else None)
     if name == "longrope":
@@ -163,7 +163,7 @@ def test_a_window_with_sinks_is_the_same_for_every_token(family: str, budget: in
     check(got, right)
 
 
-# Of windows of layers and of requests: all sinks come to stand within the layers' own window, some of them, none.
+# Of windows of layers and of requests: the sinks are all within the layers' own window, some of them, none.
 WIDER = {"all": (32, 21, 5), "some": (8, 6, 16), "all of one": (8, 4, 2), "just some": (24, 21, 5), "none": (21, 21, 5)}
 
 
@@ -203,7 +203,7 @@ ON_THIS_DEVICE = [pytest.param(one, marks=ON_A_CPU) if one in FAMILY_OF else one
 
 
 def crowd(length: int = LENGTH) -> list[EngineRequest]:
-    """Requests that shift beside others that do not; all begin alike."""
+    """Requests with and without a context shift in one batch; all have the same beginning."""
     rules = {
         "shift": SHIFT,
         "more": ContextRule("shift", keep_tokens=20),

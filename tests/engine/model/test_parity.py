@@ -1,4 +1,4 @@
-"""Logits and greedy tokens against transformers, for every family, however the tokens came to be computed.
+"""Logits and greedy tokens compared with transformers for every family, however the tokens are computed.
 
 Reference: float32, eager attention, one pass over the whole sequence, cos and sin from float64 angles.
 """

@@ -1,4 +1,4 @@
-"""Models with layers that carry a state, and proposed tokens: the oracle is the same engine that proposes none."""
+"""Recurrent models with proposed tokens, compared with the same engine without proposals."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_next_turn_begins_where_the_last_one_ended(model: Path) -> None:
 
 @ON_A_CPU
 def test_states_behind_accepted_tokens_come_back_from_files(model: Path, tmp_path: Path) -> None:
-    """Of the model itself, and of a draft model beside it."""
+    """States of the model and of a draft model."""
     text, few = prompt(1, 30, period=3), {"allowed_token_ids": (20, 21, 22)}
     plain = make_core(model, deterministic=True, **ROOMY)
     want = run(plain, [greedy("first", text, 60, **few)])

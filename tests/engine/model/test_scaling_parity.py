@@ -104,7 +104,7 @@ def test_every_kind_under_every_pairing(family: str, tmp_path: Path) -> None:
             continue  # its heads have dimensions that never rotate
         scaling = RopeScaling.from_dict(shortened(kind, PAIRS[family]))
         requests[kind] = greedy(kind, prompt, 6, rope_scaling=scaling)
-    # A factor far from 1 shows where a norm stands: the epsilon of one behind the rotation weighs a hundred times more.
+    # A factor far from 1 shows the place of a norm: the epsilon of one behind the rotation weighs a hundred times more.
     small = RopeScaling.from_dict({"rope_type": "yarn", "factor": 4, "attention_factor": 0.1})
     requests["small"] = greedy("small", prompt, 6, rope_scaling=small)
     results = run(core, requests.values())

@@ -1,4 +1,4 @@
-"""Files of models whose states are inputs of short convolutions alone: hostile ones, and narrow ones."""
+"""Files of models whose only states are inputs of short convolutions: hostile and quantized ones."""
 
 from __future__ import annotations
 

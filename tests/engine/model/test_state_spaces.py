@@ -1,4 +1,4 @@
-"""Files of models whose memories fade token by token (Mamba 2): hostile ones, and narrow ones."""
+"""Files of state-space models (Mamba 2): hostile and quantized ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes of tokens by decoders against transformers, in chunks of any size."""
+"""Token classification by decoders compared with transformers, in chunks of any size."""
 
 from __future__ import annotations
 

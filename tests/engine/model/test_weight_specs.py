@@ -1,4 +1,4 @@
-"""A model's own list of its weights: what transformers saves is what it names, and the decoder holds just these."""
+"""The list of a model's weights: it names the tensors that transformers saves, and the decoder has exactly these weights."""
 
 from __future__ import annotations
 

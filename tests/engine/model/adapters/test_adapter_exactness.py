@@ -1,4 +1,4 @@
-"""What an adapter adds: the logits of a model into which it was merged, for every kind of module, dtype and mixture."""
+"""Adapters give the logits of a model into which they were merged, for every kind of module, dtype and mixture."""
 
 from __future__ import annotations
 

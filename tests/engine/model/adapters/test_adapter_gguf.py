@@ -1,4 +1,4 @@
-"""Adapters over GGUF files, whose q and k lie in another order than those that the adapter was trained beside."""
+"""Adapters with GGUF files, whose rows of q and k have another order than in the model that the adapter was trained with."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_rows_follow_the_original_order(tmp_path: Path, interleaved: bool) -> No
 
 
 def smollm3(family: str, directory: Path) -> Path:
-    """As GGUF has it, which does not say which layers do not rotate."""
+    """As in GGUF, which does not specify which layers do not rotate."""
     return make_model(family, directory, no_rope_layer_interval=4, use_sliding_window=False, num_hidden_layers=5)
 
 
@@ -51,7 +51,7 @@ def smollm3(family: str, directory: Path) -> Path:
 def test_rows_of_layers_that_do_not_rotate_follow_it_too(
     family: str, make: Callable[[str, Path], Path], convert: Callable[[Path, Path], Path], tmp_path: Path
 ) -> None:
-    """The converter reorders those of SmolLM3, Granite and Nemotron H as well; Cohere's are in order there and here."""
+    """The converter also reorders rows of SmolLM3, Granite and Nemotron H; Cohere's have the same order in both."""
     model = make(family, tmp_path / "model")
     adapter = save_adapter(tmp_path / "adapter", model, ["q_proj", "k_proj"])
     found = logits(derived(convert(model, tmp_path / "model.gguf"), tmp_path / "derived"), adapter)

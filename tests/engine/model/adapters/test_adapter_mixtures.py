@@ -1,4 +1,4 @@
-"""Several adapters in one batch, over weights of every form; and what the cache shares between them: nothing."""
+"""Several adapters in one batch, with weights of every storage; they share no cached blocks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_one_in_use_stays_until_its_request_has_ended(llama: Path, sources: tupl
 
 
 def test_one_that_comes_again_takes_its_own_place() -> None:
-    """And leaves none behind in which the next one would find what it changed."""
+    """Cached blocks of an adapter are not found by the next one."""
     backend = select_backend("cpu")
     loaded = LoadedAdapters(2, [{"q": LowRankTarget((8,), 8, 2), "v": LowRankTarget((8,), 8, 2)}], backend)
 

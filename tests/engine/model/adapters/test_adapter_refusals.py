@@ -1,4 +1,4 @@
-"""Files that make no adapter of the model are refused with what is wrong with them, before anything of them is used."""
+"""Files that are not a valid adapter of the model are refused with the reason, before any of their weights is used."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_start_with_such_a_file_fails_with_its_name(model: Path, tmp_path: Pat
 
 
 def test_patterns_are_compiled_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than the cache of `re` holds, and then many modules."""
+    """More patterns than the cache of `re` holds, with many modules."""
     patterns = {f"layers.{n}.q_proj": 1 + n % 8 for n in range(1000)} | {
         r"^model\.layers\.\d+\.v_proj": 3,
         "[ou]_proj": 5,

@@ -1,4 +1,4 @@
-"""Decode steps with adapters are repeated as others are: with the same bits, one recording for any mix, and not beside none."""
+"""Recorded decode steps with adapters: the same bits, one recording for any mix of adapters, and a separate one without any."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_step_without_adapters_makes_no_calls_for_them(llama: Path, sources: t
 
 
 def test_what_is_loaded_between_steps_is_used_by_the_next(llama: Path, sources: tuple[AdapterSource, ...]) -> None:
-    """A stream goes on under one adapter while another leaves, and a third takes its place in the tables."""
+    """A stream continues with one adapter while another is unloaded and a third takes its slot."""
     wanted = {i: run(make_core(llama, lora=sources), [greedy("r", PROMPT, 40, adapter=i)])["r", 0] for i in (1, 2, 3)}
     core = make_core(llama, lora=sources[:2], max_loras=2)
     tokens: dict[str, list[int]] = {"one": [], "two": [], "three": []}
@@ -187,7 +187,7 @@ def test_the_bits_do_not_depend_on_the_threads(threads: int, llama: Path, source
 def test_proposed_tokens_meet_the_streams_adapter(
     drafting: dict[str, Any], llama: Path, sources: tuple[AdapterSource, ...]
 ) -> None:
-    """Proposals change the number of steps and no token, whether the draft model knows the adapter or not."""
+    """Proposals change the number of steps and no token, whether or not the draft model has the adapter."""
     if "speculative_model" in drafting:
         drafting = {"speculative_model": str(llama), "speculative_adaptive": False}
     requests = [greedy(f"s{i}", [*PROMPT, *PROMPT], 40, adapter=adapter) for i, adapter in enumerate((1, None, 3))]

@@ -1,4 +1,4 @@
-"""What adapters are kept as: what is exact by itself, narrower where that loses nothing, or as somebody said."""
+"""Storage dtype of adapters: the narrowest exact one by default, or the configured one."""
 
 from __future__ import annotations
 

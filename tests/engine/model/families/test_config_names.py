@@ -1,4 +1,4 @@
-"""Rotary groups read from config.json, against what transformers' own config and rotary module make of it."""
+"""Rotary groups read from config.json, compared with transformers' config and rotary module."""
 
 from __future__ import annotations
 
@@ -520,7 +520,7 @@ def test_lists_are_measured_against_the_model() -> None:
     ids=lambda named: named["architectures"][0],
 )
 def test_names_and_switches_of_published_files(named: dict[str, Any]) -> None:
-    """A family that norms queries and keys anyway may say so, and an architecture has the names that its files have."""
+    """Keys that state a family's fixed query and key norms are accepted, and all architecture names of its files are known."""
     spec = read_spec({**PLAIN, **named})
     assert spec.generates
     if "use_qk_norm" in named:

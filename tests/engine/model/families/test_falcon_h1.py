@@ -1,4 +1,4 @@
-"""What config.json says of Falcon H1, a memory beside attention in each layer, and what is refused; its weights, narrow too."""
+"""Falcon H1, with a state-space layer in parallel with attention: config.json, refused values, and quantized weights."""
 
 from __future__ import annotations
 
@@ -111,12 +111,11 @@ def test_a_published_file() -> None:
         0.8838834764831844,
         0.5859375,
     )
-    assert layer.state is not None and (layer.state.attention_factor, layer.state.state_factor) == (
-        0.9375,
-        0.23570226039551587,
-    )
+    parallel = layer.parallel_state_space
+    assert parallel is not None
+    assert (parallel.attention_factor, parallel.state_factor) == (0.9375, 0.23570226039551587)
     factors = tuple(1.25 * one for one in PUBLISHED["ssm_multipliers"])
-    assert layer.state.state == StateSpaceSpec(24, 64, 1, 128, 4, 1e-5, normed=None, factors=factors)  # type: ignore[arg-type]
+    assert parallel.state_space == StateSpaceSpec(24, 64, 1, 128, 4, 1e-5, normed=None, factors=factors)  # type: ignore[arg-type]
     stored = {tensor.name for weight in layer.weights(1024) for tensor in weight.stored}
     parts = "A_log D dt_bias conv1d.weight conv1d.bias in_proj.weight out_proj.weight".split()
     assert {name for name in stored if name.startswith("mamba")} == {f"mamba.{part}" for part in parts}
@@ -125,7 +124,7 @@ def test_a_published_file() -> None:
 def test_factors_of_one_cost_nothing() -> None:
     ones = {"mlp_multipliers": [1, 1], "ssm_multipliers": None, "ssm_in_multiplier": None}
     layer = read_spec({**PUBLISHED, **ones}).layers[0]
-    assert layer.state is not None and layer.state.state.factors is None
+    assert layer.parallel_state_space is not None and layer.parallel_state_space.state_space.factors is None
     assert isinstance(layer.feed_forward, GatedMLPSpec) and layer.feed_forward.factors is None
 
 

@@ -1,4 +1,4 @@
-"""What config.json says of Gemma 4's layers: heads of two widths, layers that read the keys of others, inputs of their own."""
+"""Gemma 4 from config.json: heads of two widths, KV sharing and per-layer embeddings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def config(name: str, **changes: Any) -> dict[str, Any]:
-    """As published files have it: with sizes of global layers under keys of their own."""
+    """As in published files, with the sizes of global layers under separate keys."""
     return {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",
@@ -54,7 +54,10 @@ def test_layers_read_the_keys_of_the_last_of_their_kind() -> None:
     assert spec.kv_groups == (KVGroupSpec((0, 2), 2, 16, 8), KVGroupSpec((1,), 2, 32, None))
     widths = [getattr(layer.feed_forward, "intermediate_size", None) for layer in spec.layers]
     assert widths == [96] * 3 + [192] * 3
-    assert "model.layers.3.self_attn.k_proj." in spec.unused and "model.layers.2.self_attn.k_proj." not in spec.unused
+    assert (
+        "model.layers.3.self_attn.k_proj." in spec.unused_tensors
+        and "model.layers.2.self_attn.k_proj." not in spec.unused_tensors
+    )
 
 
 def test_global_layers_have_their_own_heads() -> None:
@@ -79,7 +82,7 @@ def test_the_kind_without_inputs_and_experts_has_defaults_of_its_own() -> None:
         del given[key]
     spec = read_spec({**given, "architectures": ["Gemma4UnifiedForCausalLM"]})
     assert spec.trained_len == 262_144 and spec.layers[0].mixer.window == 1024
-    assert spec.per_layer_embeddings is None and all(layer.input is None for layer in spec.layers)
+    assert spec.per_layer_embeddings is None and all(layer.per_layer_projection is None for layer in spec.layers)
 
 
 @pytest.mark.parametrize(

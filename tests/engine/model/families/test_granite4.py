@@ -1,4 +1,4 @@
-"""Granite 4 as published files describe it: attention alone or few such layers, without experts or with them; what is refused."""
+"""Granite 4 from config.json: attention in all or a few layers, with and without experts, and refused values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What config.json says of LFM2: which layers attend, how wide feed-forwards are, experts, and what is refused."""
+"""LFM2 from config.json: attention layers, feed-forward widths, experts, and refused values."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_experts_and_how_they_are_chosen() -> None:
 
 @pytest.mark.parametrize("written", [None, {"tie_word_embeddings": False}, {"tie_embedding": False}], ids=str)
 def test_a_text_part(written: dict[str, bool] | None) -> None:
-    """Whether the head is the embedding is the whole model's, whatever its text part says."""
+    """The whole model decides whether the head is tied, whatever its text part says."""
     text = {**PUBLISHED, "tie_embedding": written is not None}
     whole = {"architectures": ["Lfm2VlForConditionalGeneration"], "model_type": "lfm2_vl", "text_config": text}
     part = text_config_of({**whole, **(written or {})})

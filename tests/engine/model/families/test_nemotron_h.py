@@ -1,4 +1,4 @@
-"""What config.json says of Nemotron H, whose layers are one part each, and what is refused; its weights, narrow and adapted."""
+"""Nemotron H, whose layers have one part each: config.json, refused values, and quantized and adapted weights."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_what_is_said_of_experts_counts(changes: dict[str, Any], of_experts: Pat
 
 
 def test_dense_layers_and_biases_beside_experts(tmp_path: Path) -> None:
-    """Of all products but those of single experts, which have none."""
+    """An adapter for all matrices except those of experts."""
     kinds = ["mlp", "moe", "full_attention", "linear_attention", "mlp"]
     model = make_unrotated("nemotron_h_experts", tmp_path, layers_block_type=kinds, mlp_bias=True, use_bias=True)
     wanted = logits_of(model, PROMPT)[-1]
@@ -237,7 +237,7 @@ def test_dense_layers_and_biases_beside_experts(tmp_path: Path) -> None:
 
 
 def test_steps_are_limited_by_the_limit_alone() -> None:
-    """Not by time_step_min, which is of their beginning, and which transformers 5.24 takes for it."""
+    """time_step_min belongs to the initialization and limits no steps, although transformers 5.24 applies it."""
 
     def limits(**changes: Any) -> set[tuple[float, float]]:
         layers = read_spec({**PUBLISHED, **changes}).layers
@@ -259,7 +259,7 @@ def test_experts_in_blocks_and_adapters_of_what_all_tokens_meet(of_experts: Path
 
 
 def only_shared(adapter: Path) -> Path:
-    """Without its changes of single experts."""
+    """Without its changes of experts."""
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file(
         {name: one for name, one in tensors.items() if ".experts." not in name}, adapter / "adapter_model.safetensors"

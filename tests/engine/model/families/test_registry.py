@@ -15,8 +15,8 @@ def test_every_family_is_listed_once() -> None:
         assert len(set(names)) == len(names)
 
 
-REMOTE = {"baichuan", "chatglm", "internlm2"}  # their classes stand beside their weights
-UNSAID = {("bloom", "max_position_embeddings")}  # by the configuration class
+REMOTE = {"baichuan", "chatglm", "internlm2"}  # their classes are published with their weights
+UNSPECIFIED = {("bloom", "max_position_embeddings")}  # by the configuration class
 OF_ANOTHER = {"internlm3"}  # run by another family's class
 
 
@@ -42,7 +42,7 @@ def test_defaults_are_those_of_the_configuration_class(family: Family) -> None:
         "num_attention_heads",
         "tie_word_embeddings",
     ):
-        if (family.model_type, name) not in UNSAID:
+        if (family.model_type, name) not in UNSPECIFIED:
             assert getattr(rules, name) == getattr(theirs, name), name
     if family.norm_eps_key is not None:
         assert rules.rms_norm_eps == getattr(theirs, family.norm_eps_key)

@@ -1,4 +1,4 @@
-"""Ranks that meet through torch.distributed come to the logits of one process, as those that share memory do."""
+"""Ranks connected by torch.distributed give the logits of one process, as ranks with shared memory do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = ON_A_CPU
 
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU is taken for a device without kernels of its own."""
+    """The CPU stands in for a device without its own kernels."""
     monkeypatch.setattr(
         backend_selector,
         "_NATIVE_BACKENDS",

@@ -1,4 +1,4 @@
-"""A model split over ranks comes to the logits of one process: families, ways of storing weights, ways of serving."""
+"""A model split over ranks gives the logits of one process, for several families, weight storages and ways of serving."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["cut prompts, deterministic", "int8 cache", "proposals", "int8 weights", "queue"],
 )
 def test_a_way_of_serving_comes_to_the_same(llama: Path, options: dict[str, Any]) -> None:
-    """Three heads of keys over two ranks, one to the first."""
+    """Three key heads over two ranks, one on the first."""
     asked = [*requests(rope_scaling=RopeScaling.from_dict(LONG)), greedy("d", [5, 6, 7] * 12, 12)]
     bound = 1e-2 if options.get("kv_cache_dtype") == "int8" else 1e-5  # one step of a cached number in a hundred
     expected = run(make_core(llama, threads=1, **options), asked)

@@ -1,4 +1,4 @@
-"""What a rank has of a model, and which models and numbers of ranks are refused, by name."""
+"""Shards of a model, and refused models and numbers of ranks."""
 
 from __future__ import annotations
 

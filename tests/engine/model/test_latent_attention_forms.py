@@ -44,7 +44,7 @@ Choice = Callable[[float | None], None]
 
 @pytest.fixture
 def at_cost(monkeypatch: pytest.MonkeyPatch) -> Choice:
-    """Has expanding cost what is given: 0 makes every prompt take that form, None none."""
+    """Set the cost of the expanded form: 0 selects it for every prompt, None for none."""
 
     def choose(cost: float | None) -> None:
         way = None if cost is None else LatentExpansion(cost, cost)
@@ -57,7 +57,7 @@ def at_cost(monkeypatch: pytest.MonkeyPatch) -> Choice:
 
 @pytest.fixture
 def expansions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of every expansion of some heads since, how many rows it took."""
+    """Number of rows of every expansion since."""
     found: list[int] = []
     original = latent_attention.expand_latents
 
@@ -84,7 +84,7 @@ def operands(spec: LatentSpec, dtype: torch.dtype = torch.float32) -> tuple[torc
 
 
 def call_of(spec: LatentSpec, lengths: list[int], news: list[int], **options: Any) -> AttentionCall:
-    """Sequences whose blocks lie anywhere."""
+    """Sequences with blocks in arbitrary order."""
     columns = -(-max(lengths) // SIZE)
     tables = torch.randperm(BLOCKS)[: columns * len(lengths) % (BLOCKS + 1)].int()
     tables = tables.repeat(len(lengths))[: columns * len(lengths)].view(len(lengths), columns).contiguous()
@@ -155,7 +155,7 @@ def test_whole_prompts_pieces_and_single_tokens(
 def test_queries_that_do_not_see_early_keys(
     backend: type[Backend], cost: float | None, at_cost: Choice, expansions: list[int]
 ) -> None:
-    """What lies before every window is neither expanded nor read: the table has no blocks there."""
+    """Keys before every window are neither expanded nor read: the table has no blocks there."""
     at_cost(cost)
     up, pages = operands(SPEC)
     call = call_of(SPEC, [300, 100], [20, 20], window=33)
@@ -286,7 +286,7 @@ def test_a_matrix_unit_gets_keys_and_values_of_16_bits(name: str, monkeypatch: p
 def test_the_form_that_is_quicker_there_is_taken(
     length: int, news: int, expands: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The costs as measured: what a query takes by itself weighs more than what a cached row takes."""
+    """With measured costs, a query costs more than a cached row."""
     monkeypatch.setattr(
         TorchBackend,
         "latent_expansion",
@@ -343,7 +343,7 @@ def test_a_prefix_from_the_cache_is_expanded_too(
 
 @ON_A_CPU
 def test_a_text_that_lost_its_middle_goes_on_right(tmp_path: Path, at_cost: Choice, expansions: list[int]) -> None:
-    """Keys that moved are expanded as they lie, and met by turned queries: proposed tokens are short prompts there."""
+    """Keys at other positions are expanded unchanged, queries are rotated; proposed tokens are short prompts there."""
     at_cost(0.0)
     model = make_model("deepseek_v3", tmp_path)
     right = run(make_core(model, max_model_len=64), [shifting()])["a", 0]

@@ -1,4 +1,4 @@
-"""Models without rotation against transformers: whole, in chunks, moved as far as they can be; and what they refuse."""
+"""Models without rotation compared with transformers: whole, in chunks, with dropped tokens; and refused options."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_classes(name: str, head: str, tmp_path: Path) -> None:
 
 
 def test_alibi_shifts(one_layer: Path) -> None:
-    """The kept tokens close up to the rest: logits are those of the text that is left, as far as it goes."""
+    """Retained tokens move next to the rest: logits equal those of the remaining text."""
     core = make_core(one_layer, max_model_len=64)
     rule = ContextRule(overflow="shift", keep_tokens=16)
     result = run(core, [greedy("a", PROMPT, 60, context=rule)])["a", 0]

@@ -1,4 +1,4 @@
-"""What config.json says of models most of whose layers carry a state: which layers attend, sizes, and what is refused."""
+"""Models with mostly Gated DeltaNet layers from config.json: attention layers, sizes, and refused values."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_published_file() -> None:
     assert rows["layers.3.qkv"] == (2 * 24 * 256 + 2 * 4 * 256, 5120)
     assert rows["layers.0.projections"] == (10_240 + 6144 + 96, 5120) and rows["layers.0.convolution"] == (10_240, 4)
     assert sum(prod(weight.shape) for weight in spec.weights()) == 26_895_998_464
-    assert all(name.startswith(("mtp.", "model.visual.")) is name.startswith(spec.unused) for name in NAMES)
+    assert all(name.startswith(("mtp.", "model.visual.")) is name.startswith(spec.unused_tensors) for name in NAMES)
 
 
 NAMES = (

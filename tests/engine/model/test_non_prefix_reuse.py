@@ -1,4 +1,4 @@
-"""Passages taken from other prompts: logits against keys that are rotated anew for every token, to where they stand."""
+"""Passages reused from other prompts: logits compared with keys that are rotated again for every token to its position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with layers that carry a state: whatever becomes of a sequence, its logits are those of its tokens read at once."""
+"""Recurrent models: however a sequence is scheduled, its logits equal those of its tokens computed at once."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_company_changes_no_bit_of_a_deterministic_stream(model: Path) -> None:
 
 
 def test_scalings_side_by_side_and_keys_that_turn(model: Path) -> None:
-    """Frequencies change under `rotate` while states stay: greedy tokens are those of the engine's own scorer."""
+    """Frequencies change under `rotate` while states do not: greedy tokens equal those of the engine's scorer."""
     core = core_of(model)
     scalings = {
         "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
@@ -175,7 +175,7 @@ def test_attention_is_shown_of_layers_that_have_it(model: Path) -> None:
 
 
 def test_a_window_of_one_token_keeps_the_state(model: Path, reference: Reference) -> None:
-    """Blocks of keys go that no token to come sees, all of them at the end of one; the state goes on."""
+    """Key blocks that no later token sees are freed, at the end of a block all of them; the state remains."""
     core = core_of(model)
     seen = ContextRule(attention_window=1)
     scorer = Scorer(core.runner.decoder, torch.float32)

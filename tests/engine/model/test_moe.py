@@ -1,5 +1,4 @@
-"""Mixtures of experts: that the tests of their logits would notice what is wrong, other backends, recorded steps, and files
-that do not fit."""
+"""Mixture of experts: sensitivity of the logits tests, other backends, recorded steps, and files that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of models with layers that carry a state: in all forms that writers give them, quantized, cached, changed by adapters."""
+"""Files of recurrent models: in all published layouts, quantized, from the weight cache, with adapters."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_tensors_that_are_missing_are_named(missing: str, model: Path, tmp_path:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rates_are_made_of_what_the_file_holds(dtype: torch.dtype, model: Path, tmp_path: Path) -> None:
-    """In float32, whatever the file's type, and matrices keep that."""
+    """Float32 whatever the file's dtype; matrices have the file's dtype."""
     weights = {name: one.to(dtype) for name, one in load_file(model / "model.safetensors").items()}
     loaded = load_model(engine_config(rewritten(model, tmp_path / "narrow", weights), device="cpu", dtype="float32"))
     found = loaded.decoder.weights()
