@@ -465,7 +465,7 @@ class ModelRunner(RankRunner):
         ahead = self.batches.ahead(batch, plan.num_passes)
         if ahead is None:
             return None
-        return self.replay.draw_passes(batch, ahead, plan.num_passes, [slot.stop_ids for slot in slots])
+        return self.replay.run_decode_steps(batch, ahead, plan.num_passes, [slot.stop_ids for slot in slots])
 
     @torch.inference_mode()
     def hidden_states(self, plan: SchedulerOutput) -> Tensor:

@@ -119,10 +119,10 @@ class DecodeReplay:
             del self._recordings[key]
         return found
 
-    def draw_passes(
+    def run_decode_steps(
         self, batch: ForwardBatch, ahead: MultiStepInputs, num_passes: int, stop_ids: Sequence[Sequence[int]]
     ) -> NDArray[np.int64] | None:
-        """The largest logits' ids of up to `num_passes` steps in a row, the first of them `batch`: see `Recording.draw_passes`.
+        """The largest logits' ids of up to `num_passes` steps in a row, the first of them `batch`: see `Recording.run_decode_steps`.
 
         None where the caller has to go step by step: what a step needs besides what `ahead` fills is not in recorded calls.
         """
@@ -138,13 +138,13 @@ class DecodeReplay:
         if entry.x is not None or entry.batch.input_ids is not batch.input_ids:
             return None
         _fill(entry, batch, None)
-        drawn = entry.recording.draw_passes(ahead, num_passes, entry.outputs.maxima, stop_ids)
+        drawn = entry.recording.run_decode_steps(ahead, num_passes, entry.outputs.maxima, stop_ids)
         if drawn is not None:
             self.num_replayed += len(drawn)
         return drawn
 
     def _record(self, recorder: Recorder, entry: _StepRecording, maxima: bool) -> StepOutputs:
-        with recorder.record() as recording:
+        with recorder() as recording:
             x, batch = self._decoder.embed(entry.batch) if entry.x is None else (entry.x, entry.batch)
             hidden = self._decoder.run_layers(x, batch, self._cache)
             logits = self._decoder.logits(hidden)

@@ -283,7 +283,7 @@ class Decoder:
 
     def _all_reduce(self, y: Tensor) -> Tensor:
         """What a part of a layer gives [T, hidden], from what every rank has of it."""
-        self.backend.sum_over_ranks(y)
+        self.backend.all_reduce(y)
         return y
 
     def logits(self, hidden: Tensor) -> Tensor:

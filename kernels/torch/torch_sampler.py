@@ -99,7 +99,7 @@ def candidates(scaled: Tensor, filters: Sequence[Filters]) -> Candidates:
     nucleus = [row for row, f in enumerate(filters) if f.top_p < 1 and f.top_k <= 0 and f.min_p <= 0]
     if nucleus:
         # Nothing but top-p narrows these rows. Tokens of probability below (1 - p)/V together weigh less than 1 - p, so
-        # the nucleus lies above them: they count in the row's mass and need no further look. Rows already narrowed
+        # the nucleus lies above them: they count in the row's mass and are not visited again. Rows already narrowed
         # by top-k or min-p have their mass in what is left.
         at = torch.tensor(nucleus, device=scaled.device)
         total = exact_weights(_take_rows(scaled, at)).sum(-1, keepdim=True, dtype=torch.float64)
@@ -237,7 +237,7 @@ def _typical(logits: Tensor, weights: Tensor, typical_p: Sequence[float]) -> Ten
 
 
 def _exclude_top(logits: Tensor, weights: Tensor, shares: Sequence[float]) -> Tensor:
-    """Of the tokens that hold a share of the weight each, keep the least likely alone, beside all that do not hold it.
+    """Of the tokens with at least a share of the weight, keep only the least likely one, and all tokens below the share.
 
     "Exclude top choices" (oobabooga/text-generation-webui pull request 6335). A share of 1 keeps everything.
     """
@@ -305,7 +305,7 @@ class TorchSamplingRow:
 
     @property
     def changes(self) -> LogitsChanges | None:
-        """What was last said to be done to the row, None for nothing."""
+        """The current changes of the row, or None."""
         return self._changes
 
     @property

@@ -102,12 +102,12 @@ def kernels(form: str) -> Library:
 def choose(patch: pytest.MonkeyPatch, form: Library | str) -> None:
     """Let these be the compiled kernels that this process can use; a string: there are none, for this reason."""
     found = (None, form) if isinstance(form, str) else (form, None)
-    patch.setattr(library, "_attempt", lambda: found)
+    patch.setattr(library, "_load_once", lambda: found)
 
 
 def look_again(patch: pytest.MonkeyPatch) -> None:
     """Have it found out at each question which compiled kernels this process can use."""
-    patch.setattr(library, "_attempt", library._load_once.__wrapped__)
+    patch.setattr(library, "_load_once", library._load_once.__wrapped__)
 
 
 def at_the_end_of_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ needs_kernels = pytest.mark.skipif(
 )
 # It multiplies many rows otherwise than few, which is as it was.
 no_matrix_unit = pytest.mark.skipif(
-    library.unavailable_reason() is None and library.load().linear_blocks_rounded is not None,
+    library.unavailable_reason() is None and library.load().linear_blocks_amx is not None,
     reason="the processor's matrix unit rounds many rows",
 )
 

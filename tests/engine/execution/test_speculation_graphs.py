@@ -115,7 +115,7 @@ def test_text_that_repeats_itself(directory_of: Callable[[str], Path], monkeypat
 
 
 def test_a_device_without_graphs_has_none(directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.kernels.backend_selector._OWN_KERNELS", {})
+    monkeypatch.setattr("windlass.kernels.backend_selector._NATIVE_BACKENDS", {})
     options = {"speculative_model": str(directory_of("llama")), **OPTIONS}
     core = make_core(directory_of("llama"), **options)
     assert isinstance(core.runner.decoder.backend, TorchBackend)

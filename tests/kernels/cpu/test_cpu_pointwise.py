@@ -129,10 +129,12 @@ def test_a_slot_past_the_pages_writes_nothing(form: Library) -> None:
 def test_rotate_refusals_say_why() -> None:
     kernels("generic")
     q, k, pages = torch.randn(2, 2, 16), torch.randn(2, 1, 16), torch.zeros(2, 4, 1, 16)
-    assert cpu.rotate_refusal(q, k, k, pages, pages) is None
-    assert "bfloat16" in (cpu.rotate_refusal(q, k.bfloat16(), k, pages, pages) or "")
-    assert "int8" in (cpu.rotate_refusal(q, k, k, pages.to(torch.int8), pages.to(torch.int8)) or "")
-    assert "fit" in (cpu.rotate_refusal(q, torch.randn(2, 2, 16), k, pages, pages) or "")
+    narrow, codes, other = k.bfloat16(), pages.to(torch.int8), torch.randn(2, 2, 16)
+    half, ones, slots = torch.zeros(2, 8), torch.ones(2), torch.tensor([0, 1])
+    cpu.rotate_and_append(q, k, k, half, half, ones, pages, pages, slots, library=load())
+    for own_k, own_pages, word in ((narrow, pages, "bfloat16"), (k, codes, "int8"), (other, pages, "fit")):
+        with pytest.raises(ValueError, match=word):
+            cpu.rotate_and_append(q, own_k, k, half, half, ones, own_pages, own_pages, slots, library=load())
     table = torch.zeros(2, 9)
     with pytest.raises(ValueError, match="18 rotary dims"):
         cpu.rotate_and_append(q, k, k, table, table, torch.ones(2), pages, pages, torch.tensor([0, 1]), library=load())

@@ -135,10 +135,10 @@ def test_slopes_of_rounded_prompts(name: str, page_type: torch.dtype) -> None:
     for count in (1, 9):
         case = case_of(MIXED, count, slopes=SLOPES, page_type=page_type)
         q, pages, call = case.operands()
-        found = cpu.paged_attention_prefill(q, pages, call, rounds=True, library=form).double()
+        found = cpu.paged_attention_prefill(q, pages, call, bf16_products=True, library=form).double()
         torch.testing.assert_close(found, case.expected(), rtol=0.03, atol=0.03)
         flat = replace(call, alibi_slopes=torch.zeros(4))
-        other = cpu.paged_attention_prefill(q, pages, flat, rounds=True, library=form).double()
+        other = cpu.paged_attention_prefill(q, pages, flat, bf16_products=True, library=form).double()
         assert (other - case.expected()).abs().max() > 0.1
 
 

@@ -219,7 +219,7 @@ def test_rows_that_are_none_change_nothing(
     for block in (6, -2):
         kept = torch.tensor([-1, block, -1, -1, -1])
         with pytest.raises(IndexError, match="block is not one of 6"):
-            change_of(own, form)(own, good._replace(kept=kept))
+            change_of(own, form)(own, good._replace(snapshots=kept))
     assert torch.equal(own.state, before)
 
 
@@ -239,7 +239,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         ((x, weight, window.transpose(1, 2).contiguous().transpose(1, 2), rows), "contiguous"),
         ((x, weight, window, rows._replace(lengths=rows.lengths[:1])), "blocks, starts and lengths"),
         ((x, weight, window, rows._replace(starts=rows.starts.int())), "blocks, starts and lengths"),
-        ((x, weight, window, rows._replace(kept=rows.blocks)), r"kept must be int64 \[5\]"),
+        ((x, weight, window, rows._replace(snapshots=rows.blocks)), r"kept must be int64 \[5\]"),
         ((x, weight, window, rows, None, bias[:7]), "bias must be"),
         ((x, weight, window, rows, None, bias.bfloat16()), "bias must be"),
         ((x, weight, window, rows, "gelu"), "activation 'gelu' is not silu"),
@@ -289,7 +289,7 @@ def recorded(form: Library, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_recorded_calls_read_rows_and_states_anew(recorded: CompiledBackend) -> None:
     """Other inputs, other blocks, other cuts between sequences, another one that begins, and other tokens that are kept."""
-    rows = state_rows([2, 0, 3], [2, 1, 3], [True, False, False])._replace(kept=torch.full((6,), -1))
+    rows = state_rows([2, 0, 3], [2, 1, 3], [True, False, False])._replace(snapshots=torch.full((6,), -1))
     mixed, rule = Convolution.random(rows, 56, 4).plain, DeltaRule.random(rows, 1, 2, 12, 16)
 
     def work() -> torch.Tensor:
@@ -301,8 +301,8 @@ def test_recorded_calls_read_rows_and_states_anew(recorded: CompiledBackend) -> 
         found = work()
     assert recording.obstacle is None and len(recording.calls) == 2
     for later in (
-        state_rows([0, 3, 2], [1, 4, 1], [False, False, True])._replace(kept=torch.tensor([-1, 5, -1, 1, -1, -1])),
-        state_rows([5, 4, 1], [6, 0, 0], [True, False, False])._replace(kept=torch.tensor([0, -1, 2, 3, -1, 4])),
+        state_rows([0, 3, 2], [1, 4, 1], [False, False, True])._replace(snapshots=torch.tensor([-1, 5, -1, 1, -1, -1])),
+        state_rows([5, 4, 1], [6, 0, 0], [True, False, False])._replace(snapshots=torch.tensor([0, -1, 2, 3, -1, 4])),
     ):
         for target, source in zip(rows, later, strict=True):
             target.copy_(source)

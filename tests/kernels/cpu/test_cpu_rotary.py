@@ -246,7 +246,9 @@ def test_values_stay_where_they_are_unless_asked_along() -> None:
 def test_rerotate_refusals_say_why() -> None:
     kernels("generic")
     pages, index, half = pages_of(2, 16, 16, torch.float32), torch.arange(2), torch.ones(2, 8)
-    assert "int8" in (cpu.rerotate_refusal(pages.key.to(torch.int8), pages.value.to(torch.int8)) or "")
+    codes = pages.key.to(torch.int8), pages.value.to(torch.int8)
+    with pytest.raises(ValueError, match="int8"):
+        cpu.rerotate_cached_keys(*codes, index, index, half, half, library=load())
     with pytest.raises(ValueError, match="18 rotary dims"):
         cpu.rerotate_cached_keys(
             pages.key, pages.value, index, index, torch.ones(2, 9), torch.ones(2, 9), library=load()

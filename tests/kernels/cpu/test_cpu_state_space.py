@@ -105,7 +105,7 @@ def test_recorded_calls_read_rows_and_states_anew(form: Library, monkeypatch: py
     choose(monkeypatch, form)
     recorded = select_backend("cpu")
     assert isinstance(recorded, CompiledBackend)
-    rows = state_rows([2, 0, 3], [2, 1, 3], [True, False, False])._replace(kept=torch.full((6,), -1))
+    rows = state_rows([2, 0, 3], [2, 1, 3], [True, False, False])._replace(snapshots=torch.full((6,), -1))
     inputs = Convolution.random(rows, 64, 4).plain
     own = replace(StateSpace.random(rows, 1, 2, 12, 20), limits=(0.35, 1.1))
 
@@ -116,7 +116,9 @@ def test_recorded_calls_read_rows_and_states_anew(form: Library, monkeypatch: py
     with torch.inference_mode(), recorded.record(cpu.Arena(1 << 18)) as recording:
         found = work()
     assert recording.obstacle is None and len(recording.calls) == 2
-    later = state_rows([0, 3, 2], [1, 4, 1], [False, False, True])._replace(kept=torch.tensor([-1, 5, -1, 1, -1, -1]))
+    later = state_rows([0, 3, 2], [1, 4, 1], [False, False, True])._replace(
+        snapshots=torch.tensor([-1, 5, -1, 1, -1, -1])
+    )
     for target, source in zip(rows, later, strict=True):
         target.copy_(source)
     for tensor in (inputs.x, inputs.window, own.step, own.memory):

@@ -17,8 +17,8 @@ def test_every_struct_has_the_size_that_the_compiler_gave_it() -> None:
     kernels("generic")
     handle = ctypes.CDLL(str(library.find()))
     assert library.differing_structs(handle) == []
-    assert handle.windlass_struct_size(b"Draw") == ctypes.sizeof(CompiledSamplingRow)
-    assert handle.windlass_struct_size(b"Drawing") == -1
+    assert handle.windlass_struct_size(b"SamplingRow") == ctypes.sizeof(CompiledSamplingRow)
+    assert handle.windlass_struct_size(b"SamplingRows") == -1
 
 
 @pytest.mark.parametrize("name", library.SIZES)

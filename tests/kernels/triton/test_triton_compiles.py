@@ -21,7 +21,7 @@ NAMES = {
     "attention", "merge_splits", "rotate_and_append", "rerotate_keys", "rotate_queries", "rms_norm", "layer_norm", "activation",
     "clamped_glu", "gate_by_sigmoid", "soft_cap", "sum_of_experts", "product", "gather_blocks", "thin_product", "route",
     "by_expert", "grouped_product", "maxima_of_parts", "row_maxima", "log_sums", "change_rows", "begin_draws",
-    "narrow_draws", "draw_tokens", "short_convolution", "keep_inputs", "gated_delta_rule", "state_space", "low_rank_down_by_row",
+    "narrow_draws", "sample_tokens", "short_convolution", "keep_inputs", "gated_delta_rule", "state_space", "low_rank_down_by_row",
     "low_rank_up_by_row", "low_rank_down", "low_rank_up",
 }  # fmt: skip
 OF_HOPPER = {"bring_in_order", "attention_in_order"}
