@@ -20,16 +20,16 @@ KEY_SPLIT = 512
 def blocks_per_split(block_size: int) -> int:
     """Blocks that hold a multiple of KEY_SPLIT slots.
 
-    Under `deterministic`, kernels split a sequence's keys at multiples of a divisor of these. So results over keys between two splits
-    keep their bits when the keys move by this number of blocks. Plain torch sums over all keys at once, which keeps the bits too in
-    tests.
+    Under `deterministic`, kernels split a sequence's keys at multiples of a divisor of these. So results over keys between
+    two splits keep their bits when the keys move by this number of blocks. Plain torch sums over all keys at once, which
+    keeps the bits too in tests.
     """
     return math.lcm(block_size, KEY_SPLIT) // block_size
 
 
 class KeyRange(NamedTuple):
-    """Keys [begin, end) of a sequence, the row of q of its first query for them, the reach (see `KeyRanges`), and the gap: what is
-    added to the distance in slots."""
+    """Keys [begin, end) of a sequence, the row of q of its first query for them, the reach (see `KeyRanges`), and the gap:
+    what is added to the distance in slots."""
 
     begin: int
     end: int
@@ -41,8 +41,8 @@ class KeyRange(NamedTuple):
 class LatentExpansion(NamedTuple):
     """Costs of expanding cached latent vectors to keys and values, relative to products of attention over them.
 
-    row_cost: of a product of the expansion. query_cost: of a product per query before and after attention without expansion. dtype:
-    of expanded keys and values.
+    row_cost: of a product of the expansion. query_cost: of a product per query before and after attention without expansion.
+    dtype: of expanded keys and values.
     """
 
     row_cost: float
@@ -63,9 +63,9 @@ class PrefillTotals(NamedTuple):
 class KeyRanges:
     """The slots of B sequences cut into R ranges each, with the query copies that attend them; [B, R] int64 each.
 
-    ends: rising, padding repeats ends; the last is at least the sequence's length. rows: row of q of the first query; -1: a hole,
-    whose keys and table entries are never read. reaches: index i sees key j if 0 <= i - j < reach, or, for a negative reach, if
-    i - j >= -reach. gaps: the distance of index i from key j is i - j + gap.
+    ends: rising, padding repeats ends; the last is at least the sequence's length. rows: row of q of the first query; -1: a
+    hole, whose keys and table entries are never read. reaches: index i sees key j if 0 <= i - j < reach, or, for a negative
+    reach, if i - j >= -reach. gaps: the distance of index i from key j is i - j + gap.
     """
 
     ends: Tensor
@@ -97,16 +97,16 @@ class AttentionCall:
     A query's *index* is its position in its sequence: the last row of sequence b has index seq_lens[b] - 1. Scores are
     q.k * scale * score_scale, then soft_cap * tanh(score / soft_cap) (Gemma 2), then hidden keys are masked.
 
-    Queries are [T, Hq, D]. With *ranges* they are [N, Hq, D], N >= T: one row for every rotated copy of a query. A key that was
-    rotated at position s and now belongs at e is attended by the query rotated by s - e. So moving keys costs a copy of the query,
-    and no page is rewritten. The slots of a sequence are cut into ranges: row `ranges.rows[b, r]` of q is the first query of
-    sequence b for range r, and its next queries follow row by row. All ranges of a query share one softmax. Ranges require
-    `causal`, no window (reaches replace it) and no chunk; ValueError otherwise.
+    Queries are [T, Hq, D]. With *ranges* they are [N, Hq, D], N >= T: one row for every rotated copy of a query. A key that
+    was rotated at position s and now belongs at e is attended by the query rotated by s - e. So moving keys costs a copy of
+    the query, and no page is rewritten. The slots of a sequence are cut into ranges: row `ranges.rows[b, r]` of q is the
+    first query of sequence b for range r, and its next queries follow row by row. All ranges of a query share one softmax.
+    Ranges require `causal`, no window (reaches replace it) and no chunk; ValueError otherwise.
     """
 
     block_tables: Tensor  # [B, max_blocks] int32; -1 is allowed where no query sees any key of the block
     query_start: Tensor  # [B + 1] int64, rows of q per sequence
-    seq_lens: Tensor  # [B] int64, cached tokens, the new ones included
+    seq_lens: Tensor  # [B] int64, cached tokens including the new ones
     score_scale: Tensor  # [T] float32
     scale: float  # normally D ** -0.5
     window: int | None = None  # visible keys up to the query itself; without `causal`, as many from it on

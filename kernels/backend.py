@@ -55,10 +55,11 @@ GroupScore: TypeAlias = Literal["largest", "two largest"]
 class Routing:
     """How experts of a token are chosen from router logits, and their weights.
 
-    Scores are the `softmax` over all experts or the `sigmoid` of each. A bias per expert, if given, is added for the choice only
-    (2408.15664). With groups, experts are chosen from the best top_groups of them: a group's score is its largest score
-    (DeepSeek V2, 2405.04434) or the sum of its two largest (DeepSeek V3, 2412.19437). Of equal scores the first wins. A weight is
-    the expert's score, if `normalized` divided by the sum of the chosen scores plus sum_eps (at least least_sum), times scale.
+    Scores are the `softmax` over all experts or the `sigmoid` of each. A bias per expert, if given, is added for the choice
+    only (2408.15664). With groups, experts are chosen from the best top_groups of them: a group's score is its largest score
+    (DeepSeek V2, 2405.04434) or the sum of its two largest (DeepSeek V3, 2412.19437). Of equal scores the first wins. A
+    weight is the expert's score, if `normalized` divided by the sum of the chosen scores plus sum_eps (at least least_sum),
+    times scale.
 
     `sparsemixer` (2409.12136, for top_k 2) chooses one expert after the other. The weight of each is its softmax among the
     remaining experts whose logits are within 2 * jitter of it, relative to their size.
@@ -158,7 +159,8 @@ class Backend(ABC):
 
     @property
     def reads_host_memory(self) -> bool:
-        """Whether operands may be in memory that Python writes to through numpy, so that a step's inputs are filled in place."""
+        """Whether operands may be in memory that Python writes to through numpy, so that a step's inputs are filled in
+        place."""
         return self.device.type == "cpu"
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -216,7 +218,8 @@ class Backend(ABC):
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias. x: [T, K], weight: [N, K] in x's dtype or a narrower one, bias: [N]. Returns [T, N] in x's dtype.
+        """x @ weight.T + bias. x: [T, K], weight: [N, K] in x's dtype or a narrower one, bias: [N]. Returns [T, N] in x's
+        dtype.
 
         Sums are float32 on a CPU whatever the storage. For a block weight, x is rounded to 8 bits with a scale for each group.
         The sums of a group are integers and the rest has a fixed order, so a row's bits depend on that row alone, deterministic
@@ -235,9 +238,9 @@ class Backend(ABC):
     def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
         """Add to each row of `out` [T, N], in place, the row's low-rank update of its row of x [T, K].
 
-        out and x are of the compute dtype, updates of that or a narrower one; the table is from `low_rank_table`. Rows without an
-        update stay unchanged. Raises IndexError for a slot out of range; a device that the host would have to wait for makes the
-        row NaN instead.
+        out and x are of the compute dtype, updates of that or a narrower one; the table is from `low_rank_table`. Rows
+        without an update stay unchanged. Raises IndexError for a slot out of range; a device that the host would have to wait
+        for makes the row NaN instead.
         """
 
     @abstractmethod
@@ -309,7 +312,8 @@ class Backend(ABC):
 
     @abstractmethod
     def multiply(self, x: Tensor, by: Tensor) -> None:
-        """x times `by`, in place, in float32. x: [T, N]. by: [T, N] of x's dtype, or one factor, [1] float32; any row strides."""
+        """x times `by`, in place, in float32. x: [T, N]. by: [T, N] of x's dtype, or one factor, [1] float32; any row
+        strides."""
 
     @abstractmethod
     def scale_rows(self, x: Tensor, factors: Tensor) -> None:
@@ -365,8 +369,8 @@ class Backend(ABC):
     def feed_forward_of_experts(
         self, x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, routed: Routed, activation: str
     ) -> Tensor:
-        """The weighted sum of each token's experts: two products with `gated_activation` in between. x: [T, K]. Returns [T, N] in
-        x's dtype. The input of the activation may stay unrounded."""
+        """The weighted sum of each token's experts: two products with `gated_activation` in between. x: [T, K]. Returns [T,
+        N] in x's dtype. The input of the activation may stay unrounded."""
         y = self.gated_activation(self.linear_of_experts(x, gate_up, routed.chosen), activation)
         return self.sum_of_experts(self.linear_of_experts(y, down, routed.chosen), routed.weights)
 
@@ -391,7 +395,8 @@ class Backend(ABC):
     ) -> BufferFiller:
         """A function that fills these buffers at each step, if `reads_host_memory`.
 
-        inv_freq: [G, R, d/2] float64, q_scale: [G, R], score_scale: [R] float32. Their contents may change, their memory must not.
+        inv_freq: [G, R, d/2] float64, q_scale: [G, R], score_scale: [R] float32. Their contents may change, their memory must
+        not.
         """
 
     @abstractmethod
@@ -430,9 +435,9 @@ class Backend(ABC):
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         """Attention of each sequence's new tokens over its cached keys, in float32.
 
-        q: [T, Hq, D] rotated, or [N, Hq, D] with ranges. Returns [T, Hq, Dv] in q's dtype. Only visible keys and values are read.
-        Raises ValueError if q and the call disagree, and IndexError for a block or a row of q out of range. A device that the
-        host would have to wait for gives NaN instead of an IndexError, here and in `rotate_queries`.
+        q: [T, Hq, D] rotated, or [N, Hq, D] with ranges. Returns [T, Hq, Dv] in q's dtype. Only visible keys and values are
+        read. Raises ValueError if q and the call disagree, and IndexError for a block or a row of q out of range. A device
+        that the host would have to wait for gives NaN instead of an IndexError, here and in `rotate_queries`.
         """
 
     # -- latent attention (2405.04434): H heads with R rotated, N plain, V value and C latent dims --

@@ -1,6 +1,7 @@
 """Backend selector: the fastest backend that supports the device and the options, else plain torch.
 
-The only module that knows all backends. Also reports why Triton kernels cannot run on a device; it does not import Triton to do so.
+The only module that knows all backends. Also reports why Triton kernels cannot run on a device; it does not import Triton to
+do so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Device memory: weight allocation, huge pages, pinned transfers, copy streams and events, and free memory of a device.
 
-A product of few rows reads every weight once per step at memory speed. Weights therefore share few allocations, which huge pages
-cover almost completely.
+A product of few rows reads every weight once per step at memory speed. Weights therefore share few allocations, which huge
+pages cover almost completely.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HUGE_PAGE_BYTES = 2 << 20
 def advise_huge_pages(tensor: Tensor) -> bool:
     """Advise Linux to use huge pages for a contiguous tensor in main memory, before the memory is touched. Returns its consent.
 
-    With pages of 4 KiB, reads at memory speed and reads by block table miss the TLB (measured: 10 to 15 per cent of attention's time
-    at 8,192 tokens). Memory is still untouched until used, then in units of a huge page.
+    With pages of 4 KiB, reads at memory speed and reads by block table miss the TLB (measured: 10 to 15 per cent of
+    attention's time at 8,192 tokens). Memory is still untouched until used, then in units of a huge page.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.nbytes < HUGE_PAGE_BYTES:
         return False
@@ -62,9 +62,9 @@ _NOTE_BYTES = 4096
 class SharedWeights:
     """Weights of one model in memory that several processes map. The first process fills it; the others find it filled.
 
-    number: descriptor of a memory file, initially empty. Filled memory is never written again: the filling process can only read it
-    from then on, and other processes map it privately. All processes allocate the same tensors in the same order; `layout` is a
-    digest of the allocations of this one.
+    number: descriptor of a memory file, initially empty. Filled memory is never written again: the filling process can only
+    read it from then on, and other processes map it privately. All processes allocate the same tensors in the same order;
+    `layout` is a digest of the allocations of this one.
     """
 
     def __init__(self, number: int) -> None:
@@ -119,8 +119,8 @@ class SharedWeights:
 class WeightMemory:
     """Allocates uninitialised weights on one device: in large blocks on a CPU, one by one on other devices.
 
-    A block lives as long as any of its tensors, since the weights of a model have one lifetime anyway. shared: memory for them on a
-    CPU; None: memory of this process.
+    A block lives as long as any of its tensors, since the weights of a model have one lifetime anyway. shared: memory for
+    them on a CPU; None: memory of this process.
     """
 
     def __init__(self, device: torch.device, shared: SharedWeights | None = None) -> None:
@@ -153,8 +153,8 @@ def _huge_page_block(size: int) -> Tensor:
     return block
 
 
-# CUDA errors after which the device is still usable; all others are permanent. From the runtime, the driver (through torch, or when
-# Triton loads or launches a kernel), and a library.
+# CUDA errors after which the device is still usable; all others are permanent. From the runtime, the driver (through torch,
+# or when Triton loads or launches a kernel), and a library.
 _NO_MEMORY = (
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",

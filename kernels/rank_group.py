@@ -29,9 +29,9 @@ def shared_memory_bytes(ranks: int) -> int:
 class RankGroup:
     """The rank group as seen by one rank. fault: why collectives no longer work, or None.
 
-    number: descriptor of a memory file of `shared_memory_bytes`, initially zeros. rank: of this process, below `count`. columns:
-    columns of the model's logits that each rank computes. store: descriptor of an empty file for exchanging addresses, if the
-    ranks do not use shared memory; -1: none.
+    number: descriptor of a memory file of `shared_memory_bytes`, initially zeros. rank: of this process, below `count`.
+    columns: columns of the model's logits that each rank computes. store: descriptor of an empty file for exchanging
+    addresses, if the ranks do not use shared memory; -1: none.
     """
 
     def __init__(self, number: int, rank: int, count: int, columns: tuple[int, ...], store: int = -1) -> None:

@@ -72,18 +72,18 @@ class Recording(Protocol):
     ) -> NDArray[np.int64] | None:
         """Make the calls up to `passes` times: the ids in `maxima` [B] after one pass are the input of the next.
 
-        ahead: the rows, already filled for the first pass. Ends after a pass that yields one of a row's `stop_ids`, and before
-        one that fails or whose largest logits are not finite. Returns the ids of all valid passes, [P, B], or None if the device
-        does not support this. Raises IndexError if the rows' blocks cannot hold `passes` tokens.
+        ahead: the rows, already filled for the first pass. Ends after a pass that yields one of a row's `stop_ids`, and
+        before one that fails or whose largest logits are not finite. Returns the ids of all valid passes, [P, B], or None if
+        the device does not support this. Raises IndexError if the rows' blocks cannot hold `passes` tokens.
         """
 
     def same_calls(self, other: Recording) -> bool:
         """Whether the other recording made the same calls, addresses aside."""
 
 
-# Returns a context that records the calls of a backend, which are also executed. All recordings of a recorder share one piece of
-# memory. Tensors made before must outlive the recording at the same addresses. Those made meanwhile keep their contents until the
-# recorder records again or one of its recordings is repeated.
+# Returns a context that records the calls of a backend, which are also executed. All recordings of a recorder share one piece
+# of memory. Tensors made before must outlive the recording at the same addresses. Those made meanwhile keep their contents
+# until the recorder records again or one of its recordings is repeated.
 Recorder: TypeAlias = Callable[[], AbstractContextManager[Recording]]
 
 

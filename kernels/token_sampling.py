@@ -1,7 +1,8 @@
 """Token sampling contract: settings, logits adjustments and results of sampling, on any backend.
 
 Order of operations for a row: allowed and forbidden tokens, biases, penalties, decreases, temperature, filters (min-p, top-k,
-top-p, typical-p, XTC), then the first token, by id, at which the remaining cumulative weight exceeds the uniform number's share.
+top-p, typical-p, XTC), then the first token, by id, at which the remaining cumulative weight exceeds the uniform number's
+share.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _FINITE = 0x7F7FFFFF  # the magnitude of the lowest number
 class Filters:
     """Temperature and filters of one row; the defaults keep all tokens. A temperature of 0 takes the largest logit.
 
-    exclude_from: tokens with at least this share of the remaining weight are top choices, of which only the least likely is kept
-    (XTC). It differs between tokens of a sequence: see `SamplingRow`.
+    exclude_from: tokens with at least this share of the remaining weight are top choices, of which only the least likely is
+    kept (XTC). It differs between tokens of a sequence: see `SamplingRow`.
     """
 
     temperature: float = 1.0
@@ -46,8 +47,8 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of earlier tokens: repetition divides the logit (1909.05858); frequency is subtracted once per occurrence in the
-    output, presence once."""
+    """Penalties of earlier tokens: repetition divides the logit (1909.05858); frequency is subtracted once per occurrence in
+    the output, presence once."""
 
     repetition: float = 1.0
     frequency: float = 0.0
@@ -58,9 +59,9 @@ class Penalties:
 class LogitsChanges:
     """Changes of a row's logits, by lists of distinct ids, int64, on the device of the logits.
 
-    allowed: the only allowed ids, None for all. bias: added to each of `biased`. counted: tokens with penalties; in_output: their
-    counts in the output. decrease: subtracted from each of `decreased` after the penalties. mask: bit i % 32 of word i // 32 is set
-    if token i is allowed, None for all. A forbidden token stays at -inf throughout.
+    allowed: the only allowed ids, None for all. bias: added to each of `biased`. counted: tokens with penalties; in_output:
+    their counts in the output. decrease: subtracted from each of `decreased` after the penalties. mask: bit i % 32 of word i
+    // 32 is set if token i is allowed, None for all. A forbidden token stays at -inf throughout.
     """
 
     allowed: Tensor | None
@@ -77,8 +78,8 @@ class LogitsChanges:
 class SamplingTensors(NamedTuple):
     """Sampling parameters of rows 0 .. B - 1 of unchanged logits, in memory of their device; [B] each.
 
-    temperature: float32, 0 takes the largest. magnitude: int32, see `encode_filters`. top_k: int32, 0 keeps all. top_p, uniform:
-    float64.
+    temperature: float32, 0 takes the largest. magnitude: int32, see `encode_filters`. top_k: int32, 0 keeps all. top_p,
+    uniform: float64.
     """
 
     temperature: Tensor
@@ -91,7 +92,8 @@ class SamplingTensors(NamedTuple):
 def encode_filters(filters: Filters, vocab_size: int) -> tuple[float, int, int, float]:
     """(temperature, magnitude, top_k, top_p) of `SamplingTensors`; typical_p and exclude_from are not encoded.
 
-    magnitude: the bits, without the sign, of the lowest scaled logit, relative to the row's largest, that min-p keeps (float32).
+    magnitude: the bits, without the sign, of the lowest scaled logit, relative to the row's largest, that min-p keeps
+    (float32).
     """
     temperature = max(filters.temperature, MIN_TEMPERATURE) if filters.temperature > 0 else 0.0
     lowest = _magnitude(math.log(filters.min_p)) if filters.min_p > 0 else _FINITE
@@ -110,7 +112,8 @@ class SamplingStatus(IntEnum):
 
 
 class SamplingRow(Protocol):
-    """One row to sample, reused from step to step. The caller sets row (of the logits), uniform in [0, 1), exclude_from (1: off).
+    """One row to sample, reused from step to step. The caller sets row (of the logits), uniform in [0, 1), exclude_from (1:
+    off).
 
     token: the sampled id if the status is OK, else -1.
     """
@@ -136,8 +139,8 @@ class TokenSampler(ABC):
     def sample(self, logits: Tensor, draws: Sequence[SamplingRow]) -> None:
         """Fill token and status of each row; the rows are from `new`.
 
-        logits: [R, V] float32, not modified. A row with NaN or infinity fails alone. A result depends on its own row and settings
-        only, and is the same on every backend.
+        logits: [R, V] float32, not modified. A row with NaN or infinity fails alone. A result depends on its own row and
+        settings only, and is the same on every backend.
         """
 
 

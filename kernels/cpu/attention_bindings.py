@@ -1,7 +1,7 @@
 """Attention, rotary and recurrent-layer bindings of the compiled kernels.
 
-Arithmetic is float32 whatever the storage. Each function checks operands before it passes addresses to C. Sequence data of recurrent
-layers is checked by the kernels, since it may differ when a recorded call is repeated.
+Arithmetic is float32 whatever the storage. Each function checks operands before it passes addresses to C. Sequence data of
+recurrent layers is checked by the kernels, since it may differ when a recorded call is repeated.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | N
 def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, library: Library) -> Tensor:
     """Attention of one new token per sequence over its cached keys, which include its own.
 
-    q: [B, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. call: query_start is ignored; seq_lens may be int32 or
-    int64, 0 gives a row of zeros. Without ranges, rows with a common table (`table.expand(B, -1)`) share the loads of its keys. A
-    row's bits depend on its own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and IndexError for a visible
-    block that the table or the pages lack, or a row that q lacks.
+    q: [B, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. call: query_start is ignored; seq_lens may be
+    int32 or int64, 0 gives a row of zeros. Without ranges, rows with a common table (`table.expand(B, -1)`) share the loads
+    of its keys. A row's bits depend on its own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and
+    IndexError for a visible block that the table or the pages lack, or a row that q lacks.
     """
     reason = attention_refusal(q, pages, call)
     check(reason is None, f"paged_attention_decode: {reason}")
@@ -118,11 +118,11 @@ def paged_attention_prefill(
 ) -> Tensor:
     """Attention of the last tokens of several sequences over their cached keys, in blocks (2205.14135).
 
-    q: [T, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Sequences with fewer than `fewest` queries are skipped:
-    their rows of `out` ([T, Hq, Dv], contiguous, q's dtype) are not written. A row's bits depend neither on its chunk nor on other
-    rows. bf16_products: on a processor with native bfloat16 products, 16-bit keys and values, latent rows, queries and weights may
-    be rounded to bfloat16, except for sequences with fewer than `MIN_BF16_QUERIES` queries. Returns out. Raises ValueError, and
-    IndexError for a visible block that the tables or the pages lack, or a row that q lacks.
+    q: [T, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Sequences with fewer than `fewest` queries are
+    skipped: their rows of `out` ([T, Hq, Dv], contiguous, q's dtype) are not written. A row's bits depend neither on its
+    chunk nor on other rows. bf16_products: on a processor with native bfloat16 products, 16-bit keys and values, latent rows,
+    queries and weights may be rounded to bfloat16, except for sequences with fewer than `MIN_BF16_QUERIES` queries. Returns
+    out. Raises ValueError, and IndexError for a visible block that the tables or the pages lack, or a row that q lacks.
     """
     name = "paged_attention_prefill"
     reason = attention_refusal(q, pages, call)
@@ -244,7 +244,7 @@ def _raise_attention_error(code: int, name: str) -> None:
     if code == 1:
         raise MemoryError(f"{name}: no memory for partial results")
     if code == 2:
-        raise IndexError(f"{name}: a visible key lies in a block that the tables or the pages lack")
+        raise IndexError(f"{name}: a visible key is in a block that the tables or the pages lack")
     if code == 4:
         raise IndexError(f"{name}: ranges name a row that q lacks")
     if code == 5:
@@ -362,7 +362,7 @@ def rotate_and_append(
     if code == 1:
         raise MemoryError("rotate_and_append: no memory for a head")
     if code:
-        raise IndexError("rotate_and_append: a slot lies past the pages")
+        raise IndexError("rotate_and_append: a slot is past the pages")
 
 
 def rerotate_cached_keys(
@@ -381,7 +381,8 @@ def rerotate_cached_keys(
     """See `Backend.rerotate_cached_keys`; pages as in `rotate_and_append`. Dims past d and values are copied bit by bit.
 
     An int8 key is quantized again as a unit, or copied if it has no rotary dims. Of latent rows, groups with rotary dims are
-    quantized again and the others copied. Raises ValueError, and IndexError for a slot outside the pages (nothing is written then).
+    quantized again and the others copied. Raises ValueError, and IndexError for a slot outside the pages (nothing is written
+    then).
     """
     _check_pages(key_pages, value_pages, key_scales, value_scales, "rerotate_cached_keys")
     count, half = sources.shape[0], cos.shape[-1]
@@ -414,7 +415,7 @@ def rerotate_cached_keys(
     if code == 1:
         raise MemoryError("rerotate_cached_keys: no memory for a head")
     if code:
-        raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
+        raise IndexError("rerotate_cached_keys: a slot is outside the pages")
 
 
 def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: Library) -> Tensor:
@@ -460,13 +461,13 @@ def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor, *, library:
         *(rows.data_ptr(), positions.data_ptr(), tokens, cos.data_ptr(), sin.data_ptr()),
     )
     if code:
-        raise IndexError(f"rotary_angles: a row lies outside the table of {table_rows}")
+        raise IndexError(f"rotary_angles: a row is outside the table of {table_rows}")
     return cos, sin
 
 
 def latent_expansion_cost(pages: KVPages, *, narrow: bool) -> LatentExpansion:
-    """See `Backend.latent_expansion`. narrow: whether attention over 16-bit and latent pages uses AMX. Torch's products use it too, the
-    products of single queries do not. Measured: docs/benchmarks-history.md."""
+    """See `Backend.latent_expansion`. narrow: whether attention over 16-bit and latent pages uses AMX. Torch's products use
+    it too, the products of single queries do not. Measured: docs/benchmarks-history.md."""
     if narrow and pages.key.dtype != torch.float32:
         return LatentExpansion(1.25, 10.0, torch.bfloat16)
     return LatentExpansion(1.25, 1.25)

@@ -1,8 +1,8 @@
 """Call recording: compiled calls of a decode step, recorded once and repeated on the same memory.
 
-Recording avoids Python's cost around small kernels (dispatch, checks, allocation). A step is repeatable if all its calls depend on
-memory only and torch computes nothing. Temporary tensors are allocated first-fit in an arena, and freed when the tensor and its views
-are gone.
+Recording avoids Python's cost around small kernels (dispatch, checks, allocation). A step is repeatable if all its calls
+depend on memory only and torch computes nothing. Temporary tensors are allocated first-fit in an arena, and freed when the
+tensor and its views are gone.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, library: Library) -> Tensor:
-    """See `Backend.rms_norm`. x: float32, bfloat16 or float16, any strides but the last. With `residual` ([T, D], x's dtype) the
-    input is residual + x, which is stored in `residual`. Raises ValueError."""
+    """See `Backend.rms_norm`. x: float32, bfloat16 or float16, any strides but the last. With `residual` ([T, D], x's dtype)
+    the input is residual + x, which is stored in `residual`. Raises ValueError."""
     shape, dim = x.shape, x.shape[-1]
     _check_rows(x, "rms_norm")
     check(vector_ok(weight, torch.float32, dim), f"rms_norm: weight must be float32 [{dim}], contiguous")
@@ -126,8 +126,8 @@ def embed_rows(
 ) -> Tensor:
     """table[ids] * scale, multiplied in float32.
 
-    table: [N, D] float32, bfloat16 or float16, any row stride. ids: [T] int64, contiguous. Returns [T, D] of `dtype`, one of the
-    three. Raises ValueError, and IndexError for an id out of range.
+    table: [N, D] float32, bfloat16 or float16, any row stride. ids: [T] int64, contiguous. Returns [T, D] of `dtype`, one of
+    the three. Raises ValueError, and IndexError for an id out of range.
     """
     check_matrix(table, "embed_rows: the table")
     rows, dim = ids.shape[0], table.shape[1]
@@ -285,14 +285,14 @@ class CompiledBufferFiller:
         if self._library.fill_step_buffers(self._metadata, self._count, *table_arguments, *self._own):
             raise IndexError("a scheduled token has no block to go to")
         if self._library.rotary_angles(*self._frequencies, *self._rotary_rows, *self._angles):
-            raise IndexError(f"buffer_filler: a row lies outside the rotary table of {self._table_rows}")
+            raise IndexError(f"buffer_filler: a row is outside the rotary table of {self._table_rows}")
         rotary = self.rows.metadata[3]
         for whole, own in self._scales:  # rows were checked above; "clip" avoids a copy
             whole.take(rotary, axis=whole.ndim - 1, out=own, mode="clip")
 
     def arguments(self, tables: NDArray[np.int32], blocks: int, passes: int) -> tuple[int, ...]:
-        """Arguments of `run_decode_steps` for filled rows and `passes` passes in total. Raises IndexError if their blocks cannot hold
-        all tokens."""
+        """Arguments of `run_decode_steps` for filled rows and `passes` passes in total. Raises IndexError if their blocks
+        cannot hold all tokens."""
         table_arguments = self._table_arguments(tables, blocks, int(self.rows.metadata[1].max()) + passes - 1)
         return self._metadata, self._count, *table_arguments, *self._own, *self._frequencies, *self._angles
 
@@ -343,9 +343,9 @@ class CompiledSamplingRow(SamplingRowFields):
     """One row to sample: logits changes, filters and result.
 
     row: of the logits. allowed, forbidden, biased (with bias), counted (with in_output), decreased (with decrease): addresses
-    of int64 ids (of float32 numbers) and their counts. The caller keeps the memory alive, as `change` does. allowed: None allows
-    all. temperature: 0 is greedy. floor: log(min_p), LOWEST for off. top_k: 0 is off. top_p, typical_p, exclude_from: 1 is off.
-    uniform: [0, 1). token: the sampled id if status is OK, else -1.
+    of int64 ids (of float32 numbers) and their counts. The caller keeps the memory alive, as `change` does. allowed: None
+    allows all. temperature: 0 is greedy. floor: log(min_p), LOWEST for off. top_k: 0 is off. top_p, typical_p, exclude_from:
+    1 is off. uniform: [0, 1). token: the sampled id if status is OK, else -1.
     """
 
     if TYPE_CHECKING:
@@ -416,7 +416,7 @@ def sample_tokens(logits: Tensor, draws: Sequence[CompiledSamplingRow], memory: 
     if code == 1:
         raise MemoryError(f"sample_tokens: {memory.numel()} bytes are too few for a vocabulary of {logits.shape[1]}")
     if code:
-        raise IndexError("sample_tokens: a row lies outside the logits")
+        raise IndexError("sample_tokens: a row is outside the logits")
 
 
 class CompiledSampler(TokenSampler):
@@ -470,7 +470,7 @@ def token_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, k: int, *, lib
         memory.numel(),
     )
     if code:
-        raise IndexError("token_logprobs: a row or a token lies outside the logits")
+        raise IndexError("token_logprobs: a row or a token is outside the logits")
     order = (-top).argsort(1, kind="stable")  # from order by id
     top_ids, top = np.take_along_axis(top_ids, order, 1), np.take_along_axis(top, order, 1)
     return TopLogprobs(chosen, ranks, top_ids, (top - normalisers[:, None]).astype(np.float32))

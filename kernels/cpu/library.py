@@ -1,4 +1,5 @@
-"""Compiled library: finds the shared object, selects the instruction set, and declares function signatures, structs and operand checks.
+"""Compiled library: finds the shared object, selects the instruction set, and declares function signatures, structs and
+operand checks.
 
 The library needs neither Python nor torch. It is loaded after torch, so that both share one OpenMP thread pool.
 """
@@ -10,6 +11,7 @@ import functools
 import operator
 import os
 import struct
+import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -180,7 +182,9 @@ def attention_packer(handle: ctypes.CDLL) -> Callable[[Mapping[str, float]], Att
     while (entry := table[len(fields)]).name is not None:
         fields.append((entry.name.decode(), _TYPES[entry.type]))
         letters += entry.type.decode()
-    own_struct = type("AttentionArguments", (AttentionArguments,), {"_fields_": fields})
+    own_struct: type[AttentionArguments] = types.new_class(
+        "AttentionArguments", (AttentionArguments,), exec_body=lambda body: body.update(_fields_=fields)
+    )
     if ctypes.sizeof(own_struct) != entry.offset:
         raise AttributeError(f"AttentionArguments: {entry.offset} bytes, not {ctypes.sizeof(own_struct)}")
     # Packing all fields at once takes a third of the time of setting them one by one.

@@ -1,6 +1,8 @@
-"""Matrix product bindings of the compiled kernels: plain weights, 16-bit panels, quantized blocks, experts and low-rank updates.
+"""Matrix product bindings of the compiled kernels: plain weights, 16-bit panels, quantized blocks, experts and low-rank
+updates.
 
-Each function checks operands before it passes addresses to C, and raises on bad ones. Row limits are measured crossovers with torch.
+Each function checks operands before it passes addresses to C, and raises on bad ones. Row limits are measured crossovers with
+torch.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ def activation_code_and_width(rows: int, activation: str | None) -> tuple[int, i
     return ACTIVATIONS[activation], rows // 2
 
 
-# Measured on AVX2 with two threads on entire prefill chunks of a 1B Llama: this kernel is faster up to 192 rows, torch's product is
-# equal at 256 and faster at 512.
+# Measured on AVX2 with two threads on entire prefill chunks of a 1B Llama: this kernel is faster up to 192 rows, torch's
+# product is equal at 256 and faster at 512.
 LINEAR_MAX_ROWS = 192
 
 ACTIVATION_TYPES = (torch.float32, torch.bfloat16)
@@ -144,8 +146,8 @@ def linear_small(
 # every thread copies the rows for itself, so torch's product is safer with many threads and long chunks.
 PANEL_MAX_ROWS = 512
 
-# Rows from which `linear_panels_amx` is faster, if available (measured on a Xeon with AMX: 1.2 to 2 times at 8 rows, 2 to 4 times
-# at 16, 6 times at 128).
+# Rows from which `linear_panels_amx` is faster, if available (measured on a Xeon with AMX: 1.2 to 2 times at 8 rows, 2 to 4
+# times at 16, 6 times at 128).
 PANEL_TILE_MIN_ROWS = 8
 
 _WIDENED_BYTES = 8 << 20  # float32 weights converted at a time; they stay in the last-level cache for the product
@@ -161,9 +163,9 @@ def linear_panels(
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
-    x: [M, K] in any float type; float32 and bfloat16 in any row stride need no copy. bias: [N]. out: optional [M, N] in x's dtype
-    (not float16) with adjacent elements. Correct for any M, fast for few rows. Returns [M, N] in x's dtype (out if given). Raises
-    ValueError.
+    x: [M, K] in any float type; float32 and bfloat16 in any row stride need no copy. bias: [N]. out: optional [M, N] in x's
+    dtype (not float16) with adjacent elements. Correct for any M, fast for few rows. Returns [M, N] in x's dtype (out if
+    given). Raises ValueError.
     """
     _check_operands(x, weight, bias)
     # Called about a hundred times per decode step: copies are made only if needed.
@@ -201,9 +203,9 @@ def linear_panels_amx(
 ) -> Tensor:
     """x @ weight.T + bias for many rows, both bfloat16, by AMX.
 
-    x: [M, K] with adjacent elements. activation: of gates, see `linear_blocks`. out: optional bfloat16 [M, N], or [M, N / 2] for
-    gates and ups. Sums are float32, and a row's bits depend on that row only. Returns out or a new tensor. Raises ValueError, also
-    on a processor without AMX.
+    x: [M, K] with adjacent elements. activation: of gates, see `linear_blocks`. out: optional bfloat16 [M, N], or [M, N / 2]
+    for gates and ups. Sums are float32, and a row's bits depend on that row only. Returns out or a new tensor. Raises
+    ValueError, also on a processor without AMX.
     """
     _check_operands(x, weight, bias)
     multiply = library.linear_panels_amx
@@ -329,12 +331,12 @@ def _block_addresses(weight: BlockWeight) -> tuple[int, int, int | None]:
 
 _WIDENED = 1 << 21  # elements of a weight converted at a time, 8 MiB; they stay in the last-level cache for the product
 
-# Rows from which `linear_blocks_amx` is faster, if available (measured on a Xeon with AMX: equal at 32 rows, 1.4 times at 64, twice
-# at 512).
+# Rows from which `linear_blocks_amx` is faster, if available (measured on a Xeon with AMX: equal at 32 rows, 1.4 times at 64,
+# twice at 512).
 BLOCK_TILE_MIN_ROWS = 48
 
-# Rows from which `linear_blocks` applies gates itself. Fewer rows are bound by reading, which is faster as one stream than as two
-# (measured on Zen 4: a single row 4 % slower, 4 equal, 8 of 1B shape 5 % faster, 512 12 %).
+# Rows from which `linear_blocks` applies gates itself. Fewer rows are bound by reading, which is faster as one stream than as
+# two (measured on Zen 4: a single row 4 % slower, 4 equal, 8 of 1B shape 5 % faster, 512 12 %).
 GATED_MIN_ROWS = 4
 
 _BlockArguments: TypeAlias = tuple[int, int, int | None, int, int, int, int, int]
@@ -394,8 +396,8 @@ def linear_blocks_amx(
 ) -> Tensor:
     """x @ weight.T + bias with x and the dequantized weight rounded to bfloat16, for many rows, by AMX.
 
-    Arguments and result as in `linear_blocks`, but x and out may be bfloat16 without a copy. Sums are float32; a row's bits depend
-    on that row only. Raises ValueError, also on a processor without AMX.
+    Arguments and result as in `linear_blocks`, but x and out may be bfloat16 without a copy. Sums are float32; a row's bits
+    depend on that row only. Raises ValueError, also on a processor without AMX.
     """
     rows, columns = x.shape[0], weight.rows
     activation_code, width = activation_code_and_width(columns, activation)
@@ -440,8 +442,8 @@ def linear_blocks_widened(
     """x @ weight.T + bias without rounding x: some rows of the weight at a time are converted to float32.
 
     x: [M, K] in any float type. most_rows: the largest M for which `linear_small` is used, with bits that do not depend on M;
-    torch's product otherwise. out: as in `linear_blocks`. Returns [M, N] in x's dtype, or out. Extra memory: 8 MiB, or one row of
-    the weight. Raises ValueError.
+    torch's product otherwise. out: as in `linear_blocks`. Returns [M, N] in x's dtype, or out. Extra memory: 8 MiB, or one
+    row of the weight. Raises ValueError.
     """
     _check_block_operands(x, weight, bias)
     wide, inner = x.float(), weight.columns
@@ -502,7 +504,8 @@ def _check_block_operands(x: Tensor, weight: BlockWeight, bias: Tensor | None) -
 
 
 class AmxProducts:
-    """Products of many rows by AMX, if they may be rounded to bfloat16 and a row's bits may differ from those in a small step."""
+    """Products of many rows by AMX, if they may be rounded to bfloat16 and a row's bits may differ from those in a small
+    step."""
 
     def __init__(self, library: Library, options: BackendOptions) -> None:
         """On a processor without AMX, `takes` is always False."""
@@ -534,8 +537,8 @@ class AmxProducts:
         activation: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """x @ weight.T + bias, or activation(gate) * up of it. library: with AMX, or one that records calls to it. out: where the
-        result may be written."""
+        """x @ weight.T + bias, or activation(gate) * up of it. library: with AMX, or one that records calls to it. out: where
+        the result may be written."""
         if isinstance(weight, PanelWeight):
             return linear_panels_amx(x, weight, bias, activation=activation, out=out, library=library)
         out = None if x.dtype == torch.float16 else out
@@ -552,8 +555,8 @@ _ROWS, _PANELS, _BLOCKS = range(3)
 class CompiledExperts(ExpertWeights):
     """Experts with their description for C. has_blocks: rows must be float32.
 
-    amx_blocks, amx_panels: whether experts with many rows may use AMX, if available. Raises ValueError for weights that the kernels
-    do not support, or whose parts differ between experts.
+    amx_blocks, amx_panels: whether experts with many rows may use AMX, if available. Raises ValueError for weights that the
+    kernels do not support, or whose parts differ between experts.
     """
 
     def __init__(
@@ -747,7 +750,7 @@ class CompiledLowRankTable(LowRankTable):
             check(
                 0 <= part.first <= part.first + part.columns <= self.columns
                 and 0 <= part.rank_first <= part.rank_first + part.rank <= update.rank,
-                f"low rank: a part lies outside [{self.columns}, {update.rank}]",
+                f"low rank: a part is outside [{self.columns}, {update.rank}]",
             )
 
 

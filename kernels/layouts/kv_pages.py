@@ -1,11 +1,11 @@
 """KV pages: the paged key and value tensors of one layer, in floats or int8 codes.
 
-Int8 codes of heads are stored as byte dot products read them, four at a time. Keys: [num_blocks, Hkv, P / 16, ceil(D / 4), 16, 4];
-64 bytes hold four dims (a quad) of 16 tokens. Dims past D are zeros. Values: [num_blocks, Hkv, P / 4, Dv, 4]. Scales of both:
-float32 [num_blocks, Hkv, P]. P is a multiple of 16. Everything that one head of one block holds is contiguous.
+Int8 codes of heads are stored as byte dot products read them, four at a time. Keys: [num_blocks, Hkv, P / 16, ceil(D / 4),
+16, 4]; 64 bytes hold four dims (a quad) of 16 tokens. Dims past D are zeros. Values: [num_blocks, Hkv, P / 4, Dv, 4]. Scales
+of both: float32 [num_blocks, Hkv, P]. P is a multiple of 16. Everything that one head of one block holds is contiguous.
 
-Int8 codes of latent rows (MLA) are stored token by token with a scale for each 32 numbers: codes [num_blocks, P, Hkv, D], scales
-float32 [num_blocks, P, Hkv, ceil(D / 32)].
+Int8 codes of latent rows (MLA) are stored token by token with a scale for each 32 numbers: codes [num_blocks, P, Hkv, D],
+scales float32 [num_blocks, P, Hkv, ceil(D / 32)].
 """
 
 from __future__ import annotations
@@ -136,10 +136,10 @@ def widened(codes: Tensor, scales: Tensor) -> Tensor:
 class KVPages:
     """Pages of one layer. Keys are stored rotated at their absolute position, at unit scale.
 
-    Floats: key [num_blocks, P, Hkv, D], value [num_blocks, P, Hkv, Dv]; same dtype and device, contiguous. int8 pages hold codes in
-    -127 .. 127 in the layouts of this module: of heads with key_scale and value_scale [num_blocks, Hkv, P] float32, or, without
-    values (Dv is 0, latent attention), latent rows with key_scale [num_blocks, P, Hkv, groups]. Token t of block b is slot
-    b * P + t either way.
+    Floats: key [num_blocks, P, Hkv, D], value [num_blocks, P, Hkv, Dv]; same dtype and device, contiguous. int8 pages hold
+    codes in -127 .. 127 in the layouts of this module: of heads with key_scale and value_scale [num_blocks, Hkv, P] float32,
+    or, without values (Dv is 0, latent attention), latent rows with key_scale [num_blocks, P, Hkv, groups]. Token t of block
+    b is slot b * P + t either way.
     """
 
     key: Tensor

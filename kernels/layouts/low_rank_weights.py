@@ -48,7 +48,8 @@ class LowRankPart:
 
 @dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """An update of a matrix. A fused matrix has one part for each of its matrices that has an update; ranks and types may differ.
+    """An update of a matrix. A fused matrix has one part for each of its matrices that has an update; ranks and types may
+    differ.
 
     down: [R / 4, K / 16, 4, 16], both rounded up: A of all parts in panels of four rows, strip by strip, padded with zeros.
     """
@@ -79,8 +80,8 @@ class LowRankUpdate:
 class LowRankTarget:
     """A matrix with low-rank updates, and their limits for tables of fixed size and type.
 
-    parts: columns of the product of each fused matrix; an update has parts for some of them. inner: K. rank: largest total rank of
-    an update. dtype: of its numbers.
+    parts: columns of the product of each fused matrix; an update has parts for some of them. inner: K. rank: largest total
+    rank of an update. dtype: of its numbers.
     """
 
     parts: tuple[int, ...]
@@ -103,8 +104,8 @@ class LowRankTable:
         self.changes: list[LowRankUpdate | None] = [None] * slots
 
     def put(self, slot: int, update: LowRankUpdate | None) -> None:
-        """Set the update of a slot from the next step on; None removes it. Never called while a step runs; an asynchronous device
-        orders it after all submitted work."""
+        """Set the update of a slot from the next step on; None removes it. Never called while a step runs; an asynchronous
+        device orders it after all submitted work."""
         self.changes[slot] = update
 
 

@@ -1,16 +1,16 @@
 """Weight layouts: quantized blocks in GGUF's formats, 16-bit panels, stacked weights and experts.
 
-Both layouts consist of panels of 16 rows; rows are padded to full panels. Block weights: a panel holds the groups of K in order;
-within a group, lines of 64 bytes hold one byte for each of four adjacent elements (a quad) of each of the 16 rows.
+Both layouts consist of panels of 16 rows; rows are padded to full panels. Block weights: a panel holds the groups of K in
+order; within a group, lines of 64 bytes hold one byte for each of four adjacent elements (a quad) of each of the 16 rows.
 
 - 8 bits: a line is a quad, signed bytes.
 - 4 bits: line j holds quad 2j in the lower halves of its bytes and quad 2j + 1 in the upper halves.
 - 5 bits: as 4, then a line for every eight quads whose bytes hold the fifth bit of quad i as bit i.
 - 6 bits: as 4, then a line for every four quads whose bytes hold the upper two bits of quad i as bits 2i and 2i + 1.
 
-Scales and minima of the 16 rows are adjacent; padding has scales and minima of zero. Panel weights: for every two elements of K a line
-of 64 bytes with those of the 16 rows. bfloat16: the two elements of a row are adjacent. float16: first elements of all rows, then the
-second ones.
+Scales and minima of the 16 rows are adjacent; padding has scales and minima of zero. Panel weights: for every two elements of
+K a line of 64 bytes with those of the 16 rows. bfloat16: the two elements of a row are adjacent. float16: first elements of
+all rows, then the second ones.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class BlockWeight:
         return BlockRows(self, first, count)
 
     def panels(self, first: int, count: int) -> BlockWeight:
-        """Rows first .. first + count as a weight in the same memory. Raises IndexError unless they begin and end at panel boundaries
-        (or at the last row)."""
+        """Rows first .. first + count as a weight in the same memory. Raises IndexError unless they begin and end at panel
+        boundaries (or at the last row)."""
         end = first + count
         if first % PANEL or not 0 <= first < end <= self.rows or (end % PANEL and end != self.rows):
             raise IndexError(f"rows {first} .. {end} of a weight of {self.rows} in panels of {PANEL}")

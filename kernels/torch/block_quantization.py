@@ -1,9 +1,10 @@
 """Block quantization in plain torch: GGUF blocks repacked into panels, and floats quantized into blocks.
 
-Repacking is exact; bit positions are ggml's (ggml-common.h). Quantization is the oracle of the compiled kernels: each step is one float32
-operation and sums follow the order of elements, so all instruction sets produce the same bytes. q8_0 is llama.cpp's rule. In the
-formats with super groups each group searches the scale (and minimum) of least squared error, as `make_qkx2_quants` in ggml-quants.c.
-A group whose magnitudes are all below 2^-100 is zero. A super group (q8_0: a group) with NaN, infinity or an overflow of float16 is NaN.
+Repacking is exact; bit positions are ggml's (ggml-common.h). Quantization is the oracle of the compiled kernels: each step is
+one float32 operation and sums follow the order of elements, so all instruction sets produce the same bytes. q8_0 is
+llama.cpp's rule. In the formats with super groups each group searches the scale (and minimum) of least squared error, as
+`make_qkx2_quants` in ggml-quants.c. A group whose magnitudes are all below 2^-100 is zero. A super group (q8_0: a group) with
+NaN, infinity or an overflow of float16 is NaN.
 """
 
 from __future__ import annotations

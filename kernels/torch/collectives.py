@@ -1,7 +1,7 @@
 """Collectives through torch.distributed: NCCL between GPUs, gloo on CPUs.
 
-The process group is private; torch's default group is not touched. Between GPUs, reductions are queued on the current stream and the
-host does not wait.
+The process group is private; torch's default group is not touched. Between GPUs, reductions are queued on the current stream
+and the host does not wait.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class TorchCollectives:
 
 def _store(ranks: RankGroup) -> Any:
     """The store in which ranks exchange their addresses: an unlinked file that they share."""
-    # A store opens its path again when it is garbage-collected, and ends the process if it cannot. So this descriptor stays open,
-    # and its number is not reused.
+    # A store opens its path again when it is garbage-collected, and ends the process if it cannot. So this descriptor stays
+    # open, and its number is not reused.
     descriptor = os.dup(ranks.store)
     store = dist.FileStore(f"/dev/fd/{descriptor}", ranks.count)  # type: ignore[attr-defined]
     store.set_timeout(_JOIN_TIMEOUT)

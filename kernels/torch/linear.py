@@ -1,8 +1,8 @@
 """Linear layers in plain torch: float weights, converted panel by panel if narrow, and block weights.
 
-For block weights, rows of x are rounded to 8 bits group by group, symmetrically: scale = max|x| / 127, round to nearest, ties to even.
-Values below 2^-100 count as zero; a group with NaN or infinity has the scale NaN. Integer sums are exact (float64). The rest is float32,
-group by group, in the order of the compiled kernels, which may fuse a product with its addition.
+For block weights, rows of x are rounded to 8 bits group by group, symmetrically: scale = max|x| / 127, round to nearest, ties
+to even. Values below 2^-100 count as zero; a group with NaN or infinity has the scale NaN. Integer sums are exact (float64).
+The rest is float32, group by group, in the order of the compiled kernels, which may fuse a product with its addition.
 """
 
 from __future__ import annotations

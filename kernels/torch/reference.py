@@ -120,7 +120,8 @@ def rotate_and_append(
 def rerotate_cached_keys(
     pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
 ) -> None:
-    """See `Backend.rerotate_cached_keys`. Slots are not checked. Groups of latent rows without rotary dims are copied bit by bit."""
+    """See `Backend.rerotate_cached_keys`. Slots are not checked. Groups of latent rows without rotary dims are copied bit by
+    bit."""
     if pages.has_rows_of_codes:
         _rerotate_rows(pages, sources, targets, cos, sin)
         return

@@ -1,8 +1,8 @@
 """Row-independent operations in plain torch: each row is computed alone, so its bits do not depend on the batch.
 
-Torch's results differ by shape: products by row count, sums by how they are split, elementary functions between a vector's body and
-its tail. Here each row is computed from a fresh buffer (constant alignment) with shapes that depend on its own sequence only.
-Additions, products and casts round correctly in any shape and may take all rows at once.
+Torch's results differ by shape: products by row count, sums by how they are split, elementary functions between a vector's
+body and its tail. Here each row is computed from a fresh buffer (constant alignment) with shapes that depend on its own
+sequence only. Additions, products and casts round correctly in any shape and may take all rows at once.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ class TorchBackend(Backend):
     ) -> None:
         slots = torch.stack((sources, targets))
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < pages.num_slots:
-            raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
+            raise IndexError("rerotate_cached_keys: a slot is outside the pages")
         reference.rerotate_cached_keys(pages, sources, targets, cos, sin, values=values)
 
     def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -60,9 +60,9 @@ def prepare_query(query, row_scale):
 
 @triton.jit
 def softmax_update(scores, scale, largest, weight, WHOLE: tl.constexpr):
-    """The softmax state after these scores, the factor for previous sums, and weights. scale: per row, in powers of two, positive,
-    since the maximum is taken before scaling. Scores of hidden keys are -inf; WHOLE: no key is hidden. Bits do not depend on
-    WHOLE: scaling and subtraction are rounded once."""
+    """The softmax state after these scores, the factor for previous sums, and weights. scale: per row, in powers of two,
+    positive, since the maximum is taken before scaling. Scores of hidden keys are -inf; WHOLE: no key is hidden. Bits do not
+    depend on WHOLE: scaling and subtraction are rounded once."""
     larger = tl.maximum(largest, tl.max(scores, 1) * scale)
     base = larger
     if not WHOLE:
@@ -112,8 +112,8 @@ def attend_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The softmax state (largest score in powers of two, weight, sum of values) after another tile of keys. WHOLE: all rows see all
-    of them. scale: per row, as in `softmax_update`, unless a soft cap or bias is applied before."""
+    """The softmax state (largest score in powers of two, weight, sum of values) after another tile of keys. WHOLE: all rows
+    see all of them. scale: per row, as in `softmax_update`, unless a soft cap or bias is applied before."""
     place = tl.arange(0, BLOCK_N)
     key = tile + place
     key_ok = (key >= low) & (key < stop)

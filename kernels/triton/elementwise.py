@@ -41,7 +41,8 @@ def activated(x, KIND: tl.constexpr, QUICK: tl.constexpr = False):
 
 @triton.jit
 def activation_kernel(x, stride, out, columns, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, part of the columns). GATED: x holds as many further columns, by which the activated ones are multiplied."""
+    """Program (row, part of the columns). GATED: x holds as many further columns, by which the activated ones are
+    multiplied."""
     wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

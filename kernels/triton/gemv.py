@@ -24,8 +24,8 @@ def gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile of columns): out[columns] = weight @ x + bias. GATED: the weight has gates, then as many ups; both products are
-    rounded before activation(gate) * up. MANY: offsets into the weight need 64 bits."""
+    """Program (tile of columns): out[columns] = weight @ x + bias. GATED: the weight has gates, then as many ups; both
+    products are rounded before activation(gate) * up. MANY: offsets into the weight need 64 bits."""
     wait_for_predecessor()
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_ok = column < columns

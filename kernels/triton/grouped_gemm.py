@@ -40,9 +40,9 @@ def grouped_gemm_kernel(
 ):
     """Program (tile of columns, tile of rows): x @ weight.T + bias, where `weights` and `biases` are addresses by expert.
 
-    order, ends: see `by_expert`. GATHERED, SCATTERED: whether rows of x, or of the result, are in the order of places; else they are
-    in the order of experts. PER_ROW: places per row of x, if gathered. KIND: an activation or None; with one, the first half of the
-    columns are gates, the second half ups. WHOLE: whether BLOCK_K divides `inner`.
+    order, ends: see `by_expert`. GATHERED, SCATTERED: whether rows of x, or of the result, are in the order of places; else
+    they are in the order of experts. PER_ROW: places per row of x, if gathered. KIND: an activation or None; with one, the
+    first half of the columns are gates, the second half ups. WHOLE: whether BLOCK_K divides `inner`.
     """
     wait_for_predecessor()
     expert, first, end = part_of_expert(tl.program_id(1), ends, EXPERTS, BLOCK_E, BLOCK_M, BY_PLACE=False)
@@ -141,7 +141,8 @@ def feed_forward_of_experts(
     activation: str,
     device: Device,
 ) -> Tensor:
-    """See `Backend.feed_forward_of_experts`; requires `takes_grouped`. Between the products, rows are in the order of experts."""
+    """See `Backend.feed_forward_of_experts`; requires `takes_grouped`. Between the products, rows are in the order of
+    experts."""
     check_activation(activation)
     chosen, weights = routed
     order, ends = by_expert(chosen, len(gate_up))

@@ -1,6 +1,6 @@
 """Kernel launch: grid, device, programmatic dependent launch (capability 9.0), and tile size helpers.
 
-Every kernel first lets its successor start and then waits for its predecessors (`follow`).
+Every kernel first lets its successor start and then waits for its predecessors (`wait_for_predecessor`).
 """
 
 import functools
@@ -22,8 +22,8 @@ def wait_for_predecessor():
 
 @triton.jit
 def is_last_program(ticket):
-    """Whether this is the last of the programs (i, 0), (i, 1) ... that share a ticket (initially 0) to arrive. Loads that bypass the
-    L1 cache (`.cg`) then see what the others wrote or added."""
+    """Whether this is the last of the programs (i, 0), (i, 1) ... that share a ticket (initially 0) to arrive. Loads that
+    bypass the L1 cache (`.cg`) then see what the others wrote or added."""
     tl.debug_barrier()
     return tl.atomic_add(ticket, 1, sem="acq_rel") == tl.num_programs(1) - 1
 

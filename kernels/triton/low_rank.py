@@ -1,7 +1,8 @@
 """Low-rank updates (LoRA) in Triton: out += scale * (x A^T) B^T with matrices per row.
 
-`down` computes x A^T in float32, split over K if few rows would occupy the device; `up` sums the splits in order, multiplies by B^T and
-adds. Each exists per row (few rows) and per tile (many rows). The table of updates is in device memory, so captured work sees changes.
+`down` computes x A^T in float32, split over K if few rows would occupy the device; `up` sums the splits in order, multiplies
+by B^T and adds. Each exists per row (few rows) and per tile (many rows). The table of updates is in device memory, so
+captured work sees changes.
 """
 
 import itertools
@@ -46,8 +47,8 @@ def a_numbers(entry, r, k, ok, inner, KIND: tl.constexpr):
 
 @triton.jit
 def part_of_columns(entry, tile, PARTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The part that a tile of columns belongs to: (entry, rank, tile within the part, first column, number of columns). Every part
-    begins a new tile; tiles after the last part are empty. ALIGNED: whether 16 divides the columns of each part."""
+    """The part that a tile of columns belongs to: (entry, rank, tile within the part, first column, number of columns). Every
+    part begins a new tile; tiles after the last part are empty. ALIGNED: whether 16 divides the columns of each part."""
     place = -1
     own = 0
     for part in tl.static_range(PARTS):

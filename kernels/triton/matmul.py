@@ -1,7 +1,7 @@
 """Matrix products in Triton: quantized blocks, batch-independent plain products, per-head and per-expert products.
 
-Only the compute dtype rounds. A kernel computes one tile, summing over K in a fixed order, so a row's bits follow from the row, the
-weight and the tile sizes.
+Only the compute dtype rounds. A kernel computes one tile, summing over K in a fixed order, so a row's bits follow from the
+row, the weight and the tile sizes.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ def block_numbers(
     MINIMUM: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """Dequantized elements of a block weight at rows and columns, which broadcast, float32; see `weight_layouts`. ok: mask of valid
-    ones."""
+    """Dequantized elements of a block weight at rows and columns, which broadcast, float32; see `weight_layouts`. ok: mask of
+    valid ones."""
     PARTS: tl.constexpr = 2 if MINIMUM else 1
     LINES: tl.constexpr = GROUP * BITS // 32
     panel = row // 16
@@ -74,10 +74,11 @@ def block_numbers(
 def part_of_expert(
     tile, ends, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BY_PLACE: tl.constexpr
 ):
-    """The expert of a tile, its first row in sorted order, and the end of the expert's rows (not after the first row of an empty tile).
+    """The expert of a tile, its first row in sorted order, and the end of the expert's rows (not after the first row of an
+    empty tile).
 
-    Every expert begins a new tile: expert e has the tiles from ends[e - 1] // BLOCK_M + e on. BY_PLACE, for few rows: one tile per
-    row, non-empty if the rows of an expert, or a tile of them, begin there. BLOCK_E: at least EXPERTS.
+    Every expert begins a new tile: expert e has the tiles from ends[e - 1] // BLOCK_M + e on. BY_PLACE, for few rows: one
+    tile per row, non-empty if the rows of an expert, or a tile of them, begin there. BLOCK_E: at least EXPERTS.
     """
     index = tl.arange(0, BLOCK_E)
     there = index < EXPERTS

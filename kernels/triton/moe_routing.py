@@ -39,8 +39,8 @@ def route_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Program (token). SOFTMAX: else scores are sigmoids. TWO: the score of a group is the sum of its two largest scores, else its
-    largest."""
+    """Program (token). SOFTMAX: else scores are sigmoids. TWO: the score of a group is the sum of its two largest scores,
+    else its largest."""
     wait_for_predecessor()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
@@ -94,8 +94,8 @@ def route_kernel(
 
 @triton.jit(do_not_specialize=["places"])  # it differs from step to step
 def by_expert_kernel(chosen, order, ends, places, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Program (BLOCK places, BLOCK experts): the index of each place in the order of experts, and the number of places of these and
-    all previous experts."""
+    """Program (BLOCK places, BLOCK experts): the index of each place in the order of experts, and the number of places of
+    these and all previous experts."""
     wait_for_predecessor()
     own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(chosen + own, mask=own < places, other=EXPERTS)
@@ -159,8 +159,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: 
 
 
 def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The places of `chosen` sorted by expert (stable), [P] int64, and the end of each expert among them, [experts] int64. chosen:
-    int64, of any shape."""
+    """The places of `chosen` sorted by expert (stable), [P] int64, and the end of each expert among them, [experts] int64.
+    chosen: int64, of any shape."""
     flat, places = chosen.reshape(-1), chosen.numel()
     if places > _MOST_PLACES:
         ordered = flat.to(torch.int16).sort(stable=True)  # radix sort: a quarter of the time of int64

@@ -1,9 +1,9 @@
 """Paged attention in Triton: split-KV decode, and tiles of prompt tokens.
 
-A single new token is attended in splits over the context, which a second kernel merges. The number of splits follows from the table
-width, and their extent from lengths in device memory, so a captured call is valid at any length. Longer runs use tiles of tokens,
-unsplit. Under `deterministic` each token is a single one and splits have a fixed size. The rows of a tile are (token, head) pairs;
-heads that share keys read them once.
+A single new token is attended in splits over the context, which a second kernel merges. The number of splits follows from the
+table width, and their extent from lengths in device memory, so a captured call is valid at any length. Longer runs use tiles
+of tokens, unsplit. Under `deterministic` each token is a single one and splits have a fixed size. The rows of a tile are
+(token, head) pairs; heads that share keys read them once.
 """
 
 from dataclasses import replace
@@ -40,8 +40,8 @@ from windlass.kernels.triton.launch import (
 
 MAX_DISTANCE = tl.constexpr(1 << 30)  # in keys, longer than any sequence
 
-# Arguments that differ from step to step. Triton would compile variants (1, multiples of 16, others; aligned addresses or not) while
-# requests are served.
+# Arguments that differ from step to step. Triton would compile variants (1, multiples of 16, others; aligned addresses or
+# not) while requests are served.
 _BY_STEP = [
     "q_rows",
     "num_blocks",
@@ -124,9 +124,9 @@ def paged_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (place, head tile, split). place: a sequence with a single token (SINGLES), a token (BY_TOKEN), or a tile of TOKENS
-    tokens of a sequence with several. HEADS: heads per token. Splits have `split_keys` keys each, from the first key of the
-    sequence on; or (SPREAD) they divide the visible keys of the token, with at least `split_keys` each."""
+    """Program (place, head tile, split). place: a sequence with a single token (SINGLES), a token (BY_TOKEN), or a tile of
+    TOKENS tokens of a sequence with several. HEADS: heads per token. Splits have `split_keys` keys each, from the first key
+    of the sequence on; or (SPREAD) they divide the visible keys of the token, with at least `split_keys` each."""
     wait_for_predecessor()
     place = tl.program_id(0).to(tl.int64)
     if not (SINGLES or BY_TOKEN):
@@ -367,8 +367,9 @@ _MIN_WAVES = 8  # programs per multiprocessor that splits should give
 
 
 class _Sizes(NamedTuple):
-    """Tile sizes: maximum rows, keys, warps, pipeline stages. A block is first looked up in a table, so 3 stages keep one tile in
-    flight and 5 two. As large as registers and shared memory allow; compiler reports are in `tests/helpers/compiling.py`."""
+    """Tile sizes: maximum rows, keys, warps, pipeline stages. A block is first looked up in a table, so 3 stages keep one
+    tile in flight and 5 two. As large as registers and shared memory allow; compiler reports are in
+    `tests/helpers/compiling.py`."""
 
     rows: int
     keys: int

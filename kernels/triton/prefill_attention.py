@@ -1,7 +1,7 @@
 """Prefill attention in Triton over keys gathered into contiguous memory (Hopper).
 
-Gathering costs one more write and read of each key and pays off for sequences with many new tokens. Products of one tile overlap with
-the softmax of the next (arXiv 2407.08608, section 3.2).
+Gathering costs one more write and read of each key and pays off for sequences with many new tokens. Products of one tile
+overlap with the softmax of the next (arXiv 2407.08608, section 3.2).
 """
 
 from typing import NamedTuple
@@ -87,11 +87,11 @@ def gather_kv_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (tile of places, head of keys): gathers keys and values. Sequences with more than one new token have tiles for all of
-    their keys, sequence after sequence.
+    """Program (tile of places, head of keys): gathers keys and values. Sequences with more than one new token have tiles for
+    all of their keys, sequence after sequence.
 
-    Keys that no new token sees are skipped. Keys of an invalid block are NaN. Missing values are 0, since a weight of 0 times NaN
-    would be NaN.
+    Keys that no new token sees are skipped. Keys of an invalid block are NaN. Missing values are 0, since a weight of 0 times
+    NaN would be NaN.
     """
     wait_for_predecessor()
     tile = tl.program_id(0)
@@ -279,7 +279,8 @@ _TILES = PrefillTile(64, 64, 4, 3)
 
 
 def takes_prefill(q: Tensor, pages: KVPages, call: AttentionCall, device: Device) -> bool:
-    """Whether a call can use these kernels: device capability, dtypes and sizes, no soft cap or bias, enough tokens per sequence."""
+    """Whether a call can use these kernels: device capability, dtypes and sizes, no soft cap or bias, enough tokens per
+    sequence."""
     widest, prompts = max(q.shape[2], pages.value_dim), _prompts(pages, call)
     return (
         device.capability == CAPABILITY

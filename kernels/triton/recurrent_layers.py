@@ -16,8 +16,8 @@ LENGTH_EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def span(starts, blocks, lengths, num_blocks, sequence):
-    """Per sequence: first token, end token, block, whether the block is valid, the value of its rows if not, and whether the sequence
-    starts from a zero state."""
+    """Per sequence: first token, end token, block, whether the block is valid, the value of its rows if not, and whether the
+    sequence starts from a zero state."""
     first = tl.load(starts + sequence)
     end = tl.load(starts + sequence + 1)
     block = tl.load(blocks + sequence)
@@ -54,8 +54,8 @@ def short_convolution_kernel(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Program (sequence, part of the columns, stride of tokens). The window is only read; `store_conv_window_kernel` updates it.
-    Snapshots of windows are written. Rows without a valid block get the value of `span`."""
+    """Program (sequence, part of the columns, stride of tokens). The window is only read; `store_conv_window_kernel` updates
+    it. Snapshots of windows are written. Rows without a valid block get the value of `span`."""
     wait_for_predecessor()
     first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -138,8 +138,8 @@ def gated_delta_rule_kernel(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Program (sequence, head, part of the columns of its memory), which stays in registers over all tokens. Rows without a valid
-    block get the value of `span`."""
+    """Program (sequence, head, part of the columns of its memory), which stays in registers over all tokens. Rows without a
+    valid block get the value of `span`."""
     wait_for_predecessor()
     first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     head = tl.program_id(1)
@@ -199,8 +199,8 @@ def state_space_kernel(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Program (sequence, head, part of the columns of its memory), which stays in registers over all tokens. Rows without a valid
-    block get the value of `span`."""
+    """Program (sequence, head, part of the columns of its memory), which stays in registers over all tokens. Rows without a
+    valid block get the value of `span`."""
     wait_for_predecessor()
     first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     head = tl.program_id(1)

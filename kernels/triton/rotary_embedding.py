@@ -370,7 +370,7 @@ def rerotate_cached_keys(
     """See `Backend.rerotate_cached_keys`."""
     slots = torch.stack((sources, targets))
     if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < pages.num_slots:
-        raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
+        raise IndexError("rerotate_cached_keys: a slot is outside the pages")
     dim = pages.key.shape[3] if pages.key_scale is None else pages.key.shape[3] * 4  # padding rotates to zeros
     launch(
         rerotate_keys_kernel,

@@ -81,10 +81,11 @@ class CudaGraphs(Graphs):
 
 
 class TritonBackend(TorchBackend):
-    """For a device that `triton_refusal` accepts, or in Triton's interpreter on a CPU. host: the backend that quantizes blocks in
-    host memory, with the same bytes as plain torch but faster; None: plain torch.
+    """For a device that `triton_refusal` accepts, or in Triton's interpreter on a CPU. host: the backend that quantizes
+    blocks in host memory, with the same bytes as plain torch but faster; None: plain torch.
 
-    Where the contract has an IndexError for contents of device memory, results are NaN: raising would mean to wait for the device.
+    Where the contract has an IndexError for contents of device memory, results are NaN: raising would mean to wait for the
+    device.
     """
 
     def __init__(self, options: BackendOptions, host: Backend | None = None) -> None:

@@ -1,8 +1,8 @@
 """Triton sampler: exact sampling, row maxima, log-sums and logits adjustments.
 
-Retained tokens are those up to a magnitude (distance from the row maximum). Top-k and top-p find that limit by radix selection over
-buckets of magnitudes, in at most five passes, without sorting. Weights are integers in units of 2^-34, so sums are exact in any order.
-Typical-p and XTC use the torch sampler.
+Retained tokens are those up to a magnitude (distance from the row maximum). Top-k and top-p find that limit by radix
+selection over buckets of magnitudes, in at most five passes, without sorting. Weights are integers in units of 2^-34, so sums
+are exact in any order. Typical-p and XTC use the torch sampler.
 """
 
 from collections.abc import Sequence
@@ -133,9 +133,9 @@ def adjust_logits_kernel(
 ):
     """Program (changed row): writes its changed logits to its row of `out`.
 
-    masks: int32 [S, words]. ids: int64, numbers: float32, the concatenated lists of all rows; bounds: int64 [S, 6], the starts of its
-    lists (allowed, forbidden, biased, counted, decreased) and the end of the last one. penalties: float32 [S, 4], the fourth is 1 if
-    only allowed tokens are kept.
+    masks: int32 [S, words]. ids: int64, numbers: float32, the concatenated lists of all rows; bounds: int64 [S, 6], the
+    starts of its lists (allowed, forbidden, biased, counted, decreased) and the end of the last one. penalties: float32 [S,
+    4], the fourth is 1 if only allowed tokens are kept.
     """
     wait_for_predecessor()
     draw = tl.program_id(0).to(tl.int64)
@@ -191,8 +191,8 @@ def adjust_logits_kernel(
 
 _LAST = tl.constexpr(0x41C80000)  # the magnitude of 25: larger ones have weight 0
 
-# The buckets of the first pass have 2^20 magnitudes each, and 2^16 from 1/8 on, where most tokens are. The next passes divide their
-# range by 2^10.
+# The buckets of the first pass have 2^20 magnitudes each, and 2^16 from 1/8 on, where most tokens are. The next passes divide
+# their range by 2^10.
 _FINE = tl.constexpr(0x3E000000)
 
 _COARSE = tl.constexpr(0x3E000000 >> 20)  # buckets before the fine ones
@@ -278,10 +278,10 @@ def begin_sampling_kernel(
 ):
     """Program (draw): its status, its token if that is the largest, and the initial state of the following kernels.
 
-    rows: of the logits, None for 0, 1, 2 ... changed_rows: negative for none, None if no row is changed. places, maxima: of the
-    largest of each row. floors: int32, the magnitude up to which min-p keeps tokens. top_ps: float64. statuses: `SamplingStatus`.
-    largest: float32, of the sampled row. counts: int32 [draws, COUNTS]. masses: int64 [draws, MASSES]. tickets: int32
-    [draws, TICKETS].
+    rows: of the logits, None for 0, 1, 2 ... changed_rows: negative for none, None if no row is changed. places, maxima: of
+    the largest of each row. floors: int32, the magnitude up to which min-p keeps tokens. top_ps: float64. statuses:
+    `SamplingStatus`. largest: float32, of the sampled row. counts: int32 [draws, COUNTS]. masses: int64 [draws, MASSES].
+    tickets: int32 [draws, TICKETS].
     """
     wait_for_predecessor()
     draw = tl.program_id(0).to(tl.int64)
@@ -477,7 +477,8 @@ def mass(row, begin, end, columns, largest, temperature, limit, BLOCK: tl.conste
 
 @triton.jit
 def place_of(row, begin, columns, largest, temperature, limit, before, target, BLOCK: tl.constexpr):
-    """The index, from `begin` on, of the token (up to a magnitude) at which the mass exceeds a target. before: the previous mass."""
+    """The index, from `begin` on, of the token (up to a magnitude) at which the mass exceeds a target. before: the previous
+    mass."""
     place = tl.full([], -1, tl.int32)
     while place < 0:
         at = begin + tl.arange(0, BLOCK)

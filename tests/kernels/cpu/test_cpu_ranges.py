@@ -1,4 +1,5 @@
-"""Attention over ranges, each met by its own version of the query, against unrotated keys that stand where they are meant to."""
+"""Attention over ranges, each met by its own version of the query, against unrotated keys that stand where they are meant
+to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compiled draws against the reference in kernels/torch/torch_sampler.py, token for token, on rows that leave no room for luck."""
+"""Compiled draws against the reference in kernels/torch/torch_sampler.py, token for token, on rows that leave no room for
+luck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What adapters add to products, interpreted, against float64: mixed slots and ranks, and a table that changes between steps."""
+"""What adapters add to products, interpreted, against float64: mixed slots and ranks, and a table that changes between
+steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Layers on Triton's programs never let the host wait for the device: whole steps, interpreted, under a mode that refuses it.
 
-Prompts beside streams, for which nothing is captured: of every kind of layer, with adapters, kept keys that were moved, encoders.
+Prompts beside streams, for which nothing is captured: of every kind of layer, with adapters, kept keys that were moved,
+encoders.
 """
 
 from __future__ import annotations
