@@ -275,6 +275,6 @@ class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             placed = self._tensors.empty(made.shape, made.dtype)
         if placed is None:
             size = f"{made.numel() * made.itemsize} bytes on {made.device}"
-            self._recording.obstacle = f"an arena of {self._recording.arena.capacity} bytes cannot hold {size}"
+            self._recording.obstacle = f"an arena of {self._recording.arena.capacity} bytes has no place for {size}"
             return made
         return placed

@@ -26,7 +26,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(case: Case, form: Library, **options: Any) -> None:
-    """What is left to round is the weights (2^-9 of each, beside a maximum of 1) and the scaled queries."""
+    """Only the weights (2^-9 of each, for a maximum of 1) and the scaled queries are rounded."""
     got = case.got(form, bf16_products=True, **options).double()
     case.wide = [rounded(part) for part in case.wide]
     want = case.expected(**options)

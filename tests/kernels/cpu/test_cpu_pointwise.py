@@ -158,14 +158,14 @@ def test_rms_norm(form: Library, type_: torch.dtype) -> None:
         got = cpu.rms_norm(x, weight, 1e-5, residual, library=form)
         assert torch.equal(residual, total)
         assert_near(got, want, 2e-6)
-    fused = torch.randn(5, 7 * 40).to(type_)  # heads of q, k and v beside each other
+    fused = torch.randn(5, 7 * 40).to(type_)  # adjacent heads of q, k and v
     for heads in (fused.view(5, 7, 40)[:, :4], fused.view(5, 7, 40)[:, 4:6], fused[:, 3:39].unflatten(1, (2, 18))):
         weight = torch.randn(heads.shape[2])
         got = cpu.rms_norm(heads, weight, 1e-5, library=form)
         rows = heads.reshape(-1, heads.shape[2])
         assert torch.equal(got.view(rows.shape), cpu.rms_norm(rows, weight, 1e-5, library=form))
         assert got.is_contiguous() and torch.equal(heads.reshape(rows.shape), rows)
-    values = torch.randn(5, 10, 512).to(type_)[:, 8:]  # beside queries and keys
+    values = torch.randn(5, 10, 512).to(type_)[:, 8:]  # adjacent to queries and keys
     want = values.double() / (values.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
     assert_near(cpu.rms_norm(values, torch.ones(512), 1e-6, library=form), want, 2e-6)
     assert cpu.rms_norm(torch.randn(0, 4).to(type_), torch.ones(4), 1e-5, library=form).shape == (0, 4)
@@ -184,7 +184,7 @@ def test_embed_rows(form: Library, type_: torch.dtype) -> None:
         part = table[:, : dim // 2 + 1]
         assert torch.equal(cpu.embed_rows(part, ids, library=form), part[ids].float())
     for wrong in (-1, 3):
-        with pytest.raises(IndexError, match="no row"):
+        with pytest.raises(IndexError, match="not a row"):
             cpu.embed_rows(table, torch.tensor([0, wrong]), library=form)
     with pytest.raises(ValueError, match="adjacent"):
         cpu.embed_rows(table.t(), ids, library=form)

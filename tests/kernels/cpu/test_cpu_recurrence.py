@@ -61,7 +61,7 @@ def test_convolution(form: Library, dtype: torch.dtype, channels: int, width: in
         found = attention_bindings.short_convolution(*own.operands(rows), library=form)
         assert found.dtype == dtype and found.is_contiguous()
         assert_near(found, expected)
-        assert torch.equal(own.window, state.float())  # inputs as they are, and what is nobody's
+        assert torch.equal(own.window, state.float())  # unchanged inputs, and blocks of no sequence
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -124,7 +124,7 @@ def test_gates_are_right_to_rounding(form: Library) -> None:
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_bits_of_a_row_are_its_sequences(form: Library, which: int) -> None:
-    """However it is cut into steps, whoever is computed beside it, and wherever its block lies."""
+    """For any split into steps, any other sequences in the batch, and any block."""
     rows = some_rows()
     own = some_operands(rows)[which]
     change, whole = change_of(own, form), own.copy()

@@ -151,7 +151,7 @@ def test_rerotations(name, seed, kv_heads, dims, half, elsewhere, in_place, type
 
 @pytest.mark.parametrize("type_", TYPES)
 def test_a_move_without_pairs_is_a_copy_of_any_bits(form: Library, type_: torch.dtype) -> None:
-    """NaNs keep their payload, and what lies beside is not looked at."""
+    """NaNs keep their payload, and adjacent data is not read."""
     pages = pages_of(3, 20, 7, type_)
     for part in (pages.key, pages.value):
         integers = bits(part)

@@ -1,5 +1,5 @@
-"""Compiled draws against the reference in kernels/torch/torch_sampler.py, token for token, on rows that leave no room for
-luck."""
+"""Compiled draws against the reference in kernels/torch/torch_sampler.py, token for token, on rows that exclude
+coincidence."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_reference_draws_the_same(form: Library, kind: str, vocab: int) -> N
 
 
 def test_large_vocabularies_and_few_kept(form: Library) -> None:
-    """Where spans are passed over: what is drawn lies in the reference's set, and at its edges."""
+    """Skipped spans: sampled tokens are in the set of the reference, edges included."""
     vocab = 30_001
     logits = torch.randn(2, vocab) * 4
     for filters in (Filters(top_k=20), Filters(top_p=0.6), Filters(min_p=0.1), Filters(top_k=200, top_p=0.99)):

@@ -1,4 +1,4 @@
-"""State spaces on the CPU: float64 formulas, steps at their ends, what is refused. The rest stands beside the delta rule."""
+"""State spaces on the CPU: float64 formulas, steps at their ends, invalid operands. test_cpu_recurrence.py has the rest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_state_space(
 
 @pytest.mark.parametrize("value_dim", [7, 64, 80, 150])
 def test_single_tokens(form: Library, value_dim: int) -> None:
-    """That begin and that go on, in memories of whole vectors and of others."""
+    """New and continued sequences, in memories of full vectors and of other sizes."""
     rows = state_rows([4, 1, 0], [1, 1, 1], [True, False, True])
     own = StateSpace.random(rows, 1, 2, 20, value_dim)
     before = own.memory.clone()

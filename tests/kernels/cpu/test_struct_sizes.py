@@ -43,7 +43,7 @@ def test_a_library_that_tells_no_sizes_is_not_loaded(monkeypatch: pytest.MonkeyP
 
 
 def test_a_library_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Structs may be the same where a function has another argument, which nothing but the sources tells."""
+    """Structs may be equal although a function has another argument; only the sources show that."""
     kernels("generic")
     look_again(monkeypatch)
     monkeypatch.setattr(library, "fingerprint", lambda folder: fingerprint(folder)[:-1] + "x")
