@@ -239,7 +239,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         ((x, weight, window.transpose(1, 2).contiguous().transpose(1, 2), rows), "contiguous"),
         ((x, weight, window, rows._replace(lengths=rows.lengths[:1])), "blocks, starts and lengths"),
         ((x, weight, window, rows._replace(starts=rows.starts.int())), "blocks, starts and lengths"),
-        ((x, weight, window, rows._replace(snapshots=rows.blocks)), r"kept must be int64 \[5\]"),
+        ((x, weight, window, rows._replace(snapshots=rows.blocks)), r"snapshots must be int64 \[5\]"),
         ((x, weight, window, rows, None, bias[:7]), "bias must be"),
         ((x, weight, window, rows, None, bias.bfloat16()), "bias must be"),
         ((x, weight, window, rows, "gelu"), "activation 'gelu' is not silu"),
