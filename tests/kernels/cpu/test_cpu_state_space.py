@@ -77,9 +77,9 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     mixed, step, rate, bias, skip, memory, _ = StateSpace.random(rows, 2, 4, 8, 8).operands(rows)
     of_heads = rate, bias, skip
     for operands, message in (
-        ((mixed[:, :-8], step, *of_heads, memory, rows), "no values, keys and queries"),
-        ((mixed[:, :32], step, *of_heads, memory, rows), "no values, keys and queries"),
-        ((torch.ones(5, 32 + 6 * 8), step, *of_heads, memory, rows), "no values, keys and queries"),
+        ((mixed[:, :-8], step, *of_heads, memory, rows), "not values, keys and queries"),
+        ((mixed[:, :32], step, *of_heads, memory, rows), "not values, keys and queries"),
+        ((torch.ones(5, 32 + 6 * 8), step, *of_heads, memory, rows), "not values, keys and queries"),
         ((mixed.double(), step, *of_heads, memory, rows), "mixed is"),
         ((mixed[:, ::2], step, *of_heads, memory, rows), "adjacent"),
         ((mixed.bfloat16(), step, *of_heads, memory, rows), "step is"),
