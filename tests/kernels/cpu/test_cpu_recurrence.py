@@ -249,8 +249,8 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     qkv, decay, strength, rate, bias, memory, _ = DeltaRule.random(rows, 2, 4, 8, 8).operands(rows)
     gates = decay, strength, rate, bias
     for changed, message in (
-        ((qkv[:, :-8], *gates, memory, rows), "no queries"),
-        ((qkv[:, :32], *gates, memory, rows), "no queries"),
+        ((qkv[:, :-8], *gates, memory, rows), "not queries"),
+        ((qkv[:, :32], *gates, memory, rows), "not queries"),
         ((qkv.bfloat16(), *gates, memory, rows), "decay is"),
         ((qkv, decay[:, :3], *gates[1:], memory, rows), "decay is"),
         ((qkv, decay, strength[:4], rate, bias, memory, rows), "strength is"),
