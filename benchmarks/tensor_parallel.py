@@ -44,7 +44,7 @@ if way == "gloo":
     summed = dist.all_reduce
 else:
     from windlass import kernels
-    summed = kernels.bind("cpu", ranks=kernels.Ranks(memory, rank, ranks, (1,) * ranks)).sum_over_ranks
+    summed = kernels.bind("cpu", ranks=kernels.Ranks(memory, rank, ranks, (1,) * ranks)).all_reduce
 found = {}
 for rows, times in sizes.items():
     x = torch.zeros(int(rows), hidden)

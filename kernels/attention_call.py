@@ -20,16 +20,16 @@ KEY_SPLIT = 512
 def blocks_per_split(block_size: int) -> int:
     """Blocks that hold a multiple of KEY_SPLIT slots.
 
-    Under `deterministic` kernels cut a sequence's keys at places that divide those: where keys between two cuts move by so many
-    blocks, what is met in them keeps its bits. Plain torch cuts nothing and sums over all at once, which tests have found to keep
-    them too.
+    Under `deterministic`, kernels split a sequence's keys at multiples of a divisor of these. So results over keys between
+    two splits keep their bits when the keys move by this number of blocks. Plain torch sums over all keys at once, which
+    keeps the bits too in tests.
     """
     return math.lcm(block_size, KEY_SPLIT) // block_size
 
 
 class KeyRange(NamedTuple):
-    """Keys [begin, end) of a sequence, the row of q in which its first query meets them, how far a query sees back (below 0:
-    from how far on), and what its distance from a key is more than the places between them."""
+    """Keys [begin, end) of a sequence, the row of q of its first query for them, the reach (see `KeyRanges`), and the gap:
+    what is added to the distance in slots."""
 
     begin: int
     end: int
@@ -39,10 +39,10 @@ class KeyRange(NamedTuple):
 
 
 class LatentExpansion(NamedTuple):
-    """How keys and values may be made of cached latent vectors, and what products take in terms of those of attention over them.
+    """Costs of expanding cached latent vectors to keys and values, relative to products of attention over them.
 
-    row_cost: of a product that makes them. query_cost: of one that a query takes by itself where nothing is made, before and
-    after attention. dtype: of what is made.
+    row_cost: of a product of the expansion. query_cost: of a product per query before and after attention without expansion.
+    dtype: of expanded keys and values.
     """
 
     row_cost: float
@@ -51,8 +51,8 @@ class LatentExpansion(NamedTuple):
 
 
 class PrefillTotals(NamedTuple):
-    """What the host knows of the sequences that have more than one new token: how many there are at most, and how many new
-    tokens and keys they have together."""
+    """Upper limits, known to the host, for sequences with more than one new token: their number, and their total new tokens and
+    keys."""
 
     sequences: int
     tokens: int
@@ -61,11 +61,11 @@ class PrefillTotals(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyRanges:
-    """How the slots of B sequences are cut into R ranges each, and how queries meet the keys of each range.
+    """The slots of B sequences cut into R ranges each, with the query copies that attend them; [B, R] int64 each.
 
-    [B, R] int64 each. ends: rising, padding repeats ends; the last is the sequence's length at least. rows: of q, where the first
-    query meets them; -1: a hole, whose keys and table entries are never read. reaches: index i sees key j where
-    0 <= i - j < reach, or below 0 where i - j >= -reach. gaps: the distance of index i from key j is i - j + gap.
+    ends: rising, padding repeats ends; the last is at least the sequence's length. rows: row of q of the first query; -1: a
+    hole, whose keys and table entries are never read. reaches: index i sees key j if 0 <= i - j < reach, or, for a negative
+    reach, if i - j >= -reach. gaps: the distance of index i from key j is i - j + gap.
     """
 
     ends: Tensor
@@ -74,19 +74,19 @@ class KeyRanges:
     gaps: Tensor | None = None
 
     def take(self, sequences: Tensor | slice) -> KeyRanges:
-        """Those of some of the sequences."""
+        """The ranges of some of the sequences."""
         gaps = None if self.gaps is None else self.gaps[sequences]
         return KeyRanges(self.ends[sequences], self.rows[sequences], self.reaches[sequences], gaps)
 
     def repeat(self, count: int) -> KeyRanges:
-        """Those of each of `count` queries of one sequence, as if it were the only one of a sequence of its own."""
+        """The ranges of `count` queries of one sequence, each as the only query of its own sequence."""
         following = self.rows + torch.arange(count, device=self.rows.device)[:, None]
         rows = torch.where(self.rows < 0, self.rows, following)
         gaps = None if self.gaps is None else self.gaps.repeat(count, 1)
         return KeyRanges(self.ends.repeat(count, 1), rows, self.reaches.repeat(count, 1), gaps)
 
     def from_query(self, begin: int) -> KeyRanges:
-        """Those of the queries from this one on."""
+        """The ranges of the queries from this one on."""
         return replace(self, rows=torch.where(self.rows < 0, self.rows, self.rows + begin))
 
 
@@ -94,32 +94,32 @@ class KeyRanges:
 class AttentionCall:
     """Attention of the last tokens of B sequences, T in all, over everything cached of their own sequence.
 
-    A query's *index* is its place in its sequence: the last row of sequence b has index seq_lens[b] - 1. Scores are
-    q.k * scale * score_scale, then soft_cap * tanh(score / soft_cap) (Gemma 2), then what a query does not see is hidden.
+    A query's *index* is its position in its sequence: the last row of sequence b has index seq_lens[b] - 1. Scores are
+    q.k * scale * score_scale, then soft_cap * tanh(score / soft_cap) (Gemma 2), then hidden keys are masked.
 
-    Queries are [T, Hq, D]. With *ranges* they are [N, Hq, D], N >= T: a row for every version of a query. A key that was
-    rotated at position s and shall stand at e meets the query turned by s - e, so moving keys costs a version of the query
-    and no byte of any page. The slots of a sequence are cut into ranges; the first query of sequence b meets the keys of
-    range r in row `ranges.rows[b, r]` of q, its next queries row by row behind that. All ranges of a query share one softmax.
-    Ranges need `causal`, no window (that is what reaches are for) and no chunk: ValueError otherwise.
+    Queries are [T, Hq, D]. With *ranges* they are [N, Hq, D], N >= T: one row for every rotated copy of a query. A key that
+    was rotated at position s and now belongs at e is attended by the query rotated by s - e. So moving keys costs a copy of
+    the query, and no page is rewritten. The slots of a sequence are cut into ranges: row `ranges.rows[b, r]` of q is the
+    first query of sequence b for range r, and its next queries follow row by row. All ranges of a query share one softmax.
+    Ranges require `causal`, no window (reaches replace it) and no chunk; ValueError otherwise.
     """
 
     block_tables: Tensor  # [B, max_blocks] int32; -1 is allowed where no query sees any key of the block
     query_start: Tensor  # [B + 1] int64, rows of q per sequence
-    seq_lens: Tensor  # [B] int64, cached tokens, the new ones included
+    seq_lens: Tensor  # [B] int64, cached tokens including the new ones
     score_scale: Tensor  # [T] float32
     scale: float  # normally D ** -0.5
-    window: int | None = None  # keys a query sees up to itself; without `causal` as many from itself on
+    window: int | None = None  # visible keys up to the query itself; without `causal`, as many from it on
     soft_cap: float | None = None
-    sink_logits: Tensor | None = None  # [Hq] float32, learned logits that stand in the softmax's denominator only
-    causal: bool = True  # whether keys behind a query are hidden from it
-    chunk: int | None = None  # a query at index i sees keys of its own chunk i // chunk only
+    sink_logits: Tensor | None = None  # [Hq] float32, learned logits in the softmax's denominator only
+    causal: bool = True  # whether later keys are hidden
+    chunk: int | None = None  # a query at index i sees only keys of its chunk i // chunk
     ranges: KeyRanges | None = None
     alibi_slopes: Tensor | None = (
-        None  # [Hq] float32; capped scores lose slope * distance (2108.12409); with gaps of ranges only
+        None  # [Hq] float32; slope * distance is subtracted from capped scores (2108.12409); only with gaps of ranges
     )
     prompts: PrefillTotals | None = (
-        None  # None: nothing is known; of a call for some of its sequences or tokens, what it was of all
+        None  # None: unknown; a call for some of the sequences or tokens keeps the limits of all
     )
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class AttentionCall:
     def for_decode(
         cls, block_tables: Tensor, seq_lens: Tensor, score_scale: Tensor, scale: float, **options: Any
     ) -> AttentionCall:
-        """A call in which every sequence has one new token. options: the fields that have a default."""
+        """A call in which every sequence has one new token. options: fields with a default."""
         start = torch.arange(seq_lens.shape[0] + 1, device=seq_lens.device)
         return cls(block_tables, start, seq_lens, score_scale, scale, **options)
 
@@ -146,29 +146,29 @@ class AttentionCall:
 
     @property
     def has_ranges(self) -> bool:
-        """Whether keys are met in ranges, and q has a row for every version of a query."""
+        """Whether there are key ranges, so that q has a row for every rotated copy of a query."""
         return self.ranges is not None
 
     @property
     def skips_early_keys(self) -> bool:
-        """Whether a query may not see the first keys of its sequence."""
+        """Whether the first keys of a sequence may be hidden from a query."""
         return self.window is not None or self.chunk is not None
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence has one new token: row b of q is then that of sequence b."""
+        """Whether every sequence has one new token, so that row b of q belongs to sequence b."""
         return self.score_scale.shape[0] == self.seq_lens.shape[0]
 
     def queries(self, q: Tensor, tokens: Tensor | slice) -> Tensor:
-        """What of q a call for some tokens only takes: their rows, or all where ranges name rows."""
+        """The rows of q for a call for some tokens: their rows, or all if there are ranges, which name rows."""
         return q if self.has_ranges else q[tokens]
 
     def scaled(self, q: Tensor) -> Tensor:
-        """q [T, Hq, D] in float32, times the scales of its rows."""
+        """q [T, Hq, D] in float32 times the scales of its rows."""
         return q.float() * (self.scale * self.score_scale)[:, None, None]
 
     def visible(self, index: Tensor, length: Tensor | int) -> tuple[Tensor, Tensor]:
-        """The keys [first, end) that queries at these indices see in sequences of these lengths. index: int64 [N]."""
+        """The visible keys [first, end) of queries at these indices in sequences of these lengths. index: int64 [N]."""
         first = torch.zeros_like(index)
         end = index + 1 if self.causal else torch.zeros_like(index) + length
         if self.window is not None:
@@ -180,18 +180,18 @@ class AttentionCall:
         return first, end
 
     def decode_part(self) -> tuple[Tensor, AttentionCall] | None:
-        """The tokens [N] that are the only new one of their sequence, and the call for them alone; None without any.
+        """The tokens [N] that are the only new one of their sequence, and the call for them alone; None if there are none.
 
-        That call takes these rows of q (see `queries`), or the whole q where there are ranges.
+        That call takes the rows of q given by `queries`.
         """
-        # Asked for in every layer, and mostly in vain: tensor operations would take longer than this.
+        # Called in every layer, usually without a result: tensor operations would take longer.
         sequences = [b for b, (start, end) in enumerate(pairwise(self.query_start.tolist())) if end - start == 1]
         return self.select_sequences(self.query_start.new_tensor(sequences)) if sequences else None
 
     def select_sequences(self, sequences: Tensor) -> tuple[Tensor, AttentionCall]:
         """The tokens [N] of some of the sequences, and the call for them alone. sequences: int64 [M], rising.
 
-        That call takes these rows of q (see `queries`), or the whole q where there are ranges.
+        That call takes the rows of q given by `queries`.
         """
         counts = self.query_start.diff()[sequences]
         start = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
@@ -208,7 +208,7 @@ class AttentionCall:
         return rows, call
 
     def sequences(self, fewest: int = 1) -> Iterator[tuple[slice, int, AttentionCall]]:
-        """Tokens, length, and call of every sequence that has at least so many new tokens, one by one; see `decode_part`."""
+        """Tokens, length and call of every sequence with at least `fewest` new tokens; see `decode_part`."""
         starts, lengths = self.query_start.tolist(), self.seq_lens.tolist()
         for b, length in enumerate(lengths):
             rows, one = slice(starts[b], starts[b + 1]), slice(b, b + 1)
@@ -225,12 +225,12 @@ class AttentionCall:
             yield rows, length, call
 
     def as_single_tokens(self) -> AttentionCall:
-        """The same attention with every token the last one of a sequence of its own, all over one table.
+        """The same attention with every token as the last one of its own sequence, all with one table.
 
         For causal calls of one sequence (see `sequences`). Raises ValueError for others.
         """
         if self.batch_size != 1 or not self.causal:
-            raise ValueError("only causal attention of one sequence goes token by token")
+            raise ValueError("only causal attention of one sequence can be computed token by token")
         count = self.num_tokens
         return replace(
             self,
@@ -241,7 +241,7 @@ class AttentionCall:
         )
 
     def slice_tokens(self, begin: int, end: int) -> AttentionCall:
-        """The call for some of the new tokens of one sequence, which see no key behind the last of them.
+        """The call for some of the new tokens of one sequence, which see no key after the last of them.
 
         For causal calls of one sequence (see `sequences`).
         """
@@ -254,9 +254,9 @@ class AttentionCall:
         )
 
     def key_ranges(self) -> list[KeyRange]:
-        """What the queries of a call of one sequence with ranges see, in order; holes and what no query sees are left out.
+        """The visible ranges of a call of one sequence, in order, without holes and ranges that no query sees.
 
-        Raises ValueError where the ranges end before the last key, IndexError for a row below -1.
+        Raises ValueError if the ranges end before the last key, IndexError for a row below -1.
         """
         if (ranges := self.ranges) is None:
             raise ValueError("the call has no ranges")
@@ -273,6 +273,6 @@ class AttentionCall:
             if row == -1 or reach == 0 or first >= end:
                 continue
             if row < -1:
-                raise IndexError(f"ranges name row {row}, which is none of q")
+                raise IndexError(f"ranges name row {row}, which is not one of q")
             found.append(KeyRange(first, end, row, reach, gap))
         return found

@@ -1,6 +1,7 @@
 """Backend selector: the fastest backend that supports the device and the options, else plain torch.
 
-The only module that knows all backends. Also reports why Triton kernels cannot run on a device; it does not import Triton to do so.
+The only module that knows all backends. Also reports why Triton kernels cannot run on a device; it does not import Triton to
+do so.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LEAST_CAPABILITY = (8, 0)  # Ampere: bfloat16 in its tensor cores
 
 
 def triton_refusal(device: torch.device) -> str | None:
-    """Why the programs cannot run there, or None where they can."""
+    """Why the Triton kernels cannot run on a device, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: torch's CUDA builds bring it"
     capability = torch.cuda.get_device_capability(device)
@@ -38,17 +39,20 @@ def triton_refusal(device: torch.device) -> str | None:
 
 
 def compiler_refusal() -> str | None:
-    """Why Triton cannot build what starts its programs, a small file of C for each; None where it can."""
+    """Why Triton cannot compile its launchers (a small C file per kernel), or None."""
     if os.environ.get("CC") is None and shutil.which("gcc") is None and shutil.which("clang") is None:
-        return "Triton finds no C compiler, which it starts its programs with: install gcc, or name one in CC"
+        return "Triton finds no C compiler, which it needs to launch kernels: install gcc, or set CC"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        return "Triton finds no Python.h, which it starts its programs with: install Python's headers (python3-dev)"
+        return "Triton finds no Python.h, which it needs to launch kernels: install Python's headers (python3-dev)"
     return None
 
 
 class _NativeBackend(NamedTuple):
-    """refusal: why a kind of device cannot have its kernels. make: them. Of kernels that are not refused: narrow, pairs: see
-    `reads_16bit_weights` and `has_native_bf16`; share_memory: whether ranks meet in memory that all of them have."""
+    """The backend with kernels for one kind of device.
+
+    refusal: why it cannot be used with these options, or None. narrow, pairs: see `reads_16bit_weights` and `has_native_bf16`.
+    share_memory: whether ranks communicate through shared memory.
+    """
 
     refusal: Callable[[BackendOptions], str | None]
     make: Callable[[BackendOptions], Backend]
@@ -58,7 +62,7 @@ class _NativeBackend(NamedTuple):
 
 
 def _triton(options: BackendOptions) -> Backend:
-    # Triton takes a second to import, and is there with CUDA builds of torch only.
+    # Triton takes a second to import, and is installed with CUDA builds of torch only.
     from windlass.kernels.triton.triton_backend import TritonBackend
 
     host = BackendOptions(torch.device("cpu"))
@@ -90,9 +94,8 @@ def select_backend(
 ) -> Backend:
     """The backend for a model that computes in `dtype` on this device.
 
-    weight_dtype: of its matrices, `dtype` when None. activations, bf16_prefill: see `BackendOptions`.
-    deterministic: see the module `backend`. shared: where its weights lie, None for memory of this process. ranks: those
-    that hold the rest of the model, None where all of it is here.
+    weight_dtype: of its matrices; None: `dtype`. deterministic: see the module `backend`. shared: memory for its weights; None:
+    memory of this process. ranks: see `BackendOptions`, as for activations and bf16_prefill.
     """
     options = BackendOptions(
         torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, bf16_prefill, shared, ranks
@@ -105,27 +108,27 @@ def select_backend(
 
 
 def device_refusal(device: torch.device | str) -> str | None:
-    """Why the kernels for this kind of device cannot run on this one; None where they can, or the kind has none."""
+    """Why the kernels for this kind of device cannot run on this one; None if they can, or if there are none."""
     options = BackendOptions(torch.device(device))
     own = _NATIVE_BACKENDS.get(options.device.type)
     return None if own is None else own.refusal(options)
 
 
 def reads_16bit_weights(device: torch.device | str) -> bool:
-    """Whether `linear` multiplies float32 rows by bfloat16 or float16 weights there at the cost of reading them narrow."""
+    """Whether `linear` on this device reads bfloat16 or float16 weights directly when multiplying float32 rows."""
     own = _NATIVE_BACKENDS.get(torch.device(device).type)
     return own is not None and own.narrow and own.refusal(BackendOptions(torch.device(device))) is None
 
 
 def has_native_bf16(device: torch.device | str) -> bool:
-    """Whether bfloat16 rows meet bfloat16 weights there in instructions of the processor's own that these kernels use."""
+    """Whether the kernels for this device use native bfloat16 products for bfloat16 rows and weights."""
     options = BackendOptions(torch.device(device), torch.bfloat16, torch.bfloat16)
     own = _NATIVE_BACKENDS.get(options.device.type)
     return own is not None and own.refusal(options) is None and own.pairs(options)
 
 
 def ranks_refusal(device: torch.device | str) -> str | None:
-    """Why the ranks of a model cannot meet there; None where they can."""
+    """Why a rank group is not possible on this kind of device, or None."""
     options = BackendOptions(torch.device(device))
     own = _NATIVE_BACKENDS.get(options.device.type)
     if own is not None and own.share_memory and own.refusal(options) is None:

@@ -1,7 +1,7 @@
 """Device memory: weight allocation, huge pages, pinned transfers, copy streams and events, and free memory of a device.
 
-A product of few rows reads every weight once per step at memory speed. Weights therefore share few allocations, which huge pages
-cover almost completely.
+A product of few rows reads every weight once per step at memory speed. Weights therefore share few allocations, which huge
+pages cover almost completely.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# As on x86-64 and most of aarch64. The advice may be for any range; what is not whole is left alone.
+# As on x86-64 and most of aarch64. The advice may cover any range; partial huge pages are ignored.
 HUGE_PAGE_BYTES = 2 << 20
 
 
 def advise_huge_pages(tensor: Tensor) -> bool:
-    """Whether Linux took the advice for a contiguous tensor in main memory. Call it before the memory is touched.
+    """Advise Linux to use huge pages for a contiguous tensor in main memory, before the memory is touched. Returns its consent.
 
-    What is read at the memory's speed, or from page to page as a block table leads attention, misses the TLB with pages
-    of 4 KiB (measured: 10 to 15 per cent of attention's time at 8,192 tokens). Memory stays untouched until used, then in
-    units of a huge page.
+    With pages of 4 KiB, reads at memory speed and reads by block table miss the TLB (measured: 10 to 15 per cent of
+    attention's time at 8,192 tokens). Memory is still untouched until used, then in units of a huge page.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.nbytes < HUGE_PAGE_BYTES:
         return False
@@ -41,37 +40,36 @@ def advise_huge_pages(tensor: Tensor) -> bool:
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host's memory on a device, in the order of what that is asked for. Nobody waits: torch keeps the pinned copy
-    until it was read."""
+    """Copy a host tensor to a device in stream order, without waiting: torch keeps the pinned copy until it has been read."""
     if device.type == "cpu":
         return numbers
-    # A part of larger numbers would be pinned with gaps, and torch would wait to copy it through other memory.
+    # A view of a larger tensor would be pinned with gaps, and torch would wait to copy it through other memory.
     return numbers.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def copy_into(target: Tensor, numbers: Tensor) -> None:
-    """The same into memory that is there. Both contiguous, of one shape and type."""
+    """`to_device` into existing memory. Both are contiguous, of one shape and type."""
     target.copy_(numbers if target.device.type == "cpu" else numbers.pin_memory(), non_blocking=True)
 
 
 _ALIGNMENT = 64  # bytes, a cache line and the widest vector
 
-_BLOCK_BYTES = 256 << 20  # reserved at a time; what is not given out is never touched
+_BLOCK_BYTES = 256 << 20  # reserved at a time; unused parts are never touched
 
 _NOTE_BYTES = 4096
 
 
 class SharedWeights:
-    """The weights of one model in memory that several processes map: the first fills it, the others find it filled.
+    """Weights of one model in memory that several processes map. The first process fills it; the others find it filled.
 
-    number: the descriptor of a memory file, empty at first. What is filled is never written to again: the process that
-    filled it may only read it from then on, and what another one would write it would write to a copy of its own.
-    All of them ask for the same tensors in the same order; `layout` is a digest of what this one asked for.
+    number: descriptor of a memory file, initially empty. Filled memory is never written again: the filling process can only
+    read it from then on, and other processes map it privately. All processes allocate the same tensors in the same order;
+    `layout` is a digest of the allocations of this one.
     """
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._end = HUGE_PAGE_BYTES  # of what is mapped; the note stands before it
+        self._end = HUGE_PAGE_BYTES  # end of mapped memory; the note precedes it
         self._asked = hashlib.sha256()
         self._mapped: list[Tensor] = []
         self.note = self._read_note()
@@ -82,11 +80,11 @@ class SharedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """What is in memory of it, whichever process asked for it."""
+        """Bytes of the file that are in memory, for all processes."""
         return os.fstat(self._number).st_blocks * 512
 
     def block(self, size: int) -> Tensor:
-        """So many bytes that are not handed out yet, whole huge pages. Raises OSError where there is no memory."""
+        """New memory of this size, rounded up to huge pages. Raises OSError if there is not enough memory."""
         size = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         start, self._end = self._end, self._end + size
         if self.note is None:
@@ -98,11 +96,11 @@ class SharedWeights:
         return block
 
     def record_request(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Keep in mind that such a tensor was handed out."""
+        """Add a tensor to the digest of allocations."""
         self._asked.update(f"{dtype} {shape};".encode())
 
     def finish(self, digest: bytes) -> None:
-        """The tensors are filled: tell the others. digest: of what they were filled with."""
+        """Publish that all tensors are filled. digest: of their contents."""
         self.note = {"layout": self.layout, "digest": digest.hex()}
         text = json.dumps(self.note).encode()
         os.pwrite(self._number, len(text).to_bytes(8, "little") + text, 0)
@@ -119,10 +117,10 @@ class SharedWeights:
 
 
 class WeightMemory:
-    """Hands out uninitialised tensors on one device; on others than a CPU each is an allocation of its own.
+    """Allocates uninitialised weights on one device: in large blocks on a CPU, one by one on other devices.
 
-    The tensors of a block keep it alive together, as a model's weights live and die together anyway.
-    shared: where they lie on a CPU, None for memory of this process.
+    A block lives as long as any of its tensors, since the weights of a model have one lifetime anyway. shared: memory for
+    them on a CPU; None: memory of this process.
     """
 
     def __init__(self, device: torch.device, shared: SharedWeights | None = None) -> None:
@@ -131,7 +129,7 @@ class WeightMemory:
         self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor. Raises what torch raises when there is no memory."""
+        """A contiguous tensor. Raises what torch raises when memory is exhausted."""
         if self._device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=self._device)
         size = prod(shape) * dtype.itemsize
@@ -147,7 +145,7 @@ class WeightMemory:
 
 
 def _huge_page_block(size: int) -> Tensor:
-    """Untouched bytes from the start of a huge page on."""
+    """Untouched memory that begins at a huge page."""
     whole = torch.empty(size + HUGE_PAGE_BYTES, dtype=torch.uint8)
     first = -whole.data_ptr() % HUGE_PAGE_BYTES
     block = whole[first : first + size]
@@ -155,8 +153,8 @@ def _huge_page_block(size: int) -> Tensor:
     return block
 
 
-# Of CUDA errors these leave the device as it was, and every other one is there to stay: of the runtime, of the driver where torch
-# asks it or where Triton loads or starts a program, and of a library.
+# CUDA errors after which the device is still usable; all others are permanent. From the runtime, the driver (through torch,
+# or when Triton loads or launches a kernel), and a library.
 _NO_MEMORY = (
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
@@ -171,35 +169,35 @@ class DeviceMemory(ABC):
     @property
     @abstractmethod
     def total(self) -> int:
-        """All that the device has."""
+        """All memory of the device."""
 
     @abstractmethod
     def free(self) -> int:
-        """What nobody has taken, in this process or another."""
+        """Memory that no process has allocated."""
 
     @abstractmethod
     def used_by_process(self) -> int:
-        """What this process has taken since this object was made, for tensors or otherwise."""
+        """Memory that this process has allocated since this object was made, for tensors or otherwise."""
 
     @abstractmethod
     def allocated(self) -> int:
-        """What tensors of this process take."""
+        """Memory of tensors of this process."""
 
     @abstractmethod
     def peak(self) -> int:
-        """The most that `allocated` has been since `reset_peak`."""
+        """The largest value of `allocated` since `reset_peak`."""
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Let `peak` begin anew with what is allocated now."""
+        """Reset `peak` to the current value of `allocated`."""
 
     @abstractmethod
     def release_cached(self) -> None:
-        """Return to the device what this process keeps of it for tensors to come."""
+        """Return cached free memory of this process to the device."""
 
 
 class CudaMemory(DeviceMemory):
-    """Of an NVIDIA GPU, as torch's allocator and the driver tell."""
+    """Memory of an NVIDIA GPU, as reported by torch's allocator and the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -213,7 +211,7 @@ class CudaMemory(DeviceMemory):
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def used_by_process(self) -> int:
-        # The driver does not say whose memory is gone: another process may have begun or ended.
+        # The driver does not report memory per process: another process may have started or ended.
         return max(self._free_before - self.free(), torch.cuda.memory_reserved(self._device))
 
     def allocated(self) -> int:
@@ -230,31 +228,31 @@ class CudaMemory(DeviceMemory):
 
 
 def device_memory_of(device: torch.device) -> DeviceMemory | None:
-    """That of a device; None where it has the machine's."""
+    """The memory of a device; None if it uses host memory."""
     return CudaMemory(device) if device.type == "cuda" else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device other than a CPU had no memory for a tensor, and has lost nothing by it."""
+    """Whether an allocation on a device other than a CPU failed and the device is still usable."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 class DeviceEvent(ABC):
-    """A place in the order of what a device was asked for."""
+    """A point in the order of the work of a device stream."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Until all that was asked for before this place is done. Raises what the device met until there."""
+        """Block until all work before this point is done. Raises errors of the device up to there."""
 
     @abstractmethod
     def make_stream_wait(self) -> None:
-        """What torch is asked for from now on, where this thread asks, is done after this place. Nobody waits."""
+        """Order later torch operations of this thread after this point, without blocking the host."""
 
 
 class CudaEvent(DeviceEvent):
-    """Made where it stands: on the stream of the current device that torch uses now, or the one given, of that device too."""
+    """An event recorded on torch's current stream of the current device, or on a given stream of that device."""
 
     def __init__(self, stream: Any = None) -> None:
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -269,33 +267,33 @@ class CudaEvent(DeviceEvent):
 
 
 class CopyStream(ABC):
-    """Copies that are done one after the other. One thread at a time asks."""
+    """Copies that run in order. Used by one thread at a time."""
 
     @abstractmethod
     def submit(self, copies: Callable[[], None], after: Sequence[DeviceEvent] = ()) -> DeviceEvent:
-        """Have torch operations that do not wait done here, behind these marks; the mark behind them comes back.
+        """Queue torch operations that do not wait, after these events; returns an event after them.
 
-        Nobody waits, and what the device computes goes on meanwhile.
+        The host does not block, and computation of the device continues.
         """
 
 
 class Copies(ABC):
-    """Of one device."""
+    """Copies between host memory and one device."""
 
     @abstractmethod
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the host that the device copies to and from by itself; what it holds is nobody's to say.
+        """Uninitialised host memory that the device copies to and from asynchronously.
 
-        Raises what torch raises when there is none.
+        Raises what torch raises when memory is exhausted.
         """
 
     @abstractmethod
     def record_event(self) -> DeviceEvent:
-        """Behind all that the device was asked to compute until now. Any thread may ask."""
+        """An event after all computation submitted so far. Any thread may call it."""
 
     @abstractmethod
     def queue(self) -> CopyStream:
-        """One of its own."""
+        """A new copy stream."""
 
 
 class CudaCopyStream(CopyStream):
@@ -311,7 +309,7 @@ class CudaCopyStream(CopyStream):
 
 
 class CudaCopies(Copies):
-    """Made by the thread that has the device compute, on the stream where it does."""
+    """To be made by the thread that submits computation, on its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -329,5 +327,5 @@ class CudaCopies(Copies):
 
 
 def copies_of(device: torch.device) -> Copies | None:
-    """Those of a device; None where its memory is the host's."""
+    """The copies of a device; None if it uses host memory."""
     return CudaCopies(device) if device.type == "cuda" else None

@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable
 from itertools import accumulate
 
-HEADER_BYTES = 4096  # the same as in cpu/src/ranks.h
+HEADER_BYTES = 4096  # the same as in cpu/src/collectives.h
 
-SLOT_BYTES = 256 << 10  # what a rank hands over at a time: two of each rank's stay in a core's cache
+SLOT_BYTES = 256 << 10  # per exchange; two slots of each rank stay in a core's cache
 
 MOST_RANKS = 32
 
@@ -18,20 +18,20 @@ _LINE_BYTES = 64
 
 
 class RankEndedError(RuntimeError):
-    """Another rank of the model has ended: nothing that the ranks do together can be done any more."""
+    """Another rank of the model has ended, so collectives are no longer possible."""
 
 
 def shared_memory_bytes(ranks: int) -> int:
-    """How large a memory file for so many ranks has to be."""
+    """Size of the memory file for this number of ranks."""
     return HEADER_BYTES + 2 * ranks * SLOT_BYTES
 
 
 class RankGroup:
-    """What one rank has of all of them. fault: why nothing works any more, None while all is well.
+    """The rank group as seen by one rank. fault: why collectives no longer work, or None.
 
-    number: the descriptor of a memory file of `shared_memory_bytes`, zeros at first. rank: which one this is, of `count`.
-    columns: how many columns of the model's logits each rank forms. store: the descriptor of an empty file, in which they find
-    each other where they do not meet in that memory; -1: none.
+    number: descriptor of a memory file of `shared_memory_bytes`, initially zeros. rank: of this process, below `count`.
+    columns: columns of the model's logits that each rank computes. store: descriptor of an empty file for exchanging
+    addresses, if the ranks do not use shared memory; -1: none.
     """
 
     def __init__(self, number: int, rank: int, count: int, columns: tuple[int, ...], store: int = -1) -> None:
@@ -49,14 +49,14 @@ class RankGroup:
         return ctypes.addressof(self._first)
 
     def end(self, reason: str) -> None:
-        """Have every rank fail that waits for others, now and from now on. Any thread may call it."""
+        """Make every rank fail that waits for others, now or later. Any thread may call it."""
         first, self.fault = self.fault is None, self.fault or reason
         self._map[self.count * _LINE_BYTES] = 1
         if first and self._on_end is not None:
             self._on_end()
 
     def on_end(self, callback: Callable[[], object]) -> None:
-        """Have this called once by the thread that ends them, so that nobody waits elsewhere either."""
+        """Register a function for the thread that calls `end`, to stop other kinds of waiting."""
         self._on_end = callback
         if self.fault is not None:
             callback()

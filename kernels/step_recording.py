@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -16,13 +16,13 @@ from torch import Tensor
 from windlass.kernels.device_memory import DeviceEvent
 from windlass.kernels.token_sampling import SamplingTensors
 
-# Takes the tables of all sequences, int32 [K, R, columns], and how many columns matter; fills everything but `metadata`.
-# Raises IndexError where a row has no block or no rotary row.
+# Arguments: the tables of all sequences, int32 [K, R, columns], and the number of relevant columns. Fills all buffers except
+# `metadata`. Raises IndexError if a row has no block or no rotary row.
 BufferFiller: TypeAlias = Callable[[NDArray[np.int32], int], None]
 
 
 class MultiStepInputs(NamedTuple):
-    """What the rows of a step need to go on by themselves. blocks: columns of `tables` that all of their tokens lie in."""
+    """Inputs with which the rows of a step advance without the host. blocks: table columns that all of their tokens need."""
 
     fill: BufferFiller
     tables: NDArray[np.int32]
@@ -31,23 +31,21 @@ class MultiStepInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PersistentBuffers:
-    """B rows, each the next token of a sequence. Everything is contiguous and lies in host memory.
+    """Inputs of B rows, each the next token of a sequence. All arrays are contiguous and in host memory.
 
-    said: [5, B] int64, what the caller writes: of each row its token, its slot's number in its sequence, the position of that
-    sequence's first slot, its rotary row, and its row of the tables. The others follow: positions, lengths: [B] int64.
-    slots: [K, B] int64. tables: [K, B, width] int32, of which columns past a sequence's blocks mean nothing. cos, sin:
-    [G, B, d/2] float32, q_scale: [G, B] float32, score_scale: [B] float32.
+    The caller writes metadata: per row its token, the index of its slot in the sequence, the position of the sequence's first
+    slot, its rotary row, and its row of the tables. A `BufferFiller` computes the other arrays.
     """
 
-    metadata: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    tables: NDArray[np.int32]
-    cos: Tensor
-    sin: Tensor
-    q_scale: Tensor
-    score_scale: Tensor
+    metadata: NDArray[np.int64]  # [5, B]
+    positions: NDArray[np.int64]  # [B]
+    lengths: NDArray[np.int64]  # [B]
+    slots: NDArray[np.int64]  # [K, B]
+    tables: NDArray[np.int32]  # [K, B, width]; columns after a sequence's blocks are undefined
+    cos: Tensor  # [G, B, d/2] float32
+    sin: Tensor  # [G, B, d/2] float32
+    q_scale: Tensor  # [G, B] float32
+    score_scale: Tensor  # [B] float32
 
     @classmethod
     def zeros(cls, groups: int, rows: int, width: int, rotary_groups: int, half: int) -> PersistentBuffers:
@@ -61,79 +59,70 @@ class PersistentBuffers:
         return cls(metadata, positions, lengths, slots, tables, cos, sin, scale, score_scale)
 
 
-class Recording(ABC):
-    """The calls of a piece of work, to be made again on the same memory. obstacle: why they cannot be, None if they can."""
+class Recording(Protocol):
+    """Recorded calls, to be repeated on the same memory. obstacle: why they cannot be repeated, or None."""
 
     obstacle: str | None
 
-    @abstractmethod
     def repeat(self) -> bool:
-        """Make the calls again; False as soon as one reports an error. Raises ValueError where there is an obstacle."""
+        """Make the calls again; False as soon as one reports an error. Raises ValueError if there is an obstacle."""
 
-    def draw_passes(
+    def run_decode_steps(
         self, ahead: MultiStepInputs, passes: int, maxima: tuple[Tensor, Tensor], stop_ids: Sequence[Sequence[int]]
     ) -> NDArray[np.int64] | None:
-        """Make the calls up to `passes` times: the ids that one time's `maxima` [B] hold are what the next one computes.
+        """Make the calls up to `passes` times: the ids in `maxima` [B] after one pass are the input of the next.
 
-        ahead: of the rows, which are filled for the first time. It ends behind a pass that came to one of a row's `stop_ids`,
-        and before one that failed or whose largest logits are not finite. Returns the ids of all passes that count, [P, B],
-        or None where the device does not offer this. Raises IndexError where the rows' blocks do not hold so many.
+        ahead: the rows, already filled for the first pass. Ends after a pass that yields one of a row's `stop_ids`, and
+        before one that fails or whose largest logits are not finite. Returns the ids of all valid passes, [P, B], or None if
+        the device does not support this. Raises IndexError if the rows' blocks cannot hold `passes` tokens.
         """
-        return None
 
-    @abstractmethod
     def same_calls(self, other: Recording) -> bool:
         """Whether the other recording made the same calls, addresses aside."""
 
 
-class Recorder(ABC):
-    """Records what its backend is asked to do, in one piece of memory that all of its recordings share."""
-
-    @abstractmethod
-    def record(self) -> AbstractContextManager[Recording]:
-        """Record what is done meanwhile, which is done as ever.
-
-        Tensors that are there before have to outlive the recording where they are. Those made meanwhile hold what was
-        written to them until this recorder records something else, or one of its recordings is repeated.
-        """
+# Returns a context that records the calls of a backend, which are also executed. All recordings of a recorder share one piece
+# of memory. Tensors made before must outlive the recording at the same addresses. Those made meanwhile keep their contents
+# until the recorder records again or one of its recordings is repeated.
+Recorder: TypeAlias = Callable[[], AbstractContextManager[Recording]]
 
 
 class Graphs(ABC):
-    """Work of a device beside its host: captured once, asked for again and again, waited for at the end.
+    """Asynchronous work of a device: captured once, submitted repeatedly.
 
-    What is asked for is done in the order in which it was asked for, some time later; nothing here but `DeviceEvent.wait` lets the host
-    wait. One memory holds what all captured work makes: it stays until other captured work is done.
+    Submitted work runs in order; only `DeviceEvent.wait` blocks the host. All captured work shares one memory for its results,
+    which stay valid until other captured work runs.
     """
 
     @abstractmethod
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture what work does on the device; the call returned does it again, on the same memory, for `submit`.
+        """Capture the device operations of `work`. The returned function repeats them on the same memory, for `submit`.
 
-        It is run once before, so it has to do no harm. What it reads of Python's is read now and never again. Raises RuntimeError
-        where it does what cannot be captured, as waiting for the device, and what torch raises where there is no memory.
+        `work` runs once before, so it must be harmless. Python state is read now and not again. Raises RuntimeError if it does
+        something that cannot be captured, such as waiting for the device, and what torch raises when there is no memory.
         """
 
     @abstractmethod
     def submit(self, work: Callable[[], None]) -> None:
-        """Have the device do this next: captured work, or torch operations that do not wait."""
+        """Run this next on the device: captured work, or torch operations that do not wait."""
 
     @abstractmethod
     def sample_rows(
         self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: SamplingTensors
     ) -> tuple[Tensor, Tensor]:
-        """The tokens [B] and statuses [B], int64, of draws from all rows of logits [B, V], as a part of captured work.
+        """The tokens [B] and statuses [B], int64, sampled from all rows of logits [B, V], as a part of captured work.
 
-        maxima: the rows' `Backend.row_maxima`. A draw yields what a `TokenSampler` of the device draws.
+        maxima: the rows' `Backend.row_maxima`. Tokens equal those of a `TokenSampler` of the device.
         """
 
     @abstractmethod
     def join(self) -> None:
-        """What torch is asked for from now on comes after all that was asked for here."""
+        """Order later torch operations after all work submitted here."""
 
     @abstractmethod
     def record_event(self) -> DeviceEvent:
-        """Behind all that was asked for until now."""
+        """An event after all work submitted so far."""
 
     @abstractmethod
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros in the host's memory, which the device copies to and from while the host does something else."""
+        """Zeros in host memory that the device copies to and from asynchronously."""

@@ -1,7 +1,8 @@
 """Token sampling contract: settings, logits adjustments and results of sampling, on any backend.
 
 Order of operations for a row: allowed and forbidden tokens, biases, penalties, decreases, temperature, filters (min-p, top-k,
-top-p, typical-p, XTC), then the first token, by id, at which the remaining cumulative weight exceeds the uniform number's share.
+top-p, typical-p, XTC), then the first token, by id, at which the remaining cumulative weight exceeds the uniform number's
+share.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Below the smallest normal float32 a temperature would become 0; it means greedy long before that.
+# Lower temperatures are raised to this value: near the smallest normal float32 they would become 0.
 MIN_TEMPERATURE = 1e-30
 
 _FINITE = 0x7F7FFFFF  # the magnitude of the lowest number
@@ -25,10 +26,10 @@ _FINITE = 0x7F7FFFFF  # the magnitude of the lowest number
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """How one row is narrowed before the draw; the defaults keep everything. A temperature of 0 takes the largest logit.
+    """Temperature and filters of one row; the defaults keep all tokens. A temperature of 0 takes the largest logit.
 
-    exclude_from: tokens that hold this share of what the other filters keep are top choices, of which only the least likely
-    stays (XTC). It changes from draw to draw: see `SamplingRow`.
+    exclude_from: tokens with at least this share of the remaining weight are top choices, of which only the least likely is
+    kept (XTC). It differs between tokens of a sequence: see `SamplingRow`.
     """
 
     temperature: float = 1.0
@@ -46,8 +47,8 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """On tokens that were there before: repetition divides (arXiv 1909.05858), the others are taken off, as often as the
-    output holds the token or once."""
+    """Penalties of earlier tokens: repetition divides the logit (1909.05858); frequency is subtracted once per occurrence in
+    the output, presence once."""
 
     repetition: float = 1.0
     frequency: float = 0.0
@@ -56,12 +57,11 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class LogitsChanges:
-    """What is done to a row's logits, by lists of distinct ids, int64, on the device of the logits.
+    """Changes of a row's logits, by lists of distinct ids, int64, on the device of the logits.
 
-    allowed: the only ids that stay, None for all. A bias is added to each of `biased`; `counted` are the tokens that
-    penalties meet, and in_output how often the output holds each. After the penalties each of `decreased` loses its
-    decrease. mask: bit i % 32 of word i // 32 is set where token i may stay, None for all. A forbidden token stays at -inf
-    throughout.
+    allowed: the only allowed ids, None for all. bias: added to each of `biased`. counted: tokens with penalties; in_output:
+    their counts in the output. decrease: subtracted from each of `decreased` after the penalties. mask: bit i % 32 of word i
+    // 32 is set if token i is allowed, None for all. A forbidden token stays at -inf throughout.
     """
 
     allowed: Tensor | None
@@ -76,10 +76,10 @@ class LogitsChanges:
 
 
 class SamplingTensors(NamedTuple):
-    """Draws from rows 0 .. B - 1 of logits as they are, told in the memory of their device; [B] each.
+    """Sampling parameters of rows 0 .. B - 1 of unchanged logits, in memory of their device; [B] each.
 
-    temperature: float32, 0 takes the largest. magnitude: int32, see `encode_filters`. top_k: int32, 0 keeps all. top_p, uniform:
-    float64.
+    temperature: float32, 0 takes the largest. magnitude: int32, see `encode_filters`. top_k: int32, 0 keeps all. top_p,
+    uniform: float64.
     """
 
     temperature: Tensor
@@ -90,9 +90,10 @@ class SamplingTensors(NamedTuple):
 
 
 def encode_filters(filters: Filters, vocab_size: int) -> tuple[float, int, int, float]:
-    """(temperature, magnitude, top_k, top_p) of `SamplingTensors`: filters by typical-p and exclusions have no such numbers.
+    """(temperature, magnitude, top_k, top_p) of `SamplingTensors`; typical_p and exclude_from are not encoded.
 
-    magnitude: bits of a float32, those of the lowest scaled logit less its row's largest that min-p keeps, without the sign.
+    magnitude: the bits, without the sign, of the lowest scaled logit, relative to the row's largest, that min-p keeps
+    (float32).
     """
     temperature = max(filters.temperature, MIN_TEMPERATURE) if filters.temperature > 0 else 0.0
     lowest = _magnitude(math.log(filters.min_p)) if filters.min_p > 0 else _FINITE
@@ -111,9 +112,10 @@ class SamplingStatus(IntEnum):
 
 
 class SamplingRow(Protocol):
-    """A draw from one row, kept from step to step. Settable: row of the logits; uniform, in [0, 1); exclude_from, 1 for off.
+    """One row to sample, reused from step to step. The caller sets row (of the logits), uniform in [0, 1), exclude_from (1:
+    off).
 
-    token: the drawn id where the status is OK, else -1.
+    token: the sampled id if the status is OK, else -1.
     """
 
     row: int
@@ -123,30 +125,30 @@ class SamplingRow(Protocol):
     status: int
 
     def change(self, changes: LogitsChanges) -> None:
-        """What to do to the row's logits, from now on; the tensors may be written to until the draw is made."""
+        """Set the changes of the row's logits from now on; the tensors may be modified until the row is sampled."""
 
 
 class TokenSampler(ABC):
-    """Draws from rows of logits of one width."""
+    """Samples tokens from rows of logits of one width."""
 
     @abstractmethod
     def new(self, filters: Filters, penalties: Penalties) -> SamplingRow:
-        """A draw with these settings from row 0, without changes."""
+        """A row to sample (row 0) with these settings, without changes of logits."""
 
     @abstractmethod
     def sample(self, logits: Tensor, draws: Sequence[SamplingRow]) -> None:
-        """Fill token and status of each draw, which this drawer has made.
+        """Fill token and status of each row; the rows are from `new`.
 
-        logits: [R, V] float32, left unchanged. A row with NaN or infinity fails alone. What a draw yields depends on its
-        row and settings, never on the rows beside it, and is the same on every backend.
+        logits: [R, V] float32, not modified. A row with NaN or infinity fails alone. A result depends on its own row and
+        settings only, and is the same on every backend.
         """
 
 
 class TopLogprobs(NamedTuple):
-    """Natural logarithms of probabilities of N tokens, and of the k most likely ones of their rows.
+    """Log-probabilities (natural) of N tokens, and of the k most likely tokens of their rows.
 
-    chosen: [N] float32. ranks: [N] int64, 1 for the most likely, 0 where the row holds NaN or infinity and the rest means
-    nothing. top_ids: [N, k] int64 and top: [N, k] float32, best first, those of equal logits by id.
+    chosen: [N] float32. ranks: [N] int64, 1 for the most likely, 0 for a row with NaN or infinity, whose other results are
+    undefined. top_ids: [N, k] int64 and top: [N, k] float32, best first; equal logits are ordered by id.
     """
 
     chosen: NDArray[np.float32]

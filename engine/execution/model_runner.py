@@ -455,7 +455,7 @@ class ModelRunner(RankRunner):
         inputs = self.batches.multi_step_inputs(batch, plan.num_passes)
         if inputs is None:
             return None
-        return self.replay.draw_passes(batch, inputs, plan.num_passes, [slot.stop_ids for slot in slots])
+        return self.replay.run_decode_steps(batch, inputs, plan.num_passes, [slot.stop_ids for slot in slots])
 
     @torch.inference_mode()
     def hidden_states(self, plan: SchedulerOutput) -> Tensor:

@@ -124,10 +124,10 @@ class DecodeReplay:
             return self._decoder.forward(batch, self._cache), None
         return outputs.hidden, outputs.logits
 
-    def draw_passes(
+    def run_decode_steps(
         self, batch: ForwardBatch, inputs: MultiStepInputs, num_passes: int, stop_ids: Sequence[Sequence[int]]
     ) -> NDArray[np.int64] | None:
-        """Sample greedily for up to `num_passes` steps, of which `batch` is the first: see `Recording.draw_passes`.
+        """Sample greedily for up to `num_passes` steps, of which `batch` is the first: see `Recording.run_decode_steps`.
 
         Returns the ids [passes, B], or None if the caller must run single steps: the recorded calls are then not confirmed, or
         need other inputs as well.
@@ -140,13 +140,13 @@ class DecodeReplay:
         if entry.x is not None or entry.batch.input_ids is not batch.input_ids:
             return None
         _fill(entry, batch, None)
-        sampled = entry.recording.draw_passes(inputs, num_passes, entry.outputs.maxima, stop_ids)
+        sampled = entry.recording.run_decode_steps(inputs, num_passes, entry.outputs.maxima, stop_ids)
         if sampled is not None:
             self.num_replayed += len(sampled)
         return sampled
 
     def _record(self, recorder: Recorder, entry: _StepRecording, maxima: bool) -> StepOutputs:
-        with recorder.record() as recording:
+        with recorder() as recording:
             x, batch = self._decoder.embed(entry.batch) if entry.x is None else (entry.x, entry.batch)
             hidden = self._decoder.run_layers(x, batch, self._cache)
             logits = self._decoder.logits(hidden)

@@ -274,7 +274,7 @@ class Decoder:
 
     def _all_reduce(self, y: Tensor) -> Tensor:
         """Sum y [T, hidden] over the ranks, in place."""
-        self.backend.sum_over_ranks(y)
+        self.backend.all_reduce(y)
         return y
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""C++ SIMD kernels for CPUs, behind one C interface, and what calls them on tensors.
+"""C++ SIMD kernels for CPUs behind one C interface, and their bindings for tensors.
 
-`library` finds and binds the compiled library and says why it cannot be used; `backend` offers its operations, which the other
-modules hold: products, attention, rotation, norms, draws and more. An operation only ever runs or raises, and takes the library
-that it calls, so that a recording can stand in for it. Exported is what tests and benchmarks call without a backend.
+`library` finds and binds the compiled library, or reports why it cannot be used. `*_bindings` check operands and call it;
+`cpu_backend` combines them. Every function takes the library that it calls, so that a recording can replace it. The names
+exported here are those that tests and benchmarks call without a backend.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from windlass.kernels.cpu.attention_bindings import (
     paged_attention_decode,
     paged_attention_prefill,
     rerotate_cached_keys,
-    rerotate_refusal,
     rotary_angles,
     rotate_and_append,
     rotate_queries,
-    rotate_refusal,
 )
 from windlass.kernels.cpu.call_recording import Arena
 from windlass.kernels.cpu.elementwise_bindings import (
     CompiledSamplingRow,
-    draw_tokens,
     embed_rows,
     gated_activation,
     rms_norm,
+    sample_tokens,
     sampling_workspace,
     token_logprobs,
 )
@@ -44,7 +42,6 @@ __all__ = [
     "Arena",
     "CompiledSamplingRow",
     "attention_refusal",
-    "draw_tokens",
     "embed_blocks",
     "embed_rows",
     "gated_activation",
@@ -59,12 +56,11 @@ __all__ = [
     "paged_attention_decode",
     "paged_attention_prefill",
     "rerotate_cached_keys",
-    "rerotate_refusal",
     "rms_norm",
     "rotary_angles",
     "rotate_and_append",
     "rotate_queries",
-    "rotate_refusal",
+    "sample_tokens",
     "sampling_workspace",
     "token_logprobs",
     "unavailable_reason",

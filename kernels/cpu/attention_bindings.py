@@ -1,7 +1,7 @@
 """Attention, rotary and recurrent-layer bindings of the compiled kernels.
 
-Arithmetic is float32 whatever the storage. Each function checks operands before it passes addresses to C. Sequence data of recurrent
-layers is checked by the kernels, since it may differ when a recorded call is repeated.
+Arithmetic is float32 whatever the storage. Each function checks operands before it passes addresses to C. Sequence data of
+recurrent layers is checked by the kernels, since it may differ when a recorded call is repeated.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from torch import Tensor
 from windlass.kernels.attention_call import AttentionCall, LatentExpansion
 from windlass.kernels.backend import StateRows
 from windlass.kernels.cpu.library import (
+    LATENT_PAGES,
     PAGE_CODES,
-    PAGES_OF_ROWS,
     TYPE_CODES,
-    AttentionArguments,
     Library,
     PageSizes,
-    attention_arguments,
+    address,
     check,
+    check_matrix,
     page_sizes,
     pages_refusal,
     scales_refusal,
     table_ok,
+    tensor2,
     vector_ok,
 )
 from windlass.kernels.layouts.kv_pages import KVPages
 
-FEWEST_ROUNDED = 16  # queries of a sequence, as in attention_prefill.h
+MIN_BF16_QUERIES = 16  # of a sequence, as in attention_prefill.h
 
 
 def call_refusal(call: AttentionCall) -> str | None:
-    """What such a call asks for that the functions below do not do, or None."""
+    """Why the functions below do not support such a call, or None."""
     if call.chunk is not None and (call.window is not None or not call.causal):
-        return "chunks have a window, or keys behind their queries"
+        return "chunks with a window, or without causal attention"
     return None
 
 
 def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | None:
-    """Why the functions below cannot take these operands, or None when they can."""
+    """Why the functions below do not support these operands, or None."""
     key_pages, value_pages, key_scales = pages.key, pages.value, pages.key_scale
     reason = (
         call_refusal(call)
@@ -66,27 +67,26 @@ def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | N
 
 
 def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, library: Library) -> Tensor:
-    """Attention of one new token per sequence over its cached keys (its own, the last, included).
+    """Attention of one new token per sequence over its cached keys, which include its own.
 
-    q: [B, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Of the call:
-    query_start is not looked at; seq_lens may be int32 or int64, 0 gives a row of zeros; rows of one sequence may share a
-    table (`table.expand(B, -1)`), then they also share the loads of its keys (without ranges). A row's bits depend on its
-    own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and IndexError for a visible block that the table
-    or the pages lack, or a row that q lacks.
+    q: [B, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. call: query_start is ignored; seq_lens may be
+    int32 or int64, 0 gives a row of zeros. Without ranges, rows with a common table (`table.expand(B, -1)`) share the loads
+    of its keys. A row's bits depend on its own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and
+    IndexError for a visible block that the table or the pages lack, or a row that q lacks.
     """
     reason = attention_refusal(q, pages, call)
     check(reason is None, f"paged_attention_decode: {reason}")
     tables, seq_lens, sinks = call.block_tables, call.seq_lens, call.sink_logits
     batch, heads = call.batch_size, q.shape[1]
     sizes = page_sizes(pages.key, pages.value, pages.key_scale)
-    wide = seq_lens.dtype == torch.int64
     _check_query_rows(q, call, batch, "paged_attention_decode")
     check(
         tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
         f"paged_attention_decode: block_tables must be int32 [{batch}, max_blocks]",
     )
     check(
-        vector_ok(seq_lens, torch.int64 if wide else torch.int32, batch)
+        seq_lens.dtype in (torch.int32, torch.int64)
+        and vector_ok(seq_lens, seq_lens.dtype, batch)
         and vector_ok(call.score_scale, torch.float32, batch)
         and (sinks is None or vector_ok(sinks, torch.float32, heads)),
         f"paged_attention_decode: seq_lens (int), score_scale [{batch}] and sink_logits [{heads}] (float32), contiguous",
@@ -95,7 +95,7 @@ def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, li
     if tables.shape[1] > 1 and tables.stride(1) != 1:
         tables = tables.contiguous()
     out = torch.empty((batch, heads, sizes.value_dim), dtype=q.dtype)
-    arguments = _arguments(q, pages, call, sizes, tables, None, wide, out)
+    arguments = library.attention_arguments(_arguments(q, pages, call, sizes, tables, None, out))
     _raise_attention_error(library.paged_attention_decode(arguments), "paged_attention_decode")
     return out
 
@@ -113,17 +113,16 @@ def paged_attention_prefill(
     *,
     out: Tensor | None = None,
     fewest: int = 1,
-    rounds: bool = False,
+    bf16_products: bool = False,
     library: Library,
 ) -> Tensor:
     """Attention of the last tokens of several sequences over their cached keys, in blocks (2205.14135).
 
     q: [T, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Sequences with fewer than `fewest` queries are
-    passed over: their rows of `out` ([T, Hq, Dv], contiguous, q's dtype) keep what they held. A row's bits depend neither on
-    the chunk it came in nor on the rows beside it. rounds: where the processor multiplies bfloat16 natively, keys and values of
-    16 bits, what rows of codes mean, queries and weights may be rounded to that; sequences with fewer queries than
-    `FEWEST_ROUNDED` are computed as ever. Returns out.
-    Raises ValueError, and IndexError for a visible block that the tables or the pages lack, or a row that q lacks.
+    skipped: their rows of `out` ([T, Hq, Dv], contiguous, q's dtype) are not written. A row's bits depend neither on its
+    chunk nor on other rows. bf16_products: on a processor with native bfloat16 products, 16-bit keys and values, latent rows,
+    queries and weights may be rounded to bfloat16, except for sequences with fewer than `MIN_BF16_QUERIES` queries. Returns
+    out. Raises ValueError, and IndexError for a visible block that the tables or the pages lack, or a row that q lacks.
     """
     name = "paged_attention_prefill"
     reason = attention_refusal(q, pages, call)
@@ -161,14 +160,14 @@ def paged_attention_prefill(
         out.shape == (tokens, heads, value_dim) and out.dtype == q.dtype and out.is_cpu and out.is_contiguous(),
         f"{name}: out must be {q.dtype} [{tokens}, {heads}, {value_dim}], contiguous",
     )
-    rounds = rounds and (pages.key.element_size() == 2 or pages.has_rows_of_codes)
-    arguments = _arguments(q, pages, call, sizes, tables, query_start, True, out, rounds)
+    bf16_products = bf16_products and (pages.key.element_size() == 2 or pages.has_rows_of_codes)
+    arguments = library.attention_arguments(_arguments(q, pages, call, sizes, tables, query_start, out, bf16_products))
     _raise_attention_error(library.paged_attention_prefill(arguments, fewest), name)
     return out
 
 
 def _check_query_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) -> None:
-    """ValueError unless q has the rows that a call for so many tokens takes, and its ranges are as the kernels read them."""
+    """Raise ValueError unless q has the rows that a call for this many tokens needs, and its ranges are valid."""
     ranges = call.ranges
     if ranges is None:
         check(q.shape[0] == tokens, f"{name}: q has {q.shape[0]} rows for the {tokens} of score_scale")
@@ -182,7 +181,7 @@ def _check_query_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) ->
         fits = part.dim() == 2 and part.shape == (call.batch_size, ranges.ends.shape[1]) and part.is_cpu
         check(
             fits and part.dtype == torch.int64 and part.is_contiguous(),
-            f"{name}: what ranges are given by must be int64 [{call.batch_size}, R], contiguous",
+            f"{name}: tensors of ranges must be int64 [{call.batch_size}, R], contiguous",
         )
 
 
@@ -193,95 +192,114 @@ def _arguments(
     sizes: PageSizes,
     tables: Tensor,
     query_start: Tensor | None,
-    wide: bool,
     out: Tensor,
-    rounds: bool = False,
-) -> AttentionArguments:
-    """What has been checked, as the kernels take it. wide: lengths are int64."""
-    key_scales, value_scales, sinks, ranges = pages.key_scale, pages.value_scale, call.sink_logits, call.ranges
-    return attention_arguments(
-        *(q.data_ptr(), pages.key.data_ptr(), pages.value.data_ptr()),
-        0 if key_scales is None else key_scales.data_ptr(),
-        0 if value_scales is None else value_scales.data_ptr(),
-        tables.data_ptr(),
-        0 if query_start is None else query_start.data_ptr(),
-        *(call.seq_lens.data_ptr(), call.score_scale.data_ptr()),
-        0 if sinks is None else sinks.data_ptr(),
-        0 if ranges is None else ranges.ends.data_ptr(),
-        0 if ranges is None else ranges.rows.data_ptr(),
-        0 if ranges is None else ranges.reaches.data_ptr(),
-        0 if call.alibi_slopes is None else call.alibi_slopes.data_ptr(),
-        0 if ranges is None or ranges.gaps is None else ranges.gaps.data_ptr(),
-        out.data_ptr(),
-        *(q.shape[0], q.stride(0), q.stride(1)),
-        *(sizes.num_blocks, sizes.block_size, sizes.kv_heads, q.shape[-1], sizes.value_dim),
-        *(tables.stride(0), tables.shape[1]),
-        *(call.seq_lens.shape[0], q.shape[-2], 0 if ranges is None else ranges.ends.shape[1]),
-        *(call.window or 0, call.chunk or 0),
-        *(call.scale, call.soft_cap or 0.0),
-        *(TYPE_CODES[q.dtype], PAGES_OF_ROWS if pages.has_rows_of_codes else PAGE_CODES[pages.key.dtype]),
-        *(wide, call.causal, rounds),
-    )
+    bf16_products: bool = False,
+) -> dict[str, float]:
+    """Checked operands as the fields of `AttentionArguments` in src/attention_call.h, which describes them."""
+    ranges = call.ranges
+    return {
+        "q": q.data_ptr(),
+        "keys": pages.key.data_ptr(),
+        "values": pages.value.data_ptr(),
+        "key_scales": address(pages.key_scale) or 0,
+        "value_scales": address(pages.value_scale) or 0,
+        "tables": tables.data_ptr(),
+        "query_start": address(query_start) or 0,
+        "lengths": call.seq_lens.data_ptr(),
+        "score_scale": call.score_scale.data_ptr(),
+        "sinks": address(call.sink_logits) or 0,
+        "range_ends": 0 if ranges is None else ranges.ends.data_ptr(),
+        "range_rows": 0 if ranges is None else ranges.rows.data_ptr(),
+        "range_reaches": 0 if ranges is None else ranges.reaches.data_ptr(),
+        "slopes": address(call.alibi_slopes) or 0,
+        "range_gaps": 0 if ranges is None else address(ranges.gaps) or 0,
+        "out": out.data_ptr(),
+        "q_rows": q.shape[0],
+        "q_row": q.stride(0),
+        "q_head": q.stride(1),
+        "num_blocks": sizes.num_blocks,
+        "block_size": sizes.block_size,
+        "kv_heads": sizes.kv_heads,
+        "dim": q.shape[-1],
+        "value_dim": sizes.value_dim,
+        "table_row": tables.stride(0),
+        "table_columns": tables.shape[1],
+        "batch": call.seq_lens.shape[0],
+        "heads": q.shape[-2],
+        "ranges": 0 if ranges is None else ranges.ends.shape[1],
+        "window": call.window or 0,
+        "chunk": call.chunk or 0,
+        "scale": call.scale,
+        "soft_cap": call.soft_cap or 0.0,
+        "q_type": TYPE_CODES[q.dtype],
+        "page_type": LATENT_PAGES if pages.has_rows_of_codes else PAGE_CODES[pages.key.dtype],
+        "int64_lengths": call.seq_lens.dtype == torch.int64,
+        "causal": call.causal,
+        "bf16_products": bf16_products,
+    }
 
 
 def _raise_attention_error(code: int, name: str) -> None:
-    """The error that a code of the kernels stands for; see attention_call.h."""
+    """Raise the error of a code of the kernels; see attention_call.h."""
     if code == 1:
         raise MemoryError(f"{name}: no memory for partial results")
     if code == 2:
-        raise IndexError(f"{name}: a visible key lies in a block that the tables or the pages lack")
+        raise IndexError(f"{name}: a visible key is in a block that the tables or the pages lack")
     if code == 4:
         raise IndexError(f"{name}: ranges name a row that q lacks")
     if code == 5:
         raise ValueError(f"{name}: the last range ends before the last key")
     if code:
-        raise ValueError(f"{name}: the compiled kernels do not do what the call asks for")
+        raise ValueError(f"{name}: the compiled kernels do not support this call")
 
 
 _CACHE_SIZE_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # Linux
 
-_USUAL_CACHE_BYTES = 32 << 20
+_DEFAULT_CACHE_BYTES = 32 << 20
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
-def rotate_refusal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> str | None:
-    """Why `rotate_and_append` cannot take these operands, or None when it can."""
-    reason = rerotate_refusal(key_pages, value_pages, key_scales, value_scales)
-    if reason is not None:
-        return reason
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype != q.dtype or tensor.dtype not in TYPE_CODES or not tensor.is_cpu:
-            return f"{name} is {tensor.dtype} on {tensor.device}: q, k and v share one float type on the CPU"
-        if tensor.dim() != 3 or tensor.shape[0] != q.shape[0] or (tensor.shape[2] > 1 and tensor.stride(2) != 1):
-            return f"{name} {tuple(tensor.shape)} is not [T, H, D] with adjacent elements"
-    sizes = page_sizes(key_pages, value_pages, key_scales)
-    fits = sizes.holds_keys(k.shape[1] or sizes.kv_heads, k.shape[2])
-    if not fits or v.shape[1:] != (k.shape[1], sizes.value_dim):
-        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit the pages"
-    return None
-
-
 @functools.cache
 def _cache_bytes() -> int:
-    """Size of the last-level cache, or a usual one where the system does not tell."""
+    """Size of the last-level cache, or a default if the system does not report it."""
     try:
         text = _CACHE_SIZE_FILE.read_text().strip()  # "32768K"
         return int(text[:-1]) * _UNITS[text[-1]]
     except (OSError, ValueError, KeyError, IndexError):
-        return _USUAL_CACHE_BYTES
+        return _DEFAULT_CACHE_BYTES
+
+
+def _check_rotated(
+    q: Tensor, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None
+) -> None:
+    """Raise ValueError unless q, k and v fit each other and these (valid) pages."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype != q.dtype or tensor.dtype not in TYPE_CODES or not tensor.is_cpu:
+            raise ValueError(
+                f"rotate_and_append: {name} is {tensor.dtype} on {tensor.device}: q, k and v share one float type on the CPU"
+            )
+        if tensor.dim() != 3 or tensor.shape[0] != q.shape[0] or (tensor.shape[2] > 1 and tensor.stride(2) != 1):
+            raise ValueError(f"rotate_and_append: {name} {tuple(tensor.shape)} is not [T, H, D] with adjacent elements")
+    sizes = page_sizes(key_pages, value_pages, key_scales)
+    fits = sizes.holds_keys(k.shape[1] or sizes.kv_heads, k.shape[2])
+    if not fits or v.shape[1:] != (k.shape[1], sizes.value_dim):
+        raise ValueError(
+            f"rotate_and_append: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit the pages"
+        )
+
+
+def _check_pages(
+    key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, name: str
+) -> None:
+    reason = pages_refusal(key_pages, value_pages) or scales_refusal(key_pages, value_pages, key_scales, value_scales)
+    if reason is None and key_pages.dtype == torch.int8 and key_pages.dim() == 4 and value_pages.shape[3]:
+        reason = "rows of codes hold no values"
+    check(reason is None, f"{name}: {reason}")
 
 
 def _outgrows_caches(key_pages: Tensor, value_pages: Tensor, tokens: int) -> bool:
-    """Whether what `tokens` append is too large for attention to find it in a cache: then it had better pass them by."""
+    """Whether the appended tokens exceed the caches, so that non-temporal stores are better."""
     per_token = (key_pages.stride(0) + value_pages.stride(0)) // key_pages.shape[1] if key_pages.shape[1] else 0
     return tokens * per_token * key_pages.element_size() > _cache_bytes() // 2
 
@@ -301,19 +319,14 @@ def rotate_and_append(
     value_scales: Tensor | None = None,
     library: Library,
 ) -> None:
-    """Rotate q in place, and write k rotated and v as it is to the pages; half-split pairs, float32 arithmetic.
+    """See `Backend.rotate_and_append`. q, k, v: float32, bfloat16 or float16, with any token and head strides.
 
-    q: [T, Hq, Dq], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv]: left unchanged. The three share
-    a dtype (float32, bfloat16, float16) and may be views with any token and head strides. cos, sin: [T, d/2] float32,
-    d <= D and Dq. q_scale: [T] float32. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float
-    dtype, contiguous; or int8 codes in the order of `int8_layout`, and key_scales, value_scales [num_blocks, Hkv, P]
-    float32 (see `reference.quantize`); or rows of int8 codes as `KVPages` has them, with Dv 0.
-    slots: [T] int64, block * P + offset, distinct; negative ones are padding and write nothing. k and v without heads: q alone is
-    rotated.
-    Raises ValueError, and IndexError for a slot past the pages (nothing is written then).
+    key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float dtype, contiguous; or int8 codes with
+    key_scales and value_scales [num_blocks, Hkv, P] float32, or latent rows with Dv 0, in the layouts of `KVPages`. Raises
+    ValueError, and IndexError for a slot past the pages (nothing is written then).
     """
-    reason = rotate_refusal(q, k, v, key_pages, value_pages, key_scales, value_scales)
-    check(reason is None, f"rotate_and_append: {reason}")
+    _check_pages(key_pages, value_pages, key_scales, value_scales, "rotate_and_append")
+    _check_rotated(q, k, v, key_pages, value_pages, key_scales)
     tokens, q_heads, dim, half = *q.shape[:2], k.shape[2], cos.shape[-1]
     narrowest = min(q.shape[2], dim)
     check(2 * half <= narrowest, f"rotate_and_append: {2 * half} rotary dims in heads of {narrowest}")
@@ -349,17 +362,7 @@ def rotate_and_append(
     if code == 1:
         raise MemoryError("rotate_and_append: no memory for a head")
     if code:
-        raise IndexError("rotate_and_append: a slot lies past the pages")
-
-
-def rerotate_refusal(
-    key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None = None, value_scales: Tensor | None = None
-) -> str | None:
-    """Why `rerotate_cached_keys` cannot take these pages, or None when it can."""
-    reason = pages_refusal(key_pages, value_pages) or scales_refusal(key_pages, value_pages, key_scales, value_scales)
-    if reason is None and key_pages.dtype == torch.int8 and key_pages.dim() == 4 and value_pages.shape[3]:
-        return "rows of codes hold no values"
-    return reason
+        raise IndexError("rotate_and_append: a slot is past the pages")
 
 
 def rerotate_cached_keys(
@@ -375,18 +378,13 @@ def rerotate_cached_keys(
     value_scales: Tensor | None = None,
     library: Library,
 ) -> None:
-    """Rotate cached keys by one more rotation each, from source to target slots, and take their values along if asked.
+    """See `Backend.rerotate_cached_keys`; pages as in `rotate_and_append`. Dims past d and values are copied bit by bit.
 
-    key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float dtype, contiguous. sources,
-    targets: [N] int64 slots; an entry may name one slot twice, to rotate in place, but no slot may be the source of one
-    entry and the target of another. cos, sin: [N, d/2] float32, d <= D. Arithmetic is float32; dims past d and values
-    are copied bit by bit. int8 pages, in the order of `int8_layout`, come with key_scales and value_scales [num_blocks, Hkv,
-    P] float32; a rotated key is rounded once, as a whole; without pairs it is copied. Of rows of int8 codes the groups with
-    rotated dims are rounded anew, the others are copied. Raises ValueError, and IndexError for a
-    slot outside the pages (nothing is written then).
+    An int8 key is quantized again as a unit, or copied if it has no rotary dims. Of latent rows, groups with rotary dims are
+    quantized again and the others copied. Raises ValueError, and IndexError for a slot outside the pages (nothing is written
+    then).
     """
-    reason = rerotate_refusal(key_pages, value_pages, key_scales, value_scales)
-    check(reason is None, f"rerotate_cached_keys: {reason}")
+    _check_pages(key_pages, value_pages, key_scales, value_scales, "rerotate_cached_keys")
     count, half = sources.shape[0], cos.shape[-1]
     num_blocks, block_size, kv_heads, dim, value_dim, in_panels = page_sizes(key_pages, value_pages, key_scales)
     check(2 * half <= dim, f"rerotate_cached_keys: {2 * half} rotary dims in heads of {dim}")
@@ -417,56 +415,35 @@ def rerotate_cached_keys(
     if code == 1:
         raise MemoryError("rerotate_cached_keys: no memory for a head")
     if code:
-        raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
+        raise IndexError("rerotate_cached_keys: a slot is outside the pages")
 
 
 def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: Library) -> Tensor:
-    """q as it is, and under it versions of some of its rows, each rotated by one more angle.
-
-    q: [T, H, D] float32, bfloat16 or float16, any row and head strides. rows: [M] int64, contiguous. cos, sin: [M, d/2]
-    float32, d <= D. Returns [T + M, H, D], contiguous: row T + m is q[rows[m]] with its half-split pairs rotated in float32;
-    what is not rotated is copied bit by bit. Raises ValueError, and IndexError for a row that q lacks.
-    """
+    """See `Backend.rotate_queries`. q: float32, bfloat16 or float16. Dims past d are copied bit by bit."""
     check(
         q.dim() == 3 and q.dtype in TYPE_CODES and q.is_cpu and (q.shape[2] < 2 or q.stride(2) == 1),
-        f"turn_queries: q is {q.dtype} {tuple(q.shape)}, not a float CPU tensor [T, H, D] with adjacent elements",
+        f"rotate_queries: q is {q.dtype} {tuple(q.shape)}, not a float CPU tensor [T, H, D] with adjacent elements",
     )
     (tokens, heads, dim), count, half = q.shape, rows.shape[0], cos.shape[-1]
-    check(2 * half <= dim, f"turn_queries: {2 * half} rotary dims in heads of {dim}")
-    check(vector_ok(rows, torch.int64, count), f"turn_queries: rows must be int64, contiguous [{count}]")
+    check(2 * half <= dim, f"rotate_queries: {2 * half} rotary dims in heads of {dim}")
+    check(vector_ok(rows, torch.int64, count), f"rotate_queries: rows must be int64, contiguous [{count}]")
     check(
         table_ok(cos, (count, half)) and table_ok(sin, (count, half)),
-        f"turn_queries: cos and sin must be float32 [{count}, d/2] with adjacent elements",
+        f"rotate_queries: cos and sin must be float32 [{count}, d/2] with adjacent elements",
     )
     out = torch.empty((tokens + count, heads, dim), dtype=q.dtype)
     code = library.rotate_queries(
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        TYPE_CODES[q.dtype],
-        rows.data_ptr(),
-        cos.data_ptr(),
-        cos.stride(0),
-        sin.data_ptr(),
-        sin.stride(0),
-        out.data_ptr(),
-        tokens,
-        count,
-        heads,
-        dim,
-        half,
+        *(q.data_ptr(), q.stride(0), q.stride(1), TYPE_CODES[q.dtype], rows.data_ptr()),
+        *(cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0)),
+        *(out.data_ptr(), tokens, count, heads, dim, half),
     )
     if code:
-        raise IndexError(f"turn_queries: a row is none of {tokens}")
+        raise IndexError(f"rotate_queries: a row is not one of {tokens}")
     return out
 
 
 def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor, *, library: Library) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of inv_freq[:, rows] * positions, formed and reduced in float64.
-
-    inv_freq: [G, R, d/2] float64, contiguous. rows, positions: [T] int64, contiguous. Returns two float32 [G, T, d/2].
-    An element's bits depend on its frequency and position only. Raises ValueError, and IndexError for a row outside the table.
-    """
+    """See `Backend.rotary_angles`. Operands are contiguous. Raises ValueError, and IndexError for a row outside the table."""
     check(
         inv_freq.dim() == 3 and inv_freq.dtype == torch.float64 and inv_freq.is_cpu and inv_freq.is_contiguous(),
         f"rotary_angles: inv_freq is {inv_freq.dtype} {tuple(inv_freq.shape)}, not contiguous float64 [G, R, d/2]",
@@ -480,24 +457,17 @@ def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor, *, library:
     shape = (groups, tokens, half)
     cos, sin = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
     code = library.rotary_angles(
-        inv_freq.data_ptr(),
-        groups,
-        table_rows,
-        half,
-        rows.data_ptr(),
-        positions.data_ptr(),
-        tokens,
-        cos.data_ptr(),
-        sin.data_ptr(),
+        *(inv_freq.data_ptr(), groups, table_rows, half),
+        *(rows.data_ptr(), positions.data_ptr(), tokens, cos.data_ptr(), sin.data_ptr()),
     )
     if code:
-        raise IndexError(f"rotary_angles: a row lies outside the table of {table_rows}")
+        raise IndexError(f"rotary_angles: a row is outside the table of {table_rows}")
     return cos, sin
 
 
 def latent_expansion_cost(pages: KVPages, *, narrow: bool) -> LatentExpansion:
-    """See `Backend.latent_expansion`. narrow: whether pages that attention may round (see `paged_attention_prefill`) go by a
-    matrix unit: torch's products have it too, those that a query takes by itself do not. Measured: docs/benchmarks-history.md."""
+    """See `Backend.latent_expansion`. narrow: whether attention over 16-bit and latent pages uses AMX. Torch's products use
+    it too, the products of single queries do not. Measured: docs/benchmarks-history.md."""
     if narrow and pages.key.dtype != torch.float32:
         return LatentExpansion(1.25, 10.0, torch.bfloat16)
     return LatentExpansion(1.25, 1.25)
@@ -559,11 +529,11 @@ def short_convolution(
     *,
     library: Library,
 ) -> Tensor:
-    """See `Recurrences.short_convolution`. x: float32, bfloat16 or float16. weight, window: contiguous; W: one of WIDTHS.
+    """See `Backend.short_convolution`. x: float32, bfloat16 or float16. weight, window: contiguous; W: one of WIDTHS.
 
     Raises ValueError, and IndexError for a block that the window lacks (nothing is written then).
     """
-    _check_state_rows(x, "short_convolution: x")
+    check_matrix(x, "short_convolution: x")
     tokens, channels = x.shape
     width = weight.shape[-1]
     check(
@@ -582,8 +552,8 @@ def short_convolution(
     check(activation in (None, "silu"), f"short_convolution: activation {activation!r} is not silu")
     out = torch.empty((tokens, channels), dtype=x.dtype)
     code = library.short_convolution(
-        *(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], weight.data_ptr(), width),
-        *(None if bias is None else bias.data_ptr(), int(activation is not None), window.data_ptr(), window.shape[0]),
+        *(*tensor2(x), weight.data_ptr(), width),
+        *(address(bias), int(activation is not None), window.data_ptr(), window.shape[0]),
         *_sequence_addresses(rows, tokens, "short_convolution"),
         *(out.data_ptr(), tokens, channels),
     )
@@ -603,11 +573,11 @@ def gated_delta_rule(
     tiled_heads: bool = False,
     library: Library,
 ) -> Tensor:
-    """See `Recurrences.gated_delta_rule`. qkv: float32, bfloat16 or float16. memory: contiguous.
+    """See `Backend.gated_delta_rule`. qkv: float32, bfloat16 or float16. memory: contiguous.
 
     Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
     """
-    _check_state_rows(qkv, "gated_delta_rule: qkv")
+    check_matrix(qkv, "gated_delta_rule: qkv")
     key_heads, heads = _head_counts(memory, qkv, "gated_delta_rule", "queries, keys and values")
     tokens, (blocks, _, key_dim, value_dim) = qkv.shape[0], memory.shape
     _check_gate(decay, qkv, heads, "gated_delta_rule: decay")
@@ -618,7 +588,7 @@ def gated_delta_rule(
     )
     out = torch.empty((tokens, heads * value_dim), dtype=qkv.dtype)
     code = library.gated_delta_rule(
-        *(qkv.data_ptr(), qkv.stride(0), TYPE_CODES[qkv.dtype], decay.data_ptr(), decay.stride(0)),
+        *(*tensor2(qkv), decay.data_ptr(), decay.stride(0)),
         *(strength.data_ptr(), strength.stride(0), rate.data_ptr(), bias.data_ptr()),
         *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, int(tiled_heads)),
         *_sequence_addresses(rows, tokens, "gated_delta_rule"),
@@ -640,11 +610,11 @@ def state_space(
     limits: tuple[float, float] = (0.0, math.inf),
     library: Library,
 ) -> Tensor:
-    """See `Recurrences.state_space`. mixed: float32, bfloat16 or float16. memory: contiguous. limits: ascending.
+    """See `Backend.state_space`. mixed: float32, bfloat16 or float16. memory: contiguous. limits: ascending.
 
     Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
     """
-    _check_state_rows(mixed, "state_space: mixed")
+    check_matrix(mixed, "state_space: mixed")
     key_heads, heads = _head_counts(memory, mixed, "state_space", "values, keys and queries")
     tokens, (blocks, _, key_dim, value_dim) = mixed.shape[0], memory.shape
     _check_gate(step, mixed, heads, "state_space: step")
@@ -655,7 +625,7 @@ def state_space(
     check(limits[0] <= limits[1], f"state_space: limits {limits} do not ascend")
     out = torch.empty((tokens, heads * value_dim), dtype=mixed.dtype)
     code = library.state_space(
-        *(mixed.data_ptr(), mixed.stride(0), TYPE_CODES[mixed.dtype], step.data_ptr(), step.stride(0)),
+        *(*tensor2(mixed), step.data_ptr(), step.stride(0)),
         *(rate.data_ptr(), bias.data_ptr(), skip.data_ptr()),
         *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, *limits),
         *_sequence_addresses(rows, tokens, "state_space"),
@@ -666,7 +636,7 @@ def state_space(
 
 
 def _head_counts(memory: Tensor, columns: Tensor, name: str, parts: str) -> tuple[int, int]:
-    """Heads of keys, and of a memory. Raises ValueError where they do not fit."""
+    """The numbers of key heads and of heads of a memory. Raises ValueError if the columns do not fit."""
     check(
         memory.dim() == 4 and _floats_ok(memory, tuple(memory.shape)) and 0 not in memory.shape[1:],
         f"{name}: memory is {memory.dtype} {tuple(memory.shape)}, not float32 [N, Hv, Dk, Dv], contiguous",
@@ -675,24 +645,17 @@ def _head_counts(memory: Tensor, columns: Tensor, name: str, parts: str) -> tupl
     key_heads, rest = divmod(columns.shape[1] - heads * value_dim, 2 * key_dim)
     check(
         rest == 0 and key_heads > 0 and heads % key_heads == 0,
-        f"{name}: {columns.shape[1]} columns are no {parts} of a memory {tuple(memory.shape)}",
+        f"{name}: {columns.shape[1]} columns are not {parts} of a memory {tuple(memory.shape)}",
     )
     return key_heads, heads
 
 
 def _check_gate(gate: Tensor, columns: Tensor, heads: int, name: str) -> None:
-    _check_state_rows(gate, name)
+    check_matrix(gate, name)
     expected = columns.shape[0], heads
     check(
         gate.shape == expected and gate.dtype == columns.dtype,
         f"{name} is {gate.dtype} {tuple(gate.shape)}, not {columns.dtype} {expected}",
-    )
-
-
-def _check_state_rows(x: Tensor, name: str) -> None:
-    check(
-        x.dim() == 2 and x.dtype in TYPE_CODES and x.is_cpu and (x.shape[1] < 2 or x.stride(1) == 1),
-        f"{name} is {x.dtype} {tuple(x.shape)}, not a float CPU tensor [T, N] with adjacent elements",
     )
 
 
@@ -701,7 +664,7 @@ def _floats_ok(tensor: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _sequence_addresses(rows: StateRows, tokens: int, name: str) -> tuple[int, int, int, int, int | None]:
-    """The rows as the library takes them. Raises ValueError."""
+    """The rows as arguments of the kernels. Raises ValueError."""
     sequences = rows.lengths.numel()
     check(
         vector_ok(rows.blocks, torch.int64, sequences)
@@ -711,10 +674,12 @@ def _sequence_addresses(rows: StateRows, tokens: int, name: str) -> tuple[int, i
     )
     check(
         rows.snapshots is None or vector_ok(rows.snapshots, torch.int64, tokens),
-        f"{name}: kept must be int64 [{tokens}], contiguous",
+        f"{name}: snapshots must be int64 [{tokens}], contiguous",
     )
-    snapshots = None if rows.snapshots is None else rows.snapshots.data_ptr()
-    return rows.blocks.data_ptr(), rows.starts.data_ptr(), rows.lengths.data_ptr(), sequences, snapshots
+    return (
+        *(rows.blocks.data_ptr(), rows.starts.data_ptr(), rows.lengths.data_ptr(), sequences),
+        address(rows.snapshots),
+    )
 
 
 def _raise_recurrent_error(code: int, name: str, tokens: int, blocks: int) -> None:

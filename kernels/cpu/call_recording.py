@@ -1,8 +1,8 @@
 """Call recording: compiled calls of a decode step, recorded once and repeated on the same memory.
 
-Recording avoids Python's cost around small kernels (dispatch, checks, allocation). A step is repeatable if all its calls depend on
-memory only and torch computes nothing. Temporary tensors come from an arena: ranges of one allocation, taken first-fit and free again
-once the tensor and its views are gone.
+Recording avoids Python's cost around small kernels (dispatch, checks, allocation). A step is repeatable if all its calls
+depend on memory only and torch computes nothing. Temporary tensors are allocated first-fit in an arena, and freed when the
+tensor and its views are gone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,16 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.kernels import step_recording
 from windlass.kernels.cpu.elementwise_bindings import CompiledBufferFiller
 from windlass.kernels.cpu.library import RECORDED_CALL, SIGNATURES, Function, Library, struct_values
-from windlass.kernels.step_recording import MultiStepInputs
+from windlass.kernels.step_recording import MultiStepInputs, Recording
 
 _ALIGNMENT = 64  # of torch's own allocator too: a cache line
 
 
 class Arena:
-    """`capacity` bytes; pages of them that nothing ever used cost nothing. Tensors in it keep them alive."""
+    """`capacity` bytes of memory; unused pages cost nothing. Tensors in it keep it alive."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -40,9 +39,9 @@ class Arena:
 
 
 class ArenaAllocator:
-    """Tensors in an arena, no two living ones of which share memory. peak: bytes from its start that have been in use.
+    """Allocates tensors in an arena; live ones never overlap. peak: the largest end, in bytes, of a tensor so far.
 
-    It knows nothing of other tensors in the same arena, and hands out what those have.
+    Another allocator on the same arena uses the same memory.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -51,15 +50,15 @@ class ArenaAllocator:
         self.peak = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """An uninitialised contiguous tensor of at least one element, or None where the arena has no room for it."""
+        """An uninitialised contiguous tensor of at least one element, or None if the arena is full."""
         size = math.prod(shape) * dtype.itemsize
         begin = self._take(-(-size // _ALIGNMENT) * _ALIGNMENT)
         if begin is None:
             return None
-        # A storage made of a buffer holds the buffer's exporter, here this very view, for as long as it lives itself.
-        lender = self._arena.memory[begin : begin + size]
-        weakref.finalize(lender, self._give_back, begin)
-        return torch.frombuffer(lender, dtype=dtype).view(shape)
+        # A storage made from a buffer keeps the exporter of the buffer (this view) alive.
+        view = self._arena.memory[begin : begin + size]
+        weakref.finalize(view, self._give_back, begin)
+        return torch.frombuffer(view, dtype=dtype).view(shape)
 
     def _take(self, size: int) -> int | None:
         begin = 0
@@ -77,7 +76,7 @@ class ArenaAllocator:
         del self._taken[bisect.bisect_left(self._taken, (begin, 0))]
 
 
-# Functions whose arguments follow from shapes and addresses, never from what the tensors hold; in the order of repeat.h.
+# Functions whose arguments depend on shapes and addresses only, never on contents; in the order of recorded_calls.h.
 _REPEATABLE = (
     "linear",
     "linear_blocks",
@@ -89,7 +88,7 @@ _REPEATABLE = (
     "paged_attention_decode",
     "embed_rows",
     "linear_panels",
-    "widen_blocks",
+    "dequantize_blocks",
     "rotate_queries",
     "row_maxima",
     "add_low_rank",
@@ -106,10 +105,10 @@ _REPEATABLE = (
     "xielu",
     "clip",
     "scale_rows",
-    "sum_over_ranks",
+    "all_reduce",
     "gather_columns",
-    "linear_blocks_rounded",
-    "linear_panels_rounded",
+    "linear_blocks_amx",
+    "linear_panels_amx",
     "scale_columns",
     "rotate_and_append_rows",
     "multiply",
@@ -120,7 +119,7 @@ _REPEATABLE = (
 
 _EMPTY = "aten::empty.memory_format"
 
-# Torch operations that name the same memory again.
+# Torch operations that return a view of the same memory.
 _HARMLESS = frozenset(
     {
         "aten::alias",
@@ -138,8 +137,8 @@ _OFTEN_HARMLESS = frozenset({"aten::to.dtype", "aten::reshape", "aten::contiguou
 
 
 @dataclass(slots=True)
-class CompiledRecording(step_recording.Recording):
-    """The calls in order, and the memory they need. library: whose functions are called."""
+class CompiledRecording:
+    """See `Recording`: the calls in order, and the memory that they use. library: of the called functions."""
 
     library: Library
     arena: Arena
@@ -152,14 +151,14 @@ class CompiledRecording(step_recording.Recording):
         return not self.library.repeat_calls(*self._addressed())
 
     def _addressed(self) -> tuple[int, int]:
-        """Where the calls stand as repeat.h reads them, and how many there are."""
+        """The address of the calls in the format of recorded_calls.h, and their number."""
         if self._packed is None:
             if self.obstacle is not None:
                 raise ValueError(f"a recording cannot be repeated: {self.obstacle}")
             self._packed = self._pack()
         return ctypes.addressof(self._packed[0]), len(self.calls)
 
-    def draw_passes(
+    def run_decode_steps(
         self, ahead: MultiStepInputs, passes: int, maxima: tuple[Tensor, Tensor], stop_ids: Sequence[Sequence[int]]
     ) -> NDArray[np.int64] | None:
         if not isinstance(ahead.fill, CompiledBufferFiller):
@@ -168,7 +167,7 @@ class CompiledRecording(step_recording.Recording):
         stops = np.array([token for of_row in stop_ids for token in of_row], dtype=np.int64)
         ends = np.cumsum([len(of_row) for of_row in stop_ids], dtype=np.int64)
         drawn, made = np.empty((passes, len(stop_ids)), dtype=np.int64), ctypes.c_int64()
-        self.library.draw_passes(
+        self.library.run_decode_steps(
             *self._addressed(),
             passes,
             *rows,
@@ -181,13 +180,13 @@ class CompiledRecording(step_recording.Recording):
         )
         return drawn[: made.value]
 
-    def same_calls(self, other: step_recording.Recording) -> bool:
+    def same_calls(self, other: Recording) -> bool:
         if not isinstance(other, CompiledRecording):
             return False
         return [self._values(*call) for call in self.calls] == [other._values(*call) for call in other.calls]
 
     def _pack(self) -> tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]]:
-        """The calls as repeat.h reads them."""
+        """The calls and their arguments in the format of recorded_calls.h."""
         packed, offsets = bytearray(), []
         for name, arguments in self.calls:
             offsets.append(len(packed))
@@ -211,15 +210,15 @@ class CompiledRecording(step_recording.Recording):
 
 
 def _as_number(argument: Any) -> float:
-    """An argument as repeat.h reads it; a struct's address, which holds as long as the recording has the struct."""
+    """An argument as a number. The address of a struct is valid as long as the recording holds the struct."""
     return ctypes.addressof(argument) if isinstance(argument, ctypes.Structure) else argument or 0
 
 
 @contextmanager
 def record(library: Library, arena: Arena) -> Iterator[tuple[CompiledRecording, Library]]:
-    """Record what is called meanwhile of the library that comes with the recording; it calls `library`'s functions.
+    """Record calls of the returned library, which calls the functions of `library`; see `Recorder`.
 
-    See `recorder.Recorder.record`. Tensors are made in the arena whatever makes them.
+    All tensors made meanwhile are allocated in the arena.
     """
     recording = CompiledRecording(library, arena)
     tensors = ArenaAllocator(arena)
@@ -231,9 +230,8 @@ def record(library: Library, arena: Arena) -> Iterator[tuple[CompiledRecording, 
 
 
 def _recording_library(library: Library, recording: CompiledRecording) -> Library:
-    functions = {f.name: getattr(library, f.name) for f in fields(library) if f.name in SIGNATURES}
-    functions = {name: call for name, call in functions.items() if call is not None}
-    return replace(library, **{name: _recorded(name, call, recording) for name, call in functions.items()})  # type: ignore[arg-type]
+    functions = {name: call for name, call in library.functions.items() if call is not None}
+    return library.with_functions({name: _recorded(name, call, recording) for name, call in functions.items()})
 
 
 def _recorded(name: str, function: Function, recording: CompiledRecording) -> Function:
@@ -247,7 +245,7 @@ def _recorded(name: str, function: Function, recording: CompiledRecording) -> Fu
 
 
 class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has tensors made in the arena, and notes operations that are more than bookkeeping."""
+    """Allocates tensors in the arena, and reports torch operations that compute."""
 
     def __init__(self, recording: CompiledRecording, tensors: ArenaAllocator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -255,21 +253,21 @@ class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: keeping torch's compiler away imports it first, a second or more in the middle of a stream."""
+        """False: skipping torch's compiler would import it first, a second or more in the middle of a stream."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), func.name()
         if name == _EMPTY:
-            return self._place(result)
-        # These return their operand's own memory where there is nothing to do.
+            return self._in_arena(result)
+        # These return their operand's own memory if there is nothing to do.
         same = name in _OFTEN_HARMLESS and result.data_ptr() == args[0].data_ptr()
         if name not in _HARMLESS and not same:
             self._recording.obstacle = f"{name} computes outside the compiled kernels"
         return result
 
-    def _place(self, made: Tensor) -> Tensor:
-        """In the arena what torch has just made elsewhere, as yet untouched; itself where that is no place for it."""
+    def _in_arena(self, made: Tensor) -> Tensor:
+        """A tensor in the arena in place of a new, uninitialised one; the given one if the arena cannot hold it."""
         if not made.numel():
             return made  # no call reads or writes there
         placed = None

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall, LatentExpansion
-from windlass.kernels.backend import Backend, BackendOptions, Pointwise, Recurrences, Routed, Routing, StateRows, Weight
+from windlass.kernels.backend import Backend, BackendOptions, Routed, Routing, StateRows, Weight
 from windlass.kernels.cpu import attention_bindings, call_recording, elementwise_bindings, library, matmul_bindings
-from windlass.kernels.cpu import matmul_bindings as linear
 from windlass.kernels.cpu.attention_bindings import gated_delta_rule, short_convolution, state_space
 from windlass.kernels.cpu.call_recording import Arena
-from windlass.kernels.cpu.library import Library
-from windlass.kernels.cpu.matmul_bindings import MatrixUnit
+from windlass.kernels.cpu.matmul_bindings import AmxProducts
 from windlass.kernels.layouts.kv_pages import KVPages
 from windlass.kernels.layouts.low_rank_weights import AdapterSlots, LowRankTable, LowRankTarget
 from windlass.kernels.layouts.weight_layouts import (
@@ -39,11 +37,139 @@ from windlass.kernels.torch import batched_attention, reference
 from windlass.kernels.torch import linear as torch_linear
 from windlass.kernels.torch.torch_backend import RowIndependentBackend, TorchBackend
 
+# Rows of bfloat16 from which torch's native product is faster (measured on Zen 4: equal at 8, 1.3 times at 16, 2.3 at 512).
+_MIN_NATIVE_ROWS = 12
 
-class CompiledPointwise(Pointwise):
-    """See `Pointwise`; by the functions of the library that it holds at the time."""
+_MAX_SCALED_ROWS = 256
 
-    _library: Library
+_RANGE_ROWS = 32  # tokens of a prompt with key ranges that are decoded at once
+
+
+@functools.lru_cache(maxsize=64)  # a recorded step must not call torch
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(scale, dtype=dtype))
+
+
+class CompiledBackend(Backend):
+    """C++ SIMD kernels where they are fastest, else torch; row-independent throughout if `deterministic`."""
+
+    def __init__(self, options: BackendOptions) -> None:
+        """Raises KernelsUnavailableError where `refusal` says why."""
+        super().__init__(options)
+        self._library = library.load()
+        self._torch = (RowIndependentBackend if options.deterministic else TorchBackend)(replace(options, ranks=None))
+        self.has_bf16_dot = self._library.isa in library.BF16_DOT_ISAS
+        # Where torch's native bfloat16 products are faster than the kernels, they need the weight in its plain layout.
+        self._torch_is_faster_bf16 = (
+            options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self.has_bf16_dot
+        )
+        if options.bf16_prefill and not options.deterministic:
+            self.uniform_prefill_min_tokens = attention_bindings.MIN_BF16_QUERIES if self.has_bf16_dot else 2
+        self._amx = AmxProducts(self._library, options)
+        if options.dtype not in matmul_bindings.ACTIVATION_TYPES:
+            self._most_rows = self._most_bfloat16_rows = -1
+        elif options.deterministic:
+            self._most_rows = self._most_bfloat16_rows = sys.maxsize
+        else:
+            self._most_rows = matmul_bindings.LINEAR_MAX_ROWS
+            self._most_bfloat16_rows = (
+                _MIN_NATIVE_ROWS - 1 if self._torch_is_faster_bf16 else matmul_bindings.LINEAR_MAX_ROWS
+            )
+        self._ranks = None if options.ranks is None else elementwise_bindings.SharedMemoryCollectives(options.ranks)
+        self._ones: dict[int, Tensor] = {}  # weights of a norm whose result is ignored, by size
+        self._places: dict[int, Tensor] = {}  # torch.arange(n) by n
+        self._most_panel_rows = sys.maxsize if options.deterministic else matmul_bindings.PANEL_MAX_ROWS
+
+    @staticmethod
+    def refusal(options: BackendOptions) -> str | None:
+        """Why these kernels cannot be used with these options, or None."""
+        if options.device.type != "cpu":
+            return f"the model is on {options.device}"
+        return library.unavailable_reason()
+
+    def explain(self) -> str:
+        return f"compiled CPU kernels ({self._library.isa})"
+
+    def _plain_matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | PanelWeight:
+        native = dtype == torch.bfloat16 and self._torch_is_faster_bf16
+        if dtype in PANEL_DTYPES and (self.deterministic or not native):
+            return PanelWeight.empty(rows, columns, dtype, self.empty)
+        return super()._plain_matrix(rows, columns, dtype)
+
+    def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
+        if isinstance(target, PanelRows):
+            matmul_bindings.pack_panels(target, source, library=self._library)
+        else:
+            matmul_bindings.pack_blocks(target, source, library=self._library)
+
+    def repack(self, target: BlockRows, source: Tensor) -> None:
+        matmul_bindings.repack_blocks(target, source, library=self._library)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, StackedWeight):
+            return self._linear_stacked(x, weight, bias)
+        return self._linear_part(x, weight, bias)
+
+    def logits(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        # Rows of bfloat16 are converted instead of their products.
+        return self.linear(x if x.dtype == torch.float32 else self.scaled(x, 1.0), weight, bias)
+
+    def _linear_part(self, x: Tensor, weight: Part, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """out: where the result may be written, of its dtype."""
+        if isinstance(weight, BlockWeight | PanelWeight) and self._amx.takes(x, weight):
+            return self._amx.linear(x, weight, bias, library=self._library, out=out)
+        if isinstance(weight, BlockWeight):
+            out = None if x.dtype != torch.float32 else out
+            if self.options.activations == "int8":
+                return matmul_bindings.linear_blocks(x, weight, bias, out=out, library=self._library)
+            most = sys.maxsize if self.deterministic else matmul_bindings.LINEAR_MAX_ROWS
+            return matmul_bindings.linear_blocks_widened(
+                x, weight, bias, most_rows=most, out=out, library=self._library
+            )
+        if isinstance(weight, PanelWeight):
+            pairs = self.has_bf16_dot and x.dtype == weight.dtype == torch.bfloat16
+            if x.shape[0] > self._most_panel_rows and not pairs:
+                return matmul_bindings.linear_panels_widened(x, weight, bias, library=self._library)
+            out = None if x.dtype == torch.float16 else out
+            return matmul_bindings.linear_panels(x, weight, bias, out=out, library=self._library)
+        if x.shape[0] <= (self._most_bfloat16_rows if weight.dtype == torch.bfloat16 else self._most_rows):
+            return matmul_bindings.linear_small(x, weight, bias, out=out, library=self._library)
+        return self._torch.linear(x, weight, bias)
+
+    def _linear_stacked(self, x: Tensor, weight: StackedWeight, bias: Tensor | None) -> Tensor:
+        """Each part writes its columns of the result in place if it can."""
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype)
+        for part, begin, end in weight.spans():
+            own = out[:, begin:end]
+            found = self._linear_part(x, part, None if bias is None else bias[begin:end], own)
+            if found.data_ptr() != own.data_ptr():
+                own.copy_(found)
+        return out
+
+    def low_rank_table(self, slots: int, matrix: LowRankTarget) -> LowRankTable:
+        return matmul_bindings.CompiledLowRankTable(slots, matrix.columns, matrix.inner)
+
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
+        if not isinstance(table, matmul_bindings.CompiledLowRankTable):
+            raise TypeError("the table is of another backend")
+        matmul_bindings.add_low_rank(out, x, table, rows.slots, library=self._library)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return elementwise_bindings.rms_norm(x, weight, eps, library=self._library)
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return elementwise_bindings.rms_norm(x, weight, eps, residual, library=self._library)
+
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+        if isinstance(weight, BlockWeight | PanelWeight) and self._amx.takes(x, weight, activation):
+            return self._amx.linear(x, weight, bias, library=self._library, activation=activation)
+        if (
+            isinstance(weight, BlockWeight)
+            and self.options.activations == "int8"
+            and matmul_bindings.fuses_gates(x, weight)
+        ):
+            return matmul_bindings.linear_blocks(x, weight, bias, activation=activation, library=self._library)
+        return super().gated_linear(x, weight, bias, activation)
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return elementwise_bindings.gated_activation(gate_up, activation, library=self._library)
@@ -75,191 +201,11 @@ class CompiledPointwise(Pointwise):
     def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
         elementwise_bindings.scale_columns(x, first, second, library=self._library)
 
-
-class CompiledRecurrences(Recurrences):
-    """See `Recurrences`; by the functions of the library that it holds at the time."""
-
-    _library: Library
-
-    def short_convolution(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        window: Tensor,
-        rows: StateRows,
-        activation: Literal["silu"] | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        return short_convolution(x, weight, window, rows, activation, bias, library=self._library)
-
-    def gated_delta_rule(
-        self,
-        qkv: Tensor,
-        decay: Tensor,
-        strength: Tensor,
-        rate: Tensor,
-        bias: Tensor,
-        memory: Tensor,
-        rows: StateRows,
-        *,
-        tiled_heads: bool = False,
-    ) -> Tensor:
-        operands = qkv, decay, strength, rate, bias, memory, rows
-        return gated_delta_rule(*operands, tiled_heads=tiled_heads, library=self._library)
-
-    def state_space(
-        self,
-        mixed: Tensor,
-        step: Tensor,
-        rate: Tensor,
-        bias: Tensor,
-        skip: Tensor,
-        memory: Tensor,
-        rows: StateRows,
-        *,
-        limits: tuple[float, float] = (0.0, math.inf),
-    ) -> Tensor:
-        operands = mixed, step, rate, bias, skip, memory, rows
-        return state_space(*operands, limits=limits, library=self._library)
-
-
-# Rows of bfloat16 from which torch's native product leads (measured on Zen 4: as quick at 8, 1.3 times at 16, 2.3 at 512).
-_FEWEST_NATIVE_ROWS = 12
-
-_MOST_SCALED_ROWS = 256
-
-_RANGE_ROWS = 32  # tokens of a prompt that are decoded at once where there are ranges
-
-
-@functools.lru_cache(maxsize=64)  # a step that is recorded asks torch for nothing
-def _rounded(scale: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(scale, dtype=dtype))
-
-
-class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
-    """C++ SIMD kernels where they are the quickest way; row-independent throughout if bound so."""
-
-    def __init__(self, options: BackendOptions) -> None:
-        """Raises KernelsUnavailableError where `refusal` says why."""
-        super().__init__(options)
-        self._library = library.load()
-        self._torch = (RowIndependentBackend if options.deterministic else TorchBackend)(replace(options, ranks=None))
-        self.has_bf16_dot = self._library.isa in library.BF16_DOT_ISAS
-        # Products of bfloat16 rows by torch, where the processor has quicker ones than the kernels, want the weight as it is.
-        self._multiplies_bfloat16 = (
-            options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self.has_bf16_dot
-        )
-        if options.bf16_prefill and not options.deterministic:
-            self.uniform_prefill_min_tokens = attention_bindings.FEWEST_ROUNDED if self.has_bf16_dot else 2
-        self._matrix_unit = MatrixUnit(self._library, options)
-        if options.dtype not in linear.ACTIVATION_TYPES:
-            self._most_rows = self._most_bfloat16_rows = -1
-        elif options.deterministic:
-            self._most_rows = self._most_bfloat16_rows = sys.maxsize
-        else:
-            self._most_rows = linear.LINEAR_MAX_ROWS
-            self._most_bfloat16_rows = _FEWEST_NATIVE_ROWS - 1 if self._multiplies_bfloat16 else linear.LINEAR_MAX_ROWS
-        self._ranks = None if options.ranks is None else elementwise_bindings.SharedMemoryCollectives(options.ranks)
-        self._ones: dict[int, Tensor] = {}  # weights of a norm that is not looked at, by size
-        self._places: dict[int, Tensor] = {}  # 0, 1, … by how many
-        self._most_panel_rows = sys.maxsize if options.deterministic else matmul_bindings.PANEL_MAX_ROWS
-
-    @staticmethod
-    def refusal(options: BackendOptions) -> str | None:
-        """Why these kernels cannot be bound so, or None where they can."""
-        if options.device.type != "cpu":
-            return f"the model is on {options.device}"
-        return library.unavailable_reason()
-
-    def explain(self) -> str:
-        return f"compiled CPU kernels ({self._library.isa})"
-
-    def _plain_matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | PanelWeight:
-        native = dtype == torch.bfloat16 and self._multiplies_bfloat16
-        if dtype in PANEL_DTYPES and (self.deterministic or not native):
-            return PanelWeight.empty(rows, columns, dtype, self.empty)
-        return super()._plain_matrix(rows, columns, dtype)
-
-    def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
-        if isinstance(target, PanelRows):
-            matmul_bindings.pack_panels(target, source, library=self._library)
-        else:
-            matmul_bindings.pack_blocks(target, source, library=self._library)
-
-    def repack(self, target: BlockRows, source: Tensor) -> None:
-        matmul_bindings.repack_blocks(target, source, library=self._library)
-
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, StackedWeight):
-            return self._linear_stacked(x, weight, bias)
-        return self._linear_part(x, weight, bias)
-
-    def logits(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        # Rows of bfloat16 are widened rather than their products.
-        return self.linear(x if x.dtype == torch.float32 else self.scaled(x, 1.0), weight, bias)
-
-    def _linear_part(self, x: Tensor, weight: Part, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """out: where the result may be written, of its type; it does not have to be."""
-        if isinstance(weight, BlockWeight | PanelWeight) and self._matrix_unit.takes(x, weight):
-            return self._matrix_unit.linear(x, weight, bias, library=self._library, out=out)
-        if isinstance(weight, BlockWeight):
-            out = None if x.dtype != torch.float32 else out
-            if self.options.activations == "int8":
-                return matmul_bindings.linear_blocks(x, weight, bias, out=out, library=self._library)
-            most = sys.maxsize if self.deterministic else linear.LINEAR_MAX_ROWS
-            return matmul_bindings.linear_blocks_widened(
-                x, weight, bias, most_rows=most, out=out, library=self._library
-            )
-        if isinstance(weight, PanelWeight):
-            pairs = self.has_bf16_dot and x.dtype == weight.dtype == torch.bfloat16
-            if x.shape[0] > self._most_panel_rows and not pairs:
-                return matmul_bindings.linear_panels_widened(x, weight, bias, library=self._library)
-            out = None if x.dtype == torch.float16 else out
-            return matmul_bindings.linear_panels(x, weight, bias, out=out, library=self._library)
-        if x.shape[0] <= (self._most_bfloat16_rows if weight.dtype == torch.bfloat16 else self._most_rows):
-            return linear.linear_small(x, weight, bias, out=out, library=self._library)
-        return self._torch.linear(x, weight, bias)
-
-    def _linear_stacked(self, x: Tensor, weight: StackedWeight, bias: Tensor | None) -> Tensor:
-        """Each part writes its columns of the result, where it can."""
-        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype)
-        for part, begin, end in weight.spans():
-            own = out[:, begin:end]
-            found = self._linear_part(x, part, None if bias is None else bias[begin:end], own)
-            if found.data_ptr() != own.data_ptr():
-                own.copy_(found)
-        return out
-
-    def low_rank_table(self, slots: int, matrix: LowRankTarget) -> LowRankTable:
-        return matmul_bindings.CompiledLowRankTable(slots, matrix.columns, matrix.inner)
-
-    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
-        if not isinstance(table, matmul_bindings.CompiledLowRankTable):
-            raise TypeError("the table is another backend's")
-        matmul_bindings.add_low_rank(out, x, table, rows.slots, library=self._library)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise_bindings.rms_norm(x, weight, eps, library=self._library)
-
-    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise_bindings.rms_norm(x, weight, eps, residual, library=self._library)
-
-    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
-        if isinstance(weight, BlockWeight | PanelWeight) and self._matrix_unit.takes(x, weight, activation):
-            return self._matrix_unit.linear(x, weight, bias, library=self._library, activation=activation)
-        if (
-            isinstance(weight, BlockWeight)
-            and self.options.activations == "int8"
-            and matmul_bindings.fuses_gates(x, weight)
-        ):
-            return matmul_bindings.linear_blocks(x, weight, bias, activation=activation, library=self._library)
-        return super().gated_linear(x, weight, bias, activation)
-
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return elementwise_bindings.layer_norm(x, weight, bias, eps, library=self._library)
 
     def add(self, residual: Tensor, x: Tensor) -> None:
-        # The sum is what the norm's kernel leaves in its residual; unlike torch's addition it can be recorded.
+        # The norm's kernel adds x to the residual; unlike torch's addition, it can be recorded.
         ones = self._ones.get(x.shape[1])
         if ones is None:
             ones = self._ones[x.shape[1]] = torch.ones(x.shape[1], dtype=torch.float32)
@@ -272,7 +218,7 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
         return (
             None
             if self.deterministic
-            else attention_bindings.latent_expansion_cost(pages, narrow=self._matrix_unit.takes_prompts)
+            else attention_bindings.latent_expansion_cost(pages, narrow=self._amx.takes_prompts)
         )
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
@@ -282,15 +228,15 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
         return attention_bindings.latent_values(attended, up, value_dim, library=self._library)
 
     def scaled(self, x: Tensor, factor: float) -> Tensor:
-        if x.shape[0] > _MOST_SCALED_ROWS:
+        if x.shape[0] > _MAX_SCALED_ROWS:
             return self._torch.scaled(x.float(), factor)
-        # Gathering rows multiplies them; unlike torch's product it can be recorded.
+        # A lookup of all rows scales them; unlike torch's product, it can be recorded.
         places = self._places.get(x.shape[0])
         if places is None:
             places = self._places[x.shape[0]] = torch.arange(x.shape[0])
         return elementwise_bindings.embed_rows(x, places, factor, library=self._library)
 
-    def sum_over_ranks(self, x: Tensor) -> None:
+    def all_reduce(self, x: Tensor) -> None:
         if self._ranks is not None:
             self._ranks.all_reduce(x, library=self._library)
 
@@ -298,12 +244,12 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
         return part if self._ranks is None else self._ranks.gather_columns(part, library=self._library)
 
     def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
-        unit = self._matrix_unit
+        amx = self._amx
         try:
             return matmul_bindings.CompiledExperts(
-                weights, biases, self._library, rounds_blocks=unit.takes_blocks, rounds_panels=unit.takes_panels
+                weights, biases, self._library, amx_blocks=amx.takes_blocks, amx_panels=amx.takes_panels
             )
-        except ValueError:  # each expert's product is a call of its own then
+        except ValueError:  # one product call per expert
             return ExpertWeights(weights, biases)
 
     def route(
@@ -312,12 +258,12 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
         return matmul_bindings.route(logits, routing, bias, scales, library=self._library)
 
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
-        if isinstance(experts, matmul_bindings.CompiledExperts) and not self._are_quicker_apart(experts, chosen):
+        if isinstance(experts, matmul_bindings.CompiledExperts) and not self._is_faster_per_expert(experts, chosen):
             return matmul_bindings.linear_of_experts(x, experts, chosen, library=self._library)
         return reference.linear_of_experts(x, experts, chosen, self.linear)
 
-    def _are_quicker_apart(self, experts: matmul_bindings.CompiledExperts, chosen: Tensor) -> bool:
-        """Whether products of single experts have quicker ways than rows of all experts at once, or other ones."""
+    def _is_faster_per_expert(self, experts: matmul_bindings.CompiledExperts, chosen: Tensor) -> bool:
+        """Whether one product per expert is faster than all experts at once, or needed for its arithmetic."""
         if experts.has_blocks:
             return self.options.activations != "int8"
         first, most = experts.weights[0], self._most_rows
@@ -337,7 +283,7 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
             rows = matmul_bindings.embed_blocks(table, ids, library=self._library).to(self.dtype)
             return rows if scale == 1 else rows * torch.tensor(scale, dtype=self.dtype)
         if scale != 1 and self.dtype != torch.float32:
-            if table.dtype != self.dtype:  # rows are rounded before they are multiplied
+            if table.dtype != self.dtype:  # rows are rounded before the multiplication
                 return self._torch.embed(table, ids, scale)
             scale = _rounded(scale, self.dtype)
         return elementwise_bindings.embed_rows(table, ids, scale, dtype=self.dtype, library=self._library)
@@ -384,13 +330,13 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
             return self._torch.paged_attention(q, pages, call)
         if call.is_decode:
             return self._decode(q, pages, call)
-        # Queries that see keys behind them are never decoded: their prompt is computed as one, by bits of its own.
+        # Queries that see later keys are never decoded: their prompt is computed at once, in its own arithmetic.
         if self.deterministic and call.causal:
             return batched_attention.paged_attention(
                 q, pages, call, decode=self._decode, prefill=self._prefill_as_decode
             )
         out = attention_bindings.paged_attention_prefill(
-            q, pages, call, fewest=2, rounds=self.uniform_prefill_min_tokens > 0, library=self._library
+            q, pages, call, fewest=2, bf16_products=self.uniform_prefill_min_tokens > 0, library=self._library
         )
         singles = call.decode_part()
         if singles is not None:
@@ -402,18 +348,59 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
         return attention_bindings.paged_attention_decode(q, pages, call, library=self._library)
 
     def _prefill_as_decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-        """Each query as the last token of a sequence of its own length: the bits that decoding gives."""
+        """Compute each query as the last token of a sequence of its own length, with the bits of decode."""
         if not call.has_ranges:
             return self._decode(q, pages, call.as_single_tokens())
-        # Partial results of every range take memory; a row's bits are the same in any company.
+        # Partial results of every range take memory; a row's bits do not depend on the other rows.
         parts = [(t, min(t + _RANGE_ROWS, call.num_tokens)) for t in range(0, call.num_tokens, _RANGE_ROWS)]
         return torch.cat([self._decode(q, pages, call.slice_tokens(*part).as_single_tokens()) for part in parts])
+
+    def short_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        window: Tensor,
+        rows: StateRows,
+        activation: Literal["silu"] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        return short_convolution(x, weight, window, rows, activation, bias, library=self._library)
+
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        tiled_heads: bool = False,
+    ) -> Tensor:
+        operands = qkv, decay, strength, rate, bias, memory, rows
+        return gated_delta_rule(*operands, tiled_heads=tiled_heads, library=self._library)
+
+    def state_space(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        skip: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        operands = mixed, step, rate, bias, skip, memory, rows
+        return state_space(*operands, limits=limits, library=self._library)
 
     def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return elementwise_bindings.row_maxima(logits, library=self._library)
 
     def token_sampler(self, vocab_size: int) -> TokenSampler:
-        # Sums of a larger vocabulary are more than float64 has exactly.
+        # Sums over a larger vocabulary are not exact in float64.
         if vocab_size > elementwise_bindings.MAX_VOCAB:
             return self._torch.token_sampler(vocab_size)
         return elementwise_bindings.CompiledSampler(vocab_size, self._library)
@@ -428,26 +415,14 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
         return None
 
     def recorder(self, capacity: int) -> Recorder:
-        return _CpuRecorder(self, Arena(capacity))
+        return functools.partial(self.record, Arena(capacity))
 
     @contextmanager
     def record(self, arena: Arena) -> Iterator[call_recording.CompiledRecording]:
-        """Record what this backend is asked to do; see `Recorder.record`."""
+        """Record the calls of this backend; see `Recorder`."""
         ordinary = self._library
         with call_recording.record(ordinary, arena) as (recorded, self._library):
             try:
                 yield recorded
             finally:
                 self._library = ordinary
-
-
-class _CpuRecorder(Recorder):
-    """Recordings of one backend in one arena."""
-
-    def __init__(self, backend: CompiledBackend, arena: Arena) -> None:
-        self._backend, self._arena = backend, arena
-
-    @contextmanager
-    def record(self) -> Iterator[call_recording.CompiledRecording]:
-        with self._backend.record(self._arena) as recorded:
-            yield recorded

@@ -1,4 +1,5 @@
-"""Compiled library: finds the shared object, selects the instruction set, and declares function signatures, structs and operand checks.
+"""Compiled library: finds the shared object, selects the instruction set, and declares function signatures, structs and
+operand checks.
 
 The library needs neither Python nor torch. It is loaded after torch, so that both share one OpenMP thread pool.
 """
@@ -7,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import os
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import types
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,56 +27,17 @@ _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, 
 
 _INT64, _DOUBLE = ctypes.c_int64, ctypes.c_double
 
-_LETTERS = {_POINTER: "P", _LONG: "l", _FLOAT: "f", _INT: "i"}
+_TYPES = {b"P": _POINTER, b"l": _LONG, b"f": _FLOAT, b"i": _INT}  # by the type letters of the struct module
 
 
 class AttentionArguments(ctypes.Structure):
-    """One call of attention: the same in src/attention_call.h, where every field is explained."""
+    """Arguments of one attention call. `attention_packer` adds the fields, which src/attention_call.h describes."""
 
-    _fields_ = (
-        ("q", _POINTER),
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("key_scales", _POINTER),
-        ("value_scales", _POINTER),
-        ("tables", _POINTER),
-        ("query_start", _POINTER),
-        ("lengths", _POINTER),
-        ("score_scale", _POINTER),
-        ("sinks", _POINTER),
-        ("range_ends", _POINTER),
-        ("range_rows", _POINTER),
-        ("range_reaches", _POINTER),
-        ("slopes", _POINTER),
-        ("range_gaps", _POINTER),
-        ("out", _POINTER),
-        ("q_rows", _LONG),
-        ("q_row", _LONG),
-        ("q_head", _LONG),
-        ("num_blocks", _LONG),
-        ("block_size", _LONG),
-        ("kv_heads", _LONG),
-        ("dim", _LONG),
-        ("value_dim", _LONG),
-        ("table_row", _LONG),
-        ("table_columns", _LONG),
-        ("batch", _LONG),
-        ("heads", _LONG),
-        ("ranges", _LONG),
-        ("window", _LONG),
-        ("chunk", _LONG),
-        ("scale", _FLOAT),
-        ("soft_cap", _FLOAT),
-        ("q_type", _INT),
-        ("page_type", _INT),
-        ("lengths_are_64", _INT),
-        ("causal", _INT),
-        ("rounds", _LONG),
-    )
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = ()
 
 
 class SamplingRowFields(ctypes.Structure):
-    """One row to draw: the same as `SamplingRow` in src/sampling.h; `windlass.kernels.cpu.elementwise_bindings.CompiledSamplingRow` explains it."""
+    """`SamplingRow` in src/sampling.h; `elementwise_bindings.CompiledSamplingRow` describes the fields."""
 
     _fields_ = (
         ("row", _INT64),
@@ -108,7 +71,7 @@ class SamplingRowFields(ctypes.Structure):
 
 
 class LowRankPartFields(ctypes.Structure):
-    """A part of a low-rank change: the same as `LowRankPart` in src/low_rank.h; `LowRankPart` in layouts explains it."""
+    """`LowRankPart` in src/low_rank.h; `LowRankPart` in kernels/layouts describes the fields."""
 
     _fields_ = (
         ("up", _POINTER),
@@ -122,13 +85,13 @@ class LowRankPartFields(ctypes.Structure):
 
 
 class LowRankFields(ctypes.Structure):
-    """A low-rank change: the same as `LowRankChange` in src/low_rank.h; of rank 0 where there is none."""
+    """`LowRankUpdate` in src/low_rank.h; rank 0 for none."""
 
     _fields_ = (("down", _POINTER), ("type", _INT64), ("rank", _INT64), ("num_parts", _INT64), ("parts", _POINTER))
 
 
 class ExpertPartFields(ctypes.Structure):
-    """Rows of an expert's weight: the same as `ExpertPart` in src/experts.h, where every field is explained."""
+    """`ExpertPart` in src/experts.h, which describes the fields."""
 
     _fields_ = (
         ("data", _POINTER),
@@ -150,21 +113,21 @@ class ExpertPartFields(ctypes.Structure):
 
 
 class ExpertProductsFields(ctypes.Structure):
-    """Addresses of the products of one instruction set: the same as `ExpertProducts` in src/experts.h."""
+    """`ExpertProducts` in src/experts.h: addresses of the products of one instruction set."""
 
     _fields_ = (
         ("linear", _POINTER),
         ("linear_panels", _POINTER),
         ("linear_blocks", _POINTER),
-        ("linear_blocks_rounded", _POINTER),
-        ("linear_panels_rounded", _POINTER),
-        ("fewest_rounded_blocks", _INT64),
-        ("fewest_rounded_panels", _INT64),
+        ("linear_blocks_amx", _POINTER),
+        ("linear_panels_amx", _POINTER),
+        ("amx_min_rows_blocks", _INT64),
+        ("amx_min_rows_panels", _INT64),
     )
 
 
 class RankGroupFields(ctypes.Structure):
-    """One of the ranks of a model: the same as `RankGroup` in src/ranks.h."""
+    """`RankGroup` in src/collectives.h: the state of one rank."""
 
     _fields_ = (
         ("memory", _POINTER),
@@ -176,72 +139,69 @@ class RankGroupFields(ctypes.Structure):
     )
 
 
-RECORDED_CALL = struct.Struct("=qqq")  # `Call` in src/repeat.h: kind, function, address of its arguments
+RECORDED_CALL = struct.Struct(
+    "=qqq"
+)  # `RecordedCall` in src/recorded_calls.h: kind, function, address of its arguments
 
-# The sizes in bytes of what both sides lay out, by the names that C++ has for them.
+# Sizes in bytes of structs that are declared on both sides, by their names in C++.
 SIZES = {
-    "AttentionArguments": ctypes.sizeof(AttentionArguments),
-    "Draw": ctypes.sizeof(SamplingRowFields),
-    "Call": RECORDED_CALL.size,
+    "SamplingRow": ctypes.sizeof(SamplingRowFields),
+    "RecordedCall": RECORDED_CALL.size,
     "LowRankPart": ctypes.sizeof(LowRankPartFields),
-    "LowRankChange": ctypes.sizeof(LowRankFields),
+    "LowRankUpdate": ctypes.sizeof(LowRankFields),
     "ExpertPart": ctypes.sizeof(ExpertPartFields),
     "ExpertProducts": ctypes.sizeof(ExpertProductsFields),
     "RankGroup": ctypes.sizeof(RankGroupFields),
 }
 
-# Packing all fields at once takes a third of the time of setting them one by one.
-_pack_attention = struct.Struct("@" + "".join(_LETTERS[kind] for _, kind in AttentionArguments._fields_)).pack
-
-
-def attention_arguments(*fields: float) -> AttentionArguments:
-    """The struct with all fields in their order; 0 for an address that is none."""
-    return AttentionArguments.from_buffer_copy(_pack_attention(*fields))
-
 
 def struct_values(arguments: ctypes.Structure) -> tuple[Any, ...]:
-    """What the fields hold; of an address only whether there is one."""
+    """The values of all fields; for addresses, whether they are null."""
     return tuple(
         getattr(arguments, name) if kind is not _POINTER else getattr(arguments, name) is None
         for name, kind, *_ in arguments._fields_
     )
 
 
-class FieldOffset(NamedTuple):
-    """Where a field of a struct stands, in bytes."""
+class _AttentionField(ctypes.Structure):
+    """`ArgumentField` in src/isa_generic.cpp."""
 
-    offset: int
-    size: int
-
-
-class _CFieldPlace(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), ("offset", _LONG), ("size", _LONG))
+    _fields_ = (("name", ctypes.c_char_p), ("offset", _LONG), ("type", ctypes.c_char))
 
 
-def compiled_fields(handle: ctypes.CDLL) -> tuple[dict[str, FieldOffset], int]:
-    """The fields of AttentionArguments as a library was compiled with them, and the size of the whole.
+def attention_packer(handle: ctypes.CDLL) -> Callable[[Mapping[str, float]], AttentionArguments]:
+    """A function that makes the struct of an attention call from the values of all fields by name (0 for a null address).
 
-    Raises AttributeError for a library without that table.
+    The fields are those that the library was compiled with. The function raises KeyError for a missing field and ValueError
+    for an unknown one. Raises AttributeError for a library without the table of fields, or with another layout than ctypes'.
     """
     table_of = handle.windlass_attention_fields
-    table_of.argtypes, table_of.restype = (), ctypes.POINTER(_CFieldPlace)
-    table, found = table_of(), dict[str, FieldOffset]()
-    while (place := table[len(found)]).name is not None:
-        found[place.name.decode()] = FieldOffset(place.offset, place.size)
-    return found, place.offset
+    table_of.argtypes, table_of.restype = (), ctypes.POINTER(_AttentionField)
+    table, fields = table_of(), list[tuple[str, Any]]()
+    letters = ""
+    while (entry := table[len(fields)]).name is not None:
+        fields.append((entry.name.decode(), _TYPES[entry.type]))
+        letters += entry.type.decode()
+    own_struct: type[AttentionArguments] = types.new_class(
+        "AttentionArguments", (AttentionArguments,), exec_body=lambda body: body.update(_fields_=fields)
+    )
+    if ctypes.sizeof(own_struct) != entry.offset:
+        raise AttributeError(f"AttentionArguments: {entry.offset} bytes, not {ctypes.sizeof(own_struct)}")
+    # Packing all fields at once takes a third of the time of setting them one by one.
+    pack, in_order = struct.Struct("@" + letters).pack, operator.itemgetter(*(name for name, _ in fields))
 
+    def packed(values: Mapping[str, float]) -> AttentionArguments:
+        if len(values) != len(fields):
+            raise ValueError(f"unknown attention arguments: {sorted(values.keys() - dict(fields))}")
+        return own_struct.from_buffer_copy(pack(*in_order(values)))
 
-def declared_fields() -> tuple[dict[str, FieldOffset], int]:
-    """The same of AttentionArguments above."""
-    names = [name for name, _ in AttentionArguments._fields_]
-    places = {name: getattr(AttentionArguments, name) for name in names}
-    return {n: FieldOffset(p.offset, p.size) for n, p in places.items()}, ctypes.sizeof(AttentionArguments)
+    return packed
 
 
 def differing_structs(handle: ctypes.CDLL) -> list[str]:
-    """The structs that a library was compiled with in another size than here, with both sizes; unknown ones have -1.
+    """Structs whose compiled size differs from the one declared here, with both sizes (-1: unknown to the library).
 
-    Raises AttributeError for a library that tells no sizes.
+    Raises AttributeError for a library that does not report sizes.
     """
     size_of = handle.windlass_struct_size
     size_of.argtypes, size_of.restype = (ctypes.c_char_p,), _LONG
@@ -251,13 +211,13 @@ def differing_structs(handle: ctypes.CDLL) -> list[str]:
 
 ISA_VARIABLE = "WINDLASS_CPU_ISA"
 
-# Worst to best among those of one kind of processor; the index is the level in windlass_can_run.
+# Slowest to fastest for each kind of processor; the index is the level in windlass_can_run.
 ISAS = ("generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx", "neon", "neon_dot")
 
-# Where rows of bfloat16 are multiplied natively by weights of it in panels.
+# Instruction sets with native products of bfloat16 rows and panel weights.
 BF16_DOT_ISAS = frozenset({"avx512_bf16", "avx512_amx"})
 
-# Sets that have functions of their own only where their instructions serve, and the set that the others come from.
+# Instruction sets that override only some functions, and the set that provides the others.
 _EXTENDED = {
     "avx2_vnni": "avx2",
     "avx512_vnni": "avx512",
@@ -270,13 +230,13 @@ TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 PAGE_CODES = TYPE_CODES | {torch.int8: 3}  # int8 pages come with scales
 
-PAGES_OF_ROWS = 4  # of int8 codes, token by token
+LATENT_PAGES = 4  # rows of int8 codes for latent attention
 
 _TENSOR2 = [_POINTER, _LONG, _INT]  # address, row stride, type
 
 _TENSOR3 = [_POINTER, _LONG, _LONG]  # address, row stride, head stride
 
-_STATE_ROWS = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]  # blocks, starts, lengths, sequences, kept
+_STATE_ROWS = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]  # blocks, starts, lengths, sequences, snapshots
 
 # Codes, scales, scales of super groups; bits, group, super groups, whether there are minima, offset.
 _BLOCKS = [_POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT]
@@ -290,15 +250,24 @@ SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _LONG, *_BLOCKS, _POINTER, _INT, _POINTER, _LONG),  # x, the weight, bias, activation, out
         *(_LONG, _LONG, _LONG),  # rows, columns, inner
     ],
-    "linear_blocks_rounded": [
+    "linear_blocks_amx": [
         *(*_TENSOR2, *_BLOCKS, _POINTER, _INT, _POINTER, _LONG),  # x, the weight, bias, activation, out
         *(_LONG, _LONG, _LONG),  # rows, columns, inner
     ],
-    "linear_panels_rounded": [
+    "linear_panels_amx": [
         *(_POINTER, _LONG, _POINTER, _POINTER, _INT, _POINTER, _LONG),  # x, the weight, bias, activation, out
         *(_LONG, _LONG, _LONG),  # rows, columns, inner
     ],
-    "widen_blocks": [*_BLOCKS, _POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG, _LONG],  # ids or the first, factor, out
+    "dequantize_blocks": [
+        *_BLOCKS,
+        _POINTER,
+        _LONG,
+        _FLOAT,
+        _POINTER,
+        _LONG,
+        _LONG,
+        _LONG,
+    ],  # ids or the first, factor, out
     "repack_blocks": [_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
     "pack_blocks": [
         *(_POINTER, _LONG, _INT, _POINTER, _LONG),  # source, weights
@@ -341,7 +310,7 @@ SIGNATURES: dict[str, list[type]] = {
     ],
     "rotate_queries": [
         *(*_TENSOR3, _INT, _POINTER, _POINTER, _LONG, _POINTER, _LONG),  # q, rows, cos, sin
-        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # out: tokens, turned ones, heads, dim, half
+        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # out: tokens, copies, heads, dim, half
     ],
     "rotary_angles": [
         *(_POINTER, _LONG, _LONG, _LONG),  # inverse frequencies: groups, rows, half
@@ -354,16 +323,7 @@ SIGNATURES: dict[str, list[type]] = {
     "gated_activation": [_POINTER, _LONG, _INT, _INT, _POINTER, _LONG, _LONG],
     "soft_cap": [_POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG],
     "token_logprobs": [
-        *(
-            _POINTER,
-            _LONG,
-            _LONG,
-            _LONG,
-            _POINTER,
-            _POINTER,
-            _LONG,
-            _LONG,
-        ),  # logits, rows and targets, how many of the top
+        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG),  # logits, rows, targets, count, k
         *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG),  # out, scratch
     ],
     "add_low_rank": [
@@ -376,15 +336,8 @@ SIGNATURES: dict[str, list[type]] = {
     "route_experts": [
         *(_POINTER, _LONG, _POINTER, _POINTER, _LONG),  # logits, bias, scales, experts
         *(_LONG, _LONG, _LONG),  # chosen, groups, chosen groups
-        *(
-            _INT,
-            _INT,
-            _INT,
-            _FLOAT,
-            _FLOAT,
-            _FLOAT,
-            _FLOAT,
-        ),  # scores, two largest, normalized, scale, least sum, sum eps, jitter
+        *(_INT, _INT, _INT),  # scores, two largest, normalized
+        *(_FLOAT, _FLOAT, _FLOAT, _FLOAT),  # scale, least sum, sum eps, jitter
         *(_POINTER, _POINTER, _LONG),  # chosen, weights, rows
     ],
     "linear_of_experts": [
@@ -419,28 +372,19 @@ SIGNATURES: dict[str, list[type]] = {
         *(_FLOAT, _FLOAT),  # limits
         *(*_STATE_ROWS, _POINTER, _LONG),  # rows, out
     ],
-    "sum_over_ranks": [_POINTER, _POINTER, _INT, _LONG],
+    "all_reduce": [_POINTER, _POINTER, _INT, _LONG],
     "gather_columns": [_POINTER, _POINTER, _POINTER, _LONG],
     "repeat_calls": [_POINTER, _LONG],
-    "draw_passes": [
+    "run_decode_steps": [
         *(_POINTER, _LONG, _LONG),  # calls, passes
-        *(_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # as of fill_rows
+        *(_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # as in fill_step_buffers
         *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG),
-        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER),  # as of rotary_angles
+        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER),  # as in rotary_angles
         *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),  # ids, values, stops, ends, drawn, made
     ],
-    "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
-    "fill_rows": [
-        *(
-            _POINTER,
-            _LONG,
-            _POINTER,
-            _LONG,
-            _LONG,
-            _LONG,
-            _LONG,
-            _LONG,
-        ),  # what was said, tables, groups, blocks, block size
+    "sample_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
+    "fill_step_buffers": [
+        *(_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # metadata, tables, groups, blocks, block size
         *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG),  # positions, lengths, slots, own tables
     ],
     "row_maxima": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER],
@@ -449,8 +393,8 @@ SIGNATURES: dict[str, list[type]] = {
     "paged_attention_prefill": [ctypes.POINTER(AttentionArguments), _LONG],  # fewest queries
 }
 
-# What only sets of instructions have that make it worth while.
-_OPTIONAL = frozenset({"linear_blocks_rounded", "linear_panels_rounded"})
+# Functions that only some instruction sets have.
+_OPTIONAL = frozenset({"linear_blocks_amx", "linear_panels_amx"})
 
 Function = Callable[..., int]
 
@@ -459,67 +403,35 @@ class KernelsUnavailableError(RuntimeError):
     """The compiled CPU kernels cannot be used here; the message says why and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
 class Library:
-    """The kernels bound for one instruction set. Every function returns 0, or a code its caller in `ops` explains.
+    """The kernels bound for one instruction set: a function for every name in SIGNATURES. It returns 0 or an error code.
 
-    linear_blocks_rounded, linear_panels_rounded: None where the processor has no matrix unit.
+    linear_blocks_amx, linear_panels_amx: None on a processor without AMX. addresses: of the functions' code, for callers in C.
+    attention_arguments: see `attention_packer`.
     """
 
-    path: Path
-    isa: str
-    linear: Function
-    linear_panels: Function
-    pack_panels: Function
-    widen_panels: Function
-    linear_blocks: Function
-    widen_blocks: Function
-    repack_blocks: Function
-    pack_blocks: Function
-    rotate_and_append: Function
-    rerotate_cached_keys: Function
-    rotate_and_append_int8: Function
-    rerotate_cached_keys_int8: Function
-    rotate_and_append_rows: Function
-    rerotate_cached_rows: Function
-    rotate_queries: Function
-    rotary_angles: Function
-    rms_norm: Function
-    gated_activation: Function
-    soft_cap: Function
-    embed_rows: Function
-    fill_rows: Function
-    row_maxima: Function
-    draw_tokens: Function
-    token_logprobs: Function
-    add_low_rank: Function
-    latent_queries: Function
-    latent_values: Function
-    rms_norm_in_place: Function
-    route_experts: Function
-    linear_of_experts: Function
-    sum_of_experts: Function
-    clamped_glu: Function
-    gate_by_sigmoid: Function
-    layer_norm: Function
-    activate: Function
-    xielu: Function
-    clip: Function
-    scale_rows: Function
-    scale_columns: Function
-    multiply: Function
-    short_convolution: Function
-    gated_delta_rule: Function
-    state_space: Function
-    sum_over_ranks: Function
-    gather_columns: Function
-    repeat_calls: Function
-    draw_passes: Function
-    paged_attention_decode: Function
-    paged_attention_prefill: Function
-    linear_blocks_rounded: Function | None
-    linear_panels_rounded: Function | None
-    addresses: Mapping[str, int] = field(compare=False)  # of the functions' code, for those that call it from C
+    linear_blocks_amx: Function | None
+    linear_panels_amx: Function | None
+
+    def __init__(
+        self,
+        path: Path,
+        isa: str,
+        functions: Mapping[str, Function | None],
+        addresses: Mapping[str, int],
+        attention_arguments: Callable[[Mapping[str, float]], AttentionArguments],
+    ) -> None:
+        self.path, self.isa, self.functions, self.addresses = path, isa, functions, addresses
+        self.attention_arguments = attention_arguments
+        vars(self).update(functions)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Function: ...
+
+    def with_functions(self, functions: Mapping[str, Function]) -> Library:
+        """A copy with other functions under these names."""
+        return Library(self.path, self.isa, {**self.functions, **functions}, self.addresses, self.attention_arguments)
 
 
 def find() -> Path | None:
@@ -533,13 +445,12 @@ def find() -> Path | None:
 
 
 def bind(path: Path, isa: str) -> Library:
-    """Load `path` and bind the functions of `isa`, without asking whether this processor can run them.
+    """Load `path` and bind the functions of `isa`. Whether this processor can run them is not checked.
 
     Raises OSError for a file that does not load and AttributeError for one that lacks the instruction set.
     """
     handle = ctypes.CDLL(str(path))
-    functions: dict[str, Any] = {}
-    addresses: dict[str, int] = {}
+    functions, addresses = dict[str, Any](), dict[str, int]()
     for name, arguments in SIGNATURES.items():
         source = isa
         while not hasattr(handle, f"windlass_{name}_{source}") and source in _EXTENDED:
@@ -552,11 +463,11 @@ def bind(path: Path, isa: str) -> Library:
         function.restype = ctypes.c_int
         functions[name] = function
         addresses[name] = ctypes.cast(function, ctypes.c_void_p).value or 0
-    return Library(path=path, isa=isa, addresses=addresses, **functions)
+    return Library(path, isa, functions, addresses, attention_packer(handle))
 
 
 def runnable(path: Path) -> tuple[str, ...]:
-    """The instruction sets in `path` that this processor can run, worst to best.
+    """The instruction sets in `path` that this processor can run, slowest to fastest.
 
     Raises OSError for a file that does not load and AttributeError for one that was compiled from other sources.
     """
@@ -566,8 +477,6 @@ def runnable(path: Path) -> tuple[str, ...]:
         raise AttributeError("compiled from other sources")
     if others := differing_structs(handle):
         raise AttributeError(f"compiled from other sources: {'; '.join(others)}")
-    if compiled_fields(handle) != declared_fields():
-        raise AttributeError("compiled from other sources: AttentionArguments has other fields")
     return tuple(
         isa
         for level, isa in enumerate(ISAS)
@@ -594,7 +503,7 @@ def _load_once() -> tuple[Library | None, str | None]:
 
 
 def unavailable_reason() -> str | None:
-    """Why the compiled kernels cannot be used in this process, or None when they can. Decided once."""
+    """Why the compiled kernels cannot be used in this process, or None. Decided once."""
     return _load_once()[1]
 
 
@@ -610,13 +519,13 @@ def load() -> Library:
 
 
 def check(condition: bool, message: str) -> None:
-    """ValueError with the message unless the condition holds."""
+    """Raise ValueError with the message unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
 
 class PageSizes(NamedTuple):
-    """What the shapes of pages tell. dim: of a key; of int8 keys in panels the next multiple of 4."""
+    """Sizes derived from the shapes of pages. dim: of a key; for int8 keys in panels rounded up to a multiple of 4."""
 
     num_blocks: int
     block_size: int
@@ -626,12 +535,12 @@ class PageSizes(NamedTuple):
     in_panels: bool
 
     def holds_keys(self, kv_heads: int, dim: int) -> bool:
-        """Whether such keys fit."""
+        """Whether keys of this shape fit the pages."""
         return self.kv_heads == kv_heads and self.dim == (padded_dim(dim) if self.in_panels else dim)
 
 
 def page_sizes(key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None) -> PageSizes:
-    """Of pages that neither function below refuses."""
+    """The sizes of valid pages (see `pages_refusal`, `scales_refusal`)."""
     if key_scales is None or key_pages.dim() == 4:
         num_blocks, block_size, kv_heads, dim = key_pages.shape
         return PageSizes(num_blocks, block_size, kv_heads, dim, value_pages.shape[3], False)
@@ -640,7 +549,7 @@ def page_sizes(key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None
 
 
 def pages_refusal(key_pages: Tensor, value_pages: Tensor) -> str | None:
-    """Why these are not pages that the kernels take, or None when they are."""
+    """Why the kernels do not support these pages, or None."""
     if key_pages.dtype not in PAGE_CODES or key_pages.dtype != value_pages.dtype:
         return f"pages are {key_pages.dtype} and {value_pages.dtype}, not one of float32, bfloat16, float16, int8"
     if key_pages.dtype == torch.int8 and key_pages.dim() != 4:
@@ -667,7 +576,7 @@ def pages_refusal(key_pages: Tensor, value_pages: Tensor) -> str | None:
 def scales_refusal(
     key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None
 ) -> str | None:
-    """Why these are not the scales of such pages, which `pages_refusal` takes, or None when they are."""
+    """Why these are not the scales of such (valid) pages, or None."""
     for scales, dim in ((key_scales, key_pages.shape[3]), (value_scales, value_pages.shape[3])):
         if (scales is not None) != (key_pages.dtype == torch.int8):
             return "int8 pages need scales for keys and values, pages of floats have none"
@@ -681,8 +590,29 @@ def scales_refusal(
     return None
 
 
+def check_matrix(x: Tensor, name: str, *, wide: bool = False) -> None:
+    """Raise ValueError unless x is a float CPU matrix (wide: float32) with adjacent elements in a row.
+
+    name: function and operand.
+    """
+    known = x.dtype == torch.float32 if wide else x.dtype in TYPE_CODES
+    if x.dim() != 2 or not known or not x.is_cpu or (x.shape[1] > 1 and x.stride(1) != 1):
+        kind = "float32" if wide else "float"
+        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, not a {kind} CPU tensor [T, N] with adjacent elements")
+
+
+def tensor2(x: Tensor) -> tuple[int, int, int]:
+    """Address, row stride and type code of a matrix."""
+    return x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype]
+
+
+def address(x: Tensor | None) -> int | None:
+    """The address of an optional tensor."""
+    return None if x is None else x.data_ptr()
+
+
 def table_ok(table: Tensor, shape: tuple[int, int]) -> bool:
-    """A float32 matrix of this shape with adjacent elements in a row."""
+    """Whether this is a float32 matrix of this shape with adjacent elements in a row."""
     return (
         table.dtype == torch.float32
         and table.shape == shape
@@ -692,11 +622,11 @@ def table_ok(table: Tensor, shape: tuple[int, int]) -> bool:
 
 
 def vector_ok(vector: Tensor, dtype: torch.dtype, length: int) -> bool:
-    """A contiguous vector of this type and length."""
+    """Whether this is a contiguous vector of this type and length."""
     return vector.dtype == dtype and vector.shape == (length,) and vector.is_cpu and vector.is_contiguous()
 
 
 def check_out(out: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
-    """ValueError unless this is a matrix of that shape and type, with adjacent elements in a row, to be written."""
+    """Raise ValueError unless `out` is a writable matrix of this shape and type, with adjacent elements in a row."""
     if out.shape != (rows, columns) or out.dtype != dtype or (columns > 1 and out.stride(1) != 1) or not out.is_cpu:
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not {dtype} {(rows, columns)} with adjacent elements")

@@ -1,6 +1,8 @@
-"""Matrix product bindings of the compiled kernels: plain weights, 16-bit panels, quantized blocks, experts and low-rank updates.
+"""Matrix product bindings of the compiled kernels: plain weights, 16-bit panels, quantized blocks, experts and low-rank
+updates.
 
-Each function checks operands before it passes addresses to C, and raises on bad ones. Row limits are measured crossovers with torch.
+Each function checks operands before it passes addresses to C, and raises on bad ones. Row limits are measured crossovers with
+torch.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from windlass.kernels.cpu.library import (
     Library,
     LowRankFields,
     LowRankPartFields,
+    address,
     check,
     check_out,
+    tensor2,
     vector_ok,
 )
 from windlass.kernels.layouts.low_rank_weights import (
@@ -47,17 +51,17 @@ from windlass.kernels.layouts.weight_layouts import (
 )
 from windlass.kernels.torch.block_quantization import check_blocks
 
-_NO_ACTIVATION = -1  # leaves a product as it is
+_NO_ACTIVATION = -1
 
 
 def fills_panels(rows: int) -> bool:
-    """Whether a weight of so many rows, gates before ups, has a whole number of panels of each."""
+    """Whether the gates and the ups of a weight with this many rows fill entire panels."""
     return rows % (2 * PANEL) == 0
 
 
 def activation_code_and_width(rows: int, activation: str | None) -> tuple[int, int]:
-    """How the library numbers an activation, or the lack of one, and the width of the result of a weight of so many rows.
-    Raises ValueError."""
+    """The library's code of an activation (or None), and the width of the result of a weight with this many rows. Raises
+    ValueError."""
     if activation is None:
         return _NO_ACTIVATION, rows
     check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
@@ -65,17 +69,17 @@ def activation_code_and_width(rows: int, activation: str | None) -> tuple[int, i
     return ACTIVATIONS[activation], rows // 2
 
 
-# Measured on AVX2 with two threads on whole prefill chunks of a 1B Llama: ours leads up to 192 rows, from 256 on torch's
-# product is as quick, at 512 quicker.
+# Measured on AVX2 with two threads on entire prefill chunks of a 1B Llama: this kernel is faster up to 192 rows, torch's
+# product is equal at 256 and faster at 512.
 LINEAR_MAX_ROWS = 192
 
 ACTIVATION_TYPES = (torch.float32, torch.bfloat16)
 
 
 def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
-    """Why `linear_small` cannot take these operands, or None when it can."""
+    """Why `linear_small` does not support these operands, or None."""
     if (
-        # What a model's own calls look like, accepted with few looks: a step makes dozens of them.
+        # The usual call, accepted by few checks: a step makes dozens of them.
         bias is None
         and x.is_contiguous()
         and weight.is_contiguous()
@@ -115,8 +119,8 @@ def linear_small(
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
     x: [M, K] float32 or bfloat16, any row stride. weight: [N, K] float32, bfloat16 or float16, any row stride. bias: [N]
-    of any of these. out: [M, N] in x's dtype with adjacent elements, to be written. Any M is right; it is quick for few rows.
-    Returns [M, N] in x's dtype, out where it is given. Raises ValueError.
+    of any of these. out: optional [M, N] in x's dtype with adjacent elements. Correct for any M, fast for few rows. Returns
+    [M, N] in x's dtype (out if given). Raises ValueError.
     """
     if (reason := linear_refusal(x, weight, bias)) is not None:
         raise ValueError(f"linear_small: {reason}")
@@ -130,34 +134,23 @@ def linear_small(
         return out.zero_() if bias is None else out.copy_(bias)
     if rows and columns:
         code = library.linear(
-            x.data_ptr(),
-            x.stride(0),
-            TYPE_CODES[x.dtype],
-            weight.data_ptr(),
-            weight.stride(0),
-            TYPE_CODES[weight.dtype],
-            None if bias is None else bias.data_ptr(),
-            0 if bias is None else TYPE_CODES[bias.dtype],
-            out.data_ptr(),
-            out.stride(0),
-            rows,
-            columns,
-            inner,
+            *(*tensor2(x), *tensor2(weight), address(bias), 0 if bias is None else TYPE_CODES[bias.dtype]),
+            *(out.data_ptr(), out.stride(0), rows, columns, inner),
         )
         if code:
             raise MemoryError("linear_small: no memory for the packed activations")
     return out
 
 
-# Measured on Zen 4 with two threads, AVX-512 and AVX2, 64 to 2,048 rows: `linear_panels` leads by an eighth throughout. But
-# every thread copies the rows for itself, so with many threads and long chunks torch's product is the safer way.
+# Measured on Zen 4 with two threads, AVX-512 and AVX2, 64 to 2,048 rows: `linear_panels` is an eighth faster throughout. But
+# every thread copies the rows for itself, so torch's product is safer with many threads and long chunks.
 PANEL_MAX_ROWS = 512
 
-# Rows from which `linear_panels_rounded` leads where there is one (measured on a Xeon with AMX: 1.2 to 2 times as quick at 8
-# rows, 2 to 4 times at 16, 6 times at 128).
+# Rows from which `linear_panels_amx` is faster, if available (measured on a Xeon with AMX: 1.2 to 2 times at 8 rows, 2 to 4
+# times at 16, 6 times at 128).
 PANEL_TILE_MIN_ROWS = 8
 
-_WIDENED_BYTES = 8 << 20  # float32 weights widened at a time: they stay in the last-level cache for the product
+_WIDENED_BYTES = 8 << 20  # float32 weights converted at a time; they stay in the last-level cache for the product
 
 
 def linear_panels(
@@ -170,12 +163,12 @@ def linear_panels(
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
-    x: [M, K] in any float type, float32 and bfloat16 in any row stride without a copy. bias: [N]. out: [M, N] in x's dtype,
-    which is not float16, with adjacent elements, to be written. Any M is right; it is quick for few rows. Returns [M, N] in
-    x's dtype, out where it is given. Raises ValueError.
+    x: [M, K] in any float type; float32 and bfloat16 in any row stride need no copy. bias: [N]. out: optional [M, N] in x's
+    dtype (not float16) with adjacent elements. Correct for any M, fast for few rows. Returns [M, N] in x's dtype (out if
+    given). Raises ValueError.
     """
     _check_operands(x, weight, bias)
-    # A decode step comes here some hundred times: copies are made only where they are needed.
+    # Called about a hundred times per decode step: copies are made only if needed.
     given = x if x.dtype != torch.float16 else x.float()
     if given.stride(1) != 1 and weight.columns > 1:
         given = given.contiguous()
@@ -190,25 +183,16 @@ def linear_panels(
         return (out.zero_() if bias is None else out.copy_(bias)).to(x.dtype)
     if rows and columns:
         code = library.linear_panels(
-            given.data_ptr(),
-            given.stride(0),
-            TYPE_CODES[given.dtype],
-            weight.data.data_ptr(),
-            TYPE_CODES[weight.dtype],
-            None if bias is None else bias.data_ptr(),
-            0 if bias is None else TYPE_CODES[bias.dtype],
-            out.data_ptr(),
-            out.stride(0),
-            rows,
-            columns,
-            weight.columns,
+            *(*tensor2(given), weight.data.data_ptr(), TYPE_CODES[weight.dtype]),
+            *(address(bias), 0 if bias is None else TYPE_CODES[bias.dtype]),
+            *(out.data_ptr(), out.stride(0), rows, columns, weight.columns),
         )
         if code:
             raise MemoryError("linear_panels: no memory for the packed activations")
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
-def linear_panels_rounded(
+def linear_panels_amx(
     x: Tensor,
     weight: PanelWeight,
     bias: Tensor | None = None,
@@ -217,18 +201,18 @@ def linear_panels_rounded(
     out: Tensor | None = None,
     library: Library,
 ) -> Tensor:
-    """x @ weight.T + bias for many rows, both bfloat16, by the processor's matrix unit.
+    """x @ weight.T + bias for many rows, both bfloat16, by AMX.
 
-    x: [M, K] with adjacent elements. activation: of gates, as `linear_blocks_rounded` has it. out: bfloat16 [M, N], or
-    [M, N / 2] of gates and ups, to be written. Sums are float32, and a row's bits depend on that row only. Returns out, or a new
-    one. Raises ValueError; only for a library that has it.
+    x: [M, K] with adjacent elements. activation: of gates, see `linear_blocks`. out: optional bfloat16 [M, N], or [M, N / 2]
+    for gates and ups. Sums are float32, and a row's bits depend on that row only. Returns out or a new tensor. Raises
+    ValueError, also on a processor without AMX.
     """
     _check_operands(x, weight, bias)
-    multiply = library.linear_panels_rounded
+    multiply = library.linear_panels_amx
     if multiply is None:
-        raise ValueError("linear_panels_rounded: this processor has no matrix unit")
-    check(x.dtype == weight.dtype == torch.bfloat16, f"linear_panels_rounded: {x.dtype} times {weight.dtype}")
-    check(x.stride(1) == 1 or weight.columns == 1, "linear_panels_rounded: the elements of a row are apart")
+        raise ValueError("linear_panels_amx: this processor has no matrix unit")
+    check(x.dtype == weight.dtype == torch.bfloat16, f"linear_panels_amx: {x.dtype} times {weight.dtype}")
+    check(x.stride(1) == 1 or weight.columns == 1, "linear_panels_amx: the elements of a row are apart")
     wide_bias = None if bias is None else bias.float().contiguous()
     rows, columns = x.shape[0], weight.rows
     activation_code, width = activation_code_and_width(columns, activation)
@@ -238,27 +222,19 @@ def linear_panels_rounded(
         check_out(out, rows, width, torch.bfloat16)
     if rows and columns:
         code = multiply(
-            x.data_ptr(),
-            x.stride(0),
-            weight.data.data_ptr(),
-            None if wide_bias is None else wide_bias.data_ptr(),
-            activation_code,
-            out.data_ptr(),
-            out.stride(0),
-            rows,
-            columns,
-            weight.columns,
+            *(x.data_ptr(), x.stride(0), weight.data.data_ptr(), address(wide_bias), activation_code),
+            *(out.data_ptr(), out.stride(0), rows, columns, weight.columns),
         )
         if code:
-            raise MemoryError("linear_panels_rounded: no memory for the packed activations")
+            raise MemoryError("linear_panels_amx: no memory for the packed activations")
     return out
 
 
 def linear_panels_widened(x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, library: Library) -> Tensor:
-    """x @ weight.T + bias for many rows: some panels at a time are widened to float32 for torch's product.
+    """x @ weight.T + bias for many rows: some panels at a time are converted to float32 for torch's product.
 
-    x: [M, K] in any float type. The product is float32; returns [M, N] in x's dtype. Extra memory: 8 MiB of widened weights
-    (at least 4 panels), and x and the result in float32 when x is narrower. Raises ValueError.
+    x: [M, K] in any float type. The product is float32; returns [M, N] in x's dtype. Extra memory: 8 MiB of converted weights
+    (at least 4 panels), and x and the result in float32 if x is narrower. Raises ValueError.
     """
     _check_operands(x, weight, bias)
     columns, inner = weight.shape
@@ -279,26 +255,18 @@ def linear_panels_widened(x: Tensor, weight: PanelWeight, bias: Tensor | None = 
 
 
 def pack_panels(target: PanelRows, source: Tensor, *, library: Library) -> None:
-    """Put source [count, columns], rounded to the weight's type, into rows of a weight in panels. Raises ValueError."""
+    """Store source [count, columns], rounded to the weight's type, in rows of a panel weight. Raises ValueError."""
     weight = target.weight
     check(source.shape == target.shape, f"pack_panels: {tuple(source.shape)} into {tuple(target.shape)}")
     check(source.is_cpu and source.is_floating_point(), f"pack_panels: the source is {source.dtype} on {source.device}")
     source = source.to(weight.dtype)
     if source.shape[1] > 1 and source.stride(1) != 1:
         source = source.contiguous()
-    library.pack_panels(
-        source.data_ptr(),
-        source.stride(0),
-        TYPE_CODES[weight.dtype],
-        target.first,
-        target.count,
-        weight.columns,
-        weight.data.data_ptr(),
-    )
+    library.pack_panels(*tensor2(source), target.first, target.count, weight.columns, weight.data.data_ptr())
 
 
 def _check_operands(x: Tensor, weight: PanelWeight, bias: Tensor | None) -> None:
-    # Messages are made only when they are needed.
+    # Messages are formatted only if needed.
     if x.dim() != 2 or x.shape[1] != weight.columns or not x.is_cpu or x.dtype not in TYPE_CODES:
         raise ValueError(
             f"linear: x is {x.dtype} {tuple(x.shape)} on {x.device}, the weight has {weight.columns} columns"
@@ -307,39 +275,34 @@ def _check_operands(x: Tensor, weight: PanelWeight, bias: Tensor | None) -> None
     check(bias is None or bias.shape == (weight.rows,), "linear: the bias does not fit")
 
 
-_KINDS = {name: place for place, name in enumerate(FORMS)}  # as `repack_blocks` counts them
+_KINDS = {name: place for place, name in enumerate(FORMS)}  # index of the form in repack_blocks
 
 _QUANTIZED = ("q8_0", "q4_k", "q5_k", "q6_k")
 
-MOST_SUPER_GROUPS = 64
+MAX_SUPER_GROUPS = 64
 
 
 def repack_blocks(target: BlockRows, blocks: Tensor, *, library: Library) -> None:
-    """Put rows of blocks, uint8 [count, row bytes] as a file has them, into rows of a weight. Raises ValueError."""
+    """Store rows of blocks, uint8 [count, row bytes] in the format of files, in rows of a weight. Raises ValueError."""
     check_blocks(target, blocks)
     _check_block_weight(target.weight)
     check(blocks.is_cpu, f"repack_blocks: the blocks are on {blocks.device}")
     if blocks.shape[1] > 1 and blocks.stride(1) != 1:
         blocks = blocks.contiguous()
     library.repack_blocks(
-        blocks.data_ptr(),
-        blocks.stride(0),
-        _KINDS[target.weight.form.name],
-        target.first,
-        target.count,
-        target.weight.columns,
-        *_block_addresses(target.weight),
+        *(blocks.data_ptr(), blocks.stride(0), _KINDS[target.weight.form.name]),
+        *(target.first, target.count, target.weight.columns, *_block_addresses(target.weight)),
     )
 
 
 def pack_blocks(target: BlockRows, source: Tensor, weights: Tensor | None = None, *, library: Library) -> None:
-    """Quantize source [count, columns] into rows of a weight: the bytes of `block_quantizers`. Raises ValueError.
+    """Quantize source [count, columns] into rows of a weight: the bytes of `block_quantization`. Raises ValueError.
 
-    weights: float32, how much the squared error of an element counts, broadcast to the source's shape.
+    weights: float32 weights of the squared errors of elements, broadcast to the source's shape.
     """
     weight, form = target.weight, target.weight.form
     check(form.name in _QUANTIZED, f"floats are quantized into {', '.join(_QUANTIZED)}, not into {form.name}")
-    check(form.super_groups <= MOST_SUPER_GROUPS, f"pack_blocks: super groups of {form.super_groups} groups")
+    check(form.super_groups <= MAX_SUPER_GROUPS, f"pack_blocks: super groups of {form.super_groups} groups")
     check(source.shape == target.shape, f"pack_blocks: {tuple(source.shape)} into rows {tuple(target.shape)}")
     check(source.is_cpu and source.dtype in TYPE_CODES, f"pack_blocks: the source is {source.dtype} on {source.device}")
     _check_block_weight(weight)
@@ -351,20 +314,9 @@ def pack_blocks(target: BlockRows, source: Tensor, weights: Tensor | None = None
         if source.shape[1] > 1 and weights.stride(1) != 1:
             weights = weights.contiguous()
     library.pack_blocks(
-        source.data_ptr(),
-        source.stride(0),
-        TYPE_CODES[source.dtype],
-        None if weights is None else weights.data_ptr(),
-        0 if weights is None else weights.stride(0),
-        form.bits,
-        form.group,
-        form.super_groups,
-        form.parts,
-        form.offset,
-        target.first,
-        target.count,
-        weight.columns,
-        *_block_addresses(weight),
+        *(*tensor2(source), address(weights), 0 if weights is None else weights.stride(0)),
+        *(form.bits, form.group, form.super_groups, form.parts, form.offset),
+        *(target.first, target.count, weight.columns, *_block_addresses(weight)),
     )
 
 
@@ -374,25 +326,24 @@ def _check_block_weight(weight: BlockWeight) -> None:
 
 
 def _block_addresses(weight: BlockWeight) -> tuple[int, int, int | None]:
-    supers = None if weight.supers is None else weight.supers.data_ptr()
-    return weight.codes.data_ptr(), weight.scales.data_ptr(), supers
+    return weight.codes.data_ptr(), weight.scales.data_ptr(), address(weight.supers)
 
 
-_WIDENED = 1 << 21  # numbers of a weight widened at a time, 8 MiB: they stay in the last-level cache for the product
+_WIDENED = 1 << 21  # elements of a weight converted at a time, 8 MiB; they stay in the last-level cache for the product
 
-# Rows from which `linear_blocks_rounded` leads where there is one (measured on a Xeon with AMX: as quick at 32 rows, 1.4 times
-# at 64, twice at 512).
+# Rows from which `linear_blocks_amx` is faster, if available (measured on a Xeon with AMX: equal at 32 rows, 1.4 times at 64,
+# twice at 512).
 BLOCK_TILE_MIN_ROWS = 48
 
-# Rows from which `linear_blocks` opens gates itself: fewer are bound by reading, which is quicker in one run than in two
-# (measured on Zen 4: a single row 4 % slower, 4 as quick, 8 of 1B shape 5 % quicker, 512 12 %).
+# Rows from which `linear_blocks` applies gates itself. Fewer rows are bound by reading, which is faster as one stream than as
+# two (measured on Zen 4: a single row 4 % slower, 4 equal, 8 of 1B shape 5 % faster, 512 12 %).
 GATED_MIN_ROWS = 4
 
-_Described: TypeAlias = tuple[int, int, int | None, int, int, int, int, int]
+_BlockArguments: TypeAlias = tuple[int, int, int | None, int, int, int, int, int]
 
 
 def fuses_gates(x: Tensor, weight: BlockWeight) -> bool:
-    """Whether `linear_blocks` takes an activation with these operands, to the bits of two calls, and gains by it."""
+    """Whether `linear_blocks` with an activation supports these operands (with the bits of two calls) and is faster."""
     return x.dtype == torch.float32 and x.shape[0] >= GATED_MIN_ROWS and fills_panels(weight.rows)
 
 
@@ -405,19 +356,19 @@ def linear_blocks(
     out: Tensor | None = None,
     library: Library,
 ) -> Tensor:
-    """x @ weight.T + bias with x rounded to 8 bits, a float32 scale for each group of elements that the weight's form has.
+    """x @ weight.T + bias with x rounded to 8 bits, with a float32 scale for each group of the weight's form.
 
-    x: [M, K] in any float type, float32 in any row stride without a copy. bias: [N]. out: float32 [M, N] with adjacent
-    elements, to be written. With an activation the first half of the weight's rows are gates, and the result is
-    activation(gate) * up, [M, N / 2] (`gates.in_panels`), to the bits that `ops.gated_activation` has in float32. Returns out, or
-    a new one in x's dtype. Sums of a group are exact integers and a row's bits depend on that row only. A row with NaN or
-    infinity gives NaN. Raises ValueError.
+    x: [M, K] in any float type; float32 in any row stride needs no copy. bias: [N]. out: optional float32 [M, N] with adjacent
+    elements. With an activation, the first half of the weight's rows are gates, and the result is activation(gate) * up,
+    [M, N / 2] (see `fills_panels`), with the bits of `gated_activation` in float32. Returns out, or a new tensor in x's dtype.
+    Sums of a group are exact integers and a row's bits depend on that row only. A row with NaN or infinity gives NaN. Raises
+    ValueError.
     """
-    # A decode step comes here some hundred times: messages are made only when they are needed.
+    # Called about a hundred times per decode step: messages are formatted only if needed.
     columns, inner = weight.rows, weight.columns
     _check_block_operands(x, weight, bias)
     activation_code, width = activation_code_and_width(columns, activation)
-    described = _block_arguments(weight)
+    block_arguments = _block_arguments(weight)
     wide = x if x.dtype == torch.float32 and (x.stride(1) == 1 or inner == 1) else x.float().contiguous()
     wide_bias = None if bias is None else bias.float().contiguous()
     rows = x.shape[0]
@@ -427,22 +378,14 @@ def linear_blocks(
         check_out(made := out, rows, width, torch.float32)
     if rows and columns:
         code = library.linear_blocks(
-            wide.data_ptr(),
-            wide.stride(0),
-            *described,
-            None if wide_bias is None else wide_bias.data_ptr(),
-            activation_code,
-            made.data_ptr(),
-            made.stride(0),
-            rows,
-            columns,
-            inner,
+            *(wide.data_ptr(), wide.stride(0), *block_arguments, address(wide_bias), activation_code),
+            *(made.data_ptr(), made.stride(0), rows, columns, inner),
         )
         _raise_block_error(code, "linear_blocks", weight)
     return made if out is not None or x.dtype == torch.float32 else made.to(x.dtype)
 
 
-def linear_blocks_rounded(
+def linear_blocks_amx(
     x: Tensor,
     weight: BlockWeight,
     bias: Tensor | None = None,
@@ -451,17 +394,17 @@ def linear_blocks_rounded(
     out: Tensor | None = None,
     library: Library,
 ) -> Tensor:
-    """x @ weight.T + bias with x and the weight's numbers rounded to bfloat16, for many rows, by the processor's matrix unit.
+    """x @ weight.T + bias with x and the dequantized weight rounded to bfloat16, for many rows, by AMX.
 
-    Arguments and result as of `linear_blocks`, but rows of bfloat16 are taken, and out is written, without a copy. Sums are
-    float32; their order, and so a row's bits, depends on that row only. Raises ValueError; only for a library that has it.
+    Arguments and result as in `linear_blocks`, but x and out may be bfloat16 without a copy. Sums are float32; a row's bits
+    depend on that row only. Raises ValueError, also on a processor without AMX.
     """
     rows, columns = x.shape[0], weight.rows
     activation_code, width = activation_code_and_width(columns, activation)
     _check_block_operands(x, weight, bias)
-    described, multiply = _block_arguments(weight), library.linear_blocks_rounded
+    block_arguments, multiply = _block_arguments(weight), library.linear_blocks_amx
     if multiply is None:
-        raise ValueError("linear_blocks_rounded: this processor has no matrix unit")
+        raise ValueError("linear_blocks_amx: this processor has no matrix unit")
     given = x.float() if x.dtype == torch.float16 else x
     if given.stride(1) != 1 and weight.columns > 1:
         given = given.contiguous()
@@ -472,24 +415,15 @@ def linear_blocks_rounded(
         check_out(made := out, rows, width, given.dtype)
     if rows and columns:
         code = multiply(
-            given.data_ptr(),
-            given.stride(0),
-            TYPE_CODES[given.dtype],
-            *described,
-            None if wide_bias is None else wide_bias.data_ptr(),
-            activation_code,
-            made.data_ptr(),
-            made.stride(0),
-            rows,
-            columns,
-            weight.columns,
+            *(*tensor2(given), *block_arguments, address(wide_bias), activation_code),
+            *(made.data_ptr(), made.stride(0), rows, columns, weight.columns),
         )
-        _raise_block_error(code, "linear_blocks_rounded", weight)
+        _raise_block_error(code, "linear_blocks_amx", weight)
     return made if made.dtype == x.dtype else made.to(x.dtype)
 
 
 def _raise_block_error(code: int, name: str, weight: BlockWeight) -> None:
-    """Raise what a code of the library means."""
+    """Raise the error of a code of the library."""
     if code == 2:
         raise ValueError(f"{name}: there is no product for the form {weight.form}")
     if code:
@@ -505,11 +439,11 @@ def linear_blocks_widened(
     out: Tensor | None = None,
     library: Library,
 ) -> Tensor:
-    """x @ weight.T + bias with nothing rounded: some rows of the weight at a time become float32.
+    """x @ weight.T + bias without rounding x: some rows of the weight at a time are converted to float32.
 
-    x: [M, K] in any float type. most_rows: up to which M the product is `linear_small`'s, whose rows' bits do not depend on M;
-    torch's from there on. out: as `linear_blocks` has it. Returns [M, N] in x's dtype, or out. Extra memory: 8 MiB, or one row
-    of the weight. Raises ValueError.
+    x: [M, K] in any float type. most_rows: the largest M for which `linear_small` is used, with bits that do not depend on M;
+    torch's product otherwise. out: as in `linear_blocks`. Returns [M, N] in x's dtype, or out. Extra memory: 8 MiB, or one
+    row of the weight. Raises ValueError.
     """
     _check_block_operands(x, weight, bias)
     wide, inner = x.float(), weight.columns
@@ -534,8 +468,8 @@ def linear_blocks_widened(
 
 
 def embed_blocks(table: BlockWeight, ids: Tensor, scale: float = 1.0, *, library: Library) -> Tensor:
-    """table[ids] * scale in float32. ids: [T] int64, contiguous. Returns [T, columns]; without the scale, these are the bits of
-    the table's `dequantize`. Raises ValueError, and IndexError for an id that is no row.
+    """table[ids] * scale in float32. ids: [T] int64, contiguous. Returns [T, columns]; with a scale of 1, the bits of
+    `BlockWeight.dequantize`. Raises ValueError, and IndexError for an id out of range.
     """
     check(vector_ok(ids, torch.int64, ids.shape[0]), "embed_blocks: ids must be int64, contiguous [T]")
     out = torch.empty((ids.shape[0], table.columns), dtype=torch.float32)
@@ -544,28 +478,21 @@ def embed_blocks(table: BlockWeight, ids: Tensor, scale: float = 1.0, *, library
 
 
 def _widen(weight: BlockWeight, ids: Tensor | None, first: int, factor: float, out: Tensor, library: Library) -> None:
-    code = library.widen_blocks(
-        *_block_arguments(weight),
-        None if ids is None else ids.data_ptr(),
-        first,
-        factor,
-        out.data_ptr(),
-        out.shape[0],
-        weight.rows,
-        weight.columns,
+    code = library.dequantize_blocks(
+        *(*_block_arguments(weight), address(ids), first, factor),
+        *(out.data_ptr(), out.shape[0], weight.rows, weight.columns),
     )
     if code:
-        raise IndexError(f"embed_blocks: an id is no row of a table of {weight.rows}")
+        raise IndexError(f"embed_blocks: an id is not a row of a table of {weight.rows}")
 
 
-def _block_arguments(weight: BlockWeight) -> _Described:
-    """A weight as the library takes it. Raises ValueError."""
+def _block_arguments(weight: BlockWeight) -> _BlockArguments:
+    """A weight as arguments of the library. Raises ValueError."""
     form, codes, scales, supers = weight.form, weight.codes, weight.scales, weight.supers
     if not (codes.is_contiguous() and scales.is_contiguous() and (supers is None or supers.is_contiguous())):
         raise ValueError("linear_blocks: the weight is not contiguous")
-    super_address = None if supers is None else supers.data_ptr()
     numbers = (form.bits, form.group, form.super_groups, int(form.minimum), form.offset)
-    return codes.data_ptr(), scales.data_ptr(), super_address, *numbers
+    return codes.data_ptr(), scales.data_ptr(), address(supers), *numbers
 
 
 def _check_block_operands(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> None:
@@ -576,19 +503,19 @@ def _check_block_operands(x: Tensor, weight: BlockWeight, bias: Tensor | None) -
     check(bias is None or bias.shape == (weight.rows,), "linear_blocks: the bias does not fit")
 
 
-class MatrixUnit:
-    """What a backend leaves to the unit: products of many rows, where they may be rounded as it does and a row's bits may differ
-    from those it has in a small step."""
+class AmxProducts:
+    """Products of many rows by AMX, if they may be rounded to bfloat16 and a row's bits may differ from those in a small
+    step."""
 
     def __init__(self, library: Library, options: BackendOptions) -> None:
-        """There need not be such a unit: it then takes nothing."""
-        there = library.linear_blocks_rounded is not None and not options.deterministic
-        self.takes_prompts = there and options.bf16_prefill
+        """On a processor without AMX, `takes` is always False."""
+        available = library.linear_blocks_amx is not None and not options.deterministic
+        self.takes_prompts = available and options.bf16_prefill
         self.takes_blocks = self.takes_prompts and options.activations == "int8"
-        self.takes_panels = there
+        self.takes_panels = available
 
     def takes(self, x: Tensor, weight: object, activation: str | None = None) -> bool:
-        """Whether `linear` makes this product. activation: of gates, before ups in the weight's rows."""
+        """Whether to use `linear` for this product. activation: of gates, which precede ups in the weight's rows."""
         rows = x.shape[0]
         if isinstance(weight, BlockWeight):
             fits = self.takes_blocks and rows >= BLOCK_TILE_MIN_ROWS
@@ -610,26 +537,26 @@ class MatrixUnit:
         activation: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """x @ weight.T + bias, or activation(gate) * up of it. library: of the unit, or one that records what is asked. out:
-        where the result may be written; it does not have to be."""
+        """x @ weight.T + bias, or activation(gate) * up of it. library: with AMX, or one that records calls to it. out: where
+        the result may be written."""
         if isinstance(weight, PanelWeight):
-            return linear_panels_rounded(x, weight, bias, activation=activation, out=out, library=library)
+            return linear_panels_amx(x, weight, bias, activation=activation, out=out, library=library)
         out = None if x.dtype == torch.float16 else out
-        return linear_blocks_rounded(x, weight, bias, activation=activation, out=out, library=library)
+        return linear_blocks_amx(x, weight, bias, activation=activation, out=out, library=library)
 
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 
-MOST_EXPERTS = 4096  # that a router of experts.h chooses from
+MAX_EXPERTS = 4096  # limit of experts.h
 
 _ROWS, _PANELS, _BLOCKS = range(3)
 
 
 class CompiledExperts(ExpertWeights):
-    """The same as C reads it. has_blocks: rows that meet it have to be float32.
+    """Experts with their description for C. has_blocks: rows must be float32.
 
-    rounds_blocks, rounds_panels: whether experts with many rows may go by the processor's matrix unit, if it has one. Raises
-    ValueError for weights that C does not read, or whose parts differ from expert to expert.
+    amx_blocks, amx_panels: whether experts with many rows may use AMX, if available. Raises ValueError for weights that the
+    kernels do not support, or whose parts differ between experts.
     """
 
     def __init__(
@@ -638,13 +565,13 @@ class CompiledExperts(ExpertWeights):
         biases: Sequence[Tensor] | None,
         library: Library,
         *,
-        rounds_blocks: bool = False,
-        rounds_panels: bool = False,
+        amx_blocks: bool = False,
+        amx_panels: bool = False,
     ) -> None:
         super().__init__(weights, biases)
         parts = [_expert_parts(weight) for weight in self.weights]
         self.parts = len(parts[0])
-        check(all(len(own) == self.parts for own in parts), "experts: one has other parts than the next")
+        check(all(len(own) == self.parts for own in parts), "experts: their parts differ")
         self.has_blocks = any(isinstance(part, BlockWeight) for own in parts for part, _ in own)
         bias_types = {bias.dtype for bias in self.biases or ()}
         check(
@@ -659,8 +586,8 @@ class CompiledExperts(ExpertWeights):
         found = library.addresses
         self._products = ExpertProductsFields(
             *(found["linear"], found["linear_panels"], found["linear_blocks"]),
-            found.get("linear_blocks_rounded") if rounds_blocks else None,
-            found.get("linear_panels_rounded") if rounds_panels else None,
+            found.get("linear_blocks_amx") if amx_blocks else None,
+            found.get("linear_panels_amx") if amx_panels else None,
             *(BLOCK_TILE_MIN_ROWS, PANEL_TILE_MIN_ROWS),
         )
         self.address, self.products = ctypes.addressof(self._table), ctypes.addressof(self._products)
@@ -694,7 +621,7 @@ def _expert_fields(part: Part, first: int, bias: Tensor | None) -> ExpertPartFie
     if isinstance(part, PanelWeight):
         fields.kind = _PANELS
     else:
-        check(part.shape[1] < 2 or part.stride(1) == 1, "experts: a weight has no adjacent elements")
+        check(part.shape[1] < 2 or part.stride(1) == 1, "experts: the elements of a row are not adjacent")
         fields.kind, fields.stride = _ROWS, part.stride(0)
     return fields
 
@@ -709,7 +636,7 @@ def route(
         and logits.is_cpu
         and (count < 2 or logits.stride(1) == 1)
         and all(one is None or vector_ok(one, torch.float32, count) for one in (bias, scales))
-        and 1 <= routing.top_k <= count <= MOST_EXPERTS
+        and 1 <= routing.top_k <= count <= MAX_EXPERTS
         and count % routing.groups == 0
         and routing.top_k <= routing.top_groups * (count // routing.groups) <= count,
         f"route: logits are {logits.dtype} {tuple(logits.shape)} for {routing}",
@@ -717,31 +644,19 @@ def route(
     chosen = torch.empty((rows, routing.top_k), dtype=torch.int64)
     weights = torch.empty((rows, routing.top_k), dtype=torch.float32)
     library.route_experts(
-        logits.data_ptr(),
-        logits.stride(0),
-        *(None if one is None else one.data_ptr() for one in (bias, scales)),
-        count,
-        routing.top_k,
-        routing.groups,
-        routing.top_groups,
-        _SCORES[routing.scores],
-        int(routing.group_score == "two largest"),
-        int(routing.normalized),
-        routing.scale,
-        routing.least_sum,
-        routing.sum_eps,
-        routing.jitter,
-        chosen.data_ptr(),
-        weights.data_ptr(),
-        rows,
+        *(logits.data_ptr(), logits.stride(0), address(bias), address(scales), count),
+        *(routing.top_k, routing.groups, routing.top_groups),
+        *(_SCORES[routing.scores], int(routing.group_score == "two largest"), int(routing.normalized)),
+        *(routing.scale, routing.least_sum, routing.sum_eps, routing.jitter),
+        *(chosen.data_ptr(), weights.data_ptr(), rows),
     )
     return Routed(chosen, weights)
 
 
 def linear_of_experts(x: Tensor, experts: CompiledExperts, chosen: Tensor, *, library: Library) -> Tensor:
-    """See `Backend.linear_of_experts`: any number of rows is right. x: in any float type, float32 and bfloat16 without a copy.
+    """See `Backend.linear_of_experts`. x: in any float type; float32 and bfloat16 need no copy.
 
-    Raises ValueError, MemoryError, and IndexError for an expert that is none.
+    Raises ValueError, MemoryError, and IndexError for an expert out of range.
     """
     rows = chosen.numel()
     check(
@@ -760,22 +675,11 @@ def linear_of_experts(x: Tensor, experts: CompiledExperts, chosen: Tensor, *, li
     out = torch.empty((rows, experts.columns), dtype=wide.dtype)
     if rows:
         code = library.linear_of_experts(
-            wide.data_ptr(),
-            wide.stride(0),
-            TYPE_CODES[wide.dtype],
-            experts.address,
-            len(experts),
-            experts.parts,
-            experts.products,
-            chosen.data_ptr(),
-            rows,
-            rows // x.shape[0],
-            out.data_ptr(),
-            experts.columns,
-            experts.inner,
+            *(*tensor2(wide), experts.address, len(experts), experts.parts, experts.products),
+            *(chosen.data_ptr(), rows, rows // x.shape[0], out.data_ptr(), experts.columns, experts.inner),
         )
         if code == 2:
-            raise IndexError(f"linear_of_experts: a row's expert is none of {len(experts)}")
+            raise IndexError(f"linear_of_experts: a row's expert is not one of {len(experts)}")
         if code:
             raise MemoryError("linear_of_experts: no memory")
     return out if out.dtype == x.dtype else out.to(x.dtype)
@@ -802,7 +706,7 @@ def sum_of_experts(x: Tensor, weights: Tensor, *, library: Library) -> Tensor:
 
 
 class CompiledLowRankTable(LowRankTable):
-    """The same as C reads it. columns, inner: of the matrix."""
+    """A table with its description for C. columns, inner: of the matrix."""
 
     def __init__(self, slots: int, columns: int, inner: int) -> None:
         super().__init__(slots)
@@ -811,33 +715,33 @@ class CompiledLowRankTable(LowRankTable):
         self._parts: list[ctypes.Array[LowRankPartFields] | None] = [None] * slots
         self.address = ctypes.addressof(self._entries)
 
-    def put(self, slot: int, change: LowRankUpdate | None) -> None:
-        """Raises ValueError for a change of another matrix."""
-        if change is None:
+    def put(self, slot: int, update: LowRankUpdate | None) -> None:
+        """Raises ValueError for an update of another matrix."""
+        if update is None:
             self._entries[slot] = LowRankFields()
             self._parts[slot] = None
         else:
-            self._check(change)
-            parts = (LowRankPartFields * len(change.parts))(*map(_low_rank_fields, change.parts))
-            down = change.down
-            sizes = TYPE_CODES[down.dtype], change.rank, len(parts)
+            self._check(update)
+            parts = (LowRankPartFields * len(update.parts))(*map(_low_rank_fields, update.parts))
+            down = update.down
+            sizes = TYPE_CODES[down.dtype], update.rank, len(parts)
             self._entries[slot] = LowRankFields(down.data_ptr(), *sizes, ctypes.addressof(parts))
             self._parts[slot] = parts
-        super().put(slot, change)
+        super().put(slot, update)
 
-    def _check(self, change: LowRankUpdate) -> None:
-        down = change.down
-        wanted = (-(-change.rank // PANEL_ROWS), -(-self.inner // STRIP), PANEL_ROWS, STRIP)
+    def _check(self, update: LowRankUpdate) -> None:
+        down = update.down
+        wanted = (-(-update.rank // PANEL_ROWS), -(-self.inner // STRIP), PANEL_ROWS, STRIP)
         check(
             down.dtype in TYPE_CODES
             and down.is_cpu
             and down.is_contiguous()
             and down.shape == wanted
-            and change.inner == self.inner,
-            f"low rank: A [R, {change.inner}] is {down.dtype} {tuple(down.shape)}, not contiguous floats {wanted} for "
+            and update.inner == self.inner,
+            f"low rank: A [R, {update.inner}] is {down.dtype} {tuple(down.shape)}, not contiguous floats {wanted} for "
             f"[R, {self.inner}]",
         )
-        for part in change.parts:
+        for part in update.parts:
             shape = (-(-part.columns // PANEL_COLUMNS), part.rank, PANEL_COLUMNS)
             check(
                 part.up.dtype in TYPE_CODES and part.up.is_cpu and part.up.is_contiguous() and part.up.shape == shape,
@@ -845,8 +749,8 @@ class CompiledLowRankTable(LowRankTable):
             )
             check(
                 0 <= part.first <= part.first + part.columns <= self.columns
-                and 0 <= part.rank_first <= part.rank_first + part.rank <= change.rank,
-                f"low rank: a part lies outside [{self.columns}, {change.rank}]",
+                and 0 <= part.rank_first <= part.rank_first + part.rank <= update.rank,
+                f"low rank: a part is outside [{self.columns}, {update.rank}]",
             )
 
 
@@ -875,16 +779,8 @@ def add_low_rank(out: Tensor, x: Tensor, table: CompiledLowRankTable, slots: Ten
     )
     check(vector_ok(slots, torch.int64, rows), f"add_low_rank: slots are {slots.dtype} {tuple(slots.shape)}")
     code = library.add_low_rank(
-        x.data_ptr(),
-        x.stride(0),
-        out.data_ptr(),
-        out.stride(0),
-        TYPE_CODES[x.dtype],
-        slots.data_ptr(),
-        rows,
-        inner,
-        table.address,
-        len(table.changes),
+        *(x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), TYPE_CODES[x.dtype], slots.data_ptr()),
+        *(rows, inner, table.address, len(table.changes)),
     )
     if code == 2:
         raise IndexError(f"add_low_rank: a row's slot is not one of {len(table.changes)}")

@@ -1,11 +1,11 @@
 """KV pages: the paged key and value tensors of one layer, in floats or int8 codes.
 
-Int8 codes of heads are stored as byte dot products read them, four at a time. Keys: [num_blocks, Hkv, P / 16, ceil(D / 4), 16, 4];
-64 bytes hold four dims (a quad) of 16 tokens. Dims past D are zeros. Values: [num_blocks, Hkv, P / 4, Dv, 4]. Scales of both:
-float32 [num_blocks, Hkv, P]. P is a multiple of 16. Everything that one head of one block holds is contiguous.
+Int8 codes of heads are stored as byte dot products read them, four at a time. Keys: [num_blocks, Hkv, P / 16, ceil(D / 4),
+16, 4]; 64 bytes hold four dims (a quad) of 16 tokens. Dims past D are zeros. Values: [num_blocks, Hkv, P / 4, Dv, 4]. Scales
+of both: float32 [num_blocks, Hkv, P]. P is a multiple of 16. Everything that one head of one block holds is contiguous.
 
-Int8 codes of latent rows (MLA) are stored token by token with a scale for each 32 numbers: codes [num_blocks, P, Hkv, D], scales
-float32 [num_blocks, P, Hkv, ceil(D / 32)].
+Int8 codes of latent rows (MLA) are stored token by token with a scale for each 32 numbers: codes [num_blocks, P, Hkv, D],
+scales float32 [num_blocks, P, Hkv, ceil(D / 32)].
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PANEL_TOKENS = 16  # tokens side by side in a page's keys; block sizes are multiples of it
+PANEL_TOKENS = 16  # adjacent tokens in the keys of a page; block sizes are multiples of it
 
-QUAD = 4  # codes that one product of bytes adds up
+QUAD = 4  # codes that one byte dot product sums
 
 
 def key_shape(num_blocks: int, block_size: int, kv_heads: int, dim: int) -> tuple[int, ...]:
-    """Of the key codes. Raises ValueError for a block size that is no multiple of 16."""
+    """Shape of the key codes. Raises ValueError for a block size that is not a multiple of 16."""
     _check_block_size(block_size)
     return num_blocks, kv_heads, block_size // PANEL_TOKENS, padded_dim(dim) // QUAD, PANEL_TOKENS, QUAD
 
 
 def value_shape(num_blocks: int, block_size: int, kv_heads: int, dim: int) -> tuple[int, ...]:
-    """Of the value codes. Raises ValueError for a block size that is no multiple of 16."""
+    """Shape of the value codes. Raises ValueError for a block size that is not a multiple of 16."""
     _check_block_size(block_size)
     return num_blocks, kv_heads, block_size // QUAD, dim, QUAD
 
 
 def padded_dim(dim: int) -> int:
-    """The codes that a key of `dim` dims takes."""
+    """Number of codes of a key with `dim` dims."""
     return -(-dim // QUAD) * QUAD
 
 
@@ -67,50 +67,50 @@ def value_rows(values: Tensor) -> Tensor:
 
 def take_keys(keys: Tensor, slots: Tensor) -> Tensor:
     """Key codes of some slots, padding included: [N, Hkv, 4 * ceil(D / 4)]. slots: [N] int64, block * P + token."""
-    return keys[_key_place(keys, slots)].flatten(2)
+    return keys[_key_index(keys, slots)].flatten(2)
 
 
 def put_keys(keys: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows int8 [N, Hkv, D] to the slots, distinct, and zeros to their padding."""
+    """Write rows int8 [N, Hkv, D] to distinct slots, and zeros to their padding."""
     count, heads, dim = rows.shape
     padded = F.pad(rows, (0, keys.shape[3] * QUAD - dim))
-    keys[_key_place(keys, slots)] = padded.view(count, heads, keys.shape[3], QUAD)
+    keys[_key_index(keys, slots)] = padded.view(count, heads, keys.shape[3], QUAD)
 
 
 def take_values(values: Tensor, slots: Tensor) -> Tensor:
     """Value codes of some slots: [N, Hkv, Dv]."""
-    return values[_value_place(values, slots)]
+    return values[_value_index(values, slots)]
 
 
 def put_values(values: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows int8 [N, Hkv, Dv] to the slots, distinct."""
-    values[_value_place(values, slots)] = rows
+    """Write rows int8 [N, Hkv, Dv] to distinct slots."""
+    values[_value_index(values, slots)] = rows
 
 
 def take_scales(scales: Tensor, slots: Tensor) -> Tensor:
     """Scales of some slots, [N, Hkv]."""
-    return scales[_scale_place(scales, slots)]
+    return scales[_scale_index(scales, slots)]
 
 
 def put_scales(scales: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write scales float32 [N, Hkv] to the slots, distinct."""
-    scales[_scale_place(scales, slots)] = rows
+    """Write scales float32 [N, Hkv] to distinct slots."""
+    scales[_scale_index(scales, slots)] = rows
 
 
-_Place = tuple[Tensor | slice, ...]
+_Index = tuple[Tensor | slice, ...]
 
 
-def _key_place(keys: Tensor, slots: Tensor) -> _Place:
+def _key_index(keys: Tensor, slots: Tensor) -> _Index:
     panels, every = slots // PANEL_TOKENS, slice(None)
     return panels // keys.shape[2], every, panels % keys.shape[2], every, slots % PANEL_TOKENS
 
 
-def _value_place(values: Tensor, slots: Tensor) -> _Place:
+def _value_index(values: Tensor, slots: Tensor) -> _Index:
     quads, every = slots // QUAD, slice(None)
     return quads // values.shape[2], every, quads % values.shape[2], every, slots % QUAD
 
 
-def _scale_place(scales: Tensor, slots: Tensor) -> _Place:
+def _scale_index(scales: Tensor, slots: Tensor) -> _Index:
     return slots // scales.shape[2], slice(None), slots % scales.shape[2]
 
 
@@ -123,12 +123,12 @@ GROUP = 32
 
 
 def num_groups(dim: int) -> int:
-    """The scales of a row of `dim` numbers."""
+    """Number of scales of a row of `dim` numbers."""
     return -(-dim // GROUP)
 
 
 def widened(codes: Tensor, scales: Tensor) -> Tensor:
-    """What codes [..., D] and their scales [..., ceil(D / 32)] mean, float32 [..., D]."""
+    """Dequantize codes [..., D] with scales [..., ceil(D / 32)] to float32 [..., D]."""
     return codes.to(torch.float32) * scales.repeat_interleave(GROUP, dim=-1)[..., : codes.shape[-1]]
 
 
@@ -136,10 +136,10 @@ def widened(codes: Tensor, scales: Tensor) -> Tensor:
 class KVPages:
     """Pages of one layer. Keys are stored rotated at their absolute position, at unit scale.
 
-    Floats: key [num_blocks, P, Hkv, D], value [num_blocks, P, Hkv, Dv]; same dtype and device, contiguous. int8 pages
-    hold codes in -127 .. 127 in the order of `int8_layout`; key_scale and value_scale, [num_blocks, Hkv, P] float32, say
-    what one step of a code is worth. int8 pages without values (Dv is 0: latent attention) hold rows as `int8_rows` has them,
-    with key_scale [num_blocks, P, Hkv, groups]. Token t of block b is slot b * P + t either way.
+    Floats: key [num_blocks, P, Hkv, D], value [num_blocks, P, Hkv, Dv]; same dtype and device, contiguous. int8 pages hold
+    codes in -127 .. 127 in the layouts of this module: of heads with key_scale and value_scale [num_blocks, Hkv, P] float32,
+    or, without values (Dv is 0, latent attention), latent rows with key_scale [num_blocks, P, Hkv, groups]. Token t of block
+    b is slot b * P + t either way.
     """
 
     key: Tensor
@@ -150,7 +150,7 @@ class KVPages:
     @classmethod
     def of_codes(cls, keys: Tensor, key_scale: Tensor, values: Tensor, value_scale: Tensor) -> KVPages:
         """int8 pages that hold these rows: keys [num_blocks, P, Hkv, D], values [num_blocks, P, Hkv, Dv], int8, and
-        their scales [num_blocks, P, Hkv] float32. Raises ValueError for a P that is no multiple of 16."""
+        their scales [num_blocks, P, Hkv] float32. Raises ValueError for a P that is not a multiple of 16."""
         return cls(
             pack_keys(keys),
             pack_values(values),
@@ -160,12 +160,12 @@ class KVPages:
 
     @property
     def in_panels(self) -> bool:
-        """Whether these are codes in the order of `int8_layout`."""
+        """Whether these are int8 codes of heads."""
         return self.key.dim() == 6
 
     @property
     def has_rows_of_codes(self) -> bool:
-        """Whether these are codes as `int8_rows` has them."""
+        """Whether these are int8 codes of latent rows."""
         return self.key_scale is not None and not self.in_panels
 
     @property
@@ -182,7 +182,7 @@ class KVPages:
 
     @property
     def with_keys_as_values(self) -> KVPages:
-        """Pages that hold no values (Dv is 0), as attention reads them whose values are the keys themselves."""
+        """Pages without values (Dv is 0) for attention whose values are the keys themselves."""
         return KVPages(self.key, self.key, self.key_scale, self.key_scale)
 
     @property
@@ -191,11 +191,11 @@ class KVPages:
 
     @property
     def scales(self) -> dict[str, Tensor | None]:
-        """The scales, by the names under which the compiled kernels take them."""
+        """The scales as keyword arguments of the compiled kernels."""
         return {"key_scales": self.key_scale, "value_scales": self.value_scale}
 
     def keys_of(self, blocks: Tensor, dim: int) -> Tensor:
-        """Keys of some blocks, float32 [N, P, Hkv, dim]. blocks: [N], not negative. dim: D, which codes do not tell."""
+        """Keys of some blocks, float32 [N, P, Hkv, dim]. blocks: [N], not negative. dim: D, which padded codes do not show."""
         pages = self.key.index_select(0, blocks)
         if self.key_scale is None:
             return pages.to(torch.float32)
@@ -216,9 +216,9 @@ class KVPages:
 def page_tensor_shapes(
     num_blocks: int, block_size: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and types of the tensors of `KVPages`, in their order. value_dim 0: of pages that hold no values.
+    """Shapes and types of the tensors of `KVPages`, in their order. value_dim 0: pages without values.
 
-    Raises ValueError for int8 pages with values whose block size is no multiple of 16.
+    Raises ValueError for int8 pages with values whose block size is not a multiple of 16.
     """
     size = num_blocks, block_size, kv_heads
     rows: list[tuple[tuple[int, ...], torch.dtype]] = [((*size, dim), dtype), ((*size, value_dim), dtype)]

@@ -18,9 +18,9 @@ PANEL_ROWS, STRIP = 4, 16  # of A
 
 @dataclass(frozen=True, slots=True)
 class LowRankPart:
-    """The change of columns first .. first + columns of the product, by numbers rank_first .. rank_first + r of x A^T.
+    """The update of columns first .. first + columns of the product, from numbers rank_first .. rank_first + r of x A^T.
 
-    up: [columns / 32 rounded up, r, 32], B^T in panels of columns, one after the other; past the last column are zeros.
+    up: [columns / 32 rounded up, r, 32], B^T in consecutive panels of columns, padded with zeros.
     """
 
     first: int
@@ -42,15 +42,16 @@ class LowRankPart:
         return self.up.shape[1]
 
     def plain(self) -> Tensor:
-        """B [columns, r] again, a copy."""
+        """A copy of B as [columns, r]."""
         return self.up.transpose(1, 2).reshape(-1, self.rank)[: self.columns]
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """A fused matrix has a part for each of the matrices that it is made of and that change; ranks and types may differ.
+    """An update of a matrix. A fused matrix has one part for each of its matrices that has an update; ranks and types may
+    differ.
 
-    down: [R / 4, K / 16, 4, 16], both rounded up: A of all parts, four rows at a time, strip by strip; zeros past the ends.
+    down: [R / 4, K / 16, 4, 16], both rounded up: A of all parts in panels of four rows, strip by strip, padded with zeros.
     """
 
     rank: int
@@ -67,7 +68,7 @@ class LowRankUpdate:
         return cls(rank, inner, panels, tuple(parts))
 
     def plain(self) -> Tensor:
-        """A [R, K] again, a copy."""
+        """A copy of A as [R, K]."""
         return self.down.transpose(1, 2).reshape(-1, self.down.shape[1] * STRIP)[: self.rank, : self.inner]
 
     @property
@@ -77,10 +78,10 @@ class LowRankUpdate:
 
 @dataclass(frozen=True, slots=True)
 class LowRankTarget:
-    """A matrix whose product changes, and what a change may be, where a table has one size and one type for all.
+    """A matrix with low-rank updates, and their limits for tables of fixed size and type.
 
-    parts: columns of the product of each of the matrices that it is made of; a change has a part for some of them. inner: K.
-    rank: of a change at most, all parts together. dtype: of numbers.
+    parts: columns of the product of each fused matrix; an update has parts for some of them. inner: K. rank: largest total
+    rank of an update. dtype: of its numbers.
     """
 
     parts: tuple[int, ...]
@@ -94,24 +95,24 @@ class LowRankTarget:
 
 
 class LowRankTable:
-    """The changes of one matrix that rows of a step may have, by slot. It holds what is put in.
+    """Updates of one matrix by slot.
 
-    It stays where it is: a recording that names it, or a captured step, finds what stands there when it is repeated.
+    The table stays in place: recorded and captured steps read its current contents when they are repeated.
     """
 
     def __init__(self, slots: int) -> None:
         self.changes: list[LowRankUpdate | None] = [None] * slots
 
-    def put(self, slot: int, change: LowRankUpdate | None) -> None:
-        """From the next step on, rows of this slot have this change; None for none. Never called while a step runs: a device that
-        runs beside its host does this behind all that it was asked for."""
-        self.changes[slot] = change
+    def put(self, slot: int, update: LowRankUpdate | None) -> None:
+        """Set the update of a slot from the next step on; None removes it. Never called while a step runs; an asynchronous
+        device orders it after all submitted work."""
+        self.changes[slot] = update
 
 
 class AdapterSlots:
-    """Of each row of a step its slot in the tables, -1 for none.
+    """The slot in the tables of each row of a step, -1 for none.
 
-    slots: [T] int64, on the host, where it may be filled in again; of steps that a device goes on with by itself, on that.
+    slots: [T] int64, on the host, where it may be rewritten; for steps that a device advances by itself, on that device.
     """
 
     def __init__(self, slots: Tensor) -> None:
@@ -120,7 +121,7 @@ class AdapterSlots:
         self._sent: Tensor | None = None
 
     def on(self, device: torch.device) -> Tensor:
-        """The slots on a device, without a wait: sent there once per step, unless they lie there."""
+        """The slots on a device, without waiting; copied there at most once per step."""
         if self.slots.device.type == device.type:
             return self.slots
         if self._sent is None:
@@ -128,11 +129,11 @@ class AdapterSlots:
         return self._sent
 
     def at(self, rows: Tensor) -> AdapterSlots:
-        """Of these rows alone. rows: [n] int64."""
+        """The slots of these rows. rows: [n] int64."""
         return AdapterSlots(self.on(rows.device)[rows])
 
     def segments(self, device: torch.device) -> Sequence[tuple[int, Tensor | None]]:
-        """Each slot that rows have, with those rows, int64 [n] on the device; None for all of them. Asked once per step."""
+        """Each used slot with its rows, int64 [n] on the device, or None for all rows. Computed once per step."""
         if self._segments is None:
             rows: dict[int, list[int]] = {}
             for row, slot in enumerate(self.slots.tolist()):

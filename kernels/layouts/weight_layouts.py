@@ -1,16 +1,16 @@
 """Weight layouts: quantized blocks in GGUF's formats, 16-bit panels, stacked weights and experts.
 
-Both layouts consist of panels of 16 rows; rows are padded to whole panels. Block weights: within a panel the groups of K follow each
-other; within a group, lines of 64 bytes hold one byte for each of four neighbouring elements (a quad) of each of the 16 rows.
+Both layouts consist of panels of 16 rows; rows are padded to full panels. Block weights: a panel holds the groups of K in
+order; within a group, lines of 64 bytes hold one byte for each of four adjacent elements (a quad) of each of the 16 rows.
 
 - 8 bits: a line is a quad, signed bytes.
 - 4 bits: line j holds quad 2j in the lower halves of its bytes and quad 2j + 1 in the upper halves.
 - 5 bits: as 4, then a line for every eight quads whose bytes hold the fifth bit of quad i as bit i.
 - 6 bits: as 4, then a line for every four quads whose bytes hold the upper two bits of quad i as bits 2i and 2i + 1.
 
-Scales and minima of the 16 rows are adjacent; padding has scales and minima of zero. Panel weights: for every two elements of K a line
-of 64 bytes with those of the 16 rows. bfloat16: the two elements of a row are adjacent. float16: first elements of all rows, then the
-second ones.
+Scales and minima of the 16 rows are adjacent; padding has scales and minima of zero. Panel weights: for every two elements of
+K a line of 64 bytes with those of the 16 rows. bfloat16: the two elements of a row are adjacent. float16: first elements of
+all rows, then the second ones.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """Codes of `bits` bits; each `group` of neighbouring elements of a row has a scale, and a minimum where the form has one.
+    """Codes of `bits` bits; each `group` of adjacent elements of a row has a scale, and in some forms a minimum.
 
     super_groups 0: scales and minima are float16, and a number is scale * (code - offset), or scale * code + minimum.
-    Else they are bytes, which a float16 scale and minimum common to so many groups multiply:
+    Else they are bytes, multiplied by a float16 scale and minimum that `super_groups` groups share:
     (super_scale * scale) * (code - offset), or (super_scale * scale) * code - super_minimum * minimum. Scales are signed
     bytes in a form without minima. Every product and sum is rounded to float32. Codes of 8 bits are signed.
     """
@@ -44,12 +44,12 @@ class BlockForm:
 
     @property
     def parts(self) -> int:
-        """What a group has: a scale, or a scale and a minimum."""
+        """Parts per group: a scale, or a scale and a minimum."""
         return 2 if self.minimum else 1
 
     @property
     def group_bytes(self) -> int:
-        """Of the codes of one group of one row."""
+        """Bytes of the codes of one group of one row."""
         return self.group * self.bits // 8
 
 
@@ -67,14 +67,14 @@ FORMS = {
     )
 }
 
-# Weights in blocks are kept on disk: raise it when the layout or the rounding changes.
+# Version of block weights in the weight cache on disk: increase it when the layout or the rounding changes.
 LAYOUT_VERSION = 3
 
 PANEL = 16
 
 QUAD = 4
 
-MAX_COLUMNS = 1 << 24  # far above any model; sums are formed a group at a time and cannot overflow
+MAX_COLUMNS = 1 << 24  # far above any model; sums are formed per group and cannot overflow
 
 # Makes an uninitialised contiguous tensor of a shape and a type.
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -102,12 +102,9 @@ class BlockWeight:
 
     @classmethod
     def empty(cls, rows: int, columns: int, form: BlockForm, allocate: Allocate = allocate_default) -> BlockWeight:
-        """Room for a weight; rows of padding hold zeros, the rest nothing in particular.
-
-        allocate: where from. Raises ValueError for a number of columns that no weight has.
-        """
+        """An uninitialised weight whose padding rows are zeros. Raises ValueError for an invalid number of columns."""
         if not 0 < columns <= MAX_COLUMNS:
-            raise ValueError(f"a weight in blocks has 1 to {MAX_COLUMNS} columns, not {columns}")
+            raise ValueError(f"a block weight has 1 to {MAX_COLUMNS} columns, not {columns}")
         panels, groups = -(-rows // PANEL), -(-columns // form.group)
         codes = allocate((panels, groups, form.group_bytes // QUAD, PANEL, QUAD), torch.uint8)
         byte = torch.uint8 if form.minimum else torch.int8
@@ -133,7 +130,7 @@ class BlockWeight:
         return self.rows * self.columns
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it consists of, by name."""
+        """The tensors of the weight, by name."""
         parts = {"codes": self.codes, "scales": self.scales, "supers": self.supers}
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
@@ -143,14 +140,14 @@ class BlockWeight:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def narrow(self, first: int, count: int) -> BlockRows:
-        """Rows first .. first + count, to be written to. Raises IndexError for rows it does not have."""
+        """Rows first .. first + count, for writing. Raises IndexError for rows out of range."""
         if first < 0 or count < 0 or first + count > self.rows:
             raise IndexError(f"rows {first} .. {first + count} of a weight of {self.rows}")
         return BlockRows(self, first, count)
 
     def panels(self, first: int, count: int) -> BlockWeight:
-        """Rows first .. first + count as a weight of their own in the same memory. Raises IndexError where they do not begin
-        with a panel, or end in the middle of one that is not the last."""
+        """Rows first .. first + count as a weight in the same memory. Raises IndexError unless they begin and end at panel
+        boundaries (or at the last row)."""
         end = first + count
         if first % PANEL or not 0 <= first < end <= self.rows or (end % PANEL and end != self.rows):
             raise IndexError(f"rows {first} .. {end} of a weight of {self.rows} in panels of {PANEL}")
@@ -159,7 +156,7 @@ class BlockWeight:
         return BlockWeight(self.form, count, self.columns, self.codes[own], self.scales[own], supers)
 
     def dequantize(self, ids: Tensor | None = None) -> Tensor:
-        """The rows `ids` (any shape), or all of them, as numbers: float32 [..., columns]. Raises IndexError."""
+        """The rows `ids` (any shape), or all rows, dequantized: float32 [..., columns]. Raises IndexError."""
         index = torch.arange(self.rows, device=self.device) if ids is None else ids
         flat = index.flatten()
         if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.rows:
@@ -193,7 +190,7 @@ def unpack_codes(weight: BlockWeight, rows: Tensor) -> Tensor:
     halves = lines[:, :, : form.group // 8]
     codes = torch.stack((halves & 0x0F, halves >> 4), dim=3).flatten(2, 3)  # [R, G, quads, 4]
     if form.bits > 4:
-        width = form.bits - 4  # bits of a code in a byte of the lines that follow
+        width = form.bits - 4  # bits of a code in the following lines
         shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=lines.device)[:, None]
         upper = (lines[:, :, form.group // 8 :, None] >> shifts) & ((1 << width) - 1)  # [R, G, lines, 8 / width, 4]
         codes = codes | (upper.flatten(2, 3) << 4)
@@ -201,7 +198,7 @@ def unpack_codes(weight: BlockWeight, rows: Tensor) -> Tensor:
 
 
 def group_scales(weight: BlockWeight, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scale and minimum of each group of some rows as they are meant: float32 [len(rows), groups, 1].
+    """Final scale and minimum of each group of some rows: float32 [len(rows), groups, 1].
 
     A number is scale * (code - offset) + minimum.
     """
@@ -216,7 +213,7 @@ def group_scales(weight: BlockWeight, rows: Tensor) -> tuple[Tensor, Tensor | No
 
 
 def copy_rows(target: BlockRows, source: BlockWeight) -> None:
-    """Write all rows of another weight of this form and width, wherever that lies, over those of the target."""
+    """Copy all rows of another weight of this form and width, on any device, into those of the target."""
     ids = torch.arange(source.rows)
     here, there = (ids + target.first).to(target.weight.device), ids.to(source.device)
     for own, other in zip(target.weight.tensors().values(), source.tensors().values(), strict=True):
@@ -224,10 +221,10 @@ def copy_rows(target: BlockRows, source: BlockWeight) -> None:
 
 
 def store_block_rows(target: BlockRows, codes: Tensor, scales: Tensor, supers: Tensor | None = None) -> None:
-    """Write rows as they are quantized.
+    """Store quantized rows.
 
     codes: [count, columns], uint8, or int8 with 8 bits. scales: [count, groups, parts] and supers: [count, super groups,
-    parts], of the types they are stored in.
+    parts], of the stored types.
     """
     weight = target.weight
     form = weight.form
@@ -256,13 +253,13 @@ def store_block_rows(target: BlockRows, codes: Tensor, scales: Tensor, supers: T
 def randomize(weight: BlockWeight, generator: torch.Generator | None = None) -> None:
     """Fill a weight: every code is equally likely, and numbers have the mean 0 and the variance 1 / columns."""
     form, groups = weight.form, weight.scales.shape[1]
-    # Eight bytes at a time, of all the bits there are.
+    # Eight bytes at a time, all bits random.
     weight.codes.view(-1).view(torch.int64).random_(-(1 << 63), None, generator=generator)
-    # Codes without a minimum have the mean -1/2, which scales of both signs turn to zero.
+    # Codes without a minimum have the mean -1/2, which scales of both signs cancel.
     spread = (4**form.bits - 1) / 12 + (0.0 if form.minimum else 0.25)
     scale = 1.0 / math.sqrt(weight.columns * spread)
     centre = ((1 << form.bits) - 1) / 2
-    # As bytes: the largest for which the minimum's byte is one, too.
+    # As bytes: the largest scale for which the minimum fits a byte too.
     byte = int(255 / centre) if form.minimum else 64
     if weight.supers is not None:
         weight.supers.fill_(scale / byte)
@@ -297,12 +294,9 @@ class PanelWeight:
 
     @classmethod
     def empty(cls, rows: int, columns: int, dtype: torch.dtype, allocate: Allocate = allocate_default) -> PanelWeight:
-        """Room for a weight; rows and columns of padding hold zeros, the rest nothing in particular.
-
-        allocate: where from. Raises ValueError for other types than bfloat16 and float16.
-        """
+        """An uninitialised weight whose padding is zeros. Raises ValueError for other types than bfloat16 and float16."""
         if dtype not in PANEL_DTYPES:
-            raise ValueError(f"a weight in panels is bfloat16 or float16, not {dtype}")
+            raise ValueError(f"a panel weight is bfloat16 or float16, not {dtype}")
         line = (PANEL, 2) if dtype == torch.bfloat16 else (2, PANEL)
         weight = cls(rows, columns, allocate((-(-rows // PANEL), -(-columns // 2), *line), dtype))
         by_row = weight._by_row()
@@ -337,13 +331,13 @@ class PanelWeight:
         return self.data.nbytes
 
     def narrow(self, first: int, count: int) -> PanelRows:
-        """Rows first .. first + count, to be written to. Raises IndexError for rows it does not have."""
+        """Rows first .. first + count, for writing. Raises IndexError for rows out of range."""
         if first < 0 or count < 0 or first + count > self.rows:
             raise IndexError(f"rows {first} .. {first + count} of a weight of {self.rows}")
         return PanelRows(self, first, count)
 
     def unpack(self) -> Tensor:
-        """The weight as rows: [rows, columns] of its dtype, memory of its own."""
+        """A copy of the weight as rows, [rows, columns] in its dtype."""
         return self._by_row().flatten(2).flatten(0, 1)[: self.rows, : self.columns].clone()
 
 
@@ -372,7 +366,7 @@ class StackedWeight:
     parts: tuple[Part, ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError for parts that do not stand under each other."""
+        """Raises ValueError for parts of different widths."""
         if not self.parts or len({part.shape[1] for part in self.parts}) > 1:
             raise ValueError(f"parts of one weight have the same columns, not {[tuple(p.shape) for p in self.parts]}")
 
@@ -401,7 +395,7 @@ class StackedWeight:
         return found
 
     def narrow(self, first: int, count: int) -> PartRows:
-        """Rows first .. first + count, to be written to. Raises IndexError for rows that are not all of one part."""
+        """Rows first .. first + count, for writing. Raises IndexError unless one part contains all of them."""
         for part, begin, end in self.spans():
             if begin <= first and count >= 0 and first + count <= end:
                 return (
@@ -427,10 +421,10 @@ class ExpertWeights:
         self.weights, self.biases = tuple(weights), None if biases is None else tuple(biases)
         shapes = {tuple(weight.shape) for weight in self.weights}
         if len(shapes) != 1:
-            raise ValueError(f"experts are of one shape, not of {sorted(shapes)}")
+            raise ValueError(f"experts have one shape, not {sorted(shapes)}")
         self.columns, self.inner = shapes.pop()
         if self.biases is not None and {tuple(bias.shape) for bias in self.biases} != {(self.columns,)}:
-            raise ValueError("experts have a bias each, as long as they have rows")
+            raise ValueError("each expert needs a bias with one number per row")
         if self.biases is not None and len(self.biases) != len(self.weights):
             raise ValueError(f"{len(self.weights)} experts and {len(self.biases)} biases")
 

@@ -18,17 +18,17 @@ _MAX_SCORE_BYTES = 64 << 20
 
 _QUERY_BLOCK = 256
 
-# (q, pages, call) -> [T, Hq, Dv]; of single-token rows, or of the last tokens of one sequence.
+# (q, pages, call) -> [T, Hq, Dv] for single-token rows, or for the last tokens of one sequence.
 Attention = Callable[[Tensor, KVPages, AttentionCall], Tensor]
 
 
 def attention_refusal(call: AttentionCall) -> str | None:
-    """Why the functions below cannot do what is asked, or None when they can."""
+    """Why the functions below do not support a call, or None."""
     return "keys in ranges" if call.has_ranges else None
 
 
 def check(call: AttentionCall) -> None:
-    """ValueError with the reason for a refusal."""
+    """Raise ValueError with the reason for a refusal."""
     reason = attention_refusal(call)
     if reason is not None:
         raise ValueError(f"paged_attention: {reason}")
@@ -42,12 +42,11 @@ def paged_attention(
     decode: Attention | None = None,
     prefill: Attention | None = None,
 ) -> Tensor:
-    """See `reference.paged_attention`; raises ValueError with what `attention_refusal` says, of which calls with a `decode`
-    and a `prefill` of their own are free. Decode rows cost memory in
-    B * max(seq_lens), prefill rows a mask of 256 * seq_len bytes, or 64 MiB of scores under a soft cap or with sinks.
+    """See `Backend.paged_attention`. Raises ValueError with `attention_refusal`, unless both `decode` and `prefill` are given.
 
-    decode: what runs the single-token rows, `decode_attention` unless a backend has better. prefill: what runs a longer
-    run of one sequence, `prefill_attention` unless the caller wants another.
+    Decode rows take memory in proportion to B * max(seq_lens); prefill rows a mask of 256 * seq_len bytes, or 64 MiB of scores
+    with a soft cap or sinks. decode, prefill: functions for single-token rows and for longer runs of one sequence, by default
+    `decode_attention` and `prefill_attention`.
     """
     if decode is None or prefill is None:
         check(call)
@@ -117,8 +116,8 @@ def attend_rows(query: Tensor, pages: KVPages, call: AttentionCall, first: Tenso
 def prefill_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
     """The last Q tokens of one sequence. q: [Q, Hq, D]. Returns [Q, Hq, Dv] in q's dtype.
 
-    Queries go in blocks, and a block reads only the keys that its queries see, so about half the work of a long prompt
-    is never done. Without a soft cap or sinks torch's fused attention takes a block; it never holds all scores.
+    Queries are processed in blocks, and a block reads only the keys that its queries see, which saves about half the work of a
+    long prompt. Without a soft cap or sinks, torch's fused attention computes a block without holding all scores.
     """
     query, length = call.scaled(q), int(call.seq_lens)
     num_queries, num_heads, _ = query.shape

@@ -1,9 +1,10 @@
 """Block quantization in plain torch: GGUF blocks repacked into panels, and floats quantized into blocks.
 
-Repacking is exact; bit positions are ggml's (ggml-common.h). Quantization is the oracle of the compiled kernels: each step is one float32
-operation and sums follow the order of elements, so all instruction sets produce the same bytes. q8_0 is llama.cpp's rule. In the
-formats with super groups each group searches the scale (and minimum) of least squared error, as `make_qkx2_quants` in ggml-quants.c.
-A group whose magnitudes are all below 2^-100 is zero. A super group (q8_0: a group) with NaN, infinity or an overflow of float16 is NaN.
+Repacking is exact; bit positions are ggml's (ggml-common.h). Quantization is the oracle of the compiled kernels: each step is
+one float32 operation and sums follow the order of elements, so all instruction sets produce the same bytes. q8_0 is
+llama.cpp's rule. In the formats with super groups each group searches the scale (and minimum) of least squared error, as
+`make_qkx2_quants` in ggml-quants.c. A group whose magnitudes are all below 2^-100 is zero. A super group (q8_0: a group) with
+NaN, infinity or an overflow of float16 is NaN.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _SCALE_BYTES = 12  # of a block with eight scales and eight minima of 6 bits
 
 
 def block_elements(form: BlockForm) -> int:
-    """Elements of a block in a file."""
+    """Elements per block in a file."""
     return form.group * max(form.super_groups, 1)
 
 
 def row_bytes(form: BlockForm, columns: int) -> int:
-    """Bytes of a row in a file. Raises ValueError for a form that is in no file, or columns that are not whole blocks."""
+    """Bytes per row in a file. Raises ValueError for a form that files do not have, or columns that do not fill blocks."""
     elements = block_elements(form)
     if FORMS.get(form.name) != form:
         raise ValueError(f"no file has blocks of the form {form}")
@@ -53,7 +54,7 @@ def check_blocks(target: BlockRows, blocks: Tensor) -> None:
 
 
 def repack_gguf_blocks(target: BlockRows, blocks: Tensor) -> None:
-    """Put rows of blocks, uint8 [count, row bytes] as a file has them, into rows of a weight. Raises ValueError."""
+    """Store rows of blocks, uint8 [count, row bytes] in the format of files, in rows of a weight. Raises ValueError."""
     check_blocks(target, blocks)
     weight = target.weight
     read, step = _READERS[weight.form.name], max(1, _REPACK_ELEMENTS // weight.columns)
@@ -76,7 +77,7 @@ def _halves(block: Tensor) -> Tensor:
 
 
 def _nibbles(packed: Tensor, run: int) -> Tensor:
-    """Bytes in runs: the lower halves of a run are so many codes, its upper halves the next. [n, k] -> [n, 2 * k]."""
+    """Bytes in runs: the lower halves of a run are the first codes, its upper halves the next ones. [n, k] -> [n, 2 * k]."""
     runs = packed.view(len(packed), -1, run)
     return torch.stack((runs & 0x0F, runs >> 4), dim=2).flatten(1)
 
@@ -158,7 +159,7 @@ REACHES = tuple(0.5 * step for step in range(-8, 3))
 
 LEAST_SPREAD = 1e-5  # of codes, relative: below it the fit of a scale and a minimum is not determined
 
-_QUANTIZE_ELEMENTS = 1 << 18  # quantized at a time: what is made of them stays in the cache
+_QUANTIZE_ELEMENTS = 1 << 18  # quantized at a time; intermediate results stay in the cache
 
 
 def quantize_into_blocks(target: BlockRows, source: Tensor) -> None:
@@ -174,7 +175,7 @@ def quantize_into_blocks(target: BlockRows, source: Tensor) -> None:
 
 
 def quantize_blocks(x: Tensor, form: BlockForm, weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, scales and supers of rows, as `blocks.store_block_rows` takes them. x: float32 [R, K].
+    """Codes, scales and supers of rows, for `store_block_rows`. x: float32 [R, K].
 
     weights: how much the squared error of an element counts, float32 >= 0 of ordinary size, broadcast to [R, K]; q8_0 has
     no use for them. Raises ValueError for a form that floats are not quantized into.
@@ -189,7 +190,7 @@ def quantize_blocks(x: Tensor, form: BlockForm, weights: Tensor | None = None) -
     top = values.abs().amax(0)
     finite = top < HUGE  # false for NaN
     usable = finite & (top >= TINY)
-    # By powers of two, exactly: sums neither overflow nor vanish.
+    # Scaled by powers of two, exactly, so that sums neither overflow nor underflow.
     exponent = (torch.where(usable, top, 1.0).view(torch.int32) >> 23) << 23
     down, up = (0x7F000000 - exponent).view(torch.float32), exponent.view(torch.float32)
     scaled = torch.where(usable, values * down, 0.0)
@@ -200,12 +201,12 @@ def quantize_blocks(x: Tensor, form: BlockForm, weights: Tensor | None = None) -
 
 
 def _in_groups(x: Tensor, form: BlockForm) -> Tensor:
-    """Groups side by side, zeros after a row's end. [R, K] -> [group, R * groups]."""
+    """Groups as columns, zeros after a row's end. [R, K] -> [group, R * groups]."""
     return F.pad(x, (0, -x.shape[1] % form.group)).reshape(-1, form.group).T.contiguous()
 
 
 def _in_order(terms: Tensor) -> Tensor:
-    """The sum over the first dimension, one term after the other."""
+    """The sum over the first dimension, in order."""
     total = terms[0].clone()
     for term in terms[1:]:
         total += term
@@ -213,7 +214,7 @@ def _in_order(terms: Tensor) -> Tensor:
 
 
 def _quotient(a: float, b: Tensor) -> Tensor:
-    """a / b. Torch itself multiplies a with the reciprocal."""
+    """a / b. Torch multiplies by the reciprocal instead."""
     return torch.full_like(b, a) / b
 
 
@@ -224,7 +225,7 @@ def _quantize_eight(x: Tensor, form: BlockForm) -> tuple[Tensor, Tensor, None]:
     usable = (top >= TINY) & scale.half().isfinite()
     stored = torch.where(usable | (top < TINY), torch.where(usable, scale, 0.0), torch.nan).half()
     product = torch.where(usable, groups * _quotient(1.0, torch.where(usable, scale, 1.0)), 0.0).abs()
-    # Ties away from zero: those that were rounded down to an even number lie half above it.
+    # Ties away from zero: corrects those that were rounded down to an even number.
     rounded = product.round()
     rounded += (product - rounded >= 0.5).float()
     codes = rounded.copysign(groups).to(torch.int8)
@@ -232,7 +233,7 @@ def _quantize_eight(x: Tensor, form: BlockForm) -> tuple[Tensor, Tensor, None]:
 
 
 class _Sums:
-    """Weighted sums over each group that a fit by codes q needs."""
+    """Weighted sums over each group for a fit by codes q."""
 
     def __init__(self, y: Tensor, weights: Tensor) -> None:
         self.weights, self.wy = weights, weights * y  # [group, N]
@@ -251,11 +252,11 @@ def _fit_with_minimum(y: Tensor, weights: Tensor, form: BlockForm) -> tuple[Tens
     sums = _Sums(y, weights)
     low = y.amin(0).clamp(max=0.0)
     span = y.amax(0) - low
-    # Values between 0 and 1; all the same where there is no span.
+    # Values between 0 and 1; all equal if the span is 0.
     z = (y - low) * torch.where(span > 0, _quotient(1.0, torch.where(span > 0, span, 1.0)), 0.0)
     scale, minimum = span / torch.full_like(span, top), low
     q1, qq, yq = sums.of_codes((z * top).round())
-    # What a fit takes off the squared error.
+    # The reduction of the squared error by a fit.
     gain = 2.0 * (scale * yq + minimum * sums.y)
     gain = gain - (scale * scale * qq + 2.0 * (scale * minimum) * q1 + minimum * minimum * sums.w)
 
@@ -266,7 +267,7 @@ def _fit_with_minimum(y: Tensor, weights: Tensor, form: BlockForm) -> tuple[Tens
         determined = spread > LEAST_SPREAD * (sums.w * qq)
         divisor = torch.where(determined, spread, 1.0)
         new_scale, new_minimum = (sums.w * yq - sums.y * q1) / divisor, (qq * sums.y - q1 * yq) / divisor
-        above = new_minimum > 0  # zero is the most a minimum can be
+        above = new_minimum > 0  # a minimum is at most zero
         new_scale = torch.where(above, yq / torch.where(qq > 0, qq, 1.0), new_scale)
         new_minimum = torch.where(above, 0.0, new_minimum)
         new_gain = new_scale * yq + new_minimum * sums.y
@@ -291,7 +292,7 @@ def _fit_symmetric(y: Tensor, weights: Tensor, form: BlockForm) -> tuple[Tensor]
     by = torch.where(extreme != 0, _quotient(1.0, torch.where(extreme != 0, extreme, 1.0)), 0.0)
     z = y * by
     square, norm, product = torch.zeros_like(by), torch.ones_like(by), torch.zeros_like(by)
-    # The extreme falls near one end of the codes, or near the other.
+    # The extreme is near one end of the codes or the other.
     for reach in (*(low - past for past in REACHES), *(high + past for past in REACHES)):
         _, qq, yq = sums.of_codes((z * reach).clamp(low, high).round())
         # The squared error is least where (sum of y q)^2 / (sum of q^2) is largest.
@@ -311,7 +312,7 @@ def _store_scales(wanted: Tensor, finite: Tensor, form: BlockForm) -> tuple[Tens
     )  # [R, S, 1]
     top = wanted.abs().amax(2)
     exact = top / torch.full_like(top, most)
-    # Rounded up: the largest byte is `most` at most, however coarse float16 is there.
+    # Rounded up, so that the largest byte is at most `most` whatever the precision of float16.
     supers = exact.half()
     low = supers.float() < exact
     supers = torch.where(low, (supers.view(torch.int16) + 1).view(torch.float16), supers)
@@ -325,7 +326,7 @@ def _store_scales(wanted: Tensor, finite: Tensor, form: BlockForm) -> tuple[Tens
 
 
 def _codes(values: Tensor, scales: Tensor, supers: Tensor, form: BlockForm) -> Tensor:
-    """The nearest codes under the scales as they are stored. values: [group, R * G]. Returns uint8 [R, groups * group]."""
+    """The nearest codes for the stored scales. values: [group, R * G]. Returns uint8 [R, groups * group]."""
     groups = scales.shape[1]
     wide = scales.float() * supers.float().repeat_interleave(form.super_groups, 1)[:, :groups]  # [R, G, parts]
     scale = wide[:, :, 0].flatten()

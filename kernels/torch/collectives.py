@@ -1,7 +1,7 @@
 """Collectives through torch.distributed: NCCL between GPUs, gloo on CPUs.
 
-The process group is private; torch's default group is not touched. Between GPUs, reductions are queued on the current stream and the
-host does not wait.
+The process group is private; torch's default group is not touched. Between GPUs, reductions are queued on the current stream
+and the host does not wait.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from windlass.kernels.rank_group import RankEndedError, RankGroup
 
-_JOIN_TIMEOUT = timedelta(seconds=120)  # all ranks are there when the first of them wants a sum
+_JOIN_TIMEOUT = timedelta(seconds=120)  # all ranks exist when the first one needs a sum
 
-_WAIT = timedelta(seconds=600)  # for one that has neither ended nor comes
+_WAIT = timedelta(seconds=600)  # for a rank that has neither ended nor joined
 
 
 def collectives_refusal(device: torch.device) -> str | None:
-    """Why ranks cannot meet through torch.distributed on this kind of device; None where they can."""
+    """Why torch.distributed cannot be used on this kind of device, or None."""
     if not dist.is_available():
         return "this torch was built without torch.distributed"
     if device.type == "cuda" and not dist.is_nccl_available():
@@ -34,10 +34,10 @@ def collectives_refusal(device: torch.device) -> str | None:
 
 
 class TorchCollectives:
-    """One rank of a group, which meets when a sum is first wanted: until then some of them may still load.
+    """One rank of a group. The group is formed at the first collective call, since ranks may load at different times.
 
-    All ranks make the same calls in the same order, with tensors of one shape on `device`. in_order: sums are of the ranks'
-    order, so that a row's bits do not depend on where it lies.
+    All ranks make the same calls in the same order, with tensors of one shape on `device`. in_order: sums are formed in rank
+    order, so that a row's bits do not depend on its position.
     """
 
     def __init__(self, ranks: RankGroup, device: torch.device, *, in_order: bool) -> None:
@@ -46,7 +46,7 @@ class TorchCollectives:
         self._group: Any = None
 
     def all_reduce(self, x: Tensor) -> None:
-        """See `Backend.sum_over_ranks`. Raises RankEndedError."""
+        """See `Backend.all_reduce`. Raises RankEndedError."""
         with self._joined_group() as group:
             if self._in_order:
                 parts = [torch.empty_like(x) for _ in range(self._ranks.count)]
@@ -90,9 +90,9 @@ class TorchCollectives:
 
 
 def _store(ranks: RankGroup) -> Any:
-    """Where ranks leave each other their addresses: a file that they have in common and that no name leads to."""
-    # A store opens its path once more when it goes, which is when garbage is collected, and ends the process where it cannot. So
-    # this descriptor stays open: its number shall lead to nothing else.
+    """The store in which ranks exchange their addresses: an unlinked file that they share."""
+    # A store opens its path again when it is garbage-collected, and ends the process if it cannot. So this descriptor stays
+    # open, and its number is not reused.
     descriptor = os.dup(ranks.store)
     store = dist.FileStore(f"/dev/fd/{descriptor}", ranks.count)  # type: ignore[attr-defined]
     store.set_timeout(_JOIN_TIMEOUT)
@@ -107,7 +107,9 @@ def _gloo(ranks: RankGroup) -> Any:
 
 
 def _nccl(ranks: RankGroup) -> Any:
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # of one machine: else it would listen in the network
+    os.environ.setdefault(
+        "NCCL_SOCKET_IFNAME", "lo"
+    )  # all ranks are on one machine; otherwise it would listen on the network
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _WAIT
     return dist.ProcessGroupNCCL(_store(ranks), ranks.rank, ranks.count, options)

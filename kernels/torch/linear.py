@@ -1,8 +1,8 @@
-"""Linear layers in plain torch: float weights, widened panel by panel if narrow, and quantized blocks.
+"""Linear layers in plain torch: float weights, converted panel by panel if narrow, and block weights.
 
-For block weights, rows of x are rounded to 8 bits group by group, symmetrically: scale = max|x| / 127, round to nearest, ties to even.
-Values below 2^-100 count as zero; a group with NaN or infinity has the scale NaN. Integer sums are exact (float64). The rest is float32,
-group by group, in the order of the compiled kernels, which may fuse a product with its addition.
+For block weights, rows of x are rounded to 8 bits group by group, symmetrically: scale = max|x| / 127, round to nearest, ties
+to even. Values below 2^-100 count as zero; a group with NaN or infinity has the scale NaN. Integer sums are exact (float64).
+The rest is float32, group by group, in the order of the compiled kernels, which may fuse a product with its addition.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from windlass.kernels.layouts.weight_layouts import BlockWeight, group_scales, unpack_codes
 
-_PANEL_BYTES = 8 << 20  # float32 weights widened at a time: they stay in the last-level cache for the product
+_PANEL_BYTES = 8 << 20  # float32 weights converted at a time; they stay in the last-level cache for the product
 
 
 @functools.cache
@@ -27,12 +27,12 @@ def multiplies_bfloat16() -> bool:
 
 @functools.cache
 def multiplies_tiles() -> bool:
-    """Whether this processor multiplies whole tiles of bfloat16 (AMX), far quicker than by any vector instruction."""
+    """Whether this processor multiplies tiles of bfloat16 (AMX), far faster than with vector instructions."""
     return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
 
 
 def widens(device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-    """Whether products of such rows and weights are to be formed by `linear_widened`: on a CPU sums are float32."""
+    """Whether products of such rows and weights use `linear_widened`: on a CPU sums are float32."""
     if device.type != "cpu" or weight_dtype == torch.float32:
         return False
     return not (dtype == weight_dtype == torch.bfloat16 and multiplies_bfloat16())
@@ -44,10 +44,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias for many rows and a narrow weight: panels of it are widened to float32 for torch's GEMM.
+    """x @ weight.T + bias for many rows and a narrow weight, converted in panels to float32 for torch's GEMM.
 
     x: [M, K] float32 or narrower. weight: [N, K] in any float type. The product is float32; returns [M, N] in x's dtype.
-    Extra memory: one panel of 8 MiB (at least 64 rows of the weight), and x and the result in float32 when x is narrower.
+    Extra memory: one panel of 8 MiB (at least 64 rows of the weight), and x and the result in float32 if x is narrower.
     """
     columns, inner = weight.shape
     wide = x.float()
@@ -65,7 +65,7 @@ def linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 TINY = 2.0**-100
 
-_CHUNK = 1 << 22  # weights turned into float64 at a time, in groups
+_CHUNK = 1 << 22  # weights converted to float64 at a time, in groups
 
 _WIDENED = 1 << 21  # into float32: 8 MiB
 
@@ -76,7 +76,7 @@ def round_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     largest = groups.abs().amax(dim=2)
     usable = largest.isfinite() & (largest >= TINY)
     scale = torch.where(largest < TINY, 0.0, largest * (1.0 / 127.0)).where(largest.isfinite(), torch.nan)
-    # Not 127 / largest, which torch forms as a product with the reciprocal.
+    # Not 127 / largest, which torch computes as a product with the reciprocal.
     by = torch.where(usable, torch.full_like(largest, 127.0) / largest, 0.0)[:, :, None]
     return torch.where(by == 0, 0.0, (groups * by).round()).to(torch.int8), scale
 
@@ -105,7 +105,7 @@ def linear_blocks(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) ->
 
 
 def linear_blocks_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias with nothing rounded: some rows of the weight at a time become float32 for torch's product.
+    """x @ weight.T + bias without rounding x: some rows of the weight at a time are converted to float32 for torch's product.
 
     x: [M, K]; returns [M, N] in x's dtype.
     """
@@ -119,7 +119,7 @@ def linear_blocks_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = 
 
 
 def widened_block_rows(weight: BlockWeight) -> Iterator[tuple[slice, Tensor]]:
-    """All rows of a weight in order, 8 MiB at a time: which they are, and their numbers as float32 [rows, columns]."""
+    """All rows of a weight in order, 8 MiB at a time: their range, and float32 [rows, columns]."""
     step = max(1, _WIDENED // weight.columns)
     for begin in range(0, weight.rows, step):
         end = min(begin + step, weight.rows)

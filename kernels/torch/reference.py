@@ -17,7 +17,6 @@ from torch import Tensor
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Routed, Routing, StateRows
 from windlass.kernels.layouts import kv_pages
-from windlass.kernels.layouts import kv_pages as int8_layout
 from windlass.kernels.layouts.kv_pages import KVPages
 from windlass.kernels.layouts.weight_layouts import ExpertWeights
 
@@ -34,16 +33,16 @@ def rotate_half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-MAX_SCORE_BYTES = 64 << 20  # of the scores that attention over ranges holds at once
+MAX_SCORE_BYTES = 64 << 20  # of scores held at once by attention over ranges
 
-SMALLEST_SCALE = 2.0**-100  # of an int8 head; below it the head counts as zeros
+SMALLEST_SCALE = 2.0**-100  # of an int8 head; below it, the head counts as zeros
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 codes of every head of x [..., D] and their float32 scales [...]: x is about codes * scale.
 
-    A scale is the largest magnitude of its head over 127, so a code is off by half a step at most. It is 0 for a head of
-    (almost) nothing and NaN for one that is not finite, so that whatever reads such a head shows it.
+    A scale is the largest magnitude of its head over 127, so the error is at most half a step. It is 0 for a head of (nearly)
+    zeros, and NaN for one that is not finite, so that every result that reads the head is NaN.
     """
     x = x.float()
     largest = x.abs().amax(dim=-1)
@@ -54,7 +53,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `quantize` does it for every 32 numbers of x [..., D]: int8 [..., D] and float32 scales [..., ceil(D / 32)]."""
+    """`quantize` for every 32 numbers of x [..., D]: int8 [..., D] and float32 scales [..., ceil(D / 32)]."""
     groups = kv_pages.num_groups(x.shape[-1])
     padded = F.pad(x, (0, groups * kv_pages.GROUP - x.shape[-1]))
     codes, scales = quantize(padded.view(*x.shape[:-1], groups, kv_pages.GROUP))
@@ -69,7 +68,7 @@ def _by_slot(pages: Tensor) -> Tensor:
 def _put(pages: Tensor, slots: Tensor, x: Tensor) -> None:
     flat = _by_slot(pages)
     if pages.dtype == torch.float8_e4m3fn:
-        # Larger numbers are infinite in some releases of torch, and none copies rows of that type.
+        # Some releases of torch convert larger numbers to infinity, and none copies rows of this type.
         x = x if x.dtype == pages.dtype else x.clamp(-448, 448).to(pages.dtype)
         flat, own = flat.view(torch.uint8), x.view(torch.uint8)
     else:
@@ -78,7 +77,7 @@ def _put(pages: Tensor, slots: Tensor, x: Tensor) -> None:
 
 
 def _store_keys(pages: KVPages, slots: Tensor, x: Tensor) -> None:
-    """Write x [N, Hkv, D] float32 to slots of the key pages, rounded to their dtype; of latent rows the first groups of it."""
+    """Write x [N, Hkv, D] float32 to slots of the key pages, rounded to their dtype; of latent rows, the first groups."""
     if pages.key_scale is None:
         _put(pages.key, slots, x)
     elif pages.has_rows_of_codes:
@@ -87,8 +86,8 @@ def _store_keys(pages: KVPages, slots: Tensor, x: Tensor) -> None:
         _by_slot(pages.key_scale)[slots, :, : scales.shape[-1]] = scales
     else:
         codes, scales = quantize(x)
-        int8_layout.put_keys(pages.key, slots, codes)
-        int8_layout.put_scales(pages.key_scale, slots, scales)
+        kv_pages.put_keys(pages.key, slots, codes)
+        kv_pages.put_scales(pages.key_scale, slots, scales)
 
 
 def _store_values(pages: KVPages, slots: Tensor, x: Tensor) -> None:
@@ -97,19 +96,14 @@ def _store_values(pages: KVPages, slots: Tensor, x: Tensor) -> None:
         _put(pages.value, slots, x)
     elif not pages.has_rows_of_codes:
         codes, scales = quantize(x)
-        int8_layout.put_values(pages.value, slots, codes)
-        int8_layout.put_scales(pages.value_scale, slots, scales)
+        kv_pages.put_values(pages.value, slots, codes)
+        kv_pages.put_scales(pages.value_scale, slots, scales)
 
 
 def rotate_and_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
 ) -> None:
-    """Rotate q in place, and write k rotated and v as it is to the pages.
-
-    q: [T, Hq, D] in any float dtype, scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged.
-    cos, sin: [T, d/2] float32. q_scale: [T] float32. slots: [T] int64, distinct; negative ones write nothing, nor do k and v
-    without heads. Rotation runs in float32; int8 pages take what `quantize` makes of the result.
-    """
+    """See `Backend.rotate_and_append`."""
     rotary_dim = 2 * cos.shape[-1]
     rotated = rotate_half_split(q, cos, sin)
     rotated[..., :rotary_dim] *= q_scale[:, None, None]
@@ -126,13 +120,8 @@ def rotate_and_append(
 def rerotate_cached_keys(
     pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
 ) -> None:
-    """Rotate cached keys by one more rotation each, from source slots to target slots, and take their values along if asked.
-
-    sources, targets: [N] int64 slots; an entry may name one slot twice, to rotate a key in place, but no slot may be the
-    source of one entry and the target of another. cos, sin: [N, d/2] float32 of the angle at the target minus that at
-    the source. Rotation runs in float32, so a key is rounded to the cache's dtype once.
-    Values, keys that no pair rotates, and groups of latent rows in which none does, are copied bit by bit.
-    """
+    """See `Backend.rerotate_cached_keys`. Slots are not checked. Groups of latent rows without rotary dims are copied bit by
+    bit."""
     if pages.has_rows_of_codes:
         _rerotate_rows(pages, sources, targets, cos, sin)
         return
@@ -142,20 +131,20 @@ def rerotate_cached_keys(
         if values:
             _put(pages.value, targets, flat[sources])
         return
-    codes = int8_layout.take_keys(pages.key, sources)
-    scales = int8_layout.take_scales(pages.key_scale, sources)
+    codes = kv_pages.take_keys(pages.key, sources)
+    scales = kv_pages.take_scales(pages.key_scale, sources)
     if cos.shape[-1]:
         _store_keys(pages, targets, rotate_half_split(codes.float() * scales[..., None], cos, sin))
     else:
-        int8_layout.put_keys(pages.key, targets, codes)
-        int8_layout.put_scales(pages.key_scale, targets, scales)
+        kv_pages.put_keys(pages.key, targets, codes)
+        kv_pages.put_scales(pages.key_scale, targets, scales)
     if values:
-        int8_layout.put_values(pages.value, targets, int8_layout.take_values(pages.value, sources))
-        int8_layout.put_scales(pages.value_scale, targets, int8_layout.take_scales(pages.value_scale, sources))
+        kv_pages.put_values(pages.value, targets, kv_pages.take_values(pages.value, sources))
+        kv_pages.put_scales(pages.value_scale, targets, kv_pages.take_scales(pages.value_scale, sources))
 
 
 def _rerotate_rows(pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """`rerotate_cached_keys` of rows of codes."""
+    """`rerotate_cached_keys` of latent rows."""
     assert pages.key_scale is not None
     codes, scales = _by_slot(pages.key), _by_slot(pages.key_scale)
     own, theirs = codes[sources], scales[sources]  # [N, Hkv, D], [N, Hkv, groups]
@@ -168,38 +157,29 @@ def _rerotate_rows(pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor
 
 
 def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """q as it is, and under it versions of some of its rows, each rotated by one more angle.
-
-    q: [T, H, D]. rows: [M] int64. cos, sin: [M, d/2] float32, d <= D. Returns [T + M, H, D] in q's dtype, contiguous: row T + m
-    is q[rows[m]], its half-split pairs rotated in float32 by the m-th angle. Raises IndexError for a row that q lacks.
-    """
+    """See `Backend.rotate_queries`. Raises IndexError for a row that q lacks."""
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < q.shape[0]:
-        raise IndexError(f"turn_queries: a row is none of {q.shape[0]}")
+        raise IndexError(f"rotate_queries: a row is not one of {q.shape[0]}")
     return torch.cat((q, rotate_half_split(q[rows], cos, sin).to(q.dtype)))
 
 
 @functools.cache
 def rounded(factor: float, dtype: torch.dtype) -> float:
-    """A factor as it is in a compute dtype. Known once it was asked for: a step that is captured reads no tensor's number."""
+    """A factor rounded to a compute dtype. Cached, since a captured step must not read a number from a tensor."""
     return float(torch.tensor(factor, dtype=dtype))
 
 
 def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of inv_freq[:, rows] * positions, formed in float64.
-
-    inv_freq: [G, R, d/2] float64. rows, positions: [T] int64, positions exact to 2^53. Returns two float32 [G, T, d/2],
-    right to rounding at any position.
-    """
+    """See `Backend.rotary_angles`."""
     angles = inv_freq.index_select(1, rows) * positions.unsqueeze(-1)
     return angles.cos().float(), angles.sin().float()
 
 
 def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-    """Attention of each sequence's new tokens over its cached keys, in float32; every field of `AttentionCall` is taken.
+    """See `Backend.paged_attention`; every field of `AttentionCall` is supported.
 
-    q: [T, Hq, D] rotated, or [N, Hq, D] with ranges. Returns [T, Hq, Dv] in q's dtype. Only keys and values that some query
-    sees are read. With ranges, queries go in blocks whose scores take 64 MiB at most. Raises ValueError where q and the call
-    disagree about tokens or the ranges end before the last key, and IndexError for a row that q lacks.
+    With ranges, queries are processed in blocks whose scores take at most 64 MiB. Raises ValueError if q and the call disagree
+    about tokens or the ranges end before the last key, and IndexError for a row that q lacks.
     """
     if q.shape[0] < call.num_tokens or (q.shape[0] > call.num_tokens and not call.has_ranges):
         raise ValueError(f"q has {q.shape[0]} rows for {call.num_tokens} tokens")
@@ -259,9 +239,9 @@ def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
 
 
 def _weigh(scores: Tensor, values: Tensor, hidden: Tensor, call: AttentionCall, bias: Tensor | None = None) -> Tensor:
-    """Of one sequence, from products [Hkv, Hq / Hkv, Q, S], values [S, Hkv, Dv] and hidden [Q, S] the result [Q, Hq, Dv].
+    """The result [Q, Hq, Dv] of one sequence. scores: products [Hkv, Hq / Hkv, Q, S]. values: [S, Hkv, Dv]. hidden: [Q, S].
 
-    bias: added to scaled and capped scores, of the products' shape.
+    bias: added to scaled and capped scores, of the same shape.
     """
     num_kv_heads, group, num_queries, num_keys = scores.shape
     scores = scores * (call.scale * call.score_scale[:, None])
@@ -324,11 +304,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap) of [T, N] float32."""
     return cap * torch.tanh(x / cap)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias. x: [T, K], weight: [N, K], bias: [N]; one dtype. Returns [T, N]."""
-    return F.linear(x, weight, bias)
 
 
 def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -455,7 +430,7 @@ def _store_snapshot(state: Tensor, states: Tensor, rows: StateRows, token: int) 
 
 
 def _spans(rows: StateRows) -> list[tuple[int, int, int, bool]]:
-    """Of each sequence of tokens its block, its first token, the one behind its last, and whether it begins."""
+    """Per sequence: block, first token, end token, and whether it starts from a zero state."""
     starts = rows.starts.tolist()
     spans = zip(rows.blocks.tolist(), starts[:-1], starts[1:], rows.lengths.tolist(), strict=True)
     return [
@@ -463,7 +438,7 @@ def _spans(rows: StateRows) -> list[tuple[int, int, int, bool]]:
     ]
 
 
-Linear: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor]  # as `Backend.linear`
+Linear: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor]  # see `Backend.linear`
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
@@ -489,7 +464,7 @@ def _largest(logits: Tensor, routing: Routing, bias: Tensor | None) -> Routed:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """The places of the largest scores, the first of equal ones first."""
+    """The indices of the largest scores; of equal ones, the first comes first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
@@ -506,8 +481,8 @@ def _sparsemixer(logits: Tensor, routing: Routing) -> Routed:
 
 
 def linear_of_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, linear: Linear) -> Tensor:
-    """See `Backend.linear_of_experts`: one `linear` for each expert that is chosen."""
-    per_row = chosen.numel() // max(x.shape[0], 1)  # how many of its experts a row of x meets
+    """See `Backend.linear_of_experts`: one `linear` for each chosen expert."""
+    per_row = chosen.numel() // max(x.shape[0], 1)  # experts per row of x
     out = torch.empty((chosen.numel(), experts.columns), dtype=x.dtype, device=x.device)
     ordered = chosen.flatten().sort(stable=True)
     counts = ordered.values.bincount(minlength=len(experts)).tolist()

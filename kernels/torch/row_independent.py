@@ -1,12 +1,13 @@
 """Row-independent operations in plain torch: each row is computed alone, so its bits do not depend on the batch.
 
-Torch's results differ by shape: products by row count, sums by how they are split, elementary functions between a vector's body and
-its tail. Here each row is computed from a fresh buffer (constant alignment) with shapes that depend on its own sequence only.
-Additions, products and casts round correctly in any shape and may take all rows at once.
+Torch's results differ by shape: products by row count, sums by how they are split, elementary functions between a vector's
+body and its tail. Here each row is computed from a fresh buffer (constant alignment) with shapes that depend on its own
+sequence only. Additions, products and casts round correctly in any shape and may take all rows at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,19 +19,28 @@ from windlass.kernels.backend import Routed, Routing
 from windlass.kernels.layouts.kv_pages import KVPages
 from windlass.kernels.layouts.weight_layouts import BlockWeight
 from windlass.kernels.torch import batched_attention, reference
-from windlass.kernels.torch import linear as blocks
-from windlass.kernels.torch.reference import head_products, key_matrices, rms_norm_in_place
+from windlass.kernels.torch.linear import widened_block_rows
+from windlass.kernels.torch.reference import head_products, key_matrices
 
 _PANEL_BYTES = 8 << 20
 
 
+def _row(x: Tensor, t: int) -> Tensor:
+    """A copy of row t, [1, ...] in a buffer of its own."""
+    return x[t : t + 1].clone(memory_format=torch.contiguous_format)
+
+
 def _rows(x: Tensor) -> list[Tensor]:
-    """Copies of the rows, each [1, ...] in a buffer of its own."""
-    return [x[t : t + 1].clone(memory_format=torch.contiguous_format) for t in range(x.shape[0])]
+    return [_row(x, t) for t in range(x.shape[0])]
+
+
+def by_row(operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The operation applied to each row of x alone, the results concatenated."""
+    return torch.cat([operation(row) for row in _rows(x) or [x]])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `Backend.linear`. On a CPU the product is float32, a narrower weight widened in panels of 8 MiB."""
+    """See `Backend.linear`. On a CPU the product is float32; a narrower weight is converted in panels of 8 MiB."""
     columns, inner = weight.shape
     compute = torch.float32 if x.is_cpu else x.dtype
     rows = _rows(x.to(compute))
@@ -46,10 +56,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_blocks_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
-    """See `blocks.linear_blocks_widened`."""
+    """See `linear.linear_blocks_widened`."""
     wide = x.float()
     out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32, device=x.device)
-    for rows, numbers in blocks.widened_block_rows(weight):
+    for rows, numbers in widened_block_rows(weight):
         out[:, rows] = linear(wide, numbers)
     if bias is not None:
         out += bias.float()
@@ -62,39 +72,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.cat([reference.rms_norm(row, weight, eps) for row in rows]).view(x.shape) if rows else x.clone()
 
 
-def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """See `reference.gated_activation`."""
-    rows = _rows(gate_up) or [gate_up]
-    return torch.cat([reference.gated_activation(row, activation) for row in rows])
-
-
-def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """See `reference.clamped_glu`."""
-    return torch.cat([reference.clamped_glu(row, alpha, limit) for row in _rows(gate_up) or [gate_up]])
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """See `reference.layer_norm`."""
-    return torch.cat([reference.layer_norm(row, weight, bias, eps) for row in _rows(x) or [x]])
-
-
-def activated(x: Tensor, activation: str) -> Tensor:
-    """See `reference.activated`."""
-    return torch.cat([reference.activated(row, activation) for row in _rows(x) or [x]])
-
-
-def xielu(x: Tensor, *numbers: Tensor) -> Tensor:
-    """See `reference.xielu`."""
-    return torch.cat([reference.xielu(row, *numbers) for row in _rows(x) or [x]])
-
-
-def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """See `reference.soft_cap`."""
-    return torch.cat([reference.soft_cap(row, cap) for row in _rows(x) or [x]])
-
-
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
-    """See `routed.route`."""
+    """See `Backend.route`."""
     found = [reference.route(row, routing, bias, scales) for row in _rows(logits) or [logits]]
     return Routed(torch.cat([one.chosen for one in found]), torch.cat([one.weights for one in found]))
 
@@ -114,7 +93,7 @@ def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
 
 
 def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-    """Token by token, the versions that one meets its keys in taken together in a fresh buffer."""
+    """Token by token, with the query copies of a token gathered in a fresh buffer."""
     out = q.new_empty(call.num_tokens, q.shape[1], pages.value_dim)
     for rows, length, own in call.sequences():
         for i, t in enumerate(range(rows.start, rows.stop)):
@@ -125,10 +104,10 @@ def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
                 raise IndexError(
                     f"ranges of a sequence of {length} keys name a row that q lacks, which has {q.shape[0]} rows"
                 )
-            versions = q[named[0].clamp(min=0)]  # [R, Hq, D]
-            places = torch.where(named < 0, named, torch.arange(len(versions), device=q.device))
+            copies = q[named[0].clamp(min=0)]  # [R, Hq, D]
+            places = torch.where(named < 0, named, torch.arange(len(copies), device=q.device))
             one = replace(one, ranges=replace(one.ranges, rows=places))
-            out[t] = reference.paged_attention(versions, pages, one)[0]
+            out[t] = reference.paged_attention(copies, pages, one)[0]
     return out
 
 
@@ -182,29 +161,29 @@ _COSINE = (
 )
 
 
-def rms_norm_in_place_by_row(x: Tensor, weight: Tensor, eps: float) -> None:
-    """The same, its rows independent."""
+def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
+    """See `Backend.rms_norm_in_place`."""
     for t in range(x.shape[0]):
-        row = x[t : t + 1].clone(memory_format=torch.contiguous_format)
-        rms_norm_in_place(row, weight, eps)
+        row = _row(x, t)
+        reference.rms_norm_in_place(row, weight, eps)
         x[t] = row[0]
 
 
-def latent_queries_by_row(q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-    """The same, its rows independent."""
+def latent_queries(q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
+    """See `Backend.latent_queries`."""
     rotated, plain = q[..., :rotary_dim], q[..., rotary_dim:]
-    return torch.cat((rotated, _head_products_by_row(plain, key_matrices(up, q, rotary_dim))), dim=-1)
+    return torch.cat((rotated, _head_products(plain, key_matrices(up, q, rotary_dim))), dim=-1)
 
 
-def latent_values_by_row(attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-    """The same, its rows independent."""
-    return _head_products_by_row(attended, up[:, up.shape[1] - value_dim :].transpose(1, 2)).flatten(1)
+def latent_values(attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
+    """See `Backend.latent_values`."""
+    return _head_products(attended, up[:, up.shape[1] - value_dim :].transpose(1, 2)).flatten(1)
 
 
-def _head_products_by_row(x: Tensor, matrices: Tensor) -> Tensor:
-    """See `head_products`."""
+def _head_products(x: Tensor, matrices: Tensor) -> Tensor:
+    """See `reference.head_products`."""
     wide = matrices.to(torch.float32 if x.is_cpu else x.dtype)
     out = x.new_empty(x.shape[0], x.shape[1], matrices.shape[2])
     for t in range(x.shape[0]):
-        out[t] = head_products(x[t : t + 1].clone(memory_format=torch.contiguous_format), wide)[0]
+        out[t] = head_products(_row(x, t), wide)[0]
     return out

@@ -34,8 +34,8 @@ from windlass.kernels.torch import (
     row_independent,
     torch_sampler,
 )
-from windlass.kernels.torch import linear as blocks
 from windlass.kernels.torch.collectives import TorchCollectives
+from windlass.kernels.torch.row_independent import by_row
 from windlass.kernels.torch.torch_sampler import TorchSampler
 
 Angles = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -44,7 +44,7 @@ Angles = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def buffer_filler(
     rows: PersistentBuffers, q_scale: Tensor, score_scale: Tensor, block_size: int, angles: Angles
 ) -> BufferFiller:
-    """See `Backend.buffer_filler`. angles: cosines and sines of rotary rows [B] at positions [B]."""
+    """See `Backend.buffer_filler`. angles: cosines and sines for rotary rows [B] at positions [B]."""
     place = np.arange(rows.metadata.shape[1])
     positions = torch.from_numpy(rows.positions)
 
@@ -68,7 +68,7 @@ def buffer_filler(
 
 
 class TorchBackend(Backend):
-    """Batched torch calls. refusal: why the quicker backend of this kind of device cannot be used, None where there is none."""
+    """Batched torch calls. refusal: why the faster backend of this kind of device cannot be used; None if there is none."""
 
     def __init__(self, options: BackendOptions, refusal: str | None = None) -> None:
         super().__init__(options)
@@ -86,7 +86,7 @@ class TorchBackend(Backend):
 
     def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
         if isinstance(target, PanelRows):
-            raise TypeError("weights in panels are for the compiled kernels only")
+            raise TypeError("panel weights are for the compiled kernels only")
         block_quantization.quantize_into_blocks(target, source)
 
     def repack(self, target: BlockRows, source: Tensor) -> None:
@@ -100,7 +100,7 @@ class TorchBackend(Backend):
         if isinstance(weight, BlockWeight):
             return self._blocks_product(x, weight, bias)
         if isinstance(weight, PanelWeight):
-            raise TypeError("weights in panels are for the compiled kernels only")
+            raise TypeError("panel weights are for the compiled kernels only")
         return self._product(x, weight, bias)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,7 +108,7 @@ class TorchBackend(Backend):
         return (linear.linear_widened if widens else linear.linear)(x, weight, bias)
 
     def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
-        product = blocks.linear_blocks if self.options.activations == "int8" else blocks.linear_blocks_widened
+        product = linear.linear_blocks if self.options.activations == "int8" else linear.linear_blocks_widened
         return product(x, weight, bias)
 
     def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
@@ -181,7 +181,7 @@ class TorchBackend(Backend):
         return reference.state_space(mixed, step, rate, bias, skip, memory, rows, limits=limits)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
-        # Elsewhere the host does not know how long sequences are.
+        # On other devices the host does not know the lengths of sequences.
         return None if self.deterministic or self.device.type != "cpu" else LatentExpansion(1.0, 1.0)
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
@@ -212,7 +212,7 @@ class TorchBackend(Backend):
         x.copy_(x.float() * (first * second))
 
     def multiply(self, x: Tensor, by: Tensor) -> None:
-        x.mul_(by)  # of narrow types too in float32, rounded once
+        x.mul_(by)  # computed in float32 for narrow types too, rounded once
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return reference.gated_activation(gate_up, activation)
@@ -223,7 +223,7 @@ class TorchBackend(Backend):
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         x.mul_(gate.float().sigmoid())
 
-    def sum_over_ranks(self, x: Tensor) -> None:
+    def all_reduce(self, x: Tensor) -> None:
         if self._ranks is not None:
             self._ranks.all_reduce(x)
 
@@ -272,7 +272,7 @@ class TorchBackend(Backend):
     ) -> None:
         slots = torch.stack((sources, targets))
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < pages.num_slots:
-            raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
+            raise IndexError("rerotate_cached_keys: a slot is outside the pages")
         reference.rerotate_cached_keys(pages, sources, targets, cos, sin, values=values)
 
     def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ class TorchBackend(Backend):
 
 
 class RowIndependentBackend(TorchBackend):
-    """Torch calls whose rows are independent (see `rowwise`): deterministic, and slow."""
+    """Torch calls with independent rows (see `row_independent`): deterministic and slow."""
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return row_independent.linear(x, weight, bias)
@@ -316,22 +316,22 @@ class RowIndependentBackend(TorchBackend):
         return row_independent.rms_norm(x, weight, eps)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return row_independent.layer_norm(x, weight, bias, eps)
+        return by_row(lambda row: reference.layer_norm(row, weight, bias, eps), x)
 
     def activation(self, x: Tensor, activation: str) -> Tensor:
-        return row_independent.activated(x, activation)
+        return by_row(lambda row: reference.activated(row, activation), x)
 
     def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-        return row_independent.xielu(x, alpha_p, alpha_n, beta, eps)
+        return by_row(lambda row: reference.xielu(row, alpha_p, alpha_n, beta, eps), x)
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
-        return row_independent.gated_activation(gate_up, activation)
+        return by_row(lambda row: reference.gated_activation(row, activation), gate_up)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return row_independent.soft_cap(x, cap)
+        return by_row(lambda row: reference.soft_cap(row, cap), x)
 
     def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        return row_independent.clamped_glu(gate_up, alpha, limit)
+        return by_row(lambda row: reference.clamped_glu(row, alpha, limit), gate_up)
 
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         for row, own in zip(x, gate, strict=True):
@@ -343,16 +343,16 @@ class RowIndependentBackend(TorchBackend):
         return row_independent.route(logits, routing, bias, scales)
 
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        row_independent.rms_norm_in_place_by_row(x, weight, eps)
+        row_independent.rms_norm_in_place(x, weight, eps)
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-        return row_independent.latent_queries_by_row(q, up, rotary_dim)
+        return row_independent.latent_queries(q, up, rotary_dim)
 
     def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-        return row_independent.latent_values_by_row(attended, up, value_dim)
+        return row_independent.latent_values(attended, up, value_dim)
 
     def log1p(self, counts: Tensor) -> Tensor:
-        # Torch's own differs between a vector's body and its tail.
+        # Torch's log1p differs between a vector's body and its tail.
         return torch.tensor([math.log1p(n) for n in counts.tolist()], dtype=torch.float32, device=counts.device)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:

@@ -1,8 +1,8 @@
 """Torch sampler: temperature, min-p, top-k, top-p, typical-p, XTC, inverse CDF, and log-probabilities, in plain torch.
 
-A row's result depends only on its own logits and settings: retained sets are defined by thresholds on values, and sampling walks
-retained tokens by id. Weights are multiples of 2^-34, so float64 sums are exact for up to 2^19 tokens in any order. Oracle of the
-compiled and the Triton sampler.
+A row's result depends only on its own logits and settings: retained sets are defined by thresholds on values, and sampling
+walks retained tokens by id. Weights are multiples of 2^-34, so float64 sums are exact for up to 2^19 tokens in any order.
+Oracle of the compiled and the Triton sampler.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-
 class Candidates:
     """The tokens a row may yield, padded to the widest row.
 
-    token_ids: [S, K] int64, ascending within a row, padding 0. logits: [S, K] float32, padding -inf.
-    weights: [S, K] float64, proportional to the probability, 0 for what the filters removed and for padding; see `exact_weights`.
+    token_ids: [S, K] int64, ascending within a row, padding 0. logits: [S, K] float32, padding -inf. weights: [S, K] float64,
+    proportional to the probability, 0 for what the filters removed and for padding; see `exact_weights`.
     """
 
     token_ids: Tensor
@@ -99,7 +99,7 @@ def candidates(scaled: Tensor, filters: Sequence[Filters]) -> Candidates:
     nucleus = [row for row, f in enumerate(filters) if f.top_p < 1 and f.top_k <= 0 and f.min_p <= 0]
     if nucleus:
         # Nothing but top-p narrows these rows. Tokens of probability below (1 - p)/V together weigh less than 1 - p, so
-        # the nucleus lies above them: they count in the row's mass and need no further look. Rows already narrowed
+        # the nucleus is above them: they count in the row's mass and are not visited again. Rows already narrowed
         # by top-k or min-p have their mass in what is left.
         at = torch.tensor(nucleus, device=scaled.device)
         total = exact_weights(_take_rows(scaled, at)).sum(-1, keepdim=True, dtype=torch.float64)
@@ -237,7 +237,7 @@ def _typical(logits: Tensor, weights: Tensor, typical_p: Sequence[float]) -> Ten
 
 
 def _exclude_top(logits: Tensor, weights: Tensor, shares: Sequence[float]) -> Tensor:
-    """Of the tokens that hold a share of the weight each, keep the least likely alone, beside all that do not hold it.
+    """Of the tokens with at least a share of the weight, keep only the least likely one, and all tokens below the share.
 
     "Exclude top choices" (oobabooga/text-generation-webui pull request 6335). A share of 1 keeps everything.
     """
@@ -305,7 +305,7 @@ class TorchSamplingRow:
 
     @property
     def changes(self) -> LogitsChanges | None:
-        """What was last said to be done to the row, None for nothing."""
+        """The current changes of the row, or None."""
         return self._changes
 
     @property

@@ -32,7 +32,7 @@ def end_visible(index, length, window, chunk, CAUSAL: tl.constexpr, WINDOW: tl.c
 
 @triton.jit
 def rows_of_tile(first_head, kv_head, local, count, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The head of each row, its token among a sequence's new ones, and whether there is one: `count` of them from `local` on."""
+    """Per row: head, token among the new ones of its sequence, and whether it exists. `count` tokens from `local` on."""
     rows = tl.arange(0, BLOCK_M)
     head = first_head + rows % HEADS
     ok = (rows // HEADS < count) & (head < GROUP)
@@ -41,7 +41,7 @@ def rows_of_tile(first_head, kv_head, local, count, GROUP: tl.constexpr, HEADS: 
 
 @triton.jit
 def normalized(largest, weight, summed, sinks, head, ok, SINKS: tl.constexpr):
-    """Sums of values over weights, with what sinks weigh."""
+    """Sums of values divided by the total weight, which includes sinks."""
     if SINKS:
         sink = tl.load(sinks + head, mask=ok, other=0.0) * LOG2_E
         larger = tl.maximum(largest, sink)
@@ -53,16 +53,16 @@ def normalized(largest, weight, summed, sinks, head, ok, SINKS: tl.constexpr):
 
 @triton.jit
 def prepare_query(query, row_scale):
-    """The rows and their scales, as `softmax_update` has them. Under 1e-30 all keys that a row sees are alike, as they are under 0."""
+    """Rows and scales for `softmax_update`. Scales below 1e-30 weigh all visible keys equally, as 0 does."""
     size = tl.abs(row_scale)
     return tl.where((row_scale < 0)[:, None], -query, query), tl.where(size < 1e-30, 1e-30, size)  # NaN stays
 
 
 @triton.jit
 def softmax_update(scores, scale, largest, weight, WHOLE: tl.constexpr):
-    """The softmax's state after these scores, what becomes of sums before them, and weights. scale: of each row, in powers of
-    two, above 0, as the largest score is looked for before. Scores of keys that are not seen are -inf; WHOLE: there are none.
-    It changes no bit: what is scaled and lowered is rounded once."""
+    """The softmax state after these scores, the factor for previous sums, and weights. scale: per row, in powers of two,
+    positive, since the maximum is taken before scaling. Scores of hidden keys are -inf; WHOLE: no key is hidden. Bits do not
+    depend on WHOLE: scaling and subtraction are rounded once."""
     larger = tl.maximum(largest, tl.max(scores, 1) * scale)
     base = larger
     if not WHOLE:
@@ -112,16 +112,16 @@ def attend_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The softmax's state (largest score in powers of two, weight, sum of values) after one more tile of keys. WHOLE: all rows
-    see all of them. scale: of each row, as `softmax_update` has it, unless scores are bent or lowered before."""
+    """The softmax state (largest score in powers of two, weight, sum of values) after another tile of keys. WHOLE: all rows
+    see all of them. scale: per row, as in `softmax_update`, unless a soft cap or bias is applied before."""
     place = tl.arange(0, BLOCK_N)
     key = tile + place
     key_ok = (key >= low) & (key < stop)
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_V)
-    offset = place % SIZE  # tiles begin with blocks, or are parts of them
+    offset = place % SIZE  # tiles begin at block boundaries, or are parts of blocks
     if BLOCK_N % SIZE == 0:
-        # One after the other, as numbers of the whole program: nothing is looked up for each key.
+        # Block by block, as scalars of the program: no table lookup per key.
         block = place * 0
         is_block = place >= 0
         missing = 0.0
@@ -158,7 +158,7 @@ def attend_tile(
         at_scale = scale_offset(block, offset, kv_head, KV_HEADS, SIZE)
         scores = scores * tl.load(key_scales + at_scale, mask=key_ok, other=0.0)[None, :]
     if BLOCK_N % SIZE == 0 and WHOLE:
-        scale = scale + missing  # a block that is none lets its whole tile show
+        scale = scale + missing  # an invalid block makes the entire tile NaN
     else:
         scores = scores + tl.where(is_block, 0.0, float("nan"))[None, :]
     if CAP or SLOPES:
@@ -197,7 +197,7 @@ def attend_tile(
 
 @triton.jit
 def sequence_at(starts, place, count, TOKENS: tl.constexpr):
-    """The last b for which starts[b] // TOKENS + b <= place, or with TOKENS 0 starts[b] <= place. starts[0] is 0."""
+    """The last b with starts[b] // TOKENS + b <= place, or, if TOKENS is 0, with starts[b] <= place. starts[0] is 0."""
     low = 1
     high = count
     while low < high:

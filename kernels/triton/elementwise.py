@@ -14,7 +14,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def sigmoid(x, QUICK: tl.constexpr = False):
-    """QUICK: two units in the last place off at most, for what is rounded further and has few registers."""
+    """QUICK: an error of at most two units in the last place, for results that are rounded further, with few registers."""
     if QUICK:
         return 1.0 / (1.0 + tl.exp(-x))
     return tl.div_rn(1.0, 1.0 + tl.exp(-x))
@@ -41,14 +41,15 @@ def activated(x, KIND: tl.constexpr, QUICK: tl.constexpr = False):
 
 @triton.jit
 def activation_kernel(x, stride, out, columns, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, part of the columns). GATED: x holds as many columns again, which the activated ones multiply."""
+    """Program (row, part of the columns). GATED: x holds as many further columns, by which the activated ones are
+    multiplied."""
     wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < columns
     kind = out.dtype.element_ty
     at = x + row * stride + column
-    # Rounded where the plain form rounds: each function gives its operand's type.
+    # Rounded as in the plain form: each function returns its operand's type.
     found = activated(tl.load(at, mask=ok, other=0.0).to(tl.float32), KIND).to(kind)
     if GATED:
         found = (found.to(tl.float32) * tl.load(at + columns, mask=ok, other=0.0).to(tl.float32)).to(kind)
@@ -64,7 +65,7 @@ def clamped_glu_kernel(x, stride, out, columns, alpha, limit, BLOCK: tl.constexp
     at = x + row * stride + column
     gate = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(at + columns, mask=ok, other=0.0).to(tl.float32)
-    # Comparisons that NaN fails, so that it stays.
+    # Comparisons are false for NaN, so that it is kept.
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     found = (up + 1.0) * gate * sigmoid(alpha * gate)
@@ -98,7 +99,7 @@ def soft_cap_kernel(x, stride, out, columns, cap, BLOCK: tl.constexpr):
 
 @triton.jit
 def sum_of_experts_kernel(x, weights, out, columns, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (token, part of the columns): its COUNT rows of x by their weights, one after the other."""
+    """Program (token, part of the columns): the weighted sum of its COUNT rows of x, in order."""
     wait_for_predecessor()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -121,7 +122,7 @@ def check_activation(kind: str) -> None:
 
 
 def activation(x: Tensor, kind: str, *, gated: bool = False) -> Tensor:
-    """activation(x) of [T, F], or activation(gate) * up of [T, 2F]. Raises ValueError for a kind that is not known."""
+    """activation(x) of [T, F], or activation(gate) * up of [T, 2F]. Raises ValueError for an unknown kind."""
     check_activation(kind)
     x = strided(x)
     columns = x.shape[1] // 2 if gated else x.shape[1]

@@ -24,8 +24,8 @@ def gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile of columns): out[columns] = weight @ x + bias. GATED: weight has as many rows again, whose products the
-    activated ones multiply, both rounded first as they are without it. MANY: offsets into the weight need 64 bits."""
+    """Program (tile of columns): out[columns] = weight @ x + bias. GATED: the weight has gates, then as many ups; both
+    products are rounded before activation(gate) * up. MANY: offsets into the weight need 64 bits."""
     wait_for_predecessor()
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_ok = column < columns
@@ -57,11 +57,11 @@ def gemv_kernel(
     tl.store(out + column, found.to(kind), mask=column_ok)
 
 
-_NUMBERS, _LONGEST = 4096, 2048  # of a weight at once in a program, and of a row of it
+_NUMBERS, _LONGEST = 4096, 2048  # elements of a weight, and of one of its rows, per program at a time
 
 
 def takes_single_row(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is one row, and rows of the weight lie so that they are read in whole pieces."""
+    """Whether x is one row, and the rows of the weight are aligned for vector loads."""
     return (
         x.shape[0] == 1
         and weight.dtype == x.dtype
@@ -72,7 +72,7 @@ def takes_single_row(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear_single_row(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
-    """x @ weight.T + bias; with an activation `Backend.gated_linear`. x: [1, K] that `takes_single_row` accepts."""
+    """x @ weight.T + bias; with an activation `Backend.gated_linear`. Requires `takes_single_row`. x: [1, K]."""
     if activation is not None:
         check_activation(activation)
     x, inner = strided(x), x.shape[1]

@@ -40,9 +40,9 @@ def grouped_gemm_kernel(
 ):
     """Program (tile of columns, tile of rows): x @ weight.T + bias, where `weights` and `biases` are addresses by expert.
 
-    order, ends: see `routing.by_expert`. GATHERED, SCATTERED: whether rows of x, or of the result, lie by place; else they lie in
-    the order of experts. PER_ROW: how many places a row of x has where they are gathered. KIND: an activation, or None; with one
-    the first half of the columns are gates, the others what they open. WHOLE: whether BLOCK_K divides `inner`.
+    order, ends: see `by_expert`. GATHERED, SCATTERED: whether rows of x, or of the result, are in the order of places; else
+    they are in the order of experts. PER_ROW: places per row of x, if gathered. KIND: an activation or None; with one, the
+    first half of the columns are gates, the second half ups. WHOLE: whether BLOCK_K divides `inner`.
     """
     wait_for_predecessor()
     expert, first, end = part_of_expert(tl.program_id(1), ends, EXPERTS, BLOCK_E, BLOCK_M, BY_PLACE=False)
@@ -60,7 +60,7 @@ def grouped_gemm_kernel(
         to_row = tl.load(order + place)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.minimum(column, columns - 1)
-    if KIND is not None:  # gates and what they open take turns, so that a thread has both
+    if KIND is not None:  # gates and ups alternate, so that a thread has both
         weight_row = weight_row // 2 + weight_row % 2 * (columns // 2)
     k = tl.arange(0, BLOCK_K)
     at_x = x + x_row[:, None] * x_stride + k[None, :]
@@ -91,7 +91,7 @@ def grouped_gemm_kernel(
 
 _BIAS_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-# From so many rows of an expert on, the first that a GPU has the memory for.
+# Sizes by minimum number of rows per expert; the first that fits into shared memory is used.
 _TILES = (
     (96, Tile(128, 256, 64, 8, 4)),
     (96, Tile(128, 256, 64, 8, 3)),
@@ -103,13 +103,13 @@ _FEWEST_ROWS = min(least for least, _ in _TILES)
 
 
 def tile_for(rows: int, device: Device) -> Tile:
-    """rows: of an expert, on average; not fewer than `takes_grouped` wants."""
+    """rows: per expert, on average; at least the minimum of `takes_grouped`."""
     fitting = (tile for least, tile in _TILES if rows >= least and tile.shared_memory <= device.shared_memory)
     return next(fitting)
 
 
 def takes_grouped(x: Tensor, places: int, *several: PointerTableExperts) -> bool:
-    """Whether experts have many rows each, and weights of x's type that are read in whole pieces."""
+    """Whether experts have many rows each, and aligned weights of x's type."""
     return x.element_size() == 2 and all(
         places >= _FEWEST_ROWS * len(experts) and _has_whole_pieces(experts, x.dtype) for experts in several
     )
@@ -126,7 +126,7 @@ def _has_whole_pieces(experts: PointerTableExperts, dtype: torch.dtype) -> bool:
 
 
 def linear_of_experts(x: Tensor, experts: PointerTableExperts, chosen: Tensor, device: Device) -> Tensor:
-    """See `Backend.linear_of_experts`; of what it `takes_grouped`."""
+    """See `Backend.linear_of_experts`; requires `takes_grouped`."""
     order, ends = by_expert(chosen, len(experts))
     tile = tile_for(chosen.numel() // len(experts), device)
     per_row = chosen.numel() // x.shape[0]
@@ -141,7 +141,8 @@ def feed_forward_of_experts(
     activation: str,
     device: Device,
 ) -> Tensor:
-    """See `Backend.feed_forward_of_experts`; of what it `takes_grouped`. Between the products rows lie in the order of experts."""
+    """See `Backend.feed_forward_of_experts`; requires `takes_grouped`. Between the products, rows are in the order of
+    experts."""
     check_activation(activation)
     chosen, weights = routed
     order, ends = by_expert(chosen, len(gate_up))
@@ -162,10 +163,9 @@ def multiply_grouped(
     per_row: int = 1,
     activation: str | None = None,
 ) -> Tensor:
-    """gathered, scattered: whether rows of x, and of the result, lie by place; else they lie in the order of experts.
+    """gathered, scattered: whether rows of x, and of the result, are in the order of places; else in the order of experts.
 
-    order, ends: see `by_expert`. per_row: places of a row that is gathered. activation: what opens the gates, see
-    `Backend.gated_linear`."""
+    order, ends: see `by_expert`. per_row: places per gathered row. activation: of gates, see `Backend.gated_linear`."""
     x, places = strided(x), order.shape[0]
     part = experts.parts[0]
     out = x.new_empty(places, experts.columns if activation is None else experts.columns // 2)

@@ -1,6 +1,6 @@
 """Kernel launch: grid, device, programmatic dependent launch (capability 9.0), and tile size helpers.
 
-Every kernel first lets its successor start and then waits for its predecessors (`follow`).
+Every kernel first lets its successor start and then waits for its predecessors (`wait_for_predecessor`).
 """
 
 import functools
@@ -22,18 +22,18 @@ def wait_for_predecessor():
 
 @triton.jit
 def is_last_program(ticket):
-    """Whether the programs (i, 0), (i, 1) ... that share a ticket, 0 at first, have come here before this one: what they wrote or
-    added before is seen by loads past the processor's own cache (`.cg`)."""
+    """Whether this is the last of the programs (i, 0), (i, 1) ... that share a ticket (initially 0) to arrive. Loads that
+    bypass the L1 cache (`.cg`) then see what the others wrote or added."""
     tl.debug_barrier()
     return tl.atomic_add(ticket, 1, sem="acq_rel") == tl.num_programs(1) - 1
 
 
-# Of a rounded compute dtype tiles are multiplied as they are, with float32 sums; everything else in float32.
+# Tiles of 16-bit compute dtypes are multiplied directly, with float32 sums; everything else in float32.
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *operands: Any, **sizes: Any) -> None:
-    """Run the program for every place of a grid, where `on` lies; nothing for an empty grid."""
+    """Run the kernel on a grid, on the device of `on`; no-op for an empty grid."""
     if 0 in grid:
         return
     if on.is_cuda and _next_starts_early(on.device.index):
@@ -44,13 +44,12 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *operands: Any, **siz
 
 @functools.cache
 def _next_starts_early(device: int) -> bool:
-    """See `programs.order`."""
+    """Whether kernels overlap with their predecessor (programmatic dependent launch); see the module."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Device(NamedTuple):
-    """What sizes of programs depend on: processors, bytes of memory that the threads of a program can share, and the compute
-    capability."""
+    """Device properties for tile sizes: multiprocessors, bytes of shared memory per program, compute capability."""
 
     processors: int = 1
     shared_memory: int = 99 << 10  # of the smaller GPUs
@@ -69,21 +68,21 @@ SMALL = Device()
 
 
 def power_of_two(size: int, least: int = 1) -> int:
-    """The smallest one that is no less than either."""
+    """The smallest power of two that is at least as large as both."""
     return max(least, int(triton.next_power_of_2(max(size, 1))))
 
 
 def dot_type(dtype: torch.dtype) -> tuple[Any, str]:
-    """What tiles of rows of a type are multiplied in, and how exactly."""
+    """The type and the precision of products of tiles."""
     found = _DOTS.get(dtype)
     return (tl.float32, "ieee") if found is None else (found, "tf32")
 
 
 def as_bytes(pages: Tensor) -> Tensor:
-    """Pages as programs take them: float8 as uint8, which every GPU reads."""
+    """Pages as kernel arguments: float8 as uint8, which every GPU reads."""
     return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 
 def strided(x: Tensor) -> Tensor:
-    """x [..., D], its last dim contiguous."""
+    """x [..., D] with a contiguous last dim."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

@@ -1,7 +1,8 @@
 """Low-rank updates (LoRA) in Triton: out += scale * (x A^T) B^T with matrices per row.
 
-`down` computes x A^T in float32, split over K if few rows would occupy the device; `up` sums the splits in order, multiplies by B^T and
-adds. Each exists per row (few rows) and per tile (many rows). The table of updates is in device memory, so captured work sees changes.
+`down` computes x A^T in float32, split over K if few rows would occupy the device; `up` sums the splits in order, multiplies
+by B^T and adds. Each exists per row (few rows) and per tile (many rows). The table of updates is in device memory, so
+captured work sees changes.
 """
 
 import itertools
@@ -17,7 +18,7 @@ from windlass.kernels.device_memory import copy_into
 from windlass.kernels.layouts.low_rank_weights import PANEL_COLUMNS, LowRankTable, LowRankTarget, LowRankUpdate
 from windlass.kernels.triton.launch import Device, dot_type, launch, power_of_two, strided, wait_for_predecessor
 
-# An entry of the table: the rank of all parts together and the address of A, then of each part the following.
+# An entry of the table: total rank and address of A, then for each part the following.
 HEAD = tl.constexpr(2)
 
 FIRST = tl.constexpr(0)
@@ -37,7 +38,7 @@ FIELDS = tl.constexpr(6)
 
 @triton.jit
 def a_numbers(entry, r, k, ok, inner, KIND: tl.constexpr):
-    """Of A, rows r and columns k, which broadcast. ok: which there are."""
+    """Elements of A at rows r and columns k, which broadcast. ok: mask of valid ones."""
     panels = tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(KIND)), 16)
     strips = (inner + 15) // 16
     at = (r // 4 * strips).to(tl.int64) * 64 + (k // 16 * 64 + r % 4 * 16 + k % 16)
@@ -46,9 +47,8 @@ def a_numbers(entry, r, k, ok, inner, KIND: tl.constexpr):
 
 @triton.jit
 def part_of_columns(entry, tile, PARTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What a tile of columns of a change adds to: (the entry of a part, its rank, which of its tiles, its first column, how many
-    it has). Every part's columns start a tile of their own; behind the last there are tiles without any. ALIGNED: whether 16
-    divides the columns of each."""
+    """The part that a tile of columns belongs to: (entry, rank, tile within the part, first column, number of columns). Every
+    part begins a new tile; tiles after the last part are empty. ALIGNED: whether 16 divides the columns of each part."""
     place = -1
     own = 0
     for part in tl.static_range(PARTS):
@@ -61,7 +61,7 @@ def part_of_columns(entry, tile, PARTS: tl.constexpr, ALIGNED: tl.constexpr, BLO
     columns = tl.where(place < 0, 0, tl.load(at + COLUMNS).to(tl.int32))
     rank = tl.where(place < 0, 0, tl.load(at + RANK).to(tl.int32))
     first = tl.load(at + FIRST)
-    if ALIGNED:  # else numbers would come one by one
+    if ALIGNED:  # enables vector loads
         columns = tl.multiple_of(columns, 16)
         first = tl.multiple_of(first, 16)
     return at, rank, own, first, columns
@@ -69,7 +69,7 @@ def part_of_columns(entry, tile, PARTS: tl.constexpr, ALIGNED: tl.constexpr, BLO
 
 @triton.jit
 def b_numbers(part, rank, columns, r, column, KIND: tl.constexpr):
-    """Of B^T, rows r and columns, which broadcast; zeros behind the last ones."""
+    """Elements of B^T at rows r and columns, which broadcast; zeros past the end."""
     panels = tl.multiple_of(tl.load(part + ADDRESS).to(tl.pointer_type(KIND)), 16)
     at = (column // 32).to(tl.int64) * (rank * 32) + (r * 32 + column % 32)
     return tl.load(panels + at, mask=(r < rank) & (column // 32 < (columns + 31) // 32), other=0.0)
@@ -167,7 +167,7 @@ def low_rank_up_by_row_kernel(
 
 @triton.jit
 def next_slot(slots, last, SLOTS: tl.constexpr):
-    """The smallest of a tile's rows above the last; SLOTS or more where there is none."""
+    """The smallest slot of a tile's rows above the previous one; SLOTS or more if there is none."""
     return tl.min(tl.where(slots > last, slots, SLOTS))
 
 
@@ -283,25 +283,25 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 _HEAD, _FIELDS = HEAD.value, FIELDS.value
 
-_BY_ROW = 128  # rows up to which each has programs of its own
+_BY_ROW = 128  # rows up to which each has separate programs
 
-_MOST_SPLITS = 16  # of K; all are read again for each tile of columns
+_MOST_SPLITS = 16  # of K; the partial sums are read again for each tile of columns
 
 
 class DeviceLowRankTable(LowRankTable):
-    """The same as programs read it. Changes are kept in the matrix's dtype.
+    """A table with its description for the kernels. Updates are stored in the matrix's dtype.
 
-    entries: int64 [slots, 2 + 6 parts], see `programs.low_rank`; it stays where it is.
+    entries: int64 [slots, 2 + 6 parts], see this module; its address is fixed.
     """
 
     def __init__(self, slots: int, matrix: LowRankTarget, device: torch.device) -> None:
         super().__init__(slots)
         self.matrix = matrix
         self.entries = torch.zeros(slots, _HEAD + _FIELDS * len(matrix.parts), dtype=torch.int64, device=device)
-        self._read: list[list[Tensor]] = [[] for _ in range(slots)]  # what entries have addresses of
+        self._read: list[list[Tensor]] = [[] for _ in range(slots)]  # tensors whose addresses are in entries
 
     def put(self, slot: int, change: LowRankUpdate | None) -> None:
-        """Raises ValueError for a change of another matrix, or one that is larger than the table has room for."""
+        """Raises ValueError for an update of another matrix, or one that exceeds the limits of the table."""
         entry, read = [0] * self.entries.shape[1], list[Tensor]()
         if change is not None:
             self._check(change)
@@ -334,7 +334,7 @@ class DeviceLowRankTable(LowRankTable):
 
 
 class _LowRankTile(NamedTuple):
-    """Of programs: rows, columns, ranks and numbers of K at once."""
+    """Tile sizes: rows, columns, ranks, and elements of K at a time."""
 
     rows: int
     columns: int
@@ -345,9 +345,9 @@ class _LowRankTile(NamedTuple):
 def add_low_rank(
     out: Tensor, x: Tensor, table: DeviceLowRankTable, slots: Tensor, *, fixed: bool, device: Device
 ) -> None:
-    """See `Backend.add_low_rank`. slots: [T] int64, on the device. fixed: tiles of one size, however many rows there are."""
+    """See `Backend.add_low_rank`. slots: [T] int64, on the device. fixed: one tile size for any number of rows."""
     matrix, rows, x = table.matrix, x.shape[0], strided(x)
-    # Tiles are multiplied in the type that both have, everything else in float32.
+    # Tiles of a common type are multiplied in it, everything else in float32.
     dot, precision = dot_type(x.dtype if x.dtype == matrix.dtype else torch.float32)
     fits = out.shape == (rows, matrix.columns) and x.shape[1] == matrix.inner and len(slots) == rows
     if not fits or (matrix.columns > 1 and out.stride(1) != 1):
@@ -382,12 +382,12 @@ def _row_sizes(matrix: LowRankTarget) -> _LowRankTile:
 
 
 def _tile_sizes(matrix: LowRankTarget, *, wide: bool, fixed: bool) -> _LowRankTile:
-    """wide: whether numbers are multiplied in float32, one by one and out of registers."""
+    """wide: whether products are float32, without tensor cores."""
     if wide:
         return _LowRankTile(16 if fixed else 32, 64, 16, 32)
     return _LowRankTile(16 if fixed else 64, 64, min(32, power_of_two(matrix.rank, 16)), 64)
 
 
 def _splits(row_tiles: int, parts: int, device: Device) -> int:
-    """Of K, so that every processor has a program. parts: of K that there are."""
+    """The number of splits of K that gives every multiprocessor a program. parts: available parts of K."""
     return max(1, min(_MOST_SPLITS, parts, device.processors // max(row_tiles, 1)))

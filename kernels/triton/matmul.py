@@ -1,7 +1,7 @@
 """Matrix products in Triton: quantized blocks, batch-independent plain products, per-head and per-expert products.
 
-Only the compute dtype rounds. A kernel computes one tile, summing over K in a fixed order, so a row's bits follow from the row, the
-weight and the tile sizes.
+Only the compute dtype rounds. A kernel computes one tile, summing over K in a fixed order, so a row's bits follow from the
+row, the weight and the tile sizes.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,8 @@ def block_numbers(
     MINIMUM: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """What rows and columns of a weight in blocks mean, float32; see `layouts.blocks`. They broadcast; `ok`: which there are."""
+    """Dequantized elements of a block weight at rows and columns, which broadcast, float32; see `weight_layouts`. ok: mask of
+    valid ones."""
     PARTS: tl.constexpr = 2 if MINIMUM else 1
     LINES: tl.constexpr = GROUP * BITS // 32
     panel = row // 16
@@ -73,10 +74,11 @@ def block_numbers(
 def part_of_expert(
     tile, ends, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BY_PLACE: tl.constexpr
 ):
-    """Whose rows a tile has, which of all rows in order is its first, and where its expert's end: not behind it if it has none.
+    """The expert of a tile, its first row in sorted order, and the end of the expert's rows (not after the first row of an
+    empty tile).
 
-    Every expert's rows start a tile of their own: expert e has the tiles from ends[e - 1] // BLOCK_M + e on. BY_PLACE, for fewer
-    rows than these: a tile for each row, which has rows if a part of an expert begins there. BLOCK_E: EXPERTS or more.
+    Every expert begins a new tile: expert e has the tiles from ends[e - 1] // BLOCK_M + e on. BY_PLACE, for few rows: one
+    tile per row, non-empty if the rows of an expert, or a tile of them, begin there. BLOCK_E: at least EXPERTS.
     """
     index = tl.arange(0, BLOCK_E)
     there = index < EXPERTS
@@ -93,7 +95,7 @@ def part_of_expert(
     return expert, first, end
 
 
-# Rows differ from step to step: Triton would compile a program for each of 1, a multiple of 16 and anything else.
+# Rows differ from step to step: Triton would compile variants for 1, multiples of 16 and other values.
 @triton.jit(do_not_specialize=["rows"])
 def matmul_kernel(
     x,
@@ -141,8 +143,8 @@ def matmul_kernel(
 ):
     """Program (tile of columns, tile of rows, batch): out[rows, columns] = x @ weight.T + bias.
 
-    GROUPED: `weight`, `scales`, `supers` and `bias` are int64 addresses by expert, `order` the places of the result in the order
-    of experts, PER_ROW how many places a row of x has. BY_PLACE: see `part_of_expert`. ALIGNED: whether 16 divides the addresses.
+    GROUPED: `weight`, `scales`, `supers` and `bias` are int64 addresses per expert, `order` the places of the result sorted by
+    expert, PER_ROW the places per row of x. BY_PLACE: see `part_of_expert`. ALIGNED: whether 16 divides the addresses.
     ROWS_FIRST: program (tile of rows, tile of columns, batch).
     """
     wait_for_predecessor()
@@ -157,7 +159,7 @@ def matmul_kernel(
         to_row = tl.load(order + place, mask=row_ok, other=0)
         x_row = to_row // PER_ROW
         at_weight = tl.load(weight + expert).to(tl.pointer_type(WEIGHT))
-        if ALIGNED:  # else numbers would come one by one
+        if ALIGNED:  # enables vector loads
             at_weight = tl.multiple_of(at_weight, 16)
         if BLOCKS:
             at_scales = tl.load(scales + expert).to(tl.pointer_type(SCALE))
@@ -231,7 +233,7 @@ def embed_blocks_kernel(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row of the result, part of the columns): the numbers of a row of a table in blocks, NaN for a row that it lacks.
+    """Program (row of the result, part of the columns): a dequantized row of a block table, NaN for a row out of range.
 
     SCALED: rounded, then times the factor and rounded again.
     """
@@ -269,13 +271,13 @@ _TYPES = {
     torch.int8: tl.int8,
 }
 
-_MOST_BEHIND = 65535  # programs that a device counts in any but the first direction
+_MOST_BEHIND = 65535  # limit of a grid in all dimensions but the first
 
-_MANY_ROWS = 256  # from which on numbers made of blocks are for twice as many of them
+_MANY_ROWS = 256  # from which on dequantized blocks are used for twice as many rows
 
 
 class Tile(NamedTuple):
-    """Sizes of a program: its part of the result, what it takes of rows at once, its warps, and parts on their way."""
+    """Tile sizes: rows and columns of the result, elements of K at a time, warps, and pipeline stages."""
 
     rows: int
     columns: int
@@ -285,12 +287,12 @@ class Tile(NamedTuple):
 
     @property
     def shared_memory(self) -> int:
-        """Of numbers of 16 bits."""
+        """Sizes for 16-bit types."""
         return (self.rows + self.columns) * self.inner * 2 * self.stages
 
 
 def linear(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
-    """x @ weight.T + bias. x: [T, K]; returns [T, N] in x's dtype. fixed: tiles of one size, however many rows there are."""
+    """x @ weight.T + bias. x: [T, K]; returns [T, N] in x's dtype. fixed: one tile size for any number of rows."""
     x = strided(x)
     out = x.new_empty(x.shape[0], weight.shape[0])
     operands = _Operands.of(weight)
@@ -322,14 +324,14 @@ def by_head(x: Tensor, matrices: Tensor, *, fixed: bool = False) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """A weight as its program takes it: tensors, or addresses of them; strides of a row, a column and a batch."""
+    """A weight as kernel arguments: tensors or their addresses; strides of rows, columns and batches."""
 
     weight: Tensor
     scales: Tensor | None
     supers: Tensor | None
     strides: tuple[int, int, int]
     example: BlockWeight | None
-    weight_type: torch.dtype | None = None  # where addresses do not tell
+    weight_type: torch.dtype | None = None  # if the weight is given by addresses
     aligned: bool = True  # whether 16 divides addresses
 
     @classmethod
@@ -352,7 +354,7 @@ class _Operands:
 
 @dataclass(frozen=True, slots=True)
 class _ExpertPart:
-    """Rows first .. first + columns of every expert's weight, with a table of where each lies. biases: the same of these."""
+    """Rows first .. first + columns of every expert's weight, as tables of addresses; biases: the same for biases."""
 
     first: int
     columns: int
@@ -361,7 +363,7 @@ class _ExpertPart:
 
 
 class PointerTableExperts(ExpertWeights):
-    """Experts with tables of where each lies. parts: none where their weights are not of one kind."""
+    """Experts with tables of addresses. parts: empty if their weights differ in kind."""
 
     def __init__(self, weights: Sequence[Any], biases: Sequence[Tensor] | None = None) -> None:
         super().__init__(weights, biases)
@@ -377,7 +379,7 @@ class PointerTableExperts(ExpertWeights):
                 self.parts = ()
 
     def _part(self, spans: Sequence[tuple[Any, int, int]]) -> _ExpertPart | None:
-        """Of the same rows of every expert; None where they are of several kinds."""
+        """The same rows of every expert; None if they differ in kind."""
         weights, (_, first, end) = [weight for weight, _, _ in spans], spans[0]
         if len({_kind_of(weight) for weight in weights}) > 1 or _kind_of(weights[0]) is None:
             return None
@@ -392,7 +394,7 @@ def _kind_of(weight: Any) -> Any:
 
 
 def linear_of_experts(x: Tensor, experts: PointerTableExperts, chosen: Tensor, *, fixed: bool = False) -> Tensor:
-    """See `Backend.linear_of_experts`, for experts that have tables."""
+    """See `Backend.linear_of_experts`, for experts with tables."""
     if not experts.parts:
         raise ValueError("experts of several kinds have no tables")
     x = strided(x)
@@ -422,7 +424,7 @@ def linear_of_experts(x: Tensor, experts: PointerTableExperts, chosen: Tensor, *
 
 
 def embed(table: BlockWeight, ids: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """See `Backend.embed`; an id that the table lacks gives NaN."""
+    """See `Backend.embed`; an id out of range gives NaN."""
     out = torch.empty(ids.shape[0], table.columns, dtype=dtype, device=table.device)
     block = min(1024, power_of_two(table.columns))
     launch(
@@ -483,14 +485,14 @@ def _launch(
     per_row: int = 1,
     bias_type: torch.dtype | None = None,
 ) -> None:
-    """fixed: see `linear`. batches: heads. experts: how many there are, 0 for a product that has none."""
+    """fixed: see `linear`. batches: heads. experts: their number, 0 for other products."""
     blocks = operands.example
     dot, precision = dot_type(x.dtype)
     tile = _tile(1 if fixed else -(-rows // max(experts, 1)), x, blocks, experts=experts > 0)
     tiles = -(-rows // tile.rows) if not experts else rows // tile.rows + experts
     by_place = experts > 0 and rows < tiles
     row_tiles, column_tiles = rows if by_place else tiles, -(-columns // tile.columns)
-    rows_first = row_tiles > _MOST_BEHIND  # else programs side by side read the same rows
+    rows_first = row_tiles > _MOST_BEHIND  # otherwise adjacent programs read the same rows
     launch(
         matmul_kernel,
         (row_tiles, column_tiles, batches) if rows_first else (column_tiles, row_tiles, batches),
@@ -535,8 +537,8 @@ def _launch(
 
 
 def _tile(rows: int, x: Tensor, blocks: BlockWeight | None, *, experts: bool) -> Tile:
-    """rows: that meet a weight."""
-    if x.element_size() == 4:  # multiplied number by number, out of registers
+    """rows: per weight."""
+    if x.element_size() == 4:  # multiplied without tensor cores
         return Tile(16 if rows <= 16 else 32, 64, 32, 4, 3)
     if rows <= 16:
         return Tile(16, 64, 128 if experts and blocks is None else 64, 4, 3)

@@ -11,7 +11,7 @@ from windlass.kernels.triton.launch import launch, power_of_two, wait_for_predec
 
 @triton.jit
 def first_largest(keys, left, place, count):
-    """The first place of the largest key among those that are left; `count` where none is."""
+    """The first index of the largest remaining key; `count` if none remains."""
     largest = tl.max(tl.where(left, keys, float("-inf")), 0)
     return tl.min(tl.where(left & (keys == largest), place, count), 0)
 
@@ -39,7 +39,8 @@ def route_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Program (token). SOFTMAX: else scores are sigmoids. TWO: a group counts for its two largest scores, not one."""
+    """Program (token). SOFTMAX: else scores are sigmoids. TWO: the score of a group is the sum of its two largest scores,
+    else its largest."""
     wait_for_predecessor()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
@@ -53,7 +54,7 @@ def route_kernel(
     ranked = scores
     if BIAS:
         ranked += tl.load(bias + expert, mask=there, other=0.0)
-    keys = tl.where(ranked != ranked, float("inf"), ranked)  # what is no number comes first, as where torch sorts
+    keys = tl.where(ranked != ranked, float("inf"), ranked)  # NaN comes first, as in torch.sort
     if GROUPS > 1:
         group = expert // (EXPERTS // GROUPS)
         number = tl.arange(0, BLOCK_G)
@@ -93,8 +94,8 @@ def route_kernel(
 
 @triton.jit(do_not_specialize=["places"])  # it differs from step to step
 def by_expert_kernel(chosen, order, ends, places, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Program (BLOCK places, and as many experts): where places stand in the order of their experts, and how many places go to
-    these experts and those before them."""
+    """Program (BLOCK places, BLOCK experts): the index of each place in the order of experts, and the number of places of
+    these and all previous experts."""
     wait_for_predecessor()
     own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(chosen + own, mask=own < places, other=EXPERTS)
@@ -110,20 +111,20 @@ def by_expert_kernel(chosen, order, ends, places, EXPERTS: tl.constexpr, BLOCK: 
     tl.store(ends + own, until.to(tl.int64), mask=own < EXPERTS)
 
 
-_MOST_EXPERTS = 1024  # that a program has scores of
+_MOST_EXPERTS = 1024  # with scores in one program
 
-_MOST_PLACES = 4096  # each is compared with each
+_MOST_PLACES = 4096  # all pairs are compared
 
-_BLOCK, _TILE = 64, 32  # places of a program, and of those that it compares them with at a time
+_BLOCK, _TILE = 64, 32  # places of a program, and places that they are compared with at a time
 
 
 def takes_routing(logits: Tensor, routing: Routing) -> bool:
-    """Whether there is a program for it."""
+    """Whether the kernel supports this routing."""
     return routing.scores != "sparsemixer" and logits.shape[1] <= _MOST_EXPERTS
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
-    """See `Backend.route`; of what it `takes_routing`."""
+    """See `Backend.route`; requires `takes_routing`."""
     tokens, experts = logits.shape
     logits = logits.contiguous()
     chosen = torch.empty(tokens, routing.top_k, dtype=torch.int64, device=logits.device)
@@ -158,11 +159,11 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: 
 
 
 def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The places of `chosen` in the order of their experts, those of one as they come, [P] int64; and behind which of them each
-    expert's end, [experts] int64. chosen: int64, of any shape."""
+    """The places of `chosen` sorted by expert (stable), [P] int64, and the end of each expert among them, [experts] int64.
+    chosen: int64, of any shape."""
     flat, places = chosen.reshape(-1), chosen.numel()
     if places > _MOST_PLACES:
-        ordered = flat.to(torch.int16).sort(stable=True)  # by radix: a quarter of what int64 takes
+        ordered = flat.to(torch.int16).sort(stable=True)  # radix sort: a quarter of the time of int64
         every = torch.arange(experts, dtype=torch.int16, device=chosen.device)
         return ordered.indices, torch.searchsorted(ordered.values, every, right=True)
     order, ends = torch.empty_like(flat), flat.new_empty(experts)

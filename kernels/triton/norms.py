@@ -7,7 +7,7 @@ from torch import Tensor
 from windlass.kernels.triton.launch import launch, power_of_two, strided, wait_for_predecessor
 
 
-# Rows differ from step to step: Triton would compile a program for each of 1, a multiple of 16 and anything else.
+# Rows differ from step to step: Triton would compile variants for 1, multiples of 16 and other values.
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x,
@@ -26,8 +26,8 @@ def rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (ROWS rows): row r of x is token r // HEADS, head r % HEADS. ADD: the sum with the residual's row, which it
-    becomes."""
+    """Program (ROWS rows): row r of x is token r // HEADS, head r % HEADS. ADD: adds the residual's row and stores the sum in
+    it."""
     wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, BLOCK)[None, :]
@@ -36,7 +36,7 @@ def rms_norm_kernel(
     wide = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         to = residual + row * residual_stride + dims
-        # Of the sum, its rounded form is normed.
+        # The rounded sum is normed.
         rounded = (tl.load(to, mask=ok, other=0.0).to(tl.float32) + wide).to(residual.dtype.element_ty)
         tl.store(to, rounded, mask=ok)
         wide = rounded.to(tl.float32)
@@ -73,7 +73,7 @@ def layer_norm_kernel(
     tl.store(out + row * DIM + dims, normed.to(out.dtype.element_ty), mask=ok)
 
 
-_LEAST = 1024  # numbers of a program: queries and keys have many short rows
+_LEAST = 1024  # elements per program: queries and keys have many short rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -123,7 +123,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def _rms_norm(x: Tensor, out: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> None:
-    """out: where the rows go, side by side unless it is x. residual: [T, D], to which x is added."""
+    """out: the result, contiguous unless it is x. residual: [T, D], to which x is added."""
     dim, heads = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
     block = power_of_two(dim)
     rows, each = x.shape[0] * heads, max(1, _LEAST // block)

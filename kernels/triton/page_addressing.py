@@ -8,7 +8,7 @@ import triton.language as tl
 def key_offset(
     block, offset, head, dim, HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, CODES: tl.constexpr
 ):
-    """The element of a key that is at an offset of a block. block: int64; all four broadcast."""
+    """Index of an element of the key at an offset in a block. block: int64; all four broadcast."""
     if CODES:
         QUADS: tl.constexpr = (DIM + 3) // 4
         panel = (block * HEADS + head) * (SIZE // 16) + offset // 16
@@ -27,7 +27,7 @@ def value_offset(
 
 @triton.jit
 def from_float8(code):
-    """The numbers of float8_e4m3fn, float32. uint8 in: Triton knows the type itself from compute capability 8.9 on only."""
+    """float8_e4m3fn (as uint8) to float32. Triton supports the type only from compute capability 8.9 on."""
     # The same bits three places up are a float16 with an exponent that is 8 too small, subnormal ones too.
     plain = (code & 0x7F).to(tl.int16)
     number = (plain << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -37,7 +37,7 @@ def from_float8(code):
 
 @triton.jit
 def to_float8(x):
-    """float32 rounded to the nearest float8_e4m3fn, ties to even, and what is past its largest number to that; uint8."""
+    """float32 rounded to the nearest float8_e4m3fn (uint8), ties to even; saturates at its largest number."""
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -60,7 +60,7 @@ def rounded(x):
 
 @triton.jit
 def quantized(x, largest, SMALLEST: tl.constexpr):
-    """int8 codes of x under the scale that its largest magnitude gives, and that scale; see `reference.quantize`."""
+    """int8 codes of x and their scale; see `reference.quantize`."""
     scale = tl.where(largest < float("inf"), tl.div_rn(largest, 127.0), float("nan"))
     usable = scale >= SMALLEST
     codes = rounded(tl.div_rn(x, tl.where(usable, scale, 1.0)))

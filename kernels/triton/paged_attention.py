@@ -1,9 +1,9 @@
 """Paged attention in Triton: split-KV decode, and tiles of prompt tokens.
 
-A single new token is attended in splits over the context, which a second kernel merges. The number of splits follows from the table
-width, and their extent from lengths in device memory, so a captured call is valid at any length. Longer runs use tiles of tokens,
-unsplit. Under `deterministic` each token is a single one and splits have a fixed size. The rows of a tile are (token, head) pairs;
-heads that share keys read them once.
+A single new token is attended in splits over the context, which a second kernel merges. The number of splits follows from the
+table width, and their extent from lengths in device memory, so a captured call is valid at any length. Longer runs use tiles
+of tokens, unsplit. Under `deterministic` each token is a single one and splits have a fixed size. The rows of a tile are
+(token, head) pairs; heads that share keys read them once.
 """
 
 from dataclasses import replace
@@ -38,10 +38,10 @@ from windlass.kernels.triton.launch import (
     wait_for_predecessor,
 )
 
-MAX_DISTANCE = tl.constexpr(1 << 30)  # keys, more than any sequence has
+MAX_DISTANCE = tl.constexpr(1 << 30)  # in keys, longer than any sequence
 
-# What differs from step to step. Triton would compile a program for each of 1, a multiple of 16 and anything else, and for
-# addresses that 16 divides and others, in the middle of serving.
+# Arguments that differ from step to step. Triton would compile variants (1, multiples of 16, others; aligned addresses or
+# not) while requests are served.
 _BY_STEP = [
     "q_rows",
     "num_blocks",
@@ -124,13 +124,13 @@ def paged_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (place, head tile, split). place: a sequence of which only a single token is taken (SINGLES), a token (BY_TOKEN),
-    or else a tile of TOKENS tokens of a sequence that has more than one. HEADS: of the rows of one token. Splits have
-    `split_keys` keys each from the first of the sequence on; or (SPREAD) they share out what this token sees, none with fewer."""
+    """Program (place, head tile, split). place: a sequence with a single token (SINGLES), a token (BY_TOKEN), or a tile of
+    TOKENS tokens of a sequence with several. HEADS: heads per token. Splits have `split_keys` keys each, from the first key
+    of the sequence on; or (SPREAD) they divide the visible keys of the token, with at least `split_keys` each."""
     wait_for_predecessor()
     place = tl.program_id(0).to(tl.int64)
     if not (SINGLES or BY_TOKEN):
-        place = tl.num_programs(0) - 1 - place  # the last tokens see most, and begin first
+        place = tl.num_programs(0) - 1 - place  # the last tokens see most keys, so they start first
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // HEAD_TILES
     first_head = tl.program_id(1) % HEAD_TILES * HEADS
@@ -142,7 +142,7 @@ def paged_attention_kernel(
     else:
         b = sequence_at(query_start, place, num_sequences, TOKENS)
     start = tl.load(query_start + b)
-    # Places in a sequence are below 2^31, and tiles of them half as wide in 32 bits.
+    # Positions are below 2^31; 32 bits halve the registers of their tiles.
     new = (tl.load(query_start + b + 1) - start).to(tl.int32)
     length = tl.load(seq_lens + b).to(tl.int32)
     if SINGLES:
@@ -182,7 +182,7 @@ def paged_attention_kernel(
     range_stop = end_visible(last_index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
     split_size = split_keys
     begin_of_split = split * split_keys
-    if SPREAD:  # by what stands in the device's memory: the grid is the same at every length
+    if SPREAD:  # by lengths in device memory: the grid is the same at every length
         first_tile = range_begin // BLOCK_N * BLOCK_N
         if RANGES:
             first_tile = range_begin * 0
@@ -229,8 +229,8 @@ def paged_attention_kernel(
             at_q = q + q_row[:, None] * q_stride + head[:, None] * q_head_stride + dims[None, :]
             query = tl.load(at_q, mask=q_ok[:, None] & (dims < DIM)[None, :], other=0.0).to(DOT)
             query, own_scale = prepare_query(query, row_scale)
-            own_scale = tl.where(there, own_scale, float("nan"))  # a row of q that is none shows
-            # Tiles of which all rows see all keys stand between others.
+            own_scale = tl.where(there, own_scale, float("nan"))  # an invalid row of q gives NaN
+            # Tiles in which all rows see all keys are between tiles with hidden keys.
             begin = low // BLOCK_N * BLOCK_N
             whole = tl.maximum(low, all_from)
             whole = (whole + BLOCK_N - 1) // BLOCK_N * BLOCK_N
@@ -317,8 +317,8 @@ def merge_splits_kernel(
     FEW: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (place, head) of the splits that `attention` wrote: their sum, a FEW splits after the other. MANY: of which the
-    largest is found at once."""
+    """Program (place, head): merges the splits of `paged_attention_kernel`, FEW at a time. MANY: splits whose maximum is found
+    first."""
     wait_for_predecessor()
     place = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -333,19 +333,19 @@ def merge_splits_kernel(
     largest = tl.full([], float("-inf"), tl.float32)
     if SINKS:
         largest = tl.load(sinks + head) * LOG2_E
-    used = 0  # splits up to the last one in which something was seen
+    used = 0  # splits up to the last one with visible keys
     for begin in range(0, num_splits, MANY):
         split = begin + tl.arange(0, MANY)
         own = tl.load(maxima + at + split, mask=split < num_splits, other=float("-inf"))
         largest = tl.maximum(largest, tl.max(own, 0))
-        seen = tl.load(weights + at + split, mask=split < num_splits, other=0.0) != 0.0  # NaN shows, too
+        seen = tl.load(weights + at + split, mask=split < num_splits, other=0.0) != 0.0  # counts NaN too
         used = tl.maximum(used, tl.max(tl.where(seen, split + 1, 0), 0))
     base = tl.where(largest == float("-inf"), 0.0, largest)
     weight = tl.zeros([], tl.float32)
     if SINKS:
         weight = tl.exp2(tl.load(sinks + head) * LOG2_E - base)
     summed = tl.zeros([BLOCK_V], tl.float32)
-    # Splits that hold nothing add nothing, so that bits do not depend on how many there are.
+    # Empty splits add nothing, so bits do not depend on their number.
     for begin in range(0, used, FEW):
         split = begin + tl.arange(0, FEW)
         ok = split < used
@@ -359,17 +359,17 @@ def merge_splits_kernel(
 
 _LEAST_SPLIT, _MOST_SPLITS = 256, 128
 
-_MERGED = 32  # splits at a time; under `deterministic` one, as those between that hold nothing shall not count
+_MERGED = 32  # splits at a time; under `deterministic` one, so that empty splits in between have no effect
 
-_MOST_SUMS = 256 << 20  # bytes of what is to be merged, where a token by itself does not take more
+_MOST_SUMS = 256 << 20  # bytes of partial results, unless a single token needs more
 
-_MIN_WAVES = 8  # of programs for each processor that splits are to make
+_MIN_WAVES = 8  # programs per multiprocessor that splits should give
 
 
 class _Sizes(NamedTuple):
-    """Of tiles: rows at most, keys, warps of a program, and how far ahead tiles are begun: a block is found in a table first, so
-    3 keep one of them on its way and 5 two. As large as registers and shared memory let them be: what the compiler says of each
-    is in `tests/helpers/compiling.py`."""
+    """Tile sizes: maximum rows, keys, warps, pipeline stages. A block is first looked up in a table, so 3 stages keep one
+    tile in flight and 5 two. As large as registers and shared memory allow; compiler reports are in
+    `tests/helpers/compiling.py`."""
 
     rows: int
     keys: int
@@ -378,19 +378,19 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of_singles(cls, q: Tensor, pages: KVPages, rows: int) -> "_Sizes":
-        """Of single tokens, each of which has so many rows."""
+        """Sizes for single tokens with this number of rows each."""
         widest = max(q.shape[2], pages.value_dim)
-        if q.element_size() == 4:  # multiplied number by number, without tensor cores
+        if q.element_size() == 4:  # multiplied without tensor cores
             few = cls(min(rows, 16), 16, 8, _stages_of_numbers(pages, widest))
             return cls(rows, 32, 4 if rows <= 16 else 8) if widest <= 64 else few
         if widest <= 128:
-            # Keys of 8 bits are there twice, as they are and as they are multiplied.
+            # 8-bit keys exist twice: stored and converted.
             return cls(rows, 128 if pages.key.element_size() == 2 and rows <= 16 else 64, 4 if rows <= 32 else 8)
         return cls(rows, 32, 4 if rows <= 32 else 8) if widest <= 256 else cls(min(rows, 16), 16, 8)
 
     @classmethod
     def of_tiles(cls, q: Tensor, pages: KVPages, device: Device) -> "_Sizes":
-        """Of tiles of tokens."""
+        """Sizes for tiles of tokens."""
         widest = max(q.shape[2], pages.value_dim)
         if q.element_size() == 4:
             return cls(32, 32, 8) if widest <= 64 else cls(16, 16, 8, _stages_of_numbers(pages, widest))
@@ -404,16 +404,16 @@ class _Sizes(NamedTuple):
 
 
 def _stages_of_numbers(pages: KVPages, widest: int) -> int:
-    """Of tiles in float32: where wide keys of 8 bits become that, registers do not have the next tile of them as well."""
+    """Sizes for float32 tiles: with wide 8-bit keys, registers cannot hold the next tile too."""
     return 1 if widest > 256 and pages.key.element_size() == 1 else 3
 
 
 def paged_attention(
     q: Tensor, pages: KVPages, call: AttentionCall, *, deterministic: bool = False, device: Device = SMALL
 ) -> Tensor:
-    """See `Backend.paged_attention`. A block or row of q that is none gives NaN.
+    """See `Backend.paged_attention`. A block or row of q out of range gives NaN.
 
-    Raises ValueError where q and the call disagree about tokens.
+    Raises ValueError if q and the call disagree about tokens.
     """
     if q.shape[0] < call.num_tokens or (q.shape[0] > call.num_tokens and not call.has_ranges):
         raise ValueError(f"q has {q.shape[0]} rows for {call.num_tokens} tokens")
@@ -422,7 +422,7 @@ def paged_attention(
     if deterministic or call.is_decode:
         _singles(q, pages, call, out, deterministic, device)
     else:
-        if call.batch_size > 1:  # a sequence by itself has more than one token here
+        if call.batch_size > 1:  # a single sequence has more than one token here
             _singles(q, pages, call, out, False, device)
         if prefill_attention.takes_prefill(q, pages, call, device):
             prefill_attention.prefill_attention(q, pages, call, out)
@@ -443,10 +443,10 @@ def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_tok
         programs = places * pages.num_kv_heads * -(-group // rows)
         splits = min(splits, max(1, -(-_MIN_WAVES * device.processors // max(programs, 1))), _MOST_SPLITS)
     at_once = places
-    if by_token:  # each for itself, so those of a long prompt over a long context need not be there all at once
+    if by_token:  # independent tokens: for a long prompt over a long context, in several runs
         at_once = max(1, min(places, _MOST_SUMS // (heads * splits * (width + 2) * 4)))
         if 16 < at_once < places:
-            at_once -= at_once % 16  # so that addresses are as aligned as the first
+            at_once -= at_once % 16  # keeps the alignment of addresses
     shape = (at_once, heads, splits)
     sums = torch.empty((*shape, width), dtype=torch.float32, device=q.device)
     maxima, weights = torch.empty((2, *shape), dtype=torch.float32, device=q.device)
@@ -479,7 +479,7 @@ def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_tok
 def _some_tokens(
     q: Tensor, call: AttentionCall, out: Tensor, first: int, count: int
 ) -> tuple[Tensor, AttentionCall, Tensor]:
-    """q, call and out as programs for so many tokens by themselves take them, which count from the first of them on."""
+    """q, call and out for a run of independent tokens, numbered from the first of them on."""
     tokens = slice(first, first + count)
     some = replace(call, query_start=call.query_start - first, score_scale=call.score_scale[tokens])
     return call.queries(q, tokens), some, out[tokens]
@@ -508,7 +508,7 @@ def _launch(
     singles: bool,
     by_token: bool,
 ) -> None:
-    """sizes.rows: of a tile for each of its tokens."""
+    """sizes.rows: rows per token of a tile."""
     rows, kv_heads, dim, width = sizes.rows, pages.num_kv_heads, q.shape[2], pages.value_dim
     group = q.shape[1] // kv_heads
     dot, precision = dot_type(q.dtype)
@@ -574,5 +574,5 @@ def _launch(
 
 
 def _parts_of(ranges: KeyRanges) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
-    """As the programs take them, and how many there are of a sequence."""
+    """Ranges as kernel arguments, and their number per sequence."""
     return ranges.ends, ranges.rows, ranges.reaches, ranges.gaps, ranges.ends.shape[1]

@@ -1,7 +1,7 @@
 """Prefill attention in Triton over keys gathered into contiguous memory (Hopper).
 
-Gathering costs one more write and read of each key and pays off for sequences with many new tokens. Products of one tile overlap with
-the softmax of the next (arXiv 2407.08608, section 3.2).
+Gathering costs one more write and read of each key and pays off for sequences with many new tokens. Products of one tile
+overlap with the softmax of the next (arXiv 2407.08608, section 3.2).
 """
 
 from typing import NamedTuple
@@ -44,8 +44,8 @@ _AT_ONCE = tl.constexpr(64)  # sequences
 
 @triton.jit
 def tiles_before(query_start, seq_lens, end, tile, MULTIPLE: tl.constexpr):
-    """Of the sequences before `end`: how many tiles of MULTIPLE places they have, 0 those with one new token, and how many
-    sequences end no later than a tile."""
+    """The number of tiles of MULTIPLE places of the sequences before `end` (0 for those with one new token), and the number of
+    sequences that end no later than a tile."""
     tiles = 0
     sequences = 0
     for begin in range(0, end, _AT_ONCE):
@@ -87,11 +87,11 @@ def gather_kv_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (tile of places, head of keys). Sequences with more than one new token have as many tiles of places as their keys
-    need, one sequence after the other.
+    """Program (tile of places, head of keys): gathers keys and values. Sequences with more than one new token have tiles for
+    all of their keys, sequence after sequence.
 
-    What none of their new tokens sees is not brought. Keys of a block that is none are NaN. Values of what is not there are 0:
-    nothing multiplied by a weight of 0 may be NaN.
+    Keys that no new token sees are skipped. Keys of an invalid block are NaN. Missing values are 0, since a weight of 0 times
+    NaN would be NaN.
     """
     wait_for_predecessor()
     tile = tl.program_id(0)
@@ -137,7 +137,7 @@ def gather_kv_kernel(
 
 @triton.jit
 def masked(scores, key, first, end, EARLY: tl.constexpr):
-    """-inf where a row does not see a key. EARLY: whether there are keys before the first that a row sees."""
+    """-inf for hidden keys. EARLY: whether there are keys before the first visible one."""
     seen = key[None, :] < end[:, None]
     if EARLY:
         seen = seen & (key[None, :] >= first[:, None])
@@ -177,11 +177,10 @@ def prefill_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (tile of TOKENS tokens of a sequence that has more than one, head tile). keys, values: descriptors of what
-    `gather_kv_kernel` made in tiles of MULTIPLE, a tile of one head each. The rows of a tile are (token, head) pairs, heads side
-    by side."""
+    """Program (tile of TOKENS tokens of a sequence with more than one, head tile). keys, values: descriptors of the tiles of
+    MULTIPLE places of one head that `gather_kv_kernel` wrote. The rows of a tile are (token, head) pairs, heads innermost."""
     wait_for_predecessor()
-    place = tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)  # the last tokens see most, and begin first
+    place = tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)  # the last tokens see most keys, so they start first
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // HEAD_TILES
     first_head = tl.program_id(1) % HEAD_TILES * HEADS
@@ -210,7 +209,7 @@ def prefill_attention_kernel(
     low = first_visible(first_index, window, chunk, WINDOW, CHUNK)
     stop = tl.minimum(end_visible(last_index, length, window, chunk, CAUSAL, WINDOW, CHUNK), length)
     end = tl.minimum(end, length)
-    # Tiles of which all rows see all keys stand between others.
+    # Tiles in which all rows see all keys are between tiles with hidden keys.
     begin = low // BLOCK_N * BLOCK_N
     all_from = first_visible(last_index, window, chunk, WINDOW, CHUNK)
     all_until = tl.minimum(end_visible(first_index, length, window, chunk, CAUSAL, WINDOW, CHUNK), length)
@@ -256,19 +255,19 @@ def prefill_attention_kernel(
     tl.store(out + at_out, found.to(out.dtype.element_ty), mask=out_ok)
 
 
-CAPABILITY = (9, 0)  # products and copies run beside the threads that ask for them; older ones spill registers
+CAPABILITY = (9, 0)  # products and copies are asynchronous; older GPUs spill registers
 
-_LEAST_TOKENS = 128  # of a sequence, on average
+_LEAST_TOKENS = 128  # per sequence, on average
 
-MOST_BYTES = 512 << 20  # of keys and values in order, of a call
+MOST_BYTES = 512 << 20  # of gathered keys and values of a call
 
 _WIDEST = 128
 
-_MULTIPLE = 128  # of the places of a sequence, and of the keys of a tile
+_MULTIPLE = 128  # granularity of the places of a sequence and of the keys of a tile
 
 
 class PrefillTile(NamedTuple):
-    """Of tiles: rows, keys, warps of a program, and tiles of keys that are on their way or at work."""
+    """Tile sizes: rows, keys, warps, and tiles of keys in flight or in use."""
 
     rows: int
     keys: int
@@ -280,7 +279,7 @@ _TILES = PrefillTile(64, 64, 4, 3)
 
 
 def takes_prefill(q: Tensor, pages: KVPages, call: AttentionCall, device: Device) -> bool:
-    """Whether it is for a call: by what the device does by itself, by type and sizes, by what bends scores, and by tokens per
+    """Whether a call can use these kernels: device capability, dtypes and sizes, no soft cap or bias, enough tokens per
     sequence."""
     widest, prompts = max(q.shape[2], pages.value_dim), _prompts(pages, call)
     return (
@@ -301,7 +300,7 @@ def _prompts(pages: KVPages, call: AttentionCall) -> PrefillTotals:
 
 
 def _padded_keys(prompts: PrefillTotals) -> int:
-    """At most, where each sequence has a multiple of them."""
+    """The largest total, when each sequence is padded to a multiple."""
     return (prompts.keys // _MULTIPLE + prompts.sequences) * _MULTIPLE
 
 

@@ -16,8 +16,8 @@ LENGTH_EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def span(starts, blocks, lengths, num_blocks, sequence):
-    """Of a sequence its first token, the one behind its last, its block, whether that is one, what its rows become where it is
-    not, and whether the sequence begins."""
+    """Per sequence: first token, end token, block, whether the block is valid, the value of its rows if not, and whether the
+    sequence starts from a zero state."""
     first = tl.load(starts + sequence)
     end = tl.load(starts + sequence + 1)
     block = tl.load(blocks + sequence)
@@ -27,7 +27,7 @@ def span(starts, blocks, lengths, num_blocks, sequence):
 
 @triton.jit
 def inputs(x, stride, window, first, row, begins, column, ok, columns, PAST: tl.constexpr):
-    """A row of what the window of a sequence and its tokens are one after the other. window: at the sequence's block."""
+    """A row of the window of a sequence followed by its tokens. window: at the sequence's block."""
     old = row < PAST
     kept = tl.load(window + row * columns + column, mask=ok & old & (begins == 0), other=0.0)
     given = tl.load(x + (first + row - PAST) * stride + column, mask=ok & (row >= PAST), other=0.0)
@@ -54,8 +54,8 @@ def short_convolution_kernel(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Program (sequence, part of the columns, every so manieth token of it). The window is only read: `store_conv_window_kernel` changes it.
-    The others where a token's inputs are kept are written. Rows without a block become what `span` says."""
+    """Program (sequence, part of the columns, stride of tokens). The window is only read; `store_conv_window_kernel` updates
+    it. Snapshots of windows are written. Rows without a valid block get the value of `span`."""
     wait_for_predecessor()
     first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -84,13 +84,13 @@ def short_convolution_kernel(
 def store_conv_window_kernel(
     x, stride, window, blocks, starts, lengths, num_blocks, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (sequence, part of the columns): the last inputs become the window."""
+    """Program (sequence, part of the columns): stores the last inputs as the window."""
     wait_for_predecessor()
     first, end, block, known, _, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = (column < columns) & known & (end > first)
     own = window + block * (WIDTH - 1) * columns
-    # Rows move towards the front, and a thread moves its own columns: none is written before it was read.
+    # Rows move towards the front, and a thread moves its own columns: none is written before it is read.
     for i in tl.static_range(WIDTH - 1):
         kept = inputs(x, stride, own, first, end - first + i, begins, column, ok, columns, WIDTH - 1)
         tl.store(own + i * columns + column, kept, mask=ok)
@@ -98,13 +98,13 @@ def store_conv_window_kernel(
 
 @triton.jit
 def unit(x):
-    """x of length 1."""
+    """x normalized to length 1."""
     return x * tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, 0) + LENGTH_EPS))
 
 
 @triton.jit
 def softplus(x):
-    """To rounding for small results, too, which 1 + exp(x) alone would cut off."""
+    """Softplus, accurate to rounding for small results too, which 1 + exp(x) would lose."""
     u = tl.exp(x)
     above = 1.0 + u
     log = tl.where(above == 1.0, u, tl.log(above) * tl.div_rn(u, tl.where(above == 1.0, 1.0, above - 1.0)))
@@ -138,8 +138,8 @@ def gated_delta_rule_kernel(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Program (sequence, head, part of the columns of its memory), which it holds over all tokens. Rows without a block become
-    what `span` says."""
+    """Program (sequence, head, part of the columns of its memory), which stays in registers over all tokens. Rows without a
+    valid block get the value of `span`."""
     wait_for_predecessor()
     first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     head = tl.program_id(1)
@@ -199,8 +199,8 @@ def state_space_kernel(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Program (sequence, head, part of the columns of its memory), which it holds over all tokens. Rows without a block become
-    what `span` says."""
+    """Program (sequence, head, part of the columns of its memory), which stays in registers over all tokens. Rows without a
+    valid block get the value of `span`."""
     wait_for_predecessor()
     first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     head = tl.program_id(1)
@@ -238,9 +238,9 @@ _CHANNELS = 512
 _TOKENS, _MOST_PARTS = (
     4,
     64,
-)  # of a sequence: the tokens of a program, if they are spread evenly, and how many walk them
+)  # per sequence: tokens of a program when evenly spread, and the number of programs
 
-_COLUMNS = 16  # of a memory
+_COLUMNS = 16  # of a memory, per program
 
 
 def short_convolution(
@@ -251,7 +251,7 @@ def short_convolution(
     activation: Literal["silu"] | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """See `Recurrences.short_convolution`; rows of a block that the window lacks become NaN."""
+    """See `Backend.short_convolution`; rows of a block that the window lacks become NaN."""
     x = strided(x)
     (tokens, channels), width, sequences = x.shape, weight.shape[1], rows.blocks.shape[0]
     out = x.new_empty(tokens, channels)
@@ -259,7 +259,7 @@ def short_convolution(
     grid = sequences, -(-channels // block)
     parts = min(_MOST_PARTS, max(1, tokens // max(1, sequences * _TOKENS)))
     whose = rows.blocks, rows.starts, rows.lengths, window.shape[0]
-    snapshots = rows.blocks if rows.snapshots is None else rows.snapshots  # which nobody reads then
+    snapshots = rows.blocks if rows.snapshots is None else rows.snapshots  # unused in this case
     launch(
         short_convolution_kernel,
         (*grid, parts),
@@ -286,11 +286,11 @@ def gated_delta_rule(
     *,
     tiled_heads: bool = False,
 ) -> Tensor:
-    """See `Recurrences.gated_delta_rule`; rows of a block that the memory lacks become NaN."""
+    """See `Backend.gated_delta_rule`; rows of a block that the memory lacks become NaN."""
     qkv, decay, strength = strided(qkv), strided(decay), strided(strength)
     blocks, heads, key_dim, value_dim = memory.shape
     out = qkv.new_empty(qkv.shape[0], heads * value_dim)
-    snapshots = rows.blocks if rows.snapshots is None else rows.snapshots  # which nobody reads then
+    snapshots = rows.blocks if rows.snapshots is None else rows.snapshots  # unused in this case
     block = min(_COLUMNS, power_of_two(value_dim))
     launch(
         gated_delta_rule_kernel,
@@ -321,11 +321,11 @@ def state_space(
     *,
     limits: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
-    """See `Recurrences.state_space`; rows of a block that the memory lacks become NaN."""
+    """See `Backend.state_space`; rows of a block that the memory lacks become NaN."""
     mixed, step = strided(mixed), strided(step)
     blocks, heads, key_dim, value_dim = memory.shape
     out = mixed.new_empty(mixed.shape[0], heads * value_dim)
-    snapshots = rows.blocks if rows.snapshots is None else rows.snapshots  # which nobody reads then
+    snapshots = rows.blocks if rows.snapshots is None else rows.snapshots  # unused in this case
     block = min(_COLUMNS, power_of_two(value_dim))
     launch(
         state_space_kernel,

@@ -23,7 +23,7 @@ def rotate_pairs(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit(do_not_specialize=["q_scale", "slots", "tokens"])  # how their addresses divide differs from step to step
+@triton.jit(do_not_specialize=["q_scale", "slots", "tokens"])  # the alignment of addresses differs from step to step
 def rotate_and_append_kernel(
     q,
     q_stride,
@@ -58,7 +58,7 @@ def rotate_and_append_kernel(
     TILE: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Program (EACH tokens, part): TILE of the Q_HEADS heads of q, or behind all of them a head of the KV_HEADS of k and v."""
+    """Program (EACH tokens, part): TILE of the Q_HEADS heads of q; after these, one of the KV_HEADS heads of k and v."""
     wait_for_predecessor()
     Q_TILES: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
     part = tl.program_id(1)
@@ -127,7 +127,7 @@ def rotate_and_append_kernel(
 
 @triton.jit
 def max_abs(x):
-    """The largest magnitude of a vector, NaN where there is one."""
+    """The largest magnitude of a vector; NaN if it contains NaN."""
     found = tl.max(tl.abs(x), 0)
     return tl.where(tl.sum((x != x).to(tl.int32), 0) > 0, float("nan"), found)
 
@@ -157,7 +157,7 @@ def write_key(
     pair_ok = pair < HALF
     rest_ok = rest < DIM
     if CODES:
-        # NaN has to win, which neither maximum promises.
+        # NaN must propagate, which neither maximum guarantees.
         largest = tl.maximum(max_abs(first), max_abs(second), propagate_nan=tl.PropagateNan.ALL)
         largest = tl.maximum(largest, max_abs(plain), propagate_nan=tl.PropagateNan.ALL)
         first, scale = quantized(first, largest, SMALLEST)
@@ -199,7 +199,7 @@ def rerotate_keys_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (entry, head). Codes without pairs are copied as they are."""
+    """Program (entry, head). Codes without rotary dims are copied."""
     wait_for_predecessor()
     entry = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -239,7 +239,7 @@ def rerotate_keys_kernel(
         c = tl.load(cos + entry * HALF + pair, mask=pair_ok, other=0.0)
         s = tl.load(sin + entry * HALF + pair, mask=pair_ok, other=0.0)
         first, second = rotate_pairs(first, second, c, s)
-        # A key may be rotated where it is: all of it is read before any of it is written.
+        # A key may be rotated in place: it is read completely before it is written.
         tl.debug_barrier()
         write_key(
             first,
@@ -275,7 +275,7 @@ def rerotate_keys_kernel(
             tl.store(value_scales + scale_offset(to_block, to_offset, head, KV_HEADS, SIZE), value_scale)
 
 
-@triton.jit(do_not_specialize=["q_rows"])  # it differs from step to step
+@triton.jit(do_not_specialize=["q_rows"])  # differs from step to step
 def rotate_queries_kernel(
     q,
     q_stride,
@@ -291,7 +291,7 @@ def rotate_queries_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Program (row of the result, head). A row that q lacks becomes NaN."""
+    """Program (row of the result, head). A row out of range becomes NaN."""
     wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -319,9 +319,9 @@ def rotate_queries_kernel(
     tl.store(to + rest, tl.load(at + rest, mask=rest_ok & there, other=float("nan")), mask=rest_ok)
 
 
-_PAIRS = 512  # of heads of q that a program turns
+_PAIRS = 512  # of heads of q that a program rotates
 
-_FEW, _EACH = 1024, 8  # tokens each of which has programs of its own; of more a program takes so many
+_FEW, _EACH = 1024, 8  # tokens up to which each has separate programs; tokens per program beyond
 
 
 def rotate_and_append(
@@ -370,7 +370,7 @@ def rerotate_cached_keys(
     """See `Backend.rerotate_cached_keys`."""
     slots = torch.stack((sources, targets))
     if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < pages.num_slots:
-        raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
+        raise IndexError("rerotate_cached_keys: a slot is outside the pages")
     dim = pages.key.shape[3] if pages.key_scale is None else pages.key.shape[3] * 4  # padding rotates to zeros
     launch(
         rerotate_keys_kernel,
@@ -394,7 +394,7 @@ def rerotate_cached_keys(
 
 
 def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `Backend.rotate_queries`; a row that q lacks gives NaN."""
+    """See `Backend.rotate_queries`; a row out of range gives NaN."""
     half = cos.shape[-1]
     if rows.ndim != 1 or cos.shape != (len(rows), half) or sin.shape != cos.shape or 2 * half > q.shape[2]:
         raise ValueError(f"turn_queries: {tuple(rows.shape)} rows, {tuple(cos.shape)} cosines, q {tuple(q.shape)}")

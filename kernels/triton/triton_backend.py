@@ -40,7 +40,7 @@ from windlass.kernels.triton.launch import Device
 
 
 class CudaGraphs(Graphs):
-    """Of one device. All graphs take their memory from one pool, which is gone with the last of them."""
+    """CUDA graphs of one device. All share one memory pool, which is freed with the last of them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,10 +51,10 @@ class CudaGraphs(Graphs):
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                work()  # programs are compiled, and libraries take their memory, when they are first used
+                work()  # compiles kernels and lets libraries allocate their memory at first use
             torch.cuda.current_stream().wait_stream(stream)
             graph: Any = torch.cuda.CUDAGraph()
-            # Other threads may go on: none of them uses the device.
+            # Other threads are not blocked: none of them uses the device.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 work()
         again: Callable[[], None] = graph.replay
@@ -81,11 +81,11 @@ class CudaGraphs(Graphs):
 
 
 class TritonBackend(TorchBackend):
-    """Bound for a device that `support.refusal` accepts, or in Triton's interpreter for a CPU. host: what fills blocks before
-    they go to the device, with the bytes that plain torch makes, and sooner; None: plain torch.
+    """For a device that `triton_refusal` accepts, or in Triton's interpreter on a CPU. host: the backend that quantizes
+    blocks in host memory, with the same bytes as plain torch but faster; None: plain torch.
 
-    Where an operation's contract has an IndexError for what lies in the device's memory, this one gives NaN: to raise, it would
-    have to wait.
+    Where the contract has an IndexError for contents of device memory, results are NaN: raising would mean to wait for the
+    device.
     """
 
     def __init__(self, options: BackendOptions, host: Backend | None = None) -> None:
@@ -102,7 +102,7 @@ class TritonBackend(TorchBackend):
     def explain(self) -> str:
         return "Triton kernels"
 
-    # Weights in blocks are made in main memory, where their numbers come from
+    # Block weights are made in host memory, where their source is
 
     def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
         if self._host is None or isinstance(target, PanelRows):
@@ -120,7 +120,7 @@ class TritonBackend(TorchBackend):
         self._host.repack(staged.narrow(0, target.count), source)
         copy_rows(target, staged)
 
-    # Products, norms, activations
+    # -- products, norms, activations --
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.deterministic:
@@ -219,7 +219,7 @@ class TritonBackend(TorchBackend):
             return matmul.embed(table, ids, self.dtype, scale)
         return super().embed(table, ids, scale)
 
-    # Experts
+    # -- experts --
 
     def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
         return matmul.PointerTableExperts(weights, biases)
@@ -253,7 +253,7 @@ class TritonBackend(TorchBackend):
     def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
         return elementwise.sum_of_experts(x, weights)
 
-    # Rotation and attention
+    # -- rotation and attention --
 
     def rotate_and_append(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
@@ -272,7 +272,7 @@ class TritonBackend(TorchBackend):
         return attention.paged_attention(q, pages, call, deterministic=self.deterministic, device=self._device)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
-        return None  # the host does not know how long sequences are
+        return None  # the host does not know the lengths of sequences
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         plain = q.shape[2] - rotary_dim
@@ -283,7 +283,7 @@ class TritonBackend(TorchBackend):
         matrices = up[:, up.shape[1] - value_dim :].transpose(1, 2)
         return matmul.by_head(attended, matrices, fixed=self.deterministic).flatten(1)
 
-    # Drawing
+    # -- sampling --
 
     def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return triton_sampler.row_maxima(logits)
@@ -295,7 +295,7 @@ class TritonBackend(TorchBackend):
         return triton_sampler.TritonSampler()
 
     def make_graph_runner(self) -> Graphs | None:
-        # With splits of one size, how many there are follows from the lengths.
+        # With splits of one size, their number follows from the lengths.
         return None if self.deterministic or self.device.type != "cuda" else CudaGraphs(self.device)
 
     @property

@@ -1,8 +1,8 @@
 """Triton sampler: exact sampling, row maxima, log-sums and logits adjustments.
 
-Retained tokens are those up to a magnitude (distance from the row maximum). Top-k and top-p find that limit by radix selection over
-buckets of magnitudes, in at most five passes, without sorting. Weights are integers in units of 2^-34, so sums are exact in any order.
-Typical-p and XTC use the torch sampler.
+Retained tokens are those up to a magnitude (distance from the row maximum). Top-k and top-p find that limit by radix
+selection over buckets of magnitudes, in at most five passes, without sorting. Weights are integers in units of 2^-34, so sums
+are exact in any order. Typical-p and XTC use the torch sampler.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ LOG2_E = tl.constexpr(1.44269504)
 
 UNIT = tl.constexpr(17179869184.0)  # 2^34
 
-# Parts of common tensors, whose addresses 16 divides or not with the number of draws: Triton would compile a program for each.
+# Parts of common tensors, whose alignment depends on the number of rows: Triton would compile a variant for each.
 _OF_CHANGES = ["rows", "masks", "ids", "numbers", "bounds", "penalties"]
 
 
 @triton.jit
 def units(scaled):
-    """`torch.draw.weigh` in units of 2^-34: int64."""
+    """`torch_sampler.weigh` in units of 2^-34: int64."""
     clamped = tl.maximum(scaled, -30.0)
     n = (clamped * LOG2_E + 12582912.0) - 12582912.0
     r = (clamped - n * 0.693359375) + n * 2.12194440e-4
@@ -58,10 +58,10 @@ def magnitude(scaled):
 
 @triton.jit
 def largest_of(row, columns, BLOCK: tl.constexpr):
-    """The largest number of a row and its first place; a NaN counts as the largest."""
+    """The largest number of a row and its first index; a NaN counts as the largest."""
     largest = tl.full([], float("-inf"), tl.float32)
     place = tl.zeros([], tl.int32)
-    none = tl.full([], 1, tl.int32)  # until a number was seen
+    none = tl.full([], 1, tl.int32)  # until a number has been seen
     for begin in range(0, columns, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         ok = at < columns
@@ -81,7 +81,7 @@ def largest_of(row, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def partial_maxima_kernel(logits, stride, columns, places, largest, parts, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, part): the largest number of PART columns, into its place of [rows, parts]."""
+    """Program (row, part): the largest number of PART columns, stored in [rows, parts]."""
     wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -93,7 +93,7 @@ def partial_maxima_kernel(logits, stride, columns, places, largest, parts, PART:
 
 @triton.jit
 def row_maxima_kernel(part_places, part_largest, parts, places, largest, BLOCK: tl.constexpr):
-    """Program (row): of its parts."""
+    """Program (row): the largest of its parts."""
     wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     found, part = largest_of(part_largest + row * parts, parts, BLOCK)
@@ -103,7 +103,7 @@ def row_maxima_kernel(part_places, part_largest, parts, places, largest, BLOCK: 
 
 @triton.jit
 def log_sums_kernel(x, stride, columns, out, BLOCK: tl.constexpr):
-    """Program (row): the logarithm of the sum of its exponentials, in one order however many rows there are."""
+    """Program (row): the logarithm of the sum of its exponentials, in an order that does not depend on the number of rows."""
     wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     largest, _ = largest_of(x + row * stride, columns, BLOCK)
@@ -131,11 +131,11 @@ def adjust_logits_kernel(
     BLOCK: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """Program (changed draw): its row of logits into its row of `out`, as its changes say.
+    """Program (changed row): writes its changed logits to its row of `out`.
 
-    masks: int32 [S, words]. ids: int64, numbers: float32, the lists of all draws one after the other; bounds: int64 [S, 6], where
-    its lists begin (allowed, forbidden, biased, counted, decreased) and the last one ends. penalties: float32 [S, 4], the fourth
-    1 where only the allowed stay.
+    masks: int32 [S, words]. ids: int64, numbers: float32, the concatenated lists of all rows; bounds: int64 [S, 6], the
+    starts of its lists (allowed, forbidden, biased, counted, decreased) and the end of the last one. penalties: float32 [S,
+    4], the fourth is 1 if only allowed tokens are kept.
     """
     wait_for_predecessor()
     draw = tl.program_id(0).to(tl.int64)
@@ -189,36 +189,36 @@ def adjust_logits_kernel(
         tl.store(to + token, tl.load(to + token, mask=ok, other=0.0) - less, mask=ok)
 
 
-_LAST = tl.constexpr(0x41C80000)  # the magnitude of 25: what lies beyond weighs nothing
+_LAST = tl.constexpr(0x41C80000)  # the magnitude of 25: larger ones have weight 0
 
-# The first turn's buckets have 2^20 magnitudes each, and 2^16 from 1/8 on, where most tokens are. The next turns divide what they
-# look into by 2^10.
+# The buckets of the first pass have 2^20 magnitudes each, and 2^16 from 1/8 on, where most tokens are. The next passes divide
+# their range by 2^10.
 _FINE = tl.constexpr(0x3E000000)
 
 _COARSE = tl.constexpr(0x3E000000 >> 20)  # buckets before the fine ones
 
-_FIRST = tl.constexpr(2048)  # buckets of the first turn
+_FIRST = tl.constexpr(2048)  # buckets of the first pass
 
-_NEXT = tl.constexpr(1024)  # of each other turn
+_NEXT = tl.constexpr(1024)  # of each other pass
 
-TICKETS = tl.constexpr(8)  # room for those of a draw: of five turns, and of the end
+TICKETS = tl.constexpr(8)  # per row: of five passes, and of the end
 
 _END = tl.constexpr(5)
 
-COUNTS = tl.constexpr(2048 + 2 * 1024)  # top-k ends with the third turn
+COUNTS = tl.constexpr(2048 + 2 * 1024)  # top-k ends with the third pass
 
 MASSES = tl.constexpr(2048 + 4 * 1024)
 
-# What is known of a draw, int64 [STATE].
+# State of a row, int64 [STATE].
 STATE = tl.constexpr(16)
 
 _ROW = tl.constexpr(0)
 
-_CHANGED = tl.constexpr(1)  # its row of the changed ones, below 0 for none
+_CHANGED = tl.constexpr(1)  # its index among changed rows, negative for none
 
-_LIMIT = tl.constexpr(2)  # the magnitude up to which tokens stay, below 0 where the token is known
+_LIMIT = tl.constexpr(2)  # the magnitude up to which tokens are kept, negative if the token is known
 
-_WANTS = tl.constexpr(3)  # what the next turn looks for:
+_WANTS = tl.constexpr(3)  # the target of the next pass:
 
 _NOTHING = tl.constexpr(0)
 
@@ -226,7 +226,7 @@ _COUNT = tl.constexpr(1)
 
 _MASS = tl.constexpr(2)
 
-_LOW = tl.constexpr(4)  # it lies among the 2^span magnitudes from here on
+_LOW = tl.constexpr(4)  # the limit is among the 2^span magnitudes from here on
 
 _SPAN = tl.constexpr(5)
 
@@ -234,12 +234,11 @@ _BEFORE = tl.constexpr(6)  # tokens below
 
 _MASS_BEFORE = tl.constexpr(7)  # and their units
 
-_TOTAL = tl.constexpr(8)  # the units of which top-p wants a share
+_TOTAL = tl.constexpr(8)  # the units of which top-p keeps a share
 
 _ALL = tl.constexpr(31)  # a span
 
-# Triton would compile a program for each way in which 16 divides these, addresses of parts of common tensors and sizes that
-# follow from the number of draws.
+# Addresses of parts of common tensors, and sizes that depend on the number of rows: Triton would compile variants by alignment.
 _BY_DRAWS = [
     "rows",
     "changed_rows",
@@ -277,12 +276,12 @@ def begin_sampling_kernel(
     masses,
     tickets,
 ):
-    """Program (draw): its status, its token where that is the largest, and what the programs after this one begin with.
+    """Program (draw): its status, its token if that is the largest, and the initial state of the following kernels.
 
-    rows: of the logits, None for 0, 1, 2 ... changed_rows: below 0 for none, None where nothing is changed. places, maxima: of
-    the largest of each row. floors: int32, the magnitude up to which min-p keeps. top_ps: float64. statuses: of `SamplingStatus`.
-    largest: float32, of the row that is drawn from. counts: int32 [draws, COUNTS]. masses: int64 [draws, MASSES]. tickets: int32
-    [draws, TICKETS].
+    rows: of the logits, None for 0, 1, 2 ... changed_rows: negative for none, None if no row is changed. places, maxima: of
+    the largest of each row. floors: int32, the magnitude up to which min-p keeps tokens. top_ps: float64. statuses:
+    `SamplingStatus`. largest: float32, of the sampled row. counts: int32 [draws, COUNTS]. masses: int64 [draws, MASSES].
+    tickets: int32 [draws, TICKETS].
     """
     wait_for_predecessor()
     draw = tl.program_id(0).to(tl.int64)
@@ -339,7 +338,7 @@ def row_of(logits, stride, columns, changed, state):
 
 @triton.jit
 def buckets_of(turn):
-    """Where a turn's buckets begin among those of its draw."""
+    """The first bucket of a pass among those of its draw."""
     return tl.where(turn == 0, 0, _FIRST + (turn - 1) * _NEXT)
 
 
@@ -351,7 +350,7 @@ def bucket_of(number, low, span):
 
 @triton.jit
 def range_of(bucket, low, span):
-    """(low, span) of a bucket of such a range."""
+    """(low, span) of a bucket of this range."""
     is_coarse = bucket < _COARSE
     first = tl.where(is_coarse, bucket << 20, _FINE + ((bucket - _COARSE) << 16))
     finer = tl.maximum(span - 10, 0)
@@ -361,7 +360,7 @@ def range_of(bucket, low, span):
 
 @triton.jit
 def sums_of(buckets, turn):
-    """What programs added in a turn, [_FIRST]. Read past a processor's own cache, which does not see what others add."""
+    """The sums of all programs in a pass, [_FIRST]. Bypasses the L1 cache, which does not see additions of others."""
     at = tl.arange(0, _FIRST)
     width = tl.where(turn == 0, _FIRST, _NEXT)
     return tl.load(buckets + buckets_of(turn) + at, mask=at < width, other=0, cache_modifier=".cg")
@@ -369,14 +368,14 @@ def sums_of(buckets, turn):
 
 @triton.jit
 def up_to(sums, bucket):
-    """What buckets before one hold, and that one itself."""
+    """The sum of all buckets before one, and of that one."""
     at = tl.arange(0, _FIRST)
     return tl.sum(tl.where(at < bucket, sums, 0), 0), tl.sum(tl.where(at == bucket, sums, 0), 0)
 
 
 @triton.jit
 def end_turn(state, counts, masses, turn, wants, top_k, top_p):
-    """Find the bucket in which what is wanted is reached. Where top-k ends, top-p begins, in the first turn's buckets."""
+    """Find the bucket in which the target is reached. After top-k, top-p starts with the buckets of the first pass."""
     low = tl.load(state + _LOW).to(tl.int32)
     span = tl.load(state + _SPAN).to(tl.int32)
     mass_before = tl.load(state + _MASS_BEFORE)
@@ -394,7 +393,7 @@ def end_turn(state, counts, masses, turn, wants, top_k, top_p):
         inside, own = up_to(sums_of(masses, turn), bucket)
         mass_before += inside
         low, span = range_of(bucket, low, span)
-        all_stay = bucket == _FIRST  # they are fewer
+        all_stay = bucket == _FIRST  # fewer tokens than the target
         if all_stay | (span == 0):
             total = mass_before + own
             limit = tl.where(all_stay, limit, low)
@@ -440,7 +439,7 @@ def radix_select_kernel(
     blocks,
     BLOCK: tl.constexpr,
 ):
-    """Program (draw, part): what a part of so many blocks adds to the buckets of a turn."""
+    """Program (draw, part): adds a part of the blocks to the buckets of a pass."""
     wait_for_predecessor()
     draw = tl.program_id(0).to(tl.int64)
     state = states + draw * STATE
@@ -468,7 +467,7 @@ def radix_select_kernel(
 
 @triton.jit
 def mass(row, begin, end, columns, largest, temperature, limit, BLOCK: tl.constexpr):
-    """What tokens up to a magnitude weigh together, in units."""
+    """The total weight of tokens up to a magnitude, in units."""
     total = tl.zeros([], tl.int64)
     for at in range(begin, end, BLOCK):
         scaled = scaled_logits(row, at + tl.arange(0, BLOCK), columns, largest, temperature)
@@ -478,7 +477,8 @@ def mass(row, begin, end, columns, largest, temperature, limit, BLOCK: tl.conste
 
 @triton.jit
 def place_of(row, begin, columns, largest, temperature, limit, before, target, BLOCK: tl.constexpr):
-    """The place, from `begin` on, of the token up to a magnitude with which the mass passes a target. before: the mass ahead."""
+    """The index, from `begin` on, of the token (up to a magnitude) at which the mass exceeds a target. before: the previous
+    mass."""
     place = tl.full([], -1, tl.int32)
     while place < 0:
         at = begin + tl.arange(0, BLOCK)
@@ -512,7 +512,7 @@ def sample_tokens_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Program (draw, part): what a part of so many blocks weighs; the last one draws. part_masses: int64 [draws, PARTS]."""
+    """Program (draw, part): the weight of a part of the blocks; the last program samples. part_masses: int64 [draws, PARTS]."""
     wait_for_predecessor()
     draw = tl.program_id(0).to(tl.int64)
     state = states + draw * STATE
@@ -539,16 +539,16 @@ def sample_tokens_kernel(
             tl.store(tokens + draw, token.to(tl.int64))
 
 
-_BLOCK, _LIST = 8192, 512  # columns that are changed at once, and tokens of a list, by one program for each row
+_BLOCK, _LIST = 8192, 512  # columns changed at a time, and tokens of a list, by one program per row
 
-_PART = 4096  # columns of which a program finds the largest
+_PART = 4096  # columns per program of the row maximum
 
-_SAMPLE_BLOCK = 2048  # columns that a draw reads at once
+_SAMPLE_BLOCK = 2048  # columns read at a time while sampling
 
-# Programs for a row, and for all rows: so many find room at once, and little time where they have nothing to do.
+# Programs per row, and for all rows: these run at once, and take little time if they have no work.
 _MOST_PARTS, _PROGRAMS = 64, 512
 
-_RADIX_PASSES = 0, 3, 5  # that narrow what is kept: for no filter, for top-k or top-p, for both
+_RADIX_PASSES = 0, 3, 5  # passes without a filter, with top-k or top-p, with both
 
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
 
@@ -581,7 +581,7 @@ def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_sums(rows: Tensor) -> Tensor:
-    """log(sum(exp(x))) of rows [N, V] float32, as [N, 1]; a row's bits follow from that row alone."""
+    """log(sum(exp(x))) of rows [N, V] float32, as [N, 1]; a row's bits depend on that row alone."""
     rows = strided(rows)
     found = torch.empty(rows.shape[0], 1, dtype=torch.float32, device=rows.device)
     operands = rows, rows.stride(0), rows.shape[1], found
@@ -636,7 +636,7 @@ def sample_rows(logits: Tensor, maxima: tuple[Tensor, Tensor], draws: SamplingTe
 
 
 class _RowsToSample(NamedTuple):
-    """Rows [R, V] and their `row_maxima`. of_draw: int64, each draw's row, below 0 for none; None for one after the other."""
+    """Rows [R, V] and their `row_maxima`. of_draw: int64, the row of each draw, negative for none; None for rows in order."""
 
     logits: Tensor
     maxima: tuple[Tensor, Tensor]
@@ -644,7 +644,7 @@ class _RowsToSample(NamedTuple):
 
 
 def _launch(rows: _RowsToSample, changed: _RowsToSample | None, draws: SamplingTensors, turns: int) -> Tensor:
-    """Tokens and statuses [2, draws]. turns: of `radix_select_kernel`."""
+    """Tokens and statuses [2, draws]. turns: passes of `radix_select_kernel`."""
     logits, device, count = rows.logits, rows.logits.device, draws.uniform.shape[0]
     columns = logits.shape[1]
     found = torch.empty(2, count, dtype=torch.int64, device=device)
@@ -687,13 +687,13 @@ def _launch(rows: _RowsToSample, changed: _RowsToSample | None, draws: SamplingT
 
 
 def _parts(rows: int, blocks: int) -> tuple[int, int]:
-    """Blocks that a program reads, and programs for each row: many for few rows, so that all fit on a device."""
+    """Blocks per program and programs per row: many for few rows, so that all fit on the device."""
     each = -(-blocks // max(1, min(_MOST_PARTS, _PROGRAMS // rows)))
     return each, -(-blocks // each)
 
 
 def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchSamplingRow, LogitsChanges]]) -> Tensor:
-    """The rows of draws that change theirs, one for each, changed."""
+    """The changed rows, one for each draw with changes."""
     device, columns = logits.device, logits.shape[1]
     words = -(-columns // 32)
     masks = np.full((len(altered), words), -1, dtype=np.int32)

@@ -91,9 +91,9 @@ def test_weights_have_the_form_that_is_asked_for(name: str) -> None:
 
 def test_torch_refuses_weights_in_panels() -> None:
     backend, weight = select_backend("meta"), PanelWeight.empty(16, 4, torch.bfloat16)
-    with pytest.raises(TypeError, match="panels"):
+    with pytest.raises(TypeError, match="panel weights"):
         backend.linear(torch.ones(1, 4), weight)
-    with pytest.raises(TypeError, match="panels"):
+    with pytest.raises(TypeError, match="panel weights"):
         backend.pack(weight.narrow(0, 16), torch.ones(16, 4))
 
 

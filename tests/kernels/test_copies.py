@@ -1,4 +1,4 @@
-"""What is asked of CUDA for copies beside its steps: which stream waits for what. CUDA itself is played."""
+"""Copies concurrent with steps on CUDA: which stream waits for which event. CUDA itself is simulated."""
 
 from __future__ import annotations
 

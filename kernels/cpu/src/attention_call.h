@@ -1,45 +1,67 @@
-// What one call of attention is asked, as the entry points take it: field by field the same as in kernels/cpu/library.py.
+// Arguments of one attention call, as the entry points take them. This list is the only description of the fields: it generates the
+// struct, and the table of names, types and offsets (isa_generic.cpp) from which kernels/cpu/library.py packs a call.
 //
-// Strides are in elements. Fields of no use to a kernel are there for those to come: see `unknown_to_the_kernels`.
+// Strides are in elements; addresses without a value are null. Combinations that no kernel computes: see `is_unsupported`.
 
 #pragma once
 
 #include <cstdint>
 
+#define WINDLASS_ATTENTION_FIELDS(F) \
+    F(const void *, q)                 /* [q_rows, heads, dim]; without ranges row t belongs to token t */ \
+    F(const void *, keys)              /* pages */ \
+    F(const void *, values)            /* pages */ \
+    F(const float *, key_scales)       /* of int8 pages, else null */ \
+    F(const float *, value_scales)     /* of int8 pages, else null */ \
+    F(const int32_t *, tables)         /* [batch, table_columns] */ \
+    F(const int64_t *, query_start)    /* [batch + 1]; null for one token per sequence */ \
+    F(const void *, lengths)           /* [batch] int32 or int64 */ \
+    F(const float *, score_scale)      /* [tokens] */ \
+    F(const float *, sinks)            /* [heads], or null */ \
+    F(const int64_t *, range_ends)     /* [batch, ranges], or null: each token has one row of q for all keys */ \
+    F(const int64_t *, range_rows)     /* [batch, ranges]; see attention_key_ranges.h */ \
+    F(const int64_t *, range_reaches)  /* [batch, ranges]; see attention_key_ranges.h */ \
+    F(const float *, slopes)           /* [heads], or null: a score loses slope * distance (ALiBi) */ \
+    F(const int64_t *, range_gaps)     /* [batch, ranges], with slopes: distance = slots between query and key + gap */ \
+    F(void *, out)                     /* [tokens, heads, value_dim] */ \
+    F(long, q_rows)                    /* rows of q */ \
+    F(long, q_row)                     /* row stride of q */ \
+    F(long, q_head)                    /* head stride of q */ \
+    F(long, num_blocks) \
+    F(long, block_size) \
+    F(long, kv_heads) \
+    F(long, dim)                       /* of a query and key */ \
+    F(long, value_dim) \
+    F(long, table_row)                 /* row stride of tables */ \
+    F(long, table_columns) \
+    F(long, batch)                     /* sequences */ \
+    F(long, heads)                     /* of queries */ \
+    F(long, ranges)                    /* per sequence */ \
+    F(long, window)                    /* keys; 0: none */ \
+    F(long, chunk)                     /* keys; 0: none */ \
+    F(float, scale) \
+    F(float, soft_cap)                 /* 0: none */ \
+    F(int, q_type)                     /* 0 float32, 1 bfloat16, 2 float16 */ \
+    F(int, page_type)                  /* as q_type; 3 int8 codes in panels; LATENT_PAGES */ \
+    F(int, int64_lengths) \
+    F(int, causal) \
+    F(long, bf16_products)             /* prefill may round the operands of its products to bfloat16 */
+
 struct AttentionArguments {
-    const void *q;                                  // [q_rows, heads, dim]; without ranges row t is token t's
-    const void *keys, *values;                      // pages
-    const float *key_scales, *value_scales;         // of int8 pages, else null
-    const int32_t *tables;                          // [batch, table_columns]
-    const int64_t *query_start;                     // [batch + 1]; null for one token per sequence
-    const void *lengths;                            // [batch]
-    const float *score_scale;                       // [tokens]
-    const float *sinks;                             // [heads], or null
-    const int64_t *range_ends;                      // [batch, ranges], or null: each token has its own row of q for all keys
-    const int64_t *range_rows, *range_reaches;      // [batch, ranges]; see attention_ranges.h
-    const float *slopes;                            // [heads], or null: scores lose so much for every place between query and key
-    const int64_t *range_gaps;                      // [batch, ranges], with slopes: places more than there are slots between them
-    void *out;                                      // [tokens, heads, value_dim]
-    long q_rows, q_row, q_head;                     // rows of q, strides of q
-    long num_blocks, block_size, kv_heads, dim, value_dim;
-    long table_row, table_columns;
-    long batch, heads, ranges;
-    long window, chunk;                             // keys; 0: none
-    float scale, soft_cap;                          // soft_cap 0: none
-    int q_type, page_type, lengths_are_64, causal;
-    long rounds;                                    // prompts may be computed with what is multiplied rounded to bfloat16
+#define WINDLASS_FIELD(type, name) type name;
+    WINDLASS_ATTENTION_FIELDS(WINDLASS_FIELD)
+#undef WINDLASS_FIELD
 };
 
-// Of page_type: 0 float32, 1 bfloat16, 2 float16, 3 int8 codes in panels (int8_pages.h); and rows of codes (code_rows.h), which are
-// keys and values at once.
-constexpr int PAGES_OF_ROWS = 4;
+// page_type of rows of int8 codes (latent attention, int8_pages.h): a row is key and value at once.
+constexpr int LATENT_PAGES = 4;
 
-// Whether the call asks for what no kernel does.
-static inline bool unknown_to_the_kernels(const AttentionArguments &a) {
+// Whether no kernel computes this combination of arguments.
+static inline bool is_unsupported(const AttentionArguments &a) {
     return (a.chunk != 0 && (a.window != 0 || !a.causal)) || (a.range_ends && (a.window != 0 || a.chunk != 0 || !a.causal)) ||
            (a.slopes && (!a.range_ends || !a.range_gaps)) ||
-           (a.page_type == PAGES_OF_ROWS && (a.values != a.keys || a.value_dim != a.dim));
+           (a.page_type == LATENT_PAGES && (a.values != a.keys || a.value_dim != a.dim));
 }
 
 // What the entry points return, 0 for success.
-constexpr int OUT_OF_MEMORY = 1, NO_SUCH_BLOCK = 2, NOT_DONE_HERE = 3, NO_SUCH_ROW = 4, KEYS_WITHOUT_RANGE = 5;
+constexpr int OUT_OF_MEMORY = 1, NO_SUCH_BLOCK = 2, UNSUPPORTED_CALL = 3, NO_SUCH_ROW = 4, RANGES_TOO_SHORT = 5;

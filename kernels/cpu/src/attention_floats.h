@@ -1,19 +1,88 @@
-// Decoding over keys and values of floats: scores, running softmax and weighted values of a cut. See attention.h. Rows of codes
-// (code_rows.h) become floats a chunk at a time, once for all queries of their kv head.
+// Decoding over keys and values of floats: scores, running softmax and weighted values of a cut. See attention_decode.h. Rows of codes
+// (int8_pages.h) are converted to floats one chunk at a time, once for all queries of their kv head.
 
 #pragma once
 
-#include "attention.h"
-#include "attention_ahead.h"
+#include "attention_decode.h"
 #include "simd.h"
 
 namespace {
+
+// Prefetches the keys and values of some heads of a sequence of spans in memory order, interleaved with the arithmetic. Its
+// lead is the amount prefetched at the start: one chunk, since the first head reads all of it at once, plus MORE bytes.
+template <class T> struct FloatPrefetcher {
+    const Attention *p;
+    const SpanSequence *course;
+    long number, head, heads;
+    KeySpan piece;
+    bool over = true;
+    long count = 0;             // keys of the run: up to a block when all heads are prefetched, else one
+    bool value = true;          // whether the run holds values; keys come first
+    const char *line = nullptr;
+    long left = 0;              // cache lines left in the run
+    static constexpr long MORE = 48 << 10;  // bytes prefetched at the start in addition to a chunk
+
+    // Start with span `from`.
+    void start_prefetch(const Attention &attention, const SpanSequence &pieces, long from, long first_head, long some_heads) {
+        p = &attention, course = &pieces, number = from, head = first_head, heads = some_heads, piece = course->piece(number);
+        over = false, count = 0, value = true, left = 0;
+        const long chunk = CHUNK_KEYS<T> * heads * (p->dim + p->value_dim) * (long)sizeof(T);
+        prefetch((chunk + min_of(chunk, MORE)) / 64);
+    }
+    NOINLINE bool next_run() {
+        value = !value;
+        if (!value) {
+            piece.at += count, count = 0;
+            if (piece.at >= piece.end) {
+                const KeySpan next = course->piece(number + 1);
+                if (next.at >= next.end) return over = true, false;
+                piece = next, number++;
+            }
+            const long at = piece.at;
+            count = heads == p->kv_heads ? min_of(piece.end - at, p->block_size - at % p->block_size) : 1;
+            if (IN_BURSTS<T>) count = max_of(1, min_of(count, BURST_RUN / (heads * p->dim * (long)sizeof(T))));
+        }
+        const long entry = p->entry(piece.b, piece.at) + head, dim = value ? p->value_dim : p->dim;
+        line = (const char *)((const T *)(value ? p->values : p->keys) + entry * dim);
+        left = ceil_div(count * heads * dim * (long)sizeof(T), 64);
+        return true;
+    }
+    NOINLINE void prefetch_line_by_line(long lines) {
+        for (; lines > 0; lines--, left--, line += 64) {
+            if (left == 0 && (over || !next_run())) return;
+            __builtin_prefetch(line, 0, 2);
+        }
+    }
+    INLINE_MEMBER void prefetch(long lines) {
+        if (left < lines) return prefetch_line_by_line(lines);
+        left -= lines;
+        for (; lines > 0; lines--, line += 64) __builtin_prefetch(line, 0, 2);
+    }
+    template <long lines> INLINE_MEMBER void prefetch() {
+        if (left < lines) return prefetch_line_by_line(lines);
+        for (long i = 0; i < lines; i++) __builtin_prefetch(line + i * 64, 0, 2);
+        left -= lines, line += lines * 64;
+    }
+};
+
+// The element type in products with pages of T.
+template <class T> struct Multiplied { typedef T type; };
+template <> struct Multiplied<row_code> { typedef float type; };
+
+// The prefetcher for pages of T. Latent rows are prefetched where they are converted.
+template <class T> struct PrefetcherOf { typedef FloatPrefetcher<typename Multiplied<T>::type> type; };
+template <class T, class E>
+INLINE void start_prefetch(FloatPrefetcher<E> &walk, const Attention &p, const SpanSequence &course, long number, long head, long heads) {
+    if (sizeof(T) == sizeof(E)) walk.start_prefetch(p, course, number, head, heads);
+}
+// Nothing to do: this prefetcher follows the spans by itself.
+template <class E> INLINE void continue_prefetch(FloatPrefetcher<E> &, const KeySpan &) {}
 
 // The keys and values of one kv head in a chunk.
 template <class T> struct Chunk {
     const T *keys[CHUNK_KEYS<T>], *values[CHUNK_KEYS<T>];
     long count;
-    Ahead<T> *ahead;
+    FloatPrefetcher<T> *ahead;
     const float *slopes;  // of the kv head's queries, or null
     long distance;        // of the query from the first key; with slopes
 
@@ -25,7 +94,7 @@ template <class T> struct Chunk {
             values[j] = (const T *)p.values + (entries[j] + head) * p.value_dim;
         }
     }
-    // The same of rows of codes, which become floats in `wide`. What the next n entries name is asked for.
+    // The same for latent rows, converted to floats in `wide`. The rows of the next n entries are prefetched.
     void widen(const Attention &p, const long *entries, long head, long n, long next, float *wide) {
         count = n;
         for (long j = 0; j < n; j++, wide += p.dim) {
@@ -46,8 +115,8 @@ template <class T> struct Chunk {
 };
 
 #if WINDLASS_LANES == 16
-// Scores of 16 keys at once. A vector holds four neighbouring dims of four keys, so that what is left to sum across lanes at the
-// end is four lanes of a score instead of 16.
+// Scores of 16 keys at once. A vector holds four adjacent dims of four keys, so that the final sum across lanes covers four lanes
+// of a score instead of 16.
 template <class T> struct Quarters {
     static constexpr int DIMS = 4, VECTORS = 1;  // dims of a key taken in one step, and the vectors they make of four keys
 };
@@ -106,7 +175,7 @@ INLINE vf repeat_four(const float *p) {
 #endif
 }
 
-// Brings a query's whole vectors into the order in which score_tile meets its dims.
+// Reorders a query's full vectors for score_tile.
 template <class T> static void arrange_query(float *query, long dim) {
     if constexpr (Quarters<T>::VECTORS == 2)
         for (long d = 0; d < dim / W * W; d += 8) {
@@ -120,13 +189,13 @@ constexpr int tile_with(int) { return 16; }  // keys of a tile
 
 // scores[i][j] of NQ queries and a tile of keys, unscaled. Every score is summed in one order, whatever NQ.
 template <class T, int NQ>
-INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores, Ahead<T> &ahead,
-                       bool ask) {
+INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores, FloatPrefetcher<T> &ahead,
+                       bool prefetch) {
     constexpr int VECTORS = Quarters<T>::VECTORS, DIMS = Quarters<T>::DIMS, TILE = tile_with(NQ);
-    if (ask && IN_BURSTS<T>) ahead.ask(TILE * dim * (long)sizeof(T) / 64);
+    if (prefetch && IN_BURSTS<T>) ahead.prefetch(TILE * dim * (long)sizeof(T) / 64);
     vf acc[NQ][4] = {};
     for (long d = 0; d < dim / W * W; d += DIMS) {
-        if (ask && !IN_BURSTS<T>) ahead.template ask<TILE * DIMS * sizeof(T) / 64>();
+        if (prefetch && !IN_BURSTS<T>) ahead.template prefetch<TILE * DIMS * sizeof(T) / 64>();
         vf q[NQ][VECTORS];
         for (int i = 0; i < NQ; i++)
             for (int v = 0; v < VECTORS; v++) q[i][v] = repeat_four(query + i * query_row + d + 4 * v);
@@ -147,10 +216,10 @@ constexpr int tile_with(int queries) { return keys_with(queries); }
 
 // scores[i][j] of NQ queries and a tile of keys, unscaled. Every score is summed in one order, whatever NQ.
 template <class T, int NQ>
-INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores, Ahead<T> &ahead,
-                       bool ask) {
+INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores, FloatPrefetcher<T> &ahead,
+                       bool prefetch) {
     constexpr int KEYS = keys_with(NQ);
-    if (ask) ahead.ask(KEYS * ceil_div(dim * (long)sizeof(T), 64));
+    if (prefetch) ahead.prefetch(KEYS * ceil_div(dim * (long)sizeof(T), 64));
     vf acc[NQ][KEYS] = {};
     const T *key[KEYS];
     for (int j = 0; j < KEYS; j++) key[j] = keys[j];
@@ -253,7 +322,7 @@ static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, co
         for (int n = 0; n < NQ; n++)
             for (int c = 0; c < COLUMNS; c++) sums[n][c] = load(acc + n * s.acc_row + c * W);
         for (long j = 0; j < chunk.count; j++) {
-            if (i == 0 && j % at_once == 0) chunk.ahead->template ask<lines * at_once>();
+            if (i == 0 && j % at_once == 0) chunk.ahead->template prefetch<lines * at_once>();
             vf weight[NQ];
             for (int n = 0; n < NQ; n++) weight[n] = splat(weights[n * CHUNK + j]);
             for (int c = 0; c < COLUMNS; c++) {
@@ -293,7 +362,7 @@ static void attend_chunk(const Attention &p, const Scratch &s, long first, long 
 // cut before.
 template <class T>
 static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
-                       typename Walk<T>::type &walk, bool loaded) {
+                       typename PrefetcherOf<T>::type &walk, bool loaded) {
     const long group = p.group(), begin = p.begin_of(b, cut);
     long shortest = SPLIT, longest = 0;
     for (long r = 0; r < rows; r++) {

@@ -1,13 +1,13 @@
-// Decoding over int8 keys and values as they lie in the pages (int8_pages.h). See attention.h for cuts, chunks and merging.
+// Decode attention over int8 keys and values in page order (int8_pages.h). See attention_decode.h for cuts, chunks and merging.
 //
 // A vector holds a quad of W tokens' keys or W dims of four tokens' values, so no sum crosses lanes: scores come out token by
-// token, results dim by dim. Chunks begin at absolute multiples of CHUNK whatever the window; what a row does not see of one is
-// left out by selection, since its codes and scales may be anything. Adding what is left out would add zeros, so a row's bits
-// are the same whichever rows it shares a chunk with.
+// token, results dim by dim. Chunks begin at absolute multiples of CHUNK whatever the window. Hidden tokens are masked by
+// selection, since their codes and scales may be anything. They contribute exact zeros, so a row's bits do not depend on the rows
+// that share its chunk.
 
 #pragma once
 
-#include "attention.h"
+#include "attention_decode.h"
 #include "int8_pages.h"
 #include "rounding.h"
 #include "simd.h"
@@ -49,19 +49,19 @@ struct Chunk {
     }
 };
 
-// Walks what some heads hold of the tokens [at, end) of a row in the order in which it lies in memory and asks for it, a few
-// lines at a time between the arithmetic: many at once would only wait for each other, and one head at a time would be runs
-// too short for the hardware to follow (measured: half the bandwidth).
-struct Ahead {
+// Prefetches tokens [at, end) of a row for some heads in memory order, a few lines at a time between the arithmetic. Many lines
+// at once would wait for each other; one head at a time gives runs too short for the hardware prefetcher (measured: half the
+// bandwidth).
+struct FloatPrefetcher {
     const Attention *p;
     CodePages pages;
     long b, head, heads, at, end;
-    long count = 0;             // tokens of the block that `at` lies in, up to the end
+    long count = 0;             // tokens up to the end of the block of `at`
     long part = 0, number = 0;  // keys, values, their scales; the head
     const char *line = nullptr;
-    long left = 0;              // lines of the run
+    long left = 0;              // cache lines left in the run
 
-    Ahead(const Attention &p, const CodePages &pages, long b, long head, long heads, long at, long end)
+    FloatPrefetcher(const Attention &p, const CodePages &pages, long b, long head, long heads, long at, long end)
         : p(&p), pages(pages), b(b), head(head), heads(heads), at(at), end(end) {
         count = min_of(end - at, p.block_size - at % p.block_size);
     }
@@ -78,29 +78,29 @@ struct Ahead {
                             : part == 1 ? (const void *)pages.value_quad(block, h, token)
                             : part == 2 ? (const void *)pages.key_scale(block, h, token)
                                         : (const void *)pages.value_scale(block, h, token);
-        // The heads of a whole block are one run.
+        // All heads of a full block are one run.
         const long together = count == p->block_size ? heads : 1;
         line = (const char *)first;
         left = ceil_div(together * count * bytes, 64);
         number += together;
         return true;
     }
-    NOINLINE void ask_one_by_one(long lines) {
+    NOINLINE void prefetch_line_by_line(long lines) {
         for (; lines > 0; lines--, left--, line += 64) {
             if (left == 0 && !next_run()) return;
             __builtin_prefetch(line, 0, 2);
         }
     }
-    INLINE_MEMBER void ask(long lines) {
-        if (left < lines) return ask_one_by_one(lines);
+    INLINE_MEMBER void prefetch(long lines) {
+        if (left < lines) return prefetch_line_by_line(lines);
         left -= lines;
         for (; lines > 0; lines--, line += 64) __builtin_prefetch(line, 0, 2);
     }
 };
 
-static Ahead first_chunk(const Attention &p, const Following &of, long head, long heads) {
+static FloatPrefetcher first_chunk(const Attention &p, const KeySpan &of, long head, long heads) {
     const long end = min_of(of.at / CHUNK * CHUNK + CHUNK, of.end);
-    return Ahead(p, p.codes(), of.b, head, heads, of.at / PANEL_TOKENS * PANEL_TOKENS, of.at < end ? end : 0);
+    return FloatPrefetcher(p, p.codes(), of.b, head, heads, of.at / PANEL_TOKENS * PANEL_TOKENS, of.at < end ? end : 0);
 }
 
 // Of W tokens from j on, x where a row sees them, else `hidden`.
@@ -116,7 +116,7 @@ struct Seen {
     INLINE_MEMBER bool all(const Chunk &chunk) const { return first <= chunk.begin && last >= chunk.end; }
 };
 
-// Scores of W tokens from j on as they go into the softmax.
+// Final scores of W tokens from j on.
 INLINE vf capped(const Attention &p, vf x) {
     return p.soft_cap == 0.0f ? x : tanh_of(x / p.soft_cap) * (p.soft_cap * LOG2_E);
 }
@@ -143,9 +143,9 @@ template <int N> INLINE void sums_of(const vf (&x)[N], float *sums) {
 }
 
 // Scores of NQ queries become weights times value scales, zeros where a query does not see, and their largest goes to `most`,
-// NaN if any is; top, total and acc go on. The queries go together so that their chains of operations overlap.
+// NaN if any is; top, total and acc are updated. Queries are interleaved so that their dependency chains overlap.
 template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch &s, long i, const Chunk &chunk, const Seen *seen,
-                                             float *most, Ahead &ahead) {
+                                             float *most, FloatPrefetcher &ahead) {
     float *scores = s.scores + i * CHUNK;
     bool all = p.soft_cap == 0.0f && !chunk.slopes;
     for (int n = 0; n < NQ; n++) all &= seen[n].all(chunk);
@@ -160,7 +160,7 @@ template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch 
     vf highest[NQ];
     for (int n = 0; n < NQ; n++) highest[n] = splat(-__builtin_inff());
     for (long j = chunk.begin; j < chunk.end; j += W) {
-        ahead.ask(1);
+        ahead.prefetch(1);
         for (int n = 0; n < NQ; n++) highest[n] = larger(load(scores + n * CHUNK + j), highest[n]);
     }
     vf base[NQ], total[NQ];
@@ -181,7 +181,7 @@ template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch 
     }
     for (long j = chunk.begin; j < chunk.end; j += W) {
         const vf scale = chunk.value_scale(j);
-        ahead.ask(1);
+        ahead.prefetch(1);
         for (int n = 0; n < NQ; n++) {
             float *at = scores + n * CHUNK + j;
             const vf weight = exp2_of(load(at) - base[n]);
@@ -201,11 +201,11 @@ template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch 
 }
 
 // One cut of `rows` rows from row b on, which share a table, for `heads` kv heads from `head` on: fills acc, top and total of
-// their queries, [head][row][query of the group]. What the rows see of the cut has no gap. Products: Floats or Quads. loaded: the
-// queries are there from the cut before.
+// their queries, [head][row][query of the group]. The visible keys of the rows are contiguous. Products: Floats or Quads. loaded:
+// the scaled queries are left from the previous cut.
 template <class Products>
 static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
-                       const Following &following, bool loaded) {
+                       const KeySpan &following, bool loaded) {
     const long group = p.group(), queries = rows * group;
     const CodePages pages = p.codes();
     for (long h = 0; h < heads; h++) {
@@ -222,7 +222,7 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
     for (long start = first / CHUNK * CHUNK; start < last; start += CHUNK) {
         const long next = start + CHUNK;
         if (p.slopes) chunk.distance = p.distance(b, cut, start);
-        Ahead ahead = next < last ? Ahead(p, pages, b, head, heads, next, min_of(next + CHUNK, last))
+        FloatPrefetcher ahead = next < last ? FloatPrefetcher(p, pages, b, head, heads, next, min_of(next + CHUNK, last))
                                   : first_chunk(p, following, head, heads);
         for (long h = 0; h < heads; h++) {
             if (h == 0) chunk.find(p, pages, b, head, start, max_of(start, first), min_of(start + CHUNK, last));

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "attention.h"
+#include "attention_decode.h"
 #include "attention_int8.h"
 #include "int8_pages.h"
 #include "simd.h"
@@ -13,11 +13,11 @@ namespace codes {
 
 constexpr int VECTORS = 2;  // of tokens or of dims, handled together
 
-// Asks for as much as step number `step` reads.
-INLINE void ask_for_step(Ahead &ahead, long step) { ahead.ask(VECTORS * W >= PANEL_TOKENS ? VECTORS * W / PANEL_TOKENS : step & 1); }
+// Prefetches as many lines as step `step` reads.
+INLINE void ask_for_step(FloatPrefetcher &ahead, long step) { ahead.prefetch(VECTORS * W >= PANEL_TOKENS ? VECTORS * W / PANEL_TOKENS : step & 1); }
 
 // Scores of NQ queries, key scales included.
-template <int NQ> static NOINLINE void score_floats(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Ahead &ahead) {
+template <int NQ> static NOINLINE void score_floats(const Attention &p, const Scratch &s, long i, const Chunk &chunk, FloatPrefetcher &ahead) {
     const long quads = ceil_div(p.dim, QUAD);
     for (long j = chunk.begin; j < chunk.end; j += VECTORS * W) {
         const int8_t *key[VECTORS];
@@ -47,7 +47,7 @@ template <int NQ> static NOINLINE void score_floats(const Attention &p, const Sc
 
 // acc[n][:] += weighted values, V vectors of dims from d on, of which the last has `rest` dims.
 template <int NQ, int V>
-INLINE void add_dims_of_floats(const Scratch &s, long i, const Chunk &chunk, Ahead &ahead, long value_dim, long d, long rest) {
+INLINE void add_dims_of_floats(const Scratch &s, long i, const Chunk &chunk, FloatPrefetcher &ahead, long value_dim, long d, long rest) {
     vf sums[NQ][V];
     for (int n = 0; n < NQ; n++)
         for (int v = 0; v < V; v++) sums[n][v] = load(s.acc + (i + n) * s.acc_row + d + v * W);
@@ -70,7 +70,7 @@ INLINE void add_dims_of_floats(const Scratch &s, long i, const Chunk &chunk, Ahe
     for (int n = 0; n < NQ; n++)
         for (int v = 0; v < V; v++) store(s.acc + (i + n) * s.acc_row + d + v * W, sums[n][v]);
 }
-template <int NQ> static NOINLINE void add_floats(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Ahead &ahead) {
+template <int NQ> static NOINLINE void add_floats(const Attention &p, const Scratch &s, long i, const Chunk &chunk, FloatPrefetcher &ahead) {
     long d = 0;
     for (; d + VECTORS * W <= p.value_dim; d += VECTORS * W) add_dims_of_floats<NQ, VECTORS>(s, i, chunk, ahead, p.value_dim, d, W);
     for (; d < p.value_dim; d += W) add_dims_of_floats<NQ, 1>(s, i, chunk, ahead, p.value_dim, d, min_of(W, p.value_dim - d));
@@ -78,11 +78,11 @@ template <int NQ> static NOINLINE void add_floats(const Attention &p, const Scra
 
 struct Floats {
     static void prepare(const Attention &, float *) {}
-    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &ahead) {
+    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, FloatPrefetcher &ahead) {
         together(0, queries, [&](auto count, long i) { score_floats<decltype(count)::value>(p, s, i, chunk, ahead); });
     }
     static void finish_weights(float *, const Chunk &, float) {}
-    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &ahead) {
+    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, FloatPrefetcher &ahead) {
         together(0, queries, [&](auto count, long i) { add_floats<decltype(count)::value>(p, s, i, chunk, ahead); });
     }
 };

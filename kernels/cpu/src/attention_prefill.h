@@ -1,20 +1,21 @@
 // Attention of the queries of prompts over their paged keys, in blocks: "FlashAttention" (2205.14135).
 //
 // A unit of work is a run of one sequence's queries for one kv head: its rows are (token, head of the group) pairs, so
-// the heads that share keys share their packing. Keys go in blocks at absolute multiples of BLOCK_KEYS. A block's keys are
-// packed transposed, its values as they are, both as float32 in panels as wide as a register tile; then all rows pass over
-// it: scores, running softmax in base 2, weighted values. Panels that no row of a tile sees are left out.
+// heads that share keys share their packing. Keys are processed in blocks at absolute multiples of BLOCK_KEYS. A block's keys are
+// packed transposed, its values unchanged, both as float32 in panels as wide as a register tile. Then all rows process it:
+// scores, running softmax in base 2, weighted values. Panels that no row of a tile sees are skipped.
 //
-// Blocks stand at absolute places and a row's sums run in one order, so its bits depend neither on how the prompt was cut
-// into chunks nor on its neighbours. Ranges (attention_ranges.h) are passed over one after the other, each with its version of
-// the unit's queries; weighted values, maxima and sums go on from one to the next. The bits are not those of the decode kernel, whose sums run in another order.
+// Blocks begin at absolute positions and a row's sums have one order, so its bits depend neither on how the prompt was chunked
+// nor on other rows. Key ranges (attention_key_ranges.h) are processed in order, each with its own rotated copy of the unit's
+// queries; weighted values, maxima and sums carry over. The bits differ from those of the decode kernel, which sums in another
+// order.
 
 #pragma once
 
-#include "attention.h"
+#include "attention_decode.h"
+#include "attention_key_ranges.h"
 #include "attention_prefill_pack.h"
-#include "attention_ranges.h"
-#include "pairs.h"
+#include "bf16_dot.h"
 #include "simd.h"
 
 namespace {
@@ -25,18 +26,18 @@ constexpr int TILE_ROWS = 12;  // 24 accumulators, 2 vectors of a panel, 1 broad
 constexpr int TILE_ROWS = 6;   // 12 accumulators, 2 vectors of a panel, 1 broadcast
 #endif
 constexpr long PASS_ROWS = 24;        // rows whose scores are held; a multiple of TILE_ROWS
-constexpr long MOST_PASS_ROWS = 32;   // the same of every way to multiply
+constexpr long MOST_PASS_ROWS = 32;   // the largest PASS_ROWS of all product types
 constexpr long WHOLE_ROWS = 96;       // a multiple of the rows of all passes
 constexpr long UNIT_FLOATS = 80 << 10;  // queries and results of the rows that share the packing of a block: most of an L2
-constexpr long FEWEST_ROWS = 48;      // smaller units would pack more than they multiply
+constexpr long FEWEST_ROWS = 48;      // smaller units would spend more on packing than on products
 constexpr long UNITS_PER_THREAD = 4;  // about
-constexpr long FEWEST_ROUNDED = 16;   // queries of a sequence: proposed tokens, which are fewer, are scored as decoding does
+constexpr long MIN_BF16_QUERIES = 16;   // queries of a sequence; speculative tokens (fewer) are scored in the arithmetic of decode
 
 // Queries [token, token + count) of sequence b for one kv head, the first of them at this position in the cache.
 struct Unit { long b, token, count, position; };
 
-// Working memory of a thread, rows rounded up to whole tiles. Queries, keys, weights and values may be pairs, which take half of it:
-// of neighbouring dims, or of neighbouring keys.
+// Working memory of a thread, rows rounded up to full tiles. Queries, keys, weights and values may be bfloat16 pairs (of adjacent
+// dims or keys), which take half of it.
 struct Workspace {
     long rows, padded_values;
     float *query;    // [row tile][dim][TILE_ROWS], scaled
@@ -94,11 +95,11 @@ static NOINLINE void multiply_panel(const N *a, const N *b, long depth, float *c
 INLINE void store_weights(float *scores, long j, vf x, vf y, float *) { store(scores + j, x), store(scores + j + W, y); }
 INLINE void store_weights(float *scores, long j, vf x, vf y, pair *) { store_neighbours((pair *)scores + j / 2, x, y); }
 INLINE vf weight_of(vf x, float *) { return exp2_of(x); }
-INLINE vf weight_of(vf x, pair *) { return rough_exp2_of(x); }  // what is left of it are eight bits
+INLINE vf weight_of(vf x, pair *) { return rough_exp2_of(x); }  // eight bits suffice: it is rounded to bfloat16
 
-// Scores [first, last) of a row, of which the row sees [begin, end), become weights 2^(score - top), pairs from pair first / 2 on;
-// the row's top and total, lane by lane, go on, and what its weighted values must shrink by is returned. slope: what scores lose for
-// every place that their key is before the query, `distance` places for score 0.
+// Replaces scores [first, last) of a row, of which the row sees [begin, end), by weights 2^(score - top), pairs from pair first / 2
+// on. Updates the row's top and total (per lane) and returns the factor for its previous weighted values. slope: what a score loses
+// per position between key and query; score 0 has this distance.
 template <class N>
 INLINE float soften_row(float *scores, long first, long last, long begin, long end, float soft_cap, float slope, long distance, float &top,
                         float *total) {
@@ -115,7 +116,7 @@ INLINE float soften_row(float *scores, long first, long last, long begin, long e
         most[1] = larger(load(scores + j + W), most[1]);
     }
     const float old = top;
-    if (any_above(larger(most[0], most[1]), old)) {  // seldom, once a row has seen some blocks
+    if (any_above(larger(most[0], most[1]), old)) {  // rare after the first blocks of a row
         const float here = largest(larger(most[0], most[1]));
         top = here > old ? here : old;
     }
@@ -131,8 +132,8 @@ INLINE float soften_row(float *scores, long first, long last, long begin, long e
     return shrink;
 }
 
-// The query of a token and head, which lies in row `row` of q, scaled for scores in base 2 but for a soft cap; element d goes
-// to x[d * step].
+// The query of a token and head from row `row` of q, scaled (for scores in base 2, unless there is a soft cap); element d is
+// stored at x[d * step].
 INLINE void load_query(const Prefill &p, long token, long row, long head, float *x, long step) {
     const float scale = (p.soft_cap != 0.0f ? p.scale : p.scale * LOG2_E) * p.score_scale[token];
     with_type(p.q_type, [&](auto *type) {
@@ -141,7 +142,7 @@ INLINE void load_query(const Prefill &p, long token, long row, long head, float 
     });
 }
 
-// The queries of a unit, the first of which lies in row `query` of q.
+// The queries of a unit, from row `query` of q on.
 template <class N> static NOINLINE void load_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head, long query) {
     const long group = p.group(), rows = unit.count * group, padded = round_up(rows, TILE_ROWS);
     const long depth = ceil_div(p.dim, NUMBERS<N>);
@@ -162,7 +163,7 @@ template <class N> static NOINLINE void load_unit(const Prefill &p, const Worksp
     }
 }
 
-// Nothing seen yet.
+// Reset to no keys seen.
 static NOINLINE void clear_unit(const Prefill &p, const Workspace &w, const Unit &unit) {
     const long padded = round_up(unit.count * p.group(), MOST_PASS_ROWS);
     for (long r = 0; r < padded; r++) w.top[r] = -__builtin_inff(), store(w.total + r * W, vf{});
@@ -201,7 +202,7 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
             const long t = i / TILE_ROWS, r = r0 + i;
             if (first[t] == last[t]) continue;
             const long at = unit.position + min_of(r, rows - 1) / group;
-            // A row past the reach of a range that others of its tile still see begins where the tile ends.
+            // A row that no longer sees the range, while other rows of its tile do, begins at the end of the tile.
             const long begin = min_of(last[t], max_of(skip, range.first_seen(at) - start));
             const long end = min_of(there, range.end_seen(at) - start);
             w.shrink[r] = soften_row<N>(w.scores + i * BLOCK_KEYS, first[t], last[t], begin, end, p.soft_cap, slope_of(p, head, r),
@@ -242,7 +243,7 @@ static void finish_unit(const Prefill &p, const Unit &unit, long head, const flo
     }
 }
 
-// How units are multiplied, in vectors of N. Whatever stands in its place has keys and values packed so, too.
+// Products of a unit in vectors of N. Alternatives (attention_prefill_amx.h) use the same packing of keys and values.
 template <class N> struct Vectors {
     typedef N number;
     static void load(const Prefill &p, const Workspace &w, const Unit &unit, long head, long query) {
@@ -253,7 +254,7 @@ template <class N> struct Vectors {
     }
 };
 
-// A unit over one range. Rows of other ranges go on from what is gathered.
+// A unit over one range, continuing from the accumulated state.
 template <class WAY, class T>
 static void pass_range(const Prefill &p, const Workspace &w, const Unit &unit, long head, const Range &range) {
     const int32_t *table = p.tables + unit.b * p.table_row;
@@ -273,7 +274,7 @@ static void pass_range(const Prefill &p, const Workspace &w, const Unit &unit, l
 
 template <class WAY, class T> static void run_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
     clear_unit(p, w, unit);
-    each_range(p, unit.b, p.query_start[unit.b], [&](const Range &range) { pass_range<WAY, T>(p, w, unit, head, range); });
+    for_each_range(p, unit.b, p.query_start[unit.b], [&](const Range &range) { pass_range<WAY, T>(p, w, unit, head, range); });
     for (long r = 0; r < unit.count * p.group(); r++) w.total[r] = sum(load(w.total + r * W));
     finish_unit(p, unit, head, w.acc, w.padded_values, w.top, w.total);
 }

@@ -1,23 +1,23 @@
-// Attention of the queries of prompts over int8 pages with vpdpbusd: nothing is converted, codes are multiplied as they lie.
+// Prefill attention over int8 pages with vpdpbusd, directly on the stored codes.
 //
 // Units, blocks at absolute places and the running softmax are those of attention_prefill.h. Queries, and per row and block
-// the weights times the scales of their values, are rounded to 16 bits and go as two planes of bytes; sums are exact
-// integers, so what is lost is 2^-16 of the largest element, far below what the codes have lost. The sum over the upper
-// plane is shifted and gathers the lower plane in the same accumulators.
+// the weights times the scales of their values, are rounded to 16 bits and split into two planes of bytes. Sums are exact
+// integers, so the error is 2^-16 of the largest element, far below that of the codes. The sum over the upper plane is shifted,
+// and the lower plane is added in the same accumulators.
 //
 // Keys are the unsigned side, as code + 128, so that a query's planes may be broadcast as signed bytes; the constant this
 // adds is one number per query. A piece of keys holds 4 dims of 16 tokens, a piece of values 16 dims of 4 tokens: no sum
-// crosses lanes. What a softmax needs of all lanes is folded for all rows of a tile at once.
+// crosses lanes. The softmax reduces lanes for all rows of a tile at once.
 //
-// The blocks of a row are gathered in cuts at absolute places, merged in order: that lets a few rows over many keys spread
-// over the threads, with the same bits as if one thread had passed over all.
+// The blocks of a row are accumulated in cuts at absolute positions that are merged in order. So few rows over many keys can be
+// spread over threads, with the same bits as a single thread gives.
 
 #pragma once
 
 #include <cstdlib>
 #include <omp.h>
 
-#include "attention.h"
+#include "attention_decode.h"
 #include "attention_prefill.h"
 #include "attention_prefill_int8_blocks.h"
 #include "attention_prefill_int8_tiles.h"
@@ -78,9 +78,9 @@ static NOINLINE void gather_cut(const Prefill &p, const Workspace &w, const Unit
     }
 }
 
-// Adds what a row gathered in a cut to what it has gathered before.
+// Merges a row's sums of a cut into its accumulated ones.
 INLINE void merge_row(const Prefill &p, const Gathered &whole, long r, const float *acc, float top, float total) {
-    if (total == 0.0f) return;  // it saw none of the cut
+    if (total == 0.0f) return;  // it sees no key of the cut
     const float old = whole.top[r], here = top > old ? top : old, base = here == -__builtin_inff() ? 0.0f : here;
     const float before = exp2_of(splat(old - base))[0], by = exp2_of(splat(top - base))[0];
     whole.top[r] = here;
@@ -111,8 +111,8 @@ static void run_unit(const Prefill &p, const Workspace &w, const Unit &unit, lon
     finish(p, w, unit, head);
 }
 
-// The same in two steps, where units are too few for the threads: cuts one by one, kept as [row][value_dim sums, top, total];
-// and their merge.
+// The same in two steps, for fewer units than threads: single cuts, stored as [row][value_dim sums, top, total], and their
+// merge.
 static void keep_cut(const Prefill &p, const Workspace &w, const Unit &unit, long head, long cut, float *part) {
     const long part_row = p.value_dim + 2;
     round_queries(p, w, unit, head);

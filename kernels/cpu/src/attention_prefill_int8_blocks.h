@@ -1,9 +1,9 @@
-// What attention_prefill_int8.h does within a block: where its codes lie, and the rows of a unit tile by tile from scores over
-// the softmax to weighted values.
+// One block of attention_prefill_int8.h: addresses of its codes, and the rows of a unit tile by tile: scores, softmax, weighted
+// values.
 
 #pragma once
 
-#include "attention.h"
+#include "attention_decode.h"
 #include "attention_prefill.h"
 #include "attention_prefill_int8_tiles.h"
 #include "int8_pages.h"
@@ -32,7 +32,7 @@ INLINE long quads_of(const Prefill &p) { return ceil_div(p.dim, QUAD); }
 // Rows whose queries and results fit.
 INLINE long fitting_rows(const Prefill &p) { return UNIT_BYTES / (2 * QUAD * quads_of(p) + 8 * p.value_dim); }
 
-// What rows have gathered over some keys: weighted values, the largest score in base 2, the sum of weights.
+// Accumulated state of rows: weighted values, the largest score in base 2, the sum of weights.
 struct Gathered {
     float *acc;            // [row][value_dim]
     float *top, *total;    // [row]; a vector may be loaded at any row
@@ -51,7 +51,7 @@ struct Workspace {
     float *scores;          // [TILE_ROWS][BLOCK]: scores, then weights
     uint8_t *weights;       // [TILE_ROWS][plane: upper, lower][BLOCK], in the order of `quad_place`
 
-    // Sets the parts that stand in `memory`, or null to count; returns the bytes.
+    // Places the parts in `memory` (null: only count); returns the bytes.
     long place(const Prefill &p, long most_rows, void *memory) {
         long used = 0;
         const auto take = [&](long bytes) {
@@ -74,7 +74,7 @@ struct Workspace {
     }
 };
 
-// Where the codes and scales of one kv head in a block lie, panel by panel.
+// Addresses of the codes and scales of one kv head in a block, per panel.
 struct Places {
     const int8_t *keys[PANELS], *values[PANELS];
     const float *key_scales[PANELS], *value_scales[PANELS];
@@ -93,8 +93,8 @@ struct Places {
 };
 
 struct CodeBlock {
-    Places here, next;                 // next is asked for while `here` is worked on
-    float key_scales[BLOCK], value_scales[BLOCK];  // zeros for what no row of the unit sees
+    Places here, next;                 // next is prefetched while `here` is processed
+    float key_scales[BLOCK], value_scales[BLOCK];  // zeros for keys that no row of the unit sees
 
     void take_scales(long skip, long there) {
         for (long n = 0; n < PANELS; n++) {
@@ -150,8 +150,8 @@ INLINE void weigh(float *scores, long first, long last, Sight sight, float facto
     }
 }
 
-// Steps of a tile between its two products: softmax and rounding. Leaves planes of weights, and per row what the products
-// of integers are worth and what the values so far shrink by.
+// Steps of a tile between its two products: softmax and rounding. Leaves planes of weights, and per row the factor of its
+// integer products and the factor for its previous values.
 static NOINLINE void soften_tile(const Prefill &p, const Workspace &w, const CodeBlock &block, long row, long rows, long first, long last,
                                  const Sight *sight, float *worth, float *shrink) {
     const auto sees_all = [&](long i) { return sight[i].begin <= first && sight[i].end >= last; };

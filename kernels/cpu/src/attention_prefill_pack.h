@@ -1,18 +1,17 @@
-// A block's keys and values as the product of many rows wants them: keys transposed, values as they are, both in panels as wide as a
-// register tile.
+// Packs a block's keys (transposed) and values into panels as wide as a register tile, for products with many rows.
 
 #pragma once
 
-#include "attention.h"
+#include "attention_decode.h"
+#include "bf16_dot.h"
 #include "int8_pages.h"
-#include "pairs.h"
 #include "simd.h"
 
 namespace {
 
 constexpr long PANEL = 2 * W;     // columns of a register tile
 #if defined(WINDLASS_AMX)
-constexpr long BLOCK_KEYS = 256;  // a matrix unit takes longer to begin and to end than others
+constexpr long BLOCK_KEYS = 256;  // AMX has a higher cost per block than vector code
 #else
 constexpr long BLOCK_KEYS = 128;  // a multiple of PANEL
 #endif
@@ -23,7 +22,7 @@ struct Prefill : Operands {
     INLINE_MEMBER long queries(long b) const { return query_start[b + 1] - query_start[b]; }
 };
 
-// Where the keys and values of a block's tokens lie.
+// Addresses of the keys and values of a block's tokens.
 template <class T> struct Block {
     const T *keys[BLOCK_KEYS], *values[BLOCK_KEYS];
 
@@ -51,7 +50,7 @@ template <> struct Block<int8_t> {
     }
 };
 
-// Of rows of codes, which become floats as they are packed.
+// Of latent rows, which are converted to floats while packing.
 template <> struct Block<row_code> {
     CodeRow keys[BLOCK_KEYS], values[BLOCK_KEYS];
 

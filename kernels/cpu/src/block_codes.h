@@ -1,8 +1,8 @@
-// Weights in blocks as they lie in memory: codes of a quad out of a group's lines, and scales of a panel as float32.
+// Block weights in memory: unpacking the codes of a quad from a group's lines, and the scales of a panel as float32.
 //
-// The layout is that of windlass.kernels.layouts.weight_layouts: panels of 16 rows, groups of K, lines of 64 bytes that hold a byte for
-// each of four neighbouring elements (a quad) of each row. 8 bits: a line is a quad, signed. Fewer: line j holds quads 2j and
-// 2j + 1 in the halves of its bytes, and what a code has above four bits lies in lines behind those.
+// The layout is that of kernels/layouts/weight_layouts.py: panels of 16 rows, groups of K, lines of 64 bytes with one byte for each
+// of four adjacent elements (a quad) of each row. 8 bits: a line is a quad, signed. Fewer bits: line j holds quads 2j and 2j + 1 in
+// the halves of its bytes, and bits above the fourth are in the following lines.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 #include "rounding.h"
 #include "simd.h"
 
-// Before a loop over quads, whose shifts are constants then; not where any processor tests the code, compiled without haste.
+// Unrolls a loop over quads, so that shifts are constants; not in portable test builds, which compile faster without.
 #if defined(WINDLASS_PORTABLE)
 #define WINDLASS_UNROLL
 #else
@@ -27,21 +27,21 @@ constexpr long PANEL = 16;             // rows of the weight side by side
 constexpr int V = PANEL / W;           // vectors per panel
 constexpr long QUAD_BYTES = 4 * PANEL;
 
-// What is known of a form while its product is compiled.
+// Compile-time description of a form.
 template <int BITS_, int GROUP_, bool MINIMUM_> struct Form {
     static constexpr int BITS = BITS_;
     static constexpr int GROUP = GROUP_;      // elements of K under one scale
     static constexpr bool MINIMUM = MINIMUM_;
     static constexpr int QUADS = GROUP / 4;
     static constexpr int PARTS = MINIMUM ? 2 : 1;
-    static constexpr int UPPER = BITS - 4;    // bits of a code that lie in the later lines
+    static constexpr int UPPER = BITS - 4;    // bits of a code in the later lines
     static constexpr long STORED_BYTES = GROUP * BITS * PANEL / 8;  // of a group
     // How products are formed (byte_products.h), and how many quads int16 sums can take: at most 2 * 8 * 15 * 127, and so on.
     static constexpr bool BYTES = WINDLASS_BYTES && BITS < 8, PAIRS = !BYTES && !WINDLASS_QUADS;
     static constexpr int RUN = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;
     static constexpr long X = PAIRS ? 2 : 1;  // bytes of an element of rounded x: int16 pairs in the order 0 2 1 3
-    static constexpr int CARRIED = BITS == 8 && !PAIRS ? BIAS : 0;  // what a code is above its value in the product
-    // Unpacked once for many tiles: codes of 4 and 8 bits are quicker as they lie where quads are multiplied.
+    static constexpr int CARRIED = BITS == 8 && !PAIRS ? BIAS : 0;  // offset of a code from its value in the product
+    // Unpacked once for many tiles; codes of 4 and 8 bits are faster in place where quads are multiplied.
     static constexpr bool UNPACKS = !WINDLASS_QUADS || UPPER == 1 || UPPER == 2;
     static constexpr long READY_BYTES = GROUP * PANEL * X;
 };
@@ -75,14 +75,14 @@ template <class F> INLINE vub unpack_codes(const uint8_t *group, int q) {
             constexpr int EACH = 8 / F::UPPER;  // quads of a line
             const vus upper = (vus)load_bytes(group + (F::QUADS / 2 + q / EACH) * QUAD_BYTES);
             const int from = q % EACH * F::UPPER;
-            const vus moved = from < 4 ? upper << (4 - from) : upper >> (from - 4);  // over byte borders too: masked away
+            const vus moved = from < 4 ? upper << (4 - from) : upper >> (from - 4);  // crosses byte borders, which the mask removes
             code |= (vub)moved & uint8_t(((1 << F::UPPER) - 1) << 4);
         }
         return code;
     }
 }
 
-// Groups of a panel as the product of many tiles wants them: a line for each quad, of bytes, or two of int16.
+// Groups of a panel, unpacked for products with many tiles: per quad one line of bytes, or two of int16.
 template <class F> static void make_ready(const uint8_t *stored, long groups, uint8_t *ready) {
     for (long g = 0; g < groups; g++, stored += F::STORED_BYTES) {
         WINDLASS_UNROLL
@@ -112,7 +112,7 @@ INLINE void widen_bytes(const BlockWeight &w, long panel, long first, long end, 
     }
 }
 
-// Scales of groups first .. end of a panel as they are meant, with their minima: to[end - first][parts][16].
+// Final scales (and minima) of groups first .. end of a panel: to[end - first][parts][16].
 static NOINLINE void widen_scales(const BlockWeight &w, long panel, long first, long end, float *to) {
     if (w.super_groups) {
         if (w.minimum) widen_bytes<uint8_t, 2>(w, panel, first, end, to);

@@ -12,18 +12,18 @@ namespace {
 namespace blocks {
 
 constexpr int TILE_ROWS = WINDLASS_LANES == 16 ? 8 : WINDLASS_LANES == 8 ? 6 : WINDLASS_REGISTERS >= 32 ? 4 : 2;
-// Bytes of codes asked for in advance, into L2: codes and scales take turns, which the processor's own prefetching follows poorly,
-// and L1 has too few misses at a time (measured on Zen 4 with AVX2, one row by 16,384 x 2,048: 33 GB/s of the 34 that there are, 26
-// where 3,072 bytes are asked for into L1).
+// Bytes of codes prefetched into L2: codes and scales alternate, which the hardware prefetcher follows poorly, and L1 supports
+// too few outstanding misses (measured on Zen 4 with AVX2, one row by 16,384 x 2,048: 33 GB/s of 34 available; 26 with 3,072 bytes
+// prefetched into L1).
 constexpr long AHEAD = WINDLASS_LANES >= 8 ? 8192 : 3072;
 constexpr int INTO = WINDLASS_LANES >= 8 ? 2 : 3;
-// With wide vectors scales are widened against a single tile as they are needed, instead of a panel's at a time: codes and scales are
-// two even streams then (measured on Zen 4 with AVX2, as above, of 57 GB/s: 49 instead of 45 at 8 bits, 45 instead of 38 at 4).
+// With wide vectors and a single tile, scales are converted when they are used instead of a panel at a time: codes and scales are
+// then two even streams (measured on Zen 4 with AVX2, as above, of 57 GB/s: 49 instead of 45 at 8 bits, 45 instead of 38 at 4).
 constexpr bool SCALES_IN_PASSING = WINDLASS_LANES >= 8;
-// With AVX-512 AMD's processors read those streams best unasked while reading is all that takes time (measured, GB/s of two cores:
-// Zen 4 59, as a plain sum; 43 with a panel's scales first and codes asked for. A Xeon with AMX 31 unasked, 33 asked, where a plain
-// sum reads 35). With more rows the loads of one group keep the next ones from being seen, and what is asked for comes in time
-// (measured on Zen 4, 8 rows by 16,384 x 2,048: 8 bits 500 Gop/s instead of 369, 4 bits 526 instead of 360).
+// With AVX-512, AMD's processors read those streams best without software prefetch while the product is bound by reading (measured,
+// GB/s of two cores: Zen 4 59, as a plain sum; 43 with a panel's scales first and codes prefetched. A Xeon with AMX 31 without and 33
+// with prefetch; a plain sum reads 35). With more rows the loads of one group hide the next ones from the hardware, and prefetching
+// pays (measured on Zen 4, 8 rows by 16,384 x 2,048: 8 bits 500 Gop/s instead of 369, 4 bits 526 instead of 360).
 template <class F> INLINE bool reads_best_unasked(long rows) {
 #if defined(__x86_64__)
     return WINDLASS_LANES == 16 && rows <= (F::BITS == 8 ? 3 : 2) && __builtin_cpu_is("amd");
@@ -32,13 +32,13 @@ template <class F> INLINE bool reads_best_unasked(long rows) {
 #endif
 }
 
-// Vectors of a panel that go through a group together and share what is spread of x, as far as registers allow.
+// Vectors of a panel that process a group together and share the broadcasts of x, as far as registers allow.
 template <class F, bool READY> constexpr int vectors_at_once() {
     if (W == 4) return F::BYTES ? 1 : WINDLASS_REGISTERS >= 32 ? 2 : V;
     return F::BYTES && F::UPPER > 0 ? 1 : V;
 }
-// Whether the results of a panel stay in registers from group to group. With 16 registers those of several rows would push
-// out the sums of bytes, which are used far more often (measured on an EPYC with AVX2: four rows and 4 bits a seventh slower).
+// Whether the results of a panel stay in registers from group to group. With 16 registers the results of several rows would
+// evict the byte sums, which are used far more often (measured on an EPYC with AVX2: four rows and 4 bits a seventh slower).
 template <class F, int MT> constexpr bool kept_in_registers() { return W != 8 || !F::BYTES || MT <= 2; }
 
 // Exact sums over one group of products of a panel's rows, from the vector at w and x on, with MT rows of x.
@@ -100,21 +100,21 @@ INLINE void group_sums(const uint8_t *w, const uint8_t *x, vi (&sums)[VS][MT]) {
     }
 }
 
-// What is asked for while groups are multiplied: scales of those that follow, and codes AHEAD of them; nothing without scales.
-struct Following {
+// Prefetched while groups are multiplied: scales of the following groups, and codes AHEAD of them; nothing without scales.
+struct KeySpan {
     const char *scales;
     long step;  // bytes of a group
 };
 
-// Scales of a panel's groups, one after the other: `of(i)` is the scale of rows i * W and on, and from V on what is their minimum.
-// Here as they are meant, [groups][parts][16] of float32 or float16.
+// Scales of a panel's groups in order: `of(i)` is the scale of rows i * W and on; from V on, their minimum. Here final values,
+// [groups][parts][16] of float32 or float16.
 template <class F, class T> struct PlainScales {
     const T *at;
     INLINE_MEMBER void begin() {}
     INLINE_MEMBER vf of(long i) const { return load(at + i * W); }
     INLINE_MEMBER void end() { at += F::PARTS * PANEL; }
 };
-// And here as bytes under super scales, a run of groups under each; products are those of widen_bytes.
+// Here bytes under super scales, one for each run of groups; products are those of widen_bytes.
 template <class F> struct SuperScales {
     typedef typename ByteOf<F::MINIMUM>::type T;
     const T *at;
@@ -133,7 +133,7 @@ template <class F> struct SuperScales {
 // Adds the products of some groups of a panel and a tile of x to sums [MT][16].
 template <class F, bool READY, int MT, class S>
 static NOINLINE void multiply_groups(const uint8_t *w, S w_scale, const uint8_t *x, const float *x_scale,
-                                     const float *correction, long groups, Following following, float *sums, bool fresh) {
+                                     const float *correction, long groups, KeySpan following, float *sums, bool fresh) {
     constexpr int VS = vectors_at_once<F, READY>();
     constexpr long WEIGHT_BYTES = READY ? F::READY_BYTES : F::STORED_BYTES;
     constexpr bool KEPT = kept_in_registers<F, MT>();
@@ -152,7 +152,7 @@ static NOINLINE void multiply_groups(const uint8_t *w, S w_scale, const uint8_t 
         w_scale.begin();
         for (int v = 0; v < V; v += VS) {
             const uint8_t *xg = x;
-            if (VS < V) asm("" : "+r"(xg));  // or the spread values are kept from one vector to the next, on the stack
+            if (VS < V) asm("" : "+r"(xg));  // prevents the compiler from keeping broadcast values on the stack between vectors
             vi part[VS][MT];
             group_sums<F, READY, VS, MT>(w + v * (READY ? F::X : 1) * 4 * W, xg, part);
             for (int i = 0; i < VS; i++) {
@@ -179,7 +179,7 @@ static NOINLINE void multiply_groups(const uint8_t *w, S w_scale, const uint8_t 
         for (int m = 0; m < MT; m++) store(sums + m * PANEL + v * W, kept[v][m]);
 }
 
-// What a panel of a pair brings to some groups.
+// Operands of one panel of a pair for some groups.
 struct PanelGroups {
     const uint8_t *codes;
     const float *scales;  // [groups][parts][16]

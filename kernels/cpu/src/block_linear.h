@@ -1,11 +1,11 @@
-// out[M, N] = x[M, K] * weight[N, K]^T + bias for weights in blocks, with x rounded to 8 bits group by group on the way.
+// out[M, N] = x[M, K] * weight[N, K]^T + bias for block weights, with x rounded to 8 bits group by group.
 //
-// One vector holds a quad of WINDLASS_LANES rows of the weight and meets a quad of x in every lane: no sum crosses lanes, and
+// One vector holds a quad of WINDLASS_LANES rows of the weight and is multiplied by a broadcast quad of x: no sum crosses lanes, and
 // every instruction set reads the same bytes. The sum of a group is int32 (int16 where it provably fits) and exact. Then, in
 // float32 and in this order for every output: acc += sum * (weight's scale * x's scale), and with a minimum
 // acc += minimum * (x's scale * sum of x), group after group. So a row's bits do not depend on other rows, tiles or threads.
 //
-// Of a weight whose first half of rows are gates, out[M, N / 2] = activation(gate) * up, from a panel of each while both are near.
+// For a weight whose first half of rows are gates, out[M, N / 2] = activation(gate) * up, one panel of each at a time.
 
 #pragma once
 
@@ -13,25 +13,88 @@
 
 #include "block_codes.h"
 #include "block_groups.h"
-#include "block_rows.h"
+#include "byte_products.h"
 #include "elementwise.h"
 #include "names.h"
+#include "rounding.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
 namespace blocks {
 
-// Rows of a tile that meets two panels at once, where there are registers for that: of many tiles each byte of x is spread over a
-// vector for both (measured on Zen 5: up to a sixth less time than one panel and eight rows, which load nearly twice as much). Of few
-// tiles one panel's codes come from memory sooner (measured on Zen 4, 8 bits: 18 rows in 0.72 to 0.81 of the time, 32 in 0.77 to 0.92).
+// x of one pass: values [tile][quad][row of the tile][4], scale and correction [tile][group][row of the tile]. correction, per
+// group: an int32 added to the sum of products, or, in a form with minima, the float32 scale * (sum of rounded x) that the minimum
+// multiplies. A group's values depend on that group alone.
+struct RoundedRows {
+    uint8_t *values;
+    float *scale, *correction;
+};
+
+// One group of one row of x with `valid` elements; the rest are zeros. rows: of the tile. total: sum of rounded x.
+template <class F>
+INLINE void round_group(const float *x, long valid, long rows, uint8_t *values, float &scale, int32_t &total) {
+    constexpr int VECTORS = F::GROUP / W;
+    vf part[VECTORS];
+    vu top = {};
+    for (int i = 0; i < VECTORS; i++) {
+        if (valid >= F::GROUP) part[i] = load(x + i * W);
+        else part[i] = i * W < valid ? load_some(x + i * W, min_of(W, valid - i * W)) : vf{};
+        const vu bits = (vu)part[i] & 0x7fffffffu;  // they order like |x|, with infinity and NaN on top
+        top = bits > top ? bits : top;
+    }
+    const uint32_t most = most_of(top);
+    const float by = inverse_scale(float_of(most), most < 0x7f800000u, scale);
+    vi sum = {};
+    for (int i = 0; i < VECTORS; i++) {
+        const vi q = round_scaled(part[i], by);
+        sum += q;
+        uint8_t *to = values + i * W * F::X * rows;
+        if constexpr (F::PAIRS) {
+            typedef int16_t half __attribute__((vector_size(2 * W)));
+            const half narrow_q = __builtin_convertvector(q, half);
+            for (int k = 0; k < W; k += 4) {
+                const int16_t four[4] = {narrow_q[k], narrow_q[k + 2], narrow_q[k + 1], narrow_q[k + 3]};
+                __builtin_memcpy(to + k * 2 * rows, four, 8);
+            }
+        } else {
+            typedef int8_t quarter __attribute__((vector_size(W)));
+            const quarter narrow_q = __builtin_convertvector(q, quarter);
+            for (int k = 0; k < W; k += 4) __builtin_memcpy(to + k * rows, (const char *)&narrow_q + k, 4);
+        }
+    }
+    total = total_of(sum);
+}
+
+// One tile of x. x: its first row; to: buffers of the entire pass.
+template <class F>
+static NOINLINE void round_tile(const float *x, long x_stride, long K, int offset, long begin, long rows, const RoundedRows &to) {
+    const long groups = ceil_div(K, F::GROUP);
+    uint8_t *values = to.values + begin * groups * F::GROUP * F::X;
+    for (long m = 0; m < rows; m++) {
+        for (long g = 0; g < groups; g++) {
+            const long at = begin * groups + g * rows + m, k = g * F::GROUP;
+            int32_t total;
+            round_group<F>(x + m * x_stride + k, K - k, rows, values + (k * rows + 4 * m) * F::X, to.scale[at], total);
+            if (F::MINIMUM) to.correction[at] = to.scale[at] * float(total);
+            else {
+                total *= -(offset + F::CARRIED);
+                __builtin_memcpy(to.correction + at, &total, 4);
+            }
+        }
+    }
+}
+
+// Rows of a tile that is multiplied by two panels at once, if there are enough registers: with many tiles, each broadcast of x serves
+// both (measured on Zen 5: up to a sixth less time than one panel and eight rows, which load nearly twice as much). With few tiles,
+// one panel's codes arrive sooner (measured on Zen 4, 8 bits: 18 rows in 0.72 to 0.81 of the time, 32 in 0.77 to 0.92).
 constexpr bool PAIRED_PANELS = WINDLASS_QUADS && V == 1;
 constexpr int PAIRED_ROWS = 6;
 constexpr long PAIRED_FROM = 8 * TILE_ROWS + 1;  // rows of x
-constexpr long READY_QUADS = 128;   // of one panel, taken through all tiles: they stay in L1 beside a tile of x
-constexpr long SINGLE_QUADS = 512;  // of one panel against a single tile, whose scales are widened at a time
-constexpr long SHARED_ROWS = 8;     // from here on threads share the rounding of x, at the price of waiting for one another
+constexpr long READY_QUADS = 128;   // of one panel for all tiles; they stay in L1 together with a tile of x
+constexpr long SINGLE_QUADS = 512;  // of one panel for a single tile, whose scales are converted together
+constexpr long SHARED_ROWS = 8;     // from here on threads share the rounding of x, at the cost of a barrier
 constexpr long X_BYTES = 256 << 10; // of rounded x per pass, if that leaves enough rows
 constexpr long LEAST_PASS = 128, MOST_PASS = 192;
 struct BlockLinear {
@@ -44,11 +107,11 @@ struct BlockLinear {
 
     static constexpr int NONE = -1;
     INLINE_MEMBER bool gated() const { return activation != NONE; }
-    // How many panels behind its gates a panel of ups lies.
+    // Distance in panels from gates to ups.
     INLINE_MEMBER long ups_behind() const { return weight.N / 2 / PANEL; }
 };
 
-// Of the last panel, which may have rows that there are not.
+// Of the last panel, which may be partial.
 static NOINLINE void finish_last(const BlockLinear &p, const float *sums, long n, float *out) {
     for (long i = 0; i < PANEL && n + i < p.weight.N; i += W) {
         const long valid = min_of(W, p.weight.N - n - i);
@@ -63,7 +126,7 @@ INLINE void finish(const BlockLinear &p, const float *sums, long n, float *out) 
     for (long i = 0; i < PANEL; i += W) store(out + i, p.bias ? load(sums + i) + load(p.bias + n + i) : load(sums + i));
 }
 
-// activation(gate) * up of whole panels, whose sums lie `step` apart from row to row.
+// activation(gate) * up of full panels; sums have a row stride of `step`.
 static NOINLINE void finish_gates(const BlockLinear &p, const float *gates, const float *ups, long step, long panel) {
     const long n = panel * PANEL;
     with_activation(p.activation, [&](auto activation) {
@@ -79,9 +142,9 @@ static NOINLINE void finish_gates(const BlockLinear &p, const float *gates, cons
     });
 }
 
-// What a thread has for itself.
+// Buffers of one thread.
 struct Scratch {
-    float *sums, *scales;  // [M][16], or twice that; of as many quads as are taken at a time
+    float *sums, *scales;  // [M][16] or twice that; of the quads taken at a time
     uint8_t *ready;
 };
 
@@ -98,11 +161,11 @@ static void multiply_panel(const BlockLinear &p, Tiles tiles, const RoundedRows 
     for (long g = 0; g < groups; g += block, stored += block * F::STORED_BYTES) {
         const long count = min_of(block, groups - g), bytes = count * F::STORED_BYTES;
         widen_scales(p.weight, panel, g, g + count, own.scales);
-        const Following following = {READY ? nullptr : (const char *)p.weight.scales + (panel * groups + g + block) * step, step};
+        const KeySpan following = {READY ? nullptr : (const char *)p.weight.scales + (panel * groups + g + block) * step, step};
         if (READY) make_ready<F>(stored, count, own.ready);
         for (long t = 0; t < tiles.count; t++) {
             const long begin = tiles.begin(t), rows = tiles.size(t);
-            if (READY) {  // fetch the next block meanwhile
+            if (READY) {  // prefetch the next block
                 const long end = bytes * (t + 1) / tiles.count;
                 for (long i = round_up(bytes * t / tiles.count, 64); i < end; i += 64) __builtin_prefetch(stored + bytes + i);
             }
@@ -117,11 +180,11 @@ static void multiply_panel(const BlockLinear &p, Tiles tiles, const RoundedRows 
     }
 }
 
-// A panel against a single tile, its scales taken as they come.
+// A panel and a single tile, scales converted when used.
 template <class F> static void multiply_at_once(const BlockLinear &p, const RoundedRows &x, long panel, const Scratch &own) {
     const long groups = p.weight.groups(), at = panel * groups, each = F::PARTS * PANEL, size = p.weight.super_groups ? 1 : 2;
     const char *scales = (const char *)p.weight.scales + at * each * size;
-    const Following following = {reads_best_unasked<F>(p.M) ? nullptr : scales + groups * each * size, each * size};
+    const KeySpan following = {reads_best_unasked<F>(p.M) ? nullptr : scales + groups * each * size, each * size};
     const auto multiply = [&](auto w_scale) {
         with_rows(p.M, [&](auto rows_constant) {
             constexpr int MT = decltype(rows_constant)::value;
@@ -137,7 +200,7 @@ template <class F> static void multiply_at_once(const BlockLinear &p, const Roun
     }
 }
 
-// One panel against all tiles: own.sums.
+// One panel and all tiles; results in own.sums.
 template <class F> INLINE void multiply_one(const BlockLinear &p, Tiles tiles, const RoundedRows &x, long panel, const Scratch &own) {
     if constexpr (SCALES_IN_PASSING)
         if (tiles.count == 1) return multiply_at_once<F>(p, x, panel, own);
@@ -145,7 +208,7 @@ template <class F> INLINE void multiply_one(const BlockLinear &p, Tiles tiles, c
     else multiply_panel<F, false>(p, tiles, x, panel, own);
 }
 
-// Two panels against many tiles: neighbours, or gates and ups.
+// Two panels (adjacent, or gates and ups) and many tiles.
 template <class F> static void multiply_panels(const BlockLinear &p, Tiles tiles, const RoundedRows &x, long panel, const Scratch &own) {
     const long second = p.gated() ? p.ups_behind() : 1;
     constexpr bool READY = F::UNPACKS;
@@ -163,10 +226,10 @@ template <class F> static void multiply_panels(const BlockLinear &p, Tiles tiles
         }
         for (long t = 0; t < tiles.count; t++) {
             const long begin = tiles.begin(t), rows = tiles.size(t), at = begin * groups + g * rows;
-            const long end = bytes * (t + 1) / tiles.count;  // of the next block, which is fetched meanwhile
+            const long end = bytes * (t + 1) / tiles.count;  // of the next block, prefetched here
             for (long i = round_up(bytes * t / tiles.count, 64); i < end; i += 64)
                 for (int n = 0; n < 2; n++) __builtin_prefetch(stored[n] + bytes + i);
-            if (g + block >= groups)  // rows of out lie far apart: each line would be waited for
+            if (g + block >= groups)  // rows of out are far apart: each line would be a miss
                 for (long m = begin; m < begin + rows; m++)
                     for (int n = 0; n < 2 - p.gated(); n++) __builtin_prefetch(p.out + m * p.out_stride + (panel + n) * PANEL, 1);
             with_rows(rows, [&](auto rows_constant) {
@@ -215,7 +278,7 @@ template <class F> static int linear_pass(const BlockLinear &p) {
         const RoundedRows x = rounded(thread);
         uint8_t *mine = (uint8_t *)memory + (shared ? 1 : threads) * x_bytes + thread * own_bytes;
         const Scratch own = {(float *)mine, (float *)(mine + sum_bytes), mine + sum_bytes + scales_bytes};
-        if (!shared)  // few rows are rounded by each thread for itself: quicker than waiting for one another
+        if (!shared)  // every thread rounds few rows for itself, which is faster than a barrier
             for (long t = 0; t < tiles.count; t++) round(t, x);
         shares.take(thread, [&](long c) {
             const long end = min_of((c + 1) * chunk, panels);
@@ -255,7 +318,7 @@ template <class F> static int linear_all(const BlockLinear &p) {
 }
 
 // x, bias and out are float32, strides in elements; bias may be null, and supers where super_groups is 0. activation: that of gates,
-// which fill whole panels, or -1. Returns 1 when out of memory, 2 for a form that there is no product for.
+// which fill entire panels, or -1. Returns 1 when out of memory, 2 for an unsupported form.
 EXPORT int WINDLASS_NAME(linear_blocks)(const float *x, long x_stride, const uint8_t *codes, const void *scales,
                                         const void *supers, int bits, int group, int super_groups, int minimum, int offset,
                                         const float *bias, int activation, float *out, long out_stride, long M, long N,

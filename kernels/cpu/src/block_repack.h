@@ -1,7 +1,7 @@
-// Blocks as GGUF files have them into panels: bytes change places, nothing is rounded.
+// Repacks blocks of GGUF files into panels: bytes are reordered, nothing is rounded.
 //
-// Panels (layouts/blocks.py): 16 rows; in a panel the groups of K follow each other; in a group lines of 64 bytes hold a byte
-// for each of four neighbouring elements (a quad) of each of the 16 rows. Where bits lie in a file is ggml's (ggml-common.h).
+// Panels (kernels/layouts/weight_layouts.py) have 16 rows and contain the groups of K in order. A group has lines of 64 bytes with
+// one byte for each of four adjacent elements (a quad) of each of the 16 rows. The bit layout of files is ggml's (ggml-common.h).
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
@@ -18,7 +18,7 @@ namespace filling {
 constexpr long PANEL_ROWS = 16, LINE_BYTES = 64;
 constexpr long ALONE = 1 << 21;  // elements repacked by one thread: a few milliseconds, while others read the next weight
 
-// Where a weight's parts begin. scales: float16, or bytes where there are supers.
+// Addresses of the parts of a weight. scales: float16, or bytes if there are supers.
 struct Blocks {
     uint8_t *codes, *scales;
     uint16_t *supers;
@@ -143,7 +143,7 @@ static void repack_rows(const uint8_t *blocks, long stride, long first, long cou
     const long row_blocks = K / (B::GROUP * B::GROUPS), groups = row_blocks * B::GROUPS;
     const long begin = first / PANEL_ROWS, end = ceil_div(first + count, PANEL_ROWS);
     const long threads = count * K < ALONE ? 1 : threads_for(count * K, end - begin);
-    // Whole panels, so that threads do not write to one line.
+    // Full panels, so that threads do not write to a common cache line.
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads)
     for (long panel = begin; panel < end; panel++) {
         const long start = panel * PANEL_ROWS, from = max_of(first, start), stop = min_of(first + count, start + PANEL_ROWS);
@@ -156,8 +156,8 @@ static void repack_rows(const uint8_t *blocks, long stride, long first, long cou
     }
 }
 
-// Rows [first, first + count) of a weight from the blocks of a file, `stride` bytes a row. kind: the place of a form's name in
-// block_filling.py. K: whole blocks. Returns 1 for a kind that it does not know.
+// Rows [first, first + count) of a weight from the blocks of a file, `stride` bytes per row. kind: index of the form's name in FORMS
+// (weight_layouts.py). K: a multiple of the block size. Returns 1 for an unknown kind.
 EXPORT int WINDLASS_NAME(repack_blocks)(const uint8_t *blocks, long stride, int kind, long first, long count, long K,
                                         uint8_t *codes, uint8_t *scales, uint16_t *supers) {
     const Blocks to = {codes, scales, supers};

@@ -3,9 +3,9 @@
 // Three forms. Pairs: bytes widened to int16, two products a lane, exact for all values (vpmaddwd). Bytes: vpmaddubsw, whose
 // int16 sums saturate, only for weights of at most 6 bits: eight sums of two products of at most 15 * 127 reach 30,480, four
 // of 31 * 127 31,496, two of 63 * 127 32,004. Quads:
-// vpdpbusd. The last two want an unsigned factor, so one side carries an offset there, and the offset times the sum of the
-// other is taken off again. ARM multiplies signed bytes: quads by sdot, or by widening products of which two fit int16, and
-// weights of 8 bits stay as they are; with 4 bits widening products are collected in int16 like vpmaddubsw's. On processors
+// vpdpbusd. The last two need an unsigned factor, so one side has an offset, and the offset times the sum of the other side is
+// subtracted. ARM multiplies signed bytes: quads by sdot, or by widening products of which two fit int16, and weights of 8 bits
+// stay unchanged; with 4 bits widening products are accumulated in int16 like vpmaddubsw's. On processors
 // with vpmaddwd alone 8 bits reach twice the float32 rate and no more: any way to split the bytes for vpmaddubsw costs as
 // many instructions.
 
@@ -131,7 +131,7 @@ INLINE vi add_quads(vi acc, vub a, vi b) {
 #endif
 
 #if WINDLASS_QUADS
-// Adds the products of a quad of W rows of the weight and of MT rows of x, which lie side by side.
+// Adds the products of a quad of W rows of the weight and of MT adjacent rows of x.
 template <int MT> INLINE void add_rows(vi (&acc)[MT], vub weight, const uint8_t *x) {
 #if defined(WINDLASS_DOT)
     if constexpr (MT == 4) {  // sdot takes a quad from any lane

@@ -1,5 +1,5 @@
-// What works on each number, or each row, alone: activations without a gate, the norm around the mean, limits, factors of rows.
-// float32 arithmetic whatever the storage.
+// Elementwise and row-wise operations: activations without a gate, layer norm, clipping, row and column factors. Arithmetic is
+// float32 whatever the storage.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
@@ -15,7 +15,7 @@ namespace {
 INLINE vf silu(vf x) { return x / (1.0f + exp_of(-x)); }
 INLINE vf gelu_tanh(vf x) { return 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x))); }
 
-// x times the share of a normal distribution below x. What lies above |z| = |x| / sqrt(2) of it is half a polynomial in
+// x times the normal CDF of x. Its tail above |z| = |x| / sqrt(2) is half a polynomial in
 // 1 / (1 + c|z|) times exp(-z^2) (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26: to 1.5e-7).
 INLINE vf gelu(vf x) {
     const vf z = (vf)((vu)x & 0x7fffffffu) * 0.7071067812f, t = 1.0f / (1.0f + 0.3275911f * z);
@@ -42,7 +42,7 @@ template <class F> INLINE int with_activation(int number, F f) {
 // out[r, j] = f(x[r, j], r), vector by vector; out may be x.
 template <class F>
 INLINE int each_number(const void *x, long row, int type, void *out, long out_row, long rows, long dim, F f) {
-    constexpr long PIECE = 4096;  // so that a single wide row still spreads over the threads
+    constexpr long PIECE = 4096;  // so that a single wide row is spread over the threads
     const long pieces = ceil_div(dim, PIECE);
     with_type(type, [&](auto *element) {
         typedef decltype(element) T;
@@ -134,8 +134,8 @@ EXPORT int WINDLASS_NAME(scale_columns)(void *x, long row, int type, const float
     return 0;
 }
 
-// out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, contiguous. Rows of x stand in groups of `group`, x_row apart within
-// one, the groups x_group apart. bias: null where there is none.
+// out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, contiguous. Rows of x form groups of `group`; x_row is the stride
+// within a group, x_group that of groups. bias: may be null.
 EXPORT int WINDLASS_NAME(layer_norm)(const void *x, long x_row, long group, long x_group, int type, const float *weight,
                                      const float *bias, float eps, void *out, long rows, long dim) {
     with_type(type, [&](auto *element) {

@@ -1,8 +1,7 @@
-// Experts: which of them each row goes to, the products of rows with experts of their own, and the sum of what those make.
+// Mixture of experts: routing, products of rows with their experts, and the weighted sum of the results.
 //
-// Rows are put in the order of their experts, so that a weight is read once for all of its rows, and only where there are any.
-// The products are those of linear.h, panels.h and block_linear.h, or of matrix_linear.h where an expert has many; their rows do not
-// depend on each other.
+// Rows are sorted by expert, so that a weight is read once for all of its rows, and only if there are any. The products are those
+// of linear.h, panels.h and block_linear.h, or of amx_linear.h for many rows per expert; rows do not depend on each other.
 
 #pragma once
 
@@ -12,11 +11,11 @@
 
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
-// Rows first .. first + columns of an expert's weight, stored as one; field by field ExpertPartFields in structs.py.
+// Rows first .. first + columns of an expert's weight, stored together; mirrored by ExpertPartFields in library.py.
 struct ExpertPart {
     const void *data, *scales, *supers, *bias;  // of blocks: codes, scales and scales of super groups; bias may be null
     int64_t kind;                               // 0 rows, 1 panels, 2 blocks
@@ -25,29 +24,28 @@ struct ExpertPart {
     int64_t bias_type, first, columns;
 };
 
-// Functions of the set of instructions at hand, as they are exported; field by field ExpertProductsFields in structs.py.
+// Exported functions of the selected instruction set; mirrored by ExpertProductsFields in library.py.
 struct ExpertProducts {
     int (*linear)(const void *, long, int, const void *, long, int, const void *, int, void *, long, long, long, long);
     int (*linear_panels)(const void *, long, int, const void *, int, const void *, int, void *, long, long, long, long);
     int (*linear_blocks)(const float *, long, const uint8_t *, const void *, const void *, int, int, int, int, int,
-                         const float *, int, float *, long, long, long, long);  // -1 for the activation that is not theirs
-    // By the matrix unit, or null, with -1 as well; and from how many rows of an expert on. Panels
-    // are of bfloat16, and so are their rows.
-    int (*linear_blocks_rounded)(const void *, long, int, const uint8_t *, const void *, const void *, int, int, int, int, int,
+                         const float *, int, float *, long, long, long, long);  // -1: no activation
+    // By AMX, or null, also with -1; and the smallest number of rows of an expert for them. Panels and their rows are bfloat16.
+    int (*linear_blocks_amx)(const void *, long, int, const uint8_t *, const void *, const void *, int, int, int, int, int,
                                  const float *, int, void *, long, long, long, long);
-    int (*linear_panels_rounded)(const void *, long, const void *, const float *, int, void *, long, long, long, long);
-    int64_t fewest_rounded_blocks, fewest_rounded_panels;
+    int (*linear_panels_amx)(const void *, long, const void *, const float *, int, void *, long, long, long, long);
+    int64_t amx_min_rows_blocks, amx_min_rows_panels;
 };
 
 namespace experts {
 
 constexpr long MOST = 4096;
 constexpr int NO_SUCH_EXPERT = 2;
-constexpr long MANY_ROWS = 16;  // of an expert, on average, from which it is one thread's
+constexpr long MANY_ROWS = 16;  // of an expert, on average, from which one thread computes it alone
 constexpr long RUN = 192;       // of them at a time, as one pass of block_linear.h has
-constexpr long PANEL = 16;      // columns of a weight that lie together, however it is stored; see panels.h and block_codes.h
+constexpr long PANEL = 16;      // adjacent columns of a weight in every layout; see panels.h and block_codes.h
 constexpr long MOST_RUN = 64, LEAST_RUN = 4;  // panels that a thread takes at a time
-constexpr long LEAST_SHARED = 32;  // where experts have several rows, which are rounded anew for each run
+constexpr long LEAST_SHARED = 32;  // if experts have several rows, which are rounded again for each run
 
 struct Choice {
     const float *bias;
@@ -57,7 +55,7 @@ struct Choice {
     float scale, least_sum, sum_eps, jitter;
 };
 
-// The first of the largest that is not taken yet; NaN counts as the smallest.
+// The first of the largest that are not taken yet; NaN counts as the smallest.
 INLINE long best_of(const float *scores, const bool *taken, long count) {
     long best = -1;
     for (long i = 0; i < count; i++)
@@ -65,7 +63,7 @@ INLINE long best_of(const float *scores, const bool *taken, long count) {
     return best;
 }
 
-// exp(x - most) of what is not left out, which becomes 0; returns the sum.
+// exp(x - most), or 0 for excluded elements; returns the sum.
 static float exponentials(const float *x, const bool *left_out, long count, float most, float *out) {
     float total = 0.0f;
     for (long i = 0; i < count; i += W) {
@@ -79,7 +77,7 @@ static float exponentials(const float *x, const bool *left_out, long count, floa
     return total;
 }
 
-// Leaves the experts of all but the best groups taken.
+// Marks the experts of all but the best groups as taken.
 static void take_groups(const Choice &p, const float *ranked, bool *taken) {
     float best[MOST];
     bool chosen[MOST] = {};
@@ -146,14 +144,14 @@ static int multiply(const ExpertProducts &products, const ExpertPart &p, const v
     if (p.kind == 0)
         return products.linear(x, x_row, type, p.data, p.stride, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
                                p.columns, K);
-    if (p.kind == 1 && products.linear_panels_rounded && rows >= products.fewest_rounded_panels && type == 1 && p.type == 1 &&
+    if (p.kind == 1 && products.linear_panels_amx && rows >= products.amx_min_rows_panels && type == 1 && p.type == 1 &&
         (!p.bias || p.bias_type == 0))
-        return products.linear_panels_rounded(x, x_row, p.data, (const float *)p.bias, -1, to, out_row, rows, p.columns, K);
+        return products.linear_panels_amx(x, x_row, p.data, (const float *)p.bias, -1, to, out_row, rows, p.columns, K);
     if (p.kind == 1)
         return products.linear_panels(x, x_row, type, p.data, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
                                       p.columns, K);
-    if (products.linear_blocks_rounded && rows >= products.fewest_rounded_blocks)
-        return products.linear_blocks_rounded(x, x_row, type, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits, (int)p.group,
+    if (products.linear_blocks_amx && rows >= products.amx_min_rows_blocks)
+        return products.linear_blocks_amx(x, x_row, type, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits, (int)p.group,
                                               (int)p.super_groups, (int)p.minimum, (int)p.offset, (const float *)p.bias, -1, to, out_row,
                                               rows, p.columns, K);
     return products.linear_blocks((const float *)x, x_row, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits,
@@ -211,7 +209,7 @@ struct Routed {
     INLINE_MEMBER char *out_of(long r) const { return out + r * columns * size(); }
 };
 
-// Many rows: threads take runs of an expert's, bring them together, and multiply them by the whole weight while they are near.
+// Many rows: threads take runs of rows of an expert, gather them, and multiply them by the entire weight while they are cached.
 static int multiply_runs(const Routed &p) {
     long count = 0;
     for (long e = 0; e < p.count; e++) count += ceil_div(p.ends[e] - (e ? p.ends[e - 1] : 0), RUN);
@@ -248,11 +246,11 @@ static int multiply_runs(const Routed &p) {
     return code;
 }
 
-// Part `part` of what is multiplied, one of those of `expert`, whose panels stand from `begin` on among all of them.
+// Part `part` of expert `expert`; its panels are numbered from `begin` on.
 struct Span { long part, expert, begin; };
 
-// Panels 0 .. count, which threads take in ever shorter runs: long ones, so that each reads one stretch of memory and rounds its
-// rows once, and short ones at the end, so that none waits for another.
+// Panels 0 .. count, taken by threads in ever shorter runs: long ones first, so that each reads contiguous memory and rounds its rows
+// once, and short ones at the end for an even load.
 struct Runs {
     long count, threads, least;
     alignas(64) long next = 0;
@@ -270,7 +268,7 @@ struct Runs {
 };
 
 // out[r] = x[r / per_row] * weight of expert chosen[r], for r < rows. table: [count][parts]. type: of x and out, 0 float32 or
-// 1 bfloat16. Returns 1 when out of memory, 2 for an expert that is none.
+// 1 bfloat16. Returns 1 when out of memory, 2 for an expert number out of range.
 EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type, const void *table, long count, long parts,
                                             const void *products, const int64_t *chosen, long rows, long per_row, void *out,
                                             long columns, long K) {
@@ -298,7 +296,7 @@ EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type,
         free(memory);
         return (int)code;
     }
-    // Rows that are together come together; a single row is read and written in place.
+    // Rows of one expert are gathered; a single row is read and written in place.
     char *gathered = nullptr;
     if (most > 1 && posix_memalign((void **)&gathered, 64, rows * (K + columns) * size)) {
         free(memory);
@@ -310,7 +308,7 @@ EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type,
     const auto is_none = [&](long e) { return starts[e] == begin_of(e); };
     const long threads = rows * columns * K < SERIAL_WORK ? 1 : most_threads();
     const ExpertProducts &own = *(const ExpertProducts *)products;
-    long panels = 0, used = 0;  // of the weights of all experts that have rows, and how many parts those are
+    long panels = 0, used = 0;  // of all experts that have rows, and their number of parts
     for (long e = 0; e < count; e++)
         for (long i = 0; i < parts && !is_none(e); i++) {
             spans[used++] = {e * parts + i, e, panels};

@@ -1,7 +1,11 @@
-// Where int8 pages hold what, in the order of kernels/layouts/kv_pages.py: all of a head's codes of a block in one run.
+// Layouts of int8 pages, as in kernels/layouts/kv_pages.py.
 //
-// Keys: 64 bytes hold four dims (a quad) of 16 tokens. Values: 64 bytes hold 16 dims of four tokens. A vector of W lanes
-// therefore holds a quad of W tokens, or W dims of four tokens, and nothing moves across lanes. Scales lie token by token.
+// CodePages: the codes of one head and block are contiguous. Keys: 64 bytes hold four dims (a quad) of 16 tokens. Values: 64 bytes
+// hold 16 dims of four tokens. So a vector of W lanes holds a quad of W tokens, or W dims of four tokens, and nothing crosses lanes.
+// Scales are stored per token.
+//
+// Latent rows (CodeRow): int8 codes with a float32 scale for every 32 numbers, [slot][kv head] both, for latent attention. A row is
+// key and value at once, and is converted to floats once for all heads that attend it.
 
 #pragma once
 
@@ -11,11 +15,11 @@
 
 namespace {
 
-constexpr long PANEL_TOKENS = 16;  // side by side in the keys
+constexpr long PANEL_TOKENS = 16;  // adjacent in the keys
 constexpr long QUAD = 4;
 constexpr long PIECE = PANEL_TOKENS * QUAD;  // bytes of one quad of a panel's keys
 
-// Whether pages of these elements lie so.
+// Whether pages of these elements have the layout of CodePages.
 template <class T> constexpr bool IN_PANELS = false;
 template <> constexpr bool IN_PANELS<int8_t> = true;
 
@@ -26,11 +30,11 @@ struct CodePages {
 
     // Tokens before the first one of a head in a block.
     INLINE_MEMBER long tokens(long block, long head) const { return (block * kv_heads + head) * block_size; }
-    // Quad q of panel token / 16 lies at this + q * PIECE, token by token.
+    // Quad q of panel token / 16 is at this + q * PIECE, token by token.
     INLINE_MEMBER int8_t *key_panel(long block, long head, long token) const {
         return keys + (tokens(block, head) + token / PANEL_TOKENS * PANEL_TOKENS) * quads * QUAD;
     }
-    // Dim d of tokens token / 4 * 4 to + 3 lies at this + 4 * d, token by token.
+    // Dim d of tokens token / 4 * 4 to + 3 is at this + 4 * d, token by token.
     INLINE_MEMBER int8_t *value_quad(long block, long head, long token) const {
         return values + (tokens(block, head) + token / QUAD * QUAD) * value_dim;
     }
@@ -72,6 +76,32 @@ INLINE vi lane_numbers() {
     vi lanes;
     for (int i = 0; i < W; i++) lanes[i] = i;
     return lanes;
+}
+
+struct row_code { int8_t code; };  // the element type that stands for pages of latent rows
+
+constexpr long ROW_GROUP = 32;  // a multiple of W
+INLINE long row_groups(long dim) { return ceil_div(dim, ROW_GROUP); }
+
+// Numbers of a row from `at` on.
+struct CodeRow {
+    const int8_t *codes;
+    const float *scales;
+    long at;
+
+    INLINE_MEMBER CodeRow operator+(long n) const { return {codes, scales, at + n}; }
+    INLINE_MEMBER float operator[](long n) const { return widen(codes[at + n]) * scales[(at + n) / ROW_GROUP]; }
+};
+
+// W numbers, from a multiple of W on, or the first n of them.
+INLINE vf load(const CodeRow &row) { return load(row.codes + row.at) * row.scales[row.at / ROW_GROUP]; }
+INLINE vf load_some(const CodeRow &row, long n) { return load_some(row.codes + row.at, n) * row.scales[row.at / ROW_GROUP]; }
+
+// All numbers of a row.
+INLINE void widen_row(const CodeRow &row, long dim, float *to) {
+    long d = 0;
+    for (; d + W <= dim; d += W) store(to + d, load(row + d));
+    for (; d < dim; d++) to[d] = row[d];
 }
 
 }  // namespace

@@ -20,6 +20,6 @@
 #define WINDLASS_VNNI
 #define WINDLASS_BF16
 #define WINDLASS_AMX
-#include "attention_prefill_rows.h"
-#include "matrix_linear.h"
+#include "amx_linear.h"
+#include "attention_prefill_entry.h"
 #endif

@@ -19,6 +19,6 @@
 #define WINDLASS_REGISTERS 32
 #define WINDLASS_VNNI
 #define WINDLASS_BF16
-#include "attention_prefill_rows.h"
+#include "attention_prefill_entry.h"
 #include "panels.h"
 #endif

@@ -19,7 +19,7 @@
 #define WINDLASS_LANES 16
 #define WINDLASS_REGISTERS 32
 #define WINDLASS_VNNI
-#include "attention_prefill_rows.h"
-#include "attention_rows.h"
+#include "attention_decode_entry.h"
+#include "attention_prefill_entry.h"
 #include "block_linear.h"
 #endif

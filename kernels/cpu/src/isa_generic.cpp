@@ -1,5 +1,5 @@
 // Kernels for any processor: the compiler lowers the vectors to whatever the base instruction set has.
-// Also tells which of the other instruction sets this processor can run, and where the fields of structs stand.
+// Also reports which other instruction sets this processor can run, and the fields and sizes of structs shared with Python.
 
 #include <cstddef>
 #include <cstdint>
@@ -46,7 +46,7 @@ static bool has_dot_products() {
 #endif
 
 #if defined(__x86_64__)
-// Whether there is a matrix unit for bytes and bfloat16, and the system gives this process leave to use it.
+// Whether the processor has AMX for int8 and bfloat16 and the system lets this process use it.
 static bool has_matrix_unit() {
 #if defined(__linux__)
     constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25;
@@ -82,38 +82,40 @@ EXPORT int windlass_can_run(int level) {
     return level == 0;
 }
 
-// What all of this was compiled from (kernels/cpu/sources.py).
+// Fingerprint of the compiled sources (kernels/cpu/sources.py).
 EXPORT const char *windlass_sources() { return WINDLASS_SOURCES; }
 
-struct FieldOffset {
+// Type letters of Python's struct module.
+template <class T> struct TypeLetter;
+template <class T> struct TypeLetter<T *> { static constexpr char value = 'P'; };
+template <> struct TypeLetter<long> { static constexpr char value = 'l'; };
+template <> struct TypeLetter<int> { static constexpr char value = 'i'; };
+template <> struct TypeLetter<float> { static constexpr char value = 'f'; };
+
+struct ArgumentField {
     const char *name;
-    long offset, size;
+    long offset;
+    char type;
 };
 
-// Every field of AttentionArguments; after them one without a name, which stands at the end of the struct.
-EXPORT const FieldOffset *windlass_attention_fields() {
-#define PLACE(field) {#field, offsetof(AttentionArguments, field), sizeof(AttentionArguments::field)}
-    static const FieldOffset places[] = {
-        PLACE(q), PLACE(keys), PLACE(values), PLACE(key_scales), PLACE(value_scales), PLACE(tables), PLACE(query_start),
-        PLACE(lengths), PLACE(score_scale), PLACE(sinks), PLACE(range_ends), PLACE(range_rows), PLACE(range_reaches),
-        PLACE(slopes), PLACE(range_gaps), PLACE(out), PLACE(q_rows), PLACE(q_row), PLACE(q_head), PLACE(num_blocks), PLACE(block_size), PLACE(kv_heads), PLACE(dim),
-        PLACE(value_dim), PLACE(table_row), PLACE(table_columns), PLACE(batch), PLACE(heads), PLACE(ranges), PLACE(window),
-        PLACE(chunk), PLACE(scale), PLACE(soft_cap), PLACE(q_type), PLACE(page_type), PLACE(lengths_are_64), PLACE(causal),
-        PLACE(rounds),
+// The fields of AttentionArguments in order. The last entry has no name; its offset is the size of the struct.
+EXPORT const ArgumentField *windlass_attention_fields() {
+#define WINDLASS_FIELD(type, name) {#name, offsetof(AttentionArguments, name), TypeLetter<type>::value},
+    static const ArgumentField fields[] = {
+        WINDLASS_ATTENTION_FIELDS(WINDLASS_FIELD)
         {nullptr, sizeof(AttentionArguments), 0},
     };
-#undef PLACE
-    return places;
+#undef WINDLASS_FIELD
+    return fields;
 }
 
-// The size in bytes of a struct that Python lays out as well (kernels/cpu/library.py), or -1 for a name that is none here.
+// Size in bytes of a struct that Python declares too (kernels/cpu/library.py); -1 for an unknown name.
 EXPORT long windlass_struct_size(const char *name) {
 #define SIZE(type) if (!std::strcmp(name, #type)) return sizeof(type)
-    SIZE(AttentionArguments);
-    SIZE(Draw);
-    SIZE(Call);
+    SIZE(SamplingRow);
+    SIZE(RecordedCall);
     SIZE(LowRankPart);
-    SIZE(LowRankChange);
+    SIZE(LowRankUpdate);
     SIZE(ExpertPart);
     SIZE(ExpertProducts);
     SIZE(RankGroup);

@@ -15,6 +15,6 @@
 #define WINDLASS_REGISTERS 32
 #define WINDLASS_NEON
 #define WINDLASS_DOT
-#include "attention_rows.h"
+#include "attention_decode_entry.h"
 #include "block_linear.h"
 #endif

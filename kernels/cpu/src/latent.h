@@ -1,14 +1,14 @@
-// What stands around attention over latent vectors: products of every head's rows with its own small matrix, and a norm in place.
+// Operations around latent attention: products of every head with its own small matrix, and a norm in place.
 //
-// up: [heads, plain + value_dim, latent], of each head what makes its keys of a latent vector, then what makes its values. Tokens
-// go in tiles that share the loads of a matrix; every token keeps sums of its own, in an order that knows nothing of the tile,
-// so its bits are those that it has alone.
+// up: [heads, plain + value_dim, latent], per head the key matrix, then the value matrix of a latent vector. Tokens are processed in
+// tiles that share the loads of a matrix. A token's sums have an order that does not depend on the tile, so its bits are the same as
+// alone.
 
 #pragma once
 
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
@@ -17,8 +17,8 @@ namespace latent {
 constexpr long TILE = 4;         // tokens
 constexpr long COLUMNS = 4;      // vectors of latent dims of a query, or rows of a value's matrix, taken together
 constexpr long UNIT_ROWS = 16;   // rows of a value's matrix that a thread takes at a time for a few tokens
-constexpr long PROMPT_ROWS = 128, PROMPT = 32;  // and for so many, whose rows would be read again for each of those
-constexpr long VALUE_ROWS = WINDLASS_REGISTERS >= 32 ? 4 : 2;  // of those, as many as share the loads of a tile of tokens
+constexpr long PROMPT_ROWS = 128, PROMPT = 32;  // and for at least PROMPT tokens, which would read the rows again for each unit
+constexpr long VALUE_ROWS = WINDLASS_REGISTERS >= 32 ? 4 : 2;  // rows that share the loads of a tile of tokens
 
 constexpr long WIDE = 512;       // latent dims of a query that a thread takes at a time for fewer tokens than a tile has
 
@@ -47,8 +47,8 @@ INLINE void query_block(const TQ *q, long q_row, const TU *up, long plain, long 
         }
 }
 
-// As query_block, for one token and dims [c, end): rows of the matrix one after the other, as they lie in memory, which is what a
-// core reads quickest. The sums wait in `sums` [WIDE] meanwhile, which stays in L1.
+// As query_block, for one token and dims [c, end): reads the matrix in memory order, which is fastest. Sums are held in `sums`
+// [WIDE], which stays in L1.
 template <class TQ, class TU, class TO>
 INLINE void query_rows(const TQ *q, const TU *up, long plain, long dim, long c, long end, float *sums, TO *out) {
     const long whole = (end - c) / W * W, rest = end - c - whole;
@@ -84,7 +84,7 @@ INLINE void value_tile(const TX *x, long x_row, const TU *up, long dim, TO *out,
 template <long tile, class TX, class TU, class TO>
 INLINE void value_block(const TX *x, long x_row, const TU *up, long rows, long dim, TO *out, long out_row) {
     long v = 0;
-    // A single token shares nothing: rows one after the other, as they lie in memory.
+    // A single token has nothing to share: rows are read in memory order.
     constexpr long ROWS = tile > 1 || W < 16 ? VALUE_ROWS : 1;
     for (; v + ROWS <= rows; v += ROWS) value_tile<tile, ROWS>(x, x_row, up + v * dim, dim, out + v, out_row);
     for (; v < rows; v++) value_tile<tile, 1>(x, x_row, up + v * dim, dim, out + v, out_row);
@@ -139,7 +139,7 @@ static void values(const TX *x, long x_row, long x_head, const TU *up, TX *out, 
     });
 }
 
-// out [tokens, heads, rotary + dim]: the first dims of q as they are, then its plain ones times up[h, :plain].
+// out [tokens, heads, rotary + dim]: the first dims of q unchanged, then its plain ones times up[h, :plain].
 // q: [tokens, heads, rotary + plain], strides in elements; out is contiguous, of its type.
 EXPORT int WINDLASS_NAME(latent_queries)(const void *q, long q_row, long q_head, int type, const void *up, int up_type, void *out,
                                          long tokens, long heads, long rotary, long plain, long value_dim, long dim) {

@@ -1,10 +1,9 @@
 // out[M, N] = x[M, K] * weight[N, K]^T + bias for few rows M, near the speed at which the weight can be read.
 //
-// A tile is NT weight rows by MT rows of x, each of its dot products in one vector accumulator; the weight passes from
-// memory once, in blocks of K that stay in L1 for all tiles of x. The hardware follows several rows at once poorly, so the
-// first tile asks for the block that comes next, one row after the other, into L2 (measured on Zen 4: a third more for
-// bfloat16; into L1, or ahead in every row at once, gains less). Every output is summed in one order whatever M, N,
-// the thread count and the tile: a row gives the same bits alone and in a batch.
+// A tile is NT weight rows by MT rows of x, with one vector accumulator per dot product. The weight is read from memory once, in
+// blocks of K that stay in L1 for all tiles of x. The hardware prefetcher follows several rows poorly, so the first tile prefetches
+// the next block into L2, row after row (measured on Zen 4: a third faster for bfloat16; L1, or all rows at once, gains less). Every
+// output is summed in one order whatever M, N, the thread count and the tile: a row has the same bits alone and in a batch.
 
 #pragma once
 
@@ -12,7 +11,7 @@
 
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
@@ -27,13 +26,13 @@ constexpr long K_BLOCK = 1024;   // elements of K that stay in L1; a multiple of
 constexpr int LINE = 64;         // bytes of a cache line
 constexpr long MAX_ROWS = 48;    // rows of x per pass over the weight
 
-// One half of STEP weights. Two bfloat16 lie in one 32-bit lane: the even ones are the first half, the odd ones the
-// second, and pack_rows() lays x out likewise.
+// One half of STEP weights. A 32-bit lane holds two bfloat16: the even ones are the first half, the odd ones the second;
+// pack_rows() arranges x accordingly.
 template <int half> INLINE vf load_half(const float *p) { return load(p + half * W); }
 template <int half> INLINE vf load_half(const f16 *p) { return load(p + half * W); }
 template <int half> INLINE vf load_half(const bf16 *p) {
-    // The tile needs every register. So the address is hidden, that the second half be loaded again and not kept; and two
-    // shifts clear the lower bits, hidden from each other, that they do not become a mask which is kept.
+    // The tile needs every register. So the address is hidden, to load the second half again instead of keeping it; and the
+    // lower bits are cleared by two shifts, hidden from each other, so that the compiler does not keep a mask.
     if (half) asm("" : "+r"(p));
     vu pairs = *(const vu_any *)p;
     if (half) pairs >>= 16;
@@ -79,12 +78,12 @@ INLINE void multiply_half(const TW *const (&w)[NT], const float *x, vf (&acc)[NT
     }
 }
 
-// Walks the lines of some rows, one row after the other, and asks for them.
+// Prefetches the lines of some rows, row after row.
 template <class TW, int NT> struct AheadRows {
     const TW *const *rows;
     long row_lines, row = 0, left = row_lines;
     const char *line = (const char *)rows[0];
-    INLINE_MEMBER void ask() {
+    INLINE_MEMBER void prefetch() {
         for (int n = 0; n < NT * STEP * (int)sizeof(TW) / LINE; n++) {
             __builtin_prefetch(line, 0, 2);
             line += LINE;
@@ -93,7 +92,7 @@ template <class TW, int NT> struct AheadRows {
     }
 };
 
-// next: the rows to ask for meanwhile, or null.
+// next: the rows to prefetch, or null.
 template <class TW, int NT, int MT>
 static NOINLINE void multiply_tile(const TW *const *weights, const TW *const *next, const float *x, long turns, long tail,
                                    vf *sums, bool fresh) {
@@ -103,9 +102,9 @@ static NOINLINE void multiply_tile(const TW *const *weights, const TW *const *ne
         w[n] = weights[n];
         for (int m = 0; m < MT; m++) acc[n][m] = fresh ? vf{} : sums[n * MT + m];
     }
-    const auto take_turns = [&](auto ask) {
+    const auto take_turns = [&](auto prefetch) {
         for (long s = 0; s < turns; s++, x += MT * STEP) {
-            ask();
+            prefetch();
             multiply_half<0>(w, x, acc);
             multiply_half<1>(w, x, acc);
             for (int n = 0; n < NT; n++) w[n] += STEP;
@@ -113,7 +112,7 @@ static NOINLINE void multiply_tile(const TW *const *weights, const TW *const *ne
     };
     if (next && turns) {
         AheadRows<TW, NT> ahead = {next, turns * STEP * (long)sizeof(TW) / LINE};
-        take_turns([&] { ahead.ask(); });
+        take_turns([&] { ahead.prefetch(); });
     } else take_turns([] {});
     if (tail) {  // the last elements of K, copied so that nothing past the row is read
         TW rest[NT][STEP] = {};
@@ -205,7 +204,7 @@ template <class TW, class TX> static int linear_pass(const Linear &p) {
     const long chunk = round_up(chunk_of(p.N, p.K * (long)sizeof(TW)), nt);
     const long chunks = ceil_div(p.N, chunk);
     const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, most_threads());
-    // Each thread packs for itself: quicker than waiting for one another.
+    // Every thread packs for itself, which is faster than a barrier.
     const long bytes = round_up(p.M * round_up(p.K, STEP) * (long)sizeof(float), 64);
     void *memory = nullptr;
     if (posix_memalign(&memory, 64, threads * bytes)) return 1;
@@ -223,7 +222,7 @@ template <class TW, class TX> static int linear_pass(const Linear &p) {
 }
 
 template <class TW, class TX> static int linear_all(Linear p) {
-    // Passes of equal size: a last pass of a few rows would read the whole weight for little work.
+    // Passes of equal size: a last pass of a few rows would read the entire weight for little work.
     const long rows = p.M, passes = ceil_div(rows, MAX_ROWS);
     const long step = passes ? round_up(ceil_div(rows, passes), MAX_MT) : 1;
     for (long m = 0; m < rows; m += step) {

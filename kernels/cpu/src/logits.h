@@ -1,7 +1,7 @@
-// Looks at a row of logits: exact weights and their sums, the largest, and those that reach a share of the whole.
+// Passes over a row of logits: exact weights and their sums, the largest, and those that reach a share of the total.
 //
-// Nothing is sorted, and every number that decides is exact: weights are multiples of 2^-34, so that their sums in float64
-// are right to the last bit in any order.
+// Nothing is sorted, and every number that decides is exact: weights are multiples of 2^-34, so that their float64 sums are exact
+// in any order.
 
 #pragma once
 
@@ -11,11 +11,11 @@
 
 namespace {
 
-constexpr long SPAN = 128;   // elements whose largest is kept, so that whole spans can be passed over
-constexpr long FEW = 48;     // so many keys are sorted rather than poured into bins
+constexpr long SPAN = 128;   // elements whose maximum is stored, so that entire spans can be skipped
+constexpr long FEW = 48;     // up to this many keys are sorted instead of binned
 constexpr int BINS = 2048;
 
-// A product that is rounded before something is added to it: fused, it would be another number where there is FMA.
+// A product that is rounded before an addition: with FMA it would be another number.
 INLINE vf rounded(vf x) {
 #if defined(WINDLASS_FMA)
     asm("" : "+v"(x));
@@ -111,7 +111,7 @@ struct WideSum {
 #endif
 };
 
-// W logits from p on, of which there are n; minus infinity stands past them.
+// W logits from p on, of which n exist; minus infinity past them.
 INLINE vf load_logits(const float *p, long n) {
     if (n >= W) return load(p);
     float lanes[W];
@@ -132,7 +132,7 @@ struct ScaledRow {
     INLINE_MEMBER float scaled(float x) const { return (x - largest) / temperature; }
 };
 
-// The largest of each span and of the row, which is NaN if any is; and the first place where it stands.
+// The maximum of each span and of the row (NaN if any is), and its first index.
 INLINE float row_largest(const float *logits, long vocab, float *spans, long *first) {
     float best = -__builtin_inff();
     long best_span = 0;
@@ -158,11 +158,11 @@ INLINE float row_largest(const float *logits, long vocab, float *spans, long *fi
 INLINE bool finite(float x) { return x - x == 0.0f; }
 
 // The smallest key at which the weights of it and of all smaller ones reach the target, the largest if none does. Keys are
-// 0 or more; both arrays are overwritten. By bins of keys and then of their bits, so that the work is a few looks at each.
+// 0 or more; both arrays are overwritten. Bins by key, then by bits of the key, so that each key is visited a few times only.
 NOINLINE double reach(double *keys, float *weights, long count, double target) {
     double before = 0;
     double filled[BINS];
-    bool linear = true;  // first in bins 1/64 wide, for logits lie evenly; what falls into one is told apart by bits, 11 at a time
+    bool linear = true;  // first in bins 1/64 wide, since logits are evenly spread; within a bin by bits, 11 at a time
     for (int shift = 63; count > FEW && shift > 0;) {
         const int next = linear ? shift : int(max_of(shift - 11, 0));
         const uint64_t mask = (uint64_t(1) << (shift - next)) - 1;
@@ -185,7 +185,7 @@ NOINLINE double reach(double *keys, float *weights, long count, double target) {
             kept += mine;
         }
         count = kept;
-        shift = next;  // 63 again after the linear bins: a sign there is not
+        shift = next;  // 63 again after the linear bins: keys have no sign
         linear = false;
     }
     if (count > FEW) return keys[0];  // equal in every bit
@@ -212,12 +212,12 @@ INLINE double target_of(double u, double total) {
     return wanted < below ? wanted : below;
 }
 
-// The tokens a row may still yield, in the order of their ids.
+// The remaining candidate tokens of a row, in the order of their ids.
 struct Candidates {
     float *scaled, *weights;
     int32_t *ids;
     long count;
-    // Keeps those for which keep(i) holds, and returns what they weigh.
+    // Retains the candidates for which keep(i) holds and returns the sum of their weights.
     template <class F> INLINE_MEMBER double narrow_to(F keep) {
         long kept = 0;
         double total = 0;
@@ -234,7 +234,7 @@ struct Candidates {
 };
 
 // Memory of one thread for one row, in a block that the caller gives: 32 bytes per token and some for the spans.
-struct DrawMemory {
+struct SamplingScratch {
     float *changed;   // [vocab]
     float *spans;     // [spans]
     double *sums;     // [spans]
@@ -243,7 +243,7 @@ struct DrawMemory {
     Candidates found;
     static INLINE_MEMBER long tokens(long vocab) { return round_up(vocab + 1, SPAN); }
     static INLINE_MEMBER long bytes(long vocab) { return tokens(vocab) * 32 + (tokens(vocab) / SPAN + 1) * 16; }
-    INLINE_MEMBER DrawMemory(char *block, long vocab) {
+    INLINE_MEMBER SamplingScratch(char *block, long vocab) {
         const long n = tokens(vocab), s = n / SPAN + 1;
         keys = (double *)block, block += 8 * n;
         sums = (double *)block, block += 8 * s;

@@ -1,4 +1,4 @@
-// Log-probabilities of a token per row of logits and of the row's most likely tokens, in two looks at the row.
+// Log-probabilities of one token per row of logits and of the row's most likely tokens, in two passes over the row.
 
 #pragma once
 
@@ -8,18 +8,18 @@
 #include "logits.h"
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
-// Rises as x falls, by whole numbers: what `reach` takes for keys. Not for NaN.
+// An integer that increases as x decreases, as a key for `reach`. Not for NaN.
 INLINE double fall_of(float x) {
     const uint32_t bits = bits_of(x == 0 ? 0.0f : x);  // -0 is 0
     return double(bits & 0x80000000u ? bits : 0x7fffffffu - bits);
 }
 
-// The k largest logits in the order of their ids, of equal ones at the end the first. k <= vocab.
-INLINE void most_likely(const float *logits, long vocab, long k, DrawMemory &memory, int64_t *ids, float *values) {
+// The k largest logits in the order of their ids; of equal ones, the first. k <= vocab.
+INLINE void most_likely(const float *logits, long vocab, long k, SamplingScratch &memory, int64_t *ids, float *values) {
     const long spans = ceil_div(vocab, SPAN);
     auto kth = [&](long count) { return reach(memory.keys, memory.key_weights, count, double(k)); };
     double bound = 0x1p33;  // beyond every key
@@ -37,7 +37,7 @@ INLINE void most_likely(const float *logits, long vocab, long k, DrawMemory &mem
         }
     }
     const double last = kth(count);
-    long spare = k;  // places that are left for those equal to the last
+    long spare = k;  // places left for logits equal to the last one
     for (long i = 0; i < count; i++) spare -= fall_of(logits[memory.found.ids[i]]) < last;
     for (long i = 0, at = 0; i < count && at < k; i++) {
         const long id = memory.found.ids[i];
@@ -50,13 +50,12 @@ INLINE void most_likely(const float *logits, long vocab, long k, DrawMemory &mem
 
 // chosen: natural logarithms of probabilities, the targets' logits less the rows' normalisers. ranks: 1 and the number of
 // larger logits, 0 where the row holds NaN or infinity or nothing. rows, targets: [count]; top_ids, top_values: [count, k] and
-// logits, by id. scratch: as draw_tokens'.
-// Returns 1 where it is too small, 2 where a row or a target lies outside.
+// logits, by id. scratch: as in sample_tokens. Returns 1 if it is too small, 2 for a row or target out of range.
 EXPORT int WINDLASS_NAME(token_logprobs)(const float *logits, long stride, long num_rows, long vocab, const int64_t *rows,
                                          const int64_t *targets, long count, long k, float *chosen, int64_t *ranks,
                                          int64_t *top_ids, float *top_values, double *normalisers, void *scratch,
                                          long scratch_bytes) {
-    const long each = DrawMemory::bytes(vocab);
+    const long each = SamplingScratch::bytes(vocab);
     const long room = min_of(scratch_bytes / each, count);
     if (count && !room) return 1;
     for (long i = 0; i < count; i++)
@@ -64,7 +63,7 @@ EXPORT int WINDLASS_NAME(token_logprobs)(const float *logits, long stride, long 
 #pragma omp parallel for num_threads(min_of(room, threads_for(count * vocab, count))) schedule(static)
     for (long i = 0; i < count; i++) {
         const float *row = logits + rows[i] * stride;
-        DrawMemory memory((char *)scratch + each * omp_get_thread_num(), vocab);
+        SamplingScratch memory((char *)scratch + each * omp_get_thread_num(), vocab);
         long first = 0;
         const float top = row_largest(row, vocab, memory.spans, &first), target = row[targets[i]];
         ranks[i] = 0;

@@ -1,8 +1,8 @@
-// What LoRA adapters add to a product: out[M, N] += scale * (x[M, K] A^T) B^T, with matrices of each row's own.
+// LoRA update of a product: out[M, N] += scale * (x[M, K] A^T) B^T, with matrices chosen per row.
 //
-// A and B are a hundredth of the weight beside them, so both must be read once and in long runs: A lies in panels of some rows,
-// B^T in panels of some columns, each read from its start to its end. Rows of x that have the same adapter share what is read of it.
-// Every number is summed in one order whatever M and the threads: a row gives the same bits alone and in a batch.
+// A and B are about a hundredth of the weight, so both must be read once and contiguously: A is stored in panels of rows, B^T in
+// panels of columns, each read from start to end. Rows of x with the same adapter share the reads.
+// Every number is summed in one order whatever M and the threads: a row has the same bits alone and in a batch.
 
 #pragma once
 
@@ -11,17 +11,17 @@
 
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
-// Both as LowRankPartFields and LowRankFields in structs.py have them. Types: 0 float32, 1 bfloat16, 2 float16.
+// Mirrored by LowRankPartFields and LowRankFields in library.py. Types: 0 float32, 1 bfloat16, 2 float16.
 struct LowRankPart {  // of columns first .. first + columns of the product, by numbers rank_first .. rank_first + rank of x A^T
     const void *up;   // [panels][rank][32]
     int64_t type, first, columns, rank_first, rank;
     double scale;
 };
-struct LowRankChange {
+struct LowRankUpdate {
     const void *down;  // [panels][strips of K][4][16]
     int64_t type, rank, num_parts;
     const LowRankPart *parts;
@@ -32,14 +32,14 @@ namespace low_rank {
 constexpr long PANEL = 32;       // columns
 constexpr long PANELS = 8;       // that a thread takes at a time
 constexpr int RANKS = 4;         // rows of A in a panel, which are read at once
-constexpr long STRIP = 16;       // elements of each that lie together
+constexpr long STRIP = 16;       // adjacent elements of each
 constexpr int DOWN_ROWS = 2, UP_ROWS = 4;
-constexpr long MOST_TOGETHER = 16;  // rows of x that share what is read
-constexpr long K_PART = 2048;    // elements of K that stay close for all of them
+constexpr long MOST_TOGETHER = 16;  // rows of x that share reads
+constexpr long K_PART = 2048;    // elements of K that stay cached for all of them
 static_assert(K_PART % STRIP == 0 && STRIP % W == 0 && PANEL % (2 * W) == 0, "whole vectors");
 
-// Rows order[first .. first + count] of x, all with this change.
-struct Group { const LowRankChange *change; long first, count; };
+// Rows order[first .. first + count] of x, all with this update.
+struct Group { const LowRankUpdate *change; long first, count; };
 
 struct Rows {
     const float *x; long x_row;   // [M][K]
@@ -93,7 +93,7 @@ template <class TW> static void down(const Rows &p, const Group &group, const TW
     }
 }
 
-// Adds to MT rows of out, at NV vectors of a panel, of which `left` columns from there on are any.
+// Adds to MT rows of out NV vectors of a panel; `left` columns remain from there on.
 template <class TW, class T, int MT, int NV>
 INLINE void add_vectors(const TW *panel, long rank, const float *const (&low)[MT], float scale, T *const (&out)[MT], long left) {
     vf acc[MT][NV] = {};
@@ -192,9 +192,9 @@ static void add(Rows p, const T *x, float *wide, T *out, long out_row, const Gro
 }
 
 // slots: [rows], of each row its entry in `changes`, -1 for none. x and out are of one type, strides in elements. Returns 1
-// when out of memory, 2 for a slot that there is not.
+// when out of memory, 2 for a slot out of range.
 EXPORT int WINDLASS_NAME(add_low_rank)(const void *x, long x_row, void *out, long out_row, int type, const int64_t *slots,
-                                       long rows, long K, const LowRankChange *changes, long num_slots) {
+                                       long rows, long K, const LowRankUpdate *changes, long num_slots) {
     long changed = 0, rank = 0, work = 0;
     for (long r = 0; r < rows; r++) {
         if (slots[r] < -1 || slots[r] >= num_slots) return 2;
@@ -209,7 +209,7 @@ EXPORT int WINDLASS_NAME(add_low_rank)(const void *x, long x_row, void *out, lon
     int64_t *order = (int64_t *)(groups + changed);
     float *low = (float *)(order + changed);
     long count = 0, placed = 0;
-    for (long r = 0; placed < changed; r++) {  // rows of a slot stand together, in the place of its first
+    for (long r = 0; placed < changed; r++) {  // rows of a slot become adjacent, at the position of its first row
         const int64_t slot = slots[r];
         if (slot < 0 || changes[slot].rank == 0) continue;
         bool seen = false;

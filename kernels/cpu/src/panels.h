@@ -1,24 +1,23 @@
-// out[M, N] = x[M, K] * weight^T + bias for a 16-bit weight in panels and few rows M, at the speed at which it can be read.
+// out[M, N] = x[M, K] * weight^T + bias for a 16-bit panel weight and few rows M, at memory bandwidth.
 //
-// A panel is PANEL_ROWS rows of the weight; a line of it, 64 bytes, holds two neighbouring elements of K of each, and the
-// lines follow each other in memory: decoding reads one run from end to end, which the hardware follows without being
-// asked, and of x only two numbers a line, so that the stream does not push x out of L1 over and over (measured on Zen 4:
-// row-major weights reach three quarters of what two cores can read, panels all of it). bfloat16: the two elements of a row
-// side by side, that a shift and a mask take them apart; float16: the 16 first ones, then the 16 second ones. Past the last
-// row and the last element of K there are zeros.
+// A panel has PANEL_ROWS rows of the weight. A line of 64 bytes holds two adjacent elements of K of each row, and lines are
+// contiguous: decode reads one run from end to end, which the hardware prefetches by itself, and only two numbers of x per line, so
+// that the stream does not evict x from L1 (measured on Zen 4: row-major weights reach three quarters of the bandwidth of two cores,
+// panels all of it). bfloat16: the two elements of a row are adjacent, to be separated by a shift and a mask; float16: the 16 first
+// ones, then the 16 second ones. Past the last row and the last element of K there are zeros.
 //
 // Every output is summed in one order whatever M, N, the thread count, the tile and the instruction set: even and odd
-// elements of K apart, K_BLOCK of them at a time. Only where the processor multiplies bfloat16 and both sides are that
-// (pairs.h), lines are multiplied as they lie, in another order, which is one as well.
+// elements of K separately, K_BLOCK of them at a time. Where the processor multiplies bfloat16 and both sides have that type
+// (bf16_dot.h), lines are multiplied directly, in another order that is fixed as well.
 
 #pragma once
 
 #include <cstdlib>
 
+#include "bf16_dot.h"
 #include "names.h"
-#include "pairs.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
@@ -27,7 +26,7 @@ namespace panels {
 constexpr long PANEL_ROWS = 16;
 constexpr long LINE_ELEMENTS = 2 * PANEL_ROWS;
 constexpr long K_BLOCK = 1024;          // elements of K that stay in L1 for all tiles of x; even
-constexpr long X_STRIDE = K_BLOCK + 16;  // of the packed x: rows a whole page apart would share the sets of L1
+constexpr long X_STRIDE = K_BLOCK + 16;  // of the packed x: rows a page apart would share the sets of L1
 constexpr long PAIR_STRIDE = K_BLOCK / 2 + 16;
 template <class N> constexpr long STRIDE = X_STRIDE;
 template <> constexpr long STRIDE<pair> = PAIR_STRIDE;
@@ -43,10 +42,10 @@ template <> constexpr int MAX_MT<pair> = 12;  // one accumulator for each vector
 constexpr int VECTORS = 2;
 template <class N> constexpr int MAX_MT = 3;
 #endif
-constexpr int ONE_VECTORS = PANEL_ROWS / W;  // one panel at a time against a single row of x
-// Bytes that the first of the tiles asks for in advance, into L2, where there are several rows of x: its own loads are too many then
-// for the processor to see far ahead (measured on Zen 4, float16 and 4 rows a quarter less time, 8 rows a seventh; pairs of bfloat16
-// and 12 rows a quarter). A single row is read as quickly unasked.
+constexpr int ONE_VECTORS = PANEL_ROWS / W;  // one panel at a time for a single row of x
+// Bytes that the first tile prefetches into L2 if there are several rows of x: with its many loads the processor cannot look far
+// ahead (measured on Zen 4, float16 and 4 rows a quarter less time, 8 rows a seventh; pairs of bfloat16 and 12 rows a quarter). A
+// single row is read as quickly without.
 constexpr long AHEAD = 4096;
 
 // Element `half` of the two that a line holds of each of W rows.
@@ -56,7 +55,7 @@ template <int half> INLINE vf load_element(const bf16 *p) {
 }
 template <int half> INLINE vf load_element(const f16 *p) { return load(p + half * PANEL_ROWS); }
 
-// Where the W rows from row r of a panel on start in a line.
+// Address in a line of the W rows from row r of a panel on.
 INLINE const bf16 *rows_from(const bf16 *panel, long r) { return panel + 2 * r; }
 INLINE const f16 *rows_from(const f16 *panel, long r) { return panel + r; }
 
@@ -197,7 +196,7 @@ template <class TW, class TX, class N> static int multiply_pass(const Product &p
     const long chunk = round_up(chunk_of(p.N, p.K * (long)sizeof(TW)), unit);
     const long chunks = ceil_div(p.N, chunk);
     const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, most_threads());
-    // Each thread packs for itself: quicker than waiting for one another.
+    // Every thread packs for itself, which is faster than a barrier.
     const long bytes = round_up(p.M * ceil_div(p.K, K_BLOCK) * STRIDE<N> * (long)sizeof(N), 64);
     void *memory = nullptr;
     if (posix_memalign(&memory, 64, threads * bytes)) return 1;
@@ -212,7 +211,7 @@ template <class TW, class TX, class N> static int multiply_pass(const Product &p
 }
 
 template <class TW, class TX, class N = float> static int multiply_all(Product p) {
-    // Passes of equal size: a last pass of a few rows would read the whole weight for little work.
+    // Passes of equal size: a last pass of a few rows would read the entire weight for little work.
     const long rows = p.M, passes = ceil_div(rows, MAX_ROWS<N>);
     const long step = passes ? min_of(round_up(ceil_div(rows, passes), MAX_MT<N>), MAX_ROWS<N>) : 1;
     for (long m = 0; m < rows; m += step) {

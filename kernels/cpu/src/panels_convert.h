@@ -1,17 +1,17 @@
-// Rows of 16-bit weights into panels (see panels.h), and panels widened to float32 for products of many rows.
+// Packs rows of 16-bit weights into panels (see panels.h), and converts panels to float32 for products of many rows.
 
 #pragma once
 
 #include "names.h"
 #include "panels.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
 namespace panels {
 
-// Where element k of row r of a panel lies.
+// Index of element k of row r in a panel.
 INLINE long place_of(const bf16 *, long r, long k) { return k / 2 * LINE_ELEMENTS + 2 * r + k % 2; }
 INLINE long place_of(const f16 *, long r, long k) { return k / 2 * LINE_ELEMENTS + k % 2 * PANEL_ROWS + r; }
 
@@ -42,7 +42,7 @@ template <class T> static void pack_panel(const T *source, long stride, long beg
 
 template <class T> static void pack_rows_of(const T *source, long stride, long first, long count, long K, T *data) {
     const long panel_elements = ceil_div(K, 2) * LINE_ELEMENTS, last = ceil_div(first + count, PANEL_ROWS);
-    // By one thread: it keeps up with memory, and at load others are reading the next rows.
+    // On one thread: it reaches memory bandwidth, and during loading other threads read the next rows.
     for (long panel = first / PANEL_ROWS; panel < last; panel++) {
         const long start = panel * PANEL_ROWS, begin = max_of(first, start), end = min_of(first + count, start + PANEL_ROWS);
         pack_panel(source + (begin - first) * stride, stride, begin - start, end - start, K, data + panel * panel_elements);

@@ -5,12 +5,12 @@
 #include "elementwise.h"
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
 // out = x / sqrt(mean(x^2) + eps) * weight. With a residual: residual += x first, rounded to its type, then normed.
-// Rows of x stand in groups of `group`, x_row apart within one, the groups x_group apart; out and residual have plain rows.
+// Rows of x form groups of `group`; x_row is the stride within a group, x_group that of groups. out and residual have plain rows.
 EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, long group, long x_group, void *residual, long residual_row,
                                    int type, const float *weight, float eps, void *out, long rows, long dim) {
     with_type(type, [&](auto *element) {
@@ -45,7 +45,7 @@ EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, long group, long x
 // out[r, j] = combine(gate_up[r, j], gate_up[r, dim + j]), vector by vector.
 template <class F>
 INLINE int combine_halves(const void *gate_up, long row, int type, void *out, long rows, long dim, F combine) {
-    constexpr long PIECE = 4096;  // so that a single wide row still spreads over the threads
+    constexpr long PIECE = 4096;  // so that a single wide row is spread over the threads
     const long pieces = ceil_div(dim, PIECE);
     with_type(type, [&](auto *element) {
         typedef decltype(element) T;
@@ -130,7 +130,7 @@ EXPORT int WINDLASS_NAME(soft_cap)(const float *x, long row, float cap, float *o
     return 0;
 }
 
-// out = table[ids] * scale, of type out_type. Returns 1, and has written nothing, where an id is no row.
+// out = table[ids] * scale, of type out_type. Returns 1 for an id out of range; nothing is written then.
 EXPORT int WINDLASS_NAME(embed_rows)(const void *table, long table_row, int type, long table_rows, const int64_t *ids,
                                      float scale, void *out, int out_type, long rows, long dim) {
     for (long r = 0; r < rows; r++)

@@ -1,4 +1,4 @@
-// Rotary position embedding: angles, rotation with the append to the cache, re-rotation of cached keys, and versions of queries.
+// Rotary position embedding: angles, rotation with append to the cache, re-rotation of cached keys, rotated query copies.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
@@ -50,7 +50,7 @@ INLINE void cos_sin_of(vd x, vd &cos, vd &sin) {
 }
 
 // cos[g, t, j] and sin[g, t, j] of inv_freq[g, rows[t], j] * positions[t]. inv_freq: [groups, table_rows, half]. Every
-// element passes through the same instructions wherever it stands. Returns 2 for a row outside the table.
+// element is computed by the same instructions at any index. Returns 2 for a row outside the table.
 EXPORT int WINDLASS_NAME(rotary_angles)(const double *inv_freq, long groups, long table_rows, long half,
                                         const int64_t *rows, const int64_t *positions, long tokens, float *cos,
                                         float *sin) {
@@ -84,7 +84,7 @@ EXPORT int WINDLASS_NAME(rotary_angles)(const double *inv_freq, long groups, lon
 
 // ---- rotation ----
 
-// Past the caches: for pages so large that nothing of them would stay there. p is aligned to a vector.
+// Non-temporal store, for pages too large to stay in the caches. p is aligned to a vector.
 INLINE void stream(float *p, vf x) {
 #if defined(__x86_64__) && WINDLASS_LANES == 16 && !defined(WINDLASS_PORTABLE)
     _mm512_stream_ps(p, (__m512)x);
@@ -193,8 +193,8 @@ EXPORT int WINDLASS_NAME(rotate_and_append)(
     return 0;
 }
 
-// Keys at sources are rotated by the given angles and go to targets, values go along; an entry whose source is its target is
-// rotated in place. No target may be another entry's source or target. Pages: [slots, kv_heads, dim], contiguous, one type; dims
+// Keys at sources are rotated by the given angles and written to targets together with their values; an entry whose source is its
+// target is rotated in place. No target may be another entry's source or target. Pages: [slots, kv_heads, dim], contiguous, one type; dims
 // past 2 * half and values are copied bit by bit. Returns 2 for a slot outside the pages, with nothing touched.
 EXPORT int WINDLASS_NAME(rerotate_cached_keys)(void *key_pages, void *value_pages, int page_type, long num_slots,
                                                const int64_t *sources, const int64_t *targets, long count, const float *cos,
@@ -222,8 +222,8 @@ EXPORT int WINDLASS_NAME(rerotate_cached_keys)(void *key_pages, void *value_page
     return 0;
 }
 
-// out = q [tokens, heads, dim] as it is, then q[rows[m]] for every m, rotated by the m-th of `turned` angles: the versions of queries
-// that attention_ranges.h tells of. out is contiguous, of q's type. Returns 2 for a row that q lacks, with nothing written.
+// out = q [tokens, heads, dim] unchanged, then q[rows[m]] for every m, rotated by the m-th of `turned` angles: the rotated query
+// copies of attention_key_ranges.h. out is contiguous, of q's type. Returns 2 for a row that q lacks; nothing is written then.
 EXPORT int WINDLASS_NAME(rotate_queries)(const void *q, long q_row, long q_head, int q_type, const int64_t *rows, const float *cos,
                                        long cos_row, const float *sin, long sin_row, void *out, long tokens, long turned,
                                        long heads, long dim, long half) {

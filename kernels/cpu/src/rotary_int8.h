@@ -1,7 +1,7 @@
 // Rotation with append, and re-rotation of keys, for caches of int8 codes with one float32 scale per token and head.
 //
-// code = round(x / scale) with scale = largest |x| / 127, so every head uses its whole range. A head of (almost) nothing
-// has scale 0; one that holds an infinity or a NaN has scale NaN, so that whatever reads it shows it.
+// code = round(x / scale) with scale = largest |x| / 127, so every head uses the full range. A head of (nearly) zeros has scale 0;
+// one that holds an infinity or a NaN has scale NaN, so that every result that reads it is NaN.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 #include "names.h"
 #include "rotary.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
@@ -41,7 +41,7 @@ INLINE float quantize(const float *x, long n, int8_t *codes) {
     return scale;
 }
 
-// Heads on their way to or from the pages: floats, and their codes with room for the padding of a last quad.
+// Buffers of heads to or from the pages: floats, and codes padded to full quads.
 struct HeadMemory {
     float *head;
     int8_t *codes;

@@ -1,4 +1,4 @@
-// How numbers are rounded to 8 bits: scales, ties, numbers that are none, and what lanes have in common.
+// Rounding to 8 bits: scales, ties, NaN and infinity, and reductions over lanes.
 
 #pragma once
 
@@ -9,7 +9,7 @@ namespace {
 
 namespace bytes {
 
-constexpr float TINY = 0x1p-100f;  // what is smaller counts as zero
+constexpr float TINY = 0x1p-100f;  // smaller values count as zero
 
 // 127 / |largest| and the scale that goes with it. A row that holds NaN or infinity gets the scale NaN and zeros, so that
 // all of its outputs are NaN and no others.
@@ -22,7 +22,7 @@ INLINE float inverse_scale(float largest, bool finite, float &scale) {
 INLINE vi round_scaled(vf x, float by) {
     const vf magic = splat(12582912.0f);
     vu product = (vu)(x * by);
-    hide(product);  // or it joins the addition where it can, and ties fall differently from one instruction set to the next
+    hide(product);  // or it is fused with the addition where possible, and ties would differ between instruction sets
     const vi rounded = (vi)((vf)product + magic) - (vi)magic;
     return by == 0.0f ? vi{} : rounded;
 }

@@ -1,9 +1,9 @@
-// Drawing a token per row of logits: changes of a request, temperature, min-p, top-k, top-p, typical-p, the exclusion of
+// Sampling of one token per row of logits: logits changes of a request, temperature, min-p, top-k, top-p, typical-p, exclusion of
 // top choices, inverse CDF.
 //
-// Nothing is sorted, and every number that decides is exact: weights are multiples of 2^-34, so that their sums in float64
-// are right to the last bit in any order. Which token a row yields therefore follows from its own numbers alone, whatever
-// the instruction set, and kernels/torch/torch_sampler.py comes to the same one with other means.
+// Nothing is sorted, and every number that decides is exact: weights are multiples of 2^-34, so that their float64 sums are exact
+// in any order. So the token depends only on the row's own numbers, not on the instruction set, and equals that of
+// kernels/torch/torch_sampler.py.
 
 #pragma once
 
@@ -13,33 +13,33 @@
 #include "logits.h"
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
-// One row to draw. The same in kernels/cpu/elementwise_bindings.py.
-struct Draw {
+// One row to sample. Mirrored by SamplingRowFields in kernels/cpu/library.py.
+struct SamplingRow {
     int64_t row;                                       // of the logits
     const int64_t *allowed; int64_t num_allowed;       // null: all tokens
     const int64_t *forbidden; int64_t num_forbidden;
     const int64_t *biased; const float *bias; int64_t num_biased;
-    const int64_t *counted; const float *in_output; int64_t num_counted;  // tokens of the text, and their number in its output
+    const int64_t *counted; const float *in_output; int64_t num_counted;  // tokens of the text, and their counts in the output
     const int64_t *decreased; const float *decrease; int64_t num_decreased;
-    const uint32_t *mask;                              // a bit per token, set where it may stay; null: all may
+    const uint32_t *mask;                              // a bit per token, set if it is allowed; null: all are
     float repetition, frequency, presence;
     float temperature;                                 // 0 or less: the first of the largest
-    float floor;                                       // log(min_p), or below everything
-    int32_t status;                                    // set: 0 drawn, 1 bad logits, 2 nothing left, 3 an id is no token
+    float floor;                                       // log(min_p), or the lowest float
+    int32_t status;                                    // result: 0 sampled, 1 bad logits, 2 no candidate left, 3 an id out of range
     int64_t top_k;                                     // 0: off
     double top_p, typical_p;                           // 1: off
     double exclude_from;                               // 1: off
     double uniform;                                    // [0, 1)
-    int64_t token;                                     // set
+    int64_t token;                                     // result
 };
-static_assert(sizeof(void *) != 8 || sizeof(Draw) == 192, "no padding but what ctypes expects");
+static_assert(sizeof(void *) != 8 || sizeof(SamplingRow) == 192, "no padding but what ctypes expects");
 
-// Applies masks, biases, penalties and decreases in this order (see kernels/token_sampling.py); false where an id is no token.
-INLINE bool change(const Draw &d, const float *source, float *row, long vocab) {
+// Applies masks, biases, penalties and decreases in this order (see kernels/token_sampling.py); false for an id out of range.
+INLINE bool change(const SamplingRow &d, const float *source, float *row, long vocab) {
     auto each = [&](const int64_t *ids, int64_t count, auto f) {
         for (int64_t i = 0; i < count; i++) {
             if (ids[i] < 0 || ids[i] >= vocab) return false;
@@ -76,7 +76,7 @@ INLINE bool change(const Draw &d, const float *source, float *row, long vocab) {
            each(d.decreased, d.num_decreased, [&](int64_t id, int64_t i) { row[id] -= d.decrease[i]; });
 }
 
-INLINE long draw_from_all(const Draw &d, const ScaledRow &row, DrawMemory &scratch) {
+INLINE long sample_unfiltered(const SamplingRow &d, const ScaledRow &row, SamplingScratch &scratch) {
     double total = 0;
     for (long begin = 0, s = 0; begin < row.vocab; begin += SPAN, s++) {
         WideSum sum{};
@@ -95,8 +95,8 @@ INLINE long draw_from_all(const Draw &d, const ScaledRow &row, DrawMemory &scrat
     }
 }
 
-// Gathers the tokens of a scaled logit of at least `floor` and a weight above 0 and of at least `least`.
-INLINE void gather(const ScaledRow &row, float floor, float least, DrawMemory &scratch) {
+// Collects tokens with a scaled logit of at least `floor` and a positive weight of at least `least`.
+INLINE void gather(const ScaledRow &row, float floor, float least, SamplingScratch &scratch) {
     Candidates &found = scratch.found;
     found.count = 0;
     for (long begin = 0, s = 0; begin < row.vocab; begin += SPAN, s++) {
@@ -118,8 +118,8 @@ INLINE void gather(const ScaledRow &row, float floor, float least, DrawMemory &s
     }
 }
 
-// A bound below the k-th largest: the k-th largest of the spans' largest, as each stands for another token.
-INLINE float top_k_bound(const ScaledRow &row, long k, float floor, DrawMemory &scratch) {
+// A lower bound of the k-th largest: the k-th largest of the span maxima, each of a different token.
+INLINE float top_k_bound(const ScaledRow &row, long k, float floor, SamplingScratch &scratch) {
     long count = 0;
     for (long s = 0; s < ceil_div(row.vocab, SPAN); s++) {
         const float top = row.scaled(scratch.spans[s]);
@@ -131,7 +131,7 @@ INLINE float top_k_bound(const ScaledRow &row, long k, float floor, DrawMemory &
     return bound > floor ? bound : floor;
 }
 
-INLINE long draw_narrowed(const Draw &d, const ScaledRow &row, DrawMemory &scratch) {
+INLINE long sample_filtered(const SamplingRow &d, const ScaledRow &row, SamplingScratch &scratch) {
     Candidates &found = scratch.found;
     const bool limited = d.top_k > 0 && d.top_k < row.vocab, bounded = d.floor > -__FLT_MAX__;
     auto reached = [&](auto key, double target) {
@@ -142,8 +142,8 @@ INLINE long draw_narrowed(const Draw &d, const ScaledRow &row, DrawMemory &scrat
     auto fall = [&](long i) { return -double(found.scaled[i]); };
     double total = 0, whole;
     if (!limited && !bounded && d.top_p < 1) {
-        // Tokens of probability below (1 - p) / vocabulary together weigh less than 1 - p, so the nucleus lies above them.
-        // Half of it leaves room for the rounding of weights.
+        // Tokens of probability below (1 - p) / vocabulary weigh less than 1 - p together, so the nucleus is above them. Half of
+        // that is a margin for the rounding of weights.
         WideSum sum{};
         for (long j = 0; j < row.vocab; j += W) sum.add(weight_of(row.scaled(j)));
         whole = sum.total();
@@ -164,7 +164,7 @@ INLINE long draw_narrowed(const Draw &d, const ScaledRow &row, DrawMemory &scrat
         total = found.narrow_to([&](long i) { return fall(i) <= last; });
     }
     if (d.typical_p < 1) {
-        // A token's surprise less the entropy is the mean scaled logit less its own. Products are rounded to 2^-34 too.
+        // A token's surprisal minus the entropy is the mean scaled logit minus its own. Products are rounded to 2^-34 too.
         double moment = 0;
         for (long i = 0; i < found.count; i++)
             moment += (double(found.weights[i]) * double(found.scaled[i]) + 0x1.8p18) - 0x1.8p18;
@@ -187,8 +187,8 @@ INLINE long draw_narrowed(const Draw &d, const ScaledRow &row, DrawMemory &scrat
     return found.ids[at];
 }
 
-INLINE void draw_row(Draw &d, const float *logits, long vocab, char *block) {
-    DrawMemory scratch(block, vocab);
+INLINE void sample_row(SamplingRow &d, const float *logits, long vocab, char *block) {
+    SamplingScratch scratch(block, vocab);
     long first = 0;
     d.token = -1;
     float top = row_largest(logits, vocab, scratch.spans, &first);
@@ -207,24 +207,24 @@ INLINE void draw_row(Draw &d, const float *logits, long vocab, char *block) {
     const ScaledRow row{logits, vocab, top, d.temperature};
     const bool everything = d.floor <= -__FLT_MAX__ && d.top_k <= 0 && d.top_p >= 1 && d.typical_p >= 1 &&
                             d.exclude_from >= 1;
-    d.token = d.temperature <= 0 ? first : everything ? draw_from_all(d, row, scratch) : draw_narrowed(d, row, scratch);
+    d.token = d.temperature <= 0 ? first : everything ? sample_unfiltered(d, row, scratch) : sample_filtered(d, row, scratch);
 }
 
-// Fills token and status of each draw. logits: rows of `vocab` float32, `stride` apart. scratch: memory for as many threads
-// as it has room for. Returns 1 where that is none, 2 where a draw's row lies outside.
-EXPORT int WINDLASS_NAME(draw_tokens)(const float *logits, long stride, long rows, long vocab, void *const *draws,
+// Fills token and status of each row to sample. logits: rows of `vocab` float32, row stride `stride`. scratch: its size limits the
+// number of threads. Returns 1 if it is too small for one, 2 for a row out of range.
+EXPORT int WINDLASS_NAME(sample_tokens)(const float *logits, long stride, long rows, long vocab, void *const *draws,
                                       long count, void *scratch, long scratch_bytes) {
-    const long each = DrawMemory::bytes(vocab);
+    const long each = SamplingScratch::bytes(vocab);
     const long room = min_of(scratch_bytes / each, count);
     if (count && !room) return 1;
     for (long i = 0; i < count; i++) {
-        const Draw &d = *(const Draw *)draws[i];
+        const SamplingRow &d = *(const SamplingRow *)draws[i];
         if (d.row < 0 || d.row >= rows) return 2;
     }
 #pragma omp parallel for num_threads(min_of(room, threads_for(count * vocab, count))) schedule(static)
     for (long i = 0; i < count; i++) {
-        Draw &d = *(Draw *)draws[i];
-        draw_row(d, logits + d.row * stride, vocab, (char *)scratch + each * omp_get_thread_num());
+        SamplingRow &d = *(SamplingRow *)draws[i];
+        sample_row(d, logits + d.row * stride, vocab, (char *)scratch + each * omp_get_thread_num());
     }
     return 0;
 }

@@ -1,4 +1,4 @@
-// Short causal convolutions, channel by channel, whose last inputs stay from step to step, and silu of them.
+// Short causal convolutions per channel with a state of the last inputs, and an optional silu.
 
 #pragma once
 
@@ -6,14 +6,14 @@
 
 #include "elementwise.h"
 #include "names.h"
+#include "recurrent_state.h"
 #include "simd.h"
-#include "state_rows.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 namespace convolution {
 
-constexpr long PIECE = 256;  // channels of a unit: their weights and the inputs of a few tokens stay in the first cache
+constexpr long PIECE = 256;  // channels of a unit: their weights and the inputs of a few tokens stay in L1
 constexpr long MOST_WIDTH = 8;
 
 template <class T> struct Piece {
@@ -21,12 +21,12 @@ template <class T> struct Piece {
     float *window; long window_row;
     T *out; long out_row;
     long tokens, channels;
-    bool begins;
+    bool starts_from_zero;
     const float *bias;  // NULL: none
     bool activated;
     const StateRows &rows;
     long first, block;  // the sequence's first token of the step, and its block
-    INLINE_MEMBER float *eviction_window(int64_t other, long past) const { return window + (other - block) * past * window_row; }
+    INLINE_MEMBER float *window_of(int64_t other, long past) const { return window + (other - block) * past * window_row; }
 };
 
 // taps[i][c] of weight[c][i].
@@ -51,18 +51,18 @@ template <int WIDTH> INLINE void by_tap(const float *weight, long width, long ch
         for (long i = 0; i < width; i++) taps[i][c] = weight[c * width + i];
 }
 
-// n <= W numbers of channel c on at `row` of what the window and the step's tokens are one after the other, the oldest first.
+// n <= W numbers from channel c on, at `row` of the window followed by the step's tokens, oldest first.
 template <class T> INLINE vf input(const Piece<T> &p, long row, long past, long c, long n) {
     if (row >= past) {
         const T *from = p.x + (row - past) * p.x_row + c;
         return n == W ? load(from) : load_some(from, n);
     }
-    if (p.begins) return vf{};
+    if (p.starts_from_zero) return vf{};
     const float *from = p.window + row * p.window_row + c;
     return n == W ? load(from) : load_some(from, n);
 }
 
-// The last inputs once `tokens` of the step's are over. Rows move towards the front: none is written before it was read.
+// Stores the last inputs after `tokens` tokens of the step. Rows move towards the front: none is written before it is read.
 template <class T> INLINE void leave(const Piece<T> &p, long tokens, long past, float *window) {
     for (long i = 0; i < past; i++) {
         for (long c = 0; c < p.channels; c += W) {
@@ -92,19 +92,19 @@ template <class T, int WIDTH> static NOINLINE void convolve(const Piece<T> &p, c
             if (n == W) store(target, total);
             else store_some(target, total, n);
         }
-        if (const int64_t kept = p.rows.kept_after(p.first + t); kept >= 0) leave(p, t + 1, past, p.eviction_window(kept, past));
+        if (const int64_t block = p.rows.snapshot_after(p.first + t); block >= 0) leave(p, t + 1, past, p.window_of(block, past));
     }
     leave(p, p.tokens, past, p.window);
 }
 
 // x: [T][C] of the type, rows x_row apart. weight: [C][width], width 2 .. 8. bias: [C], or NULL. activation: 0 none, 1 silu.
-// window: [num_blocks][width - 1][C], changed in place. kept: see StateRows. out: [T][C] of the type. Returns 0, or a code of StateRows::refusal and has written nothing.
+// window: [num_blocks][width - 1][C], changed in place. snapshots: see StateRows. out: [T][C] of the type. Returns 0, or a code of StateRows::error_code and has written nothing.
 EXPORT int WINDLASS_NAME(short_convolution)(const void *x, long x_row, int type, const float *weight, long width, const float *bias,
                                             int activation, float *window, long num_blocks, const int64_t *blocks, const int64_t *starts,
-                                            const int64_t *lengths, long sequences, const int64_t *kept, void *out, long tokens,
+                                            const int64_t *lengths, long sequences, const int64_t *snapshots, void *out, long tokens,
                                             long channels) {
-    const StateRows rows = {blocks, starts, lengths, sequences, kept};
-    if (const int code = rows.refusal(tokens, num_blocks)) return code;
+    const StateRows rows = {blocks, starts, lengths, sequences, snapshots};
+    if (const int code = rows.error_code(tokens, num_blocks)) return code;
     const long pieces = ceil_div(channels, PIECE), units = sequences * pieces;
     with_type(type, [&](auto *element) {
         typedef __typeof__(*element) T;
@@ -114,7 +114,7 @@ EXPORT int WINDLASS_NAME(short_convolution)(const void *x, long x_row, int type,
             const long first = rows.starts[s];
             const Piece<T> p = {
                 (const T *)x + first * x_row + c, x_row, window + rows.blocks[s] * (width - 1) * channels + c, channels,
-                (T *)out + first * channels + c, channels, rows.tokens(s), min_of(PIECE, channels - c), rows.begins(s),
+                (T *)out + first * channels + c, channels, rows.tokens(s), min_of(PIECE, channels - c), rows.starts_from_zero(s),
                 bias ? bias + c : bias, activation != 0, rows, first, rows.blocks[s]};
             (width == 4 ? convolve<T, 4> : convolve<T, 0>)(p, weight + c * width, width);
         });

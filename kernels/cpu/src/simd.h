@@ -2,8 +2,8 @@
 //
 // Written with the compiler's vector extensions, so the same text serves every instruction set: each isa_*.cpp defines
 // WINDLASS_LANES and the compiler's target, then includes the kernels inside an anonymous namespace. Intrinsics appear
-// only where the extensions have no spelling (float16) or a poor one. No standard library: an inline function of it compiled
-// here for AVX could be the copy the linker keeps for everyone.
+// only where the extensions have no form (float16) or a slow one. No standard library: one of its inline functions compiled here
+// for AVX could be the copy that the linker keeps for all files.
 
 #pragma once
 
@@ -37,8 +37,8 @@ typedef vbu vbu_any __attribute__((aligned(1), may_alias));
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
-// acc + a * b. Where there is an instruction for it, it is spelt out: the compiler prefers forms that overwrite a factor
-// and then spills the accumulators of a tile that fills all registers (measured: a third slower).
+// acc + a * b. The instruction, if there is one, is written explicitly: the compiler prefers forms that overwrite a factor and
+// then spills the accumulators of a tile that fills all registers (measured: a third slower).
 INLINE vf add_product(vf acc, vf a, vf b) {
 #if defined(WINDLASS_FMA)
     asm("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
@@ -55,7 +55,7 @@ INLINE vf add_product(vf acc, vf a, vf b) {
 INLINE void hide(vu &x) {
 #if defined(WINDLASS_FMA)
     asm("" : "+v"(x));
-#elif defined(__aarch64__) && WINDLASS_LANES == 4  // the portable form has fused instructions there, too
+#elif defined(__aarch64__) && WINDLASS_LANES == 4  // has fused instructions in the portable form too
     asm("" : "+w"(x));
 #elif defined(__aarch64__)
     asm("" : "+m"(x));
@@ -64,7 +64,7 @@ INLINE void hide(vu &x) {
 #endif
 }
 
-INLINE vf splat(float x) { return x - vf{}; }  // not plus: -0 + 0 is an addition that must be made
+INLINE vf splat(float x) { return x - vf{}; }  // not plus: -0 + 0 is not the identity
 INLINE vu splat_bits(uint32_t x) { return x - vu{}; }
 INLINE constexpr long min_of(long a, long b) { return a < b ? a : b; }
 INLINE long max_of(long a, long b) { return a > b ? a : b; }
@@ -228,7 +228,7 @@ INLINE vf larger(vf a, vf b) {
     return a > b ? a : b;
 #endif
 }
-// Whether a lane is above, or no number.
+// Whether a lane is above, or NaN.
 INLINE bool any_above(vf x, float most) {
 #if defined(WINDLASS_F16C) && WINDLASS_LANES == 16
     return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(most), _CMP_NLE_UQ);

@@ -1,10 +1,9 @@
-// State space layers whose matrices fade by one number per head (Mamba 2, 2405.21060), in float32.
+// State space layers whose matrices decay by one number per head (Mamba 2, 2405.21060), in float32.
 //
-// Columns of such a matrix M have nothing to do with each other. A unit of work is some columns of a head over a run of tokens. A
-// pass over a panel of them makes M = g M + k (d v)^T of a token and sums M^T q. Over many tokens a panel stays in the first cache.
-// A single token's pass reads and writes the memory itself, and that is what it waits for: its panel is as wide as can be, as
-// memory is fetched ahead in one direction.
-// Every number takes the same steps whichever runs a sequence falls into, so its bits are the same.
+// Columns of such a matrix M are independent. A unit of work is some columns of a head over a run of tokens. A pass over a panel of
+// them computes M = g M + k (d v)^T for a token and sums M^T q. Over many tokens a panel stays in L1. The pass of a single token reads
+// and writes the memory itself and is bound by that: its panel is as wide as possible, since memory is prefetched in one direction.
+// Every number is computed by the same operations however a sequence is chunked, so its bits are the same.
 
 #pragma once
 
@@ -14,20 +13,19 @@
 #include <cmath>
 
 #include "names.h"
+#include "recurrent_state.h"
 #include "simd.h"
-#include "state_rows.h"
-#include "state_runs.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 namespace state_space {
 
 constexpr long COLUMNS = 64;  // of a unit
-// Vectors of a panel: of a single token, whose sums take half the registers at most, and of more, which find it in the first cache.
+// Vectors of a panel: for a single token, whose sums take at most half the registers, and for several, which find it in L1.
 constexpr int WIDE = min_of(COLUMNS / W, WINDLASS_REGISTERS / 2), NARROW = min_of(COLUMNS / 2 / W, WINDLASS_REGISTERS / 4);
 constexpr long PANEL = WIDE * W;  // columns
 
-// What the caller gives, see state_space.
+// Arguments of state_space.
 template <class T> struct Operands {
     const T *mixed; long mixed_row;
     const T *step; long step_row;
@@ -42,13 +40,13 @@ template <class T> struct Operands {
     INLINE_MEMBER float *of_head(int64_t block, long head) const { return memory + (block * heads + head) * key_dim * value_dim; }
 };
 
-// What the tokens of a slice bring, but for their values.
+// Derived inputs of the tokens of a slice, except values.
 struct Slice {
     float *keys;         // [SLICE][2 key_heads][key_dim], the keys, then the queries
-    float *kept, *step;  // [SLICE][heads], g and d
+    float *decay, *step;  // [SLICE][heads], g and d
 };
 
-// A matrix, or a panel of it, whose rows are so far apart.
+// A matrix or a panel of it, with its row stride.
 template <class F> struct Matrix {
     F *at;
     long row;
@@ -56,14 +54,14 @@ template <class F> struct Matrix {
 
 // Rows of V vectors by one token. added: for each unit of its key. read: the sums.
 template <int V>
-static NOINLINE void pass(Matrix<const float> from, Matrix<float> to, long rows, float kept, const float *key, const float *query,
+static NOINLINE void pass(Matrix<const float> from, Matrix<float> to, long rows, float decay, const float *key, const float *query,
                           const vf *added, vf *read) {
-    vf own[V], sums[V] = {};  // or all of it would be read again after each number that is written
+    vf own[V], sums[V] = {};  // local copies, or they would be reloaded after each store
     for (int v = 0; v < V; v++) own[v] = added[v];
     for (long i = 0; i < rows; i++, from.at += from.row, to.at += to.row) {
         const vf of_key = splat(key[i]), of_query = splat(query[i]);
         for (int v = 0; v < V; v++) {
-            const vf m = changed(load(from.at + v * W), kept, own[v], of_key);
+            const vf m = decay_and_add(load(from.at + v * W), decay, own[v], of_key);
             store(to.at + v * W, m);
             sums[v] = add_product(sums[v], m, of_query);
         }
@@ -77,21 +75,21 @@ static NOINLINE void copy(Matrix<const float> from, Matrix<float> to, long rows,
 }
 
 // Columns first .. first + n of a head over a run. slice: of tokens `begin` on. panel: [key_dim][PANEL].
-template <class T> struct Walk {
+template <class T> struct PrefetcherOf {
     const Operands<T> &p;
     const Slice &slice;
     const Run &run;
     long begin, head, first, n;
     float *panel;
 
-    // Columns c .. c + V W, or fewer where the last vector ends behind the head's.
+    // Columns c .. c + V W, or fewer at the end of the head.
     template <int V> INLINE_MEMBER void panel_of(long c) const {
         alignas(64) static const float zeros[V * W] = {};
         const long columns = min_of(V * W, n - c), of_head = head * p.value_dim + first + c;
         const bool whole = columns == V * W;
         const Matrix<float> memory = {p.of_head(run.block, head) + first + c, p.value_dim}, own = {panel, V * W};
         Matrix<const float> from = {memory.at, memory.row};
-        if (run.begins) from = {zeros, 0};
+        if (run.starts_from_zero) from = {zeros, 0};
         else if (!whole) {
             copy(from, own, p.key_dim, columns);
             from = {panel, V * W};
@@ -103,9 +101,9 @@ template <class T> struct Walk {
             load_columns(p.values(t) + of_head, columns, value);
             for (int v = 0; v < V; v++) added[v] = value[v] * slice.step[at];
             const Matrix<float> to = whole && t + 1 == run.end ? memory : own;
-            pass<V>(from, to, p.key_dim, slice.kept[at], key, key + p.key_heads * p.key_dim, added, read);
-            if (const int64_t kept = p.rows.kept_after(t); kept >= 0)
-                copy({to.at, to.row}, {p.of_head(kept, head) + first + c, p.value_dim}, p.key_dim, columns);
+            pass<V>(from, to, p.key_dim, slice.decay[at], key, key + p.key_heads * p.key_dim, added, read);
+            if (const int64_t block = p.rows.snapshot_after(t); block >= 0)
+                copy({to.at, to.row}, {p.of_head(block, head) + first + c, p.value_dim}, p.key_dim, columns);
             for (int v = 0; v < V; v++) read[v] = add_product(read[v], value[v], splat(p.skip[head]));
             store_columns(p.out + t * p.heads * p.value_dim + of_head, columns, read);
             from = {panel, V * W};
@@ -121,12 +119,12 @@ template <class T> struct Walk {
     }
 };
 
-template <class T> static NOINLINE void walk(const Walk<T> &own) {
+template <class T> static NOINLINE void walk(const PrefetcherOf<T> &own) {
     if (own.run.end - own.run.first == 1) own.template from_column<WIDE>(0);
     else own.template from_column<NARROW>(0);
 }
 
-// What a token brings to a slice, in its place there.
+// Derived inputs of one token, stored in the slice.
 template <class T> static NOINLINE void prepare(const Operands<T> &p, const Slice &slice, long token, long place) {
     const long count = 2 * p.key_heads * p.key_dim;
     float *to = slice.keys + place * count;
@@ -140,7 +138,7 @@ template <class T> static NOINLINE void prepare(const Operands<T> &p, const Slic
         const float d = softplus(widen(p.step[token * p.step_row + h]) + p.bias[h]);
         const float step = d < p.least ? p.least : d > p.most ? p.most : d;  // NaN stays
         slice.step[place * p.heads + h] = step;
-        slice.kept[place * p.heads + h] = std::exp(-p.rate[h] * step);
+        slice.decay[place * p.heads + h] = std::exp(-p.rate[h] * step);
     }
 }
 
@@ -159,30 +157,30 @@ template <class T> static void all_tokens(const Operands<T> &p, const Slice &sli
             float *const panel = panels_of_threads + thread * p.key_dim * PANEL;
             shares.take(thread, [&](long unit) {
                 const long first = unit % parts * COLUMNS, n = min_of(COLUMNS, p.value_dim - first);
-                walk(Walk<T>{p, slice, runs[unit / of_run], begin, unit / parts % p.heads, first, n, panel});
+                walk(PrefetcherOf<T>{p, slice, runs[unit / of_run], begin, unit / parts % p.heads, first, n, panel});
             });
         });
     }
 }
 
 // mixed: [T][heads value_dim + 2 key_heads key_dim], step: [T][heads], both of the type, rows so far apart. rate, bias, skip:
-// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. kept: see StateRows. least, most: limits of the steps. out:
-// [T][heads value_dim] of the type. Returns 1 when out of memory or a code of StateRows::refusal; it has written nothing then.
+// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. snapshots: see StateRows. least, most: limits of the steps. out:
+// [T][heads value_dim] of the type. Returns 1 when out of memory or a code of StateRows::error_code; it has written nothing then.
 EXPORT int WINDLASS_NAME(state_space)(const void *mixed, long mixed_row, int type, const void *step, long step_row, const float *rate,
                                       const float *bias, const float *skip, float *memory, long num_blocks, long key_heads,
                                       long heads, long key_dim, long value_dim, float least, float most, const int64_t *blocks,
-                                      const int64_t *starts, const int64_t *lengths, long sequences, const int64_t *kept, void *out,
+                                      const int64_t *starts, const int64_t *lengths, long sequences, const int64_t *snapshots, void *out,
                                       long tokens) {
-    const StateRows rows = {blocks, starts, lengths, sequences, kept};
-    if (const int code = rows.refusal(tokens, num_blocks)) return code;
+    const StateRows rows = {blocks, starts, lengths, sequences, snapshots};
+    if (const int code = rows.error_code(tokens, num_blocks)) return code;
     const long at_once = min_of(SLICE, tokens), keys = at_once * 2 * key_heads * key_dim, gates = at_once * heads;
     const long panels = most_threads() * key_dim * PANEL;  // each of whole lines
     void *space;
     if (posix_memalign(&space, 64, (panels + keys + 2 * gates) * sizeof(float))) return 1;
     Slice slice;
     slice.keys = (float *)space + panels;
-    slice.kept = slice.keys + keys;
-    slice.step = slice.kept + gates;
+    slice.decay = slice.keys + keys;
+    slice.step = slice.decay + gates;
     with_type(type, [&](auto *element) {
         typedef __typeof__(*element) T;
         const Operands<T> p = {(const T *)mixed, mixed_row, (const T *)step, step_row, rate, bias, skip, memory, (T *)out, rows,

@@ -25,7 +25,7 @@ needs_kernels = pytest.mark.skipif(
 )
 # This backend multiplies many rows differently from few.
 no_matrix_unit = pytest.mark.skipif(
-    library.unavailable_reason() is None and library.load().linear_blocks_rounded is not None,
+    library.unavailable_reason() is None and library.load().linear_blocks_amx is not None,
     reason="the processor's matrix unit rounds many rows",
 )
 

@@ -38,7 +38,7 @@ def test_living_tensors_keep_what_is_theirs(seed: int) -> None:
         assert list(made.shape) == shape and made.dtype == dtype
         assert made.is_contiguous() and made.data_ptr() % 64 == 0
         made.copy_(torch.randint(0, 100, shape))
-        # A view keeps all of the memory of what it looks into.
+        # A view keeps the memory of its base alive.
         kept = made[rng.randrange(shape[0]) :] if shape and rng.random() < 0.3 else made
         living.append((kept, kept.clone()))
         return True

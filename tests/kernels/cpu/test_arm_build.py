@@ -1,4 +1,5 @@
-"""The kernels for 64-bit ARM compile, where a cross compiler is installed; CONTRIBUTING.md says how their results are tested."""
+"""The kernels for 64-bit ARM compile, where a cross compiler is installed; CONTRIBUTING.md says how their results are
+tested."""
 
 from __future__ import annotations
 

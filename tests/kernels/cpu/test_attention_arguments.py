@@ -1,57 +1,73 @@
-"""The struct of an attention call: Python and C++ see the same fields at the same places, filled with what they are named for."""
+"""The struct of an attention call: one description in C++, whose fields Python fills by name."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.cpu_kernels import kernels, look_again
+from helpers.cpu_kernels import kernels
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu
 from windlass.kernels.cpu import attention_bindings, library
 from windlass.kernels.cpu.library import AttentionArguments, Library
 
+# The fields of AttentionCall and KeyRanges, with the fields of the struct that are made of them.
+SOURCES = {
+    "block_tables": {"tables", "table_row", "table_columns"},
+    "query_start": {"query_start"},
+    "seq_lens": {"lengths", "int64_lengths", "batch"},
+    "score_scale": {"score_scale"},
+    "scale": {"scale"},
+    "window": {"window"},
+    "soft_cap": {"soft_cap"},
+    "sink_logits": {"sinks"},
+    "causal": {"causal"},
+    "chunk": {"chunk"},
+    "alibi_slopes": {"slopes"},
+    "ends": {"range_ends", "ranges"},
+    "rows": {"range_rows"},
+    "reaches": {"range_reaches"},
+    "gaps": {"range_gaps"},
+}
+HOST_ONLY = {"prompts", "ranges"}  # a hint of sizes; the struct of the range tensors
 
-def test_fields_stand_where_the_compiler_put_them() -> None:
-    kernels("generic")
-    compiled, size = library.compiled_fields(ctypes.CDLL(str(library.find())))
-    assert list(compiled) == [name for name, _ in AttentionArguments._fields_]
-    for name, place in compiled.items():
-        field = getattr(AttentionArguments, name)
-        assert (name, place.offset, place.size) == (name, field.offset, field.size)
-    assert size == ctypes.sizeof(AttentionArguments)
-    assert sum(place.size for place in compiled.values()) == size  # the C++ struct has no field that its table lacks
+
+def names_of(arguments: AttentionArguments) -> list[str]:
+    return [name for name, *_ in arguments._fields_]
 
 
-def test_both_say_the_same_of_how_many_queries_are_rounded() -> None:
+def values_of(arguments: AttentionArguments) -> dict[str, object]:
+    return {name: getattr(arguments, name) for name in names_of(arguments)}
+
+
+def test_both_name_one_limit_of_rounded_queries() -> None:
     source = (Path(attention_bindings.__file__).parent / "src" / "attention_prefill.h").read_text()
-    assert re.findall(r"FEWEST_ROUNDED = (\d+);", source) == [str(attention_bindings.FEWEST_ROUNDED)]
-
-
-def test_a_library_of_another_struct_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels("generic")
-    places, size = library.declared_fields()
-    monkeypatch.setattr(library, "declared_fields", lambda: ({**places, "dim": library.FieldOffset(8, 8)}, size))
-    look_again(monkeypatch)
-    reason = str(library.unavailable_reason())
-    assert "AttentionArguments has other fields" in reason and "install a C++ compiler" in reason
+    assert re.findall(r"MIN_BF16_QUERIES = (\d+);", source) == [str(attention_bindings.MIN_BF16_QUERIES)]
 
 
 class Watched:
-    """The arguments of the last call, which runs as ever."""
+    """The arguments of the last call, which is executed as usual, and the values that they were made of."""
 
     def __init__(self) -> None:
-        self.found = AttentionArguments()
         real = kernels("generic")
-        self.library = replace(
-            real,
-            paged_attention_decode=lambda a: self._note(a) or real.paged_attention_decode(a),
-            paged_attention_prefill=lambda a, n: self._note(a) or real.paged_attention_prefill(a, n),
+        self.library = real.with_functions(
+            {
+                "paged_attention_decode": lambda a: self._note(a) or real.paged_attention_decode(a),
+                "paged_attention_prefill": lambda a, n: self._note(a) or real.paged_attention_prefill(a, n),
+            }
         )
+        self._pack = real.attention_arguments
+        self.library.attention_arguments = self._packed
+
+    def _packed(self, values: Mapping[str, float]) -> AttentionArguments:
+        self.values = values
+        return self._pack(values)
 
     def _note(self, arguments: AttentionArguments) -> None:
         self.found = arguments
@@ -68,6 +84,7 @@ def test_every_field_holds_what_it_is_named_for() -> None:
     )
     call = AttentionCall.for_decode(tables[:, :6], lengths, ones, 0.25, window=11, soft_cap=3.0, sink_logits=sinks)
     out = cpu.paged_attention_decode(q, pages, call, library=watched.library)
+    assert set(watched.values) == set(names_of(watched.found))
     expected: dict[str, object] = {
         **{"q": q.data_ptr(), "keys": pages.key.data_ptr(), "values": pages.value.data_ptr(), "out": out.data_ptr()},
         **{"key_scales": None, "value_scales": None, "tables": tables.data_ptr(), "query_start": None},
@@ -77,9 +94,9 @@ def test_every_field_holds_what_it_is_named_for() -> None:
         **{"q_rows": 2, "q_row": 72, "q_head": 8},
         **{"num_blocks": 5, "block_size": 16, "kv_heads": 3, "dim": 8, "value_dim": 4, "table_row": 7},
         **{"table_columns": 6, "batch": 2, "heads": 6, "window": 11, "chunk": 0, "scale": 0.25, "soft_cap": 3.0},
-        **{"q_type": 0, "page_type": 2, "lengths_are_64": 0, "causal": 1, "rounds": 0},
+        **{"q_type": 0, "page_type": 2, "int64_lengths": 0, "causal": 1, "bf16_products": 0},
     }
-    assert {name: getattr(watched.found, name) for name, _ in AttentionArguments._fields_} == expected
+    assert values_of(watched.found) == expected
     call = AttentionCall(tables, torch.tensor([0, 1, 2]), torch.tensor([1, 1]), ones, 0.5)
     codes = KVPages.of_codes(
         *(torch.zeros(5, 16, 3, 8, dtype=torch.int8), torch.zeros(5, 16, 3)),
@@ -90,17 +107,54 @@ def test_every_field_holds_what_it_is_named_for() -> None:
     expected |= {"keys": codes.key.data_ptr(), "values": codes.value.data_ptr(), "out": out.data_ptr()}
     expected |= {"key_scales": codes.key_scale.data_ptr(), "value_scales": codes.value_scale.data_ptr()}
     expected |= {"query_start": call.query_start.data_ptr(), "lengths": call.seq_lens.data_ptr(), "sinks": None}
-    expected |= {"table_columns": 7, "window": 0, "soft_cap": 0.0, "scale": 0.5, "page_type": 3, "lengths_are_64": 1}
-    assert {name: getattr(watched.found, name) for name, _ in AttentionArguments._fields_} == expected
+    expected |= {"table_columns": 7, "window": 0, "soft_cap": 0.0, "scale": 0.5, "page_type": 3, "int64_lengths": 1}
+    assert values_of(watched.found) == expected
     ends, plain, all_of_it = torch.tensor([[1, 1]] * 2), torch.tensor([[0, 0], [1, 1]]), torch.full((2, 2), 9)
     call = replace(call, ranges=KeyRanges(ends, plain, all_of_it, gaps=ends), alibi_slopes=sinks)
     out = cpu.paged_attention_prefill(torch.zeros(5, 6, 8), codes, call, library=watched.library)
     found = watched.found
-    assert found.rounds == 0
+    assert found.bf16_products == 0
     addresses = (found.range_ends, found.range_rows, found.range_reaches)
     assert addresses == (ends.data_ptr(), plain.data_ptr(), all_of_it.data_ptr())
     assert (found.slopes, found.range_gaps) == (sinks.data_ptr(), ends.data_ptr())
     assert (found.ranges, found.q_rows, found.batch, len(out)) == (2, 5, 2, 2)
+
+
+def test_every_field_of_a_call_reaches_the_struct() -> None:
+    fields = {field.name for kind in (AttentionCall, KeyRanges) for field in dataclasses.fields(kind)}
+    assert fields == SOURCES.keys() | HOST_ONLY
+    assert set().union(*SOURCES.values()) <= set(names_of(arguments_of(kernels("generic"))))
+
+
+def test_a_missing_or_unknown_field_is_an_error() -> None:
+    found = kernels("generic")
+    values = dict.fromkeys(names_of(arguments_of(found)), 0)
+    with pytest.raises(KeyError, match="window"):
+        found.attention_arguments({**{n: 0 for n in values if n != "window"}, "windows": 0})
+    with pytest.raises(ValueError, match="windows"):
+        found.attention_arguments({**values, "windows": 0})
+
+
+def test_a_library_with_another_layout_is_not_bound() -> None:
+    field = library._AttentionField
+    table = (field * 2)(field(b"window", 0, b"l"), field(None, 24, b"\0"))
+
+    def fields() -> object:
+        return table
+
+    handle = type("Handle", (), {"windlass_attention_fields": fields})
+    with pytest.raises(AttributeError, match="24 bytes, not 8"):
+        library.attention_packer(handle)  # type: ignore[arg-type]
+
+
+def arguments_of(found: Library, **values: float) -> AttentionArguments:
+    """A call with these values, and 0 for all other fields."""
+    handle = ctypes.CDLL(str(found.path))
+    handle.windlass_attention_fields.restype = ctypes.POINTER(library._AttentionField)
+    names, table = [], handle.windlass_attention_fields()
+    while (name := table[len(names)].name) is not None:
+        names.append(name.decode())
+    return found.attention_arguments({**dict.fromkeys(names, 0), **values})
 
 
 @pytest.mark.parametrize(
@@ -116,8 +170,8 @@ def test_every_field_holds_what_it_is_named_for() -> None:
     ids=str,
 )
 def test_the_kernels_refuse_what_they_do_not_do(form: Library, change: dict[str, int]) -> None:
-    """Whoever fills the struct himself; Python refuses such a call before."""
-    arguments = AttentionArguments(causal=1, kv_heads=1, heads=1, block_size=16)  # of no sequence
+    """For callers that fill the struct themselves; Python refuses such a call before."""
+    arguments = arguments_of(form, causal=1, kv_heads=1, heads=1, block_size=16)  # without sequences
     assert form.paged_attention_decode(arguments) == form.paged_attention_prefill(arguments, 1) == 0
     for name, value in change.items():
         setattr(arguments, name, value)
@@ -125,8 +179,9 @@ def test_the_kernels_refuse_what_they_do_not_do(form: Library, change: dict[str,
 
 
 def test_values_of_a_struct_leave_addresses_out() -> None:
-    first = library.attention_arguments(*range(1, len(AttentionArguments._fields_) + 1))
-    moved = library.attention_arguments(*range(1, len(AttentionArguments._fields_) + 1))
+    found = kernels("generic")
+    numbers = {name: i + 1 for i, name in enumerate(names_of(arguments_of(found)))}
+    first, moved = found.attention_arguments(numbers), found.attention_arguments(numbers)
     moved.q, moved.out = 99, 100
     assert library.struct_values(first) == library.struct_values(moved)
     moved.sinks = None

@@ -87,7 +87,7 @@ def test_quantizing(form: Library, block_form: BlockForm, kind: torch.dtype) -> 
 @by_quantized_form
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 def test_quantizing_what_is_seldom_seen(form: Library, block_form: BlockForm, kind: torch.dtype) -> None:
-    """Heavy tails, ties of extremes and between codes, zeros, values too small to count or too large, and what is no number."""
+    """Heavy tails, ties of extremes and between codes, zeros, values too small to count or too large, NaN and infinity."""
     source = torch.randn(48, 330) / torch.rand(48, 330)
     source[0], source[1], source[2] = 0.0, 1e-38, -0.0
     source[3], source[4] = 1.0, torch.tensor([1.0, -1.0]).repeat(165)

@@ -159,7 +159,7 @@ def test_sinks_and_soft_cap(form: Library) -> None:
 
 
 def test_scores_far_beyond_the_range_of_exp(form: Library) -> None:
-    """Scores in the thousands: one key takes all, wherever it stands; nothing overflows."""
+    """Scores in the thousands: one key takes all the weight, at any position; nothing overflows."""
     case = Case([300, 40], dim=32, spread=1.0)
     case.q.fill_(0.0)
     case.q[..., 0] = 1e4

@@ -27,7 +27,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, slack: float = 1e-6) -> N
 
 
 def rows_of(rows: int, dim: int, type_: torch.dtype, spread: float = 4.0) -> torch.Tensor:
-    """Rows with others beside them."""
+    """Rows of a wider tensor."""
     return (torch.randn(rows, dim + 3) * spread).to(type_)[:, :dim]
 
 

@@ -26,8 +26,8 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(case: Case, form: Library, **options: Any) -> None:
-    """What is left to round is the weights (2^-9 of each, beside a maximum of 1) and the scaled queries."""
-    got = case.got(form, rounds=True, **options).double()
+    """Only the weights (2^-9 of each, for a maximum of 1) and the scaled queries are rounded."""
+    got = case.got(form, bf16_products=True, **options).double()
     case.wide = [rounded(part) for part in case.wide]
     want = case.expected(**options)
     largest = torch.stack([part[part.isfinite()].abs().max() for part in case.wide]).max()
@@ -58,28 +58,30 @@ def test_what_is_not_rounded(form: Library) -> None:
     """Few queries, wider pages, codes, and calls that do not ask for it: all have the bits that they always had."""
     for page_type, new in ((torch.float16, 15), (torch.float32, 40), (torch.int8, 40)):
         case = Case([(90, new)], page_type=page_type)
-        assert torch.equal(case.got(form, rounds=True), case.got(form))
+        assert torch.equal(case.got(form, bf16_products=True), case.got(form))
     case = Case([(90, 16), (30, 15)], page_type=torch.float16)
-    same = (case.got(form, rounds=True) == case.got(form)).all(-1).all(-1)
+    same = (case.got(form, bf16_products=True) == case.got(form)).all(-1).all(-1)
     assert not same[:16].any() and same[16:].all()
 
 
 def test_chunks_of_sixteen_and_more_do_not_change_the_bits(form: Library) -> None:
     case = Case([(37, 300)], dim=64, page_type=torch.bfloat16)
-    whole = case.got(form, rounds=True)
+    whole = case.got(form, bf16_products=True)
     parts = []
     for begin, end in itertools.pairwise([0, 16, 146, 163, 284, 300]):
         start, lengths = torch.tensor([0, end - begin]), torch.tensor([37 + end])
         call = AttentionCall(case.table, start, lengths, case.temperature[begin:end], case.scale)
-        parts.append(cpu.paged_attention_prefill(case.q[begin:end], case.all_pages, call, rounds=True, library=form))
+        parts.append(
+            cpu.paged_attention_prefill(case.q[begin:end], case.all_pages, call, bf16_products=True, library=form)
+        )
     assert torch.equal(torch.cat(parts), whole)
 
 
 def test_a_poisoned_query_and_key_harm_only_whom_they_reach(form: Library) -> None:
     case = Case([(20, 60)], dim=32, page_type=torch.float16)
-    want = case.got(form, rounds=True)
+    want = case.got(form, bf16_products=True)
     case.q[31, 2, 3] = torch.nan
-    got = case.got(form, rounds=True)
+    got = case.got(form, bf16_products=True)
     assert got[31, 2].isnan().all()
     want[31, 2] = 0.0
     assert torch.equal(got.nan_to_num(0.0), want)

@@ -129,10 +129,12 @@ def test_a_slot_past_the_pages_writes_nothing(form: Library) -> None:
 def test_rotate_refusals_say_why() -> None:
     kernels("generic")
     q, k, pages = torch.randn(2, 2, 16), torch.randn(2, 1, 16), torch.zeros(2, 4, 1, 16)
-    assert cpu.rotate_refusal(q, k, k, pages, pages) is None
-    assert "bfloat16" in (cpu.rotate_refusal(q, k.bfloat16(), k, pages, pages) or "")
-    assert "int8" in (cpu.rotate_refusal(q, k, k, pages.to(torch.int8), pages.to(torch.int8)) or "")
-    assert "fit" in (cpu.rotate_refusal(q, torch.randn(2, 2, 16), k, pages, pages) or "")
+    narrow, codes, other = k.bfloat16(), pages.to(torch.int8), torch.randn(2, 2, 16)
+    half, ones, slots = torch.zeros(2, 8), torch.ones(2), torch.tensor([0, 1])
+    cpu.rotate_and_append(q, k, k, half, half, ones, pages, pages, slots, library=load())
+    for own_k, own_pages, word in ((narrow, pages, "bfloat16"), (k, codes, "int8"), (other, pages, "fit")):
+        with pytest.raises(ValueError, match=word):
+            cpu.rotate_and_append(q, own_k, k, half, half, ones, own_pages, own_pages, slots, library=load())
     table = torch.zeros(2, 9)
     with pytest.raises(ValueError, match="18 rotary dims"):
         cpu.rotate_and_append(q, k, k, table, table, torch.ones(2), pages, pages, torch.tensor([0, 1]), library=load())
@@ -156,14 +158,14 @@ def test_rms_norm(form: Library, type_: torch.dtype) -> None:
         got = cpu.rms_norm(x, weight, 1e-5, residual, library=form)
         assert torch.equal(residual, total)
         assert_near(got, want, 2e-6)
-    fused = torch.randn(5, 7 * 40).to(type_)  # heads of q, k and v beside each other
+    fused = torch.randn(5, 7 * 40).to(type_)  # adjacent heads of q, k and v
     for heads in (fused.view(5, 7, 40)[:, :4], fused.view(5, 7, 40)[:, 4:6], fused[:, 3:39].unflatten(1, (2, 18))):
         weight = torch.randn(heads.shape[2])
         got = cpu.rms_norm(heads, weight, 1e-5, library=form)
         rows = heads.reshape(-1, heads.shape[2])
         assert torch.equal(got.view(rows.shape), cpu.rms_norm(rows, weight, 1e-5, library=form))
         assert got.is_contiguous() and torch.equal(heads.reshape(rows.shape), rows)
-    values = torch.randn(5, 10, 512).to(type_)[:, 8:]  # beside queries and keys
+    values = torch.randn(5, 10, 512).to(type_)[:, 8:]  # adjacent to queries and keys
     want = values.double() / (values.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
     assert_near(cpu.rms_norm(values, torch.ones(512), 1e-6, library=form), want, 2e-6)
     assert cpu.rms_norm(torch.randn(0, 4).to(type_), torch.ones(4), 1e-5, library=form).shape == (0, 4)
@@ -182,7 +184,7 @@ def test_embed_rows(form: Library, type_: torch.dtype) -> None:
         part = table[:, : dim // 2 + 1]
         assert torch.equal(cpu.embed_rows(part, ids, library=form), part[ids].float())
     for wrong in (-1, 3):
-        with pytest.raises(IndexError, match="no row"):
+        with pytest.raises(IndexError, match="not a row"):
             cpu.embed_rows(table, torch.tensor([0, wrong]), library=form)
     with pytest.raises(ValueError, match="adjacent"):
         cpu.embed_rows(table.t(), ids, library=form)

@@ -125,7 +125,7 @@ def test_sinks_and_soft_cap(form: Library, page_type: torch.dtype, spread: float
 
 
 def test_scores_far_beyond_the_range_of_exp(form: Library) -> None:
-    """One key takes all, wherever it stands; nothing overflows."""
+    """One key takes all the weight, at any position; nothing overflows."""
     case = Case([(0, 300)], dim=16, heads=2)
     case.q.fill_(0.0)
     case.q[..., 0] = 1e4
@@ -230,7 +230,7 @@ def test_nothing_past_the_operands_is_read(form: Library, page_type: torch.dtype
 def test_short_sequences_are_passed_over(form: Library) -> None:
     case = Case([(5, 1), (0, 20), (8, 1), (40, 3)], dim=16)
     out = torch.full((25, 4, 16), 7.0)
-    case.table[0].fill_(-1)  # nothing of theirs is looked at
+    case.table[0].fill_(-1)  # none of their data is read
     assert case.got(form, out=out, fewest=2) is out
     assert (out[[0, 21]] == 7.0).all()
     case.table[0] = case.table[2]

@@ -1,4 +1,5 @@
-"""Attention over ranges, each met by its own version of the query, against unrotated keys that stand where they are meant to."""
+"""Attention over ranges, each with its own rotated copy of the query, against unrotated keys at the positions where they are meant
+to."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def test_sixty_four_ranges_sinks_and_caps(form: Library) -> None:
 
 
 def test_sinks_and_a_window_of_its_own(form: Library) -> None:
-    """The first four keys for good, then a window: kept tokens stand right before what the window shows."""
+    """The first four keys for good, then a window: retained tokens directly precede the window."""
     for old, new in ((900, 1), (100, 1), (40, 70), (0, 200)):
         parts = [Part(4), Part(old + new, reach=64)]
         check(RangeCase([(old, new)], [parts]), form, decode if new == 1 else prefill)
@@ -109,7 +110,7 @@ SLOPES = torch.tensor([0.02, 0.005, 0.001, 0.0])
 @pytest.mark.parametrize("name", (*PACKED_FORMS, *PAIR_FORMS))
 @pytest.mark.parametrize("page_type", TYPES, ids=str)
 def test_slopes(name: str, page_type: torch.dtype) -> None:
-    """Scores lose by distance, which goes on where keys were moved and is counted by effective positions."""
+    """Scores decrease with distance, which is counted by effective positions, also after keys were moved."""
     form, exact = kernels(name), page_type != torch.int8 or name in FORMS
     for options in ({}, {"soft_cap": 2.0}, {"sinks": torch.tensor([-3.0, 0.0, 2.0, 30.0])}, {"kv_heads": 4}):
         for count in (1, 9):
@@ -135,10 +136,10 @@ def test_slopes_of_rounded_prompts(name: str, page_type: torch.dtype) -> None:
     for count in (1, 9):
         case = case_of(MIXED, count, slopes=SLOPES, page_type=page_type)
         q, pages, call = case.operands()
-        found = cpu.paged_attention_prefill(q, pages, call, rounds=True, library=form).double()
+        found = cpu.paged_attention_prefill(q, pages, call, bf16_products=True, library=form).double()
         torch.testing.assert_close(found, case.expected(), rtol=0.03, atol=0.03)
         flat = replace(call, alibi_slopes=torch.zeros(4))
-        other = cpu.paged_attention_prefill(q, pages, flat, rounds=True, library=form).double()
+        other = cpu.paged_attention_prefill(q, pages, flat, bf16_products=True, library=form).double()
         assert (other - case.expected()).abs().max() > 0.1
 
 

@@ -61,7 +61,7 @@ def test_convolution(form: Library, dtype: torch.dtype, channels: int, width: in
         found = attention_bindings.short_convolution(*own.operands(rows), library=form)
         assert found.dtype == dtype and found.is_contiguous()
         assert_near(found, expected)
-        assert torch.equal(own.window, state.float())  # inputs as they are, and what is nobody's
+        assert torch.equal(own.window, state.float())  # unchanged inputs, and blocks of no sequence
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -124,7 +124,7 @@ def test_gates_are_right_to_rounding(form: Library) -> None:
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_bits_of_a_row_are_its_sequences(form: Library, which: int) -> None:
-    """However it is cut into steps, whoever is computed beside it, and wherever its block lies."""
+    """For any split into steps, any other sequences in the batch, and any block."""
     rows = some_rows()
     own = some_operands(rows)[which]
     change, whole = change_of(own, form), own.copy()
@@ -219,7 +219,7 @@ def test_rows_that_are_none_change_nothing(
     for block in (6, -2):
         kept = torch.tensor([-1, block, -1, -1, -1])
         with pytest.raises(IndexError, match="block is not one of 6"):
-            change_of(own, form)(own, good._replace(kept=kept))
+            change_of(own, form)(own, good._replace(snapshots=kept))
     assert torch.equal(own.state, before)
 
 
@@ -239,7 +239,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         ((x, weight, window.transpose(1, 2).contiguous().transpose(1, 2), rows), "contiguous"),
         ((x, weight, window, rows._replace(lengths=rows.lengths[:1])), "blocks, starts and lengths"),
         ((x, weight, window, rows._replace(starts=rows.starts.int())), "blocks, starts and lengths"),
-        ((x, weight, window, rows._replace(kept=rows.blocks)), r"kept must be int64 \[5\]"),
+        ((x, weight, window, rows._replace(snapshots=rows.blocks)), r"snapshots must be int64 \[5\]"),
         ((x, weight, window, rows, None, bias[:7]), "bias must be"),
         ((x, weight, window, rows, None, bias.bfloat16()), "bias must be"),
         ((x, weight, window, rows, "gelu"), "activation 'gelu' is not silu"),
@@ -249,8 +249,8 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     qkv, decay, strength, rate, bias, memory, _ = DeltaRule.random(rows, 2, 4, 8, 8).operands(rows)
     gates = decay, strength, rate, bias
     for changed, message in (
-        ((qkv[:, :-8], *gates, memory, rows), "no queries"),
-        ((qkv[:, :32], *gates, memory, rows), "no queries"),
+        ((qkv[:, :-8], *gates, memory, rows), "not queries"),
+        ((qkv[:, :32], *gates, memory, rows), "not queries"),
         ((qkv.bfloat16(), *gates, memory, rows), "decay is"),
         ((qkv, decay[:, :3], *gates[1:], memory, rows), "decay is"),
         ((qkv, decay, strength[:4], rate, bias, memory, rows), "strength is"),
@@ -289,7 +289,7 @@ def recorded(form: Library, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_recorded_calls_read_rows_and_states_anew(recorded: CompiledBackend) -> None:
     """Other inputs, other blocks, other cuts between sequences, another one that begins, and other tokens that are kept."""
-    rows = state_rows([2, 0, 3], [2, 1, 3], [True, False, False])._replace(kept=torch.full((6,), -1))
+    rows = state_rows([2, 0, 3], [2, 1, 3], [True, False, False])._replace(snapshots=torch.full((6,), -1))
     mixed, rule = Convolution.random(rows, 56, 4).plain, DeltaRule.random(rows, 1, 2, 12, 16)
 
     def work() -> torch.Tensor:
@@ -301,8 +301,8 @@ def test_recorded_calls_read_rows_and_states_anew(recorded: CompiledBackend) -> 
         found = work()
     assert recording.obstacle is None and len(recording.calls) == 2
     for later in (
-        state_rows([0, 3, 2], [1, 4, 1], [False, False, True])._replace(kept=torch.tensor([-1, 5, -1, 1, -1, -1])),
-        state_rows([5, 4, 1], [6, 0, 0], [True, False, False])._replace(kept=torch.tensor([0, -1, 2, 3, -1, 4])),
+        state_rows([0, 3, 2], [1, 4, 1], [False, False, True])._replace(snapshots=torch.tensor([-1, 5, -1, 1, -1, -1])),
+        state_rows([5, 4, 1], [6, 0, 0], [True, False, False])._replace(snapshots=torch.tensor([0, -1, 2, 3, -1, 4])),
     ):
         for target, source in zip(rows, later, strict=True):
             target.copy_(source)

@@ -151,7 +151,7 @@ def test_rerotations(name, seed, kv_heads, dims, half, elsewhere, in_place, type
 
 @pytest.mark.parametrize("type_", TYPES)
 def test_a_move_without_pairs_is_a_copy_of_any_bits(form: Library, type_: torch.dtype) -> None:
-    """NaNs keep their payload, and what lies beside is not looked at."""
+    """NaNs keep their payload, and adjacent data is not read."""
     pages = pages_of(3, 20, 7, type_)
     for part in (pages.key, pages.value):
         integers = bits(part)
@@ -246,7 +246,9 @@ def test_values_stay_where_they_are_unless_asked_along() -> None:
 def test_rerotate_refusals_say_why() -> None:
     kernels("generic")
     pages, index, half = pages_of(2, 16, 16, torch.float32), torch.arange(2), torch.ones(2, 8)
-    assert "int8" in (cpu.rerotate_refusal(pages.key.to(torch.int8), pages.value.to(torch.int8)) or "")
+    codes = pages.key.to(torch.int8), pages.value.to(torch.int8)
+    with pytest.raises(ValueError, match="int8"):
+        cpu.rerotate_cached_keys(*codes, index, index, half, half, library=load())
     with pytest.raises(ValueError, match="18 rotary dims"):
         cpu.rerotate_cached_keys(
             pages.key, pages.value, index, index, torch.ones(2, 9), torch.ones(2, 9), library=load()

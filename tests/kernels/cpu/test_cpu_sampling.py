@@ -1,4 +1,5 @@
-"""Compiled draws against the reference in kernels/torch/torch_sampler.py, token for token, on rows that leave no room for luck."""
+"""Compiled draws against the reference in kernels/torch/torch_sampler.py, token for token, on rows that exclude
+coincidence."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def rows_of(kind: str, vocab: int) -> torch.Tensor:
 
 
 def compiled(form: Library, logits: torch.Tensor, draws: list[cpu.CompiledSamplingRow]) -> list[int]:
-    cpu.draw_tokens(logits, draws, cpu.sampling_workspace(logits.shape[1], 2), library=form)
+    cpu.sample_tokens(logits, draws, cpu.sampling_workspace(logits.shape[1], 2), library=form)
     assert [d.status for d in draws] == [SamplingStatus.OK] * len(draws)
     return [d.token for d in draws]
 
@@ -104,7 +105,7 @@ def test_the_reference_draws_the_same(form: Library, kind: str, vocab: int) -> N
 
 
 def test_large_vocabularies_and_few_kept(form: Library) -> None:
-    """Where spans are passed over: what is drawn lies in the reference's set, and at its edges."""
+    """Skipped spans: sampled tokens are in the set of the reference, edges included."""
     vocab = 30_001
     logits = torch.randn(2, vocab) * 4
     for filters in (Filters(top_k=20), Filters(top_p=0.6), Filters(min_p=0.1), Filters(top_k=200, top_p=0.99)):
@@ -183,7 +184,7 @@ def test_rows_fail_alone(form: Library) -> None:
     nothing, kept = changed(row=4, temperature=1.0, forbidden=everything)
     outside, also = changed(row=4, temperature=1.0, biased=ids(300), bias=torch.ones(1))
     draws += [nothing, outside]
-    cpu.draw_tokens(logits, draws, cpu.sampling_workspace(300, 1), library=form)
+    cpu.sample_tokens(logits, draws, cpu.sampling_workspace(300, 1), library=form)
     bad = SamplingStatus.BAD_LOGITS
     statuses = [0, bad, bad, bad, 0, SamplingStatus.NOTHING_LEFT, SamplingStatus.NO_SUCH_ID]
     assert [d.status for d in draws] == statuses
@@ -206,14 +207,14 @@ def test_what_is_handed_over_is_checked(form: Library) -> None:
     logits, memory = torch.zeros(2, 40), cpu.sampling_workspace(40, 1)
     one = described(Filters(), 0, 0.0, 40)
     with pytest.raises(ValueError, match="float32"):
-        cpu.draw_tokens(logits.double(), [one], memory, library=form)
+        cpu.sample_tokens(logits.double(), [one], memory, library=form)
     with pytest.raises(ValueError, match="adjacent"):
-        cpu.draw_tokens(logits.t(), [one], memory, library=form)
+        cpu.sample_tokens(logits.t(), [one], memory, library=form)
     with pytest.raises(MemoryError, match="too few"):
-        cpu.draw_tokens(torch.zeros(1, 9000), [one], memory, library=form)
+        cpu.sample_tokens(torch.zeros(1, 9000), [one], memory, library=form)
     with pytest.raises(IndexError, match="row"):
-        cpu.draw_tokens(logits, [one, described(Filters(), 2, 0.0, 40)], memory, library=form)
-    cpu.draw_tokens(logits, [], memory, library=form)
+        cpu.sample_tokens(logits, [one, described(Filters(), 2, 0.0, 40)], memory, library=form)
+    cpu.sample_tokens(logits, [], memory, library=form)
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 16, 129, 700, 20_003])

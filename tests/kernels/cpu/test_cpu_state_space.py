@@ -1,4 +1,4 @@
-"""State spaces on the CPU: float64 formulas, steps at their ends, what is refused. The rest stands beside the delta rule."""
+"""State spaces on the CPU: float64 formulas, steps at their ends, invalid operands. test_cpu_recurrence.py has the rest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_state_space(
 
 @pytest.mark.parametrize("value_dim", [7, 64, 80, 150])
 def test_single_tokens(form: Library, value_dim: int) -> None:
-    """That begin and that go on, in memories of whole vectors and of others."""
+    """New and continued sequences, in memories of full vectors and of other sizes."""
     rows = state_rows([4, 1, 0], [1, 1, 1], [True, False, True])
     own = StateSpace.random(rows, 1, 2, 20, value_dim)
     before = own.memory.clone()
@@ -77,9 +77,9 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     mixed, step, rate, bias, skip, memory, _ = StateSpace.random(rows, 2, 4, 8, 8).operands(rows)
     of_heads = rate, bias, skip
     for operands, message in (
-        ((mixed[:, :-8], step, *of_heads, memory, rows), "no values, keys and queries"),
-        ((mixed[:, :32], step, *of_heads, memory, rows), "no values, keys and queries"),
-        ((torch.ones(5, 32 + 6 * 8), step, *of_heads, memory, rows), "no values, keys and queries"),
+        ((mixed[:, :-8], step, *of_heads, memory, rows), "not values, keys and queries"),
+        ((mixed[:, :32], step, *of_heads, memory, rows), "not values, keys and queries"),
+        ((torch.ones(5, 32 + 6 * 8), step, *of_heads, memory, rows), "not values, keys and queries"),
         ((mixed.double(), step, *of_heads, memory, rows), "mixed is"),
         ((mixed[:, ::2], step, *of_heads, memory, rows), "adjacent"),
         ((mixed.bfloat16(), step, *of_heads, memory, rows), "step is"),
@@ -105,7 +105,7 @@ def test_recorded_calls_read_rows_and_states_anew(form: Library, monkeypatch: py
     choose(monkeypatch, form)
     recorded = select_backend("cpu")
     assert isinstance(recorded, CompiledBackend)
-    rows = state_rows([2, 0, 3], [2, 1, 3], [True, False, False])._replace(kept=torch.full((6,), -1))
+    rows = state_rows([2, 0, 3], [2, 1, 3], [True, False, False])._replace(snapshots=torch.full((6,), -1))
     inputs = Convolution.random(rows, 64, 4).plain
     own = replace(StateSpace.random(rows, 1, 2, 12, 20), limits=(0.35, 1.1))
 
@@ -116,7 +116,9 @@ def test_recorded_calls_read_rows_and_states_anew(form: Library, monkeypatch: py
     with torch.inference_mode(), recorded.record(cpu.Arena(1 << 18)) as recording:
         found = work()
     assert recording.obstacle is None and len(recording.calls) == 2
-    later = state_rows([0, 3, 2], [1, 4, 1], [False, False, True])._replace(kept=torch.tensor([-1, 5, -1, 1, -1, -1]))
+    later = state_rows([0, 3, 2], [1, 4, 1], [False, False, True])._replace(
+        snapshots=torch.tensor([-1, 5, -1, 1, -1, -1])
+    )
     for target, source in zip(rows, later, strict=True):
         target.copy_(source)
     for tensor in (inputs.x, inputs.window, own.step, own.memory):

@@ -1,4 +1,4 @@
-"""Ranks meet in memory that they share: sums have one order, columns come to the first, one that ends is told to all."""
+"""Collectives in shared memory: sums have one order, the first rank gathers columns, all ranks notice one that ends."""
 
 from __future__ import annotations
 

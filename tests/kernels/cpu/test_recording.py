@@ -1,4 +1,4 @@
-"""Recorded calls give the same bits when they are made again, on memory that they share; what cannot be repeated is told."""
+"""Recorded calls give the same bits when repeated on shared memory; calls that cannot be repeated are reported."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_every_argument_comes_back(backend: CompiledBackend, arena: cpu.Arena) -
 
 
 def test_factors_come_from_memory(backend: CompiledBackend, arena: cpu.Arena) -> None:
-    """Those of a repetition are what stands there then."""
+    """A repetition uses the current contents."""
     x, wide, factor, logits, scales = (
         torch.randn(3, 8),
         torch.randn(3, 24),

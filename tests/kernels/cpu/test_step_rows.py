@@ -1,4 +1,4 @@
-"""What stands around the layers of a decode step, against numpy."""
+"""Kernels before and after the layers of a decode step, against numpy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ needs_kernels = pytest.mark.skipif(library.unavailable_reason() is not None, rea
 
 
 def step(rng: np.random.Generator, groups: int, rows: int, blocks: int, block_size: int) -> tuple[np.ndarray, ...]:
-    """What is said of some rows, and tables in which each finds its block."""
+    """Metadata of some rows, and tables with their blocks."""
     metadata = np.zeros((5, rows), dtype=np.int64)
     metadata[0] = rng.integers(0, 1000, rows)
     metadata[1] = rng.integers(0, blocks * block_size, rows)

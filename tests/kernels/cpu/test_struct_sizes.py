@@ -17,8 +17,8 @@ def test_every_struct_has_the_size_that_the_compiler_gave_it() -> None:
     kernels("generic")
     handle = ctypes.CDLL(str(library.find()))
     assert library.differing_structs(handle) == []
-    assert handle.windlass_struct_size(b"Draw") == ctypes.sizeof(CompiledSamplingRow)
-    assert handle.windlass_struct_size(b"Drawing") == -1
+    assert handle.windlass_struct_size(b"SamplingRow") == ctypes.sizeof(CompiledSamplingRow)
+    assert handle.windlass_struct_size(b"SamplingRows") == -1
 
 
 @pytest.mark.parametrize("name", library.SIZES)
@@ -43,7 +43,7 @@ def test_a_library_that_tells_no_sizes_is_not_loaded(monkeypatch: pytest.MonkeyP
 
 
 def test_a_library_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Structs may be the same where a function has another argument, which nothing but the sources tells."""
+    """Structs may be equal although a function has another argument; only the sources show that."""
     kernels("generic")
     look_again(monkeypatch)
     monkeypatch.setattr(library, "fingerprint", lambda folder: fingerprint(folder)[:-1] + "x")

@@ -404,6 +404,12 @@ def test_slots_outside_touch_nothing(form: Library) -> None:
         assert torch.equal(got, had)
 
 
+def rerotate_nothing(key: torch.Tensor, value: torch.Tensor, **scales: torch.Tensor | None) -> None:
+    """A call without entries: only its pages are checked."""
+    none, half = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
+    cpu.rerotate_cached_keys(key, value, none, none, half, half, library=cpu.load(), **scales)
+
+
 def test_scales_that_do_not_fit_are_refused() -> None:
     kernels("generic")
     pages, q = int8_pages(2, 16, 16), torch.randn(1, 4, 16)
@@ -413,15 +419,17 @@ def test_scales_that_do_not_fit_are_refused() -> None:
     assert cpu.attention_refusal(q, KVPages(key, value, scale, scale), call) is None
     for bad in (None, scale.double(), scale[:, :, :1], scale[:2], scale.transpose(0, 1).contiguous().transpose(0, 1)):
         assert "scales" in (cpu.attention_refusal(q, KVPages(key, value, scale, bad), call) or "")
-        assert "scales" in (cpu.rerotate_refusal(key, value, bad, scale) or "")
+        with pytest.raises(ValueError, match="scales"):
+            rerotate_nothing(key, value, key_scales=bad, value_scales=scale)
     floats = torch.zeros(3, 16, 2, 16)
-    assert "floats have none" in (cpu.rerotate_refusal(floats, floats, scale, scale) or "")
+    with pytest.raises(ValueError, match="floats have none"):
+        rerotate_nothing(floats, floats, key_scales=scale, value_scales=scale)
 
 
 def test_codes_that_are_not_laid_out_are_refused() -> None:
     kernels("generic")
     pages, other = int8_pages(2, 16, 16), int8_pages(2, 20, 16, blocks=2)
-    assert cpu.rerotate_refusal(pages.key, pages.value, **pages.scales) is None
+    rerotate_nothing(pages.key, pages.value, **pages.scales)
     rows = torch.zeros(3, 16, 2, 16, dtype=torch.int8)
     for key, value, words in (
         (rows, rows, "scales"),
@@ -429,10 +437,13 @@ def test_codes_that_are_not_laid_out_are_refused() -> None:
         (pages.key.transpose(4, 5).contiguous(), pages.value, "same tokens"),
         (pages.key.transpose(0, 1), pages.value.transpose(0, 1), "contiguous"),
     ):
-        assert words in (cpu.rerotate_refusal(key, value, **pages.scales) or "")
+        with pytest.raises(ValueError, match=words):
+            rerotate_nothing(key, value, **pages.scales)
     k, v = torch.zeros(1, 2, 14), torch.zeros(1, 2, 16)  # 14 dims would take the same quads
-    assert cpu.rotate_refusal(k, k, v, pages.key, pages.value, **pages.scales) is None
+    half, ones, slots = torch.zeros(1, 4), torch.ones(1), torch.tensor([-1])
+    append(cpu.load(), pages, k, k, v, half, half, ones, slots)
     for wrong in (torch.zeros(1, 2, 12), torch.zeros(1, 1, 16)):
-        assert "fit" in (cpu.rotate_refusal(wrong, wrong, v, pages.key, pages.value, **pages.scales) or "")
+        with pytest.raises(ValueError, match="fit"):
+            append(cpu.load(), pages, wrong, wrong, v, half, half, ones, slots)
     with pytest.raises(ValueError, match="multiple of 16"):
         int8_pages(1, 8, 8, size=24)

@@ -254,7 +254,7 @@ def test_prompts_rounded_to_bfloat16(name: str) -> None:
     form = kernels(name)
     for heads, dim in ((16, 576), (5, 29), (7, 96)):
         q, coded, floats, call = case_of(dim, heads, [(300, 20), (0, 40), (513, 30)])
-        got = cpu.paged_attention_prefill(q, coded, call, rounds=True, library=form)
+        got = cpu.paged_attention_prefill(q, coded, call, bf16_products=True, library=form)
         want = cpu.paged_attention_prefill(q, floats, call, library=form)
         assert not torch.equal(got, want)
         assert float((got - want).norm() / want.norm()) < 6e-3
@@ -337,7 +337,7 @@ def test_nothing_past_the_operands_is_read_or_written(name: str) -> None:
         seen = pages.with_keys_as_values
         assert torch.isfinite(cpu.paged_attention_decode(x[:1], seen, single, library=form)).all()
         for rounds in (False, True):
-            assert torch.isfinite(cpu.paged_attention_prefill(x, seen, rows, rounds=rounds, library=form)).all()
+            assert torch.isfinite(cpu.paged_attention_prefill(x, seen, rows, bf16_products=rounds, library=form)).all()
 
 
 def test_what_does_not_fit_is_refused(form: Library) -> None:
@@ -356,7 +356,9 @@ def test_what_does_not_fit_is_refused(form: Library) -> None:
         assert "scales" in (cpu.attention_refusal(q, replace(coded, key_scale=bad), call) or "")
     assert "at once" in (cpu.attention_refusal(q, replace(coded, value=coded.value.clone()), call) or "")
     values = KVPages(coded.key, coded.key.clone(), coded.key_scale, coded.key_scale)
-    assert "no values" in (cpu.rerotate_refusal(values.key, values.value, **values.scales) or "")
+    none, angles = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
+    with pytest.raises(ValueError, match="no values"):
+        rerotate(form, values, none, none, angles, angles)
     assert form.paged_attention_decode is not None
 
 

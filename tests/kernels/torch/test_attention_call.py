@@ -1,4 +1,4 @@
-"""Every field of an attention call, against float64 loops over queries, heads and keys that know nothing of pages."""
+"""Every field of an attention call, against float64 loops over queries, heads and keys without pages."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from windlass.kernels.torch.torch_sampler import sample
 
 @pytest.mark.parametrize("top_p", [1 - 2**-53, 1 - 1e-15, 1 - 1e-13])
 def test_top_p_a_hair_below_one_draws(top_p: float) -> None:
-    # The row's mass is summed in another order than its bins: for many rows the wanted share lies beyond the last bin.
+    # The row's mass is summed in another order than its bins: for many rows the target is beyond the last bin.
     generator = torch.Generator().manual_seed(0)
     for scale in (0.01, 1.0, 10.0):
         for _ in range(40):

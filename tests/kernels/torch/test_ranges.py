@@ -1,4 +1,4 @@
-"""Attention over ranges in plain torch, against unrotated keys that stand where they are meant to; what a call refuses."""
+"""Attention over ranges in plain torch, against unrotated keys at the positions where they are meant; invalid calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Layers that carry a state in plain torch: float64 formulas, and transformers' forms of the gated delta rule and of Mamba 2."""
+"""Layers that carry a state in plain torch: float64 formulas, and transformers' forms of the gated delta rule and of Mamba
+2."""
 
 from __future__ import annotations
 

@@ -130,8 +130,8 @@ def test_ranges_of_heads_of_512_of_which_some_pairs_stay() -> None:
 
 
 def test_a_row_has_the_bits_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the sequences beside it are, and whether it came as a prompt's part or by itself."""
-    monkeypatch.setattr(attention, "KEY_SPLIT", 64)  # two splits beside one
+    """For other sequences of any length, and as a part of a prompt or alone."""
+    monkeypatch.setattr(attention, "KEY_SPLIT", 64)  # one with two splits, one with one
     case = PrefillCase([(15, 3), (70, 1)], heads=2, kv_heads=1, dim=16)
     call = call_of(case, sink_logits=torch.randn(2))
     whole = paged_attention(case.q, case.all_pages, call, deterministic=True)

@@ -18,13 +18,15 @@ LINE = re.compile(r"sm_\d+ (\w+) shared (\d+) registers \d+ spilled (\d+) .*; (\
 # float8.
 MOST_SPILLED, MOST_SPILLED_OF_LATENTS = 400, 900
 NAMES = {
-    "attention", "merge_splits", "rotate_and_append", "rerotate_keys", "rotate_queries", "rms_norm", "layer_norm", "activation",
-    "clamped_glu", "gate_by_sigmoid", "soft_cap", "sum_of_experts", "product", "gather_blocks", "thin_product", "route",
-    "by_expert", "grouped_product", "maxima_of_parts", "row_maxima", "log_sums", "change_rows", "begin_draws",
-    "narrow_draws", "draw_tokens", "short_convolution", "keep_inputs", "gated_delta_rule", "state_space", "low_rank_down_by_row",
-    "low_rank_up_by_row", "low_rank_down", "low_rank_up",
+    "paged_attention_kernel", "merge_splits_kernel", "rotate_and_append_kernel", "rerotate_keys_kernel", "rotate_queries_kernel",
+    "rms_norm_kernel", "layer_norm_kernel", "activation_kernel", "clamped_glu_kernel", "gate_by_sigmoid_kernel",
+    "soft_cap_kernel", "sum_of_experts_kernel", "matmul_kernel", "embed_blocks_kernel", "gemv_kernel", "route_kernel",
+    "by_expert_kernel", "grouped_gemm_kernel", "partial_maxima_kernel", "row_maxima_kernel", "log_sums_kernel",
+    "adjust_logits_kernel", "begin_sampling_kernel", "radix_select_kernel", "sample_tokens_kernel", "short_convolution_kernel",
+    "store_conv_window_kernel", "gated_delta_rule_kernel", "state_space_kernel", "low_rank_down_by_row_kernel",
+    "low_rank_up_by_row_kernel", "low_rank_down_kernel", "low_rank_up_kernel",
 }  # fmt: skip
-OF_HOPPER = {"bring_in_order", "attention_in_order"}
+OF_HOPPER = {"gather_kv_kernel", "prefill_attention_kernel"}
 
 
 @ON_A_CPU

@@ -1,4 +1,4 @@
-"""Triton's draws, interpreted, against the plain ones, token for token, on rows that leave no room for luck."""
+"""Triton's sampler, interpreted, against the torch one, token for token, on rows that exclude coincidence."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_tokens_of_plain_torch_on_hard_rows(seed: int) -> None:
 
 
 def adjacent(first: float, count: int) -> Tensor:
-    """Numbers of which none lies between."""
+    """Adjacent numbers."""
     return (torch.tensor(first).view(torch.int32) + torch.arange(count, dtype=torch.int32)).view(torch.float32)
 
 

@@ -50,7 +50,7 @@ def check(
 
 
 def test_a_prompt_and_its_next_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grouped heads; two sequences, of which one decodes beside the prompt of the other; draws with filters and penalties."""
+    """Grouped heads; two sequences, one of which decodes during the prompt of the other; draws with filters and penalties."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
     drawn = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
     requests = [greedy("a", PROMPT, 2), greedy("b", PROMPT[2:], 2, **drawn)]
@@ -82,7 +82,7 @@ def test_other_kinds_of_layers(
     "family", slow_but(["gemma4_e2b", "gemma4_26b", "qwen3_5", "lfm2", "granite4_h_experts", "falcon_h1"], "lfm2")
 )
 def test_layers_that_read_what_others_left(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of earlier layers, and states: a prompt in two pieces, then one that begins like it, beside a stream."""
+    """Keys of earlier layers, and states: a prompt in two pieces, then one with the same prefix, during a stream."""
     prompt = torch.randint(3, 128, (23,), generator=torch.Generator().manual_seed(1)).tolist()
     requests = [greedy("a", prompt, 2), greedy("b", PROMPT, 5), greedy("c", prompt[:18] + PROMPT[:3], 2)]
     options = {"max_num_batched_tokens": 20, "max_num_seqs": 2}

@@ -1,4 +1,4 @@
-"""Blocks on their way to the device: made by the host's kernels beside it, with the bytes that plain torch makes."""
+"""Quantization on the host before blocks are copied to the device: by compiled kernels, with the bytes of plain torch."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_tokens_are_those_without(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranges_are_those_without(tmp_path: Path) -> None:
-    """A context that shifts beside a window with sinks, and a plain one that ends: one row of four is none."""
+    """A context that shifts, a window with sinks, and a plain sequence that ends: one row of four is padding."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
     sent = [
         greedy("shift", PROMPT * 6, 10, context=ContextRule("shift", keep_tokens=16), logprobs=1),
@@ -100,7 +100,7 @@ def test_ranges_are_those_without(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_adapters_are_those_without(tmp_path: Path) -> None:
-    """Captured before any is there; two beside each other, and then another one in the place of the first."""
+    """Captured before any is loaded; then two at once, and then another one in place of the first."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
     sources = [
         AdapterSource(i, f"{i}", str(save_adapter(tmp_path / f"{i}", directory, rank=5 * i, seed=i, strength=0.3)))
@@ -133,7 +133,7 @@ def test_adapters_are_those_without(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite4_h_experts", "falcon_h1"])
 def test_states_are_those_without(family: str, tmp_path: Path) -> None:
     """A stream over the end of a block, where its state is set aside while the next step is under way; rows that are none, in
-    front of experts too; and what goes on from that state."""
+    front of experts too; and continuation from that state."""
     directory = make_model(family, tmp_path / "m")
     options: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2}
     plain, core = make_core(directory, cuda_graphs=False, **options), make_core(directory, **options)

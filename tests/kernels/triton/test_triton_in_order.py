@@ -85,7 +85,7 @@ def test_a_block_that_is_none_shows() -> None:
 
 
 def test_calls_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many new tokens of 16 bits on Hopper; scores are not bent, and keys and values in order have room."""
+    """Many new tokens of 16 bits on Hopper, without a soft cap or bias, and with memory for gathered keys and values."""
     case = PrefillCase([(3, 130), (0, 140)], q_type=torch.float16, page_type=torch.float16)
     q, pages, call = case.q, case.all_pages, call_of(case)
     assert prefill_attention.takes_prefill(q, pages, call, HOPPER)
@@ -107,7 +107,7 @@ def test_calls_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prompts_beside_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host knows of prompts decides, and is all that they take; streams of one token stand before and between them."""
+    """What the host knows of prompts decides, and is all that they take; streams of one token come before and between them."""
     monkeypatch.setattr(prefill_attention, "_LEAST_TOKENS", 20)
     shapes = [(9, 1)] * 66 + [(3, 40), (5, 1), (140, 20)]
     case = PrefillCase(shapes, heads=2, kv_heads=1, dim=16, q_type=torch.float16)
@@ -124,7 +124,7 @@ def test_prompts_beside_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_part_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a sequence of one token, in one call."""
+    """Together with a sequence of one token, in one call."""
     monkeypatch.setattr(prefill_attention, "_LEAST_TOKENS", 1)
     case = PrefillCase(SHAPES, dim=32, q_type=torch.float16, page_type=torch.float16)
     taken = list[int]()

@@ -1,4 +1,5 @@
-"""What adapters add to products, interpreted, against float64: mixed slots and ranks, and a table that changes between steps."""
+"""What adapters add to products, interpreted, against float64: mixed slots and ranks, and a table that changes between
+steps."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_rows_do_not_depend_on_each_other(fixed: bool) -> None:
     rows = 40
     slots, x, out = some_slots(rows, 2), torch.randn(rows, 130), torch.zeros(rows, 40)
     if DEVICE == "cpu" or not fixed:
-        # numpy multiplies there, and on some processors sums by where a row stands: whole numbers have no order.
+        # numpy multiplies here, and on some processors the order of sums depends on the row: sums of integers are exact.
         x.mul_(8).round_()
         for own in changes:
             assert own is not None

@@ -1,6 +1,7 @@
 """Layers on Triton's programs never let the host wait for the device: whole steps, interpreted, under a mode that refuses it.
 
-Prompts beside streams, for which nothing is captured: of every kind of layer, with adapters, kept keys that were moved, encoders.
+Prompts with streams, for which nothing is captured: of every kind of layer, with adapters, kept keys that were moved,
+encoders.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def test_prompts_beside_streams(family: str, options: dict[str, Any], tmp_path: 
 
 
 def test_adapters_and_moved_keys(tmp_path: Path, watched: list[int]) -> None:
-    """Two adapters' rows beside each other, a context that shifts, a window with sinks, dual chunks."""
+    """Adjacent rows of two adapters, a context that shifts, a window with sinks, dual chunks."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=2)
     sources = tuple(AdapterSource(i, f"{i}", str(save_adapter(tmp_path / f"{i}", directory, seed=i))) for i in (1, 2))
     core = make_core(directory, lora=sources, max_model_len=64, shift_context=48)

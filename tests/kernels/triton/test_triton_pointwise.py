@@ -23,7 +23,7 @@ def test_norms() -> None:
         for shift in (None, bias):
             found = norms.layer_norm(x + 3, weight, shift, 1e-5)
             assert_near(found, reference.layer_norm(x + 3, weight, shift, 1e-5), 5e-6)
-    values = torch.randn(3, 10 * 512).view(3, 10, 512)[:, 8:]  # beside queries and keys
+    values = torch.randn(3, 10 * 512).view(3, 10, 512)[:, 8:]  # adjacent to queries and keys
     assert_near(norms.rms_norm(values, torch.ones(512), 1e-6), reference.rms_norm(values, torch.ones(512), 1e-6))
     whole = torch.randn(41, 40)
     inside, plain = whole.clone(), whole.clone()

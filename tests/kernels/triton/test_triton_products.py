@@ -46,7 +46,7 @@ def test_rows_of_fixed_tiles_do_not_depend_on_each_other(dtype: torch.dtype) -> 
     for rows in (1, 9, 16):
         assert torch.equal(matmul.linear(x[:rows], weight, fixed=True), whole[:rows])
     if DEVICE == "cpu":
-        # numpy multiplies there, and on some processors sums by where a row stands: whole numbers have no order.
+        # numpy multiplies here, and on some processors the order of sums depends on the row: sums of integers are exact.
         weight, x = (weight * 8).round(), (x * 8).round()
         whole = matmul.linear(x, weight, fixed=True)
     for first, last in ((18, 19), (3, 12)):
@@ -70,7 +70,7 @@ def plain(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None) -> Tenso
 @pytest.mark.parametrize("form", ["float32", "q4_k", "q8_0"])
 @pytest.mark.parametrize("per_row", [1, 2])
 def test_each_row_meets_its_experts(form: str, per_row: int) -> None:
-    """Experts that nobody chose, that one row chose, and that many did."""
+    """Experts chosen by no row, by one row, and by many."""
     weights = [torch.randn(20, 64) if form == "float32" else random_blocks(20, 64, FORMS[form]) for _ in range(6)]
     biases = [torch.randn(20) for _ in weights] if per_row == 2 else None
     chosen = torch.stack([torch.randperm(3)[:2] for _ in range(25)])

@@ -39,7 +39,7 @@ def change(own: Operands, rows: StateRows) -> Tensor:
 
 
 def rows_of_a_step() -> StateRows:
-    """One goes on, one begins, one is a token, one has none; blocks 1 and 4 of 6 are nobody's."""
+    """One continues, one begins, one is a token, one has none; blocks 1 and 4 of 6 are unused."""
     return state_rows([3, 0, 5, 2], [3, 6, 1, 0], [False, True, False, True])
 
 
@@ -138,7 +138,8 @@ def test_steps_at_their_ends() -> None:
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_rows_of_a_block_that_there_is_not_become_nan_and_rows_that_are_none_zeros(which: int) -> None:
-    """Instead of an error, for which the host would have to wait. What is none reaches nobody, but a router may not like NaN."""
+    """Instead of an error, for which the host would have to wait. NaN affects no other row, but a router may not like
+    NaN."""
     rows = state_rows([2, 6, -1, 0], [3, 2, 1, 2], [False, False, True, False])
     own = some_operands(rows)[which]
     good = state_rows([2, 1, 4, 0], [3, 2, 1, 2], [False, False, True, False])

@@ -1,11 +1,11 @@
-// Attention of prompts in bfloat16 by the processor's matrix unit: scores and weighted values of 16 rows and 32 keys or dims at a time.
+// Prefill attention in bfloat16 by AMX: scores and weighted values of 16 rows and 32 keys or dims at a time.
 //
-// Units, blocks of packed keys and values, and the softmax are those of attention_prefill.h; tiles are read where they lie there.
+// Units, packed blocks of keys and values, and the softmax are those of attention_prefill.h; tiles are read in place.
 
 #pragma once
 
+#include "amx.h"
 #include "attention_prefill.h"
-#include "matrix_unit.h"
 
 namespace {
 
@@ -95,7 +95,7 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
     }
 }
 
-// In the place of `Vectors`.
+// Replaces `Vectors`.
 struct Way {
     typedef pair number;
     static void load(const Prefill &p, const Workspace &w, const Unit &unit, long head, long query) {

@@ -1,31 +1,30 @@
-// Ranges: which version of a query meets which keys. A key that lies in the pages as rotated at s and shall stand at e meets the
-// query turned by s - e; so a change of positions costs another version of the query, and no byte of any page.
+// Key ranges: which rotated copy of a query attends which keys. A key that was rotated at position s and now belongs at e is
+// attended by the query rotated by s - e. So a change of positions costs another copy of the query, and no page is rewritten.
 //
-// The slots of a sequence are cut into ranges. Each names the row of q that holds the sequence's first query as it meets the
-// range (the next queries follow row by row), and a reach: a query at index i sees key j of it where 0 <= i - j < reach, or under
-// a reach below 0 where i - j >= -reach.
-// A range with row -1 is a hole, which nobody sees: neither its table entries nor its bytes are looked at. All ranges of a
-// query share one softmax. Decoding takes them as cuts (`RangeCuts`), prompts one after the other for each of their units.
+// The slots of a sequence are cut into ranges. Each names the row of q that holds the sequence's first query for this range (the
+// next queries follow row by row) and a reach: a query at index i sees key j where 0 <= i - j < reach, or, for a negative reach,
+// where i - j >= -reach. A range with row -1 is a hole that no query sees: neither its table entries nor its bytes are read. All
+// ranges of a query share one softmax. Decode turns them into cuts (`RangeCuts`); prefill processes them in order for each unit.
 
 #pragma once
 
 #include <cstdint>
 #include <cstdlib>
 
-#include "attention.h"
 #include "attention_call.h"
+#include "attention_decode.h"
 #include "simd.h"
 
 namespace {
 
-constexpr long UNBOUNDED = 1l << 62;  // a reach that ends nowhere
+constexpr long UNBOUNDED = 1l << 62;  // no limit
 
-// Keys [begin, end) of a sequence and the row of its first query as it meets them. ahead: keys behind itself that a query sees.
-// chunk: a query sees those of its own chunk only; 0: there are none. gap: what its distance from a key is more than the slots between.
+// Keys [begin, end) of a sequence and the row of q of its first query for them. ahead: later keys that a query sees. chunk: a query
+// sees only keys of its own chunk; 0: no chunks. gap: added to the distance in slots.
 struct Range {
     long begin, end, query, reach, ahead = 0, chunk = 0, gap = 0;
 
-    // Keys [first_seen, end_seen) are those that a query at this index sees; none where the first is no less than the second.
+    // A query at this index sees keys [first_seen, end_seen), which may be empty.
     INLINE_MEMBER long first_seen(long index) const {
         if (chunk) return min_of(end, index - index % chunk);
         if (reach == 0) return end;
@@ -34,9 +33,9 @@ struct Range {
     INLINE_MEMBER long end_seen(long index) const { return min_of(end, index + 1 + min_of(reach, 0) + ahead); }
 };
 
-// Calls use(range) for the ranges of sequence b that are no holes, in order, up to its length. Neighbours that ask the same are
-// one. own: the row of its first query where the call has no ranges; there is one range then.
-template <class F> INLINE void each_range(const Operands &p, long b, long own, F use) {
+// Calls use(range) for the ranges of sequence b except holes, in order, up to its length. Adjacent ranges with equal parameters are
+// merged. own: the row of its first query in a call without ranges, which has one range.
+template <class F> INLINE void for_each_range(const Operands &p, long b, long own, F use) {
     const long length = p.length(b);
     if (!p.range_ends) {
         const long reach = p.window ? p.window : UNBOUNDED;
@@ -59,13 +58,13 @@ template <class F> INLINE void each_range(const Operands &p, long b, long own, F
     if (last.query != -1 && last.begin < last.end) use(last);
 }
 
-// Whether the ranges of sequence b hold all of its keys.
-INLINE bool ranges_suffice(const Operands &p, long b) {
+// Whether the ranges of sequence b cover all of its keys.
+INLINE bool ranges_cover_keys(const Operands &p, long b) {
     return !p.range_ends || p.length(b) <= 0 || (p.ranges > 0 && p.range_ends[b * p.ranges + p.ranges - 1] >= p.length(b));
 }
 
-// Whether every block that keys [begin, end) of sequence b lie in is one of the pages.
-static NOINLINE bool blocks_are_there(const Operands &p, long b, long begin, long end) {
+// Whether the pages hold every block of keys [begin, end) of sequence b.
+static NOINLINE bool blocks_exist(const Operands &p, long b, long begin, long end) {
     if (begin >= end) return true;
     const long last = ceil_div(end, p.block_size);
     if (last > p.table_columns) return false;
@@ -75,20 +74,20 @@ static NOINLINE bool blocks_are_there(const Operands &p, long b, long begin, lon
     return true;
 }
 
-// What the last `queries` tokens of sequence b may be told of what they see: 0, or what is wrong with it.
+// Validates the visible keys of the last `queries` tokens of sequence b. Returns 0 or an error code.
 static NOINLINE int check_ranges(const Operands &p, long b, long own, long queries) {
-    if (!ranges_suffice(p, b)) return KEYS_WITHOUT_RANGE;
+    if (!ranges_cover_keys(p, b)) return RANGES_TOO_SHORT;
     int code = 0;
-    each_range(p, b, own, [&](const Range &range) {
+    for_each_range(p, b, own, [&](const Range &range) {
         const long first = range.first_seen(max_of(0, p.length(b) - queries)), end = range.end_seen(p.length(b) - 1);
         if (first >= end || code) return;
         if (p.range_ends && (range.query < 0 || range.query > p.q_rows - queries)) code = NO_SUCH_ROW;
-        else if (!blocks_are_there(p, b, first, end)) code = NO_SUCH_BLOCK;
+        else if (!blocks_exist(p, b, first, end)) code = NO_SUCH_BLOCK;
     });
     return code;
 }
 
-// The cuts of all rows of a decoding call with ranges: what a row sees of a range, cut at absolute multiples of SPLIT.
+// The cuts of all rows of a decode call with ranges: the visible keys of each range, cut at absolute multiples of SPLIT.
 struct RangeCuts {
     long *first = nullptr;  // [batch + 1] cuts before each row
     Cut *cuts = nullptr;
@@ -97,7 +96,7 @@ struct RangeCuts {
     RangeCuts(const RangeCuts &) = delete;
     ~RangeCuts() { free(first), free(cuts); }
 
-    // Makes them and has p take them. Returns 0, or 1 when out of memory. The ranges are checked already.
+    // Computes the cuts and stores them in p. Returns 0 or OUT_OF_MEMORY. The ranges have been checked.
     int find(Attention &p) {
         first = (long *)malloc((p.batch + 1) * sizeof(long));
         if (!first) return OUT_OF_MEMORY;
@@ -105,7 +104,7 @@ struct RangeCuts {
             first[0] = 0;
             for (long b = 0; b < p.batch; b++) {
                 first[b + 1] = first[b];
-                each_range(p, b, b, [&](const Range &range) {
+                for_each_range(p, b, b, [&](const Range &range) {
                     long begin = range.first_seen(p.length(b) - 1);
                     const long last = range.end_seen(p.length(b) - 1);
                     for (long end; begin < last; begin = end) {

@@ -1,11 +1,11 @@
-// The threads that share a kernel's work: an OpenMP region of its own for a call that comes alone, and for a list of calls
-// (repeat.h) one region that stands open for all of them.
+// Threads that share the work of a kernel: one OpenMP region per call, or, for a recorded list of calls (recorded_calls.h), one
+// region for all of them.
 //
-// A step of a small model is a hundred pieces of some ten microseconds, each of which needs the one before. Opening a region
-// for each costs as much as a tenth of that, and a thread that another process holds up would be waited for at each. In a
-// team the calling thread opens a piece by writing one word, helpers that see it come in, and the caller, once nothing is
-// left to take, closes the piece and waits for those inside only. So pieces must hand out their work unit by unit, to
-// whoever comes, and hold no barrier: what must come after all units is a piece of its own.
+// A step of a small model consists of about a hundred pieces of ten microseconds, each of which depends on the previous one. An
+// OpenMP region for each costs about a tenth of that, and every piece would wait for a thread that the system has descheduled. In a
+// team, the calling thread opens a piece by writing one word and helpers that see it join. When no work is left, the caller closes
+// the piece and waits only for the helpers inside. So pieces must distribute their work unit by unit and contain no barrier: work
+// that depends on all units is a separate piece.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 #include "simd.h"
 
-// One for all instruction sets, and so outside of the namespace: a list of one set's calls holds functions that another brings.
+// Shared by all instruction sets, and so outside of the namespace: a list of calls may contain functions of several sets.
 inline __thread void *windlass_own_team = nullptr;
 
 namespace {
@@ -63,14 +63,14 @@ class Team {
 
   private:
     static constexpr unsigned long INSIDE = 0xffff, OPEN = 1 << 16, OVER = 1 << 17, PIECE = 1 << 18;
-    static constexpr long SPINS = 1 << 11;  // some ten microseconds; then whoever else wants the core may have it
+    static constexpr long SPINS = 1 << 11;  // about ten microseconds; then the core is yielded
 
     static void wait(long turns) {
         if (turns < SPINS) relax();
         else sched_yield();
     }
 
-    // Helpers inside, whether a piece is open, whether the last one is over, and above those the piece's number.
+    // Number of helpers inside, OPEN, OVER, and above those the number of the piece.
     alignas(64) unsigned long gate_ = 0;
     alignas(64) void (*run_)(const void *, long) = nullptr;
     const void *body_ = nullptr;
@@ -78,13 +78,13 @@ class Team {
     unsigned long piece_ = 0;
 };
 
-// That of the list of calls which this thread is making, or null.
+// The team of the list of calls that this thread runs, or null.
 INLINE Team *own_team() { return (Team *)windlass_own_team; }
 
 INLINE long most_threads() { return own_team() ? own_team()->threads() : max_of(1, omp_get_max_threads()); }
 
-// Calls body(thread) on up to so many threads at once, always on this one with 0; returns when all have returned. Numbers are
-// below `threads`, each thread has its own. Work must be taken unit by unit: a thread may come late or not at all.
+// Calls body(thread) on up to `threads` threads at once, always on this one with 0; returns when all have returned. Thread numbers
+// are distinct and below `threads`. Work must be taken unit by unit: a thread may start late or not at all.
 template <class F> INLINE void on_threads(long threads, const F &body) {
     if (threads <= 1) return body(0);
     if (own_team()) return own_team()->run(threads, body);
@@ -92,7 +92,7 @@ template <class F> INLINE void on_threads(long threads, const F &body) {
     body((long)omp_get_thread_num());
 }
 
-// Units 0 .. count, taken one run after the other by whoever is free.
+// Units 0 .. count, taken run by run by the next free thread.
 struct Units {
     long count, run;
     alignas(64) long next = 0;
@@ -104,7 +104,7 @@ struct Units {
     }
 };
 
-// Calls calls() with products that stay on this thread, whoever else works meanwhile.
+// Calls calls() with all products on this thread.
 template <class F> INLINE void alone(const F &calls) {
     Team one(1);
     void *const before = windlass_own_team;
@@ -113,7 +113,7 @@ template <class F> INLINE void alone(const F &calls) {
     windlass_own_team = before;
 }
 
-// f(unit) for all units, in even runs over up to `threads` threads.
+// f(unit) for all units, in even runs on up to `threads` threads.
 template <class F> INLINE void for_units(long count, long threads, const F &f) {
     if (threads <= 1) {
         for (long unit = 0; unit < count; unit++) f(unit);

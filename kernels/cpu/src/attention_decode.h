@@ -1,35 +1,33 @@
 // Attention of one new token per sequence over its paged keys and values: "flash decoding".
 //
-// The keys of a sequence are cut at absolute multiples of SPLIT; a thread takes a cut of some or all kv heads and passes
-// over it CHUNK_KEYS keys at a time, head after head, with a running maximum and sum in base 2. Cuts are merged in order by
-// their log-sum-exp, so a sequence's result depends on its own length only, never on its neighbours or the number of
-// threads. The queries that share a kv head share its loads. Only keys a query sees are ever read, nor any table entry
-// before them. While a chunk is worked on, the next one, be it another row's, is asked for with all its heads, in the order in
-// which it lies in memory: one head at a time would be a stride that the hardware does not follow (measured: a third of the
-// bandwidth).
+// The keys of a sequence are cut at absolute multiples of SPLIT. A thread takes one cut of some or all kv heads and processes
+// CHUNK_KEYS keys at a time, head after head, with a running maximum and sum in base 2. Cuts are merged in order by their
+// log-sum-exp, so a sequence's result depends only on its own length, not on other sequences or the number of threads. Queries
+// of one kv head share its loads. Only visible keys are read, and only table entries from the first visible key on. While a
+// chunk is processed, the next one (of this or another row) is prefetched with all its heads in memory order: one head at a time
+// would be a stride that the hardware prefetcher does not follow (measured: a third of the bandwidth).
 //
-// A call with ranges (attention_ranges.h) brings its own cuts: those of each range, with the row of q that meets it.
+// A call with key ranges (attention_key_ranges.h) has one or more cuts per range, each with the row of q that attends it.
 //
-// Rows that share one table are the queries of one prompt. They go in packs, which share the loads of the chunks that all
-// of a pack see; every row still passes through the same cuts and chunks as it would alone, so its bits are the same.
+// Rows with a common table are queries of one prompt. They are processed in packs that share the loads of common chunks. Every
+// row passes through the same cuts and chunks as it would alone, so its bits are the same.
 
 #pragma once
 
 #include <cstdint>
 
 #include "attention_call.h"
-#include "code_rows.h"
 #include "int8_pages.h"
 #include "simd.h"
 
 namespace {
 
 constexpr long SPLIT = 256;    // keys per cut
-constexpr long CHUNK = 128;    // keys whose scores are kept; divides SPLIT
-// Keys passed over at a time. Wider elements go in shorter chunks: what is read and what is asked for ahead share the L2 cache.
+constexpr long CHUNK = 128;    // keys whose scores are held at a time; divides SPLIT
+// Keys processed at a time. Wider elements use shorter chunks: the chunk being read and the prefetched one share the L2 cache.
 template <class T> constexpr long CHUNK_KEYS = IN_PANELS<T> ? CHUNK : CHUNK / 2;
-// Float32 is asked for in bursts, a tile's worth in runs of so many bytes, keys and values in turns; narrower elements evenly
-// between the arithmetic, a block at a time. Either the other way around is slower from memory (measured: a tenth or more).
+// Float32 is prefetched in bursts of BURST_RUN bytes, keys and values alternating; narrower elements evenly between the arithmetic,
+// a block at a time. Swapping the two is slower (measured: a tenth or more).
 template <class T> constexpr bool IN_BURSTS = sizeof(T) == 4;
 constexpr long BURST_RUN = 4096;
 constexpr int QUERIES = 4;     // queries of one kv head handled together
@@ -44,19 +42,19 @@ constexpr int columns_with(int queries) { return queries == 4 ? 2 : 4; }
 constexpr long PACK = 16;      // queries of one kv head, over all rows of a pack
 constexpr float LOG2_E = 1.44269504f;
 
-// The arguments, and what follows from them whatever the kernel.
+// The arguments, and values derived from them for every kernel.
 struct Operands : AttentionArguments {
     explicit Operands(const AttentionArguments &arguments) : AttentionArguments(arguments) {}
 
     INLINE_MEMBER long length(long b) const {
-        return lengths_are_64 ? (long)((const int64_t *)lengths)[b] : (long)((const int32_t *)lengths)[b];
+        return int64_lengths ? (long)((const int64_t *)lengths)[b] : (long)((const int32_t *)lengths)[b];
     }
     INLINE_MEMBER long group() const { return heads / kv_heads; }
     // The first key that a query at this index sees; without ranges.
     INLINE_MEMBER long first_seen(long index) const {
         return window ? max_of(0, index - window + 1) : chunk ? index - index % chunk : 0;
     }
-    // Of rows of codes, that of a slot and kv head: entry slot * kv_heads + head.
+    // The latent row of entry slot * kv_heads + head.
     INLINE_MEMBER CodeRow code_row(long entry) const {
         return {(const int8_t *)keys + entry * dim, key_scales + entry * row_groups(dim), 0};
     }
@@ -67,11 +65,11 @@ struct Operands : AttentionArguments {
 };
 
 // Keys [at, end) of row b; nothing where at >= end.
-struct Following { long b, at, end; };
-// What a thread passes over, piece by piece: what comes is asked for while something else is worked on.
-struct Course {
-    // The piece of this number, or nothing behind the last.
-    virtual Following piece(long number) const = 0;
+struct KeySpan { long b, at, end; };
+// The spans of keys that a thread processes in order, so that the next one can be prefetched.
+struct SpanSequence {
+    // Span `number`, or an empty one after the last.
+    virtual KeySpan piece(long number) const = 0;
 };
 
 // Calls f(Number<n>, i) for queries [first, last), n from i on together: QUERIES where there are as many, else all that are left.
@@ -84,12 +82,12 @@ template <class F> INLINE void together(long first, long last, const F &f) {
     else if (last - i == 1) f(Number<1>{}, i);
 }
 
-// Keys [begin, end) of a row, the row of q that meets them, and what its distance from them is more than the slots between.
+// Keys [begin, end) of a row, the row of q that attends them, and what is added to slot distances (gap).
 struct Cut { long begin, end, query, gap; };
 
 struct Attention : Operands {
     using Operands::Operands;
-    const long *range_first = nullptr;  // of calls with ranges: cuts before each row, and the cuts; see attention_ranges.h
+    const long *range_first = nullptr;  // of calls with ranges: cuts before each row, and the cuts (RangeCuts)
     const Cut *range_cuts = nullptr;
 
     INLINE_MEMBER const Cut &range_cut(long b, long cut) const { return range_cuts[range_first[b] + cut]; }
@@ -105,24 +103,24 @@ struct Attention : Operands {
     INLINE_MEMBER long end_of(long b, long cut) const {
         return range_cuts ? range_cut(b, cut).end : min_of((cut + 1) * SPLIT, length(b));
     }
-    // The row of q that meets the cut.
+    // The row of q that attends the cut.
     INLINE_MEMBER long query_of(long b, long cut) const { return range_cuts ? range_cut(b, cut).query : b; }
     // How far the query is from key `at` of the cut; with slopes.
     INLINE_MEMBER long distance(long b, long cut, long at) const { return length(b) - 1 - at + range_cut(b, cut).gap; }
-    // Where key `at` of row b and head 0 stands among all [slot][kv head] of the pages.
+    // Index of key `at` of row b, head 0, among all [slot][kv head] of the pages.
     INLINE_MEMBER long entry(long b, long at) const {
         return ((long)tables[b * table_row + at / block_size] * block_size + at % block_size) * kv_heads;
     }
     INLINE_MEMBER bool has(long b, long cut) const { return begin_of(b, cut) < end_of(b, cut); }
 };
 
-// Per-thread working memory of some queries: scaled, their weighted values, running maximum and sum; and the scores of one
-// kv head's queries against a chunk.
+// Per-thread working memory: scaled queries, their weighted values, running maxima and sums; and the scores of one kv head's
+// queries against a chunk.
 struct Scratch {
     float *query, *scores, *acc, *top, *total;
-    float *wide;  // of rows of codes: the numbers of a chunk
+    float *wide;  // of latent rows: a chunk as floats
     long query_row, acc_row;
-    static long wide_floats(const Attention &p) { return p.page_type == PAGES_OF_ROWS ? CHUNK_KEYS<row_code> * p.dim : 0; }
+    static long wide_floats(const Attention &p) { return p.page_type == LATENT_PAGES ? CHUNK_KEYS<row_code> * p.dim : 0; }
     static long floats(const Attention &p, long rows, long heads) {
         const long queries = rows * p.group();
         return queries * heads * (round_up(p.dim, W) + round_up(p.value_dim, W) + 2) + queries * CHUNK + 4 * W + wide_floats(p);
@@ -137,7 +135,7 @@ struct Scratch {
         top = acc + queries * heads * acc_row;
         total = top + queries * heads;
     }
-    // The same for the queries from number `first` on; scores are those of whoever asks.
+    // The part for queries from `first` on; the score buffer is shared.
     INLINE_MEMBER Scratch from(long first) const {
         Scratch s = *this;
         s.query += first * query_row, s.acc += first * acc_row, s.top += first, s.total += first;
@@ -162,12 +160,12 @@ static void load_queries(const Attention &p, const Scratch &s, long b, long quer
     }
 }
 
-// What scores of W keys lose to a slope in base 2, as it is added to them; the first key is `distance` places before the query.
+// The ALiBi bias of W keys in base 2; the first key is `distance` positions before the query.
 INLINE vf bias_of(float slope, long distance) {
     return (__builtin_convertvector(lane_numbers(), vf) - float(distance)) * (slope * LOG2_E);
 }
 
-// Nothing seen yet.
+// Reset to no keys seen.
 static void clear_results(const Scratch &s, long queries) {
     __builtin_memset(s.acc, 0, queries * s.acc_row * sizeof(float));
     for (long i = 0; i < queries; i++) s.top[i] = -__builtin_inff(), s.total[i] = 0.0f;

@@ -1,17 +1,17 @@
-// How work is split, over rows of x and over threads.
+// Work distribution over rows of x and over threads.
 
 #pragma once
 
 #include "simd.h"
-#include "team.h"
+#include "thread_team.h"
 
 namespace {
 
-constexpr long CHUNK_BYTES = 64 << 10;   // of weight, the unit threads take, if that leaves each enough of them
+constexpr long CHUNK_BYTES = 64 << 10;   // of weight per unit, if there are enough units for all threads
 constexpr long CHUNKS_PER_THREAD = 8;
-constexpr long SERIAL_WORK = 1 << 15;    // multiply-adds below which a second thread costs more than it gives
+constexpr long SERIAL_WORK = 1 << 15;    // multiply-adds below which a second thread does not pay
 
-// Rows of x split as evenly as can be over tiles of a bounded number of rows.
+// Rows of x split as evenly as possible into tiles of a bounded number of rows.
 struct Tiles {
     long rows, count;
     INLINE_MEMBER long begin(long t) const { return rows * t / count; }
@@ -23,10 +23,10 @@ INLINE long chunk_of(long count, long bytes) {
     return max_of(1, min_of(CHUNK_BYTES / bytes, count / (CHUNKS_PER_THREAD * most_threads())));
 }
 
-// Chunks 0 .. count over the threads that share a piece of work: each walks a share of consecutive ones, then helps the others with theirs.
-// So a thread reads one long run of memory, as prefetching wants it, and none waits for one that another process holds up.
+// Chunks 0 .. count distributed over threads: each takes a share of consecutive chunks, then helps with the shares of others. So a
+// thread reads one long run of memory, which suits prefetching, and none waits for a thread that the system has descheduled.
 struct Shares {
-    static constexpr long MOST = 64;  // more threads than that begin by helping
+    static constexpr long MOST = 64;  // further threads only help
     struct alignas(64) Cursor { long next, end; };
     Cursor cursors[MOST];
     long count, shares;
@@ -46,7 +46,7 @@ struct Shares {
     }
 };
 
-constexpr long SERIAL_ELEMENTS = 1 << 15, SERIAL_IN_TEAM = 1 << 12;  // of everything else, below which one thread is quicker
+constexpr long SERIAL_ELEMENTS = 1 << 15, SERIAL_IN_TEAM = 1 << 12;  // of other work, below which one thread is faster
 
 INLINE long threads_for(long elements, long units) {
     return elements < (own_team() ? SERIAL_IN_TEAM : SERIAL_ELEMENTS) ? 1 : min_of(max_of(1, units), most_threads());

@@ -1,15 +1,15 @@
-// Rotation with append, and re-rotation, for latent attention's rows of int8 codes (code_rows.h).
+// Rotation with append, and re-rotation, for the int8 rows of latent attention (int8_pages.h).
 
 #pragma once
 
 #include <cstdlib>
 
-#include "code_rows.h"
+#include "int8_pages.h"
 #include "names.h"
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 

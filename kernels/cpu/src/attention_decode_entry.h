@@ -1,43 +1,43 @@
-// Attention over all rows of a call: what the threads take, and in which order results are merged. See attention.h.
+// Entry point of decode attention: distribution of rows over threads, and the order of merging. See attention_decode.h.
 
 #pragma once
 
 #include <cstdlib>
 
-#include "attention.h"
 #include "attention_call.h"
+#include "attention_decode.h"
 #include "attention_floats.h"
 #include "attention_int8.h"
 #include "attention_int8_floats.h"
-#include "attention_int8_quads.h"
-#include "attention_ranges.h"
+#include "attention_int8_vnni.h"
+#include "attention_key_ranges.h"
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
 // Elements of keys below which one thread is quicker (measured: two are at 24 keys of 8 heads of 64 already).
 constexpr long SERIAL_KEYS = 1 << 12;
 
-// Pages of codes are asked for chunk by chunk: what matters is what comes behind a cut.
-template <> struct Walk<int8_t> { typedef Following type; };
+// Pages of codes are prefetched chunk by chunk; this prefetches the first chunk of the next cut.
+template <> struct PrefetcherOf<int8_t> { typedef KeySpan type; };
 template <class T>
-INLINE void set_out(Following &, const Attention &p, const Course &course, long number, long head, long heads) {
-    codes::first_chunk(p, course.piece(number), head, heads).ask(1 << 20);
+INLINE void start_prefetch(KeySpan &, const Attention &p, const SpanSequence &course, long number, long head, long heads) {
+    codes::first_chunk(p, course.piece(number), head, heads).prefetch(1 << 20);
 }
-INLINE void turn_to(Following &walk, const Following &next) { walk = next; }
+INLINE void continue_prefetch(KeySpan &walk, const KeySpan &next) { walk = next; }
 
 template <>
 void attend_cut<int8_t>(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
-                        Following &following, bool loaded) {
+                        KeySpan &following, bool loaded) {
 #if defined(WINDLASS_VNNI) || defined(WINDLASS_DOT)
     if (codes::quads_fit(p)) return codes::attend_cut<codes::Quads>(p, all, b, rows, head, heads, cut, following, loaded);
 #endif
     codes::attend_cut<codes::Floats>(p, all, b, rows, head, heads, cut, following, loaded);
 }
 
-// Whether row b may share the pass over a cut with rows before it that see it from `begin` to `end`.
+// Whether row b can share the pass over a cut with previous rows that see keys [begin, end) of it.
 template <class T> INLINE bool may_join(const Attention &p, long b, long cut, long begin, long end) {
     if (!p.has(b, cut)) return false;
     const long own = p.begin_of(b, cut);
@@ -46,41 +46,41 @@ template <class T> INLINE bool may_join(const Attention &p, long b, long cut, lo
 
 // As p, but only `count` queries of kv head `head`, from its query `first` on.
 static Attention with_queries(Attention p, long head, long first, long count) {
-    const long skipped = head * p.group() + first - head * count;  // where it looks for them is head * count
+    const long skipped = head * p.group() + first - head * count;  // its queries are read from head * count on
     p.q = (const char *)p.q + skipped * p.q_head * (p.q_type == 0 ? 4 : 2);
     if (p.slopes) p.slopes += skipped;
     p.heads = count * p.kv_heads;
     return p;
 }
 
-// The cuts of all rows. Units are its pieces: where heads are apart, the next one is no neighbour in memory; where a share ends, it
-// is another thread's.
-struct Cuts final : Course {
+// The spans of all cuts, by unit. There is no next span where heads are separate units (not adjacent in memory) or a thread's share
+// ends.
+struct Cuts final : SpanSequence {
     const Attention &p;
     const long *owner, *first;  // the row of each cut; the number of each row's first
     const Shares &shares;
     const long each;  // units of a cut
-    long begun = 0;   // the one that a walk begins with
+    long begun = 0;   // the first unit of the current run
     Cuts(const Attention &p, const long *owner, const long *first, const Shares &shares, long each)
         : p(p), owner(owner), first(first), shares(shares), each(each) {}
-    Following cut(long number) const {
+    KeySpan cut(long number) const {
         const long b = owner[number], cut = p.first_cut(b) + number - first[b];
         return {b, p.begin_of(b, cut), p.end_of(b, cut)};
     }
-    Following piece(long unit) const override {
+    KeySpan piece(long unit) const override {
         if (unit != begun && (each > 1 || shares.begins_one(unit))) return {0, 0, 0};
         return cut(unit / each);
     }
 };
-// All keys that some rows see, which have one table.
-struct Keys final : Course {
-    const Following all;
-    explicit Keys(const Following &all) : all(all) {}
-    Following piece(long number) const override { return number ? Following{0, 0, 0} : all; }
+// One span: all keys that the rows of a pack see.
+struct Keys final : SpanSequence {
+    const KeySpan all;
+    explicit Keys(const KeySpan &all) : all(all) {}
+    KeySpan piece(long number) const override { return number ? KeySpan{0, 0, 0} : all; }
 };
 
-// Rows of tables of their own: units are (row, cut, some heads), so one long row spreads over the threads, and of a single head some
-// queries, where there is nothing else to share: they meet the same keys, which the caches have by then.
+// Rows with separate tables. Units are (row, cut, some heads), so one long row is spread over the threads. If there is nothing else
+// to distribute, the queries of a single head are split too; they read the same keys, which are in the caches by then.
 template <class T> static int attend_alone(const Attention &p) {
     const long group = p.group(), part_row = p.value_dim + 2;
     long *first = (long *)malloc((p.batch + 1) * sizeof(long));  // cuts before each sequence
@@ -93,7 +93,7 @@ template <class T> static int attend_alone(const Attention &p) {
     }
     const long cuts = first[p.batch], all_threads = most_threads();
     const bool serial = keys * p.kv_heads * p.dim < SERIAL_KEYS;
-    // A cut's heads lie side by side in memory: one thread takes them all, where there are enough cuts for all threads.
+    // The heads of a cut are adjacent in memory: one thread takes them all if there are enough cuts for all threads.
     const long wanted = serial ? 1 : min_of(p.kv_heads, ceil_div(all_threads, max_of(1, cuts)));
     const long heads = ceil_div(p.kv_heads, wanted), pieces = ceil_div(p.kv_heads, heads);
     const long spread = serial || heads > 1 ? 1 : min_of(ceil_div(group, QUERIES), all_threads / max_of(1, cuts * pieces));
@@ -112,17 +112,17 @@ template <class T> static int attend_alone(const Attention &p) {
         on_threads(threads, [&](long thread) {
             Scratch s;
             s.place(p, 1, heads, parts + cuts * p.heads * part_row + thread * scratch);
-            long coming = -1;  // the unit whose first chunk is on its way
+            long coming = -1;  // the unit whose first chunk has been prefetched
             Cuts course(p, owner, first, shares, pieces * slices);
-            typename Walk<T>::type walk;
+            typename PrefetcherOf<T>::type walk;
             shares.take(thread, [&](long unit) {
                 const long at = unit / slices / pieces, head = unit / slices % pieces * heads, here = min_of(heads, p.kv_heads - head);
                 const long skipped = unit % slices * queries, count = min_of(queries, group - skipped);
                 const bool asked = coming == unit;
-                if (!asked) course.begun = unit, set_out<T>(walk, p, course, unit, head, here);
-                const Following own = course.cut(at);
+                if (!asked) course.begun = unit, start_prefetch<T>(walk, p, course, unit, head, here);
+                const KeySpan own = course.cut(at);
                 coming = pieces * slices == 1 && !shares.begins_one(unit + 1) ? unit + 1 : -1;
-                turn_to(walk, course.piece(unit + 1));
+                continue_prefetch(walk, course.piece(unit + 1));
                 const long b = own.b, cut = p.first_cut(b) + at - first[b];
                 const bool loaded = asked && at > first[b] && p.query_of(b, cut) == p.query_of(b, cut - 1);
                 attend_cut<T>(slices == 1 ? p : with_queries(p, head, skipped, count), s, b, 1, head, here, cut, walk, loaded);
@@ -139,7 +139,7 @@ template <class T> static int attend_alone(const Attention &p) {
     return failed;
 }
 
-// Rows of one table: units are (pack of rows, kv head), merged on the spot.
+// Rows with a common table: units are (pack of rows, kv head), merged within the unit.
 template <class T> static int attend_packed(const Attention &p) {
     const long group = p.group(), part_row = p.value_dim + 2, rows = max_of(1, PACK / group);
     const long packs = ceil_div(p.batch, rows), units = packs * p.kv_heads;
@@ -164,7 +164,7 @@ template <class T> static int attend_packed(const Attention &p) {
         s.place(p, rows, 1, memory + thread * own_floats);
         float *parts = memory + thread * own_floats + scratch;
         taken.take([&](long unit) {
-            // The last pack sees most keys: it goes first, so that no thread is left alone with it.
+            // The last pack sees most keys, so it is scheduled first.
             const long b0 = (packs - 1 - unit / p.kv_heads) * rows, head = unit % p.kv_heads;
             const long count = min_of(rows, p.batch - b0);
             long first = p.first_cut(b0), last = 0;
@@ -173,8 +173,8 @@ template <class T> static int attend_packed(const Attention &p) {
                 last = max_of(last, p.first_cut(b0 + r) + p.cuts(b0 + r));
             }
             const Keys course({b0, p.first_key(b0), p.length(b0 + count - 1)});
-            typename Walk<T>::type walk;
-            set_out<T>(walk, p, course, 0, head, 1);
+            typename PrefetcherOf<T>::type walk;
+            start_prefetch<T>(walk, p, course, 0, head, 1);
             for (long cut = first; cut < last; cut++) {
                 for (long r = 0, run; r < count; r += run) {
                     run = 1;
@@ -183,8 +183,8 @@ template <class T> static int attend_packed(const Attention &p) {
                     long end = p.end_of(b0 + r, cut);
                     for (; r + run < count && may_join<T>(p, b0 + r + run, cut, begin, end); run++)
                         end = max_of(end, p.end_of(b0 + r + run, cut));
-                    // What comes next is most often the row's next cut.
-                    turn_to(walk, {b0 + r, end, min_of(end + SPLIT, p.length(b0 + r))});
+                    // The next span is most often the row's next cut.
+                    continue_prefetch(walk, {b0 + r, end, min_of(end + SPLIT, p.length(b0 + r))});
                     attend_cut<T>(p, s, b0 + r, run, head, 1, cut, walk, false);
                     float *part = parts + ((cut - first) * rows + r) * group * part_row;
                     for (long i = 0; i < run * group; i++) keep_part(p, s, i, part + i * part_row);
@@ -201,12 +201,12 @@ template <class T> static int attend_packed(const Attention &p) {
     return 0;
 }
 
-// One token per sequence. A length of 0 gives a row of zeros. NO_SUCH_BLOCK: the tables name one in a query's sight that
-// they or the pages lack. With a table_row of 0 all rows share the first one's table. With ranges, NO_SUCH_ROW: one that is met by
-// a row that q lacks; KEYS_WITHOUT_RANGE: the last ends before the last key.
+// One token per sequence. A length of 0 gives a row of zeros. With a table_row of 0 all rows share the first table.
+// NO_SUCH_BLOCK: a visible block is missing in the tables or pages. NO_SUCH_ROW: a range names a row that q lacks.
+// RANGES_TOO_SHORT: the last range ends before the last key.
 EXPORT int WINDLASS_NAME(paged_attention_decode)(const AttentionArguments *arguments) {
     Attention p(*arguments);
-    if (unknown_to_the_kernels(p)) return NOT_DONE_HERE;
+    if (is_unsupported(p)) return UNSUPPORTED_CALL;
     for (long b = 0; b < p.batch; b++)
         if (const int code = check_ranges(p, b, b, 1)) return code;
     RangeCuts cuts;

@@ -1,18 +1,18 @@
-// out[M, N] = x[M, K] * weight[N, K]^T + bias for many rows, by the processor's matrix unit; or, where the halves of that are gate
-// and up, out[M, N / 2] = activation(gate) * up.
+// out[M, N] = x[M, K] * weight[N, K]^T + bias for many rows, by AMX; or, if its halves are gate and up, out[M, N / 2] =
+// activation(gate) * up.
 //
-// x is rounded to bfloat16 and so is the weight, whatever it is stored as. A thread widens some panels at a time, a piece of K of
-// each, that stay in L2; two tiles of x, which stay in L1, meet all of them. Products are exact and sums float32. What rounding
-// costs is less than the 8 bits of block_linear.h do (docs/benchmarks.md).
+// x and the weight, however it is stored, are rounded to bfloat16. A thread converts some panels at a time, a piece of K of each,
+// which stay in L2, and multiplies them by two tiles of x, which stay in L1. Products are exact and sums float32. The rounding error
+// is smaller than that of 8 bits in block_linear.h (docs/benchmarks.md).
 
 #pragma once
 
 #include <cstdlib>
 
+#include "amx.h"
 #include "block_codes.h"
 #include "elementwise.h"
-#include "matrix_unit.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
@@ -21,8 +21,8 @@ namespace matrix {
 constexpr long MOST_ROWS = 512;         // of x in a pass
 constexpr long MOST_K = 640;            // elements of K: two tiles of x of them stay in L1 while weights stream past
 constexpr long NEAR_BYTES = 1 << 20;    // of widened weights and of sums that stay in L2
-constexpr long CHUNKS_OF_THREAD = 4;    // of a weight, so that threads end together
-constexpr int AT_ONCE = 2;              // tiles of x and panels that meet
+constexpr long CHUNKS_OF_THREAD = 4;    // of a weight, for an even load
+constexpr int AT_ONCE = 2;              // tiles of x and panels multiplied together
 constexpr long OF_SUMS = ROWS * ROWS, OF_MEETING = AT_ONCE * AT_ONCE * OF_SUMS;
 
 struct Product {
@@ -39,9 +39,9 @@ struct Product {
     INLINE_MEMBER long panels() const { return ceil_div(N, blocks::PANEL); }
 };
 
-// Panels are taken two at a time: neighbours, or one of gates and the one of ups that belongs to it.
+// Panels are processed in pairs: adjacent ones, or one of gates and the matching one of ups.
 struct Pairing {
-    long panels, ups;  // ups: how far behind gates; 0 for neighbours
+    long panels, ups;  // ups: distance from gates; 0 for adjacent panels
 
     explicit Pairing(const Product &p) : panels(p.panels()), ups(p.gated() ? panels / 2 : 0) {}
     INLINE_MEMBER long count() const { return ceil_div(panels, 2); }
@@ -49,7 +49,7 @@ struct Pairing {
     INLINE_MEMBER long in(long both) const { return panel(both, 1) < panels ? 2 : 1; }
 };
 
-// How much of a weight a thread takes at a time. Pieces of K depend on K alone, so that a row has the same bits in any batch.
+// The share of a weight per thread. Pieces of K depend on K alone, so that a row has the same bits in any batch.
 struct Plan {
     long k_block;  // elements of K
     long chunk;    // pairs of panels
@@ -63,13 +63,13 @@ struct Plan {
     INLINE_MEMBER bool one_piece(const Product &p) const { return k_block >= p.K; }
     INLINE_MEMBER long panel_bytes() const { return k_block * blocks::PANEL * 2; }
     INLINE_MEMBER long ready_bytes() const { return chunk * AT_ONCE * panel_bytes(); }
-    // Between pieces of K the sums of all that meets in a chunk are kept.
+    // Sums of a chunk are kept between pieces of K.
     INLINE_MEMBER long sum_bytes(const Product &p) const {
         return (one_piece(p) ? 1 : chunk * ceil_div(p.tiles(), AT_ONCE)) * OF_MEETING * 4;
     }
 };
 
-// Tile t of x, bfloat16 [step][row][STEP], zeros where there is nothing.
+// Tile t of x, bfloat16 [step][row][STEP], padded with zeros.
 template <class TX> static NOINLINE void pack_tile(const Product &p, long t, pair *to) {
     const long rows = min_of(ROWS, p.M - t * ROWS);
     for (long s = 0; s < p.steps(); s++)
@@ -115,13 +115,13 @@ template <class F> INLINE void with_count(long count, const F &f) {
     else f(Count<1>{});
 }
 
-// Pairs first .. end against all of x. widen(panel, k, end, to): elements k .. end of K of a panel as pairs, zeros up to a whole
-// step. packed: as pack_tile leaves tiles; ready, sums: as the plan says.
+// Pairs first .. end times all of x. widen(panel, k, end, to): elements k .. end of K of a panel as bfloat16 pairs, zeros up to a
+// full step. packed: tiles of pack_tile; ready, sums: sizes as in the plan.
 template <class TX, class WIDEN>
 static void multiply_chunk(const Product &p, const Plan &plan, const Pairing &pairing, const pair *packed, long first, long end,
                            pair *ready, float *sums, const WIDEN &widen) {
     const long tiles = p.tiles(), x_step = p.steps() * PAIRS_OF_TILE, of_panel = plan.panel_bytes() / (long)sizeof(pair);
-    // Sums to which nothing is done end where they belong.
+    // Sums that need no further step are written to their final place.
     const bool in_place = p.x_type == 0 && !p.bias && !p.gated();
     for (long k = 0; k < p.K; k += plan.k_block) {
         const long stop = min_of(k + plan.k_block, p.K), steps = ceil_div(stop - k, STEP);
@@ -155,7 +155,7 @@ static void multiply_chunk(const Product &p, const Plan &plan, const Pairing &pa
     }
 }
 
-// widen: as multiply_chunk has it, with memory of the thread's own behind its arguments, `widen_bytes` of it for a step of K.
+// widen: as in multiply_chunk, with a thread-local buffer of `widen_bytes` per step of K as last argument.
 template <class TX, class WIDEN> static int multiply_pass(const Product &p, long widen_bytes, const WIDEN &widen) {
     const Pairing pairing(p);
     const long pairs = pairing.count(), tiles = p.tiles(), x_bytes = tiles * p.steps() * PAIRS_OF_TILE * 4;
@@ -193,7 +193,7 @@ template <class TX, class WIDEN> static int multiply_all(Product p, long widen_b
     return 0;
 }
 
-// Groups g .. end of a panel as pairs of neighbouring elements of K.
+// Groups g .. end of a panel as pairs of adjacent elements of K.
 template <class F>
 static NOINLINE void widen_pairs(const blocks::BlockWeight &w, long panel, long g, long end, float *scales, pair *to) {
     static_assert(W == blocks::PANEL);
@@ -225,10 +225,10 @@ template <class F> static int multiply_blocks(const Product &p, const blocks::Bl
     return p.x_type == 0 ? multiply_all<float>(p, scale_bytes, widen) : multiply_all<bf16>(p, scale_bytes, widen);
 }
 
-// x and out are float32 (0) or bfloat16 (1), bias [N] float32 or null, the weight as linear_blocks takes it. activation: that of
-// gates, which are the first half of the weight's rows, a whole number of panels, and ups the second; or Product::NONE. Returns 1
-// when out of memory, 2 for a form that there is no product for.
-EXPORT int WINDLASS_NAME(linear_blocks_rounded)(const void *x, long x_stride, int x_type, const uint8_t *codes, const void *scales,
+// x and out are float32 (0) or bfloat16 (1), bias [N] float32 or null, the weight as in linear_blocks. activation: that of gates,
+// which are the first half of the weight's rows (full panels), followed by ups; or Product::NONE. Returns 1 when out of memory, 2 for
+// an unsupported form.
+EXPORT int WINDLASS_NAME(linear_blocks_amx)(const void *x, long x_stride, int x_type, const uint8_t *codes, const void *scales,
                                                 const void *supers, int bits, int group, int super_groups, int minimum, int offset,
                                                 const float *bias, int activation, void *out, long out_stride, long M, long N,
                                                 long K) {
@@ -242,8 +242,8 @@ EXPORT int WINDLASS_NAME(linear_blocks_rounded)(const void *x, long x_stride, in
     return 2;
 }
 
-// The same for a weight of bfloat16 in panels, of which nothing is rounded; x and out are bfloat16.
-EXPORT int WINDLASS_NAME(linear_panels_rounded)(const void *x, long x_stride, const void *weight, const float *bias, int activation,
+// The same for a bfloat16 panel weight, without rounding; x and out are bfloat16.
+EXPORT int WINDLASS_NAME(linear_panels_amx)(const void *x, long x_stride, const void *weight, const float *bias, int activation,
                                                 void *out, long out_stride, long M, long N, long K) {
     const Product p = {x, x_stride, 1, bias, out, out_stride, M, N, K, activation};
     const long lines = ceil_div(K, 2);

@@ -1,9 +1,8 @@
 // Quantizes rows of a weight into blocks (the layout is block_repack.h's): q8_0, and the forms with super groups.
 //
-// What is computed, kernels/torch/block_quantization.py says, operation by operation: the bytes are the same. Rows go side by
-// side as in a panel, one a lane, so that nothing is summed across lanes. No product may join an addition (see `times`):
-// there, instruction sets would differ. Only sums of codes and of their squares are whole numbers that fused products leave
-// as they are.
+// The same operations as in kernels/torch/block_quantization.py, with the same bytes as result. Each lane holds one row of a panel,
+// so nothing is summed across lanes. Products must not be fused with additions (see `times`), or instruction sets would differ.
+// Only sums of codes and of their squares may be fused: they are integers, which stay exact.
 
 #pragma once
 
@@ -12,7 +11,7 @@
 #include "block_repack.h"
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
@@ -54,7 +53,7 @@ INLINE vi integer_of(vf whole) { return (vi)(whole + splat(12582912.0f)) - (vi)s
 INLINE vf magnitude_of(vf x) { return (vf)((vu)x & 0x7fffffffu); }
 INLINE bool any_finite(f16 x) { return (x.bits & 0x7fffu) < 0x7c00u; }
 
-// Rows first .. end of the W that start at one of the panel's, of a matrix that has them at `source`.
+// Rows first .. end of the W rows of a panel part, read from a matrix at `source`.
 template <class T> struct Lanes {
     const T *source;  // of lane `first`
     long stride, first, end;
@@ -74,7 +73,7 @@ template <class T> struct Lanes {
             for (int i = 0; i < W; i++) x[j + i] = square[i];
         }
     }
-    // Words of a line, bytes of a row of scales, float16 numbers: what belongs to lanes with a row.
+    // Stores the words, bytes or float16 numbers of lanes that have a row.
     void store_words(uint8_t *line, vu words) const {
         if (end - first == W) *(vu_any *)line = words;
         else for (long i = first; i < end; i++) __builtin_memcpy(line + 4 * i, (const char *)&words + 4 * i, 4);
@@ -89,10 +88,10 @@ template <class T> struct Lanes {
 
 // ---- the fit of one group a lane ----
 
-// How much elements count. Without weights: 1 each, and nothing past the row's end.
+// Weights of elements. Without weights: 1 each, and 0 past the row's end.
 template <bool WEIGHTED> struct Sums {
     const vf *y, *weights;
-    int count;  // of elements that count for anything
+    int count;  // elements with a nonzero weight
     vf wy[WEIGHTED ? LONGEST : 1];
     vf total, total_y;
 
@@ -126,7 +125,7 @@ template <bool WEIGHTED> struct Sums {
 
 template <bool WEIGHTED> struct MinimumFit {
     const Sums<WEIGHTED> &sums;
-    vf scale, minimum, gain;  // gain: what the fit takes off the squared error
+    vf scale, minimum, gain;  // gain: reduction of the squared error by the fit
 
     template <class Code> INLINE_MEMBER void take_if_better(const Code &code) {
         vf q1, qq, yq;
@@ -213,7 +212,7 @@ static NOINLINE void fit_symmetric(const vf *y, const vf *weights, int group, in
 
 // ---- groups, super groups, panels ----
 
-// A float16 of at least x, and what it is worth.
+// A float16 of at least x, and its value.
 INLINE vf round_up(vf x, f16 (&stored)[W]) {
     vf worth = {};
     for (int i = 0; i < W; i++) {
@@ -224,7 +223,7 @@ INLINE vf round_up(vf x, f16 (&stored)[W]) {
     return worth;
 }
 
-// Codes of a group, whole numbers from zero or signed bytes, into its lines. Past the row's end they are zero.
+// Codes of a group (unsigned or signed bytes) into its lines; zeros past the row's end.
 template <class T> static void write_lanes(const vi *codes, const Form &form, int filled, const Lanes<T> &rows, uint8_t *lines) {
     const auto quad = [&](int q) {
         vu word = {};
@@ -276,7 +275,7 @@ template <class T> static void pack_eight(const Lanes<T> &rows, const Form &form
     write_lanes(codes, form, int(min_of(form.group, K - k)), rows, lines);
 }
 
-// Groups `begin` .. `end`, those of a super group; lines, scales and supers are its own.
+// Groups begin .. end of one super group, with its lines, scales and supers.
 template <bool WEIGHTED, class T>
 static void pack_super(const Lanes<T> &rows, const Lanes<float> &weights, const Form &form, long begin, long end, long K,
                        uint8_t *lines, uint8_t *scales, uint16_t *supers) {
@@ -296,7 +295,7 @@ static void pack_super(const Lanes<T> &rows, const Lanes<float> &weights, const 
         const vi finite = (vi)(most < splat_bits(bits_of(HUGE_GROUP)));
         const vi usable = finite & (vi)(most >= splat_bits(bits_of(TINY_GROUP)));
         all_finite &= finite;
-        // By powers of two, exactly: sums neither overflow nor vanish.
+        // Scaled by powers of two, exactly, so that sums neither overflow nor underflow.
         const vu exponent = (usable ? most : splat_bits(bits_of(1.0f))) & 0x7f800000u;
         const vf down = (vf)(splat_bits(0x7f000000u) - exponent), up = (vf)exponent;
         for (int i = 0; i < form.group; i++) y[i] = usable ? times(x[i], down) : vf{};
@@ -350,7 +349,7 @@ static void pack_rows_of(const T *source, long stride, const float *weights, lon
     const long groups = ceil_div(K, form.group), group_bytes = form.group * form.bits / 8 * PANEL_ROWS;
     const long span = form.super_groups ? form.super_groups : 1, units = ceil_div(groups, span);
     const long begin = first / PANEL_ROWS, end = ceil_div(first + count, PANEL_ROWS);
-    // Whole panels, so that threads do not write to one line.
+    // Full panels, so that threads do not write to a common cache line.
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads_for(count *K, end - begin))
     for (long panel = begin; panel < end; panel++) {
         for (long lane = 0; lane < PANEL_ROWS; lane += W) {

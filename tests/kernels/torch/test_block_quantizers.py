@@ -1,4 +1,5 @@
-"""Floats quantized into blocks: how much is lost, what the rule of q8_0 is, and what becomes of numbers that are seldom seen."""
+"""Floats quantized into blocks: how much is lost, what the rule of q8_0 is, and the result for rare numbers
+seen."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-// What the ranks of one model do together: sums, and columns brought to the first of them, through memory that they all map.
+// Collectives of a rank group through shared memory: all-reduce, and gathering columns on the first rank.
 //
-// The memory is a page of words, one line for each rank and one more, and behind it two slots for every rank. A rank copies
-// what it has into its slot, says so in its line and waits until the others have said so too. The two slots are used by
-// turns: who has seen all others in round n knows that they have read everything of round n - 1, and may write over it.
-// Sums are formed in the order of the ranks by each of them, so that all come to the same bits.
+// The memory begins with a page of lines, one per rank and one more, followed by two slots per rank. A rank copies its data into
+// its slot, marks its line and waits until all other lines are marked. The two slots alternate: a rank that has seen all others in
+// round n knows that they have read everything of round n - 1, and may overwrite it. Every rank forms sums in the order of the
+// ranks, so that all have the same bits.
 
 #pragma once
 
@@ -18,12 +18,12 @@
 
 #include "names.h"
 #include "simd.h"
-#include "team.h"
-#include "tiles.h"
+#include "thread_team.h"
+#include "work_split.h"
 
 namespace {
 
-// Of one rank, in its own memory. round: of the last meeting; bounds: the first column of each rank's, and the end.
+// State of one rank, in its own memory. round: of the last exchange. bounds: first column of each rank, and the end.
 struct RankGroup {
     char *memory;
     const int64_t *bounds;
@@ -32,7 +32,7 @@ struct RankGroup {
 
 namespace ranks {
 
-// Sleep while the word has this value, some milliseconds at most.
+// Sleeps while the word has this value, for some milliseconds at most.
 INLINE void sleep_on(uint32_t *word, uint32_t value) {
 #if defined(__linux__)
     const struct timespec most = {0, 20000000};
@@ -42,7 +42,7 @@ INLINE void sleep_on(uint32_t *word, uint32_t value) {
     sched_yield();
 #endif
 }
-// Wake who does.
+// Wakes the sleepers.
 INLINE void wake_all(uint32_t *word) {
 #if defined(__linux__)
     syscall(SYS_futex, word, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
@@ -52,8 +52,8 @@ INLINE void wake_all(uint32_t *word) {
 }
 
 constexpr long HEADER = 4096;
-constexpr long SPINS = 1 << 11;  // some ten microseconds; then whoever else wants the core may have it
-constexpr int GONE = 3;          // a rank has ended
+constexpr long SPINS = 1 << 11;  // about ten microseconds; then the core is yielded
+constexpr int RANK_ENDED = 3;          // a rank has ended
 
 struct alignas(64) Line { uint32_t round, sleeps; };
 
@@ -62,8 +62,8 @@ INLINE char *slot_of(const RankGroup &group, long rank) {
     return group.memory + HEADER + ((group.round & 1) * group.ranks + rank) * group.slot_bytes;
 }
 
-// Says that this rank's slot is full, and waits for those of the others. False where the word of the last line is set.
-static bool meet(const RankGroup &group) {
+// Marks the slot of this rank as full and waits for the others. False if the word of the last line is set (a rank has ended).
+static bool wait_for_ranks(const RankGroup &group) {
     Line *lines = lines_of(group), &own = lines[group.rank];
     const uint32_t round = uint32_t(group.round);
     __atomic_store_n(&own.round, round, __ATOMIC_SEQ_CST);
@@ -90,8 +90,8 @@ static bool meet(const RankGroup &group) {
 
 }  // namespace ranks
 
-// x [count] becomes the sum of what all ranks have there, in float32 in their order, rounded once. Returns 3 where one ended.
-EXPORT int WINDLASS_NAME(sum_over_ranks)(void *of, void *x, int type, long count) {
+// Replaces x [count] by the sum over all ranks, in float32 in their order, rounded once. Returns 3 if a rank has ended.
+EXPORT int WINDLASS_NAME(all_reduce)(void *of, void *x, int type, long count) {
     RankGroup &group = *(RankGroup *)of;
     int code = 0;
     with_type(type, [&](auto *element) {
@@ -102,8 +102,8 @@ EXPORT int WINDLASS_NAME(sum_over_ranks)(void *of, void *x, int type, long count
             auto *own = (T)((char *)x + first * size);
             group.round++;
             __builtin_memcpy(ranks::slot_of(group, group.rank), own, n * size);
-            if (!ranks::meet(group)) {
-                code = ranks::GONE;
+            if (!ranks::wait_for_ranks(group)) {
+                code = ranks::RANK_ENDED;
                 return;
             }
             const T start = (T)ranks::slot_of(group, 0);
@@ -124,8 +124,8 @@ EXPORT int WINDLASS_NAME(sum_over_ranks)(void *of, void *x, int type, long count
     return code;
 }
 
-// part: float32 [rows][columns] of this rank, whose columns begin at its bound. The first rank's `out` [rows][all columns] gets
-// those of all ranks; the others have none. Returns 3 where a rank ended.
+// part: float32 [rows][columns] of this rank, whose columns begin at its bound. The first rank receives the columns of all ranks in
+// `out` [rows][all columns]; the others pass null. Returns 3 if a rank has ended.
 EXPORT int WINDLASS_NAME(gather_columns)(void *of, const float *part, float *out, long rows) {
     RankGroup &group = *(RankGroup *)of;
     const int64_t *bounds = group.bounds;
@@ -143,7 +143,7 @@ EXPORT int WINDLASS_NAME(gather_columns)(void *of, const float *part, float *out
             group.round++;
             const long own = max_of(0, min_of(width, columns - first));
             if (!out) move((float *)ranks::slot_of(group, group.rank), width, part + row * columns + first, columns, count, own);
-            if (!ranks::meet(group)) return ranks::GONE;
+            if (!ranks::wait_for_ranks(group)) return ranks::RANK_ENDED;
             for (long r = 0; out && r < group.ranks; r++) {
                 const long theirs = max_of(0, min_of(width, bounds[r + 1] - bounds[r] - first));
                 if (r == group.rank) continue;

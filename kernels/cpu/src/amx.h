@@ -1,12 +1,12 @@
-// The matrix unit of x86-64 (AMX): products of whole tiles of bfloat16, and the same in plain code.
+// AMX, the matrix unit of x86-64: products of full tiles of bfloat16, and the same in plain code.
 //
-// A tile of x is 16 rows by 32 elements of K, a tile of the weight 16 lines as a panel has them: a pair of neighbouring elements of K
-// of each of 16 rows. Products are exact, sums are float32, and subnormal numbers count as zero.
+// A tile of x is 16 rows by 32 elements of K; a tile of the weight is 16 lines of a panel, each with a pair of adjacent elements of K
+// of 16 rows. Products are exact, sums are float32, and subnormal numbers count as zero.
 
 #pragma once
 
+#include "bf16_dot.h"
 #include "names.h"
-#include "pairs.h"
 #include "simd.h"
 
 namespace {
@@ -18,12 +18,11 @@ constexpr long STEP = 32;   // elements of K
 constexpr long PAIRS_OF_TILE = ROWS * STEP / 2;
 
 #if !defined(WINDLASS_PORTABLE)
-// The compiler's own functions want literals for registers, and say less than is true of the memory that they read. Rows lie so many
-// bytes apart.
+// The compiler's intrinsics need literal register numbers and declare less memory than they read. stride: between rows, in bytes.
 template <int T> INLINE void load_tile(const void *from, long row_bytes) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(row_bytes), "i"(T) : "memory");
 }
-// What passes by should not push out of L1 what stays.
+// Streamed data should not evict the resident tiles from L1.
 template <int T> INLINE void stream_tile(const void *from, long row_bytes) {
     asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(row_bytes), "i"(T) : "memory");
 }
@@ -36,7 +35,7 @@ template <int T, int A, int B> INLINE void add_product_of_tiles() {
 }
 #endif
 
-// Held by a thread while it multiplies: all tiles are whole ones, and the unit rests afterwards.
+// Configures all tiles at full size for the scope of a product; releases the unit afterwards.
 struct Use {
     INLINE_MEMBER Use() {
 #if !defined(WINDLASS_PORTABLE)
@@ -59,14 +58,14 @@ struct Use {
 
 template <int N> struct Count { static constexpr int value = N; };
 
-// Where tiles lie: the first one, then how many elements apart tiles side by side, steps of K, and rows of a tile are.
+// Addresses of tiles: the first one, and the strides in elements of adjacent tiles, steps of K, and rows of a tile.
 template <class N> struct Tiled {
     N *first;
     long tile, step, row;
 };
 
-// to = from + the products of TILES tiles of x and PANELS of the weight, over `steps` of them each; where `fresh`, of these alone. Sums
-// of a tile of x and a panel begin tile * to.tile + panel * to.step elements from the first. x is what stays near, the weight passes by.
+// to = from + the products of TILES tiles of x and PANELS panels over `steps` steps of K; if `fresh`, without `from`. The sums of a
+// tile and a panel begin tile * to.tile + panel * to.step elements from the first. x stays cached, the weight is streamed.
 template <int TILES, int PANELS>
 static NOINLINE void multiply_tiles(Tiled<const pair> x, Tiled<const pair> weight, long steps, Tiled<float> from, Tiled<float> to, bool fresh) {
 #if !defined(WINDLASS_PORTABLE)

@@ -1,11 +1,11 @@
-// Rows of a weight in blocks as float32, for lookups and for products in which nothing is rounded.
+// Rows of a block weight as float32, for embedding lookups and for products without rounding.
 
 #pragma once
 
 #include "block_codes.h"
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
@@ -31,7 +31,7 @@ static void spread_codes(const uint8_t *group, int bits, int quads, uint8_t *cod
     }
 }
 
-// Products and sums are rounded one by one, as the weight's own `dequantize` does.
+// Every product and sum is rounded separately, as in BlockWeight.dequantize.
 INLINE vf rounded(vf x) {
     vu bits = (vu)x;
     hide(bits);
@@ -68,9 +68,9 @@ static void widen_one(const BlockWeight &w, long row, float factor, float *out) 
     }
 }
 
-// Rows ids[i], or first + i where ids is null, times a factor: out [rows, K], contiguous. The rest as `linear_blocks` takes it.
-// Returns 1 for an id that is no row, with nothing written.
-EXPORT int WINDLASS_NAME(widen_blocks)(const uint8_t *codes, const void *scales, const void *supers, int bits, int group,
+// Rows ids[i], or first + i if ids is null, times a factor: out [rows, K], contiguous. The weight as in `linear_blocks`. Returns 1
+// for an id outside the table; nothing is written then.
+EXPORT int WINDLASS_NAME(dequantize_blocks)(const uint8_t *codes, const void *scales, const void *supers, int bits, int group,
                                        int super_groups, int minimum, int offset, const int64_t *ids, long first, float factor,
                                        float *out, long rows, long N, long K) {
     const BlockWeight weight = {codes, scales, (const f16 *)supers, bits, group, super_groups, minimum, offset, N, K};

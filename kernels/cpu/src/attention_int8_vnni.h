@@ -1,13 +1,13 @@
-// The products of attention_int8.h by vpdpbusd, or sdot, which add up four products of bytes, on codes as they lie.
+// The products of attention_int8.h by vpdpbusd or sdot, which sum four byte products, directly on the stored codes.
 //
-// Queries, and later weights, are rounded to 16 bits and go as two planes of bytes. Sums are exact integers, so what is lost is
-// 2^-16 of the largest element of the query, or weight of the chunk, far below what the codes have lost. One factor of
-// vpdpbusd is unsigned. For scores that is the code plus 128, and sums begin at -128 times the sum of the query's plane; for
-// results it is the weight, which is never negative. sdot takes signed bytes: codes as they are, and weights of 15 bits.
+// Queries, and later weights, are rounded to 16 bits and split into two planes of bytes. Sums are exact integers, so the error
+// is 2^-16 of the largest element of the query, or weight of the chunk, far below that of the codes. One factor of vpdpbusd is
+// unsigned. For scores that is the code plus 128, and sums start at -128 times the sum of the query's plane; for results it is
+// the weight, which is never negative. sdot takes signed bytes: plain codes, and weights of 15 bits.
 
 #pragma once
 
-#include "attention.h"
+#include "attention_decode.h"
 #include "attention_int8.h"
 #include "byte_products.h"
 #include "int8_pages.h"
@@ -27,7 +27,7 @@ using bytes::vub;
 constexpr long MOST_DIM = 512;  // 127 * 32639 * 512 is below 2^31
 constexpr float QUERY_STEPS = 32639.0f;  // 127 * 256 + 127: both planes of a query are signed
 constexpr float WEIGHT_STEPS = bytes::BIAS ? 65535.0f : 32639.0f;
-constexpr int32_t UPPER_ROUNDING = bytes::BIAS ? 0 : 128;  // a signed lower plane takes what it lacks from the upper one
+constexpr int32_t UPPER_ROUNDING = bytes::BIAS ? 0 : 128;  // a signed lower plane borrows from the upper one
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, even on a tie, in the low bits
 #if WINDLASS_REGISTERS >= 32
 constexpr int SCORED = 4, RESULT_VECTORS = 4;  // queries scored together; vectors of results of two queries: 16 accumulators
@@ -42,7 +42,7 @@ typedef narrow_bytes narrow_any __attribute__((aligned(1), may_alias));
 INLINE narrow_bytes low_bytes(vi x) {
 #if defined(WINDLASS_FMA) && WINDLASS_LANES == 16  // GCC 12 takes some of these conversions apart, element by element
     __m128i bytes = _mm512_cvtepi32_epi8((__m512i)x);
-    asm("" : "+v"(bytes));  // or it goes to memory at once, which is slower
+    asm("" : "+v"(bytes));  // prevents an early spill to memory, which is slower
     return (narrow_bytes)bytes;
 #elif defined(WINDLASS_FMA) && WINDLASS_LANES == 8
     const __m256i first = _mm256_set1_epi32(0x0c080400), quarters = _mm256_shuffle_epi8((__m256i)x, first);
@@ -55,13 +55,13 @@ INLINE narrow_bytes low_bytes(vi x) {
 
 INLINE float inverse(float most, float steps) { return most > 0x1p-100f && most < __builtin_inff() ? steps / most : 0.0f; }
 
-// What a scaled query becomes where it stands: quads of its upper and its lower plane in turns, and this after them.
+// A scaled query is replaced in place by alternating quads of its upper and lower plane, followed by this.
 struct QueryEnd {
     float factor;      // of the integers
     int32_t start[2];  // of the planes' sums
 };
 
-// Where a rounded query and its end have room in a row of the query.
+// Whether a rounded query and its QueryEnd fit into the row of the query.
 INLINE bool quads_fit(const Attention &p) {
     const long needed = 2 * ceil_div(p.dim, QUAD) * (long)sizeof(int32_t) + (long)sizeof(QueryEnd);
     return p.value_dim % W == 0 && p.dim <= MOST_DIM && needed <= round_up(p.dim, W) * (long)sizeof(float);
@@ -96,7 +96,7 @@ static NOINLINE void round_query(const Attention &p, float *query) {
 
 // Scores of NQ queries, key scales included; V vectors of tokens at once. lines: asked for ahead with every quad.
 template <int NQ, int V>
-static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Ahead &ahead, long lines) {
+static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, FloatPrefetcher &ahead, long lines) {
     const long quads = ceil_div(p.dim, QUAD);
     const int32_t *planes[NQ];
     for (int n = 0; n < NQ; n++) planes[n] = (const int32_t *)(s.query + (i + n) * s.query_row);
@@ -112,7 +112,7 @@ static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, c
             for (int plane = 0; plane < 2; plane++)
                 for (int v = 0; v < V; v++) acc[n][plane][v] = bytes::splat_int(planes[n][2 * quads + 1 + plane]);
         for (long q = 0; q < quads; q++) {
-            ahead.ask(lines);
+            ahead.prefetch(lines);
             vub code[V];
             for (int v = 0; v < V; v++) code[v] = (vub)load_quads(key[v] + q * PIECE) ^ uint8_t(bytes::BIAS);
             for (int n = 0; n < NQ; n++)
@@ -132,10 +132,10 @@ static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, c
     }
 }
 
-// Weights, of which `most` is the largest, become two planes of bytes where they stand, W of each in turns, and at the end of
-// them the factor of their integers.
+// Weights, of which `most` is the largest, are replaced in place by two planes of bytes, W of each in turns, followed by the
+// factor of their integers.
 INLINE void round_weights(float *weights, const Chunk &chunk, float most) {
-    const vf by = splat(inverse(most, WEIGHT_STEPS)), magic = splat(8388608.0f);  // 2^23: integers stand in the low bits
+    const vf by = splat(inverse(most, WEIGHT_STEPS)), magic = splat(8388608.0f);  // 2^23: integers appear in the low bits
     for (long j = chunk.begin; j < chunk.end; j += W) {
         const vi code = (vi)(load(weights + j) * by + magic);
         int8_t *planes = (int8_t *)weights + 2 * j;
@@ -146,7 +146,7 @@ INLINE void round_weights(float *weights, const Chunk &chunk, float most) {
 
 // acc[n][d: d + V * W] += weighted values. lines: asked for ahead with every quad.
 template <int NQ, int V>
-INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, long value_dim, long d, Ahead &ahead, long lines) {
+INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, long value_dim, long d, FloatPrefetcher &ahead, long lines) {
     vi acc[NQ][2][V] = {};
     const char *planes[NQ];
     for (int n = 0; n < NQ; n++) planes[n] = (const char *)(s.scores + (i + n) * CHUNK);
@@ -155,7 +155,7 @@ INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, long
         for (long t = 0; t < PANEL_TOKENS; t += QUAD, value += QUAD * value_dim) {
             vi code[V];
             for (int v = 0; v < V; v++) code[v] = load_quads(value + v * W * QUAD);
-            ahead.ask(lines);
+            ahead.prefetch(lines);
             for (int n = 0; n < NQ; n++)
                 for (int plane = 0; plane < 2; plane++) {
                     const vub x = (vub)spread(planes[n] + 2 * j + t / W * 2 * W + plane * W + t % W);
@@ -173,20 +173,20 @@ INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, long
     }
 }
 template <int NQ>
-static NOINLINE void add_values_of_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Ahead &ahead, long lines) {
+static NOINLINE void add_values_of_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, FloatPrefetcher &ahead, long lines) {
     long d = 0;
     for (; d + RESULT_VECTORS * W <= p.value_dim; d += RESULT_VECTORS * W)
         add_dims_of_quads<NQ, RESULT_VECTORS>(s, i, chunk, p.value_dim, d, ahead, lines);
     for (; d < p.value_dim; d += W) add_dims_of_quads<NQ, 1>(s, i, chunk, p.value_dim, d, ahead, lines / RESULT_VECTORS);
 }
 
-// What of `all` lines pass number `pass` of `passes` over the same codes asks for: evenly, since the processor drops what it is
-// asked for in a burst.
+// The share of `all` lines that pass `pass` of `passes` over the same codes prefetches: evenly, since the processor drops
+// prefetches issued in a burst.
 INLINE long share_of(long all, long passes, long pass) { return all * (pass + 1) / passes - all * pass / passes; }
 
 struct Quads {
     static void prepare(const Attention &p, float *query) { round_query(p, query); }
-    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &ahead) {
+    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, FloatPrefetcher &ahead) {
         constexpr int V = 2;
         const long all = V * W / PANEL_TOKENS, passes = ceil_div(queries, SCORED);
         const auto lines = [&](long i) { return share_of(all, passes, i / SCORED); };
@@ -198,7 +198,7 @@ struct Quads {
         else if (rest == 1) score_quads<1, V>(p, s, i, chunk, ahead, lines(i));
     }
     static void finish_weights(float *weights, const Chunk &chunk, float most) { round_weights(weights, chunk, most); }
-    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &ahead) {
+    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, FloatPrefetcher &ahead) {
         const long all = RESULT_VECTORS * W / PANEL_TOKENS, passes = ceil_div(queries, 2);
         long i = 0;
         for (; i + 2 <= queries; i += 2) add_values_of_quads<2>(p, s, i, chunk, ahead, share_of(all, passes, i / 2));

@@ -1,7 +1,7 @@
-// Pairs of neighbouring bfloat16 numbers in the lanes of a vector, and the sum of their two products with another such vector.
+// Pairs of adjacent bfloat16 numbers in the lanes of a vector, and the sum of their two products with another such vector.
 //
-// Where the processor has an instruction for it (WINDLASS_BF16) it does twice the multiplications of float32; products are exact
-// and sums are float32. Subnormal numbers count as zero there.
+// The native instruction (WINDLASS_BF16) does twice the multiplications of float32. Products are exact, sums are float32, and
+// subnormal numbers count as zero.
 
 #pragma once
 
@@ -56,7 +56,7 @@ INLINE pair paired(float first, float second) {
     return {uint32_t(low.bits) | uint32_t(high.bits) << 16};
 }
 
-// What a product takes at once, one number or a pair of them.
+// Numbers per element of a product: one, or a pair.
 template <class N> constexpr int NUMBERS = 1;
 template <> constexpr int NUMBERS<pair> = 2;
 

@@ -1,10 +1,10 @@
 // The gated delta rule (2412.06464): a matrix per head that each token lets fade, corrects and reads, in float32.
 //
-// Columns of such a matrix M have nothing to do with each other, given a token's query q, key k and gates g and b. So a unit of
-// work is a panel of columns that stays in the first cache over many tokens; and one pass over it is enough for a token: it makes
-// M = g' M + k' d', what the token before has left to do, on its way, and sums M^T k and M^T q of what it made. Then
-// d = b (v - g M^T k), and the token reads (g M + k d^T)^T q = g M^T q + (k q) d.
-// Every number takes the same steps however a sequence is cut, so its bits are the same.
+// Columns of such a matrix M are independent, given a token's query q, key k and gates g and b. So a unit of work is a panel of
+// columns that stays in L1 over many tokens, with one pass per token. The pass first applies the pending update of the previous
+// token, M = g' M + k' d', and sums M^T k and M^T q of the result. Then d = b (v - g M^T k), and the token reads
+// (g M + k d^T)^T q = g M^T q + (k q) d.
+// Every number is computed by the same operations however a sequence is chunked, so its bits are the same.
 
 #pragma once
 
@@ -14,10 +14,9 @@
 #include <cmath>
 
 #include "names.h"
+#include "recurrent_state.h"
 #include "simd.h"
-#include "state_rows.h"
-#include "state_runs.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 namespace delta_rule {
@@ -27,7 +26,7 @@ constexpr long PANEL = NV * W;      // columns
 constexpr long LINE = 16;           // numbers
 constexpr float LENGTH_EPS = 1e-6f;
 
-// What the caller gives, see gated_delta_rule.
+// Arguments of gated_delta_rule.
 template <class T> struct Operands {
     const T *qkv; long qkv_row;
     const T *decay; long decay_row;
@@ -43,16 +42,16 @@ template <class T> struct Operands {
     INLINE_MEMBER float *of_head(int64_t block, long head) const { return memory + (block * heads + head) * key_dim * value_dim; }
 };
 
-// What the tokens of a slice bring, but for their values.
+// Derived inputs of the tokens of a slice, except values.
 struct Slice {
     float *keys, *queries;  // [SLICE][key_heads][key_dim], of length 1, queries times key_dim^-1/2
-    float *meets;           // [SLICE][key_heads], the key times the query
-    float *kept, *share;    // [SLICE][heads], g and b
+    float *key_by_query;     // [SLICE][key_heads], the key times the query
+    float *decay, *share;    // [SLICE][heads], g and b
 };
 
-// What a token still has to do to the memory.
+// The pending update of a token.
 struct Change {
-    float kept;
+    float decay;
     const float *key;
     vf delta[NV];
 };
@@ -67,7 +66,7 @@ struct Sums {
     }
 };
 
-// Takes n columns of a memory [dim] with rows `row` apart into the panel, and fetches as many numbers of what comes after.
+// Loads n columns of a memory [dim], row stride `row`, into the panel and prefetches as many numbers of the next one.
 static NOINLINE Sums enter(const float *memory, long row, long n, const float *next, const float *key, const float *query,
                            long dim, float *panel) {
     Sums sums;
@@ -82,12 +81,12 @@ static NOINLINE Sums enter(const float *memory, long row, long n, const float *n
 }
 
 static NOINLINE Sums pass(float *panel, const Change &last, const float *key, const float *query, long dim) {
-    const Change change = last;  // or all of it would be read again after each number that is written
+    const Change change = last;  // a local copy, or it would be reloaded after each store
     Sums sums;
     for (long i = 0; i < dim; i++, panel += PANEL) {
         vf m[NV];
         for (int v = 0; v < NV; v++) {
-            m[v] = changed(load(panel + v * W), change.kept, change.delta[v], splat(change.key[i]));
+            m[v] = decay_and_add(load(panel + v * W), change.decay, change.delta[v], splat(change.key[i]));
             store(panel + v * W, m[v]);
         }
         sums.add(m, key[i], query[i]);
@@ -99,12 +98,12 @@ static NOINLINE void leave(const float *panel, const Change &last, long dim, flo
     const Change change = last;
     for (long i = 0; i < dim; i++, memory += row, panel += PANEL) {
         vf m[NV];
-        for (int v = 0; v < NV; v++) m[v] = changed(load(panel + v * W), change.kept, change.delta[v], splat(change.key[i]));
+        for (int v = 0; v < NV; v++) m[v] = decay_and_add(load(panel + v * W), change.decay, change.delta[v], splat(change.key[i]));
         store_columns(memory, n, m);
     }
 }
 
-// The panel of a head that begins with this column over a run. slice: of tokens `begin` on. next: what the thread walks afterwards.
+// The panel of a head from this column on, over a run. slice: of tokens from `begin` on. next: what the thread processes next.
 template <class T>
 static NOINLINE void walk(const Operands<T> &p, const Slice &slice, long begin, const Run &run, long head, long column,
                           const float *next, float *panel) {
@@ -117,19 +116,19 @@ static NOINLINE void walk(const Operands<T> &p, const Slice &slice, long begin, 
         const float *key = slice.keys + at * dim, *query = slice.queries + at * dim;
         Sums sums;
         if (t > run.first) sums = pass(panel, change, key, query, dim);
-        else if (!run.begins) sums = enter(memory, p.value_dim, n, next + column * dim, key, query, dim, panel);
+        else if (!run.starts_from_zero) sums = enter(memory, p.value_dim, n, next + column * dim, key, query, dim, panel);
         else
             for (long i = 0; i < dim * PANEL; i += W) store(panel + i, vf{});
         vf value[NV], read[NV];
         load_columns(p.values(t) + head * p.value_dim + column, n, value);
-        change.kept = slice.kept[own], change.key = key;
+        change.decay = slice.decay[own], change.key = key;
         for (int v = 0; v < NV; v++) {
-            change.delta[v] = add_product(value[v], sums.of_key[v], splat(-change.kept)) * slice.share[own];
-            read[v] = add_product(sums.of_query[v] * change.kept, change.delta[v], splat(slice.meets[at]));
+            change.delta[v] = add_product(value[v], sums.of_key[v], splat(-change.decay)) * slice.share[own];
+            read[v] = add_product(sums.of_query[v] * change.decay, change.delta[v], splat(slice.key_by_query[at]));
         }
         store_columns(p.out + (t * p.heads + head) * p.value_dim + column, n, read);
-        if (const int64_t kept = p.rows.kept_after(t); kept >= 0)
-            leave(panel, change, dim, p.of_head(kept, head) + column, p.value_dim, n);
+        if (const int64_t block = p.rows.snapshot_after(t); block >= 0)
+            leave(panel, change, dim, p.of_head(block, head) + column, p.value_dim, n);
     }
     leave(panel, change, dim, memory, p.value_dim, n);
 }
@@ -155,7 +154,7 @@ INLINE float product(const float *a, const float *b, long dim) {
     return total;
 }
 
-// What a token brings to a slice, in its place there.
+// Derived inputs of one token, stored in the slice.
 template <class T> static NOINLINE void prepare(const Operands<T> &p, const Slice &slice, long token, long place) {
     const long dim = p.key_dim;
     const float scale = 1.0f / __builtin_sqrtf(float(dim));
@@ -164,11 +163,11 @@ template <class T> static NOINLINE void prepare(const Operands<T> &p, const Slic
         float *query = slice.queries + at * dim, *key = slice.keys + at * dim;
         unit(p.qkv + token * p.qkv_row + h * dim, dim, scale, query);
         unit(p.keys(token) + h * dim, dim, 1.0f, key);
-        slice.meets[at] = product(key, query, dim);
+        slice.key_by_query[at] = product(key, query, dim);
     }
     for (long h = 0; h < p.heads; h++) {
         const long at = place * p.heads + h;
-        slice.kept[at] = std::exp(-p.rate[h] * softplus(widen(p.decay[token * p.decay_row + h]) + p.bias[h]));
+        slice.decay[at] = std::exp(-p.rate[h] * softplus(widen(p.decay[token * p.decay_row + h]) + p.bias[h]));
         slice.share[at] = 1.0f / (1.0f + std::exp(-widen(p.strength[token * p.strength_row + h])));
     }
 }
@@ -186,7 +185,7 @@ template <class T> static void all_tokens(const Operands<T> &p, const Slice &sli
         on_threads(threads, [&](long thread) {
             shares.take(thread, [&](long unit) {
                 const long r = unit / of_run, head = unit / panels % p.heads, column = unit % panels * PANEL;
-                // Behind the last memory there may be nothing: fetching reads nothing.
+                // May be past the last memory: a prefetch does not read.
                 const bool same = head + 1 < p.heads || r + 1 == count;
                 const float *next = same ? p.of_head(runs[r].block, head + 1) : p.of_head(runs[r + 1].block, 0);
                 walk(p, slice, begin, runs[r], head, column, next, panels_of_threads + thread * p.key_dim * PANEL);
@@ -196,15 +195,15 @@ template <class T> static void all_tokens(const Operands<T> &p, const Slice &sli
 }
 
 // qkv: [T][2 key_heads key_dim + heads value_dim], decay, strength: [T][heads], all of the type, rows so far apart. rate, bias:
-// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. kept: see StateRows. tiled_heads: see Backend.gated_delta_rule. out:
-// [T][heads value_dim] of the type. Returns 1 when out of memory or a code of StateRows::refusal; it has written nothing then.
+// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. snapshots: see StateRows. tiled_heads: see Backend.gated_delta_rule. out:
+// [T][heads value_dim] of the type. Returns 1 when out of memory or a code of StateRows::error_code; it has written nothing then.
 EXPORT int WINDLASS_NAME(gated_delta_rule)(const void *qkv, long qkv_row, int type, const void *decay, long decay_row,
                                            const void *strength, long strength_row, const float *rate, const float *bias,
                                            float *memory, long num_blocks, long key_heads, long heads, long key_dim,
                                            long value_dim, long tiled_heads, const int64_t *blocks, const int64_t *starts,
-                                           const int64_t *lengths, long sequences, const int64_t *kept, void *out, long tokens) {
-    const StateRows rows = {blocks, starts, lengths, sequences, kept};
-    if (const int code = rows.refusal(tokens, num_blocks)) return code;
+                                           const int64_t *lengths, long sequences, const int64_t *snapshots, void *out, long tokens) {
+    const StateRows rows = {blocks, starts, lengths, sequences, snapshots};
+    if (const int code = rows.error_code(tokens, num_blocks)) return code;
     const long at_once = min_of(SLICE, tokens), keys = at_once * key_heads * key_dim, gates = at_once * heads;
     const long panels = most_threads() * key_dim * PANEL;  // each of whole lines
     void *space;
@@ -212,9 +211,9 @@ EXPORT int WINDLASS_NAME(gated_delta_rule)(const void *qkv, long qkv_row, int ty
     Slice slice;
     slice.keys = (float *)space + panels;
     slice.queries = slice.keys + keys;
-    slice.kept = slice.queries + keys;
-    slice.share = slice.kept + gates;
-    slice.meets = slice.share + gates;
+    slice.decay = slice.queries + keys;
+    slice.share = slice.decay + gates;
+    slice.key_by_query = slice.share + gates;
     with_type(type, [&](auto *element) {
         typedef __typeof__(*element) T;
         const Operands<T> p = {(const T *)qkv, qkv_row, (const T *)decay, decay_row, (const T *)strength, strength_row, rate, bias,

@@ -1,4 +1,4 @@
-// What stands around the layers of a decode step: where each row is, and the largest logit of each.
+// Before and after the layers of a decode step: filling the persistent buffers, and the largest logit of each row.
 
 #pragma once
 
@@ -7,18 +7,17 @@
 
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
-// Rows of single tokens. said: [5][rows], of each row its token, its slot's number in its sequence, the position of a
-// sequence's first slot, its rotary row and its row of `tables`. tables: [groups] and rows with strides. Writes positions
-// and lengths [rows], slots [groups][rows], and the first `blocks` columns of own_tables [groups][rows][own_columns].
-// Returns 2 where a row's block is missing.
-EXPORT int WINDLASS_NAME(fill_rows)(const int64_t *said, long rows, const int32_t *tables, long group_stride, long row_stride,
+// Rows of single tokens. metadata: [5][rows], per row its token, index of its slot in the sequence, position of the sequence's first
+// slot, rotary row, and row of `tables`. tables: [groups][rows] with strides. Writes positions and lengths [rows], slots
+// [groups][rows], and the first `blocks` columns of own_tables [groups][rows][own_columns]. Returns 2 if a row's block is missing.
+EXPORT int WINDLASS_NAME(fill_step_buffers)(const int64_t *metadata, long rows, const int32_t *tables, long group_stride, long row_stride,
                                     long groups, long blocks, long block_size, int64_t *positions, int64_t *lengths,
                                     int64_t *slots, int32_t *own_tables, long own_columns) {
-    const int64_t *index = said + rows, *first = said + 2 * rows, *place = said + 4 * rows;
+    const int64_t *index = metadata + rows, *first = metadata + 2 * rows, *place = metadata + 4 * rows;
     for (long r = 0; r < rows; r++) positions[r] = index[r] + first[r], lengths[r] = index[r] + 1;
     for (long g = 0; g < groups; g++) {
         for (long r = 0; r < rows; r++) {
@@ -63,8 +62,8 @@ INLINE Largest largest_of(const float *x, long begin, long end) {
     return {best, i};
 }
 
-// Of each row of logits [rows][vocab] the first index of its largest, and that; a NaN counts as the largest. Returns 1 when
-// out of memory.
+// The first index of the largest value of each row of logits [rows][vocab], and that value; a NaN counts as the largest. Returns 1
+// when out of memory.
 EXPORT int WINDLASS_NAME(row_maxima)(const float *logits, long stride, long rows, long vocab, int64_t *ids, float *values) {
     const long segments = ceil_div(vocab, SEGMENT), units = rows * segments;
     Largest *found = (Largest *)malloc(units * sizeof(Largest));

@@ -1,4 +1,4 @@
-// Attention of prompts over all sequences of a call: which units the threads take. See attention_prefill.h.
+// Entry point of prefill attention: distribution of all sequences of a call over threads. See attention_prefill.h.
 
 #pragma once
 
@@ -10,12 +10,12 @@
 #include "attention_prefill_int8.h"
 #include "attention_prefill_int8_blocks.h"
 #if defined(WINDLASS_AMX)
-#include "attention_prefill_matrix.h"
+#include "attention_prefill_amx.h"
 #endif
-#include "attention_ranges.h"
+#include "attention_key_ranges.h"
 #include "names.h"
 #include "simd.h"
-#include "tiles.h"
+#include "work_split.h"
 
 namespace {
 
@@ -25,7 +25,7 @@ static long cut_units(const Prefill &p, long fewest, long most_tokens, Unit *uni
     for (long b = 0; b < p.batch; b++) {
         const long queries = p.queries(b), pieces = ceil_div(queries, most_tokens);
         if (queries < fewest) continue;
-        for (long i = pieces - 1; i >= 0; i--, count++) {  // the last sees most keys: it goes first
+        for (long i = pieces - 1; i >= 0; i--, count++) {  // the last one sees most keys, so it is scheduled first
             const long begin = queries * i / pieces, end = queries * (i + 1) / pieces;
             if (units) units[count] = {b, p.query_start[b] + begin, end - begin, p.length(b) - queries + begin};
         }
@@ -33,11 +33,11 @@ static long cut_units(const Prefill &p, long fewest, long most_tokens, Unit *uni
     return count;
 }
 
-// A unit in the arithmetic that the call allows.
+// Runs a unit in the arithmetic that the call allows.
 template <class T> static void run_any(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
 #if defined(WINDLASS_BF16)
     if constexpr (!IN_PANELS<T>)
-        if (p.rounds && p.queries(unit.b) >= FEWEST_ROUNDED) {
+        if (p.bf16_products && p.queries(unit.b) >= MIN_BF16_QUERIES) {
 #if defined(WINDLASS_AMX)
             const matrix::Use use;
             if (prefill_matrix::fits(p)) return run_unit<prefill_matrix::Way, T>(p, w, unit, head);
@@ -65,7 +65,7 @@ template <class T> static int prefill_all(const Prefill &p, long fewest) {
 #else
     const long fewest_rows = FEWEST_ROWS, fitting_rows = UNIT_FLOATS / (p.dim + p.value_dim);
 #endif
-    // Enough units per thread that none is left alone with the last, but no smaller than pays for the packing.
+    // Enough units per thread for an even load, but none smaller than the packing is worth.
     const long fair = ceil_div(queries * p.kv_heads, UNITS_PER_THREAD * all_threads);
     const long most = max_of(ceil_div(fewest_rows, group), min_of(fair, max_of(1, fitting_rows / group)));
     const long count = cut_units(p, fewest, most, nullptr), rows = round_up(most * group, WHOLE_ROWS);
@@ -97,11 +97,11 @@ template <class T> static int prefill_all(const Prefill &p, long fewest) {
     return failed;
 }
 
-// Sequences with fewer than `fewest` queries are passed over, their rows of out untouched. NO_SUCH_BLOCK: a query sees one
-// that the tables or the pages lack. With ranges as in attention_rows.h.
+// Sequences with fewer than `fewest` queries are skipped; their rows of out stay unchanged. NO_SUCH_BLOCK: a visible block is
+// missing in the tables or pages. For ranges see attention_decode_entry.h.
 EXPORT int WINDLASS_NAME(paged_attention_prefill)(const AttentionArguments *arguments, long fewest) {
     const Prefill p(*arguments);
-    if (unknown_to_the_kernels(p)) return NOT_DONE_HERE;
+    if (is_unsupported(p)) return UNSUPPORTED_CALL;
     for (long b = 0; b < p.batch; b++) {
         const long queries = p.queries(b), length = p.length(b);
         if (queries < fewest || queries < 1) continue;
