@@ -1,7 +1,7 @@
 """Forward passes of one sequence outside the scheduler.
 
-The model runner executes scheduler outputs written here, without scheduler, prefix cache or sampling. Row i is position i: it has
-read i + 1 tokens and predicts token i + 1, under the frequencies the rotary plan gives to a context of i + 1 tokens.
+The model runner executes scheduler outputs that this module writes, without scheduler, prefix cache or sampling. Row i is position i:
+its context is i + 1 tokens, it predicts token i + 1, and it uses the rotary plan's frequencies for that context length.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ _BLOCK = 16
 
 Specs = tuple[RotarySpec, ...]
 
-Stage = tuple[int, int, Specs]  # first row, end row, what they run under
+Stage = tuple[int, int, Specs]  # first row, end row, specs of these rows
 
 
 class SingleSequenceRunner:
     """Forward passes of one text at a time by a loaded model, under a rotary plan.
 
-    chunk: maximum number of tokens in one forward pass, and of rows returned at once, so that memory does not grow with the text
-    beyond its keys and values.
+    chunk: maximum number of tokens per forward pass, and of rows returned at once, so that only keys and values grow with the text.
     """
 
     def __init__(self, decoder: Decoder, cache_dtype: torch.dtype, *, chunk: int = 512) -> None:
@@ -54,11 +53,11 @@ class SingleSequenceRunner:
         *,
         exact: bool = False,
     ) -> RotaryPlan:
-        """The plan of a text of at most `longest` tokens; scaling None is the model's own. Raises RequestError."""
+        """Rotary plan of a text of at most `longest` tokens; scaling None is the model's own. Raises RequestError."""
         return RotaryPlanner(self.decoder.spec.rotary_groups).plan(longest, scaling, rope_update, exact=exact)
 
     def hidden(self, token_ids: Sequence[int], plan: RotaryPlan) -> Tensor:
-        """Final hidden states of every row, [T, hidden] on the CPU, from which `decoder.logits` makes logits."""
+        """Final hidden states of every row, [T, hidden] on the CPU: the input of `decoder.logits`."""
         with torch.inference_mode():
             rows = self.rows(token_ids, plan, range(len(token_ids)), prompt=1)
             return torch.cat([hidden.cpu() for _, hidden in rows])
@@ -73,24 +72,24 @@ class SingleSequenceRunner:
         context: ContextRule | None = None,
         computed: Callable[[int], None] | None = None,
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """(rows, their hidden states) for ascending rows, in pieces of at most `chunk`."""
+        """Yield (rows, their hidden states) for ascending rows, at most `chunk` rows at a time."""
         self.check_tokens(token_ids, context)
         if rows:
             rotates = plan.policy == "rotate"
-            read = tuple(token_ids[: rows[-1] + 1])
-            stages = list(plan_stages(plan, len(read), prompt))
-            far = any(spec.distances.has_second_keys for _, _, specs in stages for spec in specs)
-            copies = 2 if rotates or far else 1
-            text = SequencePasses(self, read, copies, context, computed, far=far)
-            walk = text.rotate(iter(stages)) if rotates else text.recompute(iter(stages), rows)
+            needed = tuple(token_ids[: rows[-1] + 1])
+            stages = list(plan_stages(plan, len(needed), prompt))
+            second_keys = any(spec.distances.has_second_keys for _, _, specs in stages for spec in specs)
+            copies = 2 if rotates or second_keys else 1
+            text = SequencePasses(self, needed, copies, context, computed, second_keys=second_keys)
+            passes = text.rotate(iter(stages)) if rotates else text.recompute(iter(stages), rows)
             wanted = set(rows)
-            for first, hidden in walk:
+            for first, hidden in passes:
                 chosen = [i for i in range(first, first + hidden.shape[0]) if i in wanted]
                 if chosen:
                     yield chosen, hidden[[i - first for i in chosen]]
 
     def check_tokens(self, token_ids: Sequence[int], context: ContextRule | None) -> None:
-        """Raise RequestError for a token id outside the vocabulary, or a window of no tokens."""
+        """Raise RequestError for a token id outside the vocabulary, or an empty window."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.decoder.spec.vocab_size:
             raise RequestError(f"token ids must lie between 0 and {self.decoder.spec.vocab_size - 1}", "token_ids")
         window = None if context is None else context.attention_window
@@ -99,7 +98,7 @@ class SingleSequenceRunner:
 
 
 def plan_stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
-    """Those from row 0 to `length`, in order and without gaps."""
+    """Stages from row 0 to `length`, in order and without gaps. prompt: tokens that are given at once."""
     first, context = 0, prompt
     while first < length:
         stage = plan.stage(context)
@@ -109,11 +108,11 @@ def plan_stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
 
 
 class SequencePasses:
-    """One text as the only sequence of a runner of its own, and its passes: each yields (first row, hidden states [R, hidden]).
+    """One text as the only sequence of its own model runner. Passes yield (first row, hidden states [R, hidden]).
 
-    num_copies: how often each key is to be held. far: whether one of them is as keys seem from far away. room: tokens that pages
-    are made for, None for those of the text. context: what each token sees, None for all. computed: called
-    after each forward pass with its number of tokens.
+    num_copies: copies of each key. second_keys: one of them is the second key copy of distance-based attention. capacity: tokens
+    for which there are pages, None for those of the text. context: attention window and sinks, None for full attention. computed:
+    called after each forward pass with its number of tokens.
     """
 
     def __init__(
@@ -124,12 +123,12 @@ class SequencePasses:
         context: ContextRule | None,
         computed: Callable[[int], None] | None = None,
         *,
-        far: bool = False,
+        second_keys: bool = False,
         capacity: int | None = None,
     ) -> None:
         decoder, self._chunk, self._computed = runner.decoder, runner.chunk, computed
         spec, self._token_ids, self._num_tokens = decoder.spec, token_ids, len(token_ids)
-        self._context, self._far = context or ContextRule(), far
+        self._context, self._has_second_keys = context or ContextRule(), second_keys
         self._groups = range(len(spec.kv_groups))
         self._num_blocks = -(-(capacity or len(token_ids)) // _BLOCK)
         self._has_states = spec.state_group is not None
@@ -141,10 +140,10 @@ class SequencePasses:
         self._runner.apply(SchedulerOutput(self._next_step, new=(self._sequence(token_ids),)))
 
     def _sequence(self, token_ids: tuple[int, ...], state: int = 0) -> NewSequence:
-        """The only one, on all pages there are. state: the block of states that it changes, if there are any."""
+        """The sequence, which owns all pages. state: the block of the recurrent state that it modifies, if any."""
         groups, states = len(self._groups), (TableChange(appended=(state,)),) * self._has_states
         table = TableChange(appended=tuple(range(self._num_blocks)))
-        far_table = TableChange(appended=tuple(range(self._num_blocks, 2 * self._num_blocks)))
+        second_table = TableChange(appended=tuple(range(self._num_blocks, 2 * self._num_blocks)))
         return NewSequence(
             seq_id=0,
             index=0,
@@ -154,7 +153,7 @@ class SequencePasses:
             stop_ids=(),
             token_ids=token_ids,
             tables=TableChanges(
-                True, (table,) * groups + states + ((far_table,) * groups + states if self._far else ())
+                True, (table,) * groups + states + ((second_table,) * groups + states if self._has_second_keys else ())
             ),
             rotary_id=0,
             window=self._context.attention_window,
@@ -162,20 +161,19 @@ class SequencePasses:
         )
 
     def prefill(self, num_tokens: int, specs: Specs) -> None:
-        """Let the pages hold a text that endings are read behind. They begin with its last token, which states have not seen."""
+        """Compute the text before endings. Their passes begin with its last token, which recurrent states must not contain."""
         last = num_tokens - 1 - self._has_states
         for _ in self.recompute(iter([(0, num_tokens, specs)]), [last] if last >= 0 else []):
             pass
 
     def read_ending(self, ending: tuple[int, ...], specs: Specs) -> Iterator[Tensor]:
-        """Hidden states [R, hidden] of the rows that predict an ending behind the text, whose keys lie in the pages. What an
-        ending before it left there is written over."""
-        whole = self._token_ids + ending
-        self._num_tokens = len(whole)
+        """Hidden states [R, hidden] of the rows that predict an ending of the prefilled text. Overwrites the previous ending."""
+        token_ids = self._token_ids + ending
+        self._num_tokens = len(token_ids)
         copies = (BlockCopy(len(self._groups), 0, 1),) * self._has_states
-        new = self._sequence(whole, state=int(self._has_states))
+        new = self._sequence(token_ids, state=int(self._has_states))
         self._runner.apply(SchedulerOutput(self._next_step, removed=(0,), new=(new,), copies=copies))
-        for _, hidden in self._forward(len(self._token_ids) - 1, len(whole) - 1, specs):
+        for _, hidden in self._forward(len(self._token_ids) - 1, len(token_ids) - 1, specs):
             yield hidden
 
     @property
@@ -183,9 +181,9 @@ class SequencePasses:
         return self._runner.sequences.step + 1
 
     def recompute(self, stages: Iterator[Stage], rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """One pass over everything up to the last wanted row of each stage, of which that stage's rows count.
+        """One pass per stage, from row 0 to its last requested row; yields only rows of that stage.
 
-        A plan that never changes has one stage, so this is also `frozen`.
+        A plan that never changes has one stage, so this implements `frozen` too.
         """
         remaining = list(reversed(rows))
         for first, end, specs in stages:
@@ -200,17 +198,19 @@ class SequencePasses:
                     yield start + skipped, hidden[skipped:]
 
     def rotate(self, stages: Iterator[Stage]) -> Iterator[tuple[int, Tensor]]:
-        """One pass; at each change of frequencies every cached key is re-rotated to the new ones.
+        """One pass; at each change of frequencies every cached key is re-rotated.
 
-        The keys as computed are kept in a second half of the cache, and every re-rotation starts from those.
+        The second half of the cache retains the originals, from which every re-rotation starts.
         """
         passed: list[Stage] = []
         for first, end, specs in stages:
-            last = passed[-1:]
+            previous = passed[-1:]
             change = SchedulerOutput(
                 self._next_step,
                 original_copies=tuple(
-                    self._rerotation(group, stage, stage[2], aside=True) for group in self._groups for stage in last
+                    self._rerotation(group, stage, stage[2], to_originals=True)
+                    for group in self._groups
+                    for stage in previous
                 ),
                 rerotations=tuple(self._rerotation(group, stage, specs) for group in self._groups for stage in passed),
             )
@@ -218,12 +218,12 @@ class SequencePasses:
             yield from self._forward(first, end, specs)
             passed.append((first, end, specs))
 
-    def _rerotation(self, group: int, stage: Stage, specs: Specs, *, aside: bool = False) -> KeyRerotation:
-        """Of the keys of a stage, from the second half of the cache to the first; aside: the other way round."""
+    def _rerotation(self, group: int, stage: Stage, specs: Specs, *, to_originals: bool = False) -> KeyRerotation:
+        """Re-rotate the keys of a stage from the second half of the cache to the first; to_originals: the reverse."""
         first, end, origin = stage
         live = range(first // _BLOCK, -(-end // _BLOCK))
         originals = range(live.start + self._num_blocks, live.stop + self._num_blocks)
-        sources, targets = (live, originals) if aside else (originals, live)
+        sources, targets = (live, originals) if to_originals else (originals, live)
         return KeyRerotation(
             group=group,
             start=first,
@@ -236,7 +236,7 @@ class SequencePasses:
         )
 
     def _forward(self, first: int, end: int, specs: Specs) -> Iterator[tuple[int, Tensor]]:
-        """Run rows first .. end - 1 under `specs`, the rows before them being cached."""
+        """Run rows first .. end - 1 under `specs`; earlier rows are cached."""
         for start, stop in pairwise([*range(first, end, self._chunk), end]):
             plan = SchedulerOutput(
                 self._next_step,

@@ -25,7 +25,7 @@ from windlass.server.cli import main as cli
 from windlass.server.cli import rope
 from windlass.server.text.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 W = np.array([1.0, 0.3, 0.01])
 RNG = np.random.default_rng(1)
 
