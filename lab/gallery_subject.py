@@ -28,7 +28,7 @@ LLAMA_2 = RotaryBase(rope_theta=10000.0, head_dim=128, rotary_dim=128, trained_l
 class Subject:
     """base: the unscaled rotation. scaling: that of pictures of a single scaling. length: the longest distance shown, in tokens.
 
-    compared: (label, scaling) of pictures that compare; the first is no scaling.
+    compared: (label, scaling) of pictures that compare; the first is without scaling.
     """
 
     name: str
@@ -56,7 +56,7 @@ def base_from_parameters(theta: float, dim: int, trained_len: int) -> RotaryBase
     if not 1 < theta < math.inf:
         raise LoadError(f"--theta must be a number above 1, got {theta:g}")
     if not 4 <= dim <= _MAX_DIM or dim % 2:
-        raise LoadError(f"--dim must be even and lie between 4 and {_MAX_DIM:,}, got {dim}")
+        raise LoadError(f"--dim must be even and between 4 and {_MAX_DIM:,}, got {dim}")
     if trained_len < 2:
         raise LoadError(f"--trained-len must be at least 2, got {trained_len}")
     return RotaryBase(rope_theta=theta, head_dim=dim, rotary_dim=dim, trained_len=trained_len)
@@ -78,7 +78,7 @@ def make_subject(
     if length is None:
         length = 100_000 if base == LLAMA_2 else min(24 * base.trained_len, _MAX_LENGTH)
     elif not 2 <= length <= _MAX_LENGTH:
-        raise LoadError(f"--length must lie between 2 and {_MAX_LENGTH:,}, got {length}")
+        raise LoadError(f"--length must be between 2 and {_MAX_LENGTH:,}, got {length}")
     chosen = scalings[0] if scalings else own
     compared = [(_label(scaling), scaling) for scaling in scalings] or usual_scalings(base, length)
     subject = Subject(

@@ -9,13 +9,11 @@ import importlib.resources
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from windlass.engine.errors import LoadError
 from windlass.lab.perplexity_results import CONFIDENCE, TOLERANCE, Recommendation, ScalingSweep
 
 _REFERENCES = ("cut", "window")  # kinds for comparison, never recommended
@@ -208,11 +206,3 @@ def _overlap(result: ScalingSweep) -> bool:
 def plain_text(text: str) -> str:
     """Escape Markdown characters in file and directory names."""
     return "".join("\\" + c if c in "\\`*_[]<>#|" else c for c in text)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file. Raises LoadError if that fails."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LoadError(f"cannot write {path}: {error.strerror}") from None

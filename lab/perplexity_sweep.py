@@ -60,8 +60,8 @@ _POINTS = 8  # of the exact comparison in the plot
 class PerplexityRunner:
     """Measures the loss of every row of every window under a candidate.
 
-    Passes that `result_log` holds are not repeated, and new ones are added to it. The `announce` methods tell `progress` how much
-    work follows.
+    Passes that `result_log` holds are not repeated, and new ones are added to it. The `announce` methods report to `progress`
+    how much work follows.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
     window = options.attention_window
     if window is not None and not (1 <= window <= options.max_len and 0 <= options.attention_sinks <= options.max_len):
         raise LoadError(
-            f"--attention-window must lie between 1 and --max-len {options.max_len}, --attention-sinks between 0 and that"
+            f"--attention-window must be between 1 and --max-len {options.max_len}, --attention-sinks between 0 and that"
         )
     files = find_files(options.texts)
     options.check_outputs(files)

@@ -124,7 +124,7 @@ def inspect_scaling(
     if length is None:
         length = own[0].base.trained_len
     if not 1 <= length <= _MAX_LENGTH:
-        raise LoadError(f"--length must lie between 1 and {_MAX_LENGTH}, got {format_value(length)}")
+        raise LoadError(f"--length must be between 1 and {_MAX_LENGTH}, got {format_value(length)}")
     scaled = apply_scaling(own, scaling)
     shown_name = display_name(directory, name)
     return Inspection(shown_name, length, tuple(_inspect(a, b, length) for a, b in zip(own, scaled, strict=True)))

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.clients.terminal.outputs import check_outputs
+from windlass.clients.terminal.outputs import check_outputs, write_output
 from windlass.engine.rotary.rotary_policy import RopeUpdate
-from windlass.lab.perplexity_report import write_text
 from windlass.lab.sweep_texts import Encoder
 
 if TYPE_CHECKING:
@@ -68,15 +67,15 @@ class CommonSweepOptions:
     ) -> None:
         """Write the requested files. html: from the SVG and the date. markdown: from the picture's file name and the date.
 
-        content: of the JSON file. draw: the figure with text of a given colour. Raises LoadError.
+        content: of the JSON file. draw: the figure with text of a given colour. Raises CommandError and LoadError.
         """
         from windlass.lab.plotting import INK, save_png, to_svg
 
         date = datetime.date.today().isoformat()
-        write_text(self.html, html(to_svg(draw(INK)), date))
+        write_output(self.html, html(to_svg(draw(INK)), date))
         if self.json is not None:
-            write_text(self.json, json.dumps({"date": date, **content}, indent=1) + "\n")
+            write_output(self.json, json.dumps({"date": date, **content}, indent=1) + "\n")
         if self.png is not None:
             save_png(draw("#222222"), self.png)
         if self.markdown is not None:
-            write_text(self.markdown, markdown(None if self.png is None else self.png.name, date))
+            write_output(self.markdown, markdown(None if self.png is None else self.png.name, date))

@@ -39,7 +39,7 @@ DIM = 16
 class Faulty:
     """One layer of rotary attention over letters, its base growing with the length past TRAINED, with one defect.
 
-    It streams. "queued" answers one request at a time, "silent" tells of no prefix hit, "texts" has no
+    It streams. "queued" answers one request at a time, "silent" reports no prefix hit, "texts" has no
     log-probabilities: no defects, but what a check must notice all the same. `fixed`: the base does not grow.
     """
 

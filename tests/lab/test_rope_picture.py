@@ -201,7 +201,7 @@ def test_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert ".png or .svg" in error_of(capsys, "decay", "--out", str(tmp_path / "a.jpg"))
     assert "--out" in error_of(capsys, "decay", "--out", str(tmp_path / "none" / "a.png"))
     for dim in ("7", "2", "1000000"):
-        assert "--dim must be even and lie between 4 and 4,096" in error_of(capsys, "decay", "--dim", dim, "--out", out)
+        assert "--dim must be even and between 4 and 4,096" in error_of(capsys, "decay", "--dim", dim, "--out", out)
     for theta in ("1", "inf", "nan"):
         assert "--theta must be a number above 1" in error_of(capsys, "decay", "--theta", theta, "--out", out)
     assert "leave one of them out" in error_of(capsys, "decay", "--dim", "8", "--model", "demo", "--out", out)

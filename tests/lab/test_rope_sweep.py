@@ -295,10 +295,10 @@ def test_how_far_a_scaling_holds() -> None:
         (["--text", "{text}", "--max-len", "32"], "trained length of 32"),
         (["--text", "{text}", "--max-len", "128", "--target-len", "20"], "--target-len"),
         (["--text", "{text}", "--max-len", "128", "--target-len", "129"], "--target-len"),
-        (["--text", "{text}", "--max-len", "128", "--attention-window", "0"], "--attention-window must lie between 1"),
+        (["--text", "{text}", "--max-len", "128", "--attention-window", "0"], "--attention-window must be between 1"),
         (
             ["--text", "{text}", "--max-len", "128", "--attention-window", "129"],
-            "--attention-window must lie between 1",
+            "--attention-window must be between 1",
         ),
         (
             ["--text", "{text}", "--max-len", "128", "--attention-window", "9", "--attention-sinks", "-1"],
