@@ -198,7 +198,7 @@ class TaskCandidate:
 
     @property
     def cost(self) -> int:
-        """Cost for a server, which decides between equals: 0 nothing, 1 a fixed rule, 2 frequencies that change with the length."""
+        """Cost for a server, to choose among equals: 0 nothing, 1 a fixed rule, 2 frequencies that change."""
         return 0 if self.kind in ("none", "own", "cut") else 2 if self.policy in ("recompute", "rotate") else 1
 
     @property

@@ -246,11 +246,7 @@ class ConformanceClient:
             "temperature": 0,
             "stream": True,
         }
-        extras: dict[str, Any] = {
-            "logprobs": TOP,
-            "ignore_eos": True,
-            "stream_options": {"include_usage": True},
-        }
+        extras: dict[str, Any] = {"logprobs": TOP, "ignore_eos": True, "stream_options": {"include_usage": True}}
         if fresh:
             extras.update(cache_salt=secrets.token_hex(8), cache_prompt=False)
         unsure: set[str] = set()  # left out after an error that names none of them

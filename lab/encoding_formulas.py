@@ -1,7 +1,7 @@
 """Formulas of position encodings in float64, with their sources.
 
-Rotated vectors and scores use the engine's frequencies. For comparison, sinusoids, T5's buckets and ALiBi's slopes are implemented
-as in their papers.
+Rotated vectors and scores use the engine's frequencies. For comparison, sinusoids, T5's buckets and ALiBi's slopes are
+implemented as in their papers.
 """
 
 from __future__ import annotations

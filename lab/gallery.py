@@ -81,7 +81,8 @@ def _rotation(subject: Subject) -> str:
 
 def _angles(subject: Subject) -> str:
     return (
-        f"Pair j rotates by θ^(-2j/d) radians per token, here with θ = {subject.base.rope_theta:,.0f} and d = {2 * subject.pairs}. "
+        f"Pair j rotates by θ^(-2j/d) radians per token, here with θ = {subject.base.rope_theta:,.0f} and "
+        f"d = {2 * subject.pairs}. "
         "On a linear scale, which most pictures use, only the first pairs seem to move. "
         "On a logarithmic scale all pairs form straight lines: each pair is slower than the previous one by the same factor. "
         f"At position 1 the first pair has rotated by one radian and the last by {_slowest(subject):.3g}."

@@ -283,10 +283,7 @@ def draw_extrapolation(subject: Subject) -> Figure:
     right.set_yscale("log")
     thousands(right, "y")
     style_axes(
-        right,
-        x="pair",
-        y="largest angle / largest trained angle",
-        title="scaled: on the right, 1 or less was trained",
+        right, x="pair", y="largest angle / largest trained angle", title="scaled: on the right, 1 or less was trained"
     )
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     return figure

@@ -100,7 +100,7 @@ def notes(result: ScalingSweep) -> list[str]:
     found = [
         "Perplexity is e to the mean loss per token: lower is better, and the vocabulary's size is chance. Each "
         f"column averages {over} in that range; columns at a mark cover the {half:,} tokens before it. "
-        "Columns cover different text, so compare within a column.",
+        "Columns cover different text, so compare within a column."
     ]
     if len(result.units) > 1:
         found.append(

@@ -1,8 +1,8 @@
 """Results of a perplexity sweep, and the recommended scaling.
 
-All figures are derived from the loss of every row of every window, so ranges of any width are exact. Recommended is the lowest mean
-loss over all positions of a context of the target length; among scalings within one per cent of it, the cheapest for the server.
-A window is never recommended, because perplexity hardly depends on what it hides.
+All figures are derived from the loss of every row of every window, so ranges of any width are exact. Recommended is the lowest
+mean loss over all positions of a context of the target length; among scalings within one per cent of it, the cheapest for the
+server. A window is never recommended, because perplexity hardly depends on what it hides.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ passkey: one number, stated twice, among others with other names (Mohtashami and
 needle: a number for each of several keys, at even depths (Kamradt's test, with RULER's wording, 2404.06654).
 recall: words for many keys at random depths (key-value retrieval as in "Lost in the middle", 2307.03172).
 multihop: a value, and names that each refer to the previous one (RULER's variable tracking); the last name's value is queried.
-Generated prose, used if no text is given, repeats each person's trade and town, so that predicting these words needs distant text.
+Generated prose, used if no text is given, repeats each person's trade and town, so predicting these words needs distant text.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _SENTENCES_PER_PARAGRAPH = 5
 
 
 def paragraphs(rng: random.Random, cast: int) -> Iterator[str]:
-    """Endless paragraphs about randomly chosen people. cast: their number, and so the mean distance of repetitions in sentences."""
+    """Endless paragraphs about random people. cast: their number, the mean distance of repetitions in sentences."""
     names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
     people = [(name, rng.choice(TRADES), rng.choice(TOWNS)) for name in rng.sample(names, min(cast, len(names)))]
     while True:

@@ -153,8 +153,8 @@ def notes(result: TaskSweep) -> list[str]:
     if KEY_TOKENS in result.tasks:
         found.append(
             f"Key tokens are those of each document's last segment that the model itself, without scaling and within its "
-            f"trained length, finds {KEY_GAIN:g} nats more likely after a long context than after an eighth of it (LongPPL's rule "
-            "with the model as its own judge). Their perplexity shows whether distant text still helps. For the "
+            f"trained length, finds {KEY_GAIN:g} nats more likely after a long context than after an eighth of it (LongPPL's "
+            "rule with the model as its own judge). Their perplexity shows whether distant text still helps. For the "
             "text cut to the trained length it is the judge's own, so it is biased."
         )
     if any(candidate.kind == "dynamic" for candidate in result.candidates):

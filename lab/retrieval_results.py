@@ -1,9 +1,9 @@
 """Results of a retrieval sweep: shares of right answers, losses of key tokens, paired differences and verdicts.
 
-Shares: Wilson's interval. Differences of shares: a paired bootstrap whose resamples take the same units from both sides (percentile
-interval; Efron and Tibshirani, "An introduction to the bootstrap", 1993, chapter 13), and McNemar's exact test on the questions
-that only one side answered. Key tokens: LongPPL, 2410.23771. Verdict: the highest share of right choices over the questions of all
-tasks at a length; among equals, the cheapest for the server.
+Shares: Wilson's interval. Differences of shares: a paired bootstrap whose resamples take the same units from both sides
+(percentile interval; Efron and Tibshirani, "An introduction to the bootstrap", 1993, chapter 13), and McNemar's exact test on
+the questions that only one side answered. Key tokens: LongPPL, 2410.23771. Verdict: the highest share of right choices over
+the questions of all tasks at a length; among equals, the cheapest for the server.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Retrieval sweep: answers to questions about generated documents under every candidate, with a report.
 
-A reading is one document under one rotation and one context rule: the log-probabilities of its last segment and of every choice of
-every question. All readings of a document form one batch; the texts of a reading share the document through the prefix cache.
-Torch is imported when the sweep runs.
+A reading is one document under one rotation and one context rule: the log-probabilities of its last segment and of every
+choice of every question. All readings of a document form one batch; the texts of a reading share the document through the
+prefix cache. Torch is imported when the sweep runs.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ _MAX_TOTAL_TOKENS = 1 << 26  # of all documents, which are generated before the 
 class TaskOptions(CommonSweepOptions):
     """Options of `windlass rope sweep --tasks`.
 
-    texts: files or directories, empty for generated prose. documents: per length. report_only: report on the documents of which the
-    result log holds all readings, and compute nothing.
+    texts: files or directories, empty for generated prose. documents: per length. report_only: report on the documents of
+    which the result log holds all readings, and compute nothing.
     """
 
     tasks: tuple[str, ...]

@@ -278,11 +278,7 @@ class BatchScorer:
         return list(groups.values())
 
     def _score_after(
-        self,
-        group: list[tuple[int, TextToScore]],
-        start: int,
-        plan: RotaryPlan,
-        computed: Callable[[int], None] | None,
+        self, group: list[tuple[int, TextToScore]], start: int, plan: RotaryPlan, computed: Callable[[int], None] | None
     ) -> Iterator[tuple[int, tuple[TokenLogprobs, ...]]]:
         if not group:
             return

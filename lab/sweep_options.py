@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class CommonSweepOptions:
     """Options of every sweep.
 
-    model: its directory. model_name: the argument of `windlass serve`. html, json, png, markdown: files to write. keep: the result
-    log. scalings, policies: empty for the sweep's own choice. attention_window, attention_sinks: of one candidate with a window;
-    None for none. load_tokenizer: from the model's directory.
+    model: its directory. model_name: the argument of `windlass serve`. html, json, png, markdown: files to write. keep: the
+    result log. scalings, policies: empty for the sweep's own choice. attention_window, attention_sinks: of one candidate with
+    a window; None for none. load_tokenizer: from the model's directory.
     """
 
     model: Path

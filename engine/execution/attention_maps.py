@@ -1,7 +1,7 @@
 """Attention maps: softmax weights and scores of one layer for one text.
 
-For introspection only; serving never computes such a matrix. `SingleSequenceRunner` runs the forward pass, and a recording backend
-copies the layer's rotated queries and keys on their way to the KV cache.
+For introspection only; serving never computes such a matrix. `SingleSequenceRunner` runs the forward pass, and a recording
+backend copies the layer's rotated queries and keys on their way to the KV cache.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def attention_weights(
 ) -> Tensor:
     """Softmax weights of a layer for one text, float32 [Hq, T, T] on the CPU: row i holds the weights of token i.
 
-    scaling: None is the model's own; frequencies are those of the entire text. Raises RequestError for a layer that does not exist,
-    or that has no plain softmax attention.
+    scaling: None is the model's own; frequencies are those of the entire text. Raises RequestError for a layer that does not
+    exist, or that has no plain softmax attention.
     """
     return _attention_matrices(runner, token_ids, layer, runner.plan(len(token_ids), scaling, "frozen"), slice(None))[0]
 

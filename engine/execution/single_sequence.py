@@ -1,7 +1,8 @@
 """Forward passes of one sequence outside the scheduler.
 
-The model runner executes scheduler outputs that this module writes, without scheduler, prefix cache or sampling. Row i is position i:
-its context is i + 1 tokens, it predicts token i + 1, and it uses the rotary plan's frequencies for that context length.
+The model runner executes scheduler outputs that this module writes, without scheduler, prefix cache or sampling. Row i is
+position i: its context is i + 1 tokens, it predicts token i + 1, and it uses the rotary plan's frequencies for that context
+length.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Stage = tuple[int, int, Specs]  # first row, end row, specs of these rows
 class SingleSequenceRunner:
     """Forward passes of one text at a time by a loaded model, under a rotary plan.
 
-    chunk: maximum number of tokens per forward pass, and of rows returned at once, so that only keys and values grow with the text.
+    chunk: maximum number of tokens per forward pass, and of rows returned at once, so that only keys and values grow with the
+    text.
     """
 
     def __init__(self, decoder: Decoder, cache_dtype: torch.dtype, *, chunk: int = 512) -> None:
@@ -110,9 +112,9 @@ def plan_stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
 class SequencePasses:
     """One text as the only sequence of its own model runner. Passes yield (first row, hidden states [R, hidden]).
 
-    num_copies: copies of each key. second_keys: one of them is the second key copy of distance-based attention. capacity: tokens
-    for which there are pages, None for those of the text. context: attention window and sinks, None for full attention. computed:
-    called after each forward pass with its number of tokens.
+    num_copies: copies of each key. second_keys: one of them is the second key copy of distance-based attention. capacity:
+    tokens for which there are pages, None for those of the text. context: attention window and sinks, None for full attention.
+    computed: called after each forward pass with its number of tokens.
     """
 
     def __init__(
@@ -167,7 +169,8 @@ class SequencePasses:
             pass
 
     def read_ending(self, ending: tuple[int, ...], specs: Specs) -> Iterator[Tensor]:
-        """Hidden states [R, hidden] of the rows that predict an ending of the prefilled text. Overwrites the previous ending."""
+        """Hidden states [R, hidden] of the rows that predict an ending of the prefilled text. Overwrites the previous
+        ending."""
         token_ids = self._token_ids + ending
         self._num_tokens = len(token_ids)
         copies = (BlockCopy(len(self._groups), 0, 1),) * self._has_states

@@ -1,7 +1,7 @@
 """`windlass rope`: inspect a rotary scaling, sweep scalings, draw pictures, check the rotary positions of any server.
 
-This module defines the options. The work is done in windlass.lab, which is imported inside the functions, so that a serving process
-never loads it. Imports neither torch, numpy nor matplotlib at module level.
+This module defines the options. The work is done in windlass.lab, which is imported inside the functions, so that no serving
+process loads it. Imports neither torch, numpy nor matplotlib at module level.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SharedSweepOptions:
         typer.Option(
             "--text",
             metavar="FILE",
-            help="UTF-8 text the model was not trained on, or a directory of *.txt; repeatable. With --tasks: the documents are cut "
-            "from it. Default there: generated prose.",
+            help="UTF-8 text the model was not trained on, or a directory of *.txt; repeatable. With --tasks: documents are "
+            "cut from it. Default there: generated prose.",
         ),
     ] = None
     trained_len: Annotated[
@@ -65,13 +65,12 @@ class SharedSweepOptions:
         list[str] | None,
         option(
             "--policy",
-            help="With --scaling: the rope_update of scalings that depend on the length: frozen, recompute or rotate; repeatable. "
-            "Default: all three.",
+            help="With --scaling: the rope_update of scalings that depend on the length: frozen, recompute or rotate; "
+            "repeatable. Default: all three.",
         ),
     ] = None
     cut: Annotated[
-        bool,
-        typer.Option("--cut/--no-cut", help="Also measure the text cut to the trained length, as a reference."),
+        bool, typer.Option("--cut/--no-cut", help="Also measure the text cut to the trained length, as a reference.")
     ] = True
     keep: Annotated[
         Path | None,
@@ -103,10 +102,7 @@ class SharedSweepOptions:
     ] = None
     attention_sinks: Annotated[
         int | None,
-        option(
-            "--attention-sinks",
-            help="With --attention-window: leading tokens that stay visible. Default: 4.",
-        ),
+        option("--attention-sinks", help="With --attention-window: leading tokens that stay visible. Default: 4."),
     ] = None
 
     def checked(self) -> dict[str, Any]:
@@ -178,8 +174,8 @@ class RetrievalOptions:
         option(
             "--tasks",
             metavar="NAMES",
-            help="Ask for distant facts instead of measuring perplexity: passkey, needle, recall, multihop, key-tokens, separated by "
-            "commas, or all.",
+            help="Ask for distant facts instead of measuring perplexity: passkey, needle, recall, multihop, key-tokens, separated "
+            "by commas, or all.",
         ),
     ] = None
     lengths: Annotated[
@@ -187,7 +183,7 @@ class RetrievalOptions:
         option(
             "--lengths",
             metavar="NUMBERS",
-            help="With --tasks: lengths of the documents in tokens, such as 4096,8192. Default: the trained length and twice that.",
+            help="With --tasks: tokens per document, such as 4096,8192. Default: the trained length and twice that.",
         ),
     ] = None
     documents: Annotated[
@@ -261,7 +257,7 @@ def sweep(
     retrieval: Annotated[RetrievalOptions, Depends(RetrievalOptions)],
     model: ModelArgument = None,
 ) -> None:
-    """Measure perplexity by position, or answers about distant facts, under several scalings; write a report with a recommendation."""
+    """Measure perplexity by position, or answers about distant facts, under several scalings, and recommend one."""
     from windlass.lab.plotting import require_matplotlib
 
     require_matplotlib()
@@ -391,8 +387,7 @@ def conform(
         str | None, typer.Option("--api-key", envvar="WINDLASS_API_KEY", show_envvar=False, help="The server's key.")
     ] = None,
     trained_len: Annotated[
-        int | None,
-        typer.Option("--trained-len", min=64, help="Trained length in tokens. Default: from /v1/models."),
+        int | None, typer.Option("--trained-len", min=64, help="Trained length in tokens. Default: from /v1/models.")
     ] = None,
     max_len: Annotated[
         int | None, typer.Option("--max-len", min=128, help="Longest context in tokens. Default: from /v1/models.")
