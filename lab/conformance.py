@@ -415,7 +415,8 @@ def far(suite: ConformanceSuite) -> CheckOutcome:
     tally.max_distance = median(distances)
     requests = (
         f"{NUM_TAILS} texts of {first[0].prompt_tokens} tokens, one repeated word except for the end, then 1 to "
-        f"{NUM_TAILS} words more: the median; the largest {max(distances):.4f} nats, with the last words swapped {median(swapped):.4f}"
+        f"{NUM_TAILS} words more: the median; the largest {max(distances):.4f} nats, with the last words swapped "
+        f"{median(swapped):.4f}"
     )
     allowed = SHIFT_ALLOWANCE * suite.bound()
     insensitive = "the answer there hardly depends on the order of words, so wrong angles would not show"

@@ -174,8 +174,8 @@ class RetrievalOptions:
         option(
             "--tasks",
             metavar="NAMES",
-            help="Ask for distant facts instead of measuring perplexity: passkey, needle, recall, multihop, key-tokens, separated "
-            "by commas, or all.",
+            help="Ask for distant facts instead of measuring perplexity: passkey, needle, recall, multihop, key-tokens, "
+            "separated by commas, or all.",
         ),
     ] = None
     lengths: Annotated[
