@@ -85,7 +85,7 @@ def test_a_text_of_ones_own_is_read_from_its_beginning_and_must_be_long_enough(t
     made = maker(tokenizer, texts={"a": text}).make(LENGTH, 0)
     words = tokenizer.decode(made.ids)
     assert "\n\nParagraph 0." in words and words.index("Paragraph 10.") < words.index("Paragraph 30.")
-    with pytest.raises(LoadError, match=r"--text a has no .* tokens"):
+    with pytest.raises(LoadError, match=r"--text a has fewer than .* tokens"):
         maker(tokenizer, texts={"a": "Too short."}).make(LENGTH, 0)
 
 

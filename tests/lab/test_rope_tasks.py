@@ -307,7 +307,7 @@ def test_what_is_wrong_is_one_line(
     ("arguments", "words"),
     [
         (["--kv-cache-memory", "100KiB"], "memory"),
-        (["--report-only"], "has no document whole"),
+        (["--report-only"], "has no complete document"),
         (["--scaling", '{"rope_type": "learned"}'], "learned"),
     ],
 )
