@@ -362,7 +362,9 @@ def test_the_pages_with_commands_are_found():
 
 def test_nothing_advises_to_install_windlass_by_name():
     """The name is a stranger's on the package index, and nothing of this project is published there."""
-    code = [path for folder in ("server", "engine", "kernels", "clients", "lab") for path in (ROOT / folder).rglob("*.py")]
+    code = [
+        path for folder in ("server", "engine", "kernels", "clients", "lab") for path in (ROOT / folder).rglob("*.py")
+    ]
     files = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "Dockerfile", ROOT / "Makefile", *code]
     assert len(files) > 150
     by_name = re.compile(r"pip3? install [^`\n]*\bwindlass(?!-llm/|/)(-llm|-client)?\b(\[|['\"` ]|$)", re.MULTILINE)
