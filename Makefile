@@ -102,11 +102,11 @@ test-triton: $(VENV)/.installed-dev $(VENV)/.installed-gpu
 GPU_TEST := OMP_NUM_THREADS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 WINDLASS_TEST_DEVICE=$(DEVICE) $(BIN)/pytest -n $(TESTERS) -m "$(MARKS)"
 # Tests of a scope share engines; slow ones are too long for that.
 GPU_DIST := $(if $(findstring not slow,$(MARKS)),loadscope,load)
-SERVER_TESTS := tests/server/startup tests/server/cli tests/e2e/test_end_to_end.py $(wildcard tests/e2e/test_*_over_http.py)
+SERVER_TESTS := tests/server/startup tests/server/cli $(wildcard tests/lab/test_rope_*.py) tests/e2e/test_end_to_end.py $(wildcard tests/e2e/test_*_over_http.py)
 
 test-gpu: $(VENV)/.installed-dev
 	@echo "== testing on $(DEVICE): engines and kernels, and then real servers whatever comes of them"
-	$(GPU_TEST) --dist $(GPU_DIST) tests/kernels/triton tests/engine; engines=$$?; \
+	$(GPU_TEST) --dist $(GPU_DIST) tests/kernels/triton tests/engine tests/lab/test_scoring.py tests/lab/test_stale_keys.py; engines=$$?; \
 	$(GPU_TEST) --dist loadfile $(SERVER_TESTS) && exit $$engines
 
 soak: $(VENV)/.installed-dev

@@ -212,7 +212,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """By how much each way's perplexity lies above the cut text's, of those that all texts were read in. Needs matplotlib."""
     from harness.charts import legend, new_figure, style
 
-    from windlass.lab.sweep_plots import COLOURS, DASHES
+    from windlass.lab.sweep_plots import KIND_COLOURS, KIND_DASHES
 
     figure = new_figure(9.0, 4.6)
     axes = figure.subplots()
@@ -223,12 +223,12 @@ def draw(report: dict[str, Any], path: Path) -> None:
             continue
         apart = [[a - b for a, b in zip(found[t], report["loss"][CUT][t], strict=True)] for t in texts]
         above = [100 * math.expm1(min(sum(at) / len(at), 5.0)) for at in zip(*apart, strict=True)]
-        kind = next((k for k in COLOURS if name.startswith(k)), "other")
+        kind = next((k for k in KIND_COLOURS if name.startswith(k)), "other")
         kind = {NONE: "none"}.get(name, kind)
-        look: dict[str, Any] = {"dashes": DASHES[kind]} if kind in DASHES else {}
+        look: dict[str, Any] = {"dashes": KIND_DASHES[kind]} if kind in KIND_DASHES else {}
         if name.startswith("leaky"):
             kind, look = "rerope", {"dashes": (1, 1)}
-        axes.plot(middles, above, color=COLOURS[kind], label=name, linewidth=1.4, **look)
+        axes.plot(middles, above, color=KIND_COLOURS[kind], label=name, linewidth=1.4, **look)
     axes.set_ylim(-3, 15)
     axes.axvline(report["trained_length"], color="#808080", linewidth=0.8, linestyle=":")
     axes.set_xlabel("position", fontsize=8)

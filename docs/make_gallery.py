@@ -1,9 +1,8 @@
-"""Makes docs/gallery.md and its pictures: every kind that `windlass rope picture` draws.
+"""Generate docs/gallery.md and its pictures: every kind that `windlass rope picture` draws.
 
 .venv/bin/python docs/make_gallery.py [--model MODEL] [--layer N] [--text-only]
 
-Formulas are shown with Llama 2's numbers, attention with the model (default: smollm2). --text-only: leave the pictures as they
-are.
+Formulas are shown with Llama 2's parameters, attention with the model (default: smollm2). --text-only: do not draw pictures.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ MODEL = "SmolLM2-135M-Instruct"
 
 HEAD = """# Pictures of rotary embeddings
 
-Each picture is drawn by one command, for any model or parameters, as PNG or SVG. Here they have Llama 2's numbers: θ = 10,000,
-heads of 128, trained on 4,096 tokens. Where it matters they go to 100,000 tokens. Frequencies come from the functions that the
-server runs with.
+Each picture is drawn by one command, for any model or parameters, as PNG or SVG. Here they show Llama 2's parameters: θ = 10,000,
+heads of 128, trained on 4,096 tokens. Where it matters they extend to 100,000 tokens. Frequencies come from the functions that the
+server uses.
 
 `. .venv/bin/activate` in the clone puts `windlass` on your path ([how to install it](../README.md#start)).
 
@@ -40,11 +39,11 @@ windlass rope picture encodings --learned /path/to/gpt2 --out encodings.png
 ```
 
 They need matplotlib: `pip install -c constraints.txt -e '.[plots]'`. `--scaling` may be repeated for `scalings` and
-`extrapolation`, which lay several side by side. In Python it is `windlass.lab.gallery.draw`. This page is
-made by `docs/make_gallery.py`.
+`extrapolation`, which compare several. In Python, use `windlass.lab.gallery.draw`. This page is generated
+by `docs/make_gallery.py`.
 
-What the pictures mean, step by step: [the guide](guide/index.md). What the scalings are: [rotary scaling](rotary.md). What they
-come to on a real model: [longer than a model was trained for](longer-context.md).
+Explanation of the pictures, step by step: [the guide](guide/index.md). Scalings: [rotary scaling](rotary.md). Their effect on a
+real model: [longer than a model was trained for](longer-context.md).
 """
 
 

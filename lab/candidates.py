@@ -10,52 +10,30 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.context import ContextRule
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup, resolve
-from windlass.engine.rotary.rotary_policy import RopeUpdate
+from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
 
-Kind = Literal[
-    "none",
-    "cut",
-    "own",
-    "linear",
-    "ntk",
-    "yarn",
-    "dynamic",
-    "llama3",
-    "longrope",
-    "dual_chunk",
-    "self_extend",
-    "rerope",
-    "log_n",
-    "window",
-    "other",
+_ScalingKind = Literal[
+    "linear", "ntk", "yarn", "dynamic", "llama3", "longrope", "dual_chunk", "self_extend", "rerope", "log_n"
 ]
+Kind = Literal["none", "cut", "own", _ScalingKind, "window", "other"]
 
-_KINDS: dict[str, Kind] = {
-    "linear": "linear",
-    "ntk": "ntk",
-    "yarn": "yarn",
-    "dynamic": "dynamic",
-    "llama3": "llama3",
-    "longrope": "longrope",
-    "dual_chunk": "dual_chunk",
-    "self_extend": "self_extend",
-    "rerope": "rerope",
-    "log_n": "log_n",
-}
+_SCALING_KINDS: dict[str, _ScalingKind] = {kind: kind for kind in get_args(_ScalingKind)}  # rope_type -> kind
 
 _DYNAMIC_FACTORS = (1.0, 2.0, 4.0)
-
-POLICIES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One curve to measure; see `sweep_results.Curve` for the fields."""
+    """One curve to measure.
+
+    scaling: the `rope_scaling` object of a request; None is the model's own. longest: the length that the frequencies are
+    planned for; None where nothing depends on it. context: which tokens a token sees.
+    """
 
     name: str
     label: str
@@ -73,10 +51,10 @@ _NO_SCALING = Candidate("no scaling", "no scaling", "none", {"rope_type": "defau
 def static_candidates(
     *, trained_len: int, config_trained_len: int, max_len: int, target_len: int, own: RopeScaling
 ) -> list[Candidate]:
-    """No scaling, the model's own, and linear, NTK-aware and YaRN at every factor of interest: one pass each.
+    """No scaling, the model's own, and linear, NTK-aware and YaRN at several factors: one pass each.
 
-    Factors: max_len and target_len over the trained length, and the powers of two below. The model's config may give a
-    longer length than it was trained on; then YaRN is told the shorter one.
+    Factors: max_len and target_len divided by the trained length, and the powers of two below. If config.json gives a longer
+    length than the model was trained on, YaRN gets the trained one.
     """
     derived = _factor(max_len / trained_len)
     factors = {derived, _factor(target_len / trained_len)}
@@ -103,7 +81,7 @@ def static_candidates(
 
 
 def frozen_candidates(*, max_len: int, target_len: int) -> list[Candidate]:
-    """Dynamic NTK frozen for the longest and for the wanted length, at a few factors: one pass each."""
+    """Dynamic NTK frozen for the longest and for the target length, at a few factors: one pass each."""
     return [
         _dynamic(factor, "frozen", longest, suffix)
         for factor in _DYNAMIC_FACTORS
@@ -112,33 +90,33 @@ def frozen_candidates(*, max_len: int, target_len: int) -> list[Candidate]:
 
 
 def moving_candidates(factor: float, max_len: int) -> list[Candidate]:
-    """Dynamic NTK of one factor under the policies whose frequencies follow the text."""
+    """Dynamic NTK of one factor under the policies whose frequencies change as the text grows."""
     return [_dynamic(factor, policy, max_len) for policy in ("recompute", "rotate")]
 
 
 def own_candidates(own: RopeScaling, max_len: int, target_len: int) -> list[Candidate]:
-    """The model's own scaling under each policy, where it depends on length."""
+    """The model's own scaling under each policy; empty if it does not depend on the length."""
     if not own.depends_on_length:
         return []
     found = []
-    for policy in POLICIES:
+    for policy in ROPE_UPDATES:
         for longest, suffix in _lengths(policy, max_len, target_len):
-            name = f"model's own, {policy}{suffix}"
-            label = f"model's own ({own.rope_type}), {policy}{suffix}"
-            plotted = policy == "recompute"
-            found.append(Candidate(name, label, "own", None, policy, longest, plotted))
+            name, label = (
+                f"{own_name}, {policy}{suffix}" for own_name in ("model's own", f"model's own ({own.rope_type})")
+            )
+            found.append(Candidate(name, label, "own", None, policy, longest, plotted=policy == "recompute"))
     return found
 
 
 def chosen_candidates(
     scalings: Sequence[dict[str, Any]], policies: Sequence[RopeUpdate], max_len: int, target_len: int
 ) -> list[Candidate]:
-    """No scaling, and those a person asked for; one that follows the length, under each of the policies."""
+    """No scaling, and the requested ones. A scaling that depends on the length is measured under each policy."""
     found = [_NO_SCALING]
     for scaling in scalings:
         parsed = RopeScaling.from_dict(scaling)
         name = _name(scaling)
-        kind = _KINDS.get(parsed.rope_type, "other")
+        kind: Kind = _SCALING_KINDS.get(parsed.rope_type, "other")
         if not parsed.depends_on_length:
             found.append(Candidate(name, name, kind, scaling, plotted=True))
             continue
@@ -150,7 +128,7 @@ def chosen_candidates(
 
 
 def _lengths(policy: RopeUpdate, max_len: int, target_len: int) -> list[tuple[int, str]]:
-    """The lengths to measure a policy for, and what its name ends with: what is frozen for one length is not for another."""
+    """(length, suffix of the name) for which a policy is measured; `frozen` differs for max_len and target_len."""
     if policy != "frozen" or max_len == target_len:
         return [(max_len, "")]
     return [(longest, f" for {longest:,}") for longest in sorted((max_len, target_len), reverse=True)]
@@ -161,14 +139,14 @@ def window_name(window: int, sinks: int) -> str:
 
 
 def window_sweep_candidate(window: int, sinks: int) -> Candidate:
-    """Each token sees the last `window` tokens and the first `sinks` (StreamingLLM, 2309.17453), unscaled."""
+    """Without scaling; each token sees the last `window` tokens and the first `sinks` (StreamingLLM, 2309.17453)."""
     rule = ContextRule(attention_window=window, attention_sinks=sinks)
     name = window_name(window, sinks)
     return Candidate(name, name, "window", {"rope_type": "default"}, plotted=True, context=rule)
 
 
 def _name(scaling: dict[str, Any]) -> str:
-    """The kind and its factor; other fields as they are spelt, lists by their length."""
+    """The kind and its factor; other fields as key=value, lists by their length."""
     words = [str(scaling.get("rope_type", scaling.get("type")))]
     for key, value in scaling.items():
         if key in ("rope_type", "type"):
@@ -202,11 +180,11 @@ def _factor(ratio: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TaskCandidate:
-    """One way to read a long text.
+    """One condition under which the documents of a retrieval sweep are read.
 
-    scaling: as a person would write it, None for the model's own. plain_to: the length up to which it is, bit for bit, the
-    model without scaling. cut_to: the text is cut to so many tokens, its last ones and the head; None: it is read whole.
-    chosen: a person asked for it, so it must run.
+    scaling: as in `Candidate`. plain_to: the length up to which it equals, bit for bit, the model without scaling.
+    cut_to: the text is cut to its head and its last tokens, this many in total; None: it is read entirely. chosen: the user
+    requested it, so a model that cannot run it is an error.
     """
 
     name: str
@@ -220,7 +198,7 @@ class TaskCandidate:
 
     @property
     def cost(self) -> int:
-        """What is asked of the server, to choose among equals: nothing, a fixed rule, frequencies that follow the length."""
+        """Cost for a server, to choose among equals: 0 nothing, 1 a fixed rule, 2 frequencies that change."""
         return 0 if self.kind in ("none", "own", "cut") else 2 if self.policy in ("recompute", "rotate") else 1
 
     @property
@@ -228,35 +206,44 @@ class TaskCandidate:
         return None if self.scaling is None else RopeScaling.from_dict(self.scaling)
 
     def body(self) -> dict[str, Any]:
-        """The fields of a request."""
-        rule = self.context
-        fields: dict[str, Any] = {}
-        if self.scaling is not None:
-            fields["rope_scaling"] = self.scaling
-        if self.policy is not None:
-            fields["rope_update"] = self.policy
-        if rule.attention_window is not None:
-            fields |= {"attention_window": rule.attention_window, "attention_sinks": rule.attention_sinks}
-        return fields
+        """Fields of a request body."""
+        return request_fields(self)
 
     def command(self, model: str | None, length: int) -> str:
-        """The command line that serves contexts of `length` so."""
-        longest = length if self.cut_to is None else min(length, self.cut_to)
-        words = ["windlass", "serve", *([model] if model else []), "--max-model-len", str(longest)]
-        for name, value in self.body().items():
-            words += [f"--{name.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
-        return shlex.join(words)
+        """The command line that serves contexts of `length` under this candidate."""
+        return serve_command(model, length if self.cut_to is None else min(length, self.cut_to), self.body())
+
+
+def request_fields(candidate: Candidate | TaskCandidate) -> dict[str, Any]:
+    """Fields of a request body that runs under a candidate."""
+    rule = candidate.context
+    fields: dict[str, Any] = {}
+    if candidate.scaling is not None:
+        fields["rope_scaling"] = candidate.scaling
+    if candidate.policy is not None:
+        fields["rope_update"] = candidate.policy
+    if rule.attention_window is not None:
+        fields |= {"attention_window": rule.attention_window, "attention_sinks": rule.attention_sinks}
+    return fields
+
+
+def serve_command(model: str | None, length: int, fields: dict[str, Any]) -> str:
+    """The command line that serves contexts of `length` with these request fields as defaults."""
+    words = ["windlass", "serve", *([model] if model else []), "--max-model-len", str(length)]
+    for name, value in fields.items():
+        words += [f"--{name.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return shlex.join(words)
 
 
 def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[TaskCandidate]:
-    """Of every kind one, each with the factor that the longest length needs; no scaling and the cut text come first.
+    """One candidate per kind, with the factor that the longest length needs; no scaling and the cut text come first.
 
     group: the model's main rotary group. trained: its trained length.
     """
     base, own = group.base, group.scaling
     factor = float(f"{max(longest / trained, 2.0):.4g}")
     original = {} if trained == base.trained_len else {"original_max_position_embeddings": trained}
-    # The least that brings every distance within the trained length, with the windows that are the default.
+    # The smallest values that bring every distance within the trained length, with the default windows.
     near_group, near_rerope = max(trained // 4, 1), max(trained // 2, 1)
     group_size = max(2, math.ceil((longest - near_group) / (trained - near_group)))
     leak = float(max(2, math.ceil((longest - near_rerope) / (trained - near_rerope))))
@@ -268,7 +255,7 @@ def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[Task
     found += [
         TaskCandidate(f"linear {factor:g}", "linear", {"rope_type": "linear", "factor": factor}),
         TaskCandidate(f"ntk {factor:g}", "ntk", {"rope_type": "ntk", "factor": factor}),
-        # A prompt that is read at once runs under the frequencies of its own length, under every policy.
+        # A prompt given at once runs under the frequencies of its own length, whatever the policy.
         TaskCandidate(
             "dynamic 2", "dynamic", {"rope_type": "dynamic", "factor": 2.0}, "recompute", plain_to=base.trained_len
         ),
@@ -298,17 +285,17 @@ def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[Task
 
 
 def window_candidate(group: RotaryGroup, window: int, sinks: int) -> TaskCandidate:
-    """Each token sees the last `window` tokens and the first `sinks` (StreamingLLM, 2309.17453), unscaled."""
+    """As `window_sweep_candidate`, for the retrieval sweep."""
     rule = ContextRule(attention_window=window, attention_sinks=sinks)
     name = window_name(window, sinks)
     return TaskCandidate(name, "window", _unscaled(group.scaling), context=rule, plain_to=window, chosen=True)
 
 
 def _by_distance(name: str, kind: Kind, scaling: dict[str, Any], base: RotaryBase, longest: int) -> TaskCandidate:
-    """A kind that changes how far keys seem: none does so within a chunk or the window of near keys."""
+    """A kind that changes distances; none does so within a chunk or the window of near keys."""
     try:
         rule = resolve(RopeScaling.from_dict(scaling), base, longest).distances
-    except RequestError:  # a model that cannot run it, which is told where it is tried
+    except RequestError:  # a model that cannot run it, which is reported when it is tried
         return TaskCandidate(name, kind, scaling)
     return TaskCandidate(name, kind, scaling, plain_to=rule.chunk or rule.near or 0)
 
@@ -326,8 +313,8 @@ def _longrope(base: RotaryBase, trained: int, factor: float) -> TaskCandidate:
 
 
 def _ramp(base: RotaryBase, trained: int, factor: float) -> list[float]:
-    """Divisors of a shape as LongRoPE's: 1 for pairs of 32 turns and more within the trained length, `factor` for those of
-    less than one, between them rising evenly in logarithms. Nothing was searched or trained."""
+    """Divisors shaped like LongRoPE's: 1 for pairs of 32 or more turns within the trained length, `factor` for those of less
+    than one, and a logarithmic ramp between. They were neither searched nor trained."""
     divisors = []
     for frequency in base.unscaled():
         turns = trained * frequency / (2 * math.pi)
@@ -337,7 +324,7 @@ def _ramp(base: RotaryBase, trained: int, factor: float) -> list[float]:
 
 
 def _unscaled(own: RopeScaling) -> dict[str, Any] | None:
-    """What a request says to run without scaling: nothing, where the model has none of its own."""
+    """`rope_scaling` of a request without scaling: None for a model that has none of its own."""
     return None if own.rope_type == "default" else {"rope_type": "default"}
 
 
@@ -354,9 +341,9 @@ def chosen_task_candidates(
     *,
     cut: bool,
 ) -> list[TaskCandidate]:
-    """No scaling, and those a person asked for; `cut` for the text cut to the trained length too."""
+    """No scaling, the requested ones and, if `cut`, the text cut to the trained length."""
     unscaled = _unscaled(group.scaling)
-    _, *asked = chosen_candidates(scalings, policies or POLICIES, longest, longest)
+    _, *asked = chosen_candidates(scalings, policies or ROPE_UPDATES, longest, longest)
     found = [TaskCandidate("no scaling", "none", unscaled)]
     if cut:
         found.append(_cut(unscaled, trained))

@@ -1,4 +1,7 @@
-"""Conformance client: greedy completions with log-probabilities of any OpenAI-compatible server, in bounded time, and their comparison."""
+"""Conformance client: greedy completions with log-probabilities from any OpenAI-compatible server, and their comparison.
+
+Time is bounded for each request and for all of them.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,19 @@ import httpx
 from windlass.clients.sse import SSEDecoder
 from windlass.clients.terminal.errors import CommandError
 
-MAX_TIE_SHARE = (
-    0.2  # share of greedy tokens that may differ where only texts can be compared: near ties, not another rotation
-)
+# Where only texts can be compared, this share of greedy tokens may differ by near ties, without another rotation.
+MAX_TIE_SHARE = 0.2
 
 
 class CheckUnavailableError(Exception):
-    """This server cannot be asked this; the message says why and what would help."""
+    """The server does not support a check; the message gives the reason and what would help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One greedy step: its token's text, and the log-probabilities (nats) of the likeliest tokens by text.
+    """One greedy step: its token's text, and the log-probabilities (nats) of the most likely tokens by text.
 
-    `top` is empty where the server offers no log-probabilities.
+    `top` is empty if the server offers no log-probabilities.
     """
 
     token: str
@@ -40,7 +42,7 @@ class Step:
 class Answer:
     """A greedy answer.
 
-    cached: prompt tokens the server says it did not compute, None where it does not say.
+    cached: prompt tokens that the server reports as cached, None if it does not report them.
     times: seconds of a monotonic clock at which each part of the stream arrived.
     """
 
@@ -54,28 +56,28 @@ class Answer:
 def distance(one: Step, other: Step) -> float:
     """The largest change of a log-probability between two steps, in nats; a lower bound where the lists differ.
 
-    A token in only one of the lists has, in the other, at most the least value listed there. A tie can choose either
-    token without changing any log-probability, so the chosen tokens themselves are not compared.
+    A token in only one list has at most the lowest listed value in the other. The chosen tokens themselves are not compared,
+    because a tie can choose either without changing a log-probability.
     """
-    far = 0.0
-    for mine, theirs in ((one.top, other.top), (other.top, one.top)):
-        least = min(theirs.values())
-        for token, value in mine.items():
-            far = max(far, abs(value - theirs[token]) if token in theirs else value - least)
-    return far
+    largest = 0.0
+    for first, second in ((one.top, other.top), (other.top, one.top)):
+        lowest = min(second.values())
+        for token, value in first.items():
+            largest = max(largest, abs(value - second[token]) if token in second else value - lowest)
+    return largest
 
 
 @dataclass(slots=True)
 class Agreement:
-    """What was compared: the greatest distance (nats), and of how many steps how many chose another token."""
+    """A comparison: the largest distance (nats), the number of steps, and the number of those whose tokens differ."""
 
-    far: float = 0.0
+    max_distance: float = 0.0
     compared: int = 0
     parted: int = 0
 
     @classmethod
     def between(cls, one: Answer, other: Answer) -> Agreement:
-        """Of two answers to one prompt, see `answers`."""
+        """Compare two answers to one prompt, as `answers`."""
         agreement = cls()
         agreement.answers(one, other)
         return agreement
@@ -84,18 +86,18 @@ class Agreement:
         self.compared += 1
         self.parted += one.token != other.token
         if one.top and other.top:
-            self.far = max(self.far, distance(one, other))
+            self.max_distance = max(self.max_distance, distance(one, other))
 
     def answers(self, one: Answer, other: Answer) -> None:
-        """Two answers to one prompt, up to the first step after their texts part."""
-        for mine, theirs in zip(one.steps, other.steps, strict=False):
-            self.step(mine, theirs)
-            if mine.token != theirs.token:
+        """Compare two answers to one prompt, up to the first step whose tokens differ."""
+        for first, second in zip(one.steps, other.steps, strict=False):
+            self.step(first, second)
+            if first.token != second.token:
                 break
 
 
 def overlap(one: Answer, other: Answer) -> bool:
-    """Whether the answers are shown to have been generated at the same time: their parts arrived interleaved."""
+    """Whether the parts of the answers arrived interleaved, which shows that they were generated at the same time."""
 
     def between(inner: Answer, outer: Answer) -> bool:
         return any(outer.times[0] < time < outer.times[-1] for time in inner.times)
@@ -105,7 +107,7 @@ def overlap(one: Answer, other: Answer) -> bool:
 
 @dataclass(slots=True)
 class AnswerParser:
-    """Puts an answer together from the parts of a stream, or from a whole answer as the one part."""
+    """Builds an answer from the parts of a stream, or from one complete body."""
 
     text: str = ""
     pieces: list[str] = field(default_factory=list)
@@ -114,7 +116,7 @@ class AnswerParser:
     usage: dict[str, Any] = field(default_factory=dict)
 
     def part(self, body: Any, time: float) -> None:
-        """One JSON object as OpenAI's completions have it, in vLLM's or llama.cpp's way with log-probabilities."""
+        """Add one JSON object of OpenAI's completions API, with log-probabilities as vLLM or llama.cpp send them."""
         try:
             if body.get("error"):
                 raise CheckUnavailableError(f"the stream ended with an error: {str(body['error'])[:200]}")
@@ -127,10 +129,10 @@ class AnswerParser:
                 self.pieces += [piece] if piece else []
                 self.times += [time] if piece or steps else []
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise CheckUnavailableError(f"the answer is no completion as OpenAI has it ({error!r})") from None
+            raise CheckUnavailableError(f"the answer is not a completion of OpenAI's API ({error!r})") from None
 
-    def whole(self, *, by_text: bool) -> Answer:
-        """The answer. by_text: this server offers no log-probabilities, so each piece of text counts as a step."""
+    def finish(self, *, by_text: bool) -> Answer:
+        """The answer. by_text: the server offers no log-probabilities, so each piece of text counts as a step."""
         try:
             prompt = int(self.usage["prompt_tokens"])
             cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -143,7 +145,7 @@ class AnswerParser:
 
 
 def _steps(given: dict[str, Any]) -> list[Step]:
-    if isinstance(given.get("content"), list):  # llama.cpp answers in the form of chats
+    if isinstance(given.get("content"), list):  # llama.cpp uses the form of chat completions
         steps = [
             Step(one["token"], {top["token"]: float(top["logprob"]) for top in one["top_logprobs"]})
             for one in given["content"]
@@ -157,23 +159,21 @@ def _steps(given: dict[str, Any]) -> list[Step]:
     if any(not step.top for step in steps):
         raise CheckUnavailableError("a step of the answer has no top_logprobs")
     if not all(math.isfinite(value) for step in steps for value in step.top.values()):
-        raise CheckUnavailableError(
-            "a log-probability of the answer is no finite number, so nothing can be compared with it"
-        )
+        raise CheckUnavailableError("a log-probability of the answer is not finite, so it cannot be compared")
     return steps
 
 
 TOP = 5
 
-# Sent until the server refuses a body that has them. Without stream_options, usage may still come.
+# Sent until the server rejects them. Without stream_options, usage may still be sent.
 OPTIONAL = ("cache_salt", "cache_prompt", "ignore_eos", "logprobs", "stream_options")
 
 
 class ConformanceClient:
-    """One model of one server, asked over /v1/completions with text prompts. Safe to use from several threads.
+    """Completions of one model of one server (/v1/completions with text prompts). Thread-safe.
 
-    timeout: seconds for one request. time_limit: seconds for all of them; past it nothing more is asked.
-    by_text: whether the server turned out to offer no log-probabilities, so that only texts can be compared.
+    timeout: seconds per request. time_limit: seconds for all requests together. by_text: whether the server offers no
+    log-probabilities, so that only texts can be compared; None before the first answer.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class ConformanceClient:
         base = url.rstrip("/")
         self._base = base if base.endswith("/v1") else base + "/v1"
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # A connection each: a server may close one that it kept just when the next request is sent.
+        # One connection per request: a server may close an idle one just when the next request is sent.
         self._http = client or httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
         self._http.headers.update(headers)
         self._timeout, self._end = timeout, time.monotonic() + time_limit
@@ -205,7 +205,7 @@ class ConformanceClient:
         end = min(self._end, time.monotonic() + self._timeout)
         try:
             with self._http.stream("GET", self._base + "/models", timeout=self._timeout) as reply:
-                body = b"".join(_until(end, reply, "it did not tell its models in time"))
+                body = b"".join(_until(end, reply, "it did not list its models in time"))
             cards = json.loads(body)["data"] if reply.status_code == 200 else []
             cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
         except (httpx.HTTPError, httpx.InvalidURL, CheckUnavailableError) as error:
@@ -220,11 +220,11 @@ class ConformanceClient:
         return found[0] if found else {"id": model}
 
     def context(self) -> int | None:
-        """The longest context in tokens, where /v1/models tells it in vLLM's or llama.cpp's way."""
+        """The longest context in tokens, if /v1/models reports it as vLLM or llama.cpp do."""
         return self._card_value("max_model_len", "n_ctx")
 
     def trained(self) -> int | None:
-        """The positions the model was trained on, where /v1/models tells them in Windlass's or llama.cpp's way."""
+        """The trained length in tokens, if /v1/models reports it as Windlass or llama.cpp do."""
         return self._card_value("trained_len", "n_ctx_train")
 
     def _card_value(self, name: str, in_meta: str) -> int | None:
@@ -237,7 +237,7 @@ class ConformanceClient:
     def ask(self, prompt: str, tokens: int, *, fresh: bool = False, began: Event | None = None) -> Answer:
         """The greedy answer of at most `tokens` tokens.
 
-        fresh: ask that no earlier request's cache be used. began: is set when the first part of the answer arrives.
+        fresh: request that no cache of an earlier request is used. began: set when the first part of the answer arrives.
         """
         body: dict[str, Any] = {
             "model": self.model,
@@ -246,14 +246,10 @@ class ConformanceClient:
             "temperature": 0,
             "stream": True,
         }
-        extras: dict[str, Any] = {
-            "logprobs": TOP,
-            "ignore_eos": True,
-            "stream_options": {"include_usage": True},
-        }
+        extras: dict[str, Any] = {"logprobs": TOP, "ignore_eos": True, "stream_options": {"include_usage": True}}
         if fresh:
             extras.update(cache_salt=secrets.token_hex(8), cache_prompt=False)
-        unsure: set[str] = set()  # left out for an error that names none of them
+        unsure: set[str] = set()  # left out after an error that names none of them
         while True:
             sent = {name: value for name, value in extras.items() if name in self._optional - unsure}
             reader, status, error_text = self._send(body | sent, began)
@@ -262,23 +258,23 @@ class ConformanceClient:
                 if named:
                     self._optional -= set(named)
                 else:
-                    unsure = set(sent)  # an error of another kind comes again without them: then they stay
+                    unsure = set(sent)  # if the error persists without them, they are sent again later
                 continue
             break
         if status == 200:
             self._optional -= unsure
         if status in (401, 403):
-            raise CommandError("the server refuses the key: give --api-key")
+            raise CommandError("the server rejects the key: give --api-key")
         if status != 200:
             raise CheckUnavailableError(f"status {status}: {error_text[:200]}")
         if self.by_text is None:
             self.by_text = not reader.steps
-        return reader.whole(by_text=self.by_text)
+        return reader.finish(by_text=self.by_text)
 
     def _send(self, body: dict[str, Any], began: Event | None) -> tuple[AnswerParser, int, str]:
-        """What was read of the answer, the status, and the text of an error."""
+        """The parsed answer, the status, and the text of an error."""
         end = min(self._end, time.monotonic() + self._timeout)
-        late = "the time of the run is used up: give a longer --time-limit"
+        late = "the time limit of the run is exceeded: give a longer --time-limit"
         if end <= time.monotonic():
             raise CheckUnavailableError(late)
         if end != self._end:
@@ -300,12 +296,12 @@ class ConformanceClient:
         except httpx.HTTPError as error:
             raise CommandError(f"the server at {self._base} stopped answering: {error}") from None
         except ValueError as error:
-            raise CheckUnavailableError(f"the answer is no JSON ({error})") from None
+            raise CheckUnavailableError(f"the answer is not JSON ({error})") from None
         return reader, 200, ""
 
 
 def _until(end: float, reply: httpx.Response, late: str) -> Iterator[bytes]:
-    """The body as it arrives. Raises CheckUnavailableError, saying `late`, once more of it comes after `end`."""
+    """The body as it arrives. Raises CheckUnavailableError(late) for data that arrives after `end`."""
     for chunk in reply.iter_bytes():
         if time.monotonic() > end:
             raise CheckUnavailableError(late)

@@ -1,7 +1,7 @@
 """Formulas of position encodings in float64, with their sources.
 
-Rotated vectors and scores use the engine's frequencies; sinusoids, T5's buckets and ALiBi's slopes are written as in their papers,
-for comparison.
+Rotated vectors and scores use the engine's frequencies. For comparison, sinusoids, T5's buckets and ALiBi's slopes are
+implemented as in their papers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def rotated(vectors: Numbers, position: float, frequencies: Numbers) -> Numbers:
 
 
 def scores(q: Numbers, k: Numbers, distances: Numbers, frequencies: Numbers) -> Numbers:
-    """q at distance r in front of k, for every r: Re of sum_j conj-products turned by r w_j. [R].
+    """Scores of q at distance r after k, for every r: Re sum_j q_j conj(k_j) exp(i r w_j) over complex pairs j. [R].
 
-    q, k: [2 * pairs], half-split, before their rotation.
+    q, k: [2 * pairs], half-split, unrotated.
     """
     half = len(frequencies)
     a, b = q[:half] + 1j * q[half:], k[:half] + 1j * k[half:]
@@ -44,8 +44,8 @@ def sinusoids(positions: Numbers, dim: int, theta: float = 10000.0) -> Numbers:
 
 
 def t5_buckets(distances: Numbers, buckets: int = 32, farthest: int = 128) -> Numbers:
-    """The bucket of each distance back, [R]: each of half the buckets one distance, the rest by its logarithm (arXiv
-    1910.10683).
+    """Bucket of each backward distance, [R]: half of the buckets hold one distance each, the others are logarithmic
+    (arXiv 1910.10683).
     """
     exact = buckets // 2
     far = np.log(np.maximum(distances, 1) / exact) / math.log(farthest / exact) * (buckets - exact)
@@ -58,24 +58,23 @@ def alibi_slopes(heads: int) -> Numbers:
 
 
 def relative(rows: int, values: Numbers) -> Numbers:
-    """values by distance as a matrix: entry (m, n) is values[m - n], NaN for keys behind their query. [rows, rows]."""
+    """Matrix of values by distance: entry (m, n) is values[m - n], NaN for keys after their query. [rows, rows]."""
     distance = np.arange(rows)[:, None] - np.arange(rows)[None]
     return np.where(distance >= 0, values[np.maximum(distance, 0)], np.nan)
 
 
 def products(table: Numbers) -> Numbers:
-    """Products of rows over the mean square of a row: how alike two positions are by their own vectors. [P, P]."""
+    """Products of rows divided by the mean squared norm: similarity of two positions by their vectors. [P, P]."""
     return np.asarray(table @ table.T / (table**2).sum(axis=1).mean())
 
 
 def invariance_errors(
     q: Numbers, k: Numbers, distance: int, starts: Numbers, frequencies: Numbers
 ) -> dict[str, Numbers]:
-    """By how much a score at one distance changes as both tokens move on, over |q||k|, for angles of several
-    precisions. [S] each.
+    """Change of the score at one distance when both tokens move to `starts`, divided by |q||k|, by precision. [S] each.
 
-    "float64": angles as the engine makes them. "float32": position times frequency rounded to float32. "bfloat16": cosines
-    and sines of float32 angles rounded to 8 bits, as a table in the weights' own type has them.
+    "float64": the engine's angles. "float32": position times frequency rounded to float32. "bfloat16": cosines and sines of
+    float32 angles rounded to 8 bits, as in a table of the weights' dtype.
     """
     exact = scores(q, k, np.array([float(distance)]), frequencies)[0]
     size = float(np.linalg.norm(q) * np.linalg.norm(k))
@@ -101,6 +100,6 @@ def _rotated_at_precision(precision: str, x: Numbers, position: float, frequenci
 
 
 def _to_bfloat16(values: Numbers) -> Numbers:
-    """Rounded to the nearest number of 8 significant bits."""
+    """Round to 8 significant bits."""
     mantissa, exponent = np.frexp(values)
     return np.asarray(np.ldexp(np.round(mantissa * 256) / 256, exponent))

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 _POSITIONS = 8
 
-_MIN_LABEL_ANGLE = 0.22  # radians that two labels need between them
+_MIN_LABEL_ANGLE = 0.22  # smallest angle between two labels, in radians
 
 
 def draw_rotation(subject: Subject) -> Figure:
-    """One unit vector in four of the planes, at positions 0 to 7."""
-    figure = new_figure(f"Each pair of numbers is an arrow that turns with its position ({subject.name})", (10, 3.35))
+    """One unit vector in up to four of the planes, at positions 0 to 7."""
+    figure = new_figure(f"Each pair of numbers is an arrow that rotates with the position ({subject.name})", (10, 3.35))
     frequencies = subject.frequencies()
     chosen = sorted({min(subject.pairs - 1, subject.pairs * step // 16) for step in (0, 2, 4, 8)})
     for axes, pair in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
@@ -65,7 +65,7 @@ def _arrows(axes: Axes, frequency: float, pair: int) -> None:
 
 
 def _labels(frequency: float) -> dict[int, str]:
-    """The positions whose labels have room: those of arrows that nearly coincide would hide each other."""
+    """Labels by position, without those that would overlap."""
     last = _POSITIONS - 1
     if last * frequency < _MIN_LABEL_ANGLE:
         return {0: f"0–{last}"}
@@ -97,12 +97,14 @@ def draw_angles(subject: Subject) -> Figure:
         colour = colormaps["viridis"]((position - 1) / 7)
         for axes in (left, right):
             axes.plot(pairs, row, color=colour, linewidth=1.4, label=str(position))
-    style_axes(left, x="pair", y="angle in radians", title="the first pairs turn far")
-    style_axes(right, x="pair", y="angle in radians (logarithmic)", title="all pairs: straight lines, one step apart")
+    style_axes(left, x="pair", y="angle in radians", title="linear: only the first pairs seem to move")
+    style_axes(
+        right, x="pair", y="angle in radians (logarithmic)", title="logarithmic: straight lines at equal distances"
+    )
     right.set_yscale("log")
     for turns in range(1, int(7 / (2 * math.pi)) + 1):
         left.axhline(2 * math.pi * turns, color="#999999", linewidth=0.8, linestyle=":")
-        left.annotate("a whole turn", (subject.pairs - 1, 2 * math.pi * turns), ha="right", va="bottom", fontsize=8)
+        left.annotate("one full turn", (subject.pairs - 1, 2 * math.pi * turns), ha="right", va="bottom", fontsize=8)
     left.legend(title="position", ncols=2, fontsize=8, frameon=False)
     return figure
 
@@ -115,7 +117,7 @@ def draw_cos_sin(subject: Subject) -> Figure:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, values, name in zip(panels, (np.cos(turning), np.sin(turning)), ("cos", "sin"), strict=True):
         image = axes.imshow(values, cmap="PuOr", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
-        axes.set_xlabel("pair (fast at the left, slow at the right)")
+        axes.set_xlabel("pair (fast on the left, slow on the right)")
         axes.set_title(f"{name}(position × frequency)", fontsize=10)
     panels[0].set_ylabel("position")
     figure.colorbar(image, ax=list(panels), fraction=0.03, pad=0.02)
@@ -123,23 +125,23 @@ def draw_cos_sin(subject: Subject) -> Figure:
 
 
 def draw_invariance(subject: Subject) -> Figure:
-    """Scores of one query and one key at all pairs of places, and how well a distance keeps its score far on."""
-    figure = new_figure(f"Only the distance counts ({subject.name})", (10, 4.2))
+    """Scores of one query and one key at all pairs of positions, and the error of a score at high positions."""
+    figure = new_figure(f"Scores depend on distance only ({subject.name})", (10, 4.2))
     left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1, 1.35]})
     frequencies = subject.frequencies()
     q, k = np.random.default_rng(5).standard_normal((2, 2 * subject.pairs))
-    places = np.arange(48)
-    rotated = [np.stack([encoding_formulas.rotated(x, float(place), frequencies) for place in places]) for x in (q, k)]
+    positions = range(48)
+    rotated = [np.stack([encoding_formulas.rotated(x, float(at), frequencies) for at in positions]) for x in (q, k)]
     matrix = rotated[0] @ rotated[1].T / (np.linalg.norm(q) * np.linalg.norm(k))
     largest = float(np.abs(matrix).max())
     image = left.imshow(matrix, cmap="PuOr", vmin=-largest, vmax=largest, interpolation="nearest")
-    left.set(xlabel="place of the key", ylabel="place of the query")
-    left.set_title("one query, one key, everywhere:\nequal along every diagonal", fontsize=10)
+    left.set(xlabel="position of the key", ylabel="position of the query")
+    left.set_title("one query and one key, all positions:\nequal along every diagonal", fontsize=10)
     figure.colorbar(image, ax=left, fraction=0.046, label="cosine of query and key")
     starts = np.unique(np.geomspace(1, subject.length, 400).round())
     errors = encoding_formulas.invariance_errors(q, k, 5, starts, frequencies)
     names = {
-        "float64": "float64 angles, as here",
+        "float64": "float64 angles, as in Windlass",
         "float32": "float32 angles",
         "bfloat16": "bfloat16 tables of cos and sin",
     }
@@ -152,16 +154,16 @@ def draw_invariance(subject: Subject) -> Figure:
     thousands(right)
     style_axes(
         right,
-        x="place of the key, the query 5 behind it",
+        x="position of the key (query 5 tokens later)",
         y="change of the score / |q||k|",
-        title="the same distance, moved on",
+        title="same distance at higher positions",
     )
     right.legend(fontsize=8, frameon=False, loc="upper left")
     return figure
 
 
 def draw_decay(subject: Subject) -> Figure:
-    """The bound on a score by distance, and scores."""
+    """Scores by distance, and their bound."""
     figure = new_figure(f"Scores by distance ({subject.name})", (10, 4.2))
     left, right = figure.subplots(1, 2)
     frequencies = subject.frequencies()
@@ -171,17 +173,23 @@ def draw_decay(subject: Subject) -> Figure:
         q = rng.standard_normal(2 * subject.pairs)
         k = q + rng.standard_normal(2 * subject.pairs)
         drawn = encoding_formulas.scores(q, k, near, frequencies) / (np.linalg.norm(q) * np.linalg.norm(k))
-        left.plot(near, drawn, color="#8a8a8a", linewidth=0.7, label="six random alike pairs" if index == 0 else None)
+        left.plot(
+            near,
+            drawn,
+            color="#8a8a8a",
+            linewidth=0.7,
+            label="six random pairs of similar vectors" if index == 0 else None,
+        )
     left.plot(near, curves.mean_cosine(near, frequencies), color=COLOURS[1], label="equal vectors of ones")
     left.plot(
         near,
         _bound_shape(near, frequencies),
         color=COLOURS[2],
         dashes=DASHES[1],
-        label="shape of the bound, drawn from 1",
+        label="shape of the bound, scaled to 1",
     )
     style_axes(
-        left, x="distance in tokens", y="score over its largest", title="near: scores, and the shape of the bound"
+        left, x="distance in tokens", y="score / largest score", title="near: scores, and the shape of the bound"
     )
     left.axhline(0, color="#999999", linewidth=0.6)
     left.legend(fontsize=8, frameon=False)
@@ -192,13 +200,13 @@ def draw_decay(subject: Subject) -> Figure:
     right.set_xscale("log")
     right.axhline(0, color="#999999", linewidth=0.6)
     thousands(right)
-    style_axes(right, x="distance in tokens (logarithmic)", title="far: what is left never dies away")
+    style_axes(right, x="distance in tokens (logarithmic)", title="far: scores do not vanish")
     return figure
 
 
 def draw_scalings(subject: Subject) -> Figure:
     """Wavelengths by pair, and scores by distance, under each scaling."""
-    title = f"{subject.base.trained_len:,} trained, {subject.length:,} wanted: what each scaling does ({subject.name})"
+    title = f"{subject.base.trained_len:,} trained, {subject.length:,} needed: effect of each scaling ({subject.name})"
     figure = new_figure(title, (10, 4.8))
     left, right = figure.subplots(1, 2)
     far = _smooth_places(subject.length)
@@ -211,12 +219,12 @@ def draw_scalings(subject: Subject) -> Figure:
     left.set_yscale("log")
     for length, text, colour in (
         (subject.base.trained_len, "trained length", TRAINED),
-        (subject.length, "wanted length", BEYOND),
+        (subject.length, "needed length", BEYOND),
     ):
         left.axhline(length, color=colour, linewidth=1)
         left.annotate(text, (0, length), xytext=(2, 3), textcoords="offset points", fontsize=8, color=colour)
     thousands(left, "y")
-    style_axes(left, x="pair", y="tokens per turn (logarithmic)", title="which pairs turn slower")
+    style_axes(left, x="pair", y="tokens per turn (logarithmic)", title="pairs that rotate more slowly")
     right.set_xscale("log")
     thousands(right)
     _trained(right, subject)
@@ -224,29 +232,35 @@ def draw_scalings(subject: Subject) -> Figure:
         right,
         x="distance in tokens (logarithmic)",
         y="score of equal vectors, smoothed",
-        title="how far apart tokens seem",
+        title="apparent distance of tokens",
     )
     figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     return figure
 
 
 def draw_extrapolation(subject: Subject) -> Figure:
-    """Angles that training has shown against those that a longer text asks for."""
+    """Angles seen in training, and those that a longer text needs."""
     title = f"Trained on {subject.base.trained_len:,} tokens, read to {subject.length:,} ({subject.name})"
     figure = new_figure(title, (10, 4.8))
     left, right = figure.subplots(1, 2)
     own = subject.frequencies(subject.compared[0][1])
     pairs = np.arange(subject.pairs)
     seen = np.maximum(subject.base.trained_len * own / (2 * math.pi), 1e-9)
-    asked = np.maximum(subject.length * own / (2 * math.pi), 1e-9)
-    whole = np.ones_like(seen)
-    left.fill_between(
-        pairs, 1e-9, np.minimum(seen, whole), color=TRAINED, alpha=0.35, linewidth=0, label="angles seen in training"
-    )
-    new = np.minimum(asked, whole)
+    needed = np.maximum(subject.length * own / (2 * math.pi), 1e-9)
+    full_turn = np.ones_like(seen)
     left.fill_between(
         pairs,
-        np.minimum(seen, whole),
+        1e-9,
+        np.minimum(seen, full_turn),
+        color=TRAINED,
+        alpha=0.35,
+        linewidth=0,
+        label="angles seen in training",
+    )
+    new = np.minimum(needed, full_turn)
+    left.fill_between(
+        pairs,
+        np.minimum(seen, full_turn),
         new,
         color=BEYOND,
         alpha=0.45,
@@ -256,7 +270,7 @@ def draw_extrapolation(subject: Subject) -> Figure:
     )
     left.set_ylim(0, 1)
     left.set_xlim(0, subject.pairs - 1)
-    style_axes(left, x="pair", y="part of the circle", title="unscaled: slow pairs reach new angles")
+    style_axes(left, x="pair", y="share of the circle", title="unscaled: slow pairs reach new angles")
     left.legend(fontsize=9, loc="lower left")
     known = int((seen >= 1).sum())
     for index, (label, scaling) in enumerate(subject.compared):
@@ -264,15 +278,12 @@ def draw_extrapolation(subject: Subject) -> Figure:
         right.plot(pairs, reach, label=label, **_style(index))
     right.axhline(1, color=TRAINED, linewidth=1, linestyle=":")
     right.axvspan(0, known - 0.5, color=TRAINED, alpha=0.2, linewidth=0)
-    right.annotate("whole circle known:\nany angle will do", (0.03, 0.06), xycoords="axes fraction", fontsize=9)
+    right.annotate("entire circle trained:\nany angle is known", (0.03, 0.06), xycoords="axes fraction", fontsize=9)
     right.set_xlim(0, subject.pairs - 1)
     right.set_yscale("log")
     thousands(right, "y")
     style_axes(
-        right,
-        x="pair",
-        y="largest angle over that of training",
-        title="scaled: at the right, 1 or less is known ground",
+        right, x="pair", y="largest angle / largest trained angle", title="scaled: on the right, 1 or less was trained"
     )
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     return figure
@@ -300,7 +311,7 @@ def _trained(axes: Axes, subject: Subject) -> None:
 
 
 def _bound_shape(distances: Numbers, frequencies: Numbers) -> Numbers:
-    """The bound over its value at distance 0, as it is mostly drawn."""
+    """The bound divided by its value at distance 0, as it is usually plotted."""
     return curves.decay_bound(distances, frequencies) / ((len(frequencies) + 1) / 2)
 
 
@@ -313,7 +324,7 @@ def _smooth_places(length: int) -> Numbers:
 
 
 def _smoothed(places: Numbers, frequencies: Numbers) -> Numbers:
-    """The mean score around each distance, half an octave wide: single distances swing too much to compare six curves by."""
+    """Mean score over half an octave around each distance: scores oscillate too much to compare six curves."""
     near = places[:, None] * 2 ** np.linspace(-0.25, 0.25, 41)[None]
     return np.stack([curves.mean_cosine(around, frequencies).mean() for around in near])
 
@@ -324,8 +335,8 @@ _TABLES = ("wpe.weight", "transformer.wpe.weight", "model.embed_positions.weight
 
 
 def draw_encodings(subject: Subject, learned: Numbers | None) -> Figure:
-    """Above what a model has, below what that makes of two places. learned: a table [P, dim]; None: random numbers."""
-    figure = new_figure(f"Five ways to say where a token stands ({subject.name})", (11, 5))
+    """Upper row: the data of a model; lower row: its effect on two positions. learned: a table [P, dim], else random."""
+    figure = new_figure(f"Five position encodings ({subject.name})", (11, 5))
     panels = figure.subplots(2, 5)
     rng = np.random.default_rng(3)
     rows, dim = np.arange(float(ROWS)), 2 * subject.pairs
@@ -356,7 +367,7 @@ def draw_encodings(subject: Subject, learned: Numbers | None) -> Figure:
     _map(
         panels[1, 0],
         encoding_formulas.relative(ROWS, curves.mean_cosine(rows, frequencies)),
-        "equal vectors turned",
+        "equal vectors rotated",
         "key",
         "query",
     )
@@ -383,8 +394,7 @@ def _map(axes: Axes, values: Numbers, title: str, x: str, y: str) -> None:
 
 
 def read_learned(path: Path) -> Numbers:
-    """The table of learned positions in a checkpoint such as GPT-2's, float64 [P, dim]. path: a safetensors file, or its
-    folder."""
+    """Learned positions of a checkpoint such as GPT-2's, float64 [P, dim]. path: a safetensors file or its folder."""
     import safetensors
 
     file = path / "model.safetensors" if path.is_dir() else path
@@ -405,13 +415,13 @@ TEXT = "The cat sat on the mat. The dog sat on the rug. The cat sat on the"
 
 _MAX_TEXT_TOKENS = 512
 
-_MAX_LABELLED_TOKENS = 40  # tokens that have room for their names
+_MAX_LABELLED_TOKENS = 40  # longer texts have no token labels
 
 
 def read_pattern(
     directory: Path, text: str, layer: int, scaling: RopeScaling | None, load_tokenizer: Callable[[Path], Encoder]
 ) -> tuple[list[str], Numbers]:
-    """The tokens of a text, and the weights [heads, T, T] with which each attends to those before it."""
+    """Tokens of a text and their attention weights [heads, T, T]. Raises LoadError and RequestError."""
     from windlass.engine.execution.attention_maps import attention_weights
     from windlass.lab.scoring import Scorer
 
@@ -425,16 +435,16 @@ def read_pattern(
 
 
 def choose_heads(weights: Numbers, count: int) -> list[int]:
-    """Heads that differ most: by the mean distance at which they attend, from the nearest to the farthest."""
-    index = np.arange(weights.shape[1])
-    back = (weights * (index[:, None] - index[None])).sum(axis=(1, 2))
-    order = np.argsort(back, kind="stable")
+    """Heads spread over their mean attention distance, from the nearest to the farthest."""
+    positions = np.arange(weights.shape[1])
+    mean_distance = (weights * (positions[:, None] - positions[None])).sum(axis=(1, 2))
+    order = np.argsort(mean_distance, kind="stable")
     picked = np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int)
-    return [int(order[at]) for at in picked]
+    return [int(order[index]) for index in picked]
 
 
 def draw_attention(name: str, layer: int, tokens: list[str], weights: Numbers, heads: list[int]) -> Figure:
-    """A heat map for each head, and how their weight falls with distance."""
+    """A heat map per head, and their mean weight by distance."""
     figure = new_figure(f"Layer {layer} of {name}: what heads attend to", (12, 4.3))
     panels = figure.subplots(1, len(heads) + 1, squeeze=False, width_ratios=[*[1] * len(heads), 0.9])[0]
     for axes, head in zip(panels, heads, strict=False):

@@ -1,6 +1,6 @@
-"""Subject of a picture: the rotation of a model or of given parameters, and the scalings it is compared under.
+"""Subject of a picture: the rotation of a model or of given parameters, and the scalings that it compares.
 
-Every frequency comes from the engine's own functions. Loads no weights and imports neither torch nor matplotlib.
+All frequencies come from the engine's functions. Loads no weights and imports neither torch nor matplotlib.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, main_gr
 from windlass.lab.encoding_formulas import Numbers
 from windlass.lab.scaling_inspection import read_groups
 
-_MAX_DIM = 4096  # of a head; pictures of more would take gigabytes
+_MAX_DIM = 4096  # of a head; larger pictures would need gigabytes
 
-_MAX_LENGTH = 10_000_000  # tokens that are looked at
+_MAX_LENGTH = 10_000_000  # tokens
 
 LLAMA_2 = RotaryBase(rope_theta=10000.0, head_dim=128, rotary_dim=128, trained_len=4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """base: what rotates. scaling: what the first pictures are under. length: how far is looked, in tokens.
+    """base: the unscaled rotation. scaling: that of pictures of a single scaling. length: the longest distance shown, in tokens.
 
-    compared: scalings that are laid side by side, by their labels; the first is none.
+    compared: (label, scaling) of pictures that compare; the first is without scaling.
     """
 
     name: str
@@ -43,20 +43,20 @@ class Subject:
 
     @property
     def stretch(self) -> float:
-        """How much longer than trained it is read, at least 1."""
+        """`length` divided by the trained length, at least 1."""
         return max(self.length / self.base.trained_len, 1.0)
 
     def frequencies(self, scaling: RopeScaling | None = None) -> Numbers:
-        """Radians per token of each pair, [pairs], under a scaling or the subject's own, for `length` tokens."""
+        """Radians per token of each pair, [pairs], under a scaling (None: the subject's) for `length` tokens."""
         return np.array(resolve(scaling or self.scaling, self.base, self.length).inv_freq)
 
 
 def base_from_parameters(theta: float, dim: int, trained_len: int) -> RotaryBase:
-    """Raises LoadError for what no model has."""
+    """Rotation of the given parameters. Raises LoadError for values that no model has."""
     if not 1 < theta < math.inf:
         raise LoadError(f"--theta must be a number above 1, got {theta:g}")
     if not 4 <= dim <= _MAX_DIM or dim % 2:
-        raise LoadError(f"--dim must be even and lie between 4 and {_MAX_DIM:,}, got {dim}")
+        raise LoadError(f"--dim must be even and between 4 and {_MAX_DIM:,}, got {dim}")
     if trained_len < 2:
         raise LoadError(f"--trained-len must be at least 2, got {trained_len}")
     return RotaryBase(rope_theta=theta, head_dim=dim, rotary_dim=dim, trained_len=trained_len)
@@ -65,10 +65,10 @@ def base_from_parameters(theta: float, dim: int, trained_len: int) -> RotaryBase
 def make_subject(
     directory: Path | None, base: RotaryBase | None, scalings: Sequence[RopeScaling], length: int | None, name: str
 ) -> Subject:
-    """directory: of a model, None: `base`, or Llama 2's. length None: 24 times the trained one, as 4k to 100k, or what
-    is looked at at most.
+    """Subject of a model in `directory`, else of `base`, else of Llama 2.
 
-    scalings: the first is what single pictures are under; all are compared. Raises LoadError and RequestError, one line.
+    length None: 24 times the trained length (4k to 100k), at most _MAX_LENGTH. scalings: all are compared, and pictures of a
+    single scaling use the first. Raises LoadError and RequestError.
     """
     own = RopeScaling()
     if directory is not None:
@@ -78,7 +78,7 @@ def make_subject(
     if length is None:
         length = 100_000 if base == LLAMA_2 else min(24 * base.trained_len, _MAX_LENGTH)
     elif not 2 <= length <= _MAX_LENGTH:
-        raise LoadError(f"--length must lie between 2 and {_MAX_LENGTH:,}, got {length}")
+        raise LoadError(f"--length must be between 2 and {_MAX_LENGTH:,}, got {length}")
     chosen = scalings[0] if scalings else own
     compared = [(_label(scaling), scaling) for scaling in scalings] or usual_scalings(base, length)
     subject = Subject(
@@ -87,14 +87,14 @@ def make_subject(
     for scaling in (chosen, *(scaling for _, scaling in subject.compared)):
         if scaling.groups:
             raise LoadError("a picture shows one scaling: give a flat object, not one by groups")
-        resolve(scaling, base, length)  # refuses what does not fit
+        resolve(scaling, base, length)  # raises RequestError for one that does not fit
     return subject
 
 
 def usual_scalings(base: RotaryBase, length: int) -> list[tuple[str, RopeScaling]]:
-    """Those of the papers, each for reading `length` tokens.
+    """The published scalings, each with the factor for `length` tokens.
 
-    LongRoPE's divisors are found by a search for each model; here they rise evenly from 1 to the factor, and stand for those.
+    LongRoPE's divisors are searched for each model; evenly rising ones from 1 to the factor replace them here.
     """
     factor = max(length / base.trained_len, 1.0)
     pairs = base.rotary_dim // 2

@@ -1,4 +1,7 @@
-"""Report of a perplexity sweep as one self-contained HTML page and as Markdown, with the tables both reports share."""
+"""Report of a perplexity sweep as one self-contained HTML page and as Markdown.
+
+Also the tables, the page rendering and the Markdown helpers that the retrieval report shares.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,19 @@ import importlib.resources
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from windlass.engine.errors import LoadError
 from windlass.lab.perplexity_results import CONFIDENCE, TOLERANCE, Recommendation, ScalingSweep
 
-_REFERENCES = ("cut", "window")  # kinds to compare with, never recommended
+_REFERENCES = ("cut", "window")  # kinds for comparison, never recommended
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """Cells of the table; mark tells the recommended row and the reference apart."""
+    """Cells of a row. mark: the recommended row, or a reference."""
 
     cells: tuple[str, ...]
     mark: Literal["", "chosen", "reference"]
@@ -28,14 +29,14 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Heads and rows, first the reference and then by overall perplexity within each kind as measured."""
+    """Column heads and rows."""
 
     heads: tuple[str, ...]
     rows: tuple[TableRow, ...]
 
 
 def make_table(result: ScalingSweep, chosen: str) -> Table:
-    """Perplexity of every curve in every range, and how far it holds."""
+    """Perplexity of every curve in every range, and the length up to which it holds."""
     rows = []
     for curve in result.curves:
         cells = [curve.name]
@@ -50,7 +51,7 @@ def make_table(result: ScalingSweep, chosen: str) -> Table:
 
 
 def make_changes(result: ScalingSweep, chosen: str) -> Table | None:
-    """By how many per cent each curve's perplexity differs from no scaling's, with intervals; None where there are none."""
+    """Perplexity of each curve relative to no scaling, in per cent with intervals; None if there are no intervals."""
     plain = next((curve for curve in result.curves if curve.kind == "none"), None)
     if plain is None or len(result.units) < 2:
         return None
@@ -78,56 +79,56 @@ def _percent(nats: float) -> str:
 
 
 def facts(result: ScalingSweep) -> str:
-    """One line: the model's length, the texts, how they were read."""
+    """One line: the lengths, the texts and their windows."""
     texts = result.texts
     names = ", ".join(f"{text.name} ({text.tokens:,} tokens)" for text in texts)
     most = max(len(text.starts) for text in texts)
-    each = "of each " if len(texts) > 1 else ""
+    per_text = "of each " if len(texts) > 1 else ""
     cached = "" if result.kv_cache_dtype == "auto" else f" Keys and values cached as {result.kv_cache_dtype}."
     return (
         f"Trained on {result.trained_len:,} tokens, read to {result.max_len:,}. "
-        f"{'Texts' if len(texts) > 1 else 'Text'}: {names}; {each}{most} {'windows' if most > 1 else 'window'} of "
+        f"{'Texts' if len(texts) > 1 else 'Text'}: {names}; {per_text}{most} {'windows' if most > 1 else 'window'} of "
         f"{result.max_len:,}{' spread evenly' if most > 1 else ''}{' and overlapping' if _overlap(result) else ''}.{cached}"
     )
 
 
 def notes(result: ScalingSweep) -> list[str]:
-    """What the columns mean and what the policies are."""
+    """Explanations of the columns and the policies."""
     half = result.trained_len // 2
     kinds = {curve.kind for curve in result.curves}
     over = f"each {result.unit_name}'s mean loss" if len(result.texts) > 1 else "all windows"
     found = [
         "Perplexity is e to the mean loss per token: lower is better, and the vocabulary's size is chance. Each "
-        f"column averages {over} in that range; those with a mark cover the {half:,} tokens before it. "
-        "Columns hold different text, so compare within a column.",
+        f"column averages {over} in that range; columns at a mark cover the {half:,} tokens before it. "
+        "Columns cover different text, so compare within a column."
     ]
     if len(result.units) > 1:
         found.append(
             f"Changes against no scaling are means over {len(result.units)} {result.unit_name}s, in brackets the "
-            f"{100 * CONFIDENCE:.0f} % interval of Student's t. They are paired: every scaling reads the same text, so what "
-            f"{result.unit_name}s differ by cancels out."
-            + ("" if len(result.texts) > 1 else " Windows of one text say nothing of other texts.")
+            f"{100 * CONFIDENCE:.0f} % interval of Student's t. They are paired: every scaling reads the same text, so "
+            f"differences between {result.unit_name}s cancel out."
+            + ("" if len(result.texts) > 1 else " Windows of one text do not represent other texts.")
         )
     if "cut" in kinds:
         found.append(
-            "The grey line, text cut to the trained length, is the same model without scaling that reads each token after "
-            f"the last {half:,} to {result.trained_len:,} tokens alone. Reading further is worth it where a scaling comes "
-            f"below that line. A scaling holds up to the length where it first lies more than {100 * (TOLERANCE - 1):.0f} % "
+            "The grey line, text cut to the trained length, is the same model without scaling that reads each token after only "
+            f"the last {half:,} to {result.trained_len:,} tokens. A longer context is useful where a scaling is "
+            f"below that line. A scaling holds up to the length where it is first more than {100 * (TOLERANCE - 1):.0f} % "
             "above it."
         )
     if "window" in kinds:
         found.append(
-            "Under a window each token sees the last so many tokens and the sinks, the first few, which then stand at its edge. "
-            "Nothing is scaled, and what lies between is not seen: perplexity hardly asks for it, so a window is not recommended "
-            "by it."
+            "Under a window each token sees a number of previous tokens and the sinks, the first few tokens, which are moved to "
+            "its edge. Nothing is scaled, and tokens between are not visible. Perplexity hardly depends on them, so it is no "
+            "reason to recommend a window."
         )
     if any(curve.policy for curve in result.curves):
         found.append(
             "dynamic changes its frequencies with the length of the text. Under frozen they are those of the longest length "
-            "from the first token on. Under recompute the text so far is read again whenever they change, so every row is "
-            "what a model without a cache gives at that length. Under rotate the cached keys are re-rotated to the new "
-            "frequencies and nothing is read again. The rows of recompute and rotate are read as if each token had been "
-            "generated in turn."
+            "from the first token on. Under recompute the preceding text is computed again whenever they change, so every row is "
+            "that of a model without a cache at that length. Under rotate the cached keys are re-rotated to the new "
+            "frequencies and nothing is computed again. The rows of recompute and rotate are computed as if the tokens had been "
+            "generated one after another."
         )
     exact = result.exact
     if exact is not None:
@@ -135,7 +136,7 @@ def notes(result: ScalingSweep) -> list[str]:
             f"{policy} {value:+.4f} ± {exact.error[policy]:.4f}" for policy, value in sorted(exact.difference.items())
         ]
         found.append(
-            f"Frequencies change at lengths on the grid M·2^(k/4). At {exact.rows:,} sampled rows the text was also read again "
+            f"Frequencies change at lengths on the grid M·2^(k/4). At {exact.rows:,} sampled rows the text was also computed "
             f"for the exact length of each ({exact.name}; the diamonds, with one standard error). Nats per token above that, "
             f"mean and standard error: {'; '.join(parts)}."
         )
@@ -143,7 +144,7 @@ def notes(result: ScalingSweep) -> list[str]:
 
 
 def to_html(result: ScalingSweep, recommendation: Recommendation, svg: str, date: str) -> str:
-    """The page; it needs nothing from anywhere. svg: a trusted element, everything else is escaped."""
+    """The self-contained page. svg: a trusted element; everything else is escaped."""
     return render_page(
         "perplexity_report.html.j2",
         result=result,
@@ -158,7 +159,7 @@ def to_html(result: ScalingSweep, recommendation: Recommendation, svg: str, date
 
 
 def render_page(template: str, **values: object) -> str:
-    """A page of this folder, or of one below it, in the common style; what is no Markup is escaped."""
+    """Render a template of this folder in the common style. Values other than Markup are escaped."""
     folder = importlib.resources.files("windlass.lab")
     style, source = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("report_style.css.j2", template))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
@@ -166,7 +167,7 @@ def render_page(template: str, **values: object) -> str:
 
 
 def to_markdown(result: ScalingSweep, recommendation: Recommendation, picture: str | None, date: str) -> str:
-    """The same for places that show no HTML. picture: the plot's file name beside the page."""
+    """The same as Markdown. picture: the plot's file name, in the folder of the page."""
     table = make_table(result, recommendation.curve)
     lines = [
         f"# Rotary scalings of {plain_text(result.model_name)}",
@@ -203,13 +204,5 @@ def _overlap(result: ScalingSweep) -> bool:
 
 
 def plain_text(text: str) -> str:
-    """File and directory names as text: none of their characters is read as Markdown."""
+    """Escape Markdown characters in file and directory names."""
     return "".join("\\" + c if c in "\\`*_[]<>#|" else c for c in text)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Raises LoadError where the file cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LoadError(f"cannot write {path}: {error.strerror}") from None

@@ -1,17 +1,16 @@
 """Results of a perplexity sweep, and the recommended scaling.
 
-Everything is derived from the loss of every row of every window, so ranges of any width are exact. Recommendation: the lowest mean
-loss over all positions of a context of the target length; among scalings within one per cent of it, the cheapest for the server.
-A window is never recommended, because perplexity hardly depends on what it hides.
+All figures are derived from the loss of every row of every window, so ranges of any width are exact. Recommended is the lowest
+mean loss over all positions of a context of the target length; among scalings within one per cent of it, the cheapest for the
+server. A window is never recommended, because perplexity hardly depends on what it hides.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -20,43 +19,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.clients.loadtest.intervals import Interval, mean_interval
-from windlass.engine.interface.context import ContextRule
-from windlass.lab.candidates import Kind
+from windlass.lab.candidates import Candidate, request_fields, serve_command
 from windlass.lab.sweep_texts import SweptText
 
 CONFIDENCE = 0.95
 
-# A scaling "holds" while its perplexity stays within this of the same text cut to the trained length.
+# A scaling "holds" up to the length where its perplexity exceeds that of the cut text by this factor.
 TOLERANCE = 1.25
 
 _MAX_BUCKETS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One scaling under one policy.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve(Candidate):
+    """A measured candidate. longest: the length that `frozen` was planned for, None under other policies.
 
-    scaling: the object as a person would write it, None for the model's own. longest: what `frozen` was frozen for,
-    None where nothing depends on length. nll: nats of the next token, [windows, rows], NaN for rows not read. context: what a
-    token saw.
+    nll: negative log-likelihood of the next token in nats, [windows, rows], NaN for rows that were not read.
     """
 
-    name: str
-    label: str
-    kind: Kind
-    scaling: dict[str, Any] | None
-    policy: str | None
-    longest: int | None
-    plotted: bool
     nll: NDArray[np.float64]
-    context: ContextRule = field(default_factory=ContextRule)
 
 
 @dataclass(frozen=True, slots=True)
 class ExactPoint:
-    """Recompute for the exact length at sampled rows about `position`: the grid's perplexity there times the measured ratio.
+    """Recompute for the exact length, at sampled rows around `position`: the grid's perplexity times the measured ratio.
 
-    low, high: one standard error of that ratio either way.
+    low, high: the perplexity one standard error of that ratio below and above.
     """
 
     position: float
@@ -67,7 +55,7 @@ class ExactPoint:
 
 @dataclass(frozen=True, slots=True)
 class ExactComparison:
-    """Nats per token lost by each policy against recomputing for the exact length, at the same sampled rows.
+    """Loss of each policy above recomputing for the exact length, in nats per token at the same sampled rows.
 
     difference, error: mean and standard error by policy.
     """
@@ -81,9 +69,9 @@ class ExactComparison:
 
 @dataclass(frozen=True)
 class ScalingSweep:
-    """A whole sweep. model: what `windlass serve` takes for it. Windows of all texts lie behind each other.
+    """Results of one sweep. The windows of all texts are concatenated.
 
-    kv_cache_dtype: what keys and values were cached as, "auto" where that was not chosen.
+    model: the argument of `windlass serve`. kv_cache_dtype: as given, "auto" by default.
     """
 
     model: str
@@ -98,7 +86,7 @@ class ScalingSweep:
 
     @cached_property
     def units(self) -> list[slice]:
-        """What means and intervals are taken over, as ranges of windows: texts, or the windows of the only text."""
+        """Units of means and intervals, as ranges of windows: texts, or the windows of a single text."""
         if len(self.texts) == 1:
             return [slice(index, index + 1) for index in range(len(self.texts[0].starts))]
         ends = list(accumulate(len(text.starts) for text in self.texts))
@@ -110,7 +98,7 @@ class ScalingSweep:
 
     @cached_property
     def buckets(self) -> list[tuple[int, int]]:
-        """[low, high) row ranges of a quarter of the trained length, or wider ones where those would be too many."""
+        """Row ranges [low, high) of a quarter of the trained length, doubled until there are at most _MAX_BUCKETS."""
         width = max(self.trained_len // 4, 1)
         while self.max_len / width > _MAX_BUCKETS:
             width *= 2
@@ -118,7 +106,7 @@ class ScalingSweep:
 
     @cached_property
     def ranges(self) -> dict[str, tuple[int, int]]:
-        """The table's columns: all up to the trained length, then half a trained length before each mark, then all."""
+        """Columns of the table: up to the trained length, half a trained length before each mark, all positions."""
         m, half = self.trained_len, max(self.trained_len // 2, 1)
         found = {f"up to {m:,}": (0, m)}
         for times in (2, 4):
@@ -137,14 +125,14 @@ class ScalingSweep:
         return [float(nll[unit, low:high].mean()) for unit in self.units]
 
     def loss(self, curve: Curve, low: int, high: int) -> float:
-        """Nats per token over rows low .. high: the mean over texts of each text's mean. NaN where rows were not read."""
+        """Nats per token over rows low .. high: the mean of the units' means. NaN if rows were not read."""
         part = curve.nll[:, low:high]
         if not part.size or np.isnan(part).any():
             return math.nan
         return float(np.mean(self._by_unit(curve.nll, low, high)))
 
     def loss_interval(self, curve: Curve, low: int, high: int) -> Interval | None:
-        """Student's interval of `loss` over texts, None where it has none."""
+        """Student's t interval of `loss` over units, or None."""
         if math.isnan(self.loss(curve, low, high)):
             return None
         return mean_interval(self._by_unit(curve.nll, low, high), CONFIDENCE)[1]
@@ -156,9 +144,9 @@ class ScalingSweep:
         return [self.perplexity(curve, low, high) for low, high in self.buckets]
 
     def holds_to(self, curve: Curve) -> int | None:
-        """The length up to which every stretch of half a trained length stays within TOLERANCE of the cut text; 0: none.
+        """The length up to which every range of half a trained length is within TOLERANCE of the cut text, at least 0.
 
-        None where the cut text was not read.
+        None if the cut text was not read.
         """
         reference = next((c for c in self.curves if c.kind == "cut"), None)
         if reference is None:
@@ -171,17 +159,16 @@ class ScalingSweep:
         return self.max_len
 
     def difference(self, a: Curve, b: Curve, low: int, high: int) -> tuple[float, Interval | None]:
-        """Mean nats by which `a` exceeds `b` over rows low .. high, and Student's interval of it.
+        """Mean nats by which `a` exceeds `b` over rows low .. high, and its Student's t interval.
 
-        Paired: both read the same texts, so what texts differ by cancels out.
+        Paired: both read the same texts, so differences between texts cancel out.
         """
-        apart = a.nll - b.nll
         if math.isnan(self.loss(a, low, high)) or math.isnan(self.loss(b, low, high)):
             return math.nan, None
-        return mean_interval(self._by_unit(apart, low, high), CONFIDENCE)
+        return mean_interval(self._by_unit(a.nll - b.nll, low, high), CONFIDENCE)
 
     def to_json(self) -> dict[str, Any]:
-        """Every number of the report, rounded to what means something; no date."""
+        """All figures of the report, rounded to significant digits, without a date."""
         return {
             "model": self.model_name,
             "texts": [
@@ -234,7 +221,7 @@ class ScalingSweep:
 def interval_ends(
     interval: Interval | None, scale: Callable[[float], float] = float, *, digits: int = 5
 ) -> list[float] | None:
-    """[low, high] in significant digits. scale: applied to each, such as `math.exp`."""
+    """[low, high] with `digits` significant digits. scale: applied to both ends, such as `math.exp`."""
     if interval is None:
         return None
     return [float(f"{scale(min(end, 700.0)):.{digits}g}") for end in (interval.low, interval.high)]
@@ -251,15 +238,15 @@ def _finite(value: float, digits: int) -> float | None:
 
 _CLOSE = math.log(1.01)
 
-_FEW = 5  # windows or texts, below which a sentence says that there should be more
+_FEW = 5  # units, below which the report asks for more
 
-# What asks least comes first: nothing to set, one set of frequencies, keys that are re-rotated, prompts that are computed again.
+# By cost for a server: nothing to set, one set of frequencies, re-rotated keys, recomputed prompts.
 _COST = {None: 0, "frozen": 1, "rotate": 2, "recompute": 3}
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """curve: the name of the chosen one. command: how to serve it. body: the same for one request. reasons: sentences."""
+    """curve: the name of the chosen curve. command: serves it. body: the same for one request, as JSON. reasons: sentences."""
 
     curve: str
     target_len: int
@@ -278,7 +265,7 @@ class Recommendation:
 
 
 def recommend(result: ScalingSweep) -> Recommendation:
-    """The scaling to serve contexts of `result.target_len` with."""
+    """The recommended scaling for contexts of `result.target_len`."""
     target = result.target_len
     usable = [
         c for c in result.curves if c.kind not in ("cut", "window") and (c.policy != "frozen" or c.longest == target)
@@ -288,30 +275,14 @@ def recommend(result: ScalingSweep) -> Recommendation:
     close = [curve for curve in ranked if result.loss(curve, 0, target) <= best + _CLOSE]
     chosen = min(close, key=lambda curve: (curve.kind != "none", _COST[curve.policy], result.loss(curve, 0, target)))
     others = [curve for curve in ranked if curve is not chosen]
+    fields = {} if chosen.kind == "none" else request_fields(chosen)
     return Recommendation(
         curve=chosen.name,
         target_len=target,
-        command=serve_command(result.model, chosen, target),
-        body=_body(chosen),
+        command=serve_command(result.model, target, fields),
+        body=json.dumps(fields) if "rope_scaling" in fields else None,
         reasons=tuple(_reasons(result, chosen, others)),
     )
-
-
-def serve_command(model: str, curve: Curve, length: int) -> str:
-    """The command line that serves contexts of `length` under this curve's scaling."""
-    words = ["windlass", "serve", model, "--max-model-len", str(length)]
-    if curve.scaling is not None and curve.kind != "none":
-        words += ["--rope-scaling", json.dumps(curve.scaling)]
-    if curve.policy is not None:
-        words += ["--rope-update", curve.policy]
-    return shlex.join(words)
-
-
-def _body(curve: Curve) -> str | None:
-    if curve.scaling is None or curve.kind == "none":
-        return None
-    update = {} if curve.policy is None else {"rope_update": curve.policy}
-    return json.dumps({"rope_scaling": curve.scaling, **update})
 
 
 def _reasons(result: ScalingSweep, chosen: Curve, others: list[Curve]) -> list[str]:
@@ -319,48 +290,39 @@ def _reasons(result: ScalingSweep, chosen: Curve, others: list[Curve]) -> list[s
     value = result.perplexity(chosen, 0, target)
     none = next(curve for curve in result.curves if curve.kind == "none")
     plain = result.perplexity(none, 0, target)
-    if chosen.kind == "none":
-        reasons = [
-            f"Perplexity over all positions of a context of {target:,} tokens is {value:.1f} without any scaling."
-        ]
-    else:
-        reasons = [
-            f"Perplexity over all positions of a context of {target:,} tokens is {value:.1f}, "
-            f"against {plain:.1f} without scaling."
-        ]
+    without = " without any scaling" if chosen.kind == "none" else f", against {plain:.1f} without scaling"
+    reasons = [f"Perplexity over all positions of a context of {target:,} tokens is {value:.1f}{without}."]
     if others:
         mean, interval = result.difference(others[0], chosen, 0, target)
         ratio = math.exp(abs(mean))
         spread = "" if interval is None else f" ± {100 * ratio * (interval.high - interval.low) / 2:.1f}"
-        way = "better" if mean < 0 else "worse"
-        note = ", and asks more of the server" if mean < 0 else ""
-        # Below what the figure shows there is nothing to call better or worse.
-        gap = "the same" if ratio - 1 < 0.0005 else f"{100 * (ratio - 1):.1f}{spread} % {way}"
+        direction = "better" if mean < 0 else "worse"
+        note = ", at a higher cost for the server" if mean < 0 else ""
+        # A difference that would be shown as 0.0 is neither better nor worse.
+        gap = "the same" if ratio - 1 < 0.0005 else f"{100 * (ratio - 1):.1f}{spread} % {direction}"
         reasons.append(f"Next comes {others[0].name}: {gap}{note}.")
         if interval is not None and interval.low < 0 < interval.high:
-            reasons.append("This text cannot tell these two apart.")
+            reasons.append("This text cannot distinguish the two.")
     count = len(result.units)
     if count < _FEW:
-        what = ("window" if len(result.texts) == 1 else "text") + ("" if count == 1 else "s")
-        reasons.append(
-            f"This rests on {count} {what} of text alone: read more before you rely on it (--windows, --text)."
-        )
+        units = result.unit_name + ("" if count == 1 else "s")
+        reasons.append(f"This is based on {count} {units} only: read more before you rely on it (--windows, --text).")
     cut = next((curve for curve in result.curves if curve.kind == "cut"), None)
     if cut is not None:
         reference = result.perplexity(cut, 0, target)
         if value > TOLERANCE * reference:
             reasons.append(
-                f"It does not reach {reference:.1f}, which this model gets from the same text cut to its trained length: "
-                "so far out no scaling here makes more of the text than its last few hundred tokens would. Use it where "
-                "a request must be long, and keep requests short where they can be."
+                f"It does not reach {reference:.1f}, the model's perplexity on the same text cut to its trained length: "
+                "at this length no scaling here gains more from the text than its last few hundred tokens would. Use it "
+                "where a request must be long, and keep other requests short."
             )
         elif value > reference:
             reasons.append(
                 f"The same text cut to the trained length gives {reference:.1f}, {100 * (1 - reference / value):.0f} % less: "
-                "what a longer context costs this model is more than what it draws from it."
+                "a longer context costs this model more than it gains."
             )
         else:
-            reasons.append(f"The same text cut to the trained length gives {reference:.1f}: reading further gains.")
+            reasons.append(f"The same text cut to the trained length gives {reference:.1f}: a longer context helps.")
     inside, own_inside = result.perplexity(chosen, 0, trained), result.perplexity(none, 0, trained)
     if chosen.kind != "none":
         reasons.append(_inside(chosen, trained, inside, own_inside))
@@ -370,15 +332,15 @@ def _reasons(result: ScalingSweep, chosen: Curve, others: list[Curve]) -> list[s
 def _inside(chosen: Curve, trained: int, inside: float, plain: float) -> str:
     if chosen.policy == "frozen":
         return (
-            f"A request this long pays {100 * (inside / plain - 1):.0f} % over its first {trained:,} tokens; requests that "
-            f"end within {trained:,} run unscaled and pay nothing."
+            f"A request of this length loses {100 * (inside / plain - 1):.0f} % over its first {trained:,} tokens; requests "
+            f"that end within {trained:,} run unscaled and lose nothing."
         )
     if chosen.policy is not None:
-        return f"Up to {trained:,} tokens it is the model as trained."
+        return f"Up to {trained:,} tokens it equals the model as trained."
     change = inside / plain - 1
     if change < 0.03:
-        return f"Up to {trained:,} tokens it costs next to nothing ({inside:.1f} against {plain:.1f})."
+        return f"Up to {trained:,} tokens it costs almost nothing ({inside:.1f} against {plain:.1f})."
     return (
         f"Up to {trained:,} tokens it costs {100 * change:.0f} % ({inside:.1f} against {plain:.1f}): leave the server's "
-        "default unscaled and ask for it per request where short requests matter."
+        "default unscaled and set the scaling per request where short requests matter."
     )

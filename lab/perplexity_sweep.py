@@ -1,30 +1,26 @@
-"""Perplexity sweep: texts read under every candidate scaling, with a report.
+"""Perplexity sweep: the loss of texts under every candidate, with a report.
 
-Torch is imported when the sweep runs. Equal rotary plans of a window are computed once.
+Equal rotary plans of a window are computed once. Torch is imported when the sweep runs.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from windlass.clients.terminal.lines import say
 from windlass.clients.terminal.loading_display import LoadingDisplay
-from windlass.clients.terminal.outputs import check_outputs
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.rope_scaling import RopeScaling, original_len
-from windlass.engine.rotary.rotary_policy import RopeUpdate
+from windlass.engine.rotary.rotary_policy import ROPE_UPDATES
 from windlass.lab.candidates import (
-    POLICIES,
     Candidate,
     chosen_candidates,
     factor_of,
@@ -34,12 +30,13 @@ from windlass.lab.candidates import (
     static_candidates,
     window_sweep_candidate,
 )
-from windlass.lab.perplexity_report import write_text
+from windlass.lab.perplexity_report import to_html, to_markdown
 from windlass.lab.perplexity_results import Curve, ExactComparison, ExactPoint, ScalingSweep, recommend
 from windlass.lab.result_log import PassLog, result_key
 from windlass.lab.scaling_inspection import display_name, read_groups
+from windlass.lab.sweep_options import CommonSweepOptions
 from windlass.lab.sweep_progress import SweepProgress
-from windlass.lab.sweep_texts import Encoder, SweptText, find_files, make_windows
+from windlass.lab.sweep_texts import SweptText, find_files, make_windows
 
 if TYPE_CHECKING:
     from windlass.engine.interface.context import ContextRule
@@ -49,21 +46,22 @@ if TYPE_CHECKING:
 
 
 def sample_rows(trained_len: int, max_len: int, samples: int, window: int, windows: int) -> list[int]:
-    """Rows past the trained length at which one window is recomputed for the exact length, one per equal stretch.
+    """Rows past the trained length at which one window is recomputed for the exact length, one in each of `samples` ranges.
 
-    Each window takes other rows, so that together they cover every stretch evenly.
+    The rows of different windows differ, so that together they cover every range evenly.
     """
     span = (max_len - trained_len) / samples if samples else 0.0
     return sorted({trained_len + int((j + (window + 0.5) / windows) * span) for j in range(samples)})
 
 
-_POINTS = 8  # of the exact recompute in the plot
+_POINTS = 8  # of the exact comparison in the plot
 
 
 class PerplexityRunner:
-    """Loss of every row of every window under a candidate.
+    """Measures the loss of every row of every window under a candidate.
 
-    kept: what is known from before, and where new passes go. `announce` what is to come, so that `progress` knows its end.
+    Passes that `result_log` holds are not repeated, and new ones are added to it. The `announce` methods report to `progress`
+    how much work follows.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class PerplexityRunner:
         self._announced: set[tuple[str, int]] = set()
 
     def announce(self, candidates: Sequence[Candidate]) -> None:
-        """Count the passes to come, leaving out those that are known and those that an equal plan does."""
+        """Announce the passes of candidates, without known ones and those that an equal plan computes."""
         for candidate in candidates:
             plan, end = self._span(candidate)
             for window in self.windows:
@@ -91,7 +89,7 @@ class PerplexityRunner:
                     self._progress.expect(self.scorer.work(plan, range(end)))
 
     def is_known(self, candidate: Candidate) -> bool:
-        """Whether every window was read under it before, so that a call computes nothing."""
+        """Whether the result log holds every window under this candidate."""
         plan, end = self._span(candidate)
         keys = [self._key(window, self._plan_key(plan, candidate.context)) for window in self.windows]
         return all(self._result_log.find(key, end) is not None for key in keys)
@@ -122,17 +120,8 @@ class PerplexityRunner:
                 known = -read.double().numpy()
                 self._finish(key, known, candidate.name, window)
             nll[index, :end] = known
-        return Curve(
-            candidate.name,
-            candidate.label,
-            candidate.kind,
-            candidate.scaling,
-            candidate.policy,
-            candidate.longest if candidate.policy == "frozen" else None,
-            candidate.plotted,
-            nll,
-            candidate.context,
-        )
+        measured = {field.name: getattr(candidate, field.name) for field in fields(Candidate)}
+        return Curve(**measured | {"longest": candidate.longest if candidate.policy == "frozen" else None}, nll=nll)
 
     def _finish(self, key: str, nll: NDArray[np.float64], name: str, window: Window) -> None:
         if not np.isfinite(nll).all():
@@ -159,7 +148,7 @@ class PerplexityRunner:
     def _plan_key(self, plan: RotaryPlan, context: ContextRule) -> list[str]:
         window = context.attention_window
         seen = [] if window is None else [f"window {window} and {context.attention_sinks} sinks"]
-        if plan.policy == "frozen":  # whatever the name, equal frequencies give equal numbers
+        if plan.policy == "frozen":  # candidates of equal frequencies have equal results
             return [spec.fingerprint for spec in plan.stage(plan.longest).specs] + seen
         return [plan.policy, str(plan.longest), repr(plan.groups), *seen]
 
@@ -171,17 +160,17 @@ class PerplexityRunner:
         return self._key(window, ["cut", str(self.trained_len), str(self.rows)])
 
     def _pieces(self, window: Window) -> list[tuple[int, int, tuple[int, ...]]]:
-        """(first row, end row, tokens to read for them), all within the trained length."""
+        """(first row, end row, tokens of the pass that computes them), all within the trained length."""
         half, found = self.trained_len // 2, []
         prefix = window.ids[: window.num_prefix]
         for low in range(self.trained_len, self.rows, half):
             high = min(low + half, self.rows)
-            first = high - self.trained_len + len(prefix)  # of the text, so that all fits the trained length
+            first = high - self.trained_len + len(prefix)  # text token, so that everything fits the trained length
             found.append((low, high, (*prefix, *window.ids[first : high + 1])))
         return found
 
     def cut(self, none: Curve) -> Curve:
-        """Every token read with the last half to whole trained length alone: what the model makes of short contexts."""
+        """The loss of every token after only the last half to full trained length: that of short contexts."""
         half = self.trained_len // 2
         nll = none.nll.copy()
         plan = self.scorer.plan(self.trained_len, RopeScaling())
@@ -198,13 +187,13 @@ class PerplexityRunner:
                 self._finish(self._cut_key(window), known, name, window)
             nll[index] = known
         label = f"no scaling, text cut to {half:,}–{self.trained_len:,} tokens"
-        return Curve(name, label, "cut", None, None, None, True, nll)
+        return Curve(name, label, "cut", None, plotted=True, nll=nll)
 
     def _sampled(self, samples: int, window: int) -> list[int]:
         return sample_rows(self.trained_len, self.rows, samples, window, len(self.windows))
 
     def exact(self, candidate: Candidate, policies: Sequence[Curve], samples: int) -> ExactComparison:
-        """Recompute for the exact length at sampled rows, beside each policy's loss at the very same rows."""
+        """Compare each policy with recomputing for the exact length, at the same sampled rows."""
         plan = self.plan(replace(candidate, policy="recompute"), self.rows, exact=True)
         rows = [self._sampled(samples, index) for index in range(len(self.windows))]
         losses = []
@@ -214,15 +203,15 @@ class PerplexityRunner:
             read = self.scorer.logprobs(window.ids, plan, rows=chosen, computed=self._progress.computed)
             losses.append(-read.double().numpy())
             self._progress.finished(f"{name}: {self._place(window)}")
-        exact, where = np.stack(losses), np.array(rows)  # [K, S]
-        above = {str(c.policy): np.take_along_axis(c.nll, where, axis=1) - exact for c in policies}
+        exact, sampled = np.stack(losses), np.array(rows)  # [windows, samples]
+        above = {str(c.policy): np.take_along_axis(c.nll, sampled, axis=1) - exact for c in policies}
         grid = next(curve for curve in policies if curve.policy == "recompute")
         above_grid = above["recompute"]
         edges = np.linspace(self.trained_len, self.rows, min(samples, _POINTS) + 1).astype(int)
         points = []
         for low, high in pairwise(edges.tolist()):
-            here = above_grid[(where >= low) & (where < high)]
-            level, error = float(grid.nll[:, low:high].mean() - here.mean()), _standard_error(here)
+            excess = above_grid[(sampled >= low) & (sampled < high)]
+            level, error = float(grid.nll[:, low:high].mean() - excess.mean()), _standard_error(excess)
             points.append(
                 ExactPoint((low + high) / 2, math.exp(level), math.exp(level - error), math.exp(level + error))
             )
@@ -240,48 +229,26 @@ def _standard_error(values: NDArray[np.float64]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepOptions:
-    """What `windlass rope sweep` was asked. model: the directory; model_name: what `windlass serve` takes for it.
+class SweepOptions(CommonSweepOptions):
+    """Options of `windlass rope sweep`. texts: files or directories. windows: per text."""
 
-    texts: files or directories. windows: per text. scalings, policies: empty for those the sweep chooses itself.
-    attention_window, attention_sinks: of a curve under a window, None for no such curve. keep: the file that grows by each pass.
-    load_tokenizer: from the model's directory.
-    """
-
-    model: Path
     texts: tuple[Path, ...]
-    html: Path
-    model_name: str
-    load_tokenizer: Callable[[Path], Encoder]
     max_len: int = 4096
     target_len: int | None = None
     windows: int = 8
     samples: int = 16
-    trained_len: int | None = None
-    scalings: tuple[dict[str, Any], ...] = ()
-    policies: tuple[RopeUpdate, ...] = ()
-    cut: bool = True
-    attention_window: int | None = None
-    attention_sinks: int = 4
-    kv_cache_dtype: str = "auto"
-    device: str = "auto"
-    dtype: str = "auto"
-    json: Path | None = None
-    png: Path | None = None
-    markdown: Path | None = None
-    keep: Path | None = None
 
 
 def run_sweep(options: SweepOptions) -> ScalingSweep:
-    """Measure and write; what is wrong with the options is said before the model loads. Raises EngineError, one line."""
+    """Measure all candidates and write the reports. Options are checked before the model loads. Raises EngineError."""
     groups = read_groups(options.model)
     main = groups[0]
     trained = options.trained_len or original_len(main.scaling, main.base)
     target = options.target_len or options.max_len
     if options.max_len <= trained:
         raise LoadError(
-            f"--max-len must be more than the trained length of {trained:,} tokens, got {options.max_len}: there is "
-            "nothing to see below it"
+            f"--max-len must be more than the trained length of {trained:,} tokens, got {options.max_len}: shorter "
+            "contexts need no scaling"
         )
     if not trained < target <= options.max_len:
         raise LoadError(
@@ -291,18 +258,10 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
     window = options.attention_window
     if window is not None and not (1 <= window <= options.max_len and 0 <= options.attention_sinks <= options.max_len):
         raise LoadError(
-            f"--attention-window must lie between 1 and --max-len {options.max_len}, --attention-sinks between 0 and that"
+            f"--attention-window must be between 1 and --max-len {options.max_len}, --attention-sinks between 0 and that"
         )
-    outputs = {
-        "--out": options.html,
-        "--json": options.json,
-        "--png": options.png,
-        "--markdown": options.markdown,
-        "--keep": options.keep,
-    }
     files = find_files(options.texts)
-    for file in files:
-        check_outputs(outputs, {"--text": file})
+    options.check_outputs(files)
     texts, windows = make_windows(options.model, files, options.max_len, options.windows, options.load_tokenizer)
     result_log = PassLog(options.keep)
 
@@ -318,8 +277,8 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
             progress=display,
         )
         display.stop()
-        measure = PerplexityRunner(scorer, texts, windows, trained, result_log, progress)
-        curves, exact = _measure_all(measure, options, main.scaling, main.base.trained_len, target)
+        runner = PerplexityRunner(scorer, texts, windows, trained, result_log, progress)
+        curves, exact = _measure_all(runner, options, main.scaling, main.base.trained_len, target)
     finally:
         display.stop()
         progress.stop()
@@ -334,26 +293,35 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
         exact=exact,
         kv_cache_dtype=options.kv_cache_dtype,
     )
-    _write(result, options)
+    recommendation = recommend(result)
+    from windlass.lab.sweep_plots import draw_sweep
+
+    options.write_reports(
+        html=lambda svg, date: to_html(result, recommendation, svg, date),
+        markdown=lambda picture, date: to_markdown(result, recommendation, picture, date),
+        content={**result.to_json(), "recommendation": recommendation.to_json()},
+        draw=lambda ink: draw_sweep(result, ink),
+    )
+    say(f"{recommendation.curve} for {result.target_len:,} tokens: {recommendation.command}")
     return result
 
 
 def _measure_all(
-    measure: PerplexityRunner, options: SweepOptions, own: RopeScaling, config_trained_len: int, target: int
+    runner: PerplexityRunner, options: SweepOptions, own: RopeScaling, config_trained_len: int, target: int
 ) -> tuple[list[Curve], ExactComparison | None]:
     max_len, window = options.max_len, options.attention_window
     windowed = [] if window is None else [window_sweep_candidate(window, options.attention_sinks)]
     if options.scalings:
-        chosen = chosen_candidates(options.scalings, options.policies or POLICIES, max_len, target) + windowed
-        measure.announce(chosen)
+        chosen = chosen_candidates(options.scalings, options.policies or ROPE_UPDATES, max_len, target) + windowed
+        runner.announce(chosen)
         if options.cut:
-            measure.announce_cut()
-        curves = [measure(candidate) for candidate in chosen]
+            runner.announce_cut()
+        curves = [runner(candidate) for candidate in chosen]
         if options.cut:
-            curves.insert(1, measure.cut(curves[0]))
+            curves.insert(1, runner.cut(curves[0]))
         return curves, None
     statics = static_candidates(
-        trained_len=measure.trained_len,
+        trained_len=runner.trained_len,
         config_trained_len=config_trained_len,
         max_len=max_len,
         target_len=target,
@@ -362,46 +330,26 @@ def _measure_all(
     follow = own_candidates(own, max_len, target)
     frozen_ones = frozen_candidates(max_len=max_len, target_len=target)
     moving_ones = moving_candidates(factor_of(frozen_ones[0].name), max_len)
-    samples = min(options.samples, max_len - measure.trained_len)
+    samples = min(options.samples, max_len - runner.trained_len)
     statics += windowed
-    measure.announce([*statics, *follow, *frozen_ones, *moving_ones])
+    runner.announce([*statics, *follow, *frozen_ones, *moving_ones])
     if options.cut:
-        measure.announce_cut()
+        runner.announce_cut()
     if samples:
-        measure.announce_exact(frozen_ones[0], samples)
-    curves = [measure(candidate) for candidate in statics]
+        runner.announce_exact(frozen_ones[0], samples)
+    curves = [runner(candidate) for candidate in statics]
     if options.cut:
-        curves.insert(1, measure.cut(curves[0]))
-    curves += [measure(candidate) for candidate in follow]
-    frozen = [(c, measure(c)) for c in frozen_ones]
-    # The policies are compared at the factor that does best frozen for the whole length.
+        curves.insert(1, runner.cut(curves[0]))
+    curves += [runner(candidate) for candidate in follow]
+    frozen = [(c, runner(c)) for c in frozen_ones]
+    # The policies are compared at the factor that is best when frozen for max_len.
     full = [(c, curve) for c, curve in frozen if c.longest == max_len]
     best, best_curve = min(full, key=lambda pair: float(pair[1].nll.mean()))
     best_curve = replace(best_curve, plotted=True)
-    moving = [replace(measure(c), plotted=True) for c in moving_candidates(factor_of(best.name), max_len)]
+    moving = [replace(runner(c), plotted=True) for c in moving_candidates(factor_of(best.name), max_len)]
     for candidate, curve in frozen:
         curves.append(best_curve if candidate is best else curve)
         if candidate is best:
             curves += moving
-    exact = measure.exact(best, [best_curve, *moving], samples) if samples else None
+    exact = runner.exact(best, [best_curve, *moving], samples) if samples else None
     return curves, exact
-
-
-def _write(result: ScalingSweep, options: SweepOptions) -> None:
-    from windlass.lab.perplexity_report import to_html, to_markdown
-    from windlass.lab.plotting import save_png, to_svg
-    from windlass.lab.sweep_plots import draw_sweep
-
-    recommendation = recommend(result)
-    date = datetime.date.today().isoformat()
-    figure = draw_sweep(result)
-    write_text(options.html, to_html(result, recommendation, to_svg(figure), date))
-    if options.json is not None:
-        payload = {"date": date, **result.to_json(), "recommendation": recommendation.to_json()}
-        write_text(options.json, json.dumps(payload, indent=1) + "\n")
-    if options.png is not None:
-        save_png(draw_sweep(result, ink="#222222"), options.png)
-    if options.markdown is not None:
-        picture = None if options.png is None else options.png.name
-        write_text(options.markdown, to_markdown(result, recommendation, picture, date))
-    say(f"{recommendation.curve} for {result.target_len:,} tokens: {recommendation.command}")

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Stands for "the colour of the text around": replaced by currentColor when the picture goes into a page.
+# Placeholder for the colour of the surrounding text: replaced by currentColor when the picture is embedded in a page.
 INK = "#010203"
 
-HIGHEST = 1e100  # matplotlib has no axis for more
+HIGHEST = 1e100  # largest value that matplotlib can plot on an axis
 
 
 def require_matplotlib() -> None:
-    """Raise LoadError, one line, where matplotlib is missing."""
+    """Raise LoadError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise LoadError(
             "pictures need matplotlib: run `.venv/bin/pip install -c constraints.txt -e '.[plots]'` in Windlass's folder"
@@ -33,17 +33,17 @@ def require_matplotlib() -> None:
 
 
 def literal(text: str) -> str:
-    """Text that matplotlib draws as it is: between two $ it would read mathematics."""
+    """Escape $, between which matplotlib would parse mathematics."""
     return text.replace("$", r"\$")
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a PNG; raises LoadError where the file cannot be written."""
+    """Write a PNG. Raises LoadError if the file cannot be written."""
     write_figure(figure, path, "png", dpi=110)
 
 
 def write_figure(figure: Figure, path: Path, file_format: str, *, dpi: int) -> None:
-    """Write a picture on white; raises LoadError where the file cannot be written."""
+    """Write a picture on white. Raises LoadError if the file cannot be written."""
     data = figure_bytes(figure, file_format, dpi=dpi, facecolor="white")
     try:
         path.write_bytes(data)
@@ -52,7 +52,7 @@ def write_figure(figure: Figure, path: Path, file_format: str, *, dpi: int) -> N
 
 
 def figure_bytes(figure: Figure, file_format: str, **options: Any) -> bytes:
-    """The figure as "png" or "svg": the same bytes from the same numbers. options: of matplotlib's `savefig`."""
+    """The figure as "png" or "svg", reproducible byte for byte. options: of matplotlib's `savefig`."""
     import matplotlib as mpl
 
     data = io.BytesIO()
@@ -63,17 +63,17 @@ def figure_bytes(figure: Figure, file_format: str, **options: Any) -> bytes:
 
 
 def to_svg(figure: Figure) -> str:
-    """The figure as an SVG element for a page: transparent, its ink the page's text colour, the same bytes every time."""
+    """The figure as an SVG element for a page: transparent, with the page's text colour, reproducible byte for byte."""
     svg = figure_bytes(figure, "svg", transparent=True).decode()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Scales with the page: the view box stays, the fixed size goes.
+    # Without the fixed size it scales with the page; the view box remains.
     return re.sub(
         r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
     )
 
 
-# Okabe and Ito's palette, black first; each with dashes of its own, so that a grey print tells them apart too.
+# Okabe and Ito's palette, black first. Each colour has its own dashes, so that they differ in a grey print too.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.5), (1.5, 1.5), (7, 2, 1.5, 2), (3, 1), (9, 2), (1, 1))
@@ -92,7 +92,7 @@ def new_figure(title: str, size: tuple[float, float]) -> Figure:
 
 
 def style_axes(axes: Axes, *, x: str = "", y: str = "", title: str = "") -> None:
-    """Labels, and no frame above and at the right."""
+    """Set labels and title; hide the frame at the top and at the right."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.set_title(title, fontsize=10)
@@ -107,7 +107,7 @@ def thousands(axes: Axes, which: str = "x") -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """By its suffix: .png or .svg, the same bytes from the same numbers. Raises LoadError where it cannot be written."""
+    """Write a .png or .svg file, by its suffix. Raises LoadError if it cannot be written."""
     write_figure(figure, path, check_suffix(path), dpi=100)
 
 

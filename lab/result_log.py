@@ -21,39 +21,42 @@ _BEGINNING = b'{"key": "'
 
 
 def result_key(*parts: Any) -> str:
-    """A digest of everything that the result of a piece of work depends on."""
+    """A digest of everything that a result depends on."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 class ResultLog:
-    """path: None to keep nothing. take: called with every object of the file; it raises KeyError, TypeError or ValueError for
-    one that is not of its kind, which becomes a LoadError that names the line."""
+    """JSON lines file of finished work.
 
-    def __init__(self, path: Path | None, take: Callable[[Any], None]) -> None:
+    path: None stores nothing. load: called with every object of the file; it raises KeyError, TypeError or ValueError for an
+    object of another form, which becomes a LoadError that names the line.
+    """
+
+    def __init__(self, path: Path | None, load: Callable[[Any], None]) -> None:
         self._path = path
         if path is not None and path.exists():
-            self._read(path, take)
+            self._read(path, load)
 
-    def _read(self, path: Path, take: Callable[[Any], None]) -> None:
+    def _read(self, path: Path, load: Callable[[Any], None]) -> None:
         try:
             lines = path.read_bytes().splitlines(keepends=True)
         except OSError as error:
             raise LoadError(f"cannot read --keep {path}: {error.strerror}") from None
         for number, line in enumerate(lines, 1):
             try:
-                take(json.loads(line))
+                load(json.loads(line))
             except (ValueError, TypeError, KeyError, RecursionError):
                 if number == len(lines) and not line.endswith(b"\n") and _is_cut_off(line):
-                    # Cut off in the middle of writing: that piece is done again, behind a line end.
+                    # The write was interrupted: the pass is repeated, on a new line.
                     self._append("\n")
                     break
                 if line.strip() and (not _is_cut_off(line) or _is_whole(line)):
                     raise LoadError(
-                        f"--keep {path}, line {number}, is no pass of such a sweep: give a file that one wrote, or a new name"
+                        f"--keep {path}, line {number}, is not a pass of such a sweep: give a file that one wrote, or a new name"
                     ) from None
 
     def append(self, key: str, **entry: Any) -> None:
-        """Write one object at once. Raises LoadError where that fails."""
+        """Write one object immediately. Raises LoadError if that fails."""
         self._append(json.dumps({"key": key, **entry}) + "\n")
 
     def _append(self, text: str) -> None:
@@ -67,12 +70,12 @@ class ResultLog:
 
 
 def _is_cut_off(line: bytes) -> bool:
-    """Whether a line is the beginning of one that a sweep wrote."""
+    """Whether a line is the beginning of a line that a sweep wrote."""
     return line.startswith(_BEGINNING) or _BEGINNING.startswith(line)
 
 
 def _is_whole(line: bytes) -> bool:
-    """Whether a line is a whole object, so that nothing of it was lost in writing."""
+    """Whether a line is a complete JSON object."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -81,13 +84,13 @@ def _is_whole(line: bytes) -> bool:
 
 
 class PassLog:
-    """The losses known so far; where `path` is given, they are kept in that file."""
+    """Losses of finished passes, stored in the file `path` if there is one."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._entries: dict[str, NDArray[np.float64]] = {}
-        self._lines = ResultLog(path, self._take)
+        self._lines = ResultLog(path, self._load)
 
-    def _take(self, entry: Any) -> None:
+    def _load(self, entry: Any) -> None:
         self._remember(str(entry["key"]), np.array([float(value) for value in entry["nll"]]))
 
     def _remember(self, key: str, nll: NDArray[np.float64]) -> None:
@@ -96,11 +99,11 @@ class PassLog:
             self._entries[key] = nll
 
     def find(self, key: str, rows: int) -> NDArray[np.float64] | None:
-        """The losses of the first `rows` rows, None where they are not known."""
+        """Losses of the first `rows` rows, None if they are not known."""
         known = self._entries.get(key)
         return None if known is None or len(known) < rows else known[:rows]
 
     def add(self, key: str, nll: Sequence[float], *, scaling: str, text: str, start: int) -> None:
-        """Remember a pass, and append it to the file at once. Raises LoadError where that fails."""
+        """Store a pass, also in the file. Raises LoadError if that fails."""
         self._remember(key, np.asarray(nll, dtype=np.float64))
         self._lines.append(key, scaling=scaling, text=text, start=start, nll=[float(value) for value in nll])

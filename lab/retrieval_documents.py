@@ -1,11 +1,11 @@
 """Retrieval documents: texts of an exact length in tokens with hidden facts, and questions about them.
 
 Tasks are plain completions that a small base model can continue.
-passkey: one number, stated twice, among others of other names (Mohtashami and Jaggi, "Landmark attention", 2305.16300).
+passkey: one number, stated twice, among others with other names (Mohtashami and Jaggi, "Landmark attention", 2305.16300).
 needle: a number for each of several keys, at even depths (Kamradt's test, with RULER's wording, 2404.06654).
-recall: words for many keys, scattered (key-value retrieval as in "Lost in the middle", 2307.03172).
-multihop: a value, and names that each refer to the previous one (RULER's variable tracking); the last name is asked for.
-Generated prose, used where no text is given, repeats each person's trade and town, so that these words depend on distant text only.
+recall: words for many keys at random depths (key-value retrieval as in "Lost in the middle", 2307.03172).
+multihop: a value, and names that each refer to the previous one (RULER's variable tracking); the last name's value is queried.
+Generated prose, used if no text is given, repeats each person's trade and town, so predicting these words needs distant text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import chain, pairwise
 from windlass.engine.errors import LoadError
 from windlass.lab.sweep_texts import Encoder
 
-# Things that are asked for: keys, values and names. No two tasks of a document share one.
+# Keys, values and names of facts. No two tasks of a document share one.
 THINGS = tuple(
     """
     anchor apple arrow autumn badge bamboo banjo barrel basket beacon bottle branch bridge bronze bucket button cabin
@@ -81,16 +81,16 @@ EVENTS = tuple(
     """.replace("\n", " ").split("|")
 )
 
-_SENTENCES_EACH = 5  # a paragraph's
+_SENTENCES_PER_PARAGRAPH = 5
 
 
 def paragraphs(rng: random.Random, cast: int) -> Iterator[str]:
-    """Paragraphs without end. cast: people who take turns at random, so one comes back after as many sentences or so."""
+    """Endless paragraphs about random people. cast: their number, the mean distance of repetitions in sentences."""
     names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
     people = [(name, rng.choice(TRADES), rng.choice(TOWNS)) for name in rng.sample(names, min(cast, len(names)))]
     while True:
         sentences = []
-        for _ in range(_SENTENCES_EACH):
+        for _ in range(_SENTENCES_PER_PARAGRAPH):
             name, trade, town = rng.choice(people)
             event = " ".join(rng.choice(EVENTS).split())
             sentences.append(f"{name}, the {trade} from {town}, {event}.")
@@ -99,9 +99,9 @@ def paragraphs(rng: random.Random, cast: int) -> Iterator[str]:
 
 DIGITS = 5
 
-CHOICES = 4  # the right one and what it is told from
+CHOICES = 4  # the right answer and wrong ones
 
-_OTHER_NUMBERS = ("order", "house", "phone")  # what the pass key is told from
+_OTHER_NUMBERS = ("order", "house", "phone")  # distractors of the pass key
 
 _NEEDLES = 9
 
@@ -112,7 +112,7 @@ _CHAINS, _HOPS = 6, 2
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A sentence that stands at a depth of the document: 0 the beginning, 1 the end."""
+    """A sentence hidden at a depth of the document: 0 the beginning, 1 the end."""
 
     depth: float
     text: str
@@ -120,9 +120,9 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class TaskQuestion:
-    """One question. text: what follows the document, up to the answer. wrong: answers of the same kind.
+    """One question as text. text: follows the document, up to the answer. wrong: answers of the same kind.
 
-    depth: of the fact that has the answer.
+    depth: of the fact that contains the answer.
     """
 
     depth: float
@@ -138,7 +138,7 @@ class TaskContent:
 
 
 class Materials:
-    """What one document's tasks draw from: things and numbers, each handed out once."""
+    """Random things and numbers for the tasks of one document, each used once."""
 
     def __init__(self, rng: random.Random, things: Iterator[str]) -> None:
         self.rng, self._things = rng, things
@@ -155,7 +155,7 @@ class Materials:
                 return number
 
     def wrong(self, among: list[str], right: str) -> tuple[str, ...]:
-        """Other values of the document, then numbers that it does not have."""
+        """Other values of the document, then numbers that are not in it."""
         others = [value for value in among if value != right]
         chosen = self.rng.sample(others, min(len(others), CHOICES - 1))
         return (*chosen, *(self.number() for _ in range(CHOICES - 1 - len(chosen))))
@@ -243,7 +243,7 @@ TASKS: dict[str, Callable[[Materials], TaskContent]] = {
     "multihop": multihop,
 }
 
-# The loss of tokens that a long context helps with: nothing is hidden for it and nothing asked.
+# The loss of tokens that a long context makes more likely; it needs no facts and no questions.
 KEY_TOKENS = "key-tokens"
 
 ALL_TASKS = (*TASKS, KEY_TOKENS)
@@ -252,14 +252,14 @@ _HEAD = "Below is a long text. Facts are hidden in it: remember them, they are a
 
 _MAX_SEGMENT = 512
 
-_SENTENCE_TOKENS = 20  # of generated prose, about
+_SENTENCE_TOKENS = 20  # estimate for generated prose
 
 _MAX_FACT_SHARE = 0.5  # of a document
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """ending: tokens behind the document up to where the choices part. choices: tokens of each answer, the right one first."""
+    """ending: tokens after the document, up to where the choices differ. choices: tokens of each answer, the right one first."""
 
     task: str
     depth: float
@@ -269,10 +269,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """ids with any ending and choice are at most `length` tokens.
+    """A document and its questions; ids with any ending and choice are at most `length` tokens.
 
-    head: leading tokens that stay where the text is cut. segment: last tokens, which hold no fact; their loss is looked at.
-    digest: of everything that is read.
+    head: number of leading tokens that remain when the text is cut. segment: number of last tokens, which contain no fact and
+    whose loss is measured. digest: of all tokens.
     """
 
     length: int
@@ -285,7 +285,7 @@ class Document:
 
     @property
     def tail(self) -> int:
-        """Most tokens that follow the document."""
+        """Largest number of tokens after the document."""
         return max((_tail(question) for question in self.questions), default=0)
 
 
@@ -294,9 +294,9 @@ def _tail(question: Question) -> int:
 
 
 class DocumentMaker:
-    """Makes document `number` of a length: the same for the same seed, tasks, texts and tokenizer.
+    """Makes documents, which are determined by length, number, seed, tasks, texts and tokenizer.
 
-    texts: contents by name, empty for generated prose. trained_len: how far apart generated people come back goes by it.
+    texts: contents by name, empty for generated prose. trained_len: determines the distance of repetitions in generated prose.
     """
 
     def __init__(
@@ -304,14 +304,14 @@ class DocumentMaker:
     ) -> None:
         self._encoder, self._tasks, self._seed, self._trained_len = encoder, tasks, seed, trained_len
         self._texts = {name: _sentences(text) for name, text in texts.items()}
-        # Tokenizers that put a space before every text get none from us.
+        # No space for tokenizers that put one before every text.
         self._space = " " if self._encode("a b") == [*self._encode("a"), *self._encode(" b")] else ""
 
     def _encode(self, text: str) -> list[int]:
         return self._encoder.encode(text, add_special_tokens=False)
 
     def make(self, length: int, number: int) -> Document:
-        """Raises LoadError where the facts have no room in such a length, or the text is too short for it."""
+        """Document `number` of a length. Raises LoadError if the facts do not fit, or the text is too short."""
         rng = random.Random(f"{self._seed} {length} {number}")
         materials = Materials(rng, iter(rng.sample(THINGS, len(THINGS))))
         facts: list[Fact] = []
@@ -340,17 +340,17 @@ class DocumentMaker:
         return Document(length, number, ids, len(head), segment, tuple(questions), digest)
 
     def _question(self, task: str, asked: TaskQuestion) -> Question:
-        """Endings and answers are tokenized together, as a text is; where the choices part, the ending ends."""
+        """Tokenize endings together with answers, as in a text; the ending ends where the choices differ."""
         text = "\n\n" + asked.text
         alone = self._encode(text)
-        whole = [self._encode(f"{text} {answer}.") for answer in (asked.answer, *asked.wrong)]
+        answered = [self._encode(f"{text} {answer}.") for answer in (asked.answer, *asked.wrong)]
         same = 0
-        while same < len(alone) and all(ids[same : same + 1] == [alone[same]] for ids in whole):
+        while same < len(alone) and all(ids[same : same + 1] == [alone[same]] for ids in answered):
             same += 1
-        return Question(task, asked.depth, tuple(whole[0][:same]), tuple(tuple(ids[same:]) for ids in whole))
+        return Question(task, asked.depth, tuple(answered[0][:same]), tuple(tuple(ids[same:]) for ids in answered))
 
     def _body(self, needed: int, length: int, number: int, rng: random.Random) -> list[list[int]]:
-        """Sentences of exactly `needed` tokens together; the last one is cut."""
+        """Sentences of exactly `needed` tokens in total; the last one is cut."""
         found: list[list[int]] = []
         total = 0
         for sentence in self._stream(length, number, rng):
@@ -361,18 +361,18 @@ class DocumentMaker:
                 return found
         name = list(self._texts)[number % len(self._texts)]
         raise LoadError(
-            f"--text {name} has no {needed:,} tokens behind the place where document {number + 1} begins: give a longer "
+            f"--text {name} has fewer than {needed:,} tokens after the start of document {number + 1}: give a longer "
             "text, or smaller --lengths"
         )
 
     def _stream(self, length: int, number: int, rng: random.Random) -> Iterator[str]:
         if not self._texts:
-            # People come back after a third of the longest distance that the model knows, on average.
+            # People are repeated after a third of the longest trained distance, on average.
             cast = max(8, min(length, self._trained_len) // 3 // _SENTENCE_TOKENS)
             return (self._lead(s) for paragraph in paragraphs(rng, cast) for s in _sentences(paragraph))
         name = list(self._texts)[number % len(self._texts)]
         sentences = self._texts[name]
-        # Documents of one text begin at other places: in its first half, at random.
+        # Further documents of one text start at random sentences of its first half.
         start = rng.randrange(max(1, len(sentences) // 2)) if number >= len(self._texts) else 0
         return (self._lead(s) for s in sentences[start:])
 
@@ -381,7 +381,7 @@ class DocumentMaker:
 
 
 def _sentences(text: str) -> list[str]:
-    """Sentences; the first of a paragraph has the empty line before it."""
+    """Sentences; the first of a paragraph begins with an empty line."""
     found = []
     for paragraph in re.split(r"\n\s*\n", text):
         parts = [part for part in re.split(r"(?<=[.!?])\s+", paragraph.strip()) if part]
@@ -390,12 +390,12 @@ def _sentences(text: str) -> list[str]:
 
 
 def _hide(encoded_facts: list[list[int]], depths: list[float], body: list[list[int]], segment: int) -> Iterator[int]:
-    """The body's tokens with each fact behind the sentence at its depth of what stands before the segment."""
+    """Tokens of the body with each fact after the sentence at its depth; depths are relative to the part before the segment."""
     available = sum(map(len, body)) - segment
     waiting = list(zip(depths, encoded_facts, strict=True))[::-1]
     passed = 0
     for sentence in body:
-        # A fact comes before a sentence that begins at its depth or would bring the text past it into the segment.
+        # A fact comes before a sentence that begins at its depth, or that would reach into the segment.
         while waiting and (passed >= waiting[-1][0] * available or passed + len(sentence) > available):
             yield from waiting.pop()[1]
         yield from sentence

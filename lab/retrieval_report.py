@@ -10,11 +10,11 @@ from markupsafe import Markup
 from windlass.lab.perplexity_report import Table, TableRow, markdown_table, plain_text, render_page
 from windlass.lab.perplexity_results import CONFIDENCE
 from windlass.lab.retrieval_documents import CHOICES, KEY_TOKENS
-from windlass.lab.retrieval_results import KEY_GAIN, PairedDifference, TaskSweep, Verdict
+from windlass.lab.retrieval_results import KEY_GAIN, PairedDifference, TaskSweep, Verdict, percent
 
 
 def tables_of(result: TaskSweep, length: int, chosen: str | None) -> list[tuple[str, Table]]:
-    """Title and table: shares, differences from no scaling, needles by depth."""
+    """(title, table): shares of right answers, differences from no scaling, needles by depth."""
     found = [(f"{length:,} tokens: right answers chosen, and written", _shares(result, length, chosen))]
     if len(result.candidates) > 1:
         found.append((f"{length:,} tokens: against no scaling", _differences(result, length, chosen)))
@@ -35,10 +35,10 @@ def _shares(result: TaskSweep, length: int, chosen: str | None) -> Table:
         cells = [name]
         for task in result.asked_tasks:
             one, other = (result.share(name, length, task, m) for m in ("chosen", "written"))
-            cells.append(f"{_percent(one.value)} ({_ends(one.interval)}), {_percent(other.value)}")
+            cells.append(f"{percent(one.value)} ({_ends(one.interval)}), {percent(other.value)}")
         if result.asked_tasks:
             both = [result.overall(name, length, m) for m in ("chosen", "written")]
-            cells.append(", ".join(map(_percent, both)))
+            cells.append(", ".join(map(percent, both)))
         if KEY_TOKENS in result.tasks:
             value = result.key_perplexity(name, length)
             cells.append("" if math.isnan(value) else f"{value:,.2f}" if value < 1e4 else f"{value:.2g}")
@@ -73,7 +73,7 @@ def _depths(result: TaskSweep, length: int, chosen: str | None) -> Table:
         shares = result.by_depth(candidate.name, length, "needle", "chosen")
         cells = [candidate.name, *(f"{shares[depth].hits} of {shares[depth].total}" for depth in depths)]
         rows.append(_row(cells, candidate.name, candidate.kind, chosen))
-    return Table(("needle at", *(_percent(depth) for depth in depths)), tuple(rows))
+    return Table(("needle at", *(percent(depth) for depth in depths)), tuple(rows))
 
 
 def _row(cells: list[str], name: str, kind: str, chosen: str | None) -> TableRow:
@@ -110,12 +110,8 @@ def _ends(interval: object) -> str:
     return f"{100 * low:.0f} to {100 * high:.0f}"
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.0f} %"
-
-
 def facts(result: TaskSweep) -> str:
-    """One line: the model's length, the documents, what they are made of."""
+    """One line: the trained length, the documents and their source."""
     counts = ", ".join(f"{len(result.of_length(length))} of {length:,} tokens" for length in result.lengths)
     source = f"cut from {', '.join(result.texts)}" if result.texts else "of generated prose"
     cached = "" if result.kv_cache_dtype == "auto" else f" Keys and values cached as {result.kv_cache_dtype}."
@@ -126,46 +122,45 @@ def facts(result: TaskSweep) -> str:
 
 
 def notes(result: TaskSweep) -> list[str]:
-    """What was asked and what the numbers mean."""
+    """Explanations of the tasks and the numbers."""
     found = []
     confidence = f"{100 * CONFIDENCE:.0f} %"
     if result.asked_tasks:
         found.append(
-            f"A question counts as chosen where the right answer is likelier than {CHOICES - 1} others of its kind, most of "
-            f"them from the same document: chance is {100 / CHOICES:.0f} %. It counts as written where greedy decoding writes "
-            "the answer, token by token, with the full stop behind it. In brackets Wilson's "
-            f"{confidence} interval of the share chosen; the figure behind it is the share written."
+            f"An answer is chosen if it is more likely than {CHOICES - 1} wrong ones of its kind, most of "
+            f"them from the same document: chance is {100 / CHOICES:.0f} %. It is written if greedy decoding generates "
+            "the answer, token by token, with the full stop after it. In brackets Wilson's "
+            f"{confidence} interval of the share chosen; the figure after it is the share written."
         )
         found.append(
-            "passkey: one number, told twice, among three others of other names. needle: a number for each of nine keys, at even "
-            "depths. recall: words for twelve keys at random depths, of which nine are asked for. multihop: a value, and two "
-            "further names that each stand for the one before; the last name's value is asked for. All facts stand in one "
-            "document, whose questions "
-            "share its prefill."
+            "passkey: one number, stated twice, among three others with other names. needle: a number for each of nine keys, at "
+            "even depths. recall: words for twelve keys at random depths; nine are queried. multihop: a value, and two "
+            "further names that each refer to the previous one; the last name's value is queried. One document holds all facts, "
+            "and its questions share its prefill."
         )
     units = sorted({result.unit(length) for length in result.lengths})
     found.append(
-        f"Every way reads the same documents, so differences are paired: in brackets the {confidence} percentile interval of a "
-        f"bootstrap over {' or '.join(unit + 's' for unit in units)}. A star marks those that exclude zero and, for answers, "
-        "where McNemar's exact test agrees. The best of many ways is picked by the same questions it is praised for, so its "
-        "lead is somewhat flattered."
+        f"Every candidate reads the same documents, so differences are paired: in brackets the {confidence} percentile interval "
+        f"of a bootstrap over {' or '.join(unit + 's' for unit in units)}. A star marks differences that exclude zero and, for "
+        "answers, where McNemar's exact test agrees. The best of many candidates is selected by the same questions that "
+        "measure it, so its lead is somewhat overestimated."
         + (
             ""
             if "question" not in units
-            else " Questions of one document share its text: with few documents the intervals speak of these documents."
+            else " Questions of one document share its text: with few documents the intervals apply to these documents only."
         )
     )
     if KEY_TOKENS in result.tasks:
         found.append(
-            f"Key tokens are those of each document's last stretch that the model itself, without scaling and within its "
-            f"trained length, finds {KEY_GAIN:g} nats likelier after a long context than after an eighth of it (LongPPL's rule "
-            "with the model as its own judge). Their perplexity tells whether what stands far back still helps; that of the "
-            "text cut to the trained length is the judge's own, so it is flattered."
+            f"Key tokens are those of each document's last segment that the model itself, without scaling and within its "
+            f"trained length, finds {KEY_GAIN:g} nats more likely after a long context than after an eighth of it (LongPPL's "
+            "rule with the model as its own judge). Their perplexity shows whether distant text still helps. For the "
+            "text cut to the trained length it is the judge's own, so it is biased."
         )
     if any(candidate.kind == "dynamic" for candidate in result.candidates):
         found.append(
-            "A prompt that is read at once runs under the frequencies of its own length, so frozen, recompute and rotate are "
-            "the same to dynamic here."
+            "A prompt given at once runs under the frequencies of its own length, so frozen, recompute and rotate are equal "
+            "for dynamic here."
         )
     if result.refused:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in result.refused)
@@ -174,7 +169,7 @@ def notes(result: TaskSweep) -> list[str]:
 
 
 def to_html(result: TaskSweep, verdicts: list[Verdict], svg: str, date: str) -> str:
-    """The page; it needs nothing from anywhere. svg: a trusted element, everything else is escaped."""
+    """The self-contained page. svg: a trusted element; everything else is escaped."""
     return render_page(
         "retrieval_report.html.j2",
         result=result,
@@ -187,7 +182,7 @@ def to_html(result: TaskSweep, verdicts: list[Verdict], svg: str, date: str) -> 
 
 
 def to_markdown(result: TaskSweep, verdicts: list[Verdict], picture: str | None, date: str) -> str:
-    """The same for places that show no HTML. picture: the plot's file name beside the page."""
+    """The same as Markdown. picture: the plot's file name, in the folder of the page."""
     lines = [
         f"# Long contexts and {plain_text(result.model_name)}",
         "",
@@ -195,7 +190,7 @@ def to_markdown(result: TaskSweep, verdicts: list[Verdict], picture: str | None,
         "",
     ]
     if picture is not None:
-        lines += [f"![Right answers by length, a panel for each task]({picture})", ""]
+        lines += [f"![Right answers by length, one panel per task]({picture})", ""]
     for verdict in verdicts:
         lines += [f"## {verdict.length:,} tokens", ""]
         if verdict.command is not None:

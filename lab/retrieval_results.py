@@ -1,9 +1,9 @@
-"""Results of the retrieval tasks: shares of right answers, losses of key tokens, paired differences and verdicts.
+"""Results of a retrieval sweep: shares of right answers, losses of key tokens, paired differences and verdicts.
 
-Shares: Wilson's interval. Differences of shares: a paired bootstrap whose resamples take the same units from both sides (percentile
-interval; Efron and Tibshirani, "An introduction to the bootstrap", 1993, chapter 13), and McNemar's exact test on the questions
-that only one side answered. Key tokens: LongPPL, 2410.23771. Verdict: at each length the highest share of right choices over the
-questions of all tasks; among equals, the cheapest for the server.
+Shares: Wilson's interval. Differences of shares: a paired bootstrap whose resamples take the same units from both sides
+(percentile interval; Efron and Tibshirani, "An introduction to the bootstrap", 1993, chapter 13), and McNemar's exact test on
+the questions that only one side answered. Key tokens: LongPPL, 2410.23771. Verdict: the highest share of right choices over
+the questions of all tasks at a length; among equals, the cheapest for the server.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from windlass.lab.retrieval_documents import CHOICES, TASKS, Document
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one document gave. choices: by question, the log-probability of each choice; exact: whether greedy decoding writes the
-    right one, token by token. segment: log-probabilities of the document's last tokens, empty where nobody asked."""
+    """Results of one document under one candidate.
+
+    choices: log-probability of each choice, by question. exact: whether greedy decoding writes the right one, token by token.
+    segment: log-probabilities of the document's last tokens, empty if they were not requested.
+    """
 
     choices: tuple[tuple[float, ...], ...]
     exact: tuple[bool, ...]
@@ -34,15 +37,14 @@ class Reading:
 
 RESAMPLES = 10_000
 
-MIN_UNITS = 6  # fewer give no interval worth its name
+MIN_UNITS = 6  # fewer give no meaningful interval
 
 _SEED = 20260101
 
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """second - first: mean, the bootstrap's interval (None where the units are too few), McNemar's p (None where it is no
-    matter of right and wrong)."""
+    """second - first: mean, bootstrap interval (None for too few units), McNemar's p (None for losses)."""
 
     mean: float
     interval: Interval | None
@@ -50,13 +52,13 @@ class PairedDifference:
 
     @property
     def is_certain(self) -> bool:
-        """Whether both say that the difference is more than chance."""
-        by_test = self.p_value is None or self.p_value < 1 - CONFIDENCE
-        return by_test and self.interval is not None and self.interval.excludes_zero
+        """Whether interval and test both exclude chance."""
+        passes_test = self.p_value is None or self.p_value < 1 - CONFIDENCE
+        return passes_test and self.interval is not None and self.interval.excludes_zero
 
 
 def paired_bootstrap(differences: Sequence[Sequence[float]]) -> PairedDifference:
-    """The mean of all differences, resampled by unit. differences: by unit, such as a document; empty units do not count."""
+    """Mean of all differences, resampled by unit. differences: by unit, such as a document; empty units are ignored."""
     units = [unit for unit in differences if len(unit)]
     sums = np.array([float(np.sum(unit)) for unit in units])
     sizes = np.array([len(unit) for unit in units], dtype=np.float64)
@@ -74,7 +76,7 @@ def paired_bootstrap(differences: Sequence[Sequence[float]]) -> PairedDifference
 
 
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
-    """The two-sided exact p-value of pairs that agree alike (McNemar, 1947; exact by the binomial of the discordant pairs)."""
+    """Two-sided exact p-value of paired answers (McNemar, 1947; binomial distribution of the discordant pairs)."""
     only_first = sum(a and not b for a, b in zip(first, second, strict=True))
     only_second = sum(b and not a for a, b in zip(first, second, strict=True))
     total = only_first + only_second
@@ -82,20 +84,20 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
     return min(1.0, float(2 * tail / 2**total))
 
 
-# Right: the right answer is likelier than those it is told from, or greedy decoding writes it.
+# chosen: the right answer is more likely than the wrong ones. written: greedy decoding writes it.
 Metric = Literal["chosen", "written"]
 
 METRICS: tuple[Metric, ...] = ("chosen", "written")
 
-# Key tokens (LongPPL, 2410.23771): a long context makes them this many nats likelier than a short one, and likely enough.
+# Key tokens (LongPPL, 2410.23771): gain in nats of a long context over a short one, and lowest log-probability after it.
 KEY_GAIN, KEY_MIN_LOGPROB = 2.0, -2.0
 
-_CLUSTER_DOCUMENTS = 8  # so many documents of a length make documents, not questions, the units of resampling
+_CLUSTER_DOCUMENTS = 8  # from this many documents of a length on, documents are resampled instead of questions
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentReadings:
-    """One document under every candidate, by name. short: its segment's log-probabilities after a short context."""
+    """Readings of one document, by candidate. short: log-probabilities of its segment after a short context."""
 
     document: Document
     readings: dict[str, Reading]
@@ -118,9 +120,9 @@ class Share:
 
 @dataclass(frozen=True)
 class TaskSweep:
-    """A whole run. judge: the candidate whose reading tells key tokens. texts: names of files, empty for generated prose.
+    """Results of one sweep. judge: name of the candidate whose readings define key tokens.
 
-    refused: names of candidates that this model cannot run, with the reason.
+    texts: names of files, empty for generated prose. refused: (name, reason) of candidates that the model cannot run.
     """
 
     model: str
@@ -138,7 +140,7 @@ class TaskSweep:
 
     @property
     def asked_tasks(self) -> tuple[str, ...]:
-        """Those with questions."""
+        """Tasks with questions."""
         return tuple(task for task in self.tasks if task in TASKS)
 
     @property
@@ -149,11 +151,11 @@ class TaskSweep:
         return [read for read in self.documents if read.document.length == length]
 
     def unit(self, length: int) -> str:
-        """What differences are resampled by."""
+        """The unit by which differences are resampled."""
         return "document" if len(self.of_length(length)) >= _CLUSTER_DOCUMENTS else "question"
 
     def right(self, name: str, length: int, task: str | None, measure: Metric) -> list[list[bool]]:
-        """By document, whether each question of a task was answered; task None: of all tasks."""
+        """Whether each question of a task was answered, by document; task None: of all tasks."""
         return [
             [
                 _is_right(read.readings[name], index, measure)
@@ -168,16 +170,14 @@ class TaskSweep:
         return Share(sum(answers), len(answers))
 
     def overall(self, name: str, length: int, measure: Metric = "chosen") -> float:
-        """The share over the questions of all tasks, which `difference` with task None tells the certainty of."""
+        """The share over the questions of all tasks."""
         return self.share(name, length, None, measure).value
 
     def difference(self, first: str, second: str, length: int, task: str | None, measure: Metric) -> PairedDifference:
-        """Share of `second` less that of `first`, over the same questions."""
+        """Share of `second` minus that of `first`, over the same questions."""
         a, b = (self.right(name, length, task, measure) for name in (first, second))
-        apart = [[float(y) - float(x) for x, y in zip(xs, ys, strict=True)] for xs, ys in zip(a, b, strict=True)]
-        if self.unit(length) == "question":
-            apart = [[value] for document in apart for value in document]
-        found = paired_bootstrap(apart)
+        differences = [[float(y) - float(x) for x, y in zip(xs, ys, strict=True)] for xs, ys in zip(a, b, strict=True)]
+        found = self._resample(differences, length)
         flat = [[right for document in side for right in document] for side in (a, b)]
         return PairedDifference(found.mean, found.interval, mcnemar(*flat))
 
@@ -190,7 +190,7 @@ class TaskSweep:
         return {depth: Share(sum(right), len(right)) for depth, right in sorted(found.items())}
 
     def key_losses(self, name: str, length: int) -> list[NDArray[np.float64]]:
-        """By document, nats of each key token; the judge's reading and the short one say which these are."""
+        """Loss of each key token in nats, by document. The judge's reading and the short one define the key tokens."""
         found = []
         for read in self.of_length(length):
             long, short = (np.array(values) for values in (read.readings[self.judge].segment, read.short))
@@ -203,15 +203,18 @@ class TaskSweep:
         return math.exp(min(float(losses.mean()), 700.0)) if losses.size else math.nan
 
     def key_difference(self, first: str, second: str, length: int) -> PairedDifference:
-        """Nats per key token of `second` less those of `first`. Units: documents, or tokens where these are few."""
+        """Nats per key token of `second` minus those of `first`. Units: documents, or tokens if these are few."""
         pairs = zip(self.key_losses(first, length), self.key_losses(second, length), strict=True)
-        apart = [(b - a).tolist() for a, b in pairs]
+        return self._resample([(b - a).tolist() for a, b in pairs], length)
+
+    def _resample(self, differences: list[list[float]], length: int) -> PairedDifference:
+        """Bootstrap of differences by document, or of single ones if the documents are few."""
         if self.unit(length) == "question":
-            apart = [[value] for document in apart for value in document]
-        return paired_bootstrap(apart)
+            differences = [[value] for document in differences for value in document]
+        return paired_bootstrap(differences)
 
     def to_json(self) -> dict[str, Any]:
-        """Every number of the report and every answer; no date."""
+        """All figures of the report and all answers, without a date."""
         return {
             "model": self.model_name,
             "trained_length": self.trained_len,
@@ -295,24 +298,16 @@ def _difference_json(found: PairedDifference) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One length. chosen: the candidate's name, None where only key tokens were asked for. reasons: sentences, one a task."""
+    """Verdict for one length. chosen: the candidate's name, None without questions. reasons: sentences, one per task."""
 
     length: int
     chosen: str | None
     command: str | None
     reasons: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "length": self.length,
-            "chosen": self.chosen,
-            "command": self.command,
-            "reasons": list(self.reasons),
-        }
-
 
 def judge(result: TaskSweep) -> list[Verdict]:
-    """One verdict a length."""
+    """One verdict per length."""
     return [_verdict(result, length) for length in result.lengths]
 
 
@@ -331,11 +326,11 @@ def _verdict(result: TaskSweep, length: int) -> Verdict:
 
 def _overall(result: TaskSweep, chosen: TaskCandidate, length: int) -> str:
     mean, plain = result.overall(chosen.name, length), result.plain
-    text = f"Over all questions {chosen.name} chooses {_percent_text(mean)} of the right answers"
+    text = f"Over all questions {chosen.name} chooses {percent(mean)} of the right answers"
     if chosen is plain:
         return text + ": no scaling is needed here."
     other = result.difference(plain.name, chosen.name, length, None, "chosen")
-    return f"{text}, no scaling {_percent_text(result.overall(plain.name, length))} ({_difference_text(other)})."
+    return f"{text}, no scaling {percent(result.overall(plain.name, length))} ({_difference_text(other)})."
 
 
 def _task(result: TaskSweep, task: str, length: int) -> str:
@@ -347,23 +342,23 @@ def _task(result: TaskSweep, task: str, length: int) -> str:
     share = result.share(best.name, length, task, "chosen")
     text = f"{task}: {best.name} chooses {share.hits} of {share.total}"
     if share.interval is not None:
-        text += f" ({_percent_text(share.interval.low)} to {_percent_text(share.interval.high)})"
+        text += f" ({percent(share.interval.low)} to {percent(share.interval.high)})"
     if best is not plain:
         none = result.share(plain.name, length, task, "chosen")
         text += f", no scaling {none.hits}: {_difference_text(result.difference(plain.name, best.name, length, task, 'chosen'))}"
     apart = [c.name for c in ranked[1:] if result.difference(c.name, best.name, length, task, "chosen").is_certain]
     uncertain = [c.name for c in ranked[1:] if c.name not in apart]
     if not apart:
-        return text + ". Its lead over no other is certain."
+        return text + ". Its lead is certain over none."
     if not uncertain:
-        return text + ". Its lead over every other is certain."
+        return text + ". Its lead is certain over all others."
     return text + f". Its lead is not certain over {', '.join(uncertain)}."
 
 
 def _key_tokens(result: TaskSweep, length: int) -> str:
     rated = [c for c in result.candidates if not math.isnan(result.key_perplexity(c.name, length)) and c.kind != "cut"]
     if not rated:
-        return "key tokens: no token here gains enough from a longer context."
+        return "key tokens: no token gains enough from a longer context."
     best = min(rated, key=lambda c: (result.key_perplexity(c.name, length), c.cost))
     text = f"key tokens: {best.name} has the lowest perplexity, {result.key_perplexity(best.name, length):.2f}"
     if best is result.plain:
@@ -377,7 +372,7 @@ def _key_tokens(result: TaskSweep, length: int) -> str:
 def _difference_text(found: PairedDifference) -> str:
     points = f"{100 * found.mean:+.0f} points"
     p_value = "" if found.p_value is None else f", p = {_p(found.p_value)}"
-    sure = "certain" if found.is_certain else "not told apart"
+    sure = "certain" if found.is_certain else "not significant"
     if found.interval is None:
         return f"{points}{p_value}; too few for an interval"
     return f"{points}, {_span(found.interval, 100, '.0f')}{p_value}; {sure}"
@@ -387,7 +382,7 @@ def _nats_text(found: PairedDifference) -> str:
     nats = f"{found.mean:+.2f} nats a token"
     if found.interval is None:
         return f"{nats}; too few for an interval"
-    return f"{nats}, {_span(found.interval, 1, '.2f')}; {'certain' if found.is_certain else 'not told apart'}"
+    return f"{nats}, {_span(found.interval, 1, '.2f')}; {'certain' if found.is_certain else 'not significant'}"
 
 
 def _span(interval: Interval, times: float, form: str) -> str:
@@ -398,5 +393,5 @@ def _p(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
-def _percent_text(value: float) -> str:
+def percent(value: float) -> str:
     return f"{100 * value:.0f} %"

@@ -1,54 +1,51 @@
-"""Retrieval sweep: questions about generated documents, asked under every candidate, with a report.
+"""Retrieval sweep: answers to questions about generated documents under every candidate, with a report.
 
-A reading is one document under one rotation and one context rule: the loss of its last segment and the log-probability of every
+A reading is one document under one rotation and one context rule: the log-probabilities of its last segment and of every
 choice of every question. All readings of a document form one batch; the texts of a reading share the document through the
 prefix cache. Torch is imported when the sweep runs.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.clients.terminal.lines import say
 from windlass.clients.terminal.loading_display import LoadingDisplay
-from windlass.clients.terminal.outputs import check_outputs
 from windlass.engine.errors import LoadError, RequestError, did_you_mean
 from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig
 from windlass.engine.interface.context import ContextRule
 from windlass.engine.model.loading.preflight import check_start
 from windlass.engine.rotary.rope_scaling import RotaryGroup, main_group, original_len
-from windlass.engine.rotary.rotary_policy import RopeUpdate
 from windlass.lab.candidates import TaskCandidate, chosen_task_candidates, task_candidates, window_candidate
-from windlass.lab.perplexity_report import write_text
 from windlass.lab.result_log import ResultLog, result_key
 from windlass.lab.retrieval_documents import ALL_TASKS, KEY_TOKENS, Document, DocumentMaker
-from windlass.lab.retrieval_results import DocumentReadings, Reading, TaskSweep
+from windlass.lab.retrieval_report import to_html, to_markdown
+from windlass.lab.retrieval_results import DocumentReadings, Reading, TaskSweep, judge
 from windlass.lab.scaling_inspection import display_name, read_groups
+from windlass.lab.sweep_options import CommonSweepOptions
 from windlass.lab.sweep_progress import SweepProgress
-from windlass.lab.sweep_texts import Encoder, find_files, read_text
+from windlass.lab.sweep_texts import find_files, read_text
 
 if TYPE_CHECKING:
     from windlass.lab.scoring import BatchScorer, TextToScore
 
 
-_SHORT_SHARE = 8  # the short context that key tokens are told by is so small a part of the long one
+_SHORT_SHARE = 8  # long context / short context, for key tokens
 
-_VERSION = 1  # of the way texts are laid out; raise it where equal documents are read in another way
+_VERSION = 1  # of the layout of texts; increase it when equal documents are read differently
 
 
 class ReadingLog:
-    """Readings known so far; where `path` is given, they are kept in that file."""
+    """Finished readings, stored in the file `path` if there is one."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._known: dict[str, Reading] = {}
-        self._lines = ResultLog(path, self._take)
+        self._lines = ResultLog(path, self._load)
 
-    def _take(self, entry: Any) -> None:
+    def _load(self, entry: Any) -> None:
         choices = tuple(tuple(float(value) for value in row) for row in entry["choices"])
         exact, segment = tuple(bool(value) for value in entry["exact"]), tuple(map(float, entry["segment"]))
         self._known[str(entry["key"])] = Reading(choices, exact, segment)
@@ -57,7 +54,7 @@ class ReadingLog:
         return self._known.get(key)
 
     def add(self, key: str, reading: Reading, *, scaling: str, length: int, document: int) -> None:
-        """Remember a reading, and append it to the file at once. Raises LoadError where that fails."""
+        """Store a reading, also in the file. Raises LoadError if that fails."""
         self._known[key] = reading
         self._lines.append(
             key,
@@ -72,7 +69,7 @@ class ReadingLog:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A reading as texts for the engine, and how to find it again."""
+    """Texts of one reading, and its key in the result log."""
 
     key: str
     name: str
@@ -81,13 +78,13 @@ class _Layout:
 
     @property
     def work(self) -> int:
-        """Tokens that pass through the model, about: the document once, then what follows it and half a block each."""
+        """Estimate of tokens to compute: the document once, then each ending and about half a block."""
         first = len(self.texts[0].token_ids)
         return first + sum(len(text.token_ids) - text.first + 24 for text in self.texts[1:])
 
 
 class RetrievalRunner:
-    """Readings of documents under candidates. with_segment: whether the loss of segments is wanted."""
+    """Reads documents under candidates. with_segment: whether to score their last segments."""
 
     def __init__(
         self,
@@ -104,16 +101,16 @@ class RetrievalRunner:
         self._plain = next(candidate for candidate in candidates if candidate.kind == "none")
 
     def announce(self, document: Document) -> None:
-        """Count the readings to come, leaving out those that are known."""
+        """Announce the readings of a document that the result log does not hold."""
         for layout in self._missing(document):
             self._progress.expect(layout.work)
 
     def is_known(self, document: Document) -> bool:
-        """Whether every reading of it was kept."""
+        """Whether the result log holds every reading of a document."""
         return not self._missing(document)
 
     def __call__(self, document: Document) -> tuple[dict[str, Reading], tuple[float, ...]]:
-        """By candidate; and the segment's log-probabilities after a short context, empty where nobody asked."""
+        """Readings by candidate, and the segment's log-probabilities after a short context (empty without key tokens)."""
         layouts = self._missing(document)
         if layouts:
             self._progress.begin(f"{document.length:,} tokens, document {document.number + 1}")
@@ -125,14 +122,14 @@ class RetrievalRunner:
     def _known(self, key: str) -> Reading:
         reading = self._result_log.find(key)
         if reading is None:
-            raise RuntimeError(f"reading {key} was not made")
+            raise RuntimeError(f"reading {key} is missing")
         return reading
 
     def _missing(self, document: Document) -> list[_Layout]:
         wanted = [self._layout(document, candidate) for candidate in self._candidates]
         if self._with_segment:
             wanted.append(self._short(document))
-        by_key = {layout.key: layout for layout in reversed(wanted)}  # of equal ones the first gives its name
+        by_key = {layout.key: layout for layout in reversed(wanted)}  # the first of equal ones gives its name
         return [layout for key, layout in reversed(by_key.items()) if self._result_log.find(key) is None]
 
     def _run(self, document: Document, layouts: list[_Layout]) -> None:
@@ -145,7 +142,7 @@ class RetrievalRunner:
 
         def computed(tokens: int) -> None:
             nonlocal done
-            step = min(tokens, before - done)  # the announced work is about right, and a bar ends at its end
+            step = min(tokens, before - done)  # the announced work is an estimate
             done += step
             self._progress.computed(step)
 
@@ -194,7 +191,7 @@ class RetrievalRunner:
         return _Layout(self._key(document, what), candidate.name, texts, self._with_segment)
 
     def _short(self, document: Document) -> _Layout:
-        """The segment behind an eighth of the context that the model knows, without scaling."""
+        """The segment after an eighth of the context, at most of the trained length, without scaling."""
         from windlass.lab.scoring import TextToScore
 
         before = min(document.length, self._trained_len) // _SHORT_SHARE
@@ -212,41 +209,24 @@ def _rule_key(rule: ContextRule) -> list[int | None]:
 
 _MAX_DOCUMENTS = 10_000
 
-_MAX_TOTAL_TOKENS = 1 << 26  # of all documents, which are made before one is read
+_MAX_TOTAL_TOKENS = 1 << 26  # of all documents, which are generated before the first is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskOptions:
-    """What `windlass rope sweep --tasks` was asked. texts: files or directories, empty for generated prose.
+class TaskOptions(CommonSweepOptions):
+    """Options of `windlass rope sweep --tasks`.
 
-    documents: of each length. report_only: nothing is read, the report is of the documents that `keep` has whole. The other
-    fields are those of `SweepOptions`.
+    texts: files or directories, empty for generated prose. documents: per length. report_only: report on the documents of
+    which the result log holds all readings, and compute nothing.
     """
 
-    model: Path
     tasks: tuple[str, ...]
-    html: Path
-    model_name: str
-    load_tokenizer: Callable[[Path], Encoder]
+    texts: tuple[Path, ...] = ()
     lengths: tuple[int, ...] = ()
     documents: int = 4
     seed: int = 1
-    texts: tuple[Path, ...] = ()
-    trained_len: int | None = None
-    scalings: tuple[dict[str, Any], ...] = ()
-    policies: tuple[RopeUpdate, ...] = ()
-    cut: bool = True
-    kv_cache_dtype: str = "auto"
     kv_cache_memory: int | None = None
     report_only: bool = False
-    attention_window: int | None = None
-    attention_sinks: int = 4
-    device: str = "auto"
-    dtype: str = "auto"
-    json: Path | None = None
-    png: Path | None = None
-    markdown: Path | None = None
-    keep: Path | None = None
 
 
 def parse_tasks(given: Sequence[str]) -> tuple[str, ...]:
@@ -272,27 +252,18 @@ def parse_lengths(given: Sequence[str]) -> tuple[int, ...]:
 
 
 def run_tasks(options: TaskOptions) -> TaskSweep:
-    """Measure and write; what is wrong with the options is said before the model loads. Raises EngineError, one line."""
+    """Read all documents and write the reports. Options are checked before the model loads. Raises EngineError."""
     if not 1 <= options.documents <= _MAX_DOCUMENTS:
-        raise LoadError(f"--documents must lie between 1 and {_MAX_DOCUMENTS:,}, got {options.documents}")
+        raise LoadError(f"--documents must be between 1 and {_MAX_DOCUMENTS:,}, got {options.documents}")
     if options.attention_window is not None and (options.attention_window < 1 or options.attention_sinks < 0):
         raise LoadError("--attention-window must be at least 1, --attention-sinks at least 0")
     if options.report_only and options.keep is None:
-        raise LoadError("--report-only reports on what --keep has: give that file too")
+        raise LoadError("--report-only reports on the readings in --keep: give that file too")
     group = main_group(read_groups(options.model))
     trained = options.trained_len or original_len(group.scaling, group.base)
     lengths = options.lengths or (trained, 2 * trained)
-    outputs = {
-        "--out": options.html,
-        "--json": options.json,
-        "--png": options.png,
-        "--markdown": options.markdown,
-        "--keep": options.keep,
-    }
     files = find_files(options.texts)
-    check_outputs(outputs)
-    for file in files:
-        check_outputs(outputs, {"--text": file})
+    options.check_outputs(files)
     _check_lengths(options, lengths)
     documents = _make_documents(options, files, lengths, trained)
     candidates = _candidates(options, group, trained, max(lengths))
@@ -315,18 +286,18 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
         )
         display.stop()
         candidates, refused = _runnable(scorer, candidates, max(lengths))
-        measure = RetrievalRunner(
+        runner = RetrievalRunner(
             scorer, candidates, trained, result_log, progress, with_segment=KEY_TOKENS in options.tasks
         )
         if options.report_only:
-            documents, lengths = _known(measure, documents, lengths)
+            documents, lengths = _known(runner, documents, lengths)
         for document in documents:
-            measure.announce(document)
-        read = [DocumentReadings(document, *measure(document)) for document in documents]
+            runner.announce(document)
+        readings = [DocumentReadings(document, *runner(document)) for document in documents]
     finally:
         display.stop()
         progress.stop()
-    judge = next((c for c in candidates if c.kind == "cut"), candidates[0])
+    key_judge = next((c for c in candidates if c.kind == "cut"), candidates[0])
     result = TaskSweep(
         model=options.model_name,
         model_name=display_name(options.model, options.model_name),
@@ -334,31 +305,44 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
         lengths=lengths,
         tasks=options.tasks,
         candidates=tuple(candidates),
-        documents=tuple(read),
-        judge=judge.name,
+        documents=tuple(readings),
+        judge=key_judge.name,
         texts=tuple(file.name for file in files),
         seed=options.seed,
         kv_cache_dtype=options.kv_cache_dtype,
         refused=tuple(refused),
     )
-    _write(result, options)
+    verdicts = judge(result)
+    from windlass.lab.sweep_plots import draw_tasks
+
+    options.write_reports(
+        html=lambda svg, date: to_html(result, verdicts, svg, date),
+        markdown=lambda picture, date: to_markdown(result, verdicts, picture, date),
+        content={**result.to_json(), "verdicts": [asdict(verdict) for verdict in verdicts]},
+        draw=lambda ink: draw_tasks(result, ink),
+    )
+    for verdict in verdicts:
+        if verdict.command is not None:
+            say(f"{verdict.chosen} for {verdict.length:,} tokens: {verdict.command}")
+        else:
+            say(f"{verdict.length:,} tokens: {verdict.reasons[0]}")
     return result
 
 
 def _check_lengths(options: TaskOptions, lengths: Sequence[int]) -> None:
-    """LoadError where the longest does not fit the model and this machine, or all together are too much."""
+    """Raise LoadError if the longest does not fit the model and this machine, or the total exceeds _MAX_TOTAL_TOKENS."""
     cache = CacheConfig(dtype=options.kv_cache_dtype, memory=options.kv_cache_memory)
     compute = ComputeConfig(device=options.device, dtype=options.dtype)
     if not options.report_only:
         check_start(EngineConfig(model=str(options.model), max_model_len=max(lengths), compute=compute, cache=cache))
     if (tokens := sum(lengths) * options.documents) > _MAX_TOTAL_TOKENS:
         raise LoadError(
-            f"--lengths and --documents come to {tokens:,} tokens, at most {_MAX_TOTAL_TOKENS:,} are made: ask for fewer"
+            f"--lengths and --documents make {tokens:,} tokens, and the limit is {_MAX_TOTAL_TOKENS:,}: request fewer"
         )
 
 
 def _make_documents(options: TaskOptions, files: list[Path], lengths: Sequence[int], trained: int) -> list[Document]:
-    """The first of every length, then the second …: what an interrupted run has is balanced."""
+    """The first document of every length, then the second …, so that an interrupted run is balanced."""
     texts = {file.name: read_text(file) for file in files}
     if len(texts) < len(files):
         raise LoadError("--text: two files have the same name: rename one")
@@ -368,7 +352,7 @@ def _make_documents(options: TaskOptions, files: list[Path], lengths: Sequence[i
 
 
 def _candidates(options: TaskOptions, group: RotaryGroup, trained: int, longest: int) -> list[TaskCandidate]:
-    cut = options.cut or KEY_TOKENS in options.tasks  # key tokens are told by it
+    cut = options.cut or KEY_TOKENS in options.tasks  # it defines the key tokens
     if options.scalings:
         found = chosen_task_candidates(group, options.scalings, options.policies, trained, longest, cut=cut)
     else:
@@ -379,34 +363,34 @@ def _candidates(options: TaskOptions, group: RotaryGroup, trained: int, longest:
 
 
 def _known(
-    measure: RetrievalRunner, documents: Sequence[Document], lengths: Sequence[int]
+    runner: RetrievalRunner, documents: Sequence[Document], lengths: Sequence[int]
 ) -> tuple[list[Document], tuple[int, ...]]:
-    """The documents that were read whole, and their lengths. Raises LoadError where there are none."""
-    found = [document for document in documents if measure.is_known(document)]
+    """Documents of which the result log holds all readings, and their lengths. Raises LoadError if there are none."""
+    found = [document for document in documents if runner.is_known(document)]
     if not found:
-        raise LoadError("--report-only: --keep has no document whole that was read so: run without it first")
-    there = {document.length for document in found}
-    return found, tuple(length for length in lengths if length in there)
+        raise LoadError("--report-only: --keep has no complete document of these options: run without it first")
+    present = {document.length for document in found}
+    return found, tuple(length for length in lengths if length in present)
 
 
 def _check_cut(documents: Sequence[Document], trained: int) -> None:
-    need = max((d.head + d.segment + d.tail + 1 for d in documents if d.length > trained), default=0)
-    if need > trained:
+    needed = max((d.head + d.segment + d.tail + 1 for d in documents if d.length > trained), default=0)
+    if needed > trained:
         raise LoadError(
-            f"a text cut to the trained length of {trained} tokens has no room for the questions, which need {need}: leave it "
-            "out with --no-cut, and key-tokens out of --tasks"
+            f"a text cut to the trained length of {trained} tokens is too short for the questions, which need {needed}: exclude "
+            "it with --no-cut, and key-tokens from --tasks"
         )
 
 
 def _runnable(
     scorer: BatchScorer, candidates: list[TaskCandidate], longest: int
 ) -> tuple[list[TaskCandidate], list[tuple[str, str]]]:
-    """Those that this model can run, and the others with the reason. Raises RequestError for one that a person asked for."""
+    """Candidates that this model can run, and (name, reason) of the others. Raises RequestError for a requested one."""
     from windlass.lab.scoring import TextToScore
 
     found, refused = [], []
     for candidate in candidates:
-        if candidate.plain_to >= longest:  # nothing is asked of the model that it does not do anyway
+        if candidate.plain_to >= longest:  # it equals the model without scaling
             found.append(candidate)
             continue
         text = TextToScore((0,) * longest, longest - 1, candidate.parsed, candidate.policy, candidate.context)
@@ -419,27 +403,3 @@ def _runnable(
         else:
             found.append(candidate)
     return found, refused
-
-
-def _write(result: TaskSweep, options: TaskOptions) -> None:
-    from windlass.lab.plotting import save_png, to_svg
-    from windlass.lab.retrieval_report import to_html, to_markdown
-    from windlass.lab.retrieval_results import judge
-    from windlass.lab.sweep_plots import draw_tasks
-
-    verdicts = judge(result)
-    date = datetime.date.today().isoformat()
-    write_text(options.html, to_html(result, verdicts, to_svg(draw_tasks(result)), date))
-    if options.json is not None:
-        payload = {"date": date, **result.to_json(), "verdicts": [verdict.to_json() for verdict in verdicts]}
-        write_text(options.json, json.dumps(payload, indent=1) + "\n")
-    if options.png is not None:
-        save_png(draw_tasks(result, ink="#222222"), options.png)
-    if options.markdown is not None:
-        picture = None if options.png is None else options.png.name
-        write_text(options.markdown, to_markdown(result, verdicts, picture, date))
-    for verdict in verdicts:
-        if verdict.command is not None:
-            say(f"{verdict.chosen} for {verdict.length:,} tokens: {verdict.command}")
-        else:
-            say(f"{verdict.length:,} tokens: {verdict.reasons[0]}")

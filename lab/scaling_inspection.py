@@ -27,20 +27,20 @@ from windlass.engine.rotary.scaling_fields import format_value
 
 
 def display_name(directory: Path, given: str | None) -> str:
-    """A hub id as it was given; of a directory or a file its name alone."""
+    """A hub id as given, or the name of a directory or file."""
     if given is None or Path(given).expanduser().is_dir():
         return directory.name
     return Path(given).name if Path(given).expanduser().is_file() else given
 
 
-_MAX_LENGTH = 2**31 - 1  # as `POST /v1/rotary/inspect` takes
+_MAX_LENGTH = 2**31 - 1  # that of `POST /v1/rotary/inspect`
 
 
 @dataclass(frozen=True, slots=True)
 class GroupInspection:
-    """One rotary group under a scaling and as the model has it.
+    """One rotary group under a scaling and under the model's own.
 
-    own, scaled: the group's specs, float64 radians per token. effective_length, last_length: see `rotary.scaling`.
+    own, scaled: resolved specs, frequencies in float64 radians per token. effective_length, last_length: see `rope_scaling`.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Inspection:
 
 
 def read_groups(directory: Path) -> tuple[RotaryGroup, ...]:
-    """The rotary groups of a model directory; raises LoadError with one line."""
+    """Rotary groups of a model directory. Raises LoadError."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -118,15 +118,13 @@ def inspect_scaling(
 ) -> Inspection:
     """Resolve `scaling` (None: the model's own) on a model for a request of `length` tokens (None: the trained length).
 
-    name: what the model was asked for by; None: its directory.
-
-    Raises LoadError and RequestError, one line each.
+    name: the name by which the model was requested; None: its directory. Raises LoadError and RequestError.
     """
     own = read_groups(directory)
     if length is None:
         length = own[0].base.trained_len
     if not 1 <= length <= _MAX_LENGTH:
-        raise LoadError(f"--length must lie between 1 and {_MAX_LENGTH}, got {format_value(length)}")
+        raise LoadError(f"--length must be between 1 and {_MAX_LENGTH}, got {format_value(length)}")
     scaled = apply_scaling(own, scaling)
     shown_name = display_name(directory, name)
     return Inspection(shown_name, length, tuple(_inspect(a, b, length) for a, b in zip(own, scaled, strict=True)))
@@ -148,7 +146,7 @@ def _inspect(own: RotaryGroup, scaled: RotaryGroup, length: int) -> GroupInspect
 
 
 def print_tables(result: Inspection) -> None:
-    """Write a summary and a table of pairs for each group to standard output."""
+    """Print a summary and a table of pairs for each group."""
     from rich.console import Console
     from rich.table import Table
 

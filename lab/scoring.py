@@ -1,8 +1,8 @@
 """Scorers: log-probabilities of given texts under any rotary plan.
 
-`Scorer` reads one text at a time outside the scheduler, so that the effect of a policy is measured alone. `BatchScorer` sends many
-texts through the engine core with its batching and prefix cache. Texts with an attention window are scored by `Scorer`,
-because the engine shares nothing behind the window and their common prefix would be computed once for each.
+`Scorer` computes one text at a time outside the scheduler, so that the effect of a policy is measured in isolation. `BatchScorer`
+sends many texts through the engine core with its batching and prefix cache. It uses `Scorer` for texts with an attention window,
+because the engine shares no blocks behind the window and would compute their common prefix once per text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from windlass.engine.sampling.sampler import token_logprobs
 class Scorer(SingleSequenceRunner):
     """Log-probabilities of given tokens. At most `chunk` rows of logits exist at once.
 
-    weights: identifies the weights and their dtype. `identity` adds the dtype of the cache.
+    weights: identifies the weights and their dtype. identity: the same with the dtype of the cache.
     """
 
     def __init__(self, decoder: Decoder, cache_dtype: torch.dtype, *, chunk: int = 512, weights: str = "") -> None:
@@ -50,7 +50,7 @@ class Scorer(SingleSequenceRunner):
         kv_cache_dtype: str = "auto",
         progress: Progress | None = None,
     ) -> Scorer:
-        """Load a Hugging Face directory as the server would; raises LoadError with one line."""
+        """Load a Hugging Face directory as the server does. Raises LoadError."""
         compute, cache = ComputeConfig(device=device, dtype=dtype), CacheConfig(dtype=kv_cache_dtype)
         model = load_model(EngineConfig(model=str(directory), compute=compute, cache=cache), progress)
         if not model.decoder.spec.generates:
@@ -70,9 +70,9 @@ class Scorer(SingleSequenceRunner):
     ) -> Tensor:
         """Log-probability (nats, float32 on the CPU) of token i + 1 at each row i; rows None: all but the last.
 
-        context: what each token sees of those before it, by its window and sinks; None: all. computed: told after each forward
-        pass how many tokens it had; together they come to `work`. Raises RequestError for a token the model does not have, a
-        row without a next token, or a window of no tokens.
+        context: attention window and sinks; None: every token sees all earlier ones. computed: called after each forward pass
+        with its number of tokens, `work` in total. Raises RequestError for a token outside the vocabulary, a row without a next
+        token, or an empty window.
         """
         rows = range(len(token_ids) - 1) if rows is None else sorted(set(rows))
         if rows and rows[-1] >= len(token_ids) - 1:
@@ -94,20 +94,19 @@ class Scorer(SingleSequenceRunner):
         context: ContextRule | None = None,
         computed: Callable[[int], None] | None = None,
     ) -> list[tuple[TokenLogprobs, ...]]:
-        """Of each ending, read behind the same text as if it alone stood there: every token's log-probability and rank. The text
-        passes through the model once.
+        """Log-probability and rank of every token of each ending after the same text. The text is computed once.
 
-        All of a text and its ending runs under the frequencies of their length. context, computed: as `logprobs` has them. Raises
-        RequestError for a text or an ending of no tokens, a token that the model does not have, or lengths whose frequencies
-        differ; EngineError where logits are not finite.
+        Each ending is scored as if it alone followed the text, and both run under the frequencies of their total length. context,
+        computed: as in `logprobs`. Raises RequestError for an empty text or ending, a token outside the vocabulary, or lengths
+        whose frequencies differ; EngineError if logits are not finite.
         """
         self.check_tokens(token_ids, context)
         if not token_ids or not all(endings):
-            raise RequestError("a text and its endings have at least one token each", "token_ids")
+            raise RequestError("a text and its endings need at least one token each", "token_ids")
         stages = {plan.stage(len(token_ids) + len(ending)).specs for ending in endings}
         if len(stages) > 1:
             raise RequestError(
-                "endings that share a text run under the same frequencies: give shorter ones", "token_ids"
+                "endings of one text must run under the same frequencies: give shorter ones", "token_ids"
             )
         for ending in endings:
             self.check_tokens(ending, context)
@@ -117,7 +116,7 @@ class Scorer(SingleSequenceRunner):
         found = []
         with torch.inference_mode():
             text = SequencePasses(
-                self, tuple(token_ids), copies, context, computed, has_second_keys=copies == 2, capacity=longest
+                self, tuple(token_ids), copies, context, computed, second_keys=copies == 2, capacity=longest
             )
             text.prefill(len(token_ids), specs)
             for ending in endings:
@@ -130,7 +129,7 @@ class Scorer(SingleSequenceRunner):
         return found
 
     def most_likely(self, token_ids: Sequence[int], plan: RotaryPlan, *, rows: Sequence[int]) -> list[int]:
-        """The most likely next token at each of these ascending rows."""
+        """The most likely next token at each of the ascending rows."""
         found: list[int] = []
         with torch.inference_mode():
             for _, hidden in self.rows(token_ids, plan, rows, prompt=1):
@@ -139,7 +138,7 @@ class Scorer(SingleSequenceRunner):
 
     @staticmethod
     def work(plan: RotaryPlan, rows: Sequence[int]) -> int:
-        """Tokens that pass through the model until these ascending rows are scored."""
+        """Number of tokens that the model computes to score the ascending rows."""
         if not rows or plan.policy != "recompute":
             return rows[-1] + 1 if rows else 0
         total, place = 0, 0
@@ -150,23 +149,23 @@ class Scorer(SingleSequenceRunner):
         return total
 
     def logits(self, token_ids: Sequence[int], plan: RotaryPlan, *, prompt: int = 1) -> Tensor:
-        """Logits of every row, float32 [T, V] on the CPU: for short texts.
+        """Logits of every row of a short text, float32 [T, V] on the CPU.
 
-        prompt: tokens that are given at once, so that all of them run under the frequencies of that many.
+        prompt: number of leading tokens given at once; all of them run under the frequencies of that length.
         """
         with torch.inference_mode():
             rows = self.rows(token_ids, plan, range(len(token_ids)), prompt=prompt)
             return torch.cat([self.decoder.logits(hidden).cpu() for _, hidden in rows])
 
 
-_MAX_WAITING, _MAX_WAITING_TOKENS = 1 << 20, 1 << 40  # given at once; who gives them bounds them
+_MAX_WAITING, _MAX_WAITING_TOKENS = 1 << 20, 1 << 40  # practically unlimited; callers bound their texts
 
 
 @dataclass(frozen=True, slots=True)
 class TextToScore:
-    """One text. first: index of the first token that is scored, at least 1; what stands before may come from the cache.
+    """One text. first: index of the first scored token, at least 1; tokens before it may come from the cache.
 
-    scaling: None for the model's own. update: see `EngineRequest.rope_update`. context: what a token sees.
+    scaling: None is the model's own. update: see `EngineRequest.rope_update`. context: attention window and sinks.
     """
 
     token_ids: tuple[int, ...]
@@ -177,7 +176,10 @@ class TextToScore:
 
 
 class BatchScorer:
-    """One loaded engine. identity: of the weights and of all that changes what is computed from them, the cache's dtype too."""
+    """Scores many texts with one loaded engine.
+
+    identity: identifies the weights and everything else that changes results, including the dtype of the cache.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -196,13 +198,13 @@ class BatchScorer:
         kv_cache_memory: int | None = None,
         progress: Progress | None = None,
     ) -> BatchScorer:
-        """Load a Hugging Face directory as the server would; raises LoadError, one line, as where the cache is too small."""
+        """Load a Hugging Face directory as the server does. Raises LoadError, also if the cache is too small."""
         config = EngineConfig(
             model=str(directory),
             max_model_len=max_model_len,
             compute=ComputeConfig(device=device, dtype=dtype),
             cache=CacheConfig(dtype=kv_cache_dtype, memory=kv_cache_memory),
-            # No stream waits for these steps, so they need not be short.
+            # No stream waits for these steps, so their duration is not limited.
             scheduling=SchedulerConfig(
                 max_waiting=_MAX_WAITING, max_waiting_tokens=_MAX_WAITING_TOKENS, target_step_seconds=0.0
             ),
@@ -214,29 +216,29 @@ class BatchScorer:
         return self._core.info.trained_len
 
     def check(self, text: TextToScore) -> None:
-        """Raise RequestError where the model cannot run this text under its scaling and rule."""
+        """Raise RequestError if the model cannot run the text under its scaling and context rule."""
         self._core.add(_request("check", text))
         self._core.abort("check")
 
     def fingerprint(self, text: TextToScore) -> str:
-        """What a text is rotated by: texts of equal tokens, rules and fingerprints get equal scores."""
+        """Fingerprint of a text's rotation. Texts with equal tokens, rules and fingerprints have equal scores."""
         plan = self._core.plan_rotation(_request("plan", text))
         return " ".join(spec.fingerprint for spec in plan.stage(len(text.token_ids)).specs)
 
     def scores(
         self, texts: Sequence[TextToScore], computed: Callable[[int], None] | None = None
     ) -> Iterator[tuple[int, tuple[TokenLogprobs, ...]]]:
-        """(index of the text, the log-probability and rank of each token from `first` on), as texts are done.
+        """(index of the text, log-probability and rank of each token from `first` on), as texts finish.
 
-        All texts are in the engine at once and run in the order given, as many as there is room for. computed: told after
-        each step how many tokens it had. Raises RequestError for a text that cannot run, or whose numbers are not finite.
+        All texts are queued at once and start in the given order, as many as fit the cache. computed: called after each step with
+        its number of tokens. Raises RequestError for a text that cannot run, or whose log-probabilities are not finite.
         """
         core = self._core
         windowed = [index for index, text in enumerate(texts) if text.context.attention_window is not None]
         try:
             for index, text in enumerate(texts):
                 core.add(_request(str(index), text))
-            for index in windowed:  # they were looked at as any request
+            for index in windowed:  # `add` has checked them; `Scorer` computes them
                 core.abort(str(index))
             while core.has_work():
                 before = core.runner.positions_computed
@@ -258,28 +260,25 @@ class BatchScorer:
     def _windowed(
         self, group: list[tuple[int, TextToScore]], computed: Callable[[int], None] | None
     ) -> Iterator[tuple[int, tuple[TokenLogprobs, ...]]]:
-        """Of texts under one rule and scaling: what they begin with alike passes through the model once."""
+        """Score texts of one rule and scaling; their common prefix is computed once."""
         text = group[0][1]
         plan = self._core.plan_rotation(_request("plan", text))
         shared = _common_prefix_len([text.token_ids for _, text in group])
-        endings_group = [(index, text) for index, text in group if shared <= text.first]
-        for part in ([(index, text)] for index, text in group if shared > text.first):
-            yield from self._score_after(part, part[0][1].first, plan, computed)
-        yield from self._score_after(endings_group, shared, plan, computed)
+        for index, text in group:
+            if shared > text.first:
+                yield from self._score_after([(index, text)], text.first, plan, computed)
+        endings = [(index, text) for index, text in group if shared <= text.first]
+        yield from self._score_after(endings, shared, plan, computed)
 
     def _group_by_plan(self, texts: list[tuple[int, TextToScore]]) -> list[list[tuple[int, TextToScore]]]:
-        """Those under one rule and the same frequencies that begin with the same token, together, in order."""
+        """Group texts with equal rules, frequencies and first tokens, in order."""
         groups: dict[tuple[ContextRule, str, int], list[tuple[int, TextToScore]]] = {}
         for index, text in texts:
             groups.setdefault((text.context, self.fingerprint(text), text.token_ids[0]), []).append((index, text))
         return list(groups.values())
 
     def _score_after(
-        self,
-        group: list[tuple[int, TextToScore]],
-        start: int,
-        plan: RotaryPlan,
-        computed: Callable[[int], None] | None,
+        self, group: list[tuple[int, TextToScore]], start: int, plan: RotaryPlan, computed: Callable[[int], None] | None
     ) -> Iterator[tuple[int, tuple[TokenLogprobs, ...]]]:
         if not group:
             return
@@ -291,8 +290,8 @@ class BatchScorer:
 
 
 def _common_prefix_len(texts: Sequence[tuple[int, ...]]) -> int:
-    """Leading tokens that all of them have."""
-    low, high = min(texts), max(texts)  # in the order of tuples; what these two share, those between them share
+    """Number of leading tokens that all texts share."""
+    low, high = min(texts), max(texts)  # in lexicographic order: what these two share, all texts between them share
     return next(
         (place for place, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high))
     )
@@ -300,7 +299,7 @@ def _common_prefix_len(texts: Sequence[tuple[int, ...]]) -> int:
 
 def _request(request_id: str, text: TextToScore) -> EngineRequest:
     if not 1 <= text.first < len(text.token_ids):
-        raise RequestError(f"first must lie between 1 and {len(text.token_ids) - 1}, got {text.first}", "first")
+        raise RequestError(f"first must be between 1 and {len(text.token_ids) - 1}, got {text.first}", "first")
     sampling = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0, prompt_logprobs_from=text.first)
     return EngineRequest(
         request_id,

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Mid-tones that stand out on white and on black alike; every curve also has its own dashes.
-COLOURS = {
+# Mid-tones, legible on white and on black. Keys are kinds of candidates, and policies.
+KIND_COLOURS = {
     "none": "#d1495b",
     "cut": "#8a8a8a",
     "own": "#b0569e",
@@ -39,11 +39,11 @@ COLOURS = {
     "other": "#6b7fa3",
 }
 
-DASHES = {"cut": (1, 1.5), "linear": (5, 2), "ntk": (5, 1.5, 1, 1.5), "rotate": (3, 1.2), "recompute": (7, 1.5)}
+KIND_DASHES = {"cut": (1, 1.5), "linear": (5, 2), "ntk": (5, 1.5, 1, 1.5), "rotate": (3, 1.2), "recompute": (7, 1.5)}
 
 
 def draw_inspection(result: Inspection) -> Figure:
-    """Wavelengths before and after, and how much slower each pair turns; a row of panels per rotary group."""
+    """Wavelengths before and after scaling, and the ratio of frequencies; one row of panels per rotary group."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.9 * len(result.groups) + 0.4), layout="constrained")
@@ -52,16 +52,16 @@ def draw_inspection(result: Inspection) -> Figure:
         pairs = range(len(group.own.inv_freq))
         for label, spec, style in (("model's own", group.own, "o"), (group.rope_type, group.scaled, "s")):
             heights = [_drawn(wavelength(w)) for w in spec.inv_freq]
-            colour = COLOURS["cut"] if spec is group.own else COLOURS["frozen"]
+            colour = KIND_COLOURS["cut"] if spec is group.own else KIND_COLOURS["frozen"]
             left.plot(pairs, heights, style, label=label, color=colour, markersize=4 if style == "o" else 3)
         left.set_yscale("log")
-        left.axhline(group.trained_len, color=COLOURS["none"], linewidth=1, linestyle="--", label="trained length")
+        left.axhline(group.trained_len, color=KIND_COLOURS["none"], linewidth=1, linestyle="--", label="trained length")
         if result.length != group.trained_len:
-            left.axhline(result.length, color=COLOURS["yarn"], linewidth=1, linestyle=":", label="this request")
+            left.axhline(result.length, color=KIND_COLOURS["yarn"], linewidth=1, linestyle=":", label="this request")
         left.set_ylabel("tokens per turn")
         left.legend(fontsize=8, frameon=False)
         ratio = [_drawn(a / b if b else None) for a, b in zip(group.own.inv_freq, group.scaled.inv_freq, strict=True)]
-        right.plot(pairs, ratio, "s-", color=COLOURS["frozen"], markersize=3, linewidth=1)
+        right.plot(pairs, ratio, "s-", color=KIND_COLOURS["frozen"], markersize=3, linewidth=1)
         right.set_ylabel("turns slower by this factor")
         for axes in (left, right):
             axes.set_xlabel("pair")
@@ -73,12 +73,12 @@ def draw_inspection(result: Inspection) -> Figure:
 
 
 def _drawn(value: float | None) -> float:
-    """Not a number, which leaves a gap, for what matplotlib has no axis for."""
+    """NaN, which leaves a gap, for values that matplotlib cannot plot."""
     return math.nan if value is None or value > HIGHEST else value
 
 
 def draw_sweep(result: ScalingSweep, ink: str = INK) -> Figure:
-    """Perplexity by position, one line per plotted curve, a mark at every multiple of the trained length."""
+    """Perplexity by position: one line per plotted curve, and marks at the trained length times powers of two."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.2), layout="constrained")
@@ -99,7 +99,7 @@ def draw_sweep(result: ScalingSweep, ink: str = INK) -> Figure:
                 [max(p.high - p.perplexity, 0.0) if p.high == p.high else 0.0 for p in exact.points],
             ],
             fmt="D",
-            color=COLOURS["recompute"],
+            color=KIND_COLOURS["recompute"],
             markerfacecolor="none",
             elinewidth=0.8,
             label=f"{exact.name}, recompute for the exact length (sampled)",
@@ -134,10 +134,10 @@ def draw_sweep(result: ScalingSweep, ink: str = INK) -> Figure:
 
 def _plot(axes: Axes, middles: list[float], heights: list[float], curve: Curve, shade: float) -> None:
     kind = curve.policy or curve.kind
-    # Several of one kind are told apart by their shade.
-    style: dict[str, Any] = {"color": COLOURS[str(kind)], "linewidth": 1.6, "label": curve.label, "alpha": shade}
-    if kind in DASHES:
-        style["dashes"] = DASHES[str(kind)]
+    # Several curves of one kind differ in opacity.
+    style: dict[str, Any] = {"color": KIND_COLOURS[str(kind)], "linewidth": 1.6, "label": curve.label, "alpha": shade}
+    if kind in KIND_DASHES:
+        style["dashes"] = KIND_DASHES[str(kind)]
     axes.plot(middles, heights, **style)
 
 
@@ -152,7 +152,7 @@ def _ticks(axes: Axes) -> None:
 
 
 def draw_tasks(result: TaskSweep, ink: str = INK) -> Figure:
-    """Panels side by side, two to a row; key tokens, where they were asked for, by perplexity."""
+    """One panel per task, two per row; key tokens by perplexity."""
     from matplotlib.figure import Figure
 
     rows = -(-len(result.tasks) // 2)
@@ -168,7 +168,7 @@ def draw_tasks(result: TaskSweep, ink: str = INK) -> Figure:
 
 
 def _panel(axes: Axes, result: TaskSweep, task: str, ink: str) -> None:
-    places = range(len(result.lengths))  # lengths double, mostly: even steps
+    places = range(len(result.lengths))  # lengths usually double, so they are spaced evenly
     keys = task == KEY_TOKENS
     for number, candidate in enumerate(result.candidates):
         heights = [
@@ -177,11 +177,11 @@ def _panel(axes: Axes, result: TaskSweep, task: str, ink: str) -> None:
             else 100 * result.share(candidate.name, length, task, "chosen").value
             for length in result.lengths
         ]
-        style = {"dashes": DASHES[candidate.kind]} if candidate.kind in DASHES else {}
-        # Equal heights are told apart by a small step to the side.
-        aside = [place + 0.012 * (number - len(result.candidates) / 2) for place in places]
-        colour = COLOURS[candidate.kind]
-        axes.plot(aside, heights, "o-", color=colour, markersize=3, linewidth=1.3, label=candidate.name, **style)  # type: ignore[arg-type]
+        style = {"dashes": KIND_DASHES[candidate.kind]} if candidate.kind in KIND_DASHES else {}
+        # A small horizontal offset separates equal values.
+        offsets = [place + 0.012 * (number - len(result.candidates) / 2) for place in places]
+        colour = KIND_COLOURS[candidate.kind]
+        axes.plot(offsets, heights, "o-", color=colour, markersize=3, linewidth=1.3, label=candidate.name, **style)  # type: ignore[arg-type]
     if keys:
         axes.set_yscale("log")
         axes.set_ylabel("perplexity (log scale)", color=ink)

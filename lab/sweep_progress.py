@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SweepProgress:
-    """Counts the tokens that are still to pass through the model; `stop` takes the bar away and may be called twice."""
+    """Progress in tokens computed by the model. `stop` removes the bar and may be called twice."""
 
     def __init__(self, terminal: bool | None = None) -> None:
         self._terminal = sys.stderr.isatty() if terminal is None else terminal
@@ -26,14 +26,14 @@ class SweepProgress:
         self._task: TaskID | None = None
 
     def expect(self, tokens: int, passes: int = 1) -> None:
-        """So much more work, or less where it turned out to be known already."""
+        """Add expected work; negative values remove work that is known already."""
         self._total += tokens
         self._passes += passes
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, total=self._total)
 
     def begin(self, label: str) -> None:
-        """A pass starts."""
+        """Report that a pass starts."""
         if not self._terminal:
             return
         if self._progress is None:
@@ -43,13 +43,13 @@ class SweepProgress:
             self._progress.update(self._task, description=label)
 
     def computed(self, tokens: int) -> None:
-        """So many tokens have passed through the model."""
+        """Report computed tokens."""
         self._done += tokens
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=self._done)
 
     def finished(self, line: str) -> None:
-        """A pass is done; line: what came of it."""
+        """Report that a pass has finished. line: its result."""
         self._finished += 1
         line = f"{line}; {self._finished} of {self._passes} passes{self._remaining()}"
         if self._progress is not None:

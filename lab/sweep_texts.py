@@ -13,7 +13,7 @@ from windlass.engine.errors import LoadError
 
 @dataclass(frozen=True, slots=True)
 class SweptText:
-    """One text: its file's name, its length in tokens, its SHA-256, and the first token of each window read."""
+    """One text: file name, length in tokens, SHA-256, and the first token of each window."""
 
     name: str
     tokens: int
@@ -22,9 +22,9 @@ class SweptText:
 
 
 def window_starts(tokens: int, needed: int, windows: int, *, max_len: int, text: str) -> tuple[int, ...]:
-    """Starts of up to `windows` stretches of `needed` tokens, spread evenly over the text; they overlap in a short one.
+    """Starts of up to `windows` ranges of `needed` tokens, spread evenly over the text; in a short text they overlap.
 
-    Raises LoadError where not even one fits.
+    Raises LoadError if not even one fits.
     """
     slack = tokens - needed
     if slack < 0:
@@ -37,7 +37,7 @@ def window_starts(tokens: int, needed: int, windows: int, *, max_len: int, text:
 
 
 class Encoder(Protocol):
-    """Tokenizer of a model, as far as studies need one."""
+    """The part of a tokenizer that studies use."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -46,9 +46,9 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One stretch of one text: the tokens the model expects before any text, then its own, from token `start` on.
+    """A range of one text: the prefix that the model expects before any text, then the text's tokens from `start` on.
 
-    text: which of the sweep's texts. ids: max_len + 1 of them, so that every position has a next one.
+    text: index of the text in the sweep. ids: max_len + 1 tokens, so that every position has a next one.
     """
 
     text: int
@@ -59,7 +59,7 @@ class Window:
 
 
 def find_files(given: Sequence[Path]) -> list[Path]:
-    """The files themselves, and the *.txt of directories, in order of their names. Raises LoadError, one line."""
+    """The given files, and the *.txt files of given directories in order of their names. Raises LoadError."""
     found: list[Path] = []
     for path in given:
         if not path.is_dir():
@@ -71,7 +71,7 @@ def find_files(given: Sequence[Path]) -> list[Path]:
         found += inside
     for place, path in enumerate(found):
         if path.resolve() in {other.resolve() for other in found[:place]}:
-            raise LoadError(f"--text {path} is given twice: an interval over texts takes each of them for another one")
+            raise LoadError(f"--text {path} is given twice: intervals over texts need distinct ones")
     return found
 
 
@@ -87,7 +87,7 @@ def read_text(path: Path) -> str:
 def make_windows(
     model: Path, files: Sequence[Path], max_len: int, per_text: int, load_tokenizer: Callable[[Path], Encoder]
 ) -> tuple[tuple[SweptText, ...], list[Window]]:
-    """Up to `per_text` windows of each text, spread evenly over it. Raises LoadError where a text is too short for one."""
+    """Up to `per_text` windows of each text, spread evenly over it. Raises LoadError if a text is too short for one."""
     contents = [read_text(file) for file in files]
     tokenizer = load_tokenizer(model)
     prefix = tokenizer.encode("")  # such as a BOS token

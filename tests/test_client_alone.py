@@ -62,7 +62,8 @@ def run(*command: object, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_it_is_small_and_holds_no_server(alone: Path, tmp_path: Path) -> None:
     code = """
 import importlib.util, json, windlass, windlass.clients
-heavy = ("torch", "fastapi", "uvicorn", "tokenizers", "safetensors", "windlass.server", "windlass.engine", "windlass.kernels")
+heavy = ("torch", "fastapi", "uvicorn", "tokenizers", "safetensors")
+heavy += ("windlass.server", "windlass.engine", "windlass.kernels", "windlass.lab")
 print(json.dumps([windlass.__file__, [name for name in heavy if importlib.util.find_spec(name)]]))
 """
     result = run(alone / "python", "-c", code, folder=tmp_path)

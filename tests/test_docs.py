@@ -315,7 +315,7 @@ def test_links_lead_to_files_and_headings(page):
 
 
 INSIDE = [ROOT / "docs" / name for name in ("architecture.md", "where.md")]
-FOLDERS = ("server", "engine", "kernels", "clients", "tests", "docs", "deploy", "benchmarks", "models")
+FOLDERS = ("server", "engine", "kernels", "clients", "lab", "tests", "docs", "deploy", "benchmarks", "models")
 
 
 @pytest.mark.parametrize("page", INSIDE, ids=lambda page: page.name)
@@ -362,7 +362,9 @@ def test_the_pages_with_commands_are_found():
 
 def test_nothing_advises_to_install_windlass_by_name():
     """The name is a stranger's on the package index, and nothing of this project is published there."""
-    code = [path for folder in ("server", "engine", "kernels", "clients") for path in (ROOT / folder).rglob("*.py")]
+    code = [
+        path for folder in ("server", "engine", "kernels", "clients", "lab") for path in (ROOT / folder).rglob("*.py")
+    ]
     files = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "Dockerfile", ROOT / "Makefile", *code]
     assert len(files) > 150
     by_name = re.compile(r"pip3? install [^`\n]*\bwindlass(?!-llm/|/)(-llm|-client)?\b(\[|['\"` ]|$)", re.MULTILINE)

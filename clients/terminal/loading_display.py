@@ -1,4 +1,4 @@
-"""Progress bar of a model that loads, on standard error."""
+"""Progress of a loading model, on standard error."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-# Private: set for a server that another program of ours has started, so that it can show the progress. Then a line with this
-# name and [stage, done, total] tells each step.
+# Private: set by a Windlass command that starts a server, so that the command can display the progress. Each update is then a line
+# of this name followed by [stage, done, total] as JSON.
 PROGRESS_VARIABLE = "_WINDLASS_PROGRESS"
 
 
 class LoadingDisplay:
-    """A progress bar on a terminal; elsewhere one line when a stage of loading begins.
+    """A progress bar on a terminal; elsewhere one line per loading stage.
 
-    It is the callback `(stage, done, total)`; `stop` takes the bar away and may be called twice. first: a line to be said before
-    all others, once there is something to say.
+    The instance is the callback `(stage, done, total)`. `stop` removes the bar and may be called twice. first: a line to print before
+    the first update.
     """
 
     def __init__(self, terminal: bool | None = None, first: str | None = None) -> None:
@@ -50,7 +50,7 @@ class LoadingDisplay:
         self._stage = stage
 
     def begin(self) -> None:
-        """Say the first line, unless it has been said."""
+        """Print the first line, unless it has been printed."""
         if self._first is not None:
             say(self._first)
             self._first = None

@@ -1,4 +1,4 @@
-"""Checks before the work whether a command can write its files. Knows nothing of what goes into them."""
+"""Output files of a command: checked before the work starts, and written."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from windlass.clients.terminal.errors import CommandError
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path] | None = None) -> None:
-    """Raise CommandError for a file that cannot be written, and for two options that name one file.
+    """Raise CommandError for a file that cannot be written, and for two options that name the same file.
 
-    outputs: the file each option is to write, None where it was not given. inputs: files that are read, so that no
-    output replaces one.
+    outputs: the file of each option, None if it was not given. inputs: files that are read, which no output may replace.
     """
     taken = {path.resolve(): option for option, path in (inputs or {}).items()}
     for option, path in outputs.items():
@@ -29,3 +28,11 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path]
         if target in taken:
             raise CommandError(f"{taken[target]} and {option} are both {path}: give each a file of its own")
         taken[target] = option
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file. Raises CommandError if that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror or error}") from None

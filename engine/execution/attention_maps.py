@@ -1,6 +1,6 @@
 """Attention maps: softmax weights and scores of one layer for one text.
 
-For introspection only; serving never forms such a matrix. The forward pass is the one of `SingleSequenceRunner`; a recording
+For introspection only; serving never computes such a matrix. `SingleSequenceRunner` runs the forward pass, and a recording
 backend copies the layer's rotated queries and keys on their way to the KV cache.
 """
 
@@ -23,7 +23,7 @@ from windlass.kernels import Backend
 
 
 class _RecordingBackend:
-    """A backend that copies the rotated queries and keys passed to it, and delegates everything to another one."""
+    """A backend that copies rotated queries and keys, and delegates everything else."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -45,16 +45,16 @@ class _RecordingBackend:
 def attention_weights(
     runner: SingleSequenceRunner, token_ids: Sequence[int], layer: int, scaling: RopeScaling | None = None
 ) -> Tensor:
-    """Softmax weights of a layer for one text, float32 [Hq, T, T] on the CPU; row i holds the weights of token i's query.
+    """Softmax weights of a layer for one text, float32 [Hq, T, T] on the CPU: row i holds the weights of token i.
 
-    scaling: None is the model's own; the frequencies are those of the entire text. Raises RequestError for an unknown layer, or
-    one without plain softmax attention.
+    scaling: None is the model's own; frequencies are those of the entire text. Raises RequestError for a layer that does not
+    exist, or that has no plain softmax attention.
     """
     return _attention_matrices(runner, token_ids, layer, runner.plan(len(token_ids), scaling, "frozen"), slice(None))[0]
 
 
 def snapshot_attention(runner: SingleSequenceRunner, question: AttentionQuery, plan: RotaryPlan) -> AttentionSnapshot:
-    """One head of `attention_weights`, and its scores before the softmax, under a plan. Raises RequestError."""
+    """Weights of one head, and its scores before the softmax, under a rotary plan. Raises RequestError."""
     tokens, head = len(question.token_ids), question.head
     if not 2 <= tokens <= MAX_ATTENTION_TOKENS:
         raise RequestError(
@@ -78,17 +78,17 @@ def snapshot_attention(runner: SingleSequenceRunner, question: AttentionQuery, p
 
 
 def _plain_mixer(runner: SingleSequenceRunner, layer: int, stage: RotaryStage) -> Attention:
-    """The attention of a layer. Raises RequestError unless its scores are products of rotated queries and keys."""
+    """The attention of a layer. Raises RequestError if its scores are not products of rotated queries and keys."""
     layers = runner.decoder.layers
     if not 0 <= layer < len(layers):
         raise RequestError(f"layer {layer}: this model has layers 0 to {len(layers) - 1}", "layer")
     mixer = layers[layer].mixer
-    moved = any(not spec.distances.is_plain for spec in stage.specs)
+    changes_distances = any(not spec.distances.is_plain for spec in stage.specs)
     if mixer is None or isinstance(mixer, RecurrentMixer):
-        found = ", ".join(str(i) for i, one in enumerate(layers) if isinstance(one.mixer, Attention))
+        attending = ", ".join(str(i) for i, other in enumerate(layers) if isinstance(other.mixer, Attention))
         why = "is a feed-forward alone" if mixer is None else "carries a state"
-        raise RequestError(f"layer {layer} attends to nothing, as it {why}: ask for one of {found}", "layer")
-    if not isinstance(mixer, Attention) or mixer.spec.qk_norm == "after" or moved:
+        raise RequestError(f"layer {layer} attends to nothing, as it {why}: ask for one of {attending}", "layer")
+    if not isinstance(mixer, Attention) or mixer.spec.qk_norm == "after" or changes_distances:
         raise RequestError(f"the queries and keys of layer {layer} are not those of plain attention", "layer")
     return mixer
 
@@ -96,7 +96,7 @@ def _plain_mixer(runner: SingleSequenceRunner, layer: int, stage: RotaryStage) -
 def _attention_matrices(
     runner: SingleSequenceRunner, token_ids: Sequence[int], layer: int, plan: RotaryPlan, heads: slice
 ) -> tuple[Tensor, Tensor]:
-    """Weights and scores, [H, T, T] each, of the selected heads of a layer."""
+    """Weights and scores of the heads of a layer, [H, T, T] each."""
     stage, layers = plan.stage(len(token_ids)), runner.decoder.layers
     mixers = {layer: _plain_mixer(runner, layer, stage)}
     owner = layers[layer].kv_layer
@@ -113,7 +113,7 @@ def _attention_matrices(
 
 
 def _softmax(q: Tensor, k: Tensor, mixer: Attention, heads: slice) -> tuple[Tensor, Tensor]:
-    """Softmax and scores as `AttentionCall` defines them: scale, soft cap, then mask. q: [T, Hq, D], k: [T, Hkv, D]."""
+    """Weights and scores [H, T, T], as `AttentionCall` defines them: scale, soft cap, mask. q: [T, Hq, D], k: [T, Hkv, D]."""
     spec = mixer.spec
     k = k.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)[:, heads]
     scores = torch.einsum("ihd,jhd->hij", q[:, heads], k) * spec.scale
@@ -125,8 +125,8 @@ def _softmax(q: Tensor, k: Tensor, mixer: Attention, heads: slice) -> tuple[Tens
     if spec.window is not None:
         hidden |= distance >= spec.window
     scores = scores.masked_fill(hidden, -torch.inf)
-    found = scores
+    with_sinks = scores
     if mixer.weights.sinks is not None:
         sinks = mixer.weights.sinks[heads, None, None].expand(-1, q.shape[0], 1)
-        found = torch.cat((scores, sinks), dim=-1)
-    return found.softmax(-1)[..., : q.shape[0]].cpu(), scores.cpu()
+        with_sinks = torch.cat((scores, sinks), dim=-1)
+    return with_sinks.softmax(-1)[..., : q.shape[0]].cpu(), scores.cpu()

@@ -1,7 +1,8 @@
 """Forward passes of one sequence outside the scheduler.
 
-The model runner executes scheduler outputs written here, without scheduler, prefix cache or sampling. Row i is position i: it has
-read i + 1 tokens and predicts token i + 1, under the frequencies the rotary plan gives to a context of i + 1 tokens.
+The model runner executes scheduler outputs that this module writes, without scheduler, prefix cache or sampling. Row i is
+position i: its context is i + 1 tokens, it predicts token i + 1, and it uses the rotary plan's frequencies for that context
+length.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _BLOCK = 16
 
 Specs = tuple[RotarySpec, ...]
 
-Stage = tuple[int, int, Specs]  # first row, end row, specs
+Stage = tuple[int, int, Specs]  # first row, end row, specs of these rows
 
 
 class SingleSequenceRunner:
     """Forward passes of one text at a time by a loaded model, under a rotary plan.
 
-    chunk: maximum number of tokens in one forward pass and of rows returned at once, so that only keys and values grow with the
+    chunk: maximum number of tokens per forward pass, and of rows returned at once, so that only keys and values grow with the
     text.
     """
 
@@ -54,11 +55,11 @@ class SingleSequenceRunner:
         *,
         exact: bool = False,
     ) -> RotaryPlan:
-        """The plan of a text of at most `longest` tokens; scaling None is the model's own. Raises RequestError."""
+        """Rotary plan of a text of at most `longest` tokens; scaling None is the model's own. Raises RequestError."""
         return RotaryPlanner(self.decoder.spec.rotary_groups).plan(longest, scaling, rope_update, exact=exact)
 
     def hidden(self, token_ids: Sequence[int], plan: RotaryPlan) -> Tensor:
-        """Final hidden states of every row, [T, hidden] on the CPU, from which `decoder.logits` makes logits."""
+        """Final hidden states of every row, [T, hidden] on the CPU: the input of `decoder.logits`."""
         with torch.inference_mode():
             rows = self.rows(token_ids, plan, range(len(token_ids)), prompt=1)
             return torch.cat([hidden.cpu() for _, hidden in rows])
@@ -77,20 +78,20 @@ class SingleSequenceRunner:
         self.check_tokens(token_ids, context)
         if rows:
             rotates = plan.policy == "rotate"
-            read = tuple(token_ids[: rows[-1] + 1])
-            stages = list(plan_stages(plan, len(read), prompt))
+            needed = tuple(token_ids[: rows[-1] + 1])
+            stages = list(plan_stages(plan, len(needed), prompt))
             second_keys = any(spec.distances.has_second_keys for _, _, specs in stages for spec in specs)
             copies = 2 if rotates or second_keys else 1
-            text = SequencePasses(self, read, copies, context, computed, has_second_keys=second_keys)
-            walk = text.rotate(iter(stages)) if rotates else text.recompute(iter(stages), rows)
+            text = SequencePasses(self, needed, copies, context, computed, second_keys=second_keys)
+            passes = text.rotate(iter(stages)) if rotates else text.recompute(iter(stages), rows)
             wanted = set(rows)
-            for first, hidden in walk:
+            for first, hidden in passes:
                 chosen = [i for i in range(first, first + hidden.shape[0]) if i in wanted]
                 if chosen:
                     yield chosen, hidden[[i - first for i in chosen]]
 
     def check_tokens(self, token_ids: Sequence[int], context: ContextRule | None) -> None:
-        """Raise RequestError for a token id outside the vocabulary, or a window of no tokens."""
+        """Raise RequestError for a token id outside the vocabulary, or an empty window."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.decoder.spec.vocab_size:
             raise RequestError(f"token ids must lie between 0 and {self.decoder.spec.vocab_size - 1}", "token_ids")
         window = None if context is None else context.attention_window
@@ -99,7 +100,7 @@ class SingleSequenceRunner:
 
 
 def plan_stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
-    """The stages of rows 0 to `length`, in order and without gaps."""
+    """Stages from row 0 to `length`, in order and without gaps. prompt: tokens that are given at once."""
     first, context = 0, prompt
     while first < length:
         stage = plan.stage(context)
@@ -109,10 +110,10 @@ def plan_stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
 
 
 class SequencePasses:
-    """Passes over one text, the only sequence of its own runner. Each yields (first row, hidden states [R, hidden]).
+    """One text as the only sequence of its own model runner. Passes yield (first row, hidden states [R, hidden]).
 
-    num_copies: number of stored copies of each key. has_second_keys: whether one of them is a second key copy. capacity: number
-    of tokens to allocate blocks for, None for those of the text. context: the tokens visible to each token, None for all.
+    num_copies: copies of each key. second_keys: one of them is the second key copy of distance-based attention. capacity:
+    tokens for which there are pages, None for those of the text. context: attention window and sinks, None for full attention.
     computed: called after each forward pass with its number of tokens.
     """
 
@@ -124,12 +125,12 @@ class SequencePasses:
         context: ContextRule | None,
         computed: Callable[[int], None] | None = None,
         *,
-        has_second_keys: bool = False,
+        second_keys: bool = False,
         capacity: int | None = None,
     ) -> None:
         decoder, self._chunk, self._computed = runner.decoder, runner.chunk, computed
         spec, self._token_ids, self._num_tokens = decoder.spec, token_ids, len(token_ids)
-        self._context, self._has_second_keys = context or ContextRule(), has_second_keys
+        self._context, self._has_second_keys = context or ContextRule(), second_keys
         self._groups = range(len(spec.kv_groups))
         self._num_blocks = -(-(capacity or len(token_ids)) // _BLOCK)
         self._has_states = spec.state_group is not None
@@ -141,11 +142,10 @@ class SequencePasses:
         self._runner.apply(SchedulerOutput(self._next_step, new=(self._sequence(token_ids),)))
 
     def _sequence(self, token_ids: tuple[int, ...], state: int = 0) -> NewSequence:
-        """The sequence, on all blocks. state: its block of recurrent states, if there are any."""
+        """The sequence, which owns all pages. state: the block of the recurrent state that it modifies, if any."""
         groups, states = len(self._groups), (TableChange(appended=(state,)),) * self._has_states
         table = TableChange(appended=tuple(range(self._num_blocks)))
-        second = TableChange(appended=tuple(range(self._num_blocks, 2 * self._num_blocks)))
-        second_tables = (second,) * groups + states if self._has_second_keys else ()
+        second_table = TableChange(appended=tuple(range(self._num_blocks, 2 * self._num_blocks)))
         return NewSequence(
             seq_id=0,
             index=0,
@@ -154,39 +154,39 @@ class SequencePasses:
             num_prompt_tokens=len(token_ids),
             stop_ids=(),
             token_ids=token_ids,
-            tables=TableChanges(True, (table,) * groups + states + second_tables),
+            tables=TableChanges(
+                True, (table,) * groups + states + ((second_table,) * groups + states if self._has_second_keys else ())
+            ),
             rotary_id=0,
             window=self._context.attention_window,
             sinks=self._context.attention_sinks,
         )
 
     def prefill(self, num_tokens: int, specs: Specs) -> None:
-        """Compute the text before its endings are read. These start at its last token, which recurrent states do not include."""
+        """Compute the text before endings. Their passes begin with its last token, which recurrent states must not contain."""
         last = num_tokens - 1 - self._has_states
         for _ in self.recompute(iter([(0, num_tokens, specs)]), [last] if last >= 0 else []):
             pass
 
     def read_ending(self, ending: tuple[int, ...], specs: Specs) -> Iterator[Tensor]:
-        """Hidden states [R, hidden] of the rows that predict an ending of the prefilled text.
-
-        Overwrites the keys of the ending before.
-        """
-        whole = self._token_ids + ending
-        self._num_tokens = len(whole)
+        """Hidden states [R, hidden] of the rows that predict an ending of the prefilled text. Overwrites the previous
+        ending."""
+        token_ids = self._token_ids + ending
+        self._num_tokens = len(token_ids)
         copies = (BlockCopy(len(self._groups), 0, 1),) * self._has_states
-        new = self._sequence(whole, state=int(self._has_states))
+        new = self._sequence(token_ids, state=int(self._has_states))
         self._runner.apply(SchedulerOutput(self._next_step, removed=(0,), new=(new,), copies=copies))
-        for _, hidden in self._forward(len(self._token_ids) - 1, len(whole) - 1, specs):
+        for _, hidden in self._forward(len(self._token_ids) - 1, len(token_ids) - 1, specs):
             yield hidden
 
     @property
     def _next_step(self) -> int:
-        return self._runner.input_batch.step + 1
+        return self._runner.sequences.step + 1
 
     def recompute(self, stages: Iterator[Stage], rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """For each stage, one pass from the start to its last wanted row, which yields the rows of that stage.
+        """One pass per stage, from row 0 to its last requested row; yields only rows of that stage.
 
-        A plan that never changes has one stage, so this also covers `frozen`.
+        A plan that never changes has one stage, so this implements `frozen` too.
         """
         remaining = list(reversed(rows))
         for first, end, specs in stages:
@@ -201,19 +201,19 @@ class SequencePasses:
                     yield start + skipped, hidden[skipped:]
 
     def rotate(self, stages: Iterator[Stage]) -> Iterator[tuple[int, Tensor]]:
-        """One pass; at each change of frequencies every cached key is re-rotated to the new ones.
+        """One pass; at each change of frequencies every cached key is re-rotated.
 
-        The original keys are stored in the second half of the cache, and every re-rotation starts from those.
+        The second half of the cache retains the originals, from which every re-rotation starts.
         """
         passed: list[Stage] = []
         for first, end, specs in stages:
-            last = passed[-1:]
+            previous = passed[-1:]
             change = SchedulerOutput(
                 self._next_step,
                 original_copies=tuple(
-                    self._rerotation(group, stage, stage[2], store_originals=True)
+                    self._rerotation(group, stage, stage[2], to_originals=True)
                     for group in self._groups
-                    for stage in last
+                    for stage in previous
                 ),
                 rerotations=tuple(self._rerotation(group, stage, specs) for group in self._groups for stage in passed),
             )
@@ -221,12 +221,12 @@ class SequencePasses:
             yield from self._forward(first, end, specs)
             passed.append((first, end, specs))
 
-    def _rerotation(self, group: int, stage: Stage, specs: Specs, *, store_originals: bool = False) -> KeyRerotation:
-        """Re-rotate the keys of a stage from the second half of the cache to the first; store_originals: the reverse."""
+    def _rerotation(self, group: int, stage: Stage, specs: Specs, *, to_originals: bool = False) -> KeyRerotation:
+        """Re-rotate the keys of a stage from the second half of the cache to the first; to_originals: the reverse."""
         first, end, origin = stage
         live = range(first // _BLOCK, -(-end // _BLOCK))
         originals = range(live.start + self._num_blocks, live.stop + self._num_blocks)
-        sources, targets = (live, originals) if store_originals else (originals, live)
+        sources, targets = (live, originals) if to_originals else (originals, live)
         return KeyRerotation(
             group=group,
             start=first,
@@ -239,7 +239,7 @@ class SequencePasses:
         )
 
     def _forward(self, first: int, end: int, specs: Specs) -> Iterator[tuple[int, Tensor]]:
-        """Compute rows first .. end - 1 under `specs`; the rows before them are cached."""
+        """Run rows first .. end - 1 under `specs`; earlier rows are cached."""
         for start, stop in pairwise([*range(first, end, self._chunk), end]):
             plan = SchedulerOutput(
                 self._next_step,

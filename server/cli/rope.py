@@ -1,7 +1,7 @@
-"""`windlass rope`: inspect a rotary scaling, sweep scalings, draw pictures, check another server's positions.
+"""`windlass rope`: inspect a rotary scaling, sweep scalings, draw pictures, check the rotary positions of any server.
 
-Options only; the work is done in windlass.lab, which is imported inside the functions, so that a serving process never loads it.
-Imports neither torch, numpy nor matplotlib at module level.
+This module defines the options. The work is done in windlass.lab, which is imported inside the functions, so that no serving
+process loads it. Imports neither torch, numpy nor matplotlib at module level.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from typer_injector import Depends, InjectingTyper
 
 from windlass.clients.terminal.errors import CommandError
-from windlass.clients.terminal.outputs import check_outputs
+from windlass.clients.terminal.outputs import check_outputs, write_output
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.interface.config import parse_cache_dtype
 from windlass.engine.rotary.rope_scaling import RopeScaling
@@ -36,7 +36,7 @@ def parse_json(text: str) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class SharedSweepOptions:
-    """What every sweep takes: what is read, under which scalings, where it is computed and what is written."""
+    """Options of every sweep: texts, scalings, device and output files."""
 
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The report, one HTML file.")]
     text: Annotated[
@@ -44,77 +44,73 @@ class SharedSweepOptions:
         typer.Option(
             "--text",
             metavar="FILE",
-            help="UTF-8 text the model was not trained on, or a directory of *.txt. Several: give it again. With --tasks: what "
-            "the documents are cut from. Default there: generated prose.",
+            help="UTF-8 text the model was not trained on, or a directory of *.txt; repeatable. With --tasks: documents are "
+            "cut from it. Default there: generated prose.",
         ),
     ] = None
     trained_len: Annotated[
         int | None,
-        typer.Option("--trained-len", min=2, help="Where config.json gives a longer length than was trained on."),
+        typer.Option("--trained-len", min=2, help="Trained length in tokens, if config.json gives a longer one."),
     ] = None
     scaling: Annotated[
         list[str] | None,
         option(
             "--scaling",
             metavar="JSON",
-            help="Read under this scaling, and no scaling, alone. Several: give it again. Default: a choice of "
-            "linear, ntk, dynamic, yarn and the model's own.",
+            help="Measure only this scaling and no scaling; repeatable. Default: a selection of linear, ntk, dynamic, yarn and "
+            "the model's own.",
         ),
     ] = None
     policy: Annotated[
         list[str] | None,
         option(
             "--policy",
-            help="With --scaling: the rope_update of those that follow the length, frozen, recompute or rotate. Several: give "
-            "it again. Default: all three.",
+            help="With --scaling: the rope_update of scalings that depend on the length: frozen, recompute or rotate; "
+            "repeatable. Default: all three.",
         ),
     ] = None
     cut: Annotated[
-        bool,
-        typer.Option("--cut/--no-cut", help="Also read the text cut to the trained length, for how far each holds."),
+        bool, typer.Option("--cut/--no-cut", help="Also measure the text cut to the trained length, as a reference.")
     ] = True
     keep: Annotated[
         Path | None,
         typer.Option(
             "--keep",
             metavar="FILE",
-            help="Append the losses of each pass to this file when it is done, and do not repeat those it has: an "
-            "interrupted sweep goes on.",
+            help="Result log: append each finished pass to this file, and skip those it contains, so that an interrupted sweep "
+            "resumes.",
         ),
     ] = None
-    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write every number as JSON.")] = (
+    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures as JSON.")] = (
         None
     )
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Also draw the plot as a picture.")] = None
+    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Also write the plot as a picture.")] = None
     markdown: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Also write the report as Markdown.")
     ] = None
     device: Annotated[str, option("--device", help="cpu, cuda, cuda:1 or auto.")] = "auto"
     dtype: Annotated[str, option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
-    kv_cache_dtype: Annotated[str, option("--kv-cache-dtype", help="The same for cached keys and values, or int8.")] = (
-        "auto"
-    )
+    kv_cache_dtype: Annotated[
+        str, option("--kv-cache-dtype", help="Type of cached keys and values: as --dtype, or int8.")
+    ] = "auto"
     attention_window: Annotated[
         int | None,
         option(
             "--attention-window",
-            help="Also read where each token sees the last so many only, unscaled.",
+            help="Also measure without scaling, where each token sees only this many previous tokens.",
         ),
     ] = None
     attention_sinks: Annotated[
         int | None,
-        option(
-            "--attention-sinks",
-            help="With --attention-window: leading tokens that are seen besides. Default: 4.",
-        ),
+        option("--attention-sinks", help="With --attention-window: leading tokens that stay visible. Default: 4."),
     ] = None
 
     def checked(self) -> dict[str, Any]:
-        """Fields of `SweepOptions` and `TaskOptions`; raises LoadError, one line."""
+        """Fields of `CommonSweepOptions`. Raises LoadError."""
         if self.policy and not self.scaling:
-            raise LoadError("--policy says how a --scaling is read: give --scaling too, or leave --policy out")
+            raise LoadError("--policy applies to a --scaling: give --scaling too, or omit --policy")
         if self.attention_sinks is not None and self.attention_window is None:
-            raise LoadError("--attention-sinks are seen beside an --attention-window: give one too, or leave them out")
+            raise LoadError("--attention-sinks needs an --attention-window: give one too, or omit it")
         given = {"attention_window": self.attention_window, "attention_sinks": self.attention_sinks}
         return {
             **{name: value for name, value in given.items() if value is not None},
@@ -136,7 +132,7 @@ class SharedSweepOptions:
 
 @dataclass(slots=True, kw_only=True)
 class PerplexityOptions:
-    """What a sweep takes that reads perplexity. What is left out has its default in `SweepOptions`."""
+    """Options of a perplexity sweep. Those not given have their default in `SweepOptions`."""
 
     max_len: Annotated[
         int | None, typer.Option("--max-len", help="Longest context measured, in tokens. Default: 4096.")
@@ -146,7 +142,7 @@ class PerplexityOptions:
     ] = None
     windows: Annotated[
         int | None,
-        typer.Option("--windows", min=1, help="Stretches of --max-len tokens read, spread over each text. Default: 8."),
+        typer.Option("--windows", min=1, help="Windows of --max-len tokens per text, spread evenly. Default: 8."),
     ] = None
     samples: Annotated[
         int | None,
@@ -162,24 +158,24 @@ class PerplexityOptions:
         return _given(self)
 
     def reject_if_given(self) -> None:
-        """Raise LoadError where any is given."""
+        """Raise LoadError if any is given."""
         for name in _given(self):
             raise LoadError(
-                f"{_option_name(name)} reads perplexity and says nothing to --tasks, which take --lengths and --documents"
+                f"{_option_name(name)} is for perplexity, not for --tasks, which has --lengths and --documents"
             )
 
 
 @dataclass(slots=True, kw_only=True)
 class RetrievalOptions:
-    """What a sweep takes that asks for what stands far back. What is left out has its default in `TaskOptions`."""
+    """Options of a retrieval sweep. Those not given have their default in `TaskOptions`."""
 
     tasks: Annotated[
         list[str] | None,
         option(
             "--tasks",
             metavar="NAMES",
-            help="Ask for what stands far back instead of reading perplexity: passkey, needle, recall, multihop, key-tokens, "
-            "with commas between, or all.",
+            help="Ask for distant facts instead of measuring perplexity: passkey, needle, recall, multihop, key-tokens, "
+            "separated by commas, or all.",
         ),
     ] = None
     lengths: Annotated[
@@ -187,20 +183,20 @@ class RetrievalOptions:
         option(
             "--lengths",
             metavar="NUMBERS",
-            help="With --tasks: tokens of the documents, such as 4096,8192. Default: the trained length and twice that.",
+            help="With --tasks: tokens per document, such as 4096,8192. Default: the trained length and twice that.",
         ),
     ] = None
     documents: Annotated[
-        int | None, typer.Option("--documents", help="With --tasks: documents of each length. Default: 4.")
+        int | None, typer.Option("--documents", help="With --tasks: documents per length. Default: 4.")
     ] = None
     seed: Annotated[
-        int | None, typer.Option("--seed", help="With --tasks: what the documents are drawn from. Default: 1.")
+        int | None, typer.Option("--seed", help="With --tasks: random seed of the documents. Default: 1.")
     ] = None
     report_only: Annotated[
         bool,
         typer.Option(
             "--report-only",
-            help="With --tasks and --keep: read nothing, and report on the documents that an interrupted run has whole.",
+            help="With --tasks and --keep: compute nothing, and report on the complete documents of an interrupted run.",
         ),
     ] = False
     kv_cache_memory: Annotated[
@@ -208,12 +204,12 @@ class RetrievalOptions:
         option(
             "--kv-cache-memory",
             metavar="SIZE",
-            help="With --tasks: memory for cached keys and values, 4GiB. More lets more scalings run side by side.",
+            help="With --tasks: memory for cached keys and values, such as 4GiB. More memory runs more scalings concurrently.",
         ),
     ] = None
 
     def checked(self) -> dict[str, Any]:
-        """Fields of `TaskOptions`; raises LoadError, one line."""
+        """Fields of `TaskOptions`. Raises LoadError."""
         from windlass.lab.retrieval_sweep import parse_lengths, parse_tasks
 
         given = _given(self)
@@ -225,13 +221,13 @@ class RetrievalOptions:
         return given
 
     def reject_if_given(self) -> None:
-        """Raise LoadError where any is given."""
+        """Raise LoadError if any is given."""
         for name in _given(self):
-            raise LoadError(f"{_option_name(name)} is for --tasks: name some, such as --tasks all, or leave it out")
+            raise LoadError(f"{_option_name(name)} is for --tasks: give some, such as --tasks all, or omit it")
 
 
 def _given(options: PerplexityOptions | RetrievalOptions) -> dict[str, Any]:
-    """The fields that were given."""
+    """Fields that were given."""
     values = {field.name: getattr(options, field.name) for field in fields(options)}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
@@ -261,37 +257,31 @@ def sweep(
     retrieval: Annotated[RetrievalOptions, Depends(RetrievalOptions)],
     model: ModelArgument = None,
 ) -> None:
-    """Perplexity by position under every scaling, or answers about what stands far back, as a report with a recommendation."""
+    """Measure perplexity by position, or answers about distant facts, under several scalings, and recommend one."""
     from windlass.lab.plotting import require_matplotlib
 
     require_matplotlib()
     if retrieval.tasks:
         perplexity.reject_if_given()
-        common, given = shared.checked(), retrieval.checked()
-        from windlass.lab.retrieval_sweep import TaskOptions, run_tasks
-        from windlass.server.text.tokenizer import Tokenizer
-
-        name, path = choose_model(model)
-        run_tasks(
-            TaskOptions(
-                model=path, model_name=model or name, load_tokenizer=Tokenizer.from_directory, **common, **given
-            )
-        )
-        return
-    retrieval.reject_if_given()
-    if not shared.text:
-        raise LoadError("--text is missing: give a text to read, or --tasks, which make their own")
-    common, given = shared.checked(), perplexity.checked()
+        given = shared.checked() | retrieval.checked()
+    else:
+        retrieval.reject_if_given()
+        if not shared.text:
+            raise LoadError("--text is missing: give a text to read, or --tasks, which can generate its own")
+        given = shared.checked() | perplexity.checked()
     from windlass.lab.perplexity_sweep import SweepOptions, run_sweep
+    from windlass.lab.retrieval_sweep import TaskOptions, run_tasks
     from windlass.server.text.tokenizer import Tokenizer
 
     name, path = choose_model(model)
-    run_sweep(
-        SweepOptions(model=path, model_name=model or name, load_tokenizer=Tokenizer.from_directory, **common, **given)
-    )
+    given |= {"model": path, "model_name": model or name, "load_tokenizer": Tokenizer.from_directory}
+    if retrieval.tasks:
+        run_tasks(TaskOptions(**given))
+    else:
+        run_sweep(SweepOptions(**given))
 
 
-# Options know no kinds, whose module brings numpy: a test compares this list with them.
+# A copy of the keys of `lab.gallery.KINDS`, whose module imports numpy. A test compares them.
 PICTURE_KINDS = (
     "rotation",
     "angles",
@@ -310,7 +300,9 @@ def picture(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A .png or .svg file to write.")],
     model: Annotated[
         str | None,
-        option("--model", help="A model as `windlass serve` takes it. Default: Llama 2's numbers; attention: smollm2."),
+        option(
+            "--model", help="A model as for `windlass serve`. Default: Llama 2's parameters; for attention: smollm2."
+        ),
     ] = None,
     theta: Annotated[float | None, typer.Option("--theta", help="Instead of a model: the base.")] = None,
     dim: Annotated[int | None, typer.Option("--dim", help="Instead of a model: rotated dimensions of a head.")] = None,
@@ -322,13 +314,13 @@ def picture(
         typer.Option(
             "--scaling",
             metavar="JSON",
-            help="What the picture is drawn under; repeatable for scalings and extrapolation, which lay several side by side.",
+            help="Scaling of the picture; repeatable for scalings and extrapolation, which compare several.",
         ),
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            "--length", help="How far to look, in tokens. Default: 24 times the trained length, at most 10 million."
+            "--length", help="Longest distance, in tokens. Default: 24 times the trained length, at most 10 million."
         ),
     ] = None,
     learned: Annotated[
@@ -337,23 +329,22 @@ def picture(
             "--learned", metavar="PATH", help="encodings: a checkpoint with learned positions, such as GPT-2."
         ),
     ] = None,
-    layer: Annotated[int, typer.Option("--layer", help="attention: which layer.")] = 0,
+    layer: Annotated[int, typer.Option("--layer", help="attention: index of the layer.")] = 0,
     head: Annotated[
-        list[int] | None, typer.Option("--head", help="attention: which heads; repeatable. Default: three that differ.")
+        list[int] | None,
+        typer.Option("--head", help="attention: index of a head; repeatable. Default: three that differ."),
     ] = None,
-    text: Annotated[str | None, typer.Option("--text", help="attention: what is read.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help="attention: the text.")] = None,
 ) -> None:
-    """Draw one of the pictures by which rotary embeddings are explained, of any model or parameters."""
+    """Draw a picture that explains rotary embeddings, of any model or parameters."""
     if kind not in PICTURE_KINDS:
-        raise LoadError(f"there is no picture {kind!r}{did_you_mean(kind, PICTURE_KINDS)}: {', '.join(PICTURE_KINDS)}")
-    from windlass.clients.terminal.outputs import check_outputs
+        raise LoadError(f"unknown picture {kind!r}{did_you_mean(kind, PICTURE_KINDS)}: {', '.join(PICTURE_KINDS)}")
     from windlass.lab.plotting import require_matplotlib
 
     require_matplotlib()
     from windlass.lab.gallery import Extras, draw
     from windlass.lab.gallery_subject import LLAMA_2, base_from_parameters, make_subject
     from windlass.lab.plotting import check_suffix, save_figure
-    from windlass.server.startup.choice import choose_model
     from windlass.server.startup.tokenizer_directory import with_tokenizer
     from windlass.server.text.tokenizer import Tokenizer
 
@@ -366,7 +357,7 @@ def picture(
         if value is not None
     ]
     if given and (model is not None or kind == "attention"):
-        raise LoadError(f"{given[0]} and a model both say what rotates: leave one of them out")
+        raise LoadError(f"{given[0]} and a model both define the rotation: omit one of them")
     name, directory = choose_model(model) if model is not None or kind == "attention" else ("", None)
     base = None
     if given:
@@ -390,69 +381,69 @@ def picture(
 
 
 def conform(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The server, such as http://127.0.0.1:8000.")],
-    model: Annotated[str | None, typer.Option("--model", help="Its name there. Default: the first listed.")] = None,
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of the server, such as http://127.0.0.1:8000.")],
+    model: Annotated[str | None, typer.Option("--model", help="Name of the model. Default: the first listed.")] = None,
     api_key: Annotated[
         str | None, typer.Option("--api-key", envvar="WINDLASS_API_KEY", show_envvar=False, help="The server's key.")
     ] = None,
     trained_len: Annotated[
-        int | None,
-        typer.Option(
-            "--trained-len", min=64, help="Positions the model was trained on. Default: what /v1/models tells."
-        ),
+        int | None, typer.Option("--trained-len", min=64, help="Trained length in tokens. Default: from /v1/models.")
     ] = None,
     max_len: Annotated[
-        int | None, typer.Option("--max-len", min=128, help="Longest context. Default: what /v1/models tells.")
+        int | None, typer.Option("--max-len", min=128, help="Longest context in tokens. Default: from /v1/models.")
     ] = None,
     far_len: Annotated[
-        int, typer.Option("--far-len", min=256, help="Tokens of the texts with which the precision of angles is asked.")
+        int,
+        typer.Option("--far-len", min=256, help="Length in tokens of the texts that check the precision of angles."),
     ] = 100_000,
-    tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="Nats that count as rounding.")] = 0.05,
-    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for one request.")] = 300,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", min=0, help="Difference in nats that counts as rounding.")
+    ] = 0.05,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Timeout of one request, in seconds.")] = 300,
     time_limit: Annotated[
-        float, typer.Option("--time-limit", min=1, help="Seconds for all; what is not asked by then is told.")
+        float,
+        typer.Option(
+            "--time-limit",
+            min=1,
+            help="Time limit of all checks, in seconds; checks not completed by then are reported.",
+        ),
     ] = 1800,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="Of the texts. Default: another for each run, so that none is kept yet."),
+        typer.Option(
+            "--seed", help="Random seed of the texts. Default: another for each run, so that no text is cached."
+        ),
     ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON.")] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Also write Markdown.")] = None,
 ) -> None:
-    """Check a server's rotary positions from outside. Exit status 0: all shown holds, 1: something differs, 2: error."""
+    """Check the rotary positions of any server. Exit status 0: all results hold, 1: something differs, 2: error."""
     from windlass.lab.conformance import CHECKS, ConformanceSuite, exit_status, to_json, to_lines, to_markdown
     from windlass.lab.conformance_client import CheckUnavailableError, ConformanceClient
 
     check_outputs({"--json": as_json, "--markdown": markdown})
     chosen = secrets.randbits(32) if seed is None else seed
-    asker = ConformanceClient(url, model, api_key, timeout, time_limit=time_limit)
+    client = ConformanceClient(url, model, api_key, timeout, time_limit=time_limit)
     try:
-        trained = trained_len or asker.trained()
-        suite = ConformanceSuite(asker, trained, max_len or asker.context(), tolerance, chosen, far_len)
-        results = suite.run(CHECKS, lambda name: typer.echo(f"asking: {name}", err=True))
+        trained = trained_len or client.trained()
+        suite = ConformanceSuite(client, trained, max_len or client.context(), tolerance, chosen, far_len)
+        results = suite.run(CHECKS, lambda name: typer.echo(f"checking: {name}", err=True))
     except CheckUnavailableError as error:
         raise CommandError(f"{url} cannot be checked: {error}") from None
     finally:
-        asker.close()
+        client.close()
     for line in to_lines(results):
         typer.echo(line)
     if as_json is not None:
-        _write_file(as_json, json.dumps(to_json(url, asker.model, results, chosen), indent=1) + "\n")
+        write_output(as_json, json.dumps(to_json(url, client.model, results, chosen), indent=1) + "\n")
     if markdown is not None:
-        _write_file(markdown, to_markdown(url, asker.model, results))
+        write_output(markdown, to_markdown(url, client.model, results))
     if suite.lost is not None:
         raise CommandError(suite.lost)
     raise typer.Exit(exit_status(results))
 
 
-def _write_file(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-app = InjectingTyper(help="Show what a rotary scaling does to a model.", no_args_is_help=True)
+app = InjectingTyper(help="Inspect and measure rotary scalings of a model.", no_args_is_help=True)
 
 app.command("conform")(conform)
 
@@ -473,19 +464,20 @@ def inspect(
             "--length", help="Tokens of the request, for kinds that depend on it. Default: the trained length."
         ),
     ] = None,
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the wavelengths.")] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Also write a plot of the wavelengths.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
 ) -> None:
-    """Frequencies, wavelengths and factors of a scaling on a model, beside the model's own. Loads no weights."""
+    """Show frequencies, wavelengths and factors of a scaling on a model, next to the model's own. Loads no weights."""
     from windlass.lab.scaling_inspection import inspect_scaling
 
     if png is not None:
-        from windlass.clients.terminal.outputs import check_outputs
         from windlass.lab.plotting import require_matplotlib
 
         require_matplotlib()
         check_outputs({"--png": png})
-    wanted = _parse_scaling(scaling)  # what is at fault there is told before anything is looked up or downloaded
+    wanted = _parse_scaling(scaling)  # reports errors before a model is looked up or downloaded
     name, path = choose_model(model)
     result = inspect_scaling(path, wanted, length, model or name)
     if as_json:

@@ -1,4 +1,4 @@
-"""What a person at the terminal sees while a model loads and once it is there. Everything goes to standard error."""
+"""Summary of a loaded model for the terminal: model, memory, rotary scaling and notes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.server.options.engine_names import in_options
 
 
 class Sized(Protocol):
-    """A model, loaded or counted. Names as in `ModelInfo`."""
+    """A model, loaded or estimated. Names as in `ModelInfo`."""
 
     @property
     def weight_bytes(self) -> int: ...
@@ -90,7 +90,7 @@ def summary(
     if options:
         lines.append(f"  options   {', '.join(options)}")
     lines += [f"  note: {in_options(notice)}" for notice in info.notices]
-    if _goes_beyond_its_training(info):
+    if _exceeds_trained_length(info):
         lines.append(
             f"  note: the model was trained for {info.trained_len:,} tokens; beyond them it needs a scaling: "
             "--rope-scaling auto, or rope_scaling in requests"
@@ -98,25 +98,25 @@ def summary(
     return lines
 
 
-def _goes_beyond_its_training(info: ModelInfo) -> bool:
-    """Whether contexts may be longer than what its angles stand for."""
+def _exceeds_trained_length(info: ModelInfo) -> bool:
+    """Whether contexts may exceed the trained length without a scaling."""
     rotates = any(group.base.unrotated is None for group in info.rotary_groups)
     scaled = any(group.scaling.rope_type != "default" for group in info.rotary_groups)
     return info.max_model_len > info.trained_len and rotates and not scaled and not info.rotary_auto
 
 
 def memory_lines(sized: Sized) -> list[str]:
-    """What weights and cache take, and what room that makes."""
+    """Memory of weights and cache, and the contexts that fit."""
     return [
         f"  memory    {size(sized.weight_bytes)} of weights, {size(sized.kv_cache_bytes)} of cache ({sized.kv_cache_dtype})",
-        f"  cache     {_room(sized)}",
+        f"  cache     {_capacity(sized)}",
         f"  context   {sized.max_model_len:,} tokens (trained for {sized.trained_len:,}), "
         f"up to {sized.max_num_seqs} sequences at once",
     ]
 
 
 def _rotation(group: RotaryGroup) -> str:
-    """How its layers rotate, if any does."""
+    """Scaling, theta and dimensions of a group, or why it does not rotate."""
     if group.base.unrotated is not None:
         return f"none: {group.base.unrotated}"
     theta = group.parameters()["rope_theta"]
@@ -124,8 +124,8 @@ def _rotation(group: RotaryGroup) -> str:
     return f"{group.name}: {group.scaling.rope_type}, theta {theta:g}, {dims}"
 
 
-def _room(info: Sized) -> str:
-    """What the cache holds: tokens, and streams of the longest kind and of as many as run at once."""
+def _capacity(info: Sized) -> str:
+    """Capacity of the cache in tokens, in streams of the longest context, and per stream of the largest batch."""
     if info.is_bidirectional:
         return f"{info.num_kv_blocks[0] * info.block_size:,} tokens, which one step needs; nothing is kept behind it"
     blocks = " + ".join(f"{blocks:,}" for blocks in info.num_kv_blocks)

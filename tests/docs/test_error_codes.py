@@ -14,7 +14,7 @@ NEVER_SENT = {"client_disconnected", "duplicate_request_id"}
 
 
 def trees() -> Iterator[ast.AST]:
-    for folder in ("server", "engine"):
+    for folder in ("server", "engine", "lab"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield ast.parse(path.read_text(encoding="utf-8"))
 

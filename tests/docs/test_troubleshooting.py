@@ -18,7 +18,7 @@ MESSAGES = [re.findall(r"`([^`]+)`", row)[0] for row in ROWS]
 def texts() -> list[str]:
     """Every string of the code, with … for what is filled in."""
     found = []
-    for folder in ("server", "engine", "kernels", "clients"):
+    for folder in ("server", "engine", "kernels", "clients", "lab"):
         for path in (ROOT / folder).rglob("*.py"):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -25,7 +25,7 @@ from windlass.server.cli import main as cli
 from windlass.server.cli import rope
 from windlass.server.text.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 W = np.array([1.0, 0.3, 0.01])
 RNG = np.random.default_rng(1)
 
@@ -201,10 +201,10 @@ def test_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert ".png or .svg" in error_of(capsys, "decay", "--out", str(tmp_path / "a.jpg"))
     assert "--out" in error_of(capsys, "decay", "--out", str(tmp_path / "none" / "a.png"))
     for dim in ("7", "2", "1000000"):
-        assert "--dim must be even and lie between 4 and 4,096" in error_of(capsys, "decay", "--dim", dim, "--out", out)
+        assert "--dim must be even and between 4 and 4,096" in error_of(capsys, "decay", "--dim", dim, "--out", out)
     for theta in ("1", "inf", "nan"):
         assert "--theta must be a number above 1" in error_of(capsys, "decay", "--theta", theta, "--out", out)
-    assert "leave one of them out" in error_of(capsys, "decay", "--dim", "8", "--model", "demo", "--out", out)
+    assert "omit one of them" in error_of(capsys, "decay", "--dim", "8", "--model", "demo", "--out", out)
     assert "--length" in error_of(capsys, "decay", "--length", "1", "--out", out)
     assert "rope_type" in error_of(capsys, "decay", "--scaling", '{"rope_type": "yarm"}', "--out", out)
     assert "layers 0 to" in error_of(capsys, "attention", "--model", "demo", "--layer", "77", "--out", out)

@@ -39,7 +39,7 @@ DIM = 16
 class Faulty:
     """One layer of rotary attention over letters, its base growing with the length past TRAINED, with one defect.
 
-    It streams. "queued" answers one request at a time, "silent" tells of no prefix hit, "texts" has no
+    It streams. "queued" answers one request at a time, "silent" reports no prefix hit, "texts" has no
     log-probabilities: no defects, but what a check must notice all the same. `fixed`: the base does not grow.
     """
 
@@ -349,7 +349,7 @@ def test_what_was_found_is_told_when_the_server_dies_and_then_the_error(
 
     def die(suite: ConformanceSuite) -> CheckOutcome:
         server.traits.add("dead")
-        suite.asker.ask("a", 1)
+        suite.client.ask("a", 1)
         raise AssertionError
 
     client = httpx.Client(transport=httpx.MockTransport(answer))
@@ -482,6 +482,6 @@ def test_an_answer_that_is_read_back_does_not_go_on_with_the_last_word_of_its_pr
 
     for texts, taken in ((("s and", " then", "x"), 2), ((". And",), 1), (("s", "s", "s", "s", " no"), 4)):
         suite, says = ConformanceSuite.__new__(ConformanceSuite), Says(*texts)
-        suite.asker = says  # type: ignore[assignment]
-        prompt, answer = suite.begin(iter(["old iron", "old rope", "old wool", "old lamp"]).__next__, 3)
+        suite.client = says  # type: ignore[assignment]
+        prompt, answer = suite.begin_answer(iter(["old iron", "old rope", "old wool", "old lamp"]).__next__, 3)
         assert len(says.asked) == taken and prompt == says.asked[-1] and answer.text == texts[taken - 1]
