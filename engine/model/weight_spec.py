@@ -112,6 +112,13 @@ class StoredTensor:
     channels: bool = False
     made: Literal["exp", "negative"] | None = None
 
+    def shape(self, weight: WeightSpec) -> tuple[int, ...]:
+        """Shape of the tensor in its file. weight: the weight that it is a part of."""
+        if self.by_head is not None:
+            return self.by_head, self.rows // self.by_head
+        shape = (self.rows, *((1,) if self.channels else ()), *weight.shape[1:])
+        return shape[::-1] if self.transposed else shape
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:

@@ -105,7 +105,7 @@ FACTORS = np.array([1.0] * 4 + [1e30] * 12, dtype=np.float32)
 _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads of fewer layers": ("31b", {"attention.head_count_kv": [2, 1]}, "head_count_kv has 2 entries for 4 layers"),
     "heads of more": ("31b", {"attention.head_count_kv": [2, 1] * 3}, "head_count_kv has 6 entries for 4 layers"),
-    "heads that differ": ("31b", {"attention.head_count_kv": [2, 1, 4, 1]}, "differs among layers that see alike"),
+    "heads that differ": ("31b", {"attention.head_count_kv": [2, 1, 4, 1]}, "differs among layers of one kind"),
     "no heads": ("31b", {"attention.head_count_kv": [2, 0, 2, 0]}, "head_count_kv must be a positive integer, got 0"),
     "texts": ("31b", {"attention.head_count_kv": ["2", "1"] * 2}, "head_count_kv must be a positive integer, got '2'"),
     "other heads": ("31b", {"attention.head_count_kv": [2, 2, 2, 2]}, r"1.self_attn.k_proj.weight has the shape"),

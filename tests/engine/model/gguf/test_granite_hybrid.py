@@ -55,7 +55,7 @@ def test_where_a_file_does_not_say_layers_that_attend_rotate(tmp_path: Path) -> 
         ({"attention.head_count_kv": [0, 0, 2, 0, 1]}, "head_count_kv differs from layer to layer"),
         ({"attention.head_count_kv": [0, 2, 2, 0, 2]}, "none that this model should have|is missing"),
         ({"ssm.inner_size": 100}, "ssm.inner_size 100 is not a multiple of granitehybrid.ssm.time_step_rank 8"),
-        ({"ssm.inner_size": 96}, "a state have 96 values, which is no multiple of the model's 64"),
+        ({"ssm.inner_size": 96}, "recurrent layers have 96 values, which is not a multiple of the model's 64"),
         ({"ssm.inner_size": 192}, "has the shape"),
         ({"ssm.time_step_rank": 3}, "ssm.inner_size 128 is not a multiple of granitehybrid.ssm.time_step_rank 3"),
         ({"ssm.time_step_rank": 16}, "has the shape"),

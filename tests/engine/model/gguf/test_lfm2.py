@@ -60,7 +60,7 @@ def test_a_file_all_of_whose_layers_attend(tmp_path: Path) -> None:
         ("lfm2", {"lfm2.shortconv.l_cache": 0}, "shortconv.l_cache must be a positive integer"),
         ("lfm2", {"lfm2.shortconv.l_cache": 4}, "has the shape"),
         ("lfm2", {"lfm2.attention.sliding_window": 8}, "sliding_window=8, which makes it another model"),
-        ("lfm2_moe", {"lfm2moe.expert_gating_func": 1}, "experts of LFM2 are chosen by sigmoids"),
+        ("lfm2_moe", {"lfm2moe.expert_gating_func": 1}, "experts of this architecture are chosen by sigmoids"),
         ("lfm2_moe", {"lfm2moe.expert_used_count": 9}, "do not go together"),
     ],
     ids=str,

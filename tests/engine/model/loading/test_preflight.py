@@ -24,7 +24,7 @@ from windlass.engine.model.loading import preflight
 from windlass.engine.model.loading.checkpoint import describe_other_format
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.model_description import ModelDescription, describe_model
-from windlass.engine.model.loading.preflight import check_memory, check_start, prepare_model
+from windlass.engine.model.loading.preflight import ModelToLoad, check_memory, check_start, prepare_model
 from windlass.engine.model.weight_storage import plan_bytes, plan_storage, total_weight_bytes
 from windlass.kernels import select_backend
 
@@ -38,7 +38,7 @@ def demo() -> ModelDescription:
 
 
 def size_of(model: ModelDescription, dtype: str = "float32", quantization: str = "none") -> int:
-    return plan_bytes(model.spec, plan_storage(model.spec, dtype, quantization))
+    return total_weight_bytes(model.spec, plan_storage(model.spec, dtype, quantization), dtype)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,8 @@ def test_weights_take_what_was_foretold(family: str, options: dict[str, str], tm
 def check(model: ModelDescription, free: int | None, stored: str = "float32", **options: object) -> None:
     config = engine_config(DEMO, **options)  # type: ignore[arg-type]
     cached = "float32" if config.cache.dtype == "auto" else config.cache.dtype
-    check_memory(config, model, plan_storage(model.spec, stored), cached, stored, "cpu", free)
+    plan = plan_storage(model.spec, stored)
+    check_memory(config, ModelToLoad(model, stored, stored, cached, False, plan), "cpu", free)
 
 
 def refusal(model: ModelDescription, free: int | None, stored: str = "float32", **options: object) -> str:
