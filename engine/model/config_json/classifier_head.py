@@ -24,7 +24,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def read_classifier(config: Config, *, per_token: bool = False) -> ClassifierInfo:
-    """The labels in order, and the activation that makes probabilities of their logits, like transformers' text classification."""
+    """The labels in order, and the activation of their logits, as in transformers' text classification."""
     named = config.get("id2label")
     if named is None:
         count = read_size(config, "num_labels", 2, most=_MOST_CLASSES)
@@ -49,7 +49,6 @@ def read_classifier(config: Config, *, per_token: bool = False) -> ClassifierInf
 
 
 _KEY = "classifier_from_token"
-
 _DIFFERENCE, _PLAIN = "from_2_way_softmax", "no_post_processing"
 
 

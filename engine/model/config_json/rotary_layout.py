@@ -159,7 +159,6 @@ def _rotating(config: Config, rules: ConfigRules, count: int) -> list[bool]:
 
 # Kinds whose frequencies refer to a length before scaling: a top-level `original_max_position_embeddings` applies to them.
 _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
-
 _MOST_HEAD_DIM = 1 << 16  # there is a frequency for every two dimensions
 
 

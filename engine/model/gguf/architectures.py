@@ -164,13 +164,9 @@ def gemma3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _SHARED, _KV_HEADS = "attention.shared_kv_layers", "attention.head_count_kv"
-
 _KEY, _VALUE, _ROTATED = "attention.key_length", "attention.value_length", "rope.dimension_count"
-
 _LOCAL = "_swa"
-
 _LOCAL_THETA = "rope.freq_base_swa"
-
 _INPUT, _CAP = "embedding_length_per_layer_input", "final_logit_softcapping"
 
 GEMMA4_KEYS = (
@@ -266,8 +262,8 @@ def _is_doubled(keys: ArchitectureKeys, widths: Sequence[int], shared: int) -> b
         return False
     if list(widths) != [narrow] * own + [2 * narrow] * shared:
         raise LoadError(
-            f"{keys.key(DENSE_WIDTH)} must be the same for all layers, or twice as much for the last {shared}, which read the keys of "
-            "earlier ones: choose another model"
+            f"{keys.key(DENSE_WIDTH)} must be the same for all layers, or twice as much for the last {shared}, which read the "
+            "keys of earlier ones: choose another model"
         )
     return True
 
@@ -376,11 +372,8 @@ def _olmo2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _NORMS_WITH_OFFSET = GGUFLayout(norms_with_offset=True)
-
 _INTERLEAVED = GGUFLayout(interleaved=True)
-
 _FUSED_IN_PARTS = GGUFLayout(fused_in_parts=True)
-
 _POST_ATTENTION_NORM = {"post_attention_norm": "ffn_norm"}  # the norm before the feed-forward
 
 ARCHITECTURES: dict[str, Architecture] = {

@@ -35,11 +35,8 @@ from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTIO
 from windlass.engine.rotary.scaling_fields import format_key, format_value
 
 _MOST_LAYERS = 10_000
-
 _BLOCK = re.compile(r"blk\.(\d{1,5})\.")
-
 _NEXTN = "nextn_predict_layers"
-
 _LOCAL_THETA = 10_000.0
 
 # Read here or in `gguf_rope`, or without effect on the result.
@@ -85,7 +82,6 @@ _SAMPLING = {
 }
 
 _NULLS = ("sliding_window", "q_lora_rank")  # keys of config.json for which null differs from absence
-
 _SENTENCE_PIECE_END = 2  # default end token of such a vocabulary
 
 

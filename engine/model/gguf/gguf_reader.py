@@ -21,24 +21,16 @@ from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.rotary.scaling_fields import format_key
 
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
-
 _VERSIONS = (2, 3)
 
 # Far above any model: the largest vocabulary has a quarter of a million tokens and half a million merges.
 _MOST_KEYS = 10_000
-
 _MOST_TENSORS = 100_000
-
 _MOST_STRINGS = 4_000_000  # in all arrays of a file
-
 _MOST_NUMBERS = 16_000_000  # in all arrays of a file
-
 _LONGEST_NAME = 65_535  # bytes of a key or a tensor's name
-
 _LONGEST_STRING = 1 << 24  # bytes of a value
-
 _MOST_DIMENSIONS = 4
-
 _MOST_FLOATS = 1 << 16
 
 

@@ -15,18 +15,13 @@ from windlass.engine.rotary import frequencies
 from windlass.engine.rotary.scaling_fields import format_value
 
 FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-
 FACTOR_TENSORS = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
-
 Factors: TypeAlias = Mapping[str, tuple[float, ...]]
-
 _THETA = 10_000.0
 
 # Parameters of every Llama 3: only `factor` differs. Frequencies depend only on the quotients of these three.
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
-
 _MIN_STILL = 1e20  # factors from this on stop the rotation of a pair at every position; files have 1e30
-
 _ROUNDING = 1e-6  # relative: numbers computed in float32 by another formula differ by a few ulps
 
 

@@ -101,7 +101,6 @@ def any_layer_has_bias(tensors: Mapping[str, GGUFTensor], name: str) -> bool:
 # -- Qwen 3.5 and Qwen3-Next (Gated DeltaNet) -------------------------------------------------------------------------
 
 _INTERVAL = "full_attention_interval"
-
 _RECURRENT = "attention.recurrent_layers"  # in files from 2026 on, in addition to the interval
 
 # rope.dimension_sections are positions of images; on text all sections have equal positions.
@@ -170,7 +169,6 @@ _GATED_DELTA_MOE = replace(
 # -- Granite ----------------------------------------------------------------------------------------------------------
 
 _SCALES = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
-
 _ROTATES = "rope.scaling.finetuned"  # llama.cpp's switch, of these architectures alone
 
 # Files of Granite 4 have the sizes of recurrent layers even without such layers; their tensors are refused as unknown.
@@ -359,9 +357,7 @@ _LFM2_MOE = replace(
 # -- Nemotron H -------------------------------------------------------------------------------------------------------
 
 _NORMED, _SCALE = "expert_weights_norm", "expert_weights_scale"
-
 _GROUPS, _USED_GROUPS = "expert_group_count", "expert_group_used_count"
-
 _LATENT = "moe_latent_size"
 
 

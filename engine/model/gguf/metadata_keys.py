@@ -115,7 +115,6 @@ def decimal(value: float) -> float:
 
 
 WINDOW = "attention.sliding_window"
-
 PATTERN = "attention.sliding_window_pattern"
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from windlass.engine.errors import LoadError
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
-
 _MOST_PARTS = 1000
 
 

@@ -26,9 +26,7 @@ from windlass.engine.model.model_spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.scaling_fields import format_key
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-
 LAYER_TABLE = "per_layer_token_embd.weight"
-
 _MISNAMED = "model.embedding_norm"  # the final norm of LFM2 is named so in its checkpoints, and similarly in GGUF files
 
 # Inputs of the layers (per-layer embeddings): GGUF names, and names of weights in a spec.
@@ -39,7 +37,6 @@ _LAYER_INPUTS = {
 }
 
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([\w.]+)\.(weight|bias|scale)")
-
 _EXPERTS = re.compile(r"ffn_(gate|up|down)(?:\.(\d{1,4})|_(exps|shexp))|ffn_(gate_up)_exps")
 
 # Tensors whose checkpoint names have no ".weight".
@@ -55,7 +52,6 @@ _WITHOUT_ENDING = (
 )  # without ".weight" in GGUF files too, ssm_dt in those of some writers
 
 _OF_HEADS = ("attn_k_b", "attn_v_b")  # of latent attention: all heads in one tensor
-
 _UNUSED = ("attn_rot_embd", "rope_freqs")  # unscaled frequencies, in each layer of old files
 
 

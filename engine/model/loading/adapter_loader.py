@@ -32,11 +32,8 @@ from windlass.engine.model.weight_spec import WeightSpec
 from windlass.kernels import LowRankPart, LowRankUpdate
 
 CONFIG = "adapter_config.json"
-
 WEIGHTS = "adapter_model.safetensors"
-
 _MAX_CONFIG = 1 << 20  # bytes
-
 _MAX_PATTERNS = 4096
 
 _UNREAD = frozenset(
@@ -62,11 +59,8 @@ _REFUSED = {
 }
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the model's own weights
-
 _HEADS = ("lm_head", "embed_tokens", "wte", "embeddings")
-
 _PLAIN_PATTERN = re.compile(r"[\w.]+")
-
 _PATTERN = re.compile(r"[\w.\\^$|()\[\]*+?-]{1,256}")
 
 
@@ -221,11 +215,8 @@ def _shown(value: object) -> str:
 
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.(?:default\.)?weight")
-
 _FLOATS = ("F32", "F16", "BF16", "F64")
-
 _MAX_HEADER = 16 << 20  # bytes of a file in addition to its tensors
-
 Pair = tuple[Tensor, Tensor]  # A [r, K] and B [N, r]
 
 
@@ -260,8 +251,8 @@ def read_adapter(source: AdapterSource, spec: ModelSpec, storage: AdapterStorage
     """
     if spec.factored:
         raise refuse(
-            "the weights of this GGUF file are multiplied by factors that it does not name and that the adapter was trained without: "
-            "serve the original Hugging Face model",
+            "the weights of this GGUF file are multiplied by factors that it does not name and that the adapter was trained "
+            "without: serve the original Hugging Face model",
             "unsupported_adapter",
         )
     directory = Path(source.path)

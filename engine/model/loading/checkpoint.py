@@ -39,9 +39,7 @@ _OTHER_WEIGHTS = (
 )
 
 _PICKLED = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
-
 _NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|rng_state|scaler)")
-
 _SHELL_SPECIAL = '"$`\\!'  # inside double quotes
 
 
@@ -111,7 +109,6 @@ def _first(directory: Path, patterns: Iterable[str]) -> Path | None:
 
 
 _INDEX = "model.safetensors.index.json"
-
 _SINGLE = "model.safetensors"
 
 

@@ -1,12 +1,13 @@
 """Decoding of quantized tensors to block formats or to floats.
 
-Handles the bit order of every method (GPTQ, AWQ, compressed-tensors, FP8, MXFP4, BitNet) and of GGUF blocks. Works on a range of
-rows at a time to limit memory. The block format of each weight is chosen in `quantized_checkpoint`. GGUF types without a kernel are
-dequantized with the `gguf` package, which is imported on demand.
+Handles the bit order of every method (GPTQ, AWQ, compressed-tensors, FP8, MXFP4, BitNet) and of GGUF blocks. Works on a range
+of rows at a time to limit memory. The block format of each weight is chosen in `quantized_checkpoint`. GGUF types without a
+kernel are dequantized with the `gguf` package, which is imported on demand.
 
-MXFP4 (OCP Microscaling Formats 1.0) has 4-bit floats ±0, ½, 1, 1½, 2, 3, 4 and 6 in blocks of 32 with an exponent e that multiplies
-by 2^(e - 127). Twice a float is an integer up to 12, which fits a 5-bit code, and half of 2^(e - 127) is a float16 number down to
-e = 104, so q5_0 holds MXFP4 exactly. Blocks below that (largest number under 2^-20) are rounded to multiples of 2^-24.
+MXFP4 (OCP Microscaling Formats 1.0) has 4-bit floats ±0, ½, 1, 1½, 2, 3, 4 and 6 in blocks of 32 with an exponent e that
+multiplies by 2^(e - 127). Twice a float is an integer up to 12, which fits a 5-bit code, and half of 2^(e - 127) is a float16
+number down to e = 104, so q5_0 holds MXFP4 exactly. Blocks below that (largest number under 2^-20) are rounded to multiples of
+2^-24.
 """
 
 from __future__ import annotations
@@ -29,13 +30,9 @@ from windlass.kernels.layouts.weight_layouts import FORMS
 # -- MXFP4 ------------------------------------------------------------------------------------------------------------
 
 _OFFSET = 16  # the code of zero in q5_0
-
 _TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # floats times two, by their lower three bits; the fourth bit is the sign
-
 _CODES = torch.tensor([_OFFSET + n for n in _TWICE] + [_OFFSET - n for n in _TWICE], dtype=torch.uint8)
-
 _MIN_EXPONENT, _MAX_EXPONENT = 104, 143  # of scales whose half is a float16 number
-
 _BIAS = 128  # 127, plus one for the half
 
 
@@ -70,7 +67,6 @@ _MXFP4_BYTES = GGUF_TYPES["MXFP4"].num_bytes
 # -- GGUF -------------------------------------------------------------------------------------------------------------
 
 _NO_EXPONENT = 255  # of MXFP4: NaN
-
 _NOT_FINITE = 0x7C00  # exponent bits of a float16 that is NaN or infinite
 
 
@@ -155,7 +151,6 @@ def _entries(checkpoint: QuantizedCheckpoint, file: Path) -> Iterator[TensorEntr
 
 
 _ELEMENTS = 4 << 20  # decoded at once
-
 _ALIGNED = 32  # rows: a multiple of the codes in a word, whatever their width
 
 # The output of each position in a word of AWQ, from the lowest bits.

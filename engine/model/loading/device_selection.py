@@ -29,8 +29,8 @@ _OUT_OF_MEMORY_TEXTS = ("can't allocate", "not enough memory", "annot allocate m
 
 
 def choose_device(name: str, rank: int = 0, ranks: int = 1) -> ChosenDevice:
-    """The device for a name; "auto" is CUDA if there is a GPU that the kernels support. Raises LoadError for a named device that is
-    missing or not supported.
+    """The device for a name; "auto" is CUDA if there is a GPU that the kernels support. Raises LoadError for a named device that
+    is missing or not supported.
 
     rank: of `ranks`, which get the GPUs in their order, or share the CPU.
     """

@@ -19,11 +19,8 @@ from windlass.engine.model.model_spec import ModelSpec
 
 # What is loaded to propose tokens: the model's MTP layer, or that and a copy of the head.
 MTPPart: TypeAlias = Literal["layer", "layer and head"]
-
 _DRAFT_OPTION = "`scheduling.speculation.model`"
-
 _MTP_OPTION = "`scheduling.speculation.mtp`"
-
 _TOKENIZER = "tokenizer.json"
 
 
@@ -55,8 +52,8 @@ def mtp_spec(spec: ModelSpec, tensors: Collection[str], part: MTPPart, *, in_ggu
         raise LoadError(f"{_MTP_OPTION}: the model is a {spec.architecture}, which generates nothing: leave it out")
     if layer is None:
         raise LoadError(
-            f"{_MTP_OPTION}: this model ({spec.architecture}) has no layer that predicts further tokens, or none that can be used: "
-            "leave it out"
+            f"{_MTP_OPTION}: this model ({spec.architecture}) has no layer that predicts further tokens, or none that can be "
+            "used: leave it out"
         )
     if tensors and not any(name.startswith(layer.own[0]) for name in tensors):
         why, other = f"no tensor's name begins with {layer.own[0]!r}", "the files of the model's own publisher"
@@ -135,8 +132,9 @@ def check_draft_compatible(config: EngineConfig, spec: ModelSpec, draft: ModelSp
         if mine is None or other is None:
             if spec.vocab_size != draft.vocab_size:
                 raise LoadError(
-                    f"{_DRAFT_OPTION} {theirs} has a vocabulary of {draft.vocab_size} tokens, the model one of {spec.vocab_size}, "
-                    "and not both have a tokenizer.json that can be compared: give a model with the same tokenizer"
+                    f"{_DRAFT_OPTION} {theirs} has a vocabulary of {draft.vocab_size} tokens, the model one of "
+                    f"{spec.vocab_size}, and not both have a tokenizer.json that can be compared: "
+                    "give a model with the same tokenizer"
                 )
             return
         differing = [i for i in mine.keys() & other.keys() if mine[i] != other[i]]
@@ -156,8 +154,8 @@ def _check_mtp_compatible(config: EngineConfig, spec: ModelSpec) -> None:
         )
     if len(spec.kv_groups) > 1 or spec.kv_groups[0].window is not None:
         raise LoadError(
-            f"{_MTP_OPTION}: the model has layers with a sliding window ({spec.architecture}), for which drafts are not supported: "
-            "leave it out"
+            f"{_MTP_OPTION}: the model has layers with a sliding window ({spec.architecture}), for which drafts are not "
+            "supported: leave it out"
         )
 
 

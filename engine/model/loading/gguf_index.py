@@ -26,7 +26,6 @@ from windlass.engine.model.mixers.state_space import StateSpaceSpec
 from windlass.engine.model.model_spec import LayerSpec, ModelSpec
 
 INDEX = "gguf.json"
-
 VERSION = 1  # of gguf.json
 
 _UNKNOWN_SCALE = (
@@ -237,8 +236,8 @@ def requantization_notice(tensors: Mapping[str, TensorHeader]) -> str | None:
         return None
     named = ", ".join(f"{name} ({count} tensor{'s' if count > 1 else ''})" for name, count in counts.most_common())
     return (
-        f"the GGUF file holds {named}, which cannot be multiplied as stored: kept with 8 bits each instead ({_FALLBACK_STORAGE}); "
-        "a file of Q4_K_M or Q8_0 takes less memory for the same quality"
+        f"the GGUF file holds {named}, which cannot be multiplied as stored: stored with 8 bits each instead "
+        f"({_FALLBACK_STORAGE}); a file of Q4_K_M or Q8_0 takes less memory for the same quality"
     )
 
 

@@ -190,8 +190,8 @@ def load_model(
             raise
         less = "" if prepared.model.is_quantized else ", `compute.quantization=int8` or int4"
         raise LoadError(
-            f"the weights need {gib(prepared.weight_bytes)} of memory, more than {device} gives: use `compute.dtype=bfloat16`{less} "
-            "or a smaller model"
+            f"the weights need {gib(prepared.weight_bytes)} of memory, more than {device} gives: use "
+            f"`compute.dtype=bfloat16`{less} or a smaller model"
         ) from None
     notices = device_notices + prepared.spec.notices + prepared.notices + notices
     return LoadedModel(decoder, prepared, digest, notices, _pooling(directory, prepared.spec))

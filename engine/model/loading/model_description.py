@@ -218,7 +218,6 @@ _DERIVED = re.compile(
 )
 
 _NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-
 _MAX_NAMED = 3  # tensors named in a message
 
 
@@ -248,18 +247,18 @@ def check_tensors(
                 surplus.append(name)
         elif (header.shape or (1,)) != expected[name]:
             raise LoadError(
-                f"{directory}: tensor {name!r} has shape {list(header.shape)} where config.json asks for {list(expected[name])}: take "
-                "the config.json that belongs to the checkpoint"
+                f"{directory}: tensor {name!r} has shape {list(header.shape)} where config.json asks for "
+                f"{list(expected[name])}: take the config.json that belongs to the checkpoint"
             )
         elif gguf is None and header.dtype not in _NUMBERS:
             raise LoadError(
-                f"{directory}: tensor {name!r} is {header.dtype}, which is not a type of weights: the checkpoint may be quantized in a way "
-                "that config.json does not name; download config.json again, or take the unquantized model"
+                f"{directory}: tensor {name!r} is {header.dtype}, which is not a type of weights: the checkpoint may be "
+                "quantized in a way that config.json does not name; download config.json again, or take the unquantized model"
             )
     if surplus:
         raise LoadError(
-            f"{directory}: unexpected {_quote_names('tensor', surplus)}: this architecture has no place for {_them(surplus)}: take the "
-            "config.json that belongs to the checkpoint"
+            f"{directory}: unexpected {_quote_names('tensor', surplus)}: this architecture has no place for "
+            f"{_them(surplus)}: take the config.json that belongs to the checkpoint"
         )
     if missing := [name for name in expected if name not in found and name not in read]:
         are = "is" if len(missing) == 1 else "are"

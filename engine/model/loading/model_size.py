@@ -1,6 +1,7 @@
 """Memory estimate of a model: weights, bytes per token, and the number of tokens that fit.
 
-Uses config.json, file headers and options under the same rules as a start (`windlass size`). Reads no weights and imports no torch.
+Uses config.json, file headers and options under the same rules as a start (`windlass size`). Reads no weights and imports no
+torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from windlass.engine.model.loading.preflight import (
 )
 
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
-
 CACHE_DTYPES = ("float32", "float16", "int8")
 
 

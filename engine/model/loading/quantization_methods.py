@@ -11,8 +11,8 @@ For a linear layer with K inputs and N outputs:
   block. No block format holds these, so they are dequantized.
 - compressed-tensors, packed: `weight_packed` int32 [N, K * bits / 32], codes plus half the range, consecutive or (releases up to
   0.13) 32 // bits in each word; `weight_shape`; `weight_scale` [N, groups]; optional `weight_zero_point` int32, packed along the
-  rows; optional `weight_g_idx` int32 [K], -1 for unspecified. Plain: `weight` int8 [N, K], `weight_scale` for the tensor, a row or
-  a group, optional `weight_zero_point` int8.
+  rows; optional `weight_g_idx` int32 [K], -1 for unspecified. Plain: `weight` int8 [N, K], `weight_scale` for the tensor, a row
+  or a group, optional `weight_zero_point` int8.
 - MXFP4 (gpt-oss experts): `<name>_blocks` uint8 [experts, N, K / 32, 16], two floats per byte, lower half first, and
   `<name>_scales` uint8 [experts, N, K / 32], the block exponents. Rows are outputs, unlike those of the unquantized tensor.
 - BitNet (2402.17764, as packed by transformers): `weight` uint8 [N / 4, K], the lowest two bits for the first quarter of the rows
@@ -265,7 +265,6 @@ def describe_mxfp4(
 
 
 _TERNARY_BITS = 2
-
 _ROWS_PER_BYTE = 4
 
 

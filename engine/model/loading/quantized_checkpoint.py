@@ -136,8 +136,8 @@ SCALE_TYPES = ("F16", "BF16", "F32", "F8_E8M0")
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensor:
-    """A tensor of the unquantized model. module: its name without ".weight". stacked: number of parts of the tensor "name", if the
-    module is "name[3]"."""
+    """A tensor of the unquantized model. module: its name without ".weight". stacked: number of parts of the tensor "name", if
+    the module is "name[3]"."""
 
     module: str
     rows: int
@@ -209,20 +209,14 @@ def size_of_groups(tensor: LocatedTensor, groups: int, columns: int, expected_si
 
 
 Packing = Literal["gptq", "awq", "packed", "padded", "bytes", "floats", "mxfp4", "ternary", "divided ternary"]
-
 BLOCK = 32  # elements that share a scale in block formats, except q6_k
-
 _HALF_BLOCK = 16
 
 # Reasons to dequantize a weight.
 ACT_ORDER = "columns are grouped in the order of activations (desc_act)"
-
 ODD_GROUPS = "groups are not a multiple of 32 columns"
-
 WIDE_SCALES = "scales are not float16 numbers"
-
 WIDE_ZEROS = "no block format holds 8 bits with zero points"
-
 FLOATS = "no block format holds 8-bit floating point"
 
 

@@ -57,13 +57,9 @@ def all_finite(data: memoryview, dtype: torch.dtype) -> bool:
 
 
 _READERS = 2  # threads: one core cannot copy from the page cache at the speed of memory
-
 _READ_AHEAD = 6  # chunks read or being read while one is in use
-
 _CHUNK_BYTES = 4 << 20
-
 _CHECK_BYTES = 256 << 10  # bytes read before they are checked, while they are in cache
-
 _ROWS = 16  # every chunk but the last has a multiple of that many rows: weights in panels are written in panels
 
 
@@ -249,7 +245,6 @@ _DTYPES = {
 }
 
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
 _WRITE_BYTES = 64 << 20  # written at once
 
 

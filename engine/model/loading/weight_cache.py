@@ -2,8 +2,8 @@
 
 Checks that a cache file matches what quantizing would produce now, and leaves complete files only. A cache never stops a start:
 an unusable file is a notice and is rewritten, an unwritable folder is a notice. The file is a safetensors file of the decoder's
-tensors. Its name holds the quantization and, in a user's folder, the model; its metadata hold a fingerprint of everything the bytes
-depend on, so a newer checkpoint or program overwrites the older file.
+tensors. Its name holds the quantization and, in a user's folder, the model; its metadata hold a fingerprint of everything the
+bytes depend on, so a newer checkpoint or program overwrites the older file.
 """
 
 from __future__ import annotations
@@ -34,13 +34,9 @@ from windlass.engine.model.tensor_parallel import ModelShard
 from windlass.kernels import BlockWeight, PanelWeight, StackedWeight, Weight
 
 NEXT_TO_MODEL = "beside"
-
 FOLDER = "windlass-cache"  # not the model's directory, where other programs load every safetensors file they find
-
 _KIND = "windlass quantized weights"
-
 _PART = ".part"
-
 _ABANDONED_SECONDS = 3600.0  # an unfinished file older than this has no writer any more
 
 
@@ -88,7 +84,7 @@ class WeightCache:
             return
         tensors = decoder_tensors(decoder)
         total = sum(tensor.nbytes for tensor in tensors.values())
-        # Every writer has its own file, which replaces the cache file when it is complete. Readers keep the file that they opened.
+        # Every writer has its own file, which replaces the cache file when it is complete. Readers keep the file they opened.
         part = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}{_PART}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -44,11 +44,8 @@ from windlass.kernels import FORMS, Backend, BlockRows, BlockWeight, PanelRows, 
 from windlass.kernels.layouts.weight_layouts import store_block_rows
 
 Progress = Callable[[str, int, int], None]
-
 _Rows = BlockRows | PanelRows
-
 _COMPARED = 1 << 22  # numbers compared at once
-
 _PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -53,7 +53,7 @@ def test_where_a_file_does_not_say_layers_that_attend_rotate(tmp_path: Path) -> 
         ({"attention.head_count_kv": [0, 2]}, "head_count_kv has 2 entries for 5 layers"),
         ({"attention.head_count_kv": [0] * 5}, "no layer is full_attention"),
         ({"attention.head_count_kv": [0, 0, 2, 0, 1]}, "head_count_kv differs from layer to layer"),
-        ({"attention.head_count_kv": [0, 2, 2, 0, 2]}, "none that this model should have|is missing"),
+        ({"attention.head_count_kv": [0, 2, 2, 0, 2]}, "does not belong to this model|is missing"),
         ({"ssm.inner_size": 100}, "ssm.inner_size 100 is not a multiple of granitehybrid.ssm.time_step_rank 8"),
         ({"ssm.inner_size": 96}, "recurrent layers have 96 values, which is not a multiple of the model's 64"),
         ({"ssm.inner_size": 192}, "has the shape"),

@@ -56,7 +56,7 @@ def test_a_file_all_of_whose_layers_attend(tmp_path: Path) -> None:
         ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "head_count_kv has 2 entries for 5 layers"),
         ("lfm2", {"lfm2.attention.head_count_kv": [0, 0, 2, 0, 1]}, "head_count_kv differs from layer to layer"),
         ("lfm2", {"lfm2.attention.head_count_kv": [0] * 5}, "no layer is full_attention"),
-        ("lfm2", {"lfm2.attention.head_count_kv": [0, 2, 2, 0, 2]}, "none that the model should have|is missing"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 2, 2, 0, 2]}, "does not belong to the model|is missing"),
         ("lfm2", {"lfm2.shortconv.l_cache": 0}, "shortconv.l_cache must be a positive integer"),
         ("lfm2", {"lfm2.shortconv.l_cache": 4}, "has the shape"),
         ("lfm2", {"lfm2.attention.sliding_window": 8}, "sliding_window=8, which makes it another model"),
