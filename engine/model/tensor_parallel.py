@@ -214,14 +214,14 @@ _VOCABULARY_UNIT = 16  # rows of a panel: a part of a weight in panels is a part
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """One rank's part. whole: what it is of. spec, plan: its own. slices: by the names of weights; the others are had whole.
+    """One rank's part. full_spec: of the whole model. spec, plan: its own. slices: by the names of weights; the others are had whole.
 
     columns: how many logits each rank forms.
     """
 
     rank: int
     ranks: int
-    whole: ModelSpec
+    full_spec: ModelSpec
     spec: ModelSpec
     plan: StoragePlan
     slices: Mapping[str, WeightSlice]

@@ -133,7 +133,7 @@ def _targets(decoder: Decoder, shard: ModelShard | None) -> tuple[dict[str, _Wei
     shard: the rank shard that the decoder holds; None: the whole model.
     """
     weights, targets, slices = decoder.weights(), dict[str, _WeightTarget](), dict[str, TensorSlice]()
-    full_spec = decoder.spec if shard is None else shard.whole
+    full_spec = decoder.spec if shard is None else shard.full_spec
     for spec in full_spec.weights():
         offset = full_spec.norm_offset if spec.kind == "norm" else 0.0
         own = WeightSlice() if shard is None else shard.slices.get(spec.name, WeightSlice())

@@ -311,7 +311,10 @@ def test_another_model_is_refused(case: str, llama: Parts) -> None:
 _OTHER_TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"blk.0.ffn_down.weight": None}, "down_proj.weight .* is missing"),
     "no embedding": ({"token_embd.weight": None}, "no tensor token_embd.weight"),
-    "experts": ({"blk.0.ffn_gate_inp.weight": np.zeros((8, 64), np.float32)}, "blk.0.ffn_gate_inp.weight does not belong"),
+    "experts": (
+        {"blk.0.ffn_gate_inp.weight": np.zeros((8, 64), np.float32)},
+        "blk.0.ffn_gate_inp.weight does not belong",
+    ),
     "a half bias": ({"blk.0.attn_q.bias": np.zeros(64, np.float32)}, "k_proj.bias .* is missing"),
     "turned": ({"blk.0.ffn_down.weight": np.zeros((96, 64), np.float32)}, r"shape \[96, 64\], \[64, 96\] is expected"),
     "factors": ({"rope_freqs.weight": np.ones(5, np.float32)}, "rope_freqs.weight must hold 8 positive numbers"),
