@@ -214,9 +214,9 @@ _VOCABULARY_UNIT = 16  # rows of a panel: a part of a weight in panels is a part
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """One rank's part. full_spec: of the whole model. spec, plan: its own. slices: by the names of weights; the others are had whole.
+    """One rank's part of a model. full_spec: of the whole model. spec, plan: of the part.
 
-    columns: how many logits each rank forms.
+    slices: by the names of weights; other weights are held whole. columns: number of logits that each rank computes.
     """
 
     rank: int

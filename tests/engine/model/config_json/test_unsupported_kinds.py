@@ -21,7 +21,7 @@ REASONS = {
     "JambaForCausalLM": RECURRENT,
     "RecurrentGemmaForCausalLM": RECURRENT,
     "Zamba2ForCausalLM": RECURRENT,
-    "Gemma3nForCausalLM": "a model whose layers share keys and have embeddings of their own (Gemma 3n)",
+    "Gemma3nForCausalLM": "a model whose layers share keys and have per-layer embeddings (Gemma 3n)",
     "MptForCausalLM": "a model without rotary attention (ALiBi)",
     "OPTForCausalLM": "a model without rotary attention (learned or sinusoidal positions)",
     "DeepseekV32ForCausalLM": "a model whose attention reads selected keys only (sparse attention)",
