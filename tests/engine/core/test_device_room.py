@@ -81,7 +81,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> PlayedMemory:
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is taken for one where options are checked."""
-    monkeypatch.setattr("windlass.engine.model.loading.preflight.check_share", lambda config, device: None)
+    monkeypatch.setattr("windlass.engine.model.loading.preflight.check_device_share", lambda config, device: None)
 
 
 @pytest.fixture(scope="module")

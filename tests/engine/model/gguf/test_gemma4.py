@@ -166,7 +166,7 @@ def test_what_makes_no_sense_is_refused(case: str, tmp_path: Path) -> None:
 
 
 _TENSORS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no factors": ("31b", {"rope_freqs.weight": None}, "tensor rope_freqs.weight is missing, which tells the pairs"),
+    "no factors": ("31b", {"rope_freqs.weight": None}, "tensor rope_freqs.weight is missing, which gives the rotated pairs"),
     "fewer factors": ("31b", {"rope_freqs.weight": FACTORS[:8]}, "rope_freqs.weight must hold 16 numbers"),
     "none that turns": ("31b", {"rope_freqs.weight": FACTORS[4:]}, "rope_freqs.weight must hold 16 numbers"),
     "none at first": ("31b", {"rope_freqs.weight": FACTORS[::-1].copy()}, "rope_freqs.weight must hold 16 numbers"),
