@@ -426,7 +426,7 @@ def test_proportional_in_a_config() -> None:
                 "layer_types": ["sliding_attention"] * 12,
                 "rope_parameters": {"full_attention": {"rope_theta": 1e4}},
             },
-            "nothing about the sliding_attention layers",
+            "no entry for the sliding_attention layers",
         ),
         ({"layer_types": ["sliding_attention"] * 12}, "layer_types mixes windows in a way that model_type 'llama'"),
         ({"layer_types": ["full_attention"] * 11}, "must name 12 layers"),
