@@ -119,7 +119,7 @@ def test_weights_that_do_not_fit_name_the_options_under_which_they_do(demo: Mode
     said = refusal(demo, whole - 1)
     assert "`compute.dtype=bfloat16` (" in said
     assert "`compute.quantization=int8` (" in said and "`compute.quantization=int4` (" in said
-    assert "the weights need 15.2 MiB of memory, 15.2 MiB are free" in said
+    assert "the weights need 15.3 MiB of memory, 15.3 MiB are free" in said
     said = refusal(demo, half - 1)
     assert "compute.dtype" not in said and "`compute.quantization=int8`" in said
     assert refusal(demo, quarter - 1).endswith("use a smaller model or free some memory")
@@ -196,7 +196,7 @@ def test_a_cache_must_fit_beside_the_weights(demo: ModelDescription) -> None:
     weights = size_of(demo)
     options = {"max_model_len": length, "max_num_seqs": sequences, "kv_cache_memory": needed}
     said = refusal(demo, needed + weights - 1, **options)
-    assert said.startswith("the KV cache needs 16.0 GiB of memory, 16.0 GiB are free, 15.2 MiB of it for the weights: ")
+    assert said.startswith("the KV cache needs 16.0 GiB of memory, 16.0 GiB are free, 15.3 MiB of it for the weights: ")
     assert "`cache.dtype=int8`" in said and "int8" not in refusal(demo, GIB, kv_cache_dtype="int8", **options)
     check(demo, needed + weights, **options)
     check(demo, None, **options)  # nobody knows what is free
