@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from windlass.engine.interface.config import EngineConfig, LoadingConfig
-from windlass.engine.model.loading.model_description import describe_model, stored_shape
+from windlass.engine.model.loading.model_description import describe_model
 
 _CONFIG = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -80,7 +80,7 @@ def main() -> None:
     generator, weights = torch.Generator().manual_seed(0), dict[str, Tensor]()
     for weight in (*spec.weights(), *spec.predicting.weights()):
         for tensor in weight.stored:
-            numbers = made(tensor.name, stored_shape(weight, tensor), options.noise, options.adds, generator)
+            numbers = made(tensor.name, list(tensor.shape(weight)), options.noise, options.adds, generator)
             weights[tensor.name] = numbers.to(torch.bfloat16)
     order = torch.randperm(spec.vocab_size, generator=generator)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"][order]

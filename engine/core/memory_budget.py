@@ -80,7 +80,7 @@ def profile_kv_memory(config: EngineConfig, model: LoadedModel, draft: LoadedMod
             )
             for one in models  # they compute one after the other
         )
-        if config.compute.cuda_graphs and model.whole is None:  # ranks capture nothing
+        if config.compute.cuda_graphs and model.prepared.shard is None:  # ranks capture nothing
             max_rows, max_blocks = largest_decode_step(config, length)
             adapters = make_empty_adapters(config.adapters, model) if config.adapters.sources else None
             for one in models:

@@ -181,7 +181,7 @@ class SequencePasses:
 
     @property
     def _next_step(self) -> int:
-        return self._runner.sequences.step + 1
+        return self._runner.input_batch.step + 1
 
     def recompute(self, stages: Iterator[Stage], rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """One pass per stage, from row 0 to its last requested row; yields only rows of that stage.

@@ -204,11 +204,14 @@ _VOCABULARY_UNIT = 16  # rows of a panel, so that a shard of a panel weight is c
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """One rank's part of a model."""
+    """One rank's part of a model. full_spec: of the whole model. spec, plan: of the part.
+
+    slices: by the names of weights; other weights are held whole. columns: number of logits that each rank computes.
+    """
 
     rank: int
     ranks: int
-    whole: ModelSpec  # the full model
+    full_spec: ModelSpec
     spec: ModelSpec
     plan: StoragePlan
     slices: Mapping[str, WeightSlice]  # by name of the weight; the others are replicated

@@ -105,6 +105,13 @@ class StoredTensor:
     depthwise: bool = False  # stored as [rows, 1, columns], like a depthwise convolution
     transform: Literal["exp", "negative"] | None = None  # applied to its numbers in float32
 
+    def shape(self, weight: WeightSpec) -> tuple[int, ...]:
+        """Shape of the tensor in its file. weight: the weight that it is a part of."""
+        if self.reshape_rows is not None:
+            return self.reshape_rows, self.rows // self.reshape_rows
+        shape = (self.rows, *((1,) if self.depthwise else ()), *weight.shape[1:])
+        return shape[::-1] if self.transposed else shape
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:

@@ -24,7 +24,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def read_classifier(config: Config, *, per_token: bool = False) -> ClassifierInfo:
-    """The labels in order, and what makes probabilities of their logits, as transformers' text classification has it."""
+    """The labels in order, and the activation of their logits, as in transformers' text classification."""
     named = config.get("id2label")
     if named is None:
         count = read_size(config, "num_labels", 2, most=_MOST_CLASSES)
@@ -36,7 +36,7 @@ def read_classifier(config: Config, *, per_token: bool = False) -> ClassifierInf
         if found.keys() != {str(index) for index in range(len(found))}:
             raise LoadError(f"config.json: id2label must name the classes 0 to {len(found) - 1}, each once")
         labels = [found[str(index)] for index in range(len(found))]
-    if per_token:  # transformers' token classification has no other
+    if per_token:  # the only one in transformers' token classification
         return ClassifierInfo(tuple(labels), "softmax", per_token=True)
     kind = config.get("problem_type")
     if kind is None:
@@ -49,26 +49,30 @@ def read_classifier(config: Config, *, per_token: bool = False) -> ClassifierInf
 
 
 _KEY = "classifier_from_token"
-
 _DIFFERENCE, _PLAIN = "from_2_way_softmax", "no_post_processing"
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifierTokens:
-    """tokens: the one whose logit counts, and perhaps one whose logit is taken off it. is_qwen3_reranker: whether the model is a
-    Qwen3-Reranker as it was published, of which the prompt is known."""
+    """Tokens whose logits are the score of a reranker.
 
-    tokens: tuple[str, ...]
-    is_qwen3_reranker: bool
+    tokens: the token whose logit is the score, and optionally one whose logit is subtracted, by text or id. is_qwen3_reranker:
+    whether the model is a published Qwen3-Reranker, whose prompt is known. instruction: default of requests; None: that of the
+    prompt.
+    """
+
+    tokens: tuple[str | int, ...]
+    is_qwen3_reranker: bool = False
+    instruction: str | None = None
 
 
 def has_classifier_tokens(config: Config) -> bool:
-    """Whether a `…ForSequenceClassification` has no head of its own: its classes are words that the model goes on with."""
+    """Whether a `…ForSequenceClassification` has no head: its classes are tokens of the vocabulary."""
     return config.get(_KEY) is not None
 
 
 def read_classifier_tokens(config: Config) -> ClassifierTokens | None:
-    """None where config.json names none. Raises LoadError for names or methods that cannot be understood."""
+    """The tokens named in config.json; None if there are none. Raises LoadError for invalid names or methods."""
     named = config.get(_KEY)
     if named is None:
         return None

@@ -20,7 +20,7 @@ Config = Mapping[str, Any]
 
 
 def read_size(config: Config, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
-    """A positive integer up to `most`; `default` where the file has none or null, LoadError without a default either."""
+    """A positive integer up to `most`; `default` if the key is absent or null. Raises LoadError if there is no default either."""
     value = config.get(key)
     if value is None:
         value = default
@@ -30,7 +30,7 @@ def read_size(config: Config, key: str, default: int | None = None, *, most: int
 
 
 def read_number(config: Config, key: str) -> float | None:
-    """A positive, finite number, or None where the file says nothing."""
+    """A positive, finite number; None if the key is absent or null."""
     value = config.get(key)
     if value is None:
         return None
@@ -40,7 +40,7 @@ def read_number(config: Config, key: str) -> float | None:
 
 
 def read_flag(config: Config, key: str, default: bool = False) -> bool:
-    """True or false; `default` where the file has none or null."""
+    """A flag; `default` if the key is absent or null."""
     value = config.get(key)
     if value is None:
         return default
@@ -50,7 +50,7 @@ def read_flag(config: Config, key: str, default: bool = False) -> bool:
 
 
 def read_object(config: Config, key: str) -> Config | None:
-    """An object that is not empty, or None."""
+    """A non-empty object, or None."""
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise LoadError(f"config.json: {key} must be an object, got {format_value(value)}")
@@ -58,7 +58,7 @@ def read_object(config: Config, key: str) -> Config | None:
 
 
 def read_list(config: Config, key: str, length: int) -> list[Any] | None:
-    """A list with at least one entry per layer, cut to `length`; None where the file has none or an empty one."""
+    """A list with at least one entry per layer, cut to `length`; None if it is absent or empty."""
     value = config.get(key)
     if value is None or value == []:
         return None
@@ -69,9 +69,9 @@ def read_list(config: Config, key: str, length: int) -> list[Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What config.json says of the layers under names that every family shares.
+    """Layer information in keys of config.json that all families share.
 
-    given: `layer_types`, None where it says nothing. rotates: whether each layer does. windowed: there is a `sliding_window`.
+    given: `layer_types`, None if absent. rotates: whether each layer does. windowed: there is a `sliding_window`.
     """
 
     count: int
@@ -80,34 +80,33 @@ class LayerFacts:
     windowed: bool
 
 
-# What each layer sees and the rotary group of each, both by the names of `rotary.scaling.GROUP_NAMES`. Raises LoadError.
-# None: the layer does not rotate.
+# Attention and rotary group of each layer, both as one of `GROUP_NAMES`; None: the layer does not rotate. Raises LoadError.
 Pattern = Callable[[Config, LayerFacts], tuple[Sequence[str], Sequence[str | None]]]
 
 
 def full_attention_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Every layer sees everything, and all rotate alike."""
+    """Full attention in every layer, one rotary group."""
     full = [FULL_ATTENTION] * facts.count
     _refuse_mixture(config, facts, full)
     return full, full
 
 
 def nope_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[None]]:
-    """Every layer sees everything, and none rotates."""
+    """Full attention in every layer, without rotation."""
     full = [FULL_ATTENTION] * facts.count
     _refuse_mixture(config, facts, full)
     return full, [None] * facts.count
 
 
 def sliding_window_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Every layer sees `sliding_window` tokens, or everything where that is null; all rotate alike."""
+    """A sliding window in every layer, or full attention if it is null; one rotary group."""
     full, sliding = [FULL_ATTENTION] * facts.count, [SLIDING_ATTENTION] * facts.count
     _refuse_mixture(config, facts, sliding if facts.windowed else full)
     return sliding, full
 
 
 def layer_types_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """What `layer_types` says, or that every layer sees `sliding_window` tokens; all rotate alike."""
+    """The `layer_types`, or a sliding window in every layer; one rotary group."""
     full = [FULL_ATTENTION] * facts.count
     if not facts.windowed:
         return full, full
@@ -115,9 +114,9 @@ def layer_types_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], l
 
 
 def every_nth_full(interval: int, *, first: bool = False, groups: bool = False) -> Pattern:
-    """Every n-th layer sees everything, the others `sliding_window` tokens; `layer_types` says it layer by layer.
+    """Full attention in every n-th layer and a sliding window in the others, unless `layer_types` lists the layers.
 
-    first: the first of each n layers does, instead of the last. groups: the two kinds may rotate differently.
+    first: in the first of each n layers instead of the last. groups: the two kinds may have different rotary groups.
     """
 
     def pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
@@ -132,7 +131,7 @@ def every_nth_full(interval: int, *, first: bool = False, groups: bool = False) 
 
 
 def local_layers_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
-    """Every n-th layer, the fourth by default, sees everything and does not rotate; the others see a window and do."""
+    """Full attention without rotation in every n-th layer, by default the fourth; a window with rotation in the others."""
     kinds, groups = every_nth_full(read_size(config, "sliding_window_pattern", 4))(config, facts)
     return list(kinds), [
         group if kind == SLIDING_ATTENTION else None for kind, group in zip(kinds, groups, strict=True)
@@ -153,16 +152,16 @@ Rewrite = Callable[[Config], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ConfigRules:
-    """A family's defaults, under the names of config.json, and what it reads differently from others.
+    """A family's defaults, under the names of config.json, and its differences in reading it.
 
     num_key_value_heads None: as many as heads. head_dim None: hidden_size / num_attention_heads. head_dim_key: the key of
-    the dimensions that rotate; scales_scores: see `RotaryBase`. local_rope_theta: set where sliding layers have a theta of
-    their own. rope_parameters: the object used when config.json has none. no_rope_layer_interval: every n-th layer does not
-    rotate. query_temperature: whether the rotary object may carry Ministral's `llama_4_scaling_beta`. scales_full_attention_only:
-    `rope_scaling` is not for layers with a window (OLMo 3). intermediate_factor: how many times hidden_size a feed-forward is
-    wide. full_head_dim: of layers that see everything, where their heads have another size, under `full_head_dim_key`.
-    longrope_names: older names of longrope that mean something else elsewhere. other_layers: what `layer_types` may have beside
-    kinds of attention. rewrite: the config in the names that other families have, where this one has its own.
+    the dimensions that rotate; scales_scores: see `RotaryBase`. local_rope_theta: set if sliding layers have their own theta.
+    rope_parameters: the object used if config.json has none. no_rope_layer_interval: every n-th layer does not rotate.
+    query_temperature: whether the rotary object may have Ministral's `llama_4_scaling_beta`. scales_full_attention_only:
+    `rope_scaling` is not for layers with a window (OLMo 3). intermediate_factor: width of a feed-forward as a multiple of
+    hidden_size. full_head_dim: head size of full-attention layers if it differs, read from `full_head_dim_key`.
+    longrope_names: older names of longrope that mean something else in other families. other_layers: layer types other than
+    attention. rewrite: converts the family's key names to the common ones.
     """
 
     max_position_embeddings: int
@@ -194,7 +193,7 @@ class ConfigRules:
     rewrite: Rewrite = dict
 
 
-# The sizes of a model as GPT-2's config.json names them, and those of families after it.
+# Keys of sizes in config.json of GPT-2 and families derived from it.
 GPT_NAMES = {
     "n_positions": "max_position_embeddings",
     "n_embd": "hidden_size",
@@ -205,7 +204,7 @@ GPT_NAMES = {
 
 
 def renamed(names: Mapping[str, str]) -> Rewrite:
-    """A rewriting of keys. names: the common name of each of a family's own. Raises LoadError where both say different things."""
+    """A conversion of key names. names: the family's to the common ones. Raises LoadError if both are present and differ."""
 
     def rewrite(config: Config) -> dict[str, Any]:
         result = {key: value for key, value in config.items() if key not in names}

@@ -36,12 +36,12 @@ _COMPRESSED_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """What must be known of a checkpoint beside its tensors.
+    """Information on a quantized checkpoint that its tensors do not contain.
 
-    group_size: of GPTQ and AWQ, None: one group a row. zeros_less_one: zero points are stored minus one (GPTQ's first format).
-    block: rows and columns that share a scale, where weights of 8-bit floating point have blocks. divided: ternary weights are
-    divided by their scale. bits: of codes of compressed-tensors, empty where it is not said.
-    unread: what keeps it from being read, in a few words; None where nothing does.
+    group_size: of GPTQ and AWQ, None: one group per row. zeros_less_one: zero points are stored minus one (GPTQ's first format).
+    block: rows and columns that share a scale, if 8-bit floating-point weights have blocks. divides_by_scale: ternary weights
+    are divided by their scale. bits: of codes of compressed-tensors, empty if not given. unsupported_reason: why the checkpoint
+    cannot be read, in a few words; None if it can.
     """
 
     method: Method
@@ -54,7 +54,7 @@ class QuantizationConfig:
 
 
 def read_quantization_config(config: Config) -> QuantizationConfig | None:
-    """What config.json tells of a quantized checkpoint; None for one that is not quantized, or by a method that is not read."""
+    """The quantization in config.json; None if there is none, or its method is not supported."""
     for key in ("quantization_config", "compression_config"):
         found = config.get(key)
         if isinstance(found, Mapping):
@@ -99,12 +99,12 @@ def _compressed(found: Config) -> QuantizationConfig:
     elif _is_object(found.get("sparsity_config")) and found["sparsity_config"].get("format", "dense") != "dense":
         unsupported_reason = f"sparse, {found['sparsity_config']['format']}"
     elif found.get("quantization_status", "compressed") != "compressed" and not any(_is_stored(form) for form in forms):
-        # With a form that stores codes, "frozen" is what older releases left there after they had stored them.
+        # Older releases left "frozen" in files with a format that stores codes.
         unsupported_reason = f"status {found['quantization_status']}"
     elif float4 := [w for w in weights if w.get("type") == "float" and w.get("num_bits", 8) != 8]:
         unsupported_reason = f"floating point of {float4[0].get('num_bits')} bits"
     block = next((block for w in weights if (block := _block(w.get("block_structure"))) is not None), None)
-    widths = [w.get("num_bits", 8) for w in weights]  # 8 is what they have that do not say
+    widths = [w.get("num_bits", 8) for w in weights]  # the default is 8
     bits = tuple(sorted({bits for bits in widths if type(bits) is int and 1 <= bits <= 8}))
     return QuantizationConfig("compressed-tensors", block=block, bits=bits, unsupported_reason=unsupported_reason)
 

@@ -49,9 +49,9 @@ _CHATGLM_THETA = 10_000.0
 
 
 def normalize_rope_keys(config: Config, head_dim: int) -> dict[str, Any]:
-    """The config with `rope_theta`, `rope_local_base_freq` and `partial_rotary_factor` for the older names it carries.
+    """The config with `rope_theta`, `rope_local_base_freq` and `partial_rotary_factor` in place of older names.
 
-    Raises LoadError for a wrong value and for two names that say different things.
+    Raises LoadError for an invalid value and for two names with different values.
     """
     result = dict(config)
 
@@ -80,35 +80,35 @@ def normalize_rope_keys(config: Config, head_dim: int) -> dict[str, Any]:
     if config.get("rotary_dim") is not None:
         dim = read_size(config, "rotary_dim")
         share = dim / head_dim
-        # A share is read back as int(head_dim * share), which rounding must not take below the whole number.
+        # A share is read back as int(head_dim * share), which must not be rounded down below `dim`.
         put("partial_rotary_factor", "rotary_dim", share if int(head_dim * share) == dim else math.nextafter(share, 2))
     return result
 
 
 def _dual_chunks(given: Config) -> dict[str, Any]:
-    """The scaling that Qwen2.5-1M writes apart: scores grow with the length of the request.
+    """The scaling in a separate object of Qwen2.5-1M: scores grow with the length of the request.
 
-    Which keys are left out to save time (`sparse_attention_…`) is no part of the model: all are looked at.
+    Skipping keys to save time (`sparse_attention_…`) is not part of the model: attention reads all keys.
     """
     names = ("chunk_size", "local_size", "original_max_position_embeddings")
     chosen = {name: given[name] for name in names if given.get(name) is not None}
     return {"rope_type": "dual_chunk", **chosen, "length_scores": True}
 
 
-_MOST_LAYERS = 10_000  # far above any model, and below what would keep a loop busy
+_MOST_LAYERS = 10_000  # far above any model, and few enough for loops
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPattern:
-    """One layer. group: the name of its rotary group, None where it does not rotate (NoPE). window: keys a query sees,
-    itself included; None: all."""
+    """One layer. group: the name of its rotary group, None if it does not rotate (NoPE). window: number of keys that a query
+    attends to, including its own; None: all."""
 
     group: str | None
     window: int | None
 
 
 def read_layer_pattern(config: Config, rules: ConfigRules) -> tuple[LayerPattern, ...]:
-    """One entry per layer. Raises LoadError for a pattern the family does not have or that says nothing clear."""
+    """One entry per layer. Raises LoadError for a pattern that the family does not have or that is ambiguous."""
     count = read_size(config, "num_hidden_layers", rules.num_hidden_layers, most=_MOST_LAYERS)
     windowed = config.get("sliding_window", rules.sliding_window) is not None
     rotates = _rotating(config, rules, count)
@@ -141,11 +141,11 @@ def _layer_types(config: Config, count: int, others: tuple[str, ...]) -> list[st
 
 
 def _rotating(config: Config, rules: ConfigRules, count: int) -> list[bool]:
-    """Whether each layer rotates. Three names: a list of ones and zeros, an interval, or a list of thetas with zeros."""
+    """Whether each layer rotates, from one of three keys: a list of flags, an interval, or a list of thetas with zeros."""
     thetas = read_list(config, "layer_rope_theta", count)
     if thetas is not None:
         return [theta != 0 for theta in thetas]
-    flags = read_list(config, "no_rope_layers", count)  # named for what it is not: 1 marks a layer that rotates
+    flags = read_list(config, "no_rope_layers", count)  # despite its name, 1 marks a layer that rotates
     if flags is not None:
         if any(isinstance(flag, str) or flag not in (0, 1) for flag in flags):
             raise LoadError("config.json: no_rope_layers must hold 1 for layers that rotate and 0 for the others")
@@ -157,19 +157,18 @@ def _rotating(config: Config, rules: ConfigRules, count: int) -> list[bool]:
     return [(i + 1) % interval != 0 for i in range(count)]
 
 
-# Kinds whose frequencies refer to a length before scaling; a top-level `original_max_position_embeddings` is theirs.
+# Kinds whose frequencies refer to a length before scaling: a top-level `original_max_position_embeddings` applies to them.
 _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
-
-_MOST_HEAD_DIM = 1 << 16  # there is a frequency for every two numbers of a head
+_MOST_HEAD_DIM = 1 << 16  # there is a frequency for every two dimensions
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryLayout:
-    """The rotation of a whole model, and what else depends on the pattern of its layers.
+    """Rotary groups and layer pattern of a model.
 
-    groups: the full-attention group first; one where all layers rotate alike. layers: per layer its window and group
-    name as config.json has them. layer_groups: per layer an index into groups, None where it does not rotate.
-    temperature: (beta, length) where queries grow with their position (Ministral 3), else None.
+    groups: the full-attention group first; a single one if all layers rotate equally. layers: window and group name of each
+    layer, from config.json. layer_groups: index into groups for each layer, None if it does not rotate. temperature: (beta,
+    length) if queries grow with their position (Ministral 3), else None.
     """
 
     groups: tuple[RotaryGroup, ...]
@@ -178,7 +177,7 @@ class RotaryLayout:
     temperature: tuple[float, int] | None = None
 
     def with_own_distances(self, reason: str) -> RotaryLayout:
-        """The same of a model on which no scaling may change how far keys seem. reason: why, behind "this model, "."""
+        """A copy for a model whose distances no scaling may change. reason: text after "this model, "."""
         return replace(
             self,
             groups=tuple(
@@ -187,7 +186,7 @@ class RotaryLayout:
         )
 
     def without_rotation(self, reason: str) -> RotaryLayout:
-        """The same of a model none of whose layers rotates. reason: what tells its positions apart, behind "this model …, "."""
+        """A copy for a model without rotation. reason: what distinguishes positions, text after "this model …, "."""
         groups = tuple(replace(group, base=replace(group.base, unrotated=reason)) for group in self.groups)
         return replace(self, groups=groups)
 
@@ -195,12 +194,12 @@ class RotaryLayout:
 def read_rotary_layout(config: Config, rules: ConfigRules) -> RotaryLayout:
     """The rotary groups of a model of the family with these rules, and the group of each layer.
 
-    Learned frequencies are left empty: `loading.learned_frequencies` reads them. Raises LoadError for anything that is
-    not understood: an unknown rope_type or field, a layer type without parameters, a wrong value.
+    Learned frequencies are left empty: `model_description.with_learned_frequencies` reads them. Raises LoadError for an unknown
+    rope_type or field, a layer type without parameters, and an invalid value.
     """
     config = normalize_rope_keys(config, _head_dim(config, rules))
     layers = read_layer_pattern(config, rules)
-    # A model none of whose layers rotates keeps one group, which nothing uses.
+    # A model without rotation has one group, which is not used.
     names = [name for name in GROUP_NAMES if any(layer.group == name for layer in layers)] or [FULL_ATTENTION]
     given = _given_by_layer_type(config, names, layers, rules)
     temperature = _temperature(given[names[0]], config, rules)
@@ -219,7 +218,7 @@ def read_rotary_layout(config: Config, rules: ConfigRules) -> RotaryLayout:
 def _no_distance_scaling_reason(
     groups: tuple[RotaryGroup, ...], layers: tuple[LayerPattern, ...], temperature: tuple[float, int] | None
 ) -> str | None:
-    """Why a scaling may not change how far keys seem on this model; None where it may."""
+    """Why a scaling may not change distances on this model; None if it may."""
     if any(layer.window is not None for layer in layers):
         return "some of whose layers see a window only"
     if len(groups) > 1:
@@ -230,7 +229,7 @@ def _no_distance_scaling_reason(
 def _given_by_layer_type(
     config: Config, names: list[str], layers: tuple[LayerPattern, ...], rules: ConfigRules
 ) -> dict[str, dict[str, Any]]:
-    """The rope object of each layer type as written, theta included where it is known."""
+    """The rope object of each layer type from the file, including theta if it is known."""
     new = read_object(config, "rope_parameters")
     old = read_object(config, "rope_scaling")
     if old is not None and any(isinstance(value, Mapping) for value in old.values()):
@@ -244,7 +243,7 @@ def _given_by_layer_type(
         unknown = sorted(set(map(str, new)) - set(GROUP_NAMES))
         if unknown:
             raise LoadError(
-                f"config.json: rope_parameters has {format_value(unknown[0])} beside layer types: "
+                f"config.json: rope_parameters has {format_value(unknown[0])} in addition to layer types: "
                 f"known are {', '.join(GROUP_NAMES)}"
             )
         given = {name: dict(value) for name, value in new.items() if isinstance(value, Mapping)}
@@ -257,7 +256,7 @@ def _given_by_layer_type(
         given.setdefault(SLIDING_ATTENTION, {})
     for name in names:
         if name not in given:
-            raise LoadError(f"config.json: rope_parameters says nothing about the {name} layers")
+            raise LoadError(f"config.json: rope_parameters has no entry for the {name} layers")
     if old:
         for name in (FULL_ATTENTION,) if own_local or rules.scales_full_attention_only else tuple(given):
             given[name] = _merged(given[name], dict(old))
@@ -272,7 +271,7 @@ def _given_by_layer_type(
 
 
 def _thetas_by_layer(config: Config, layers: tuple[LayerPattern, ...]) -> dict[str, Any]:
-    """`layer_rope_theta` by group; 0 marks a layer that does not rotate."""
+    """`layer_rope_theta` by group; 0 marks a layer without rotation."""
     thetas = read_list(config, "layer_rope_theta", len(layers))
     found: dict[str, Any] = {}
     for layer, theta in zip(layers, thetas or (), strict=False):
@@ -296,13 +295,13 @@ def _temperature(given: dict[str, Any], config: Config, rules: ConfigRules) -> t
 
 
 def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """An old `rope_scaling` written into a new config: allowed while `rope_parameters` scales nothing itself."""
+    """An old `rope_scaling` added to a new config: allowed if `rope_parameters` has no scaling."""
     if new.get("rope_type", new.get("type", "default")) != "default":
         if all(new.get(key) == value for key, value in old.items()):
             return new
         raise LoadError("config.json: rope_parameters and rope_scaling both scale, and differently: keep one")
-    kept = {key: new[key] for key in ("rope_theta", "partial_rotary_factor") if new.get(key) is not None}
-    return {**kept, **old}
+    unscaled = {key: new[key] for key in ("rope_theta", "partial_rotary_factor") if new.get(key) is not None}
+    return {**unscaled, **old}
 
 
 def _read_group(config: Config, rules: ConfigRules, name: str, given: dict[str, Any]) -> RotaryGroup:
@@ -337,8 +336,8 @@ def _read_group(config: Config, rules: ConfigRules, name: str, given: dict[str, 
 
 
 def _drop_without_effect(given: dict[str, Any], kind: Any) -> None:
-    """Remove what published configs carry and no implementation reads for this kind."""
-    given.pop("llama_4_scaling_beta", None)  # not the rotation's: see _temperature
+    """Remove keys of published configs that no implementation reads for this kind."""
+    given.pop("llama_4_scaling_beta", None)  # not part of the rotation: see _temperature
     given.pop("max_position_embeddings", None)  # Ministral 3 repeats the top-level value
     if kind in ("default", "linear", "dynamic", "ntk", "proportional", "learned"):
         given.pop("original_max_position_embeddings", None)
@@ -347,7 +346,7 @@ def _drop_without_effect(given: dict[str, Any], kind: Any) -> None:
     if kind == "yarn" and isinstance(given.get("finetuned"), bool):
         given.pop("finetuned")  # a note about the weights
     if kind == "dynamic" and given.get("alpha") is not None:
-        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):  # HunYuan writes YaRN's fields as well
+        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):  # HunYuan has YaRN's fields too
             given.pop(key, None)
 
 
@@ -358,7 +357,7 @@ def _head_dim(config: Config, rules: ConfigRules) -> int:
 
 
 def _head_dim_of(config: Config, rules: ConfigRules, name: str) -> int:
-    """That of the layers of a group."""
+    """Head dimension of the layers of a group."""
     own = _head_dim(config, rules)
     if rules.full_head_dim_key is None or name != FULL_ATTENTION:
         return own
@@ -369,7 +368,7 @@ def _read_base(config: Config, rules: ConfigRules, partial: Any, kind: Any, head
     """Dimensions and trained length; theta is filled in by the caller."""
     partial = rules.partial_rotary_factor if partial is None else partial
     if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
-        raise LoadError(f"config.json: partial_rotary_factor must lie in (0, 1], got {format_value(partial)}")
+        raise LoadError(f"config.json: partial_rotary_factor must be in (0, 1], got {format_value(partial)}")
     proportional = kind == "proportional"
     rotary_dim = head_dim if proportional else int(head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2:

@@ -16,7 +16,7 @@ from windlass.engine.model.config_json.quantization_config import read_quantizat
 from windlass.engine.model.config_json.rotary_layout import LEGACY_ROPE_KEYS
 from windlass.engine.rotary.scaling_fields import format_value
 
-# Keys that would change the maths in a way no family here implements, with the values that change nothing.
+# Keys that would change the model in a way that no family here implements, with their neutral values.
 _MUST_BE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "is_causal": (None, True),
@@ -54,7 +54,7 @@ _READ = frozenset(
     "classifier_from_token method is_original_qwen3_reranker".split()
 ) | frozenset(LEGACY_ROPE_KEYS)
 
-# Bookkeeping of the library that wrote the file; nothing at inference depends on it.
+# Keys of the library that wrote the file, without effect at inference.
 _HARMLESS = frozenset(
     "_name_or_path transformers_version torch_dtype dtype use_cache initializer_range attention_dropout pretraining_tp "
     "bos_token_id pad_token_id unk_token_id sep_token_id cls_token_id decoder_start_token_id hidden_dropout cache_implementation "
@@ -70,7 +70,7 @@ _HARMLESS = frozenset(
 
 
 def check_unsupported_keys(config: Config, read: Container[str] = ()) -> None:
-    """LoadError for a key that would make another model of it. read: those that the family reads."""
+    """Raise LoadError for a key that would change the model. read: keys that the family reads."""
     for key, neutral in _MUST_BE_NEUTRAL.items():
         if key in config and key not in read and config[key] not in neutral:
             raise LoadError(
@@ -79,7 +79,7 @@ def check_unsupported_keys(config: Config, read: Container[str] = ()) -> None:
 
 
 def unknown_key_notices(config: Config, read: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """A notice of the keys that nobody here knows, none where there are none. read: those that the family reads."""
+    """A notice on unknown keys, if there are any. read: keys that the family reads."""
     understood = _READ | _HARMLESS | _MUST_BE_NEUTRAL.keys() | read
     unknown = sorted(key for key in config if key not in understood and config[key] is not None)
     return (f"config.json keys not understood and left unused: {', '.join(unknown)}",) if unknown else ()
@@ -94,7 +94,7 @@ _METHODS = {
     "exl3": "EXL3",
 }
 
-# Ends of tensors' names that only quantized checkpoints have.
+# Ends of tensor names that only quantized checkpoints have.
 _ENDS = {
     ".weight_scale_inv": "FP8",
     ".weight_packed": "compressed-tensors",
@@ -106,30 +106,30 @@ _ENDS = {
     "_proj_blocks": "MXFP4",
 }
 
-# Those of them that are read where config.json tells of them.
+# Methods that are supported if config.json names them.
 _NEEDS_CONFIG = ("FP8", "compressed-tensors", "FP8 or compressed-tensors", "GPTQ or AWQ", "MXFP4")
 
-# By the name of the class in front of "For…", in small letters.
+# By the lower-case class name before "For…".
 _KINDS = {
-    "a hybrid of attention and recurrent layers, whose state is no cache of keys and values,": frozenset(
+    "a hybrid of attention and other recurrent layers": frozenset(
         "bamba jamba kimilinear minimax olmohybrid recurrentgemma zamba zamba2".split()
     ),
-    "a model whose attention looks at chosen keys only (sparse attention)": frozenset(
+    "a model whose attention reads selected keys only (sparse attention)": frozenset(
         {"deepseekv32", "deepseekv4", "glmmoedsa"}
     ),
-    "a model whose layers share keys and have embeddings of their own (Gemma 3n)": frozenset({"gemma3n"}),
+    "a model whose layers share keys and have per-layer embeddings (Gemma 3n)": frozenset({"gemma3n"}),
     "a model without rotary attention (ALiBi)": frozenset({"mpt"}),
     "a model without rotary attention (learned or sinusoidal positions)": frozenset(
         "biogpt ctrl gptbigcode gptneo openaigpt openai opt xglm".split()
     ),
 }
 
-# Layers that are attention, as `layer_types` calls them.
+# Entries of `layer_types` that are attention.
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 def _describe_kind(name: str, config: Mapping[str, Any]) -> str | None:
-    """What the name of a class in small letters or the kinds of its layers tell."""
+    """The kind of model, from its lower-case class name or its layer types; None if unknown."""
     stem = re.sub("for(causallm|conditionalgeneration|sequenceclassification)$|lmheadmodel$", "", name)
     for kind, names in _KINDS.items():
         if stem in names:
@@ -142,7 +142,7 @@ def _describe_kind(name: str, config: Mapping[str, Any]) -> str | None:
 
 
 def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str | None:
-    """What kind of model an architecture is that is not supported, where name or config.json tell; None where not."""
+    """The kind of an unsupported architecture, from its name or config.json; None if unknown."""
     name = architecture.lower()
     if (kind := _describe_kind(name, config)) is not None:
         return kind
@@ -150,7 +150,7 @@ def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str |
         return "a multimodal model"
     experts = [config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
     if any(isinstance(count, int) and count > 1 for count in experts) or "moe" in name or "mixtral" in name:
-        return "a mixture of experts of another kind than those that are supported,"
+        return "a mixture of experts of another kind than the supported ones"
     if config.get("is_encoder_decoder") is True:
         return "an encoder-decoder model"
     if name.endswith("formaskedlm"):
@@ -163,32 +163,33 @@ def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str |
         return "a model without attention"
     code = config.get("auto_map")
     if isinstance(code, Mapping) and (found := [str(name)[:80] for key, name in code.items() if "Model" in str(key)]):
-        return f"a program of the checkpoint's own ({found[0]}), which is not run,"
+        return f"custom code in the checkpoint ({found[0]}), which is not run,"
     return None
 
 
 def describe_quantized(config: Mapping[str, Any], tensors: Iterable[str] = ()) -> str | None:
-    """What to say of a checkpoint that is quantized in a way that is not read; None for any other.
+    """Error message for a checkpoint whose quantization is not supported; None for others.
 
     tensors: names of the checkpoint's tensors.
     """
-    told = read_quantization_config(config)
-    if told is not None:
-        return _unread(f"{told.method}, {told.unsupported_reason}") if told.unsupported_reason is not None else None
+    found = read_quantization_config(config)
+    if found is not None:
+        reason = found.unsupported_reason
+        return None if reason is None else _not_supported(f"{found.method}, {reason}")
     if (method := _method(config)) is not None:
-        return _unread(method)
+        return _not_supported(method)
     ends = {end for name in tensors for end in _ENDS if name.endswith(end)}
     if (method := next((_ENDS[end] for end in _ENDS if end in ends), None)) is None:
         return None
     if method not in _NEEDS_CONFIG:
-        return _unread(method)
+        return _not_supported(method)
     return (
-        f"this checkpoint is quantized ({method}), but its config.json has no quantization_config that says how: download "
-        "config.json again from where the weights are from"
+        f"this checkpoint is quantized ({method}), but its config.json has no quantization_config that describes it: download "
+        "config.json again from the source of the weights"
     )
 
 
-def _unread(method: str) -> str:
+def _not_supported(method: str) -> str:
     return (
         f"this checkpoint is quantized ({method}), which is not read: take the unquantized one of the same model and start it "
         "with `compute.quantization=int8` (or int4), which quantizes it while it loads"
@@ -196,7 +197,7 @@ def _unread(method: str) -> str:
 
 
 def describe_tensors(tensors: Collection[str]) -> str | None:
-    """What a checkpoint holds whose tensors are named otherwise than those of a language model; None for one of those."""
+    """Error message for a checkpoint whose tensor names are not those of a language model; None for others."""
     if not tensors or "model.embed_tokens.weight" in tensors:
         return None
     if any("vision" in name or name.startswith("language_model.") for name in tensors):
@@ -208,7 +209,7 @@ def describe_tensors(tensors: Collection[str]) -> str | None:
 
 
 def _method(config: Mapping[str, Any]) -> str | None:
-    """The quantization that config.json tells of."""
+    """The quantization method named in config.json; None if there is none."""
     for key in ("quantization_config", "compression_config"):
         found = config.get(key)
         if isinstance(found, Mapping) and found.get("quant_method"):

@@ -7,8 +7,7 @@ an architecture, add an entry to `ARCHITECTURES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windlass.engine.errors import LoadError
@@ -16,57 +15,67 @@ from windlass.engine.model.families.cohere import COHERE, COHERE2
 from windlass.engine.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
 from windlass.engine.model.families.ernie import ERNIE4_5
 from windlass.engine.model.families.exaone4 import EXAONE4
-from windlass.engine.model.families.falcon import FALCON, FALCON_H1
+from windlass.engine.model.families.falcon import FALCON
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from windlass.engine.model.families.glm import GLM, GLM4, GLM4_MOE
 from windlass.engine.model.families.gpt_oss import GPT_OSS
-from windlass.engine.model.families.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from windlass.engine.model.families.hunyuan import HUNYUAN
 from windlass.engine.model.families.layer_norm_families import GPT_NEOX, NEMOTRON, PHI, STABLELM, STARCODER2
-from windlass.engine.model.families.lfm2 import LFM2, LFM2_MOE
 from windlass.engine.model.families.llama import LLAMA
 from windlass.engine.model.families.llama_variants import ARCEE, SEED_OSS, SMOLLM3
 from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
-from windlass.engine.model.families.nemotron_h import NEMOTRON_H
 from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3, OLMOE
 from windlass.engine.model.families.phi import PHI3
-from windlass.engine.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
-from windlass.engine.model.gguf import hybrid_architectures
+from windlass.engine.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from windlass.engine.model.gguf.architecture import Architecture
 from windlass.engine.model.gguf.gguf_rope import Factors, read_proportional_rope, required_theta
-from windlass.engine.model.gguf.hybrid_architectures import (
-    GATED_DELTA_FIELDS,
-    GATED_DELTA_MOE_FIELDS,
-    attention_layers_only,
+from windlass.engine.model.gguf.hybrid_architectures import HYBRID_ARCHITECTURES
+from windlass.engine.model.gguf.metadata_keys import (
+    DENSE_BLOCKS,
+    DENSE_WIDTH,
+    EXPERT_COUNT,
+    EXPERT_WIDTH,
+    EXPERTS_USED,
+    GATING,
+    PATTERN,
+    SHARED_WIDTH,
+    SIGMOID,
+    SOFTMAX,
+    WINDOW,
+    ArchitectureKeys,
+    check_sigmoid_gating,
+    local_and_global,
+    local_layers,
+    moe_config,
 )
-from windlass.engine.model.gguf.metadata_keys import PATTERN, WINDOW, ArchitectureKeys, local_and_global, local_layers
-from windlass.engine.model.gguf.tensor_mapping import LAYER_TABLE, GGUFTensorLocation
+from windlass.engine.model.gguf.tensor_mapping import LAYER_TABLE, GGUFTensor
+from windlass.engine.model.loading.gguf_index import GGUFLayout
 from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
 from windlass.engine.rotary.scaling_fields import format_value
 
-GATING = "expert_gating_func"
+# -- Latent attention and grouped experts (DeepSeek, GLM-4.5) ---------------------------------------------------------
 
-_SOFTMAX, SIGMOID = 1, 2
-
-_PER_FACTOR = 0.1  # of YaRN's attention factor, by which the file's number is multiplied
+_PER_FACTOR = 0.1  # coefficient of YaRN's attention factor, included in the file's multiplier
 
 GROUPED_EXPERTS_KEYS = (
-    "leading_dense_block_count expert_count expert_used_count expert_feed_forward_length expert_shared_count "
-    "expert_weights_scale expert_weights_norm expert_gating_func expert_group_count expert_group_used_count"
-).split()
+    *(DENSE_BLOCKS, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH, GATING, "expert_shared_count", "expert_weights_scale"),
+    *("expert_weights_norm", "expert_group_count", "expert_group_used_count"),
+)
 
 MLA_KEYS = (
-    "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla "
-    "rope.scaling.yarn_log_multiplier"
-).split() + GROUPED_EXPERTS_KEYS
+    *("attention.q_lora_rank", "attention.kv_lora_rank", "attention.key_length_mla", "attention.value_length_mla"),
+    "rope.scaling.yarn_log_multiplier",
+    *GROUPED_EXPERTS_KEYS,
+)
 
 
 def mla_family(keys: ArchitectureKeys) -> Family:
-    """Files name one architecture for all of them: without experts it is Youtu's, and how experts are chosen tells the others."""
-    if not keys.count("expert_count"):
+    """Youtu if there are no experts, else DeepSeek V2 or V3 by the gating: files use one architecture for all of them."""
+    if not keys.count(EXPERT_COUNT):
         return YOUTU
-    gating = keys.count(GATING) or _SOFTMAX
-    if gating not in (_SOFTMAX, SIGMOID):
+    gating = keys.count(GATING) or SOFTMAX
+    if gating not in (SOFTMAX, SIGMOID):
         raise LoadError(f"{keys.key(GATING)} is {format_value(gating)}: 1 (softmax) and 2 (sigmoid) are known")
     return DEEPSEEK_V3 if gating == SIGMOID else DEEPSEEK_V2
 
@@ -88,8 +97,8 @@ def mla_sizes(keys: ArchitectureKeys) -> dict[str, int | None]:
 
 
 def mla_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of its experts; none where it has none."""
-    if not keys.count("expert_count"):
+    """The keys of experts; empty if the model has none."""
+    if not keys.count(EXPERT_COUNT):
         return {}
     found = grouped_experts(keys)
     if keys.count(GATING) != SIGMOID:
@@ -98,22 +107,20 @@ def mla_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, 
 
 
 def grouped_experts(keys: ArchitectureKeys) -> dict[str, Any]:
-    """The keys of experts in groups, of which the best are looked at, behind layers that have none."""
+    """The keys of experts in groups, of which the best are used, after dense layers."""
     return {
-        "n_routed_experts": keys.size("expert_count"),
-        "num_experts_per_tok": keys.size("expert_used_count"),
-        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        **moe_config(keys, experts="n_routed_experts"),
         "n_shared_experts": keys.count("expert_shared_count"),
         "routed_scaling_factor": keys.number("expert_weights_scale") or 1.0,
         "norm_topk_prob": bool(keys.raw("expert_weights_norm")),
-        "first_k_dense_replace": keys.count("leading_dense_block_count"),
+        "first_k_dense_replace": keys.count(DENSE_BLOCKS),
         "n_group": keys.count("expert_group_count") or 1,
         "topk_group": keys.count("expert_group_used_count") or 1,
     }
 
 
 def mla_rope(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
-    """Of YaRN: cosines are not scaled, scores are, by what the file's number makes of the factor."""
+    """With YaRN, scores are scaled by the file's multiplier, and cosines are not."""
     multiplier = keys.number("rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] != "yarn" or multiplier is None:
         return dict(rope)
@@ -121,8 +128,11 @@ def mla_rope(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
     return {**rope, "mscale": share, "mscale_all_dim": share}
 
 
+# -- Gemma 2 to 4 -----------------------------------------------------------------------------------------------------
+
+
 def gemma2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Nothing says what scales q·k: the inverse root of the head's width, but for the 27B model, which has 46 layers."""
+    """The file lacks the scale of q·k: it is the inverse root of the head dimension, except in the 27B model (46 layers)."""
     count, head_dim = config["num_hidden_layers"], config["head_dim"]
     return {
         "query_pre_attn_scalar": config["hidden_size"] / config["num_attention_heads"] if count == 46 else head_dim,
@@ -134,9 +144,9 @@ def gemma2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Local and global layers, and the number whose inverse root scales q·k, which the 27B model has from elsewhere.
+    """Local and global layers, and the number whose inverse root scales q·k, which differs in the 27B model (62 layers).
 
-    Older files leave the pattern out, since every sixth layer is global; none has that number.
+    Older files lack the pattern (every sixth layer is global); no file has the number.
     """
     count, head_dim = config["num_hidden_layers"], config["head_dim"]
     scale = keys.number("attention.scale")
@@ -153,67 +163,55 @@ def gemma3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_SHARED, _KV_HEADS, _WIDTH = "attention.shared_kv_layers", "attention.head_count_kv", "feed_forward_length"
-
+_SHARED, _KV_HEADS = "attention.shared_kv_layers", "attention.head_count_kv"
 _KEY, _VALUE, _ROTATED = "attention.key_length", "attention.value_length", "rope.dimension_count"
-
 _LOCAL = "_swa"
-
 _LOCAL_THETA = "rope.freq_base_swa"
-
 _INPUT, _CAP = "embedding_length_per_layer_input", "final_logit_softcapping"
 
-_EXPERT_COUNT, _USED, _GEMMA4_EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
-
 GEMMA4_KEYS = (
-    *(WINDOW, PATTERN, _SHARED, _LOCAL_THETA, _INPUT, _CAP, _EXPERT_COUNT, _USED, _GEMMA4_EXPERT_WIDTH),
+    *(WINDOW, PATTERN, _SHARED, _LOCAL_THETA, _INPUT, _CAP, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH),
     *(key + _LOCAL for key in (_KEY, _VALUE, _ROTATED)),
 )
 
 
 def gemma4_local(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
-    """The keys of a model all of whose layers have a window, and keys of their own. count: of layers."""
+    """The keys of layers with a window that compute their own keys. count: number of layers."""
     return keys.replaced(
         {
             _KEY: keys.size(_KEY + _LOCAL),
             _VALUE: keys.size(_VALUE + _LOCAL),
             _KV_HEADS: _kv_heads(keys, _gemma4_layer_types(keys, count))[SLIDING_ATTENTION],
-            _WIDTH: keys.sizes(_WIDTH, count)[0],
+            DENSE_WIDTH: keys.sizes(DENSE_WIDTH, count)[0],
         }
     )
 
 
 def gemma4(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What its layers have besides, and what those that see everything have of their own."""
+    """Further parts of the layers, and what differs in full-attention layers."""
     count = config["num_hidden_layers"]
     kinds, width, shared = _gemma4_layer_types(keys, count), keys.size(_KEY), keys.count(_SHARED)
     if keys.size(_VALUE, width) != width:
         raise LoadError("has keys and values of different widths, which is not supported: choose another model")
     if shared >= count:
-        raise LoadError(f"{keys.key(_SHARED)} is {shared} of {count} layers: none is left whose keys are read")
-    experts = keys.count(_EXPERT_COUNT)
+        raise LoadError(f"{keys.key(_SHARED)} is {shared} of {count} layers: no layer would compute keys")
+    experts = keys.count(EXPERT_COUNT)
     found = {
         "layer_types": kinds,
         "sliding_window": keys.size(WINDOW),
         "global_head_dim": width,
         "num_global_key_value_heads": _kv_heads(keys, kinds)[FULL_ATTENTION],
         "num_kv_shared_layers": shared,
-        "use_double_wide_mlp": _is_doubled(keys, keys.sizes(_WIDTH, count), shared),
+        "use_double_wide_mlp": _is_doubled(keys, keys.sizes(DENSE_WIDTH, count), shared),
         "hidden_size_per_layer_input": keys.count(_INPUT),
         "final_logit_softcapping": keys.number(_CAP),
         "enable_moe_block": experts > 0,
     }
-    if experts:
-        found |= {
-            "num_experts": experts,
-            "top_k_experts": keys.size(_USED),
-            "moe_intermediate_size": keys.size(_GEMMA4_EXPERT_WIDTH),
-        }
-    return found
+    return found | moe_config(keys, used="top_k_experts") if experts else found
 
 
-def gemma4_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
-    """Whether keys are values in layers that see everything, and how many tokens have an input of the layers."""
+def gemma4_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+    """Whether keys are also values in full-attention layers, and the number of per-layer embeddings."""
     layer, found = 0, {"attention_k_eq_v": False}
     while f"blk.{layer}.attn_k.weight" in tensors and not found["attention_k_eq_v"]:
         found["attention_k_eq_v"] = f"blk.{layer}.attn_v.weight" not in tensors
@@ -222,8 +220,8 @@ def gemma4_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, An
     return found if table is None else {**found, "vocab_size_per_layer_input": table.shape[0]}
 
 
-def gemma4_rotation(keys: ArchitectureKeys, config: Mapping[str, Any], factors: Factors) -> dict[str, Any]:
-    """That of both kinds of layers."""
+def gemma4_rope_parameters(keys: ArchitectureKeys, config: Mapping[str, Any], factors: Factors) -> dict[str, Any]:
+    """Rope parameters of both kinds of layers."""
     for key, head_dim in ((_ROTATED, config["global_head_dim"]), (_ROTATED + _LOCAL, config["head_dim"])):
         if (rotated := keys.size(key, head_dim)) != head_dim:
             raise LoadError(f"{keys.key(key)} is {rotated}, not the {head_dim} of a head: get another conversion")
@@ -236,7 +234,7 @@ def gemma4_rotation(keys: ArchitectureKeys, config: Mapping[str, Any], factors: 
 
 
 def _gemma4_layer_types(keys: ArchitectureKeys, count: int) -> list[str]:
-    """What each layer sees: the file lists it, and the last one sees everything."""
+    """Attention type of each layer, listed in the file; the last layer has full attention."""
     pattern = keys.raw(PATTERN)
     if not isinstance(pattern, list):
         raise LoadError(
@@ -249,146 +247,82 @@ def _gemma4_layer_types(keys: ArchitectureKeys, count: int) -> list[str]:
 
 
 def _kv_heads(keys: ArchitectureKeys, kinds: Sequence[str]) -> dict[str, int]:
-    """Those of each kind of layers; where there are none of a kind, the other's."""
+    """KV heads of each kind of layer; of the other kind if there is no layer of a kind."""
     found: dict[str, int] = {}
     for kind, heads in zip(kinds, keys.sizes(_KV_HEADS, len(kinds)), strict=True):
         if found.setdefault(kind, heads) != heads:
-            raise LoadError(f"{keys.key(_KV_HEADS)} differs among layers that see alike: choose another model")
+            raise LoadError(f"{keys.key(_KV_HEADS)} differs among layers of one kind: choose another model")
     return {kind: found.get(kind, found[FULL_ATTENTION]) for kind in (SLIDING_ATTENTION, FULL_ATTENTION)}
 
 
 def _is_doubled(keys: ArchitectureKeys, widths: Sequence[int], shared: int) -> bool:
-    """Whether layers that read the keys of earlier ones are twice as wide as those."""
+    """Whether layers that read the keys of earlier ones are twice as wide."""
     own, narrow = len(widths) - shared, widths[0]
     if all(width == narrow for width in widths):
         return False
     if list(widths) != [narrow] * own + [2 * narrow] * shared:
         raise LoadError(
-            f"{keys.key(_WIDTH)} must be the same for all layers, or twice as much for the last {shared}, which read the keys of "
-            "earlier ones: choose another model"
+            f"{keys.key(DENSE_WIDTH)} must be the same for all layers, or twice as much for the last {shared}, which read the "
+            "keys of earlier ones: choose another model"
         )
     return True
 
 
 def _glm4_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Chosen by sigmoids, also where the file does not say so."""
-    if keys.raw(GATING) not in (None, 0, SIGMOID):
-        raise LoadError(
-            f"{keys.key(GATING)} is {format_value(keys.raw(GATING))}: these experts are chosen by sigmoids ({SIGMOID})"
-        )
+    """Experts are chosen by sigmoids, even if the file lacks the gating."""
+    check_sigmoid_gating(keys, 0)
     return grouped_experts(keys)
 
 
-def _glm4_moe_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
+def _has_qk_norm(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     return {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
 
 
-# Fields of `Architecture`.
-GLM4_MOE_FIELDS: dict[str, Any] = {
-    "more": _glm4_moe,
-    "reads": tuple(GROUPED_EXPERTS_KEYS),
-    "told_by": _glm4_moe_by_tensors,
-    "aliases": {"post_attention_norm": "ffn_norm"},
-}
-
-_EXPERTS = ("expert_count", "expert_used_count")
-
-_EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
+# -- Other architectures ----------------------------------------------------------------------------------------------
 
 _TEMPERATURE = "attention.temperature_scale"
 
 
-def _nothing_more(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {}
-
-
-def _as_they_are(keys: ArchitectureKeys, layers: int) -> ArchitectureKeys:
-    return keys
-
-
-def _as_told(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
-    return dict(rope)
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """One value of `general.architecture`.
-
-    family: of models that say so; choose: where metadata tells another one, of `others`. interleaved: rows of q and k hold
-    rotated pairs as (2j, 2j + 1), because llama.cpp's converter reordered them or because the family has them so.
-    norms_with_offset: the converter added the family's offset to the weights of its norms. more: keys of config.json that only
-    this architecture has, from the metadata and what config.json holds already. reads: the keys that it looks at. told_by:
-    keys of config.json that follow from the names of tensors. aliases: what a name of a tensor in a layer stands for that
-    means something else elsewhere, where all of them are there. fused_in_parts, values_in_turns, gates_apart, factored: see
-    `GGUFIndex`.
-    rope: the rotation of layers that see everything, from what the keys that all share say of it; rotation: of all kinds of
-    layers, in place of that. plain: of keys that differ from layer to layer, with the number of those, the ones that the plain
-    sizes of config.json are.
-    """
-
-    family: Family
-    interleaved: bool = False
-    norms_with_offset: bool = False
-    choose: Callable[[ArchitectureKeys], Family | None] = lambda keys: None
-    others: tuple[Family, ...] = ()
-    more: Callable[[ArchitectureKeys, Mapping[str, Any]], dict[str, Any]] = _nothing_more
-    reads: tuple[str, ...] = ()
-    told_by: Callable[[Mapping[str, GGUFTensorLocation]], dict[str, Any]] = lambda tensors: {}
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    fused_in_parts: bool = False
-    values_in_turns: bool = False
-    gates_apart: bool = False
-    factored: bool = False
-    rope: Callable[[Mapping[str, Any], ArchitectureKeys], dict[str, Any]] = _as_told
-    rotation: Callable[[ArchitectureKeys, Mapping[str, Any], Factors], dict[str, Any]] | None = None
-    plain: Callable[[ArchitectureKeys, int], ArchitectureKeys] = _as_they_are
-
-    @property
-    def families(self) -> tuple[Family, ...]:
-        """All that a model which says so may be."""
-        return self.family, *self.others
-
-
-def _llama_with_a_window(keys: ArchitectureKeys) -> Family | None:
-    """llama.cpp calls Mistral and Mixtral a Llama; a window tells the one apart, experts the other."""
-    if keys.count(_EXPERTS[0]) > 1:
+def _llama_with_window_or_experts(keys: ArchitectureKeys) -> Family | None:
+    """llama.cpp calls Mistral (with a window) and Mixtral (with experts) a Llama."""
+    if keys.count(EXPERT_COUNT) > 1:
         return MIXTRAL
     return MISTRAL if keys.count(WINDOW) else None
 
 
 def _mistral_without_temperature(keys: ArchitectureKeys) -> Family | None:
-    """Mistral Small 3.1 and Ministral 3 are the same architecture there; only the latter's queries grow."""
+    """Mistral Small 3.1 and Ministral 3 have one name in llama.cpp; only the latter scales queries by position."""
     return None if keys.number(_TEMPERATURE) else MISTRAL
 
 
-def _experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _optional_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "num_experts": keys.count(_EXPERTS[0]) or None,
-        "num_experts_per_tok": keys.count(_EXPERTS[1]) or None,
-        "moe_intermediate_size": keys.count(_EXPERT_WIDTH) or None,
+        "num_experts": keys.count(EXPERT_COUNT) or None,
+        "num_experts_per_tok": keys.count(EXPERTS_USED) or None,
+        "moe_intermediate_size": keys.count(EXPERT_WIDTH) or None,
     }
 
 
 def _qwen2_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_experts(keys, config), "shared_expert_intermediate_size": keys.count(_SHARED_WIDTH)}
+    return {**_optional_experts(keys, config), "shared_expert_intermediate_size": keys.count(SHARED_WIDTH)}
 
 
 def _qwen3_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The file does not say so, but llama.cpp divides weights by their sum."""
-    return {**_experts(keys, config), "norm_topk_prob": True}
+    """llama.cpp divides the experts' weights by their sum."""
+    return {**_optional_experts(keys, config), "norm_topk_prob": True}
 
 
 def _llama(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_window(keys, config), **(_experts(keys, config) if keys.count(_EXPERTS[0]) > 1 else {})}
+    return {**_window(keys, config), **(_optional_experts(keys, config) if keys.count(EXPERT_COUNT) > 1 else {})}
 
 
 def _window(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A window that all layers share. It is written even where there is none: the family has one by default."""
+    """A window that all layers share. Without one, null is written: the family has a window by default."""
     return {"sliding_window": keys.count(WINDOW) or None}
 
 
 def _phi3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Files from before llama.cpp wrote the window: Phi 3 mini and medium with a context of 4096 see 2047 tokens."""
+    """Older files lack the window: it is 2047 in Phi 3 mini and medium with a context of 4096."""
     window: int | None = keys.count(WINDOW) or None
     if (
         keys.raw(WINDOW) is None
@@ -400,22 +334,17 @@ def _phi3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, "original_max_position_embeddings": original}
 
 
-def _smollm3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The file does not say which layers do not rotate; llama.cpp takes every fourth."""
-    return {"no_rope_layer_interval": 4}
-
-
 def _gpt_oss(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **local_and_global(2)(keys, config),
-        "intermediate_size": keys.count(_EXPERT_WIDTH) or config["intermediate_size"],
-        "num_local_experts": keys.size(_EXPERTS[0]),
-        "num_experts_per_tok": keys.size(_EXPERTS[1]),
+        "intermediate_size": keys.count(EXPERT_WIDTH) or config["intermediate_size"],
+        "num_local_experts": keys.size(EXPERT_COUNT),
+        "num_experts_per_tok": keys.size(EXPERTS_USED),
     }
 
 
 def _gpt_oss_rope(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
-    """The file does not say that the ends of YaRN's ramp are no whole numbers in this family."""
+    """The ends of YaRN's ramp are not rounded in this family; the file does not contain that."""
     return {**rope, "truncate": False} if rope["rope_type"] == "yarn" else dict(rope)
 
 
@@ -427,8 +356,8 @@ def _cohere2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any
     return local_and_global(4)(keys, config) | _logit_scale(keys, config)
 
 
-def _falcon(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
-    """The newer form of the family, of which the older with one key head is a case."""
+def _falcon(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+    """The newer form of the family, of which the older one with one key head is a special case."""
     two = "blk.0.attn_norm_2.weight" in tensors
     return {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2 if two else 1}
 
@@ -438,152 +367,150 @@ def _parallel(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, An
     return {"use_parallel_residual": True if parallel is None else parallel}
 
 
-def _olmo2_with_a_window(keys: ArchitectureKeys) -> Family | None:
-    return OLMO3 if keys.count(WINDOW) else None
-
-
 def _olmo2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return local_and_global(4)(keys, config) if keys.count(WINDOW) else {}
 
 
+_NORMS_WITH_OFFSET = GGUFLayout(norms_with_offset=True)
+_INTERLEAVED = GGUFLayout(interleaved=True)
+_FUSED_IN_PARTS = GGUFLayout(fused_in_parts=True)
+_POST_ATTENTION_NORM = {"post_attention_norm": "ffn_norm"}  # the norm before the feed-forward
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         LLAMA,
-        interleaved=True,
-        choose=_llama_with_a_window,
-        others=(MISTRAL, MIXTRAL),
-        more=_llama,
-        reads=(WINDOW, *_EXPERTS),
+        _INTERLEAVED,
+        select_family=_llama_with_window_or_experts,
+        other_families=(MISTRAL, MIXTRAL),
+        config_keys=_llama,
+        understood_keys=(WINDOW, EXPERT_COUNT, EXPERTS_USED),
     ),
     "mistral3": Architecture(
         MINISTRAL3,
-        interleaved=True,
-        choose=_mistral_without_temperature,
-        others=(MISTRAL,),
-        more=_window,
-        reads=(WINDOW, _TEMPERATURE, "rope.scaling.yarn_log_multiplier"),
+        _INTERLEAVED,
+        select_family=_mistral_without_temperature,
+        other_families=(MISTRAL,),
+        config_keys=_window,
+        understood_keys=(WINDOW, _TEMPERATURE, "rope.scaling.yarn_log_multiplier"),
     ),
     "qwen2": Architecture(QWEN2),
     "qwen3": Architecture(QWEN3),
-    "qwen2moe": Architecture(QWEN2_MOE, more=_qwen2_moe, reads=(*_EXPERTS, _EXPERT_WIDTH, _SHARED_WIDTH)),
-    "qwen3moe": Architecture(QWEN3_MOE, more=_qwen3_moe, reads=(*_EXPERTS, _EXPERT_WIDTH)),
-    "qwen35": Architecture(QWEN3_5, values_in_turns=True, **GATED_DELTA_FIELDS),
-    "qwen35moe": Architecture(QWEN3_5_MOE, values_in_turns=True, **GATED_DELTA_MOE_FIELDS),
-    "qwen3next": Architecture(QWEN3_NEXT, **GATED_DELTA_MOE_FIELDS),
-    "olmoe": Architecture(OLMOE, more=_experts, reads=_EXPERTS),
+    "qwen2moe": Architecture(
+        QWEN2_MOE, config_keys=_qwen2_moe, understood_keys=(EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH, SHARED_WIDTH)
+    ),
+    "qwen3moe": Architecture(
+        QWEN3_MOE, config_keys=_qwen3_moe, understood_keys=(EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH)
+    ),
+    "olmoe": Architecture(OLMOE, config_keys=_optional_experts, understood_keys=(EXPERT_COUNT, EXPERTS_USED)),
+    "gemma": Architecture(GEMMA, _NORMS_WITH_OFFSET),
+    "gemma2": Architecture(
+        GEMMA2,
+        _NORMS_WITH_OFFSET,
+        config_keys=gemma2,
+        understood_keys=(WINDOW, PATTERN, "attn_logit_softcapping", "final_logit_softcapping"),
+    ),
     "gemma3": Architecture(
         GEMMA3,
-        norms_with_offset=True,
-        more=gemma3,
-        reads=(WINDOW, PATTERN, "attention.scale", "final_logit_softcapping", "rope.freq_base_swa"),
+        _NORMS_WITH_OFFSET,
+        config_keys=gemma3,
+        understood_keys=(WINDOW, PATTERN, "attention.scale", "final_logit_softcapping", "rope.freq_base_swa"),
     ),
     "gemma4": Architecture(
         GEMMA4,
-        more=gemma4,
-        reads=GEMMA4_KEYS,
-        told_by=gemma4_by_tensors,
-        rotation=gemma4_rotation,
-        plain=gemma4_local,
+        config_keys=gemma4,
+        understood_keys=GEMMA4_KEYS,
+        from_tensors=gemma4_from_tensors,
+        rope_parameters=gemma4_rope_parameters,
+        uniform_keys=gemma4_local,
     ),
-    "smollm3": Architecture(SMOLLM3, interleaved=True, more=_smollm3),
-    "ernie4_5": Architecture(ERNIE4_5, interleaved=True),
-    "chatglm": Architecture(GLM, interleaved=True),
-    "glm4": Architecture(GLM4, interleaved=True),
-    "glm4moe": Architecture(GLM4_MOE, **GLM4_MOE_FIELDS),
-    "phi3": Architecture(PHI3, more=_phi3, reads=(WINDOW,)),
+    "smollm3": Architecture(
+        SMOLLM3,
+        _INTERLEAVED,
+        # The file does not contain which layers do not rotate; llama.cpp takes every fourth.
+        config_keys=lambda keys, config: {"no_rope_layer_interval": 4},
+    ),
+    "ernie4_5": Architecture(ERNIE4_5, _INTERLEAVED),
+    "chatglm": Architecture(GLM, _INTERLEAVED),
+    "glm4": Architecture(GLM4, _INTERLEAVED),
+    "glm4moe": Architecture(
+        GLM4_MOE,
+        config_keys=_glm4_moe,
+        understood_keys=GROUPED_EXPERTS_KEYS,
+        from_tensors=_has_qk_norm,
+        aliases=_POST_ATTENTION_NORM,
+    ),
+    "phi3": Architecture(PHI3, config_keys=_phi3, understood_keys=(WINDOW,)),
     "hunyuan-dense": Architecture(HUNYUAN),
-    "gemma": Architecture(GEMMA, norms_with_offset=True),
-    "gemma2": Architecture(
-        GEMMA2,
-        norms_with_offset=True,
-        more=gemma2,
-        reads=(WINDOW, PATTERN, "attn_logit_softcapping", "final_logit_softcapping"),
-    ),
     "starcoder2": Architecture(STARCODER2),
     "phi2": Architecture(PHI),
-    "gptneox": Architecture(GPT_NEOX, fused_in_parts=True, more=_parallel, reads=("use_parallel_residual",)),
+    "gptneox": Architecture(
+        GPT_NEOX, _FUSED_IN_PARTS, config_keys=_parallel, understood_keys=("use_parallel_residual",)
+    ),
     "stablelm": Architecture(
         STABLELM,
-        told_by=lambda tensors: {"use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors},
-        reads=("use_parallel_residual",),  # many files have it wrong: the tensors decide
+        from_tensors=lambda tensors: {"use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors},
+        understood_keys=("use_parallel_residual",),  # wrong in many files: the tensors decide
     ),
-    "nemotron": Architecture(NEMOTRON, norms_with_offset=True),
+    "nemotron": Architecture(NEMOTRON, _NORMS_WITH_OFFSET),
     "falcon": Architecture(
-        FALCON, fused_in_parts=True, told_by=_falcon, aliases={"attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}
+        FALCON,
+        _FUSED_IN_PARTS,
+        from_tensors=_falcon,
+        aliases={"attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"},
     ),
     "olmo": Architecture(
         OLMO,
-        interleaved=True,
-        more=lambda keys, config: {"clip_qkv": keys.number("attention.clamp_kqv")},
-        reads=("attention.clamp_kqv",),
+        _INTERLEAVED,
+        config_keys=lambda keys, config: {"clip_qkv": keys.number("attention.clamp_kqv")},
+        understood_keys=("attention.clamp_kqv",),
     ),
-    "olmo2": Architecture(OLMO2, choose=_olmo2_with_a_window, others=(OLMO3,), more=_olmo2, reads=(WINDOW, PATTERN)),
+    "olmo2": Architecture(
+        OLMO2,
+        select_family=lambda keys: OLMO3 if keys.count(WINDOW) else None,
+        other_families=(OLMO3,),
+        config_keys=_olmo2,
+        understood_keys=(WINDOW, PATTERN),
+    ),
     "command-r": Architecture(
         COHERE,
-        interleaved=True,
-        more=_logit_scale,
-        reads=("logit_scale",),
-        told_by=lambda tensors: {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors},
+        _INTERLEAVED,
+        config_keys=_logit_scale,
+        understood_keys=("logit_scale",),
+        from_tensors=_has_qk_norm,
     ),
-    "cohere2": Architecture(COHERE2, interleaved=True, more=_cohere2, reads=(WINDOW, PATTERN, "logit_scale")),
-    "granite": Architecture(GRANITE, interleaved=True, **hybrid_architectures.GRANITE_FIELDS),
-    "granitemoe": Architecture(
-        GRANITE_MOE, interleaved=True, others=(GRANITE_MOE_SHARED,), **hybrid_architectures.GRANITE_MOE_FIELDS
+    "cohere2": Architecture(
+        COHERE2, _INTERLEAVED, config_keys=_cohere2, understood_keys=(WINDOW, PATTERN, "logit_scale")
     ),
-    "granitehybrid": Architecture(
-        GRANITE4, interleaved=True, gates_apart=True, **hybrid_architectures.GRANITE_HYBRID_FIELDS
-    ),
-    "falcon-h1": Architecture(FALCON_H1, factored=True, **hybrid_architectures.FALCON_H1_FIELDS),
-    "nemotron_h": Architecture(NEMOTRON_H, interleaved=True, **hybrid_architectures.NEMOTRON_H_FIELDS),
-    "nemotron_h_moe": Architecture(NEMOTRON_H, interleaved=True, **hybrid_architectures.NEMOTRON_H_MOE_FIELDS),
     "gpt-oss": Architecture(
         GPT_OSS,
-        more=_gpt_oss,
-        reads=(WINDOW, PATTERN, *_EXPERTS, _EXPERT_WIDTH),
-        aliases={"post_attention_norm": "ffn_norm"},
+        config_keys=_gpt_oss,
+        understood_keys=(WINDOW, PATTERN, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH),
+        aliases=_POST_ATTENTION_NORM,
         rope=_gpt_oss_rope,
     ),
     "deepseek2": Architecture(
         DEEPSEEK_V2,
-        interleaved=True,
-        choose=mla_family,
-        others=(DEEPSEEK_V3, YOUTU),
-        more=mla_experts,
-        reads=tuple(MLA_KEYS),
+        _INTERLEAVED,
+        select_family=mla_family,
+        other_families=(DEEPSEEK_V3, YOUTU),
+        config_keys=mla_experts,
+        understood_keys=MLA_KEYS,
         rope=mla_rope,
     ),
-    "exaone4": Architecture(EXAONE4, more=local_and_global(4), reads=(WINDOW, PATTERN)),
-    "internlm2": Architecture(LLAMA, interleaved=True),  # its tensors are taken apart there
-    "seed_oss": Architecture(SEED_OSS, aliases={"post_attention_norm": "ffn_norm"}),
-    "arcee": Architecture(ARCEE, interleaved=True),
-    "lfm2": Architecture(
-        LFM2,
-        more=hybrid_architectures.lfm2,
-        reads=hybrid_architectures.LFM2_KEYS,
-        told_by=hybrid_architectures.lfm2_by_tensors,
-        plain=attention_layers_only,
-    ),
-    "lfm2moe": Architecture(
-        LFM2_MOE,
-        more=hybrid_architectures.lfm2_moe,
-        reads=hybrid_architectures.LFM2_MOE_KEYS,
-        told_by=hybrid_architectures.lfm2_moe_by_tensors,
-        plain=attention_layers_only,
-    ),
-}
+    "exaone4": Architecture(EXAONE4, config_keys=local_and_global(4), understood_keys=(WINDOW, PATTERN)),
+    "internlm2": Architecture(LLAMA, _INTERLEAVED),  # the converter splits its fused tensors
+    "seed_oss": Architecture(SEED_OSS, aliases=_POST_ATTENTION_NORM),
+    "arcee": Architecture(ARCEE, _INTERLEAVED),
+} | HYBRID_ARCHITECTURES
 
 
 def find_architecture(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
-    """The name and the entry. Raises LoadError that says what the file is and what to do."""
+    """The name and the entry of a file's architecture. Raises LoadError for a file that is not a supported model."""
     kind, name = metadata.get("general.type", "model"), metadata.get("general.architecture")
     if kind == "adapter":
-        raise LoadError(
-            "holds an adapter (LoRA), not a whole model: give the GGUF file of a model that it is merged into"
-        )
+        raise LoadError("holds an adapter (LoRA), not a model: give the GGUF file of a model with the adapter merged")
     if name == "clip" or kind == "mmproj":
-        raise LoadError(
-            "holds the part of a model that sees or hears (mmproj): give the GGUF file of the language model"
-        )
+        raise LoadError("holds the vision or audio part of a model (mmproj): give the GGUF file of the language model")
     if name == "imatrix" or kind == "imatrix":
         raise LoadError("holds an importance matrix, not a model: give the GGUF file of the model")
     if not isinstance(name, str):

@@ -8,40 +8,38 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import ConfigFlag, Family
 from windlass.engine.model.families.spec_reader import read_spec
-from windlass.engine.model.gguf.architectures import Architecture, find_architecture, mla_sizes
+from windlass.engine.model.gguf.architecture import Architecture
+from windlass.engine.model.gguf.architectures import find_architecture, mla_sizes
 from windlass.engine.model.gguf.gguf_reader import GGUFHeader, read_floats, read_header
 from windlass.engine.model.gguf.gguf_rope import FACTOR_TENSORS, Factors, read_rope
 from windlass.engine.model.gguf.metadata_keys import ArchitectureKeys, decimal
 from windlass.engine.model.gguf.tensor_mapping import (
     EMBEDDING,
     HEAD,
-    GGUFTensorLocation,
+    GGUFTensor,
     first_layer_has_bias,
     has_mtp_block,
     map_mtp_block,
     map_tensors,
 )
-from windlass.engine.model.loading.gguf_index import as_gguf_holds
+from windlass.engine.model.loading.gguf_index import VERSION, to_gguf_spec
 from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
 from windlass.engine.rotary.scaling_fields import format_key, format_value
 
 _MOST_LAYERS = 10_000
-
 _BLOCK = re.compile(r"blk\.(\d{1,5})\.")
-
 _NEXTN = "nextn_predict_layers"
-
 _LOCAL_THETA = 10_000.0
 
-# Read here or by `rope`, or without a meaning for what is computed.
+# Read here or in `gguf_rope`, or without effect on the result.
 _UNDERSTOOD = frozenset(
     "context_length embedding_length block_count feed_forward_length attention.head_count attention.head_count_kv "
     "attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.dimension_count rope.freq_base "
@@ -50,11 +48,11 @@ _UNDERSTOOD = frozenset(
     "vocab_size tensor_data_layout rope.scaling.finetuned attention.layer_norm_epsilon".split()
 )
 
-# Keys that would make another model of it, with what to call that; fine while they are 0, false, or what stands here.
+# Keys that would change the model, the values without effect (besides 0 and false), and the name of the changed model.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "expert_count": ((1,), "a mixture of experts"),
     "expert_used_count": ((1,), "a mixture of experts"),
-    "pooling_type": ((1, 2, 3), "a reranker with a head of its own"),
+    "pooling_type": ((1, 2, 3), "a reranker with its own head"),
     "attention.causal": ((True,), "an encoder, which writes no text"),
     "rope.dimension_sections": ((), "a multimodal model"),
     "rope.scaling.yarn_ext_factor": ((1.0, -1.0), "another model"),
@@ -64,10 +62,10 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention.output_scale": ((1.0,), "another model"),
 }
 
-# Every other key below these must be understood: it would most likely change what is computed.
+# Any other key with one of these prefixes is refused: it would probably change the result.
 _MATHEMATICS = ("attention.", "rope.", "expert", "ssm.", "attn_", "final_", "router_", "swin_", "altup.", "activation")
 
-# Ends of an answer that are known by their text: many files name only the end of a document. The same list as llama.cpp's.
+# Texts of tokens that end an answer: many files name only the end of a document. The same list as llama.cpp's.
 _ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] "
     "<|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜>".split()
@@ -83,14 +81,13 @@ _SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 
-_NULLS = ("sliding_window", "q_lora_rank")  # keys of config.json whose null says something
-
-_SENTENCE_PIECE_END = 2  # of a vocabulary of that kind which names none
+_NULLS = ("sliding_window", "q_lora_rank")  # keys of config.json for which null differs from absence
+_SENTENCE_PIECE_END = 2  # default end token of such a vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFModelConfig:
-    """What a GGUF file says of a model. config: as config.json. generation: as generation_config.json."""
+    """Configuration of a GGUF model. config: contents of config.json. generation: contents of generation_config.json."""
 
     architecture: Architecture
     family: Family
@@ -99,12 +96,12 @@ class GGUFModelConfig:
 
 
 def read_gguf_config(
-    metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensorLocation], factors: Factors
+    metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], factors: Factors
 ) -> GGUFModelConfig:
-    """The configuration of the model. tensors, factors: under their GGUF names. Raises LoadError, one line."""
+    """The configuration of the model. tensors, factors: by GGUF name. Raises LoadError, one line."""
     name, architecture = find_architecture(metadata)
     keys = ArchitectureKeys(name, metadata)
-    family = architecture.choose(keys) or architecture.family
+    family = architecture.select_family(keys) or architecture.family
     if EMBEDDING not in tensors:
         what = "holds a vocabulary and no weights" if not tensors else f"has no tensor {EMBEDDING}"
         raise LoadError(f"{what}: give the GGUF file of a whole model")
@@ -115,25 +112,25 @@ def read_gguf_config(
     if has_mtp_block(config["num_hidden_layers"], tensors):
         config["num_nextn_predict_layers"] = keys.count(_NEXTN)
     config |= _biases(family, tensors)
-    config |= architecture.more(keys, config) | architecture.told_by(tensors)
+    config |= architecture.config_keys(keys, config) | architecture.from_tensors(tensors)
     config |= _rotation(keys, architecture, family, config, factors)
-    left = _unread(keys, architecture, config)
+    ignored = _ignored_keys(keys, architecture, config)
     config |= _token_ids(metadata)
-    config |= {keys.key(key): format_value(keys.raw(key)) for key in left}
+    config |= {keys.key(key): format_value(keys.raw(key)) for key in ignored}
     generation = {"eos_token_id": ends} if (ends := _ends(metadata)) else {}
     generation |= _sampling(metadata)
-    said = {key: value for key, value in config.items() if value is not None or key in _NULLS}
-    return GGUFModelConfig(architecture, family, said, generation)
+    config = {key: value for key, value in config.items() if value is not None or key in _NULLS}
+    return GGUFModelConfig(architecture, family, config, generation)
 
 
 def _shapes(
-    keys: ArchitectureKeys, embedding: GGUFTensorLocation, architecture: Architecture, family: Family
+    keys: ArchitectureKeys, embedding: GGUFTensor, architecture: Architecture, family: Family
 ) -> dict[str, Any]:
     hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
     layers = keys.size("block_count") - keys.count(_NEXTN)
     if not 1 <= layers <= _MOST_LAYERS:
-        raise LoadError(f"{keys.key('block_count')} must lie between 1 and {_MOST_LAYERS}, got {layers}")
-    keys = architecture.plain(keys, layers)
+        raise LoadError(f"{keys.key('block_count')} must be between 1 and {_MOST_LAYERS}, got {layers}")
+    keys = architecture.uniform_keys(keys, layers)
     latent = None if family.latent is None else mla_sizes(keys)
     head_dim = keys.size("attention.key_length", hidden // heads) if latent is None else latent["qk_rope_head_dim"]
     if latent is None and keys.size("attention.value_length", head_dim) != head_dim:
@@ -159,24 +156,24 @@ def _shapes(
     }
 
 
-def _check_layers(keys: ArchitectureKeys, tensors: Mapping[str, GGUFTensorLocation]) -> None:
-    """Raises LoadError for a file with more layers than it says: without these it is another model."""
+def _check_layers(keys: ArchitectureKeys, tensors: Mapping[str, GGUFTensor]) -> None:
+    """Raise LoadError for a file with more layers than it announces: without them it would be another model."""
     blocks, further = keys.size("block_count"), keys.count(_NEXTN)
     for name in tensors:
         block = int(found[1]) if (found := _BLOCK.match(name)) else -1
         if block >= blocks:
             raise LoadError(
-                f"tensor {format_key(name)} is of a layer behind the {blocks} of {keys.key('block_count')}: get another conversion"
+                f"tensor {format_key(name)} is of a layer after the {blocks} of {keys.key('block_count')}: get another conversion"
             )
         if block >= blocks - further and not has_mtp_block(block, tensors):
             raise LoadError(
                 f"tensor {format_key(name)} is of the last {further} layers, which {keys.key(_NEXTN)} says predict further "
-                f"tokens, and its layer has no nextn.eh_proj, as all of these have: get another conversion"
+                "tokens, but its layer has no nextn.eh_proj: get another conversion"
             )
 
 
-def _biases(family: Family, tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, bool]:
-    """Switches of the family, by whether the file has the tensors. One switch may stand for several."""
+def _biases(family: Family, tensors: Mapping[str, GGUFTensor]) -> dict[str, bool]:
+    """Bias flags of the family, by whether the file has the tensors. One flag may be for several tensors."""
     found: dict[str, bool] = {}
     for switch, names in (
         (family.qkv_bias, ("attn_q", "attn_qkv")),
@@ -195,8 +192,8 @@ def _rotation(
     config: Mapping[str, Any],
     factors: Factors,
 ) -> dict[str, Any]:
-    if architecture.rotation is not None:
-        return architecture.rotation(keys, config, factors)
+    if architecture.rope_parameters is not None:
+        return architecture.rope_parameters(keys, config, factors)
     head_dim = config["head_dim"]
     rotary_dim = keys.size("rope.dimension_count", head_dim)
     if rotary_dim > head_dim or rotary_dim % 2:
@@ -222,14 +219,14 @@ def _rotation(
     }
 
 
-def _unread(keys: ArchitectureKeys, architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
-    """Keys that nobody here knows and that look harmless. LoadError for one that would change the model."""
-    left = []
+def _ignored_keys(keys: ArchitectureKeys, architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
+    """Unknown keys without effect. Raises LoadError for one that would change the model."""
+    ignored = []
     for key in sorted(keys.names()):
         value = keys.raw(key)
-        if key in _UNDERSTOOD or key in architecture.reads:
+        if key in _UNDERSTOOD or key in architecture.understood_keys:
             continue
-        if _is_nothing(value) or (key == "attention.scale" and _is_usual_scale(value, config["head_dim"])):
+        if _is_default(value) or (key == "attention.scale" and _is_usual_scale(value, config["head_dim"])):
             continue
         neutral, meaning = _NEUTRAL.get(key, ((), "another model"))
         if not isinstance(value, list) and value in neutral and isinstance(value, bool) == isinstance(neutral[0], bool):
@@ -238,14 +235,14 @@ def _unread(keys: ArchitectureKeys, architecture: Architecture, config: Mapping[
             raise LoadError(
                 f"sets {keys.key(key)}={format_value(value)}, which makes it {meaning}: that is not supported"
             )
-        left.append(key)
-    return left
+        ignored.append(key)
+    return ignored
 
 
-def _is_nothing(value: Any) -> bool:
-    """Whether a key says no more than its absence. A flag that is false does: it may switch off what is usual."""
+def _is_default(value: Any) -> bool:
+    """Whether a key has the same meaning as its absence. A false flag has not: it may switch off a default."""
     if isinstance(value, list):
-        return all(map(_is_nothing, value))
+        return all(map(_is_default, value))
     return not isinstance(value, bool) and value in (0, "")
 
 
@@ -264,11 +261,11 @@ def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
     value = metadata.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise LoadError(f"{key} must be a token id, got {format_value(value)}")
-    return None if value == 2**32 - 1 else value  # -1 as it is sometimes written: there is none
+    return None if value == 2**32 - 1 else value  # -1, written by some converters: there is none
 
 
 def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling that the file recommends. Whoever uses a value says what is wrong with it."""
+    """The sampling that the file recommends. Values are checked where they are used."""
     found = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     return {
         name: decimal(value) if isinstance(value, float) else value
@@ -278,7 +275,7 @@ def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ends(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer: those that the file names as the end of a text, a turn or a message, and known ones."""
+    """Tokens that end an answer: the ends of a text, a turn or a message that the file names, and tokens with known texts."""
     named = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
     if named[0] is None and metadata.get("tokenizer.ggml.model") == "llama":
         named[0] = _SENTENCE_PIECE_END
@@ -289,18 +286,14 @@ def _ends(metadata: Mapping[str, Any]) -> list[int]:
     return list(dict.fromkeys(one for one in named if one is not None))
 
 
-VERSION = 1  # of gguf.json: whoever reads it checks it
-
-_POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}  # llama.cpp's numbers, in the words of sentence-transformers
-
-_T = TypeVar("_T")
+_POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}  # llama.cpp's numbers; names of sentence-transformers
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFDescription:
-    """metadata: of the first file. config, generation, index: the contents of the three files; generation may be empty.
+    """metadata: of the first file. config, generation, index: contents of the three files; generation may be empty.
 
-    pooling: how embeddings are pooled where the file says so, as sentence-transformers calls it.
+    pooling: of embeddings, in the words of sentence-transformers; None if the file does not name one.
     """
 
     metadata: dict[str, Any] = field(repr=False)
@@ -314,28 +307,30 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
     """Read the files of one model, all its parts in order. Raises LoadError, one line that names the file and the fault."""
     stats = [path.stat() for path in paths]
     headers = [read_header(path) for path in paths]
-    first = paths[0]
     _check_split(headers)
-    placed: dict[str, GGUFTensorLocation] = {}
+    found: dict[str, GGUFTensor] = {}
     for number, header in enumerate(headers):
         for name, tensor in header.tensors.items():
-            if name in placed:
-                raise LoadError(f"{header.path}: tensor {name} stands in an earlier part too: download the files again")
-            placed[name] = GGUFTensorLocation(number, tensor.type, tensor.shape, tensor.begin, tensor.end)
+            if name in found:
+                raise LoadError(f"{header.path}: tensor {name} is in an earlier part too: download the files again")
+            found[name] = GGUFTensor(tensor.dtype, tensor.shape, tensor.begin, tensor.end, number)
     factors = {
         name: read_floats(header.path, header.tensors[name], name)
         for header in headers
         for name in FACTOR_TENSORS
         if name in header.tensors
     }
-    facts = _with_path(first, lambda: read_gguf_config(headers[0].metadata, placed, factors))
-    spec = _with_path(first, lambda: read_spec(facts.config, facts.generation))
-    in_parts = "blk.0.attn_k_b.weight" in placed and "blk.0.attn_kv_b.weight" not in placed
-    held = as_gguf_holds(spec, latent_in_parts=in_parts, gates_apart=facts.architecture.gates_apart)
-    tensors = _with_path(first, lambda: map_tensors(placed, facts.family, held, facts.architecture.aliases))
+    metadata = headers[0].metadata
+    try:
+        model = read_gguf_config(metadata, found, factors)
+        spec = read_spec(model.config, model.generation)
+        layout = replace(model.architecture.layout, latent_in_parts=_has_latent_parts(found))
+        aliases = model.architecture.aliases
+        tensors = map_tensors(found, model.family, to_gguf_spec(spec, layout), aliases)
+    except LoadError as error:
+        raise LoadError(f"{paths[0]}: {error}") from None
     if spec.mtp is not None:
-        layer = as_gguf_holds(spec.mtp, latent_in_parts=in_parts, gates_apart=facts.architecture.gates_apart)
-        tensors |= map_mtp_block(placed, facts.family, layer, len(spec.layers), facts.architecture.aliases)
+        tensors |= map_mtp_block(found, model.family, to_gguf_spec(spec.mtp, layout), len(spec.layers), aliases)
     index = {
         "version": VERSION,
         "files": [
@@ -345,37 +340,27 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
         "tensors": {
             name: {
                 "file": tensor.file,
-                "type": tensor.type,
+                "type": tensor.dtype,
                 "shape": list(tensor.shape),
                 "begin": tensor.begin,
                 "end": tensor.end,
             }
             for name, tensor in tensors.items()
         },
-        "interleaved": facts.architecture.interleaved,
-        "norms_with_offset": facts.architecture.norms_with_offset,
-        "fused_in_parts": facts.architecture.fused_in_parts,
-        "latent_in_parts": in_parts,
-        "values_in_turns": facts.architecture.values_in_turns,
-        "gates_apart": facts.architecture.gates_apart,
-        "factored": facts.architecture.factored,
+        **asdict(layout),
     }
-    metadata = headers[0].metadata
-    told = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
-    pooling = _POOLING.get(told) if isinstance(told, int) else None
-    return GGUFDescription(metadata, facts.config, facts.generation, index, pooling)
+    kind = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
+    pooling = _POOLING.get(kind) if isinstance(kind, int) else None
+    return GGUFDescription(metadata, model.config, model.generation, index, pooling)
 
 
-def _with_path(path: Path, read: Callable[[], _T]) -> _T:
-    """Name the file in the error."""
-    try:
-        return read()
-    except LoadError as error:
-        raise LoadError(f"{path}: {error}") from None
+def _has_latent_parts(tensors: Collection[str]) -> bool:
+    """Whether latent attention has one tensor for keys and one for values, and none for both."""
+    return "blk.0.attn_k_b.weight" in tensors and "blk.0.attn_kv_b.weight" not in tensors
 
 
 def _check_split(headers: Sequence[GGUFHeader]) -> None:
-    """Whether the files are the parts that their names say."""
+    """Raise LoadError if the files are not the parts that their names announce."""
     for number, header in enumerate(headers):
         count = header.metadata.get("split.count", 0) or 1
         if count != len(headers) or (len(headers) > 1 and header.metadata.get("split.no") != number):

@@ -17,51 +17,35 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.rotary.scaling_fields import format_key
 
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
-
 _VERSIONS = (2, 3)
 
 # Far above any model: the largest vocabulary has a quarter of a million tokens and half a million merges.
 _MOST_KEYS = 10_000
-
 _MOST_TENSORS = 100_000
-
-_MOST_STRINGS = 4_000_000  # in all arrays of a file together
-
-_MOST_NUMBERS = 16_000_000  # likewise
-
+_MOST_STRINGS = 4_000_000  # in all arrays of a file
+_MOST_NUMBERS = 16_000_000  # in all arrays of a file
 _LONGEST_NAME = 65_535  # bytes of a key or a tensor's name
-
 _LONGEST_STRING = 1 << 24  # bytes of a value
-
 _MOST_DIMENSIONS = 4
-
 _MOST_FLOATS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFTensor:
-    """Where a tensor lies. type: as gguf names it ("Q4_K"). shape: [rows, columns], or [size]. begin, end: bytes of the file."""
-
-    type: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What stands before the weights. metadata: numbers, bools, strings and flat lists of them, by key. tensors: by name."""
+    """metadata: numbers, bools, strings and flat lists of them, by key. tensors: by name, with gguf's names of types ("Q4_K") and
+    shapes as [rows, columns] or [size]."""
 
     path: Path
     metadata: dict[str, Any] = field(repr=False)
-    tensors: dict[str, GGUFTensor] = field(repr=False)
+    tensors: dict[str, TensorHeader] = field(repr=False)
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """The header of a GGUF file. Raises LoadError, one line that names file and fault, for anything that is not one."""
+    """Read the header of a GGUF file. Raises LoadError, one line that names the file and the fault, for any other file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -70,7 +54,7 @@ def read_header(path: Path) -> GGUFHeader:
         reader = _CheckedReader(path, size)
         metadata = {name: _value(value) for name, value in reader.fields.items() if not name.startswith("GGUF.")}
         tensors = {
-            tensor.name: GGUFTensor(
+            tensor.name: TensorHeader(
                 tensor.tensor_type.name,
                 tuple(int(n) for n in reversed(tensor.shape.tolist())),
                 tensor.data_offset,
@@ -89,13 +73,13 @@ def read_header(path: Path) -> GGUFHeader:
     return GGUFHeader(path, metadata, tensors)
 
 
-def read_floats(path: Path, tensor: GGUFTensor, label: str) -> tuple[float, ...]:
-    """The numbers of a small float tensor, such as the factors of a rotation. Raises LoadError."""
-    code = {"F64": "d", "F32": "f", "F16": "e"}.get(tensor.type)
+def read_floats(path: Path, tensor: TensorHeader, label: str) -> tuple[float, ...]:
+    """Read a small tensor of floats, such as the factors of a rotation. Raises LoadError."""
+    code = {"F64": "d", "F32": "f", "F16": "e"}.get(tensor.dtype)
     count = prod(tensor.shape)
     if code is None or not 0 < count <= _MOST_FLOATS:
         raise LoadError(
-            f"{path}: tensor {label} is {count} numbers of type {tensor.type}: a few floats are expected there"
+            f"{path}: tensor {label} is {count} numbers of type {tensor.dtype}: a few floats are expected there"
         )
     try:
         with path.open("rb") as file:
@@ -107,7 +91,7 @@ def read_floats(path: Path, tensor: GGUFTensor, label: str) -> tuple[float, ...]
 
 def _check_start(path: Path, start: bytes) -> None:
     if start[:4] != b"GGUF":
-        raise LoadError(f"{path} is no GGUF file (it does not begin with GGUF): download it again")
+        raise LoadError(f"{path} is not a GGUF file (it does not begin with GGUF): download it again")
     if len(start) < _HEADER.size:
         raise LoadError(f"{path} is damaged (it ends within its header): download it again")
     _, version, tensors, keys = _HEADER.unpack(start)
@@ -122,9 +106,9 @@ def _check_start(path: Path, start: bytes) -> None:
 
 
 class _CheckedReader(GGUFReader):
-    """The package's reader with every length checked before it is believed.
+    """The package's reader, with every length checked before it is used.
 
-    The package slices a memory map for each of a vocabulary's strings, which takes seconds; a view of the whole file does not.
+    The package slices a memory map for each string of a vocabulary, which takes seconds; slices of one memoryview are fast.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -151,7 +135,7 @@ class _CheckedReader(GGUFReader):
 
     def _push_field(self, field: ReaderField, skip_sum: bool = False) -> int:
         if field.name in self.fields:
-            self._damaged(f"key {format_key(field.name)} stands there twice")
+            self._damaged(f"key {format_key(field.name)} appears twice")
         end = super()._push_field(field, skip_sum)
         self._where = f"key {format_key(field.name)} or the one after it"
         return end
@@ -164,7 +148,7 @@ class _CheckedReader(GGUFReader):
         return offs
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
-        """As the package has it, but an array of numbers is one part, and an array's strings are slices of one view."""
+        """Like the package's method, but an array of numbers is one part, and an array's strings are slices of one view."""
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         kind = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
@@ -206,13 +190,13 @@ class _CheckedReader(GGUFReader):
         return int(offs), infos
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
-        """The package multiplies in 64 bits, which may wrap: what does not fit into the file is found first."""
+        """Check sizes first: the package multiplies in 64 bits, which may wrap."""
         start_offs, names = int(start_offs), set()
         for info in fields:
             name, label = info.name, f"tensor {format_key(info.name)}"
             dims, raw_type, offset = (info.parts[i].tolist() for i in (3, 4, 5))
             if name in names:
-                self._damaged(f"{label} stands there twice")
+                self._damaged(f"{label} appears twice")
             names.add(name)
             if not 1 <= len(dims) <= _MOST_DIMENSIONS or 0 in dims:
                 self._damaged(f"{label} has the shape {dims[:8]}")
@@ -223,9 +207,9 @@ class _CheckedReader(GGUFReader):
                 )
             group, size = GGML_QUANT_SIZES[GGMLQuantizationType(raw_type[0])]
             if dims[0] % group:
-                self._damaged(f"{label} has rows of {dims[0]} elements, which are no whole blocks of {group}")
+                self._damaged(f"{label} has rows of {dims[0]} elements, which are not whole blocks of {group}")
             if offset[0] % int(self.alignment):
-                self._damaged(f"{label} lies at {offset[0]}, which is no multiple of {self.alignment}")
+                self._damaged(f"{label} is at {offset[0]}, which is not a multiple of {self.alignment}")
             if start_offs + offset[0] + prod(dims) // group * size > self._size:
                 self._damaged(f"{label} reaches beyond the end of the file")
         super()._build_tensors(start_offs, fields)
@@ -235,7 +219,7 @@ class _CheckedReader(GGUFReader):
 
 
 def _value(field: ReaderField) -> Any:
-    """A field as a plain value. Text that is no UTF-8 has its bytes replaced, as a person would see it."""
+    """A field as a plain value. Bytes that are not UTF-8 are replaced."""
     parts: list[Any] = field.parts
     if field.types[0] == GGUFValueType.STRING:
         return parts[-1].tobytes().decode("utf-8", "replace")
@@ -246,9 +230,9 @@ def _value(field: ReaderField) -> Any:
     return parts[field.data[0]].tolist()
 
 
-def _refuse_overlaps(path: Path, tensors: dict[str, GGUFTensor]) -> None:
-    """Tensors that share bytes would let a small file describe a huge model."""
+def _refuse_overlaps(path: Path, tensors: dict[str, TensorHeader]) -> None:
+    """Raise LoadError if tensors share bytes: a small file could then describe a huge model."""
     ordered = sorted(tensors.items(), key=lambda item: item[1].begin)
     for (_, before), (name, after) in pairwise(ordered):
         if after.begin < before.end:
-            raise LoadError(f"{path} is damaged (tensor {format_key(name)} lies over another one): download it again")
+            raise LoadError(f"{path} is damaged (tensor {format_key(name)} overlaps another one): download it again")

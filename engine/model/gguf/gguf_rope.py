@@ -15,25 +15,20 @@ from windlass.engine.rotary import frequencies
 from windlass.engine.rotary.scaling_fields import format_value
 
 FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-
 FACTOR_TENSORS = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
-
 Factors: TypeAlias = Mapping[str, tuple[float, ...]]
-
 _THETA = 10_000.0
 
-# What every Llama 3 has: only `factor` differs. Frequencies depend on the quotients of these three alone.
+# Parameters of every Llama 3: only `factor` differs. Frequencies depend only on the quotients of these three.
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
-
-_STILL = 1e20  # a factor from which on a pair does not turn, at no position; 1e30 is written
-
-_ROUNDING = 1e-6  # of numbers that were computed in float32: two formulas for one thing differ by a few ulps
+_MIN_STILL = 1e20  # factors from this on stop the rotation of a pair at every position; files have 1e30
+_ROUNDING = 1e-6  # relative: numbers computed in float32 by another formula differ by a few ulps
 
 
 def read_rope(keys: ArchitectureKeys, factors: Factors, rotary_dim: int, trained_len: int) -> dict[str, Any]:
-    """The object of the layers that see everything. factors: of the tensors of FACTOR_TENSORS that the file has.
+    """Rope parameters of full-attention layers. factors: contents of those FACTOR_TENSORS that the file has.
 
-    Raises LoadError for what is not understood.
+    Raises LoadError for unsupported keys.
     """
     for name, values in factors.items():
         if len(values) != rotary_dim // 2 or not all(0 < value < math.inf for value in values):
@@ -44,27 +39,27 @@ def read_rope(keys: ArchitectureKeys, factors: Factors, rotary_dim: int, trained
 
 
 def read_proportional_rope(keys: ArchitectureKeys, factors: Factors, head_dim: int) -> dict[str, Any]:
-    """That of layers whose first pairs alone turn, which the factors tell: 1 for those, and a huge one for the others.
+    """Rope parameters of layers that rotate only the first pairs, whose factors are 1; the other pairs have a huge factor.
 
-    Raises LoadError for factors that say something else, and for a scaling beside them.
+    Raises LoadError for other factors, and for a scaling in addition.
     """
     if factors.keys() != {FACTORS}:
         wrong = next(iter(factors.keys() - {FACTORS}), None)
-        what = f"{FACTORS} is missing, which tells" if wrong is None else f"{wrong} is none of those that tell"
-        raise LoadError(f"tensor {what} the pairs that turn: get another conversion of the model")
+        what = f"{FACTORS} is missing, which gives" if wrong is None else f"{wrong} is not the one that gives"
+        raise LoadError(f"tensor {what} the rotated pairs: get another conversion of the model")
     values, pairs = factors[FACTORS], head_dim // 2
-    turning = next((i for i, value in enumerate(values) if value != 1), len(values))
-    if len(values) != pairs or not turning or not all(_STILL <= value < math.inf for value in values[turning:]):
+    rotated = next((i for i, value in enumerate(values) if value != 1), len(values))
+    if len(values) != pairs or not rotated or not all(_MIN_STILL <= value < math.inf for value in values[rotated:]):
         raise LoadError(
-            f"tensor {FACTORS} must hold {pairs} numbers, one for each pair of a head: 1 for those that turn, from the first on, "
-            f"and {_STILL:g} or more for the others"
+            f"tensor {FACTORS} must hold {pairs} numbers, one for each pair of a head: 1 for rotated pairs, which come first, "
+            f"and {_MIN_STILL:g} or more for the others"
         )
     scales = ("rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor")
     plain = keys.text("rope.scaling.type") in (None, "none", "linear")
     if not plain or any((keys.number(key) or 1.0) != 1.0 for key in scales):
         raise LoadError(f"sets {keys.key('rope.scaling')}.*, and there is {FACTORS} as well: get another conversion")
-    share = turning / pairs
-    if int(share * head_dim // 2) != turning:
+    share = rotated / pairs
+    if int(share * head_dim // 2) != rotated:
         share = math.nextafter(share, 2)  # it is read back so
     return {
         "rope_type": "proportional",
@@ -74,7 +69,7 @@ def read_proportional_rope(keys: ArchitectureKeys, factors: Factors, head_dim: i
 
 
 def required_theta(keys: ArchitectureKeys, name: str) -> float:
-    """A base that the file has to tell. Raises LoadError."""
+    """A theta that the file must have. Raises LoadError."""
     theta = keys.number(name)
     if theta is None:
         raise LoadError(f"{keys.key(name)} is missing: get another conversion of the model")
@@ -145,7 +140,7 @@ def _by_factors(
 
 
 def _refuse_scaling(keys: ArchitectureKeys, tensor: str) -> None:
-    """Factors per frequency beside a scaling by keys: which comes first is said nowhere."""
+    """Raise LoadError for factors together with a scaling by keys: no specification says which applies first."""
     kind = keys.text("rope.scaling.type")
     if kind in ("linear", "yarn") and (keys.number("rope.scaling.factor") or 1.0) != 1.0:
         raise LoadError(
@@ -154,7 +149,7 @@ def _refuse_scaling(keys: ArchitectureKeys, tensor: str) -> None:
 
 
 def _as_llama3(factors: tuple[float, ...], theta: float, rotary_dim: int) -> dict[str, Any] | None:
-    """Llama 3's scaling, where these are its factors up to the rounding of the file; None where they are not."""
+    """Llama 3's scaling if these are its factors, up to the rounding of the file; else None."""
     factor = max(factors)
     unscaled = frequencies.default(theta, rotary_dim)
     scaled = frequencies.llama3(unscaled, factor, _LOW, _HIGH, _ORIGINAL)
@@ -170,7 +165,7 @@ def _as_llama3(factors: tuple[float, ...], theta: float, rotary_dim: int) -> dic
 
 
 def _as_divisors(factors: tuple[float, ...], trained_len: int) -> dict[str, Any]:
-    """Frequencies divided by these numbers at every length: a longrope whose two lists are one, and which scales no scores."""
+    """Frequencies divided by these numbers at every length: longrope with two equal lists and without scaled scores."""
     divisors = list(factors)
     return {
         "rope_type": "longrope",

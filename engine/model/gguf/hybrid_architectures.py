@@ -8,18 +8,30 @@ Falcon H1: llama.cpp's converter multiplies the weights by the family's factors 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.family import Family
-from windlass.engine.model.families.granite import GRANITE_MOE_SHARED, STATE_SPACE
-from windlass.engine.model.families.lfm2 import CONVOLUTION
-from windlass.engine.model.families.nemotron_h import EXPERTS, FEED_FORWARD
-from windlass.engine.model.families.qwen import LINEAR_ATTENTION
-from windlass.engine.model.gguf.gguf_rope import Factors
-from windlass.engine.model.gguf.metadata_keys import ArchitectureKeys
-from windlass.engine.model.gguf.tensor_mapping import GGUFTensorLocation, first_layer_has_bias
+from windlass.engine.model.families.falcon import FALCON_H1
+from windlass.engine.model.families.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED, STATE_SPACE
+from windlass.engine.model.families.lfm2 import CONVOLUTION, LFM2, LFM2_MOE
+from windlass.engine.model.families.nemotron_h import EXPERTS, FEED_FORWARD, NEMOTRON_H
+from windlass.engine.model.families.qwen import LINEAR_ATTENTION, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from windlass.engine.model.gguf.architecture import Architecture
+from windlass.engine.model.gguf.metadata_keys import (
+    DENSE_BLOCKS,
+    DENSE_WIDTH,
+    EXPERT_COUNT,
+    EXPERT_WIDTH,
+    EXPERTS_USED,
+    GATING,
+    SHARED_WIDTH,
+    ArchitectureKeys,
+    check_sigmoid_gating,
+    moe_config,
+)
+from windlass.engine.model.gguf.tensor_mapping import GGUFTensor, first_layer_has_bias
+from windlass.engine.model.loading.gguf_index import GGUFLayout
 from windlass.engine.rotary.rope_scaling import FULL_ATTENTION
 from windlass.engine.rotary.scaling_fields import format_value
 
@@ -29,10 +41,15 @@ _SSM_CONV, _SSM_STATE, _SSM_GROUPS, _SSM_HEADS, _SSM_INNER = SIZE_KEYS = tuple(
     f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
 )
 
+_INTERLEAVED = GGUFLayout(interleaved=True)
+
+
+# -- Sizes and types of layers ----------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSizes:
-    """heads: of values, each of head_dim numbers. groups: heads of keys, each of state_dim. width: of the convolution."""
+    """heads: value heads of head_dim numbers. groups: key heads of state_dim numbers. width: of the convolution."""
 
     heads: int
     head_dim: int
@@ -42,12 +59,12 @@ class RecurrentSizes:
 
     @property
     def values(self) -> int:
-        """Of all heads."""
+        """Total size of the value heads."""
         return self.heads * self.head_dim
 
 
 def read_recurrent_sizes(keys: ArchitectureKeys) -> RecurrentSizes:
-    """Raises LoadError where one is missing, or heads do not share the values."""
+    """Raises LoadError if one is missing or the value heads do not divide their total size."""
     heads, inner = keys.size(_SSM_HEADS), keys.size(_SSM_INNER)
     if inner % heads:
         raise LoadError(f"{keys.key(_SSM_INNER)} {inner} is not a multiple of {keys.key(_SSM_HEADS)} {heads}")
@@ -55,12 +72,12 @@ def read_recurrent_sizes(keys: ArchitectureKeys) -> RecurrentSizes:
 
 
 def attention_layers_only(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
-    """The keys of a model all of whose layers attend."""
+    """The keys of the attention layers. count: number of layers."""
     return drop_zero_layers(keys, KV_HEADS, count)
 
 
 def drop_zero_layers(keys: ArchitectureKeys, name: str, count: int) -> ArchitectureKeys:
-    """The keys of a model all of whose layers have what this one counts. Raises LoadError unless all `count` layers are told."""
+    """The keys with only the positive entries of this one. Raises LoadError unless the list has `count` entries."""
     values = keys.raw(name)
     if not isinstance(values, list):
         return keys
@@ -69,32 +86,29 @@ def drop_zero_layers(keys: ArchitectureKeys, name: str, count: int) -> Architect
     return keys.replaced({name: [one for one in values if one != 0] or None})
 
 
-def layer_types_of(keys: ArchitectureKeys, count: int, other: str) -> list[str]:
-    """What `layer_types` says of each layer. other: what those are called that carry a state."""
+def layer_types_of(keys: ArchitectureKeys, count: int, recurrent: str) -> list[str]:
+    """`layer_types` of config.json. recurrent: the family's name of recurrent layers."""
     heads = keys.raw(KV_HEADS)
-    found = [other if one == 0 else FULL_ATTENTION for one in heads] if isinstance(heads, list) else None
+    found = [recurrent if one == 0 else FULL_ATTENTION for one in heads] if isinstance(heads, list) else None
     return found or [FULL_ATTENTION] * count
 
 
-def any_layer_has_bias(tensors: Mapping[str, GGUFTensorLocation], name: str) -> bool:
-    """Whether any layer has this bias: the first may be of another kind."""
+def any_layer_has_bias(tensors: Mapping[str, GGUFTensor], name: str) -> bool:
+    """Whether any layer has this bias: the first may be of another type."""
     return any(one.endswith(f".{name}.bias") for one in tensors)
 
 
-_INTERVAL, _DENSE_WIDTH = "full_attention_interval", "feed_forward_length"
+# -- Qwen 3.5 and Qwen3-Next (Gated DeltaNet) -------------------------------------------------------------------------
 
-_RECURRENT = "attention.recurrent_layers"  # in files from 2026 on, beside the interval
+_INTERVAL = "full_attention_interval"
+_RECURRENT = "attention.recurrent_layers"  # in files from 2026 on, in addition to the interval
 
-_DELTA_COUNT, _DELTA_USED = "expert_count", "expert_used_count"
-
-_DELTA_EXPERT_WIDTH, _DELTA_SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
-
-# Sections of a rotation tell apart how images lie, on text all positions are equal.
+# rope.dimension_sections are positions of images; on text all sections have equal positions.
 _DELTA_KEYS = (*SIZE_KEYS, _INTERVAL, _RECURRENT, "rope.dimension_sections")
 
 
-def gated_delta(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes, and which layers attend: every n-th, unless the file says it layer by layer."""
+def _gated_delta(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes and layer types: full attention in every n-th layer, unless the file lists the layers."""
     sizes = read_recurrent_sizes(keys)
     return {
         "linear_conv_kernel_dim": sizes.width,
@@ -108,61 +122,57 @@ def gated_delta(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, 
 
 
 def _delta_layer_types(keys: ArchitectureKeys, layers: int) -> dict[str, list[str]]:
-    """What `layer_types` says, where the file tells of every block whether it carries a state; the last may predict further."""
-    carries = keys.raw(_RECURRENT)
-    if carries is None:
+    """`layer_types` if the file has a flag for every block; the blocks after the layers are MTP heads."""
+    recurrent = keys.raw(_RECURRENT)
+    if recurrent is None:
         return {}
     blocks = keys.size("block_count")
-    if not isinstance(carries, list) or len(carries) != blocks or any(one not in (0, 1) for one in carries):
+    if not isinstance(recurrent, list) or len(recurrent) != blocks or any(one not in (0, 1) for one in recurrent):
         raise LoadError(
-            f"{keys.key(_RECURRENT)} must have true or false for each of {blocks} blocks, got {format_value(carries)}"
+            f"{keys.key(_RECURRENT)} must have true or false for each of {blocks} blocks, got {format_value(recurrent)}"
         )
-    return {"layer_types": [LINEAR_ATTENTION if one else FULL_ATTENTION for one in carries[:layers]]}
+    return {"layer_types": [LINEAR_ATTENTION if one else FULL_ATTENTION for one in recurrent[:layers]]}
 
 
-def delta_with_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same and the sizes of experts, whose weights llama.cpp divides by their sum."""
+def _gated_delta_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp divides the experts' weights by their sum."""
     return {
-        **gated_delta(keys, config),
-        "num_experts": keys.size(_DELTA_COUNT),
-        "num_experts_per_tok": keys.size(_DELTA_USED),
-        "moe_intermediate_size": keys.size(_DELTA_EXPERT_WIDTH),
-        "shared_expert_intermediate_size": keys.count(_DELTA_SHARED_WIDTH),
+        **_gated_delta(keys, config),
+        **moe_config(keys),
+        "shared_expert_intermediate_size": keys.count(SHARED_WIDTH),
         "norm_topk_prob": True,
     }
 
 
-def without_dense_layers(keys: ArchitectureKeys, layers: int) -> ArchitectureKeys:
-    """The keys with a width of a feed-forward that no layer has, where the file has none."""
-    return keys.replaced({_DENSE_WIDTH: keys.raw(_DENSE_WIDTH) or keys.size(_DELTA_EXPERT_WIDTH)})
+def _with_dense_width(keys: ArchitectureKeys, layers: int) -> ArchitectureKeys:
+    """The keys with a width of dense feed-forwards, which no layer has, in case the file has none."""
+    return keys.replaced({DENSE_WIDTH: keys.raw(DENSE_WIDTH) or keys.size(EXPERT_WIDTH)})
 
 
-# Fields of `Architecture`.
-GATED_DELTA_FIELDS: dict[str, Any] = {
-    "more": gated_delta,
-    "reads": _DELTA_KEYS,
-    "norms_with_offset": True,
-    "aliases": {"post_attention_norm": "ffn_norm"},
-}
+_GATED_DELTA = Architecture(
+    QWEN3_5,
+    GGUFLayout(norms_with_offset=True, values_in_turns=True),
+    config_keys=_gated_delta,
+    understood_keys=_DELTA_KEYS,
+    aliases={"post_attention_norm": "ffn_norm"},
+)
 
-GATED_DELTA_MOE_FIELDS = GATED_DELTA_FIELDS | {
-    "more": delta_with_experts,
-    "reads": (*_DELTA_KEYS, _DELTA_COUNT, _DELTA_USED, _DELTA_EXPERT_WIDTH, _DELTA_SHARED_WIDTH),
-    "plain": without_dense_layers,
-}
+_GATED_DELTA_MOE = replace(
+    _GATED_DELTA,
+    family=QWEN3_5_MOE,
+    config_keys=_gated_delta_moe,
+    understood_keys=(*_DELTA_KEYS, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH, SHARED_WIDTH),
+    uniform_keys=_with_dense_width,
+)
 
-_COUNT, _USED = "expert_count", "expert_used_count"
 
-_EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
+# -- Granite ----------------------------------------------------------------------------------------------------------
 
 _SCALES = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
-
 _ROTATES = "rope.scaling.finetuned"  # llama.cpp's switch, of these architectures alone
 
-# Granite 4's files have sizes of layers with states whether or not there are any: tensors of theirs are refused as unknown.
-_GRANITE_KEYS = (*_SCALES, _SHARED_WIDTH, *SIZE_KEYS)
-
-_GRANITE_MOE_KEYS = (*_GRANITE_KEYS, _COUNT, _USED, _EXPERT_WIDTH)
+# Files of Granite 4 have the sizes of recurrent layers even without such layers; their tensors are refused as unknown.
+_GRANITE_KEYS = (*_SCALES, SHARED_WIDTH, *SIZE_KEYS)
 
 
 def _multipliers(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,36 +185,34 @@ def _multipliers(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str,
 
 
 def _granite(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Granite 4's have a feed-forward under a shared expert's name."""
-    width = keys.count(_SHARED_WIDTH) or config["intermediate_size"]
+    """In Granite 4 the feed-forward has the width of a shared expert."""
+    width = keys.count(SHARED_WIDTH) or config["intermediate_size"]
     return {**_multipliers(keys, config), "intermediate_size": width}
-
-
-def _with_shared_experts(keys: ArchitectureKeys) -> Family | None:
-    return GRANITE_MOE_SHARED if keys.count(_SHARED_WIDTH) else None
 
 
 def _granite_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_multipliers(keys, config),
-        "num_local_experts": keys.size(_COUNT),
-        "num_experts_per_tok": keys.size(_USED),
-        "shared_intermediate_size": keys.count(_SHARED_WIDTH) or None,
+        "num_local_experts": keys.size(EXPERT_COUNT),
+        "num_experts_per_tok": keys.size(EXPERTS_USED),
+        "shared_intermediate_size": keys.count(SHARED_WIDTH) or None,
     }
 
 
 def _granite_hybrid(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers without heads of keys carry a state."""
+    """Layers without KV heads are recurrent."""
     sizes, hidden = read_recurrent_sizes(keys), config["hidden_size"]
     if sizes.values % hidden:
-        raise LoadError(f"layers with a state have {sizes.values} values, which is no multiple of the model's {hidden}")
-    of_experts = (
-        _granite_moe(keys, config) if keys.count(_COUNT) else {**_multipliers(keys, config), "num_local_experts": 0}
+        raise LoadError(f"recurrent layers have {sizes.values} values, which is not a multiple of the model's {hidden}")
+    experts = (
+        _granite_moe(keys, config)
+        if keys.count(EXPERT_COUNT)
+        else {**_multipliers(keys, config), "num_local_experts": 0}
     )
     return {
-        **of_experts,
-        "intermediate_size": keys.count(_EXPERT_WIDTH) or config["intermediate_size"],
-        "shared_intermediate_size": keys.count(_SHARED_WIDTH) or config["intermediate_size"],
+        **experts,
+        "intermediate_size": keys.count(EXPERT_WIDTH) or config["intermediate_size"],
+        "shared_intermediate_size": keys.count(SHARED_WIDTH) or config["intermediate_size"],
         "layer_types": layer_types_of(keys, config["num_hidden_layers"], STATE_SPACE),
         "position_embedding_type": "nope" if keys.raw(_ROTATES) is False else "rope",
         "mamba_n_heads": sizes.heads,
@@ -216,7 +224,7 @@ def _granite_hybrid(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[s
     }
 
 
-def _granite_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
+def _granite_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     return {
         "attention_bias": any_layer_has_bias(tensors, "attn_q"),
         "mamba_proj_bias": any_layer_has_bias(tensors, "ssm_in"),
@@ -225,38 +233,44 @@ def _granite_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, 
 
 
 def _granite_rope(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
-    """All layers attend. Raises LoadError where llama.cpp would rotate none of them."""
+    """All layers have attention. Raises LoadError if llama.cpp would rotate none of them."""
     if keys.raw(_ROTATES) is False:
         raise LoadError(
-            f"sets {keys.key(_ROTATES)}=false, by which no layer rotates and nothing tells positions apart: that is not "
+            f"sets {keys.key(_ROTATES)}=false, by which no layer rotates and positions are not distinguished: that is not "
             "supported, get another conversion"
         )
     return dict(rope)
 
 
-# Fields of `Architecture`.
-GRANITE_FIELDS: dict[str, Any] = {"more": _granite, "reads": _GRANITE_KEYS, "rope": _granite_rope}
+_GRANITE = Architecture(GRANITE, _INTERLEAVED, config_keys=_granite, understood_keys=_GRANITE_KEYS, rope=_granite_rope)
 
-GRANITE_MOE_FIELDS: dict[str, Any] = {
-    "more": _granite_moe,
-    "reads": _GRANITE_MOE_KEYS,
-    "choose": _with_shared_experts,
-    "rope": _granite_rope,
-}
+_GRANITE_MOE = replace(
+    _GRANITE,
+    family=GRANITE_MOE,
+    select_family=lambda keys: GRANITE_MOE_SHARED if keys.count(SHARED_WIDTH) else None,
+    other_families=(GRANITE_MOE_SHARED,),
+    config_keys=_granite_moe,
+    understood_keys=(*_GRANITE_KEYS, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH),
+)
 
-GRANITE_HYBRID_FIELDS: dict[str, Any] = {
-    "more": _granite_hybrid,
-    "reads": _GRANITE_MOE_KEYS,
-    "plain": attention_layers_only,
-    "told_by": _granite_by_tensors,
-}
+_GRANITE_HYBRID = Architecture(
+    GRANITE4,
+    replace(_INTERLEAVED, gates_apart=True),
+    config_keys=_granite_hybrid,
+    understood_keys=_GRANITE_MOE.understood_keys,
+    from_tensors=_granite_from_tensors,
+    uniform_keys=attention_layers_only,
+)
+
+
+# -- Falcon H1 --------------------------------------------------------------------------------------------------------
 
 
 def _falcon_h1(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     """Raises LoadError for a file whose weights may not have been multiplied."""
     if factors := sorted(name for name in keys.names() if name.endswith(("multiplier", "multipliers"))):
         raise LoadError(
-            f"names {keys.key(factors[0])} and does not tell whether its weights have been multiplied by that: get a conversion "
+            f"has {keys.key(factors[0])}, which does not show whether its weights have been multiplied by that: get a conversion "
             "by llama.cpp of July 2025 or later"
         )
     sizes = read_recurrent_sizes(keys)
@@ -271,116 +285,110 @@ def _falcon_h1(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _falcon_h1_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
+def _falcon_h1_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     return {
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
         "mamba_conv_bias": first_layer_has_bias(tensors, "ssm_conv1d"),
     }
 
 
-# Fields of `Architecture`.
-FALCON_H1_FIELDS: dict[str, Any] = {"more": _falcon_h1, "reads": SIZE_KEYS, "told_by": _falcon_h1_by_tensors}
+_FALCON_H1 = Architecture(
+    FALCON_H1,
+    GGUFLayout(factored=True),
+    config_keys=_falcon_h1,
+    understood_keys=SIZE_KEYS,
+    from_tensors=_falcon_h1_from_tensors,
+)
+
+
+# -- LFM2 (short convolutions) ----------------------------------------------------------------------------------------
 
 _CONV_WIDTH = "shortconv.l_cache"
 
-_LFM2_EXPERTS, _LFM2_USED, _LFM2_EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
 
-_LFM2_DENSE, _LFM2_SCORES = "leading_dense_block_count", "expert_gating_func"
-
-_LFM2_SIGMOID = 2  # llama.cpp's number
-
-LFM2_KEYS = (_CONV_WIDTH,)
-
-LFM2_MOE_KEYS = (_CONV_WIDTH, _LFM2_EXPERTS, _LFM2_USED, _LFM2_EXPERT_WIDTH, _LFM2_DENSE, _LFM2_SCORES)
+def _lfm2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_lfm2_layers(keys, config), "block_auto_adjust_ff_dim": False}
 
 
-def lfm2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _lfm2_layers(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "layer_types": layer_types_of(keys, config["num_hidden_layers"], CONVOLUTION),
         "conv_L_cache": keys.size(_CONV_WIDTH),
-        "block_auto_adjust_ff_dim": False,
     }
 
 
-def lfm2_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The file does not say that weights are divided by their sum and not multiplied; so llama.cpp does it."""
-    scores = keys.raw(_LFM2_SCORES)
-    if scores not in (None, _LFM2_SIGMOID):
-        raise LoadError(
-            f"{keys.key(_LFM2_SCORES)} is {format_value(scores)}: experts of LFM2 are chosen by sigmoids ({_LFM2_SIGMOID})"
-        )
-    found = lfm2(keys, config)
-    del found["block_auto_adjust_ff_dim"]
+def _lfm2_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The file does not contain that weights are divided by their sum and not multiplied; llama.cpp does so."""
+    check_sigmoid_gating(keys)
     return {
-        **found,
-        "num_experts": keys.size(_LFM2_EXPERTS),
-        "num_experts_per_tok": keys.size(_LFM2_USED),
-        "moe_intermediate_size": keys.size(_LFM2_EXPERT_WIDTH),
-        "num_dense_layers": keys.count(_LFM2_DENSE),
+        **_lfm2_layers(keys, config),
+        **moe_config(keys),
+        "num_dense_layers": keys.count(DENSE_BLOCKS),
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
     }
 
 
-def lfm2_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
-    """Whether projections and convolutions have biases."""
+def _lfm2_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     return {"conv_bias": any_layer_has_bias(tensors, "shortconv.in_proj")}
 
 
-def lfm2_moe_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
-    """And whether experts are chosen by a bias beside their scores."""
-    return {**lfm2_by_tensors(tensors), "use_expert_bias": any_layer_has_bias(tensors, "exp_probs_b")}
+def _lfm2_moe_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+    return {**_lfm2_from_tensors(tensors), "use_expert_bias": any_layer_has_bias(tensors, "exp_probs_b")}
 
 
-_FEED_FORWARD_WIDTH = "feed_forward_length"
+_LFM2 = Architecture(
+    LFM2,
+    config_keys=_lfm2,
+    understood_keys=(_CONV_WIDTH,),
+    from_tensors=_lfm2_from_tensors,
+    uniform_keys=attention_layers_only,
+)
 
-_NEMOTRON_H_COUNT, _NEMOTRON_H_USED, _GATING = "expert_count", "expert_used_count", "expert_gating_func"
+_LFM2_MOE = replace(
+    _LFM2,
+    family=LFM2_MOE,
+    config_keys=_lfm2_moe,
+    understood_keys=(_CONV_WIDTH, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH, DENSE_BLOCKS, GATING),
+    from_tensors=_lfm2_moe_from_tensors,
+)
 
-_NEMOTRON_H_EXPERT_WIDTH, _NEMOTRON_H_SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
+
+# -- Nemotron H -------------------------------------------------------------------------------------------------------
 
 _NORMED, _SCALE = "expert_weights_norm", "expert_weights_scale"
-
 _GROUPS, _USED_GROUPS = "expert_group_count", "expert_group_used_count"
-
 _LATENT = "moe_latent_size"
 
-_NEMOTRON_H_SIGMOID = 2  # llama.cpp's number, and what it takes where a file has none
+
+def _attention_and_feed_forward_layers(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
+    """The keys of the attention layers and of the feed-forward layers. count: number of layers."""
+    return drop_zero_layers(attention_layers_only(_without_mtp(keys, count), count), DENSE_WIDTH, count)
 
 
-def _with_both(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
-    """The keys of a model all of whose layers attend and have a feed-forward."""
-    return drop_zero_layers(attention_layers_only(_of_layers(keys, count), count), _FEED_FORWARD_WIDTH, count)
-
-
-def _of_layers(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
-    """The keys without what is said of blocks behind the layers."""
+def _without_mtp(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
+    """The keys without the entries of blocks after the layers."""
     further = keys.count("nextn_predict_layers")
-    lists = {name: value for name in (KV_HEADS, _FEED_FORWARD_WIDTH) if isinstance(value := keys.raw(name), list)}
+    lists = {name: value for name in (KV_HEADS, DENSE_WIDTH) if isinstance(value := keys.raw(name), list)}
     return keys.replaced({name: value[:count] for name, value in lists.items() if len(value) == count + further})
 
 
 def _nemotron_h(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return _nemotron_h_sizes(keys, config, FEED_FORWARD)
+    return _nemotron_h_layers(keys, config, FEED_FORWARD)
 
 
 def _nemotron_h_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    scores, groups = keys.raw(_GATING), keys.count(_GROUPS) or 1
-    if scores not in (None, _NEMOTRON_H_SIGMOID):
-        raise LoadError(
-            f"{keys.key(_GATING)} is {format_value(scores)}: these experts are chosen by sigmoids ({_NEMOTRON_H_SIGMOID})"
-        )
+    check_sigmoid_gating(keys)
     if latent := keys.count(_LATENT):
         raise LoadError(
-            f"{keys.key(_LATENT)} is {latent}: experts that see less than the model's width (Nemotron 3 Super and Ultra) are not "
-            "supported"
+            f"{keys.key(_LATENT)} is {latent}: experts whose input is narrower than the model (Nemotron 3 Super and Ultra) are "
+            "not supported"
         )
-    normed = keys.raw(_NORMED)
+    normed, groups = keys.raw(_NORMED), keys.count(_GROUPS) or 1
     return {
-        **_nemotron_h_sizes(keys, config, EXPERTS),
-        "n_routed_experts": keys.size(_NEMOTRON_H_COUNT),
-        "num_experts_per_tok": keys.size(_NEMOTRON_H_USED),
-        "moe_intermediate_size": keys.size(_NEMOTRON_H_EXPERT_WIDTH),
-        "moe_shared_expert_intermediate_size": keys.size(_NEMOTRON_H_SHARED_WIDTH),
+        **_nemotron_h_layers(keys, config, EXPERTS),
+        **moe_config(keys, experts="n_routed_experts"),
+        "moe_shared_expert_intermediate_size": keys.size(SHARED_WIDTH),
         "norm_topk_prob": False if normed is None else normed,
         "routed_scaling_factor": keys.number(_SCALE) or 1.0,
         "n_group": groups,
@@ -388,8 +396,8 @@ def _nemotron_h_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[s
     }
 
 
-def _nemotron_h_sizes(keys: ArchitectureKeys, config: Mapping[str, Any], feed_forward: str) -> dict[str, Any]:
-    """The kinds of layers, and sizes of states. feed_forward: what those are called that have a width."""
+def _nemotron_h_layers(keys: ArchitectureKeys, config: Mapping[str, Any], feed_forward: str) -> dict[str, Any]:
+    """Layer types and sizes of states. feed_forward: the name of layers that have a feed-forward width."""
     sizes = read_recurrent_sizes(keys)
     return {
         "layer_types": _nemotron_h_layer_types(keys, config["num_hidden_layers"], feed_forward),
@@ -402,21 +410,21 @@ def _nemotron_h_sizes(keys: ArchitectureKeys, config: Mapping[str, Any], feed_fo
 
 
 def _nemotron_h_layer_types(keys: ArchitectureKeys, count: int, feed_forward: str) -> list[str]:
-    keys = _of_layers(keys, count)
-    values = [keys.raw(name) for name in (KV_HEADS, _FEED_FORWARD_WIDTH)]
-    of_layers = zip(*(one if isinstance(one, list) else [one] * count for one in values), strict=True)
+    keys = _without_mtp(keys, count)
+    values = [keys.raw(name) for name in (KV_HEADS, DENSE_WIDTH)]
+    by_layer = zip(*(one if isinstance(one, list) else [one] * count for one in values), strict=True)
     found = []
-    for index, (heads, width) in enumerate(of_layers):
+    for index, (heads, width) in enumerate(by_layer):
         if heads and width:
             raise LoadError(
-                f"layer {index} has {keys.key(KV_HEADS)} and {keys.key(_FEED_FORWARD_WIDTH)}, and layers of this architecture are one part "
-                "each: get another conversion"
+                f"layer {index} has {keys.key(KV_HEADS)} and {keys.key(DENSE_WIDTH)}, but a layer of this architecture is either "
+                "attention or feed-forward: get another conversion"
             )
         found.append(FULL_ATTENTION if heads else feed_forward if width else STATE_SPACE)
     return found
 
 
-def _nemotron_h_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
+def _nemotron_h_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     return {
         "mlp_bias": any_layer_has_bias(tensors, "ffn_up"),
         "use_bias": any_layer_has_bias(tensors, "ssm_in"),
@@ -424,34 +432,37 @@ def _nemotron_h_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[st
     }
 
 
-def _no_rotation(keys: ArchitectureKeys, config: Mapping[str, Any], factors: Factors) -> dict[str, Any]:
-    return {}
+_NEMOTRON_H = Architecture(
+    NEMOTRON_H,
+    _INTERLEAVED,
+    config_keys=_nemotron_h,
+    understood_keys=SIZE_KEYS,
+    from_tensors=_nemotron_h_from_tensors,
+    rope_parameters=lambda keys, config, factors: {},
+    uniform_keys=_attention_and_feed_forward_layers,
+)
 
-
-# Fields of `Architecture`.
-NEMOTRON_H_FIELDS: dict[str, Any] = {
-    "more": _nemotron_h,
-    "reads": SIZE_KEYS,
-    "told_by": _nemotron_h_by_tensors,
-    "rotation": _no_rotation,
-    "plain": _with_both,
-}
-
-NEMOTRON_H_MOE_FIELDS: dict[str, Any] = NEMOTRON_H_FIELDS | {
-    "more": _nemotron_h_moe,
-    "reads": (
-        *SIZE_KEYS,
-        *(
-            _NEMOTRON_H_COUNT,
-            _NEMOTRON_H_USED,
-            _GATING,
-            _NEMOTRON_H_EXPERT_WIDTH,
-            _NEMOTRON_H_SHARED_WIDTH,
-            _NORMED,
-            _SCALE,
-            _GROUPS,
-            _USED_GROUPS,
-        ),
-        "expert_shared_count",  # how many make the width that is told
+_NEMOTRON_H_MOE = replace(
+    _NEMOTRON_H,
+    config_keys=_nemotron_h_moe,
+    understood_keys=(
+        *(*SIZE_KEYS, EXPERT_COUNT, EXPERTS_USED, GATING, EXPERT_WIDTH, SHARED_WIDTH),
+        *(_NORMED, _SCALE, _GROUPS, _USED_GROUPS),
+        "expert_shared_count",  # the number of shared experts, which are given as one width
     ),
+)
+
+
+HYBRID_ARCHITECTURES: dict[str, Architecture] = {
+    "qwen35": _GATED_DELTA,
+    "qwen35moe": _GATED_DELTA_MOE,
+    "qwen3next": replace(_GATED_DELTA_MOE, family=QWEN3_NEXT, layout=GGUFLayout(norms_with_offset=True)),
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE_MOE,
+    "granitehybrid": _GRANITE_HYBRID,
+    "falcon-h1": _FALCON_H1,
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H_MOE,
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2_MOE,
 }

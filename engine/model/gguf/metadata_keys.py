@@ -1,4 +1,4 @@
-"""Checked access to GGUF metadata keys, and the sliding-window layers that they describe.
+"""Checked access to GGUF metadata keys, and what several architectures read from them: windows and experts.
 
 Model keys begin with the architecture's name ("llama.block_count"); here they are named without it.
 """
@@ -18,14 +18,14 @@ _MOST = 2**31 - 1
 
 
 class ArchitectureKeys:
-    """The metadata under one architecture's prefix. Values that a layer each has must be the same for all layers."""
+    """The metadata under one architecture's prefix. A list with one value per layer must have equal values, except in `sizes`."""
 
     def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
         self._prefix = f"{architecture}."
         self._metadata = metadata
 
     def replaced(self, values: Mapping[str, Any]) -> ArchitectureKeys:
-        """The same with other values of these keys."""
+        """A copy with other values of these keys."""
         own = {self.key(name): value for name, value in values.items()}
         return ArchitectureKeys(self._prefix[:-1], {**self._metadata, **own})
 
@@ -38,11 +38,11 @@ class ArchitectureKeys:
         return (key.removeprefix(self._prefix) for key in self._metadata if key.startswith(self._prefix))
 
     def raw(self, name: str) -> Any:
-        """The value as it stands there; None where there is none."""
+        """The unchecked value; None if the key is absent."""
         return self._metadata.get(self.key(name))
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer; `default` where the file has none, LoadError without a default either."""
+        """A positive integer, or `default` if the key is absent. Raises LoadError if there is no default either."""
         value = self._single(name)
         if value is None:
             value = default
@@ -51,7 +51,7 @@ class ArchitectureKeys:
         return self._positive(name, value)
 
     def sizes(self, name: str, layers: int) -> list[int]:
-        """A positive integer of each layer, from a list of them or one that all share."""
+        """A positive integer for each layer, from a list or from one that all layers share."""
         value = self.raw(name)
         if not isinstance(value, list):
             return [self.size(name)] * layers
@@ -60,12 +60,12 @@ class ArchitectureKeys:
         return [self._positive(name, one) for one in value]
 
     def count(self, name: str) -> int:
-        """An integer that may be 0, which is what an absent one is."""
+        """A non-negative integer; 0 if the key is absent."""
         value = self._single(name)
         return 0 if value is None or (not isinstance(value, bool) and value == 0) else self.size(name)
 
     def number(self, name: str) -> float | None:
-        """A positive, finite number, or None: absent, or 0 where that means so."""
+        """A positive, finite number; None if the key is absent or 0."""
         value = self._single(name)
         if value is None or (not isinstance(value, bool) and value == 0):
             return None
@@ -77,7 +77,7 @@ class ArchitectureKeys:
         """A string, or None."""
         value = self.raw(name)
         if value is not None and not isinstance(value, str):
-            raise LoadError(f"{self.key(name)} must be a text, got {format_value(value)}")
+            raise LoadError(f"{self.key(name)} must be a string, got {format_value(value)}")
         return value
 
     def _positive(self, name: str, value: Any) -> int:
@@ -99,14 +99,14 @@ class ArchitectureKeys:
 def decimal(value: float) -> float:
     """The shortest decimal number that has this value as a float32: 1e-05 for what the file holds as 9.99999974e-06.
 
-    GGUF keeps numbers as float32; the models' own configurations have them in decimal.
+    GGUF stores numbers as float32; the models' own configurations have them in decimal.
     """
     try:
         bits = struct.pack("<f", value)
     except OverflowError:
         return value
     if struct.unpack("<f", bits)[0] != value:
-        return value  # it was no float32
+        return value  # not a float32
     for digits in range(1, 10):
         short = float(f"{value:.{digits}g}")
         if struct.pack("<f", short) == bits:
@@ -115,12 +115,11 @@ def decimal(value: float) -> float:
 
 
 WINDOW = "attention.sliding_window"
-
 PATTERN = "attention.sliding_window_pattern"
 
 
 def local_layers(keys: ArchitectureKeys, count: int, interval: int) -> list[str]:
-    """What each layer sees: as a list of flags says, or everything in every n-th."""
+    """Attention type of each layer: from a list of flags, else full attention in every n-th layer."""
     pattern = keys.raw(PATTERN)
     if pattern is None or (isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 1):
         local = [(i + 1) % (pattern or interval) != 0 for i in range(count)]
@@ -134,11 +133,42 @@ def local_layers(keys: ArchitectureKeys, count: int, interval: int) -> list[str]
 
 
 def local_and_global(interval: int) -> Callable[[ArchitectureKeys, Mapping[str, Any]], dict[str, Any]]:
-    """Layers that see a window, and every n-th that sees everything where the file does not say which; or no windows."""
+    """A reader of windows: full attention in every n-th layer unless the file lists the layers, or no windows at all."""
 
-    def more(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    def config_keys(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
         window, count = keys.count(WINDOW), config["num_hidden_layers"]
         kinds = local_layers(keys, count, interval) if window else [FULL_ATTENTION] * count
         return {"sliding_window": window or None, "layer_types": kinds}
 
-    return more
+    return config_keys
+
+
+# llama.cpp's keys and numbers for mixtures of experts.
+EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
+SHARED_WIDTH, DENSE_WIDTH, DENSE_BLOCKS = (
+    "expert_shared_feed_forward_length",
+    "feed_forward_length",
+    "leading_dense_block_count",
+)
+GATING = "expert_gating_func"
+SOFTMAX, SIGMOID = 1, 2
+
+
+def moe_config(
+    keys: ArchitectureKeys, *, experts: str = "num_experts", used: str = "num_experts_per_tok"
+) -> dict[str, Any]:
+    """Number and width of the experts. experts, used: the family's names of the numbers of all and of used experts."""
+    return {
+        experts: keys.size(EXPERT_COUNT),
+        used: keys.size(EXPERTS_USED),
+        "moe_intermediate_size": keys.size(EXPERT_WIDTH),
+    }
+
+
+def check_sigmoid_gating(keys: ArchitectureKeys, *unset: int) -> None:
+    """Raise LoadError if experts are not chosen by sigmoids. unset: values that mean the same as absence."""
+    gating = keys.raw(GATING)
+    if gating not in (None, SIGMOID, *unset):
+        raise LoadError(
+            f"{keys.key(GATING)} is {format_value(gating)}: experts of this architecture are chosen by sigmoids ({SIGMOID})"
+        )

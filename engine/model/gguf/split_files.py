@@ -12,40 +12,39 @@ from pathlib import Path
 from windlass.engine.errors import LoadError
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
-
 _MOST_PARTS = 1000
 
 
 def model_stem(name: str) -> str:
-    """The name of a model's file without its ending and without the number of its part."""
+    """The name of a model's file without its ending and part number."""
     stem = name[: -len(".gguf")] if name.lower().endswith(".gguf") else name
     matched = _PART.fullmatch(stem)
     return matched["stem"] if matched else stem
 
 
 def part_number(name: str) -> int | None:
-    """Which part of a split model a file is, from 1 on; None for a whole one."""
+    """Number of the part of a split model, from 1; None for an unsplit file."""
     matched = _PART.fullmatch(Path(name).stem)
     return int(matched["number"]) if matched else None
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of the model that a file of this name belongs to; itself where it is whole."""
+    """File names of all parts of the model; of an unsplit file its own name."""
     matched = _PART.fullmatch(Path(name).stem)
     if matched is None:
         return [name]
     count, suffix = int(matched["count"]), Path(name).suffix
     if not 1 <= int(matched["number"]) <= count <= _MOST_PARTS:
-        raise LoadError(f"{name} is no part of a split model: numbers go from 1 to the count, at most {_MOST_PARTS}")
+        raise LoadError(f"{name} is not a part of a split model: numbers are 1 to the count, at most {_MOST_PARTS}")
     return [f"{matched['stem']}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
 
 
 def find_parts(path: Path) -> list[Path]:
-    """Every file of the model that `path` belongs to, in order. Raises LoadError that names a part that is not there."""
+    """All files of the model that `path` belongs to, in order. Raises LoadError for a missing part."""
     parts = [path.with_name(name) for name in part_names(path.name)]
     for number, part in enumerate(parts, 1):
         if not part.is_file():
             raise LoadError(
-                f"{part.name} is missing beside {path}: it is part {number} of the {len(parts)} of this model, download it too"
+                f"{part.name} is missing next to {path}: it is part {number} of the {len(parts)} of this model, download it too"
             )
     return parts

@@ -16,6 +16,7 @@ from windlass.engine.model.families.family import Family
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames, PlainMLPNames
 from windlass.engine.model.feed_forward.moe import MoESpec
 from windlass.engine.model.gguf.gguf_rope import FACTOR_TENSORS
+from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.mixers.attention import AttentionSpec
 from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetNames, GatedDeltaNetSpec
 from windlass.engine.model.mixers.latent_attention import LatentNames, LatentSpec
@@ -25,14 +26,10 @@ from windlass.engine.model.model_spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.scaling_fields import format_key
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-
 LAYER_TABLE = "per_layer_token_embd.weight"
+_MISNAMED = "model.embedding_norm"  # the final norm of LFM2 is named so in its checkpoints, and similarly in GGUF files
 
-_MISNAMED = (
-    "model.embedding_norm"  # the final norm of LFM2, which is called after embeddings in its checkpoints and in files
-)
-
-# What is given to the layers, by the names of weights in a spec.
+# Inputs of the layers (per-layer embeddings): GGUF names, and names of weights in a spec.
 _LAYER_INPUTS = {
     LAYER_TABLE: "layer_inputs_table",
     "per_layer_model_proj.weight": "layer_inputs",
@@ -40,60 +37,46 @@ _LAYER_INPUTS = {
 }
 
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([\w.]+)\.(weight|bias|scale)")
-
 _EXPERTS = re.compile(r"ffn_(gate|up|down)(?:\.(\d{1,4})|_(exps|shexp))|ffn_(gate_up)_exps")
 
-# Tensors whose names have no ending in a checkpoint, and those of latent attention for all heads.
+# Tensors whose checkpoint names have no ".weight".
 _BARE = (
     *("attn_sinks", "exp_probs_b", "layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale"),
     *("ssm_a", "ssm_d", "ssm_dt"),
 )
 
-_WITHOUT_ENDING = (".ssm_a", ".ssm_d", ".ssm_dt")  # nor in a file, some writers' of the last
+_WITHOUT_ENDING = (
+    ".ssm_a",
+    ".ssm_d",
+    ".ssm_dt",
+)  # without ".weight" in GGUF files too, ssm_dt in those of some writers
 
-_OF_HEADS = ("attn_k_b", "attn_v_b")
-
-_UNUSED = ("attn_rot_embd", "rope_freqs")  # in each layer of old files: the plain frequencies
+_OF_HEADS = ("attn_k_b", "attn_v_b")  # of latent attention: all heads in one tensor
+_UNUSED = ("attn_rot_embd", "rope_freqs")  # unscaled frequencies, in each layer of old files
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFTensorLocation:
-    """A tensor of a model's files. file: its place in the list of files; the others: as `reader.GGUFTensor` has them."""
+class GGUFTensor(TensorHeader):
+    """A tensor of a model's files. file: index of its file."""
 
-    file: int
-    type: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    def each(self) -> list[GGUFTensorLocation]:
-        """The tensors that it holds along its first dimension."""
-        size = (self.end - self.begin) // max(1, self.shape[0])
-        begins = [self.begin + i * size for i in range(self.shape[0])]
-        return [GGUFTensorLocation(self.file, self.type, self.shape[1:], begin, begin + size) for begin in begins]
-
-    def rows(self, first: int, count: int) -> GGUFTensorLocation:
-        """Some of its rows as a tensor of their own."""
-        size = (self.end - self.begin) // self.shape[0]
-        begin = self.begin + first * size
-        return GGUFTensorLocation(self.file, self.type, (count, *self.shape[1:]), begin, begin + count * size)
+    file: int = 0
 
 
-def first_layer_has_bias(tensors: Mapping[str, GGUFTensorLocation], *names: str) -> bool:
-    """Whether layers have one of these biases."""
+def first_layer_has_bias(tensors: Mapping[str, GGUFTensor], *names: str) -> bool:
+    """Whether the first layer has any of these biases."""
     return any(f"blk.0.{name}.bias" in tensors for name in names)
 
 
 def map_tensors(
-    tensors: Mapping[str, GGUFTensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None = None
-) -> dict[str, GGUFTensorLocation]:
+    tensors: Mapping[str, GGUFTensor], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None = None
+) -> dict[str, GGUFTensor]:
     """The tensors of the spec by their names in a checkpoint.
 
-    tensors: of all files, under their GGUF names. aliases: names in a layer that stand for others, where all of them are
-    there. Raises LoadError for one that is missing or has another shape, and for one
-    that the decoder has no use for, since a model with it would be another one.
+    tensors: of all files, by GGUF name. aliases: see `Architecture`; they apply if a layer has all of them. Raises LoadError
+    for a tensor that is missing or has another shape, and for one that the decoder does not use, since the file would then
+    describe another model.
     """
-    found: dict[str, GGUFTensorLocation] = {}
+    found: dict[str, GGUFTensor] = {}
     names = spec.names
     outer = {
         "token_embd": names.embedding,
@@ -113,15 +96,15 @@ def map_tensors(
             if new.startswith(spec.unused_tensors):
                 continue
             if new in found:
-                raise LoadError(f"tensor {format_key(name)} is one that stands there under another name already")
+                raise LoadError(f"tensor {format_key(name)} appears under another name as well")
             found[new] = part
-    return _as_listed(found, spec)
+    return _in_spec_order(found, spec)
 
 
 def layer_tensor_names(
-    tensors: Mapping[str, GGUFTensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None
+    tensors: Mapping[str, GGUFTensor], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """What llama.cpp calls the tensors of a layer, and what this model does. tensors, aliases: as in `map_tensors`."""
+    """Names of the tensors of a layer: llama.cpp's to this model's. tensors, aliases: as in `map_tensors`."""
     names = _layer_names(family, spec) | _convolution_names(spec) | _state_space_names(spec)
     if aliases and all(f"blk.0.{name}.weight" in tensors for name in aliases):
         names |= {name: names[known] for name, known in aliases.items()}
@@ -158,12 +141,12 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
         names["attn_sinks"] = attention.sinks
     delta = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDeltaNetSpec)), None)
     names |= {} if delta is None else _delta_names(delta.names)
-    names |= _further_names(spec.layers[0])
+    names |= _family_part_names(spec.layers[0])
     return {name: known for name, known in names.items() if known is not None}
 
 
-def _further_names(layer: LayerSpec) -> dict[str, str]:
-    """Of what stands beside the usual parts of a layer."""
+def _family_part_names(layer: LayerSpec) -> dict[str, str]:
+    """Names of parts that only some families have."""
     names: dict[str, str] = {}
     if layer.per_layer_projection is not None:
         names |= {
@@ -183,7 +166,7 @@ def _further_names(layer: LayerSpec) -> dict[str, str]:
 
 
 def _convolution_names(spec: ModelSpec) -> dict[str, str]:
-    """Of layers that are short convolutions, if there are any."""
+    """Names in short convolutions, if the model has any."""
     own = next((layer.mixer.names for layer in spec.layers if isinstance(layer.mixer, ShortConvolutionSpec)), None)
     if own is None:
         return {}
@@ -191,7 +174,7 @@ def _convolution_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def _state_space_names(spec: ModelSpec) -> dict[str, str]:
-    """Of memories that fade, as layers or beside attention, if there are any (Mamba 2)."""
+    """Names in state-space layers (Mamba 2), alone or in parallel with attention, if the model has any."""
     mixers = (
         layer.mixer if layer.parallel_state_space is None else layer.parallel_state_space.state_space
         for layer in spec.layers
@@ -240,23 +223,23 @@ def _delta_names(own: GatedDeltaNetNames) -> dict[str, str]:
 
 def _renamed(
     name: str,
-    tensor: GGUFTensorLocation,
+    tensor: GGUFTensor,
     outer: Mapping[str, str],
     names: Mapping[str, str],
     family: Family,
     spec: ModelSpec,
-) -> Iterator[tuple[str, GGUFTensorLocation]]:
-    """The tensors that one tensor of the file is; none where it is not used."""
+) -> Iterator[tuple[str, GGUFTensor]]:
+    """Checkpoint names and tensors for one tensor of the file; none if it is not used."""
     if name in outer:
         yield outer[name], tensor
         return
     index, _, _ = _in_block(name)
-    if index < len(spec.layers):  # a block behind them predicts a token further: see `prediction`
-        yield from of_layer(name, tensor, spec.names.layer(index), spec.layers[index], names, family)
+    if index < len(spec.layers):  # the block after the layers is the MTP head, see `map_mtp_block`
+        yield from map_layer_tensor(name, tensor, spec.names.layer(index), spec.layers[index], names, family)
 
 
 def _in_block(name: str) -> tuple[int, str, str]:
-    """The index of the block that a tensor is of, its name there, and the ending of that. Raises LoadError for one of none."""
+    """Index of the block of a tensor, the name within the block, and its ending. Raises LoadError for other names."""
     matched = _LAYER.fullmatch(f"{name}.weight" if name.endswith(_WITHOUT_ENDING) else name)
     if matched is None:
         raise _unknown(name)
@@ -264,10 +247,10 @@ def _in_block(name: str) -> tuple[int, str, str]:
     return int(index), f"{what}.{suffix}" if suffix == "scale" else what, suffix
 
 
-def of_layer(
-    name: str, tensor: GGUFTensorLocation, prefix: str, layer: LayerSpec, names: Mapping[str, str], family: Family
-) -> Iterator[tuple[str, GGUFTensorLocation]]:
-    """The tensors, with their names in a checkpoint, that one tensor of a layer is; none where it is not used.
+def map_layer_tensor(
+    name: str, tensor: GGUFTensor, prefix: str, layer: LayerSpec, names: Mapping[str, str], family: Family
+) -> Iterator[tuple[str, GGUFTensor]]:
+    """Checkpoint names and tensors for one tensor of a layer; none if it is not used.
 
     prefix: of the layer's names in a checkpoint. names: see `layer_tensor_names`. Raises LoadError.
     """
@@ -280,12 +263,12 @@ def of_layer(
         for new, one in found:
             yield f"{prefix}{new}" if what in _BARE else f"{prefix}{new}.{suffix}", one
     elif what in _OF_HEADS and isinstance(mixer, LatentSpec):
-        if mixer.in_parts:  # else the file has them beside the tensor of both
+        if mixer.in_parts:  # else the file repeats the tensor of both
             if tensor.shape[:1] != (mixer.num_heads,):
                 raise LoadError(
                     f"tensor {format_key(name)} has the shape {list(tensor.shape)} for {mixer.num_heads} heads"
                 )
-            for head, one in enumerate(tensor.each()):
+            for head, one in enumerate(tensor.unstack()):
                 yield f"{prefix}{names[what]}[{head}].{suffix}", one
     elif what in _BARE and what in names:
         yield f"{prefix}{names[what]}", tensor
@@ -298,14 +281,14 @@ def of_layer(
         if tensor.shape[0] != q + 2 * kv:
             raise LoadError(f"tensor {format_key(name)} has {tensor.shape[0]} rows, {q + 2 * kv} are expected")
         for part, rows in ((attention.q, q), (attention.k, kv), (attention.v, kv)):
-            yield f"{prefix}{part}.{suffix}", tensor.rows(first, rows)
+            yield f"{prefix}{part}.{suffix}", tensor.narrow(first, rows)
             first += rows
     else:
         raise _unknown(name)
 
 
 def _unknown(name: str) -> LoadError:
-    return LoadError(f"tensor {format_key(name)} is none that the model should have: it may be another kind of model")
+    return LoadError(f"tensor {format_key(name)} does not belong to the model: it may be another kind of model")
 
 
 def _experts_of(layer: LayerSpec) -> MoESpec | None:
@@ -314,8 +297,8 @@ def _experts_of(layer: LayerSpec) -> MoESpec | None:
     return layer.feed_forward if isinstance(layer.feed_forward, MoESpec) else None
 
 
-def _of_experts(spec: MoESpec, what: str, tensor: GGUFTensorLocation) -> list[tuple[str, GGUFTensorLocation]] | None:
-    """The names of a router's, the experts' or the shared expert's tensors; None for a tensor of something else."""
+def _of_experts(spec: MoESpec, what: str, tensor: GGUFTensor) -> list[tuple[str, GGUFTensor]] | None:
+    """Names and tensors of a router, of experts or of the shared expert; None for other tensors."""
     names, shared = spec.names, spec.names.shared
     if what == "ffn_gate_inp":
         return [(names.router, tensor)]
@@ -330,23 +313,23 @@ def _of_experts(spec: MoESpec, what: str, tensor: GGUFTensorLocation) -> list[tu
     if kind == "shexp":
         own = None if shared is None else _parts(shared).get(part)
         return None if own is None else [(own, tensor)]
-    if kind == "exps" or both:  # of all experts
+    if kind == "exps" or both:  # all experts in one tensor
         wide = spec.intermediate_size
         if tensor.shape[:1] != (spec.experts,) or (both and tensor.shape[1:2] != (2 * wide,)):
             raise LoadError(f"tensor {what} has the shape {list(tensor.shape)} for {spec.experts} experts")
     parts = _parts(names.expert)
     if both and "gate" in parts:
         return [
-            (f"{names.experts}.{i}.{own}", one.rows(first, wide))
-            for i, one in enumerate(tensor.each())
+            (f"{names.experts}.{i}.{own}", one.narrow(first, wide))
+            for i, one in enumerate(tensor.unstack())
             for own, first in ((parts["gate"], 0), (parts["up"], wide))
         ]
     own = parts.get(part)
     if own is None:
         return None
     if kind == "exps":
-        return [(f"{names.experts}.{i}.{own}", one) for i, one in enumerate(tensor.each())]
-    return [(f"{names.experts}.{int(index)}.{own}", tensor)]  # files from before they were one tensor
+        return [(f"{names.experts}.{i}.{own}", one) for i, one in enumerate(tensor.unstack())]
+    return [(f"{names.experts}.{int(index)}.{own}", tensor)]  # older files have a tensor for each expert
 
 
 def _parts(names: GatedMLPNames | PlainMLPNames) -> dict[str, str]:
@@ -354,42 +337,38 @@ def _parts(names: GatedMLPNames | PlainMLPNames) -> dict[str, str]:
     return {**gate, "up": names.up, "down": names.down}
 
 
-def _as_listed(found: dict[str, GGUFTensorLocation], spec: ModelSpec) -> dict[str, GGUFTensorLocation]:
-    """In the order of the spec, each as it should be."""
+def _in_spec_order(found: dict[str, GGUFTensor], spec: ModelSpec) -> dict[str, GGUFTensor]:
+    """The tensors in the order of the spec. Raises LoadError for one that is missing, surplus or of another shape."""
     result = {}
     for weight in spec.weights():
         for stored in weight.stored:
-            tensor, shape = found.pop(stored.name, None), (stored.rows, *weight.shape[1:])
-            if stored.reshape_rows is not None:
-                shape = (stored.reshape_rows, stored.rows // stored.reshape_rows)
-            if stored.transposed:
-                shape = shape[::-1]
+            tensor, shape = found.pop(stored.name, None), stored.shape(weight)
             if tensor is None:
                 raise LoadError(f"tensor {stored.name} (as Hugging Face calls it) is missing: download the file again")
             if tensor.shape != shape:
                 raise LoadError(f"tensor {stored.name} has the shape {list(tensor.shape)}, {list(shape)} is expected")
             result[stored.name] = tensor
     if found:
-        raise LoadError(f"tensor {next(iter(found))} (as Hugging Face calls it) is none that this model should have")
+        raise LoadError(f"tensor {next(iter(found))} (as Hugging Face calls it) does not belong to this model")
     return result
 
 
-# Copies of the model's embedding and head, which some files have.
+# Copies of the model's embedding and head in some files.
 _COPIES = ("embed_tokens.weight", "shared_head_head.weight")
 
 
 def has_mtp_block(block: int, tensors: Collection[str]) -> bool:
-    """Whether the block with this index predicts a token further. tensors: names of all that the files hold."""
+    """Whether the block with this index is an MTP head. tensors: names of all tensors in the files."""
     return f"blk.{block}.nextn.eh_proj.weight" in tensors
 
 
 def map_mtp_block(
-    tensors: Mapping[str, GGUFTensorLocation], family: Family, spec: ModelSpec, block: int, aliases: Mapping[str, str]
-) -> dict[str, GGUFTensorLocation]:
-    """The tensors of this block by the names of the spec. What the spec does not know keeps its name, behind the layer's prefix.
+    tensors: Mapping[str, GGUFTensor], family: Family, spec: ModelSpec, block: int, aliases: Mapping[str, str]
+) -> dict[str, GGUFTensor]:
+    """The tensors of this block by the names of the spec. Unknown tensors keep their names, after the layer's prefix.
 
-    tensors: of all files, under their GGUF names. spec: of the prediction layer, with the tensors that GGUF files have.
-    aliases: as in `tensor_names.rename`.
+    tensors: of all files, by GGUF name. spec: of the MTP head, with the tensors that GGUF files have. aliases: as in
+    `map_tensors`.
     """
     assert spec.mtp_input is not None and spec.names.final_norm is not None
     begin, prefix = f"blk.{block}.", spec.names.layer(0)
@@ -404,18 +383,18 @@ def map_mtp_block(
     if last and (norm := spec.layers[last].norms.mixer) is not None:
         names["post_attention_norm"] = norm
 
-    def renamed(name: str, tensor: GGUFTensorLocation) -> Iterator[tuple[str, GGUFTensorLocation]]:
+    def renamed(name: str, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
         what = name.removeprefix(begin)
         own = what.removeprefix("nextn.")
         if what == own:
             index = 0 if what.startswith("attn_") else last
-            yield from of_layer(name, tensor, spec.names.layer(index), spec.layers[index], names, family)
+            yield from map_layer_tensor(name, tensor, spec.names.layer(index), spec.layers[index], names, family)
         elif own in around:
             yield f"{around[own]}.weight", tensor
         elif own not in _COPIES:
             yield f"{prefix}{what}", tensor
 
-    found: dict[str, GGUFTensorLocation] = {}
+    found: dict[str, GGUFTensor] = {}
     for name, tensor in tensors.items():
         if not name.startswith(begin):
             continue

@@ -1,4 +1,4 @@
-"""Loading of LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors.
+"""Loading of LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 Everything is checked before anything is used; unsupported keys are refused by name. Takes no lock and changes no state, so it
 may run concurrently with steps.
@@ -28,19 +28,16 @@ from windlass.engine.model.loading.safetensors_header import SafetensorsHeader, 
 from windlass.engine.model.loading.tensor_reader import read_tensors
 from windlass.engine.model.lora import Adapter
 from windlass.engine.model.model_spec import ModelSpec
-from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
+from windlass.engine.model.weight_spec import WeightSpec
 from windlass.kernels import LowRankPart, LowRankUpdate
 
 CONFIG = "adapter_config.json"
-
 WEIGHTS = "adapter_model.safetensors"
-
 _MAX_CONFIG = 1 << 20  # bytes
-
 _MAX_PATTERNS = 4096
 
 _UNREAD = frozenset(
-    # What changes nothing of an adapter that is saved and only used.
+    # Without effect on an adapter that is only applied.
     "auto_mapping base_model_name_or_path revision inference_mode task_type lora_dropout peft_version runtime_config "
     "megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config arrow_config qalora_group_size "
     "exclude_modules layers_to_transform layers_pattern ensure_weight_tying".split()
@@ -48,9 +45,9 @@ _UNREAD = frozenset(
 
 _READ = frozenset("peft_type r lora_alpha use_rslora rank_pattern alpha_pattern target_modules bias".split())
 
-# With what they mean, for the message.
+# Keys of unsupported features, with their meaning for the message.
 _REFUSED = {
-    "modules_to_save": "whole modules saved beside the adapter",
+    "modules_to_save": "whole modules saved with the adapter",
     "use_dora": "DoRA",
     "lora_bias": "biases of the low-rank matrices",
     "fan_in_fan_out": "transposed weights",
@@ -61,29 +58,20 @@ _REFUSED = {
     "use_qalora": "QALoRA",
 }
 
-_CHANGES_BASE = (
-    "pissa",
-    "olora",
-    "corda",
-    "loftq",
-    "lora_ga",
-)  # ways of initialising that take from the model's own weights
-
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the model's own weights
 _HEADS = ("lm_head", "embed_tokens", "wte", "embeddings")
-
 _PLAIN_PATTERN = re.compile(r"[\w.]+")
-
 _PATTERN = re.compile(r"[\w.\\^$|()\[\]*+?-]{1,256}")
 
 
 def refuse(message: str, code: str = "invalid_adapter") -> RequestError:
-    """The error for files that make no adapter of this model."""
+    """An error for files that are not an adapter of this model."""
     return RequestError(message, "lora_path", code)
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """What adapter_config.json says. rank_patterns, alpha_patterns: of modules that have their own."""
+    """Contents of adapter_config.json. rank_patterns, alpha_patterns: exceptions by module name."""
 
     rank: int
     alpha: float
@@ -95,23 +83,23 @@ class PeftConfig:
         return int(_first_match(self.rank_patterns, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What the product of the two matrices is multiplied by (rank-stabilized: 2312.03732)."""
+        """The factor of the product of the two matrices (rank-stabilized: arXiv 2312.03732)."""
         rank = self.rank_of(module)
         alpha = _first_match(self.alpha_patterns, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
 
 def read_peft_config(directory: Path, max_rank: int) -> PeftConfig:
-    """Raises RequestError that names the key at fault."""
+    """Read adapter_config.json. Raises RequestError that names the invalid key."""
     path = directory / CONFIG
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe's end may never come
-            raise refuse(f"{CONFIG} is no regular file")
+        if not stat.S_ISREG(status.st_mode):  # a pipe may never end
+            raise refuse(f"{CONFIG} is not a regular file")
         if status.st_size > _MAX_CONFIG:
             raise refuse(f"{CONFIG} is larger than {_MAX_CONFIG} bytes")
         config = json.loads(path.read_text(encoding="utf-8"))
-    except RequestError:  # a ValueError, too
+    except RequestError:  # it is a ValueError
         raise
     except FileNotFoundError:
         raise refuse(f"{directory.name} holds no {CONFIG}: give a directory as PEFT writes it") from None
@@ -122,13 +110,13 @@ def read_peft_config(directory: Path, max_rank: int) -> PeftConfig:
     if not isinstance(config, dict):
         raise refuse(f"{CONFIG} does not hold a JSON object")
     _check_understood(config)
-    rank = _whole(config.get("r"), "r", max_rank)
+    rank = _rank(config.get("r"), "r", max_rank)
     return PeftConfig(
         rank,
         _number(config.get("lora_alpha"), "lora_alpha"),
         _flag(config.get("use_rslora", False), "use_rslora"),
         [
-            (_compiled(text_module_name(k)), _whole(v, f"rank_pattern {k}", max_rank))
+            (_compiled(text_module_name(k)), _rank(v, f"rank_pattern {k}", max_rank))
             for k, v in _patterns(config, "rank_pattern").items()
         ],
         [
@@ -167,7 +155,7 @@ def _check_understood(config: Mapping[str, Any]) -> None:
 
 
 def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Only patterns whose matching takes bounded time."""
+    """Patterns of a key. Refuses those whose matching time is not bounded."""
     found = config.get(key) or {}
     if not isinstance(found, dict) or len(found) > _MAX_PATTERNS:
         raise refuse(f"{CONFIG}: {key} must be an object of at most {_MAX_PATTERNS} entries")
@@ -185,7 +173,7 @@ def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Matches whole names of modules that end with the pattern; see PEFT's `get_pattern_key`."""
+    """A pattern that matches module names which end with it; see PEFT's `get_pattern_key`."""
     if _PLAIN_PATTERN.fullmatch(pattern):
         return re.compile(rf"(?:.*\.)?{pattern}")
     if pattern.startswith("^"):
@@ -194,11 +182,11 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _first_match(patterns: Sequence[tuple[re.Pattern[str], float]], module: str, otherwise: float) -> float:
-    """The value of the first pattern that fits the module's name."""
+    """The value of the first pattern that matches the module's name."""
     return next((value for pattern, value in patterns if pattern.fullmatch(module)), otherwise)
 
 
-def _whole(value: object, key: str, most: int) -> int:
+def _rank(value: object, key: str, most: int) -> int:
     if type(value) is not int or value < 1:
         raise refuse(f"{CONFIG}: {key[:80]} must be a whole number of at least 1, got {_shown(value)}")
     if value > most:
@@ -227,24 +215,21 @@ def _shown(value: object) -> str:
 
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.(?:default\.)?weight")
-
 _FLOATS = ("F32", "F16", "BF16", "F64")
-
-_HEADER_ROOM = 16 << 20  # bytes of a file beside its tensors
-
+_MAX_HEADER = 16 << 20  # bytes of a file in addition to its tensors
 Pair = tuple[Tensor, Tensor]  # A [r, K] and B [N, r]
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterStorage:
-    """How matrices are kept. compute: what the model computes in. stored: what they are rounded to, None where nobody says."""
+    """How matrices are stored. compute: the compute dtype. stored: `adapters.dtype`, None if it is not set."""
 
     compute: torch.dtype
     device: torch.device
     stored: torch.dtype | None = None
 
     def matrix(self, matrix: Tensor) -> Tensor:
-        """Of a float32 one, in the type that is kept. Raises RequestError where numbers are too large for it."""
+        """A float32 matrix in its stored type. Raises RequestError if its numbers are too large for that."""
         if self.stored is not None:
             found = matrix.to(self.device, self.stored)
             if not found.isfinite().all():
@@ -252,7 +237,7 @@ class AdapterStorage:
                 raise refuse(f"{WEIGHTS} holds numbers that are too large for `adapters.dtype={name}`", "not_finite")
             return found
         if self.device.type == "cpu" and self.compute == torch.float32:
-            for narrow in (torch.bfloat16, torch.float16):  # it is read in every step
+            for narrow in (torch.bfloat16, torch.float16):  # fewer bytes to read in every step
                 found = matrix.to(narrow)
                 if torch.equal(found.float(), matrix):
                     return found
@@ -260,15 +245,14 @@ class AdapterStorage:
 
 
 def read_adapter(source: AdapterSource, spec: ModelSpec, storage: AdapterStorage, max_rank: int) -> Adapter:
-    """The adapter in a directory.
+    """Read the adapter in a directory. Raises RequestError that names the fault.
 
-    spec: of the model with its rows in the order of its original weights, whatever file they came from. Raises RequestError
-    that says what in the files is at fault.
+    spec: of the model, with rows in the order of the original weights, whatever the format of its files.
     """
     if spec.has_folded_factors:
         raise refuse(
-            "the weights of this GGUF file are multiplied by factors that it does not name and the adapter was trained without: "
-            "serve the original Hugging Face model",
+            "the weights of this GGUF file are multiplied by factors that it does not name and that the adapter was trained "
+            "without: serve the original Hugging Face model",
             "unsupported_adapter",
         )
     directory = Path(source.path)
@@ -281,7 +265,7 @@ def read_adapter(source: AdapterSource, spec: ModelSpec, storage: AdapterStorage
             digest.update(tensor.contiguous().numpy().tobytes())
     parts: list[dict[str, LowRankUpdate]] = []
     for prefix, weights in spec.adapted_parts():
-        changes = {weight.name: _joined(weight, prefix, found, described, storage) for weight in weights}
+        changes = {weight.name: _join_updates(weight, prefix, found, described, storage) for weight in weights}
         parts.append({name: change for name, change in changes.items() if change is not None})
     info = AdapterInfo(
         source.adapter_id,
@@ -296,7 +280,7 @@ def read_adapter(source: AdapterSource, spec: ModelSpec, storage: AdapterStorage
 
 
 def _modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Rows and columns of every matrix that may change, by the module's name."""
+    """Rows and columns of every matrix that an adapter can change, by module name."""
     return {
         prefix + stored.name.removesuffix(".weight"): (stored.rows, weight.shape[1])
         for prefix, weights in spec.adapted_parts()
@@ -309,13 +293,10 @@ def _read(directory: Path, described: PeftConfig, spec: ModelSpec, max_rank: int
     """Both matrices of every changed module, float32, checked."""
     path, known = directory / WEIGHTS, _modules(spec)
     if not path.is_file():
-        other = (
-            " (adapter_model.bin may run code when it is read: convert it)"
-            if (directory / "adapter_model.bin").exists()
-            else ""
-        )
+        pickled = (directory / "adapter_model.bin").exists()
+        other = " (adapter_model.bin may run code when it is read: convert it)" if pickled else ""
         raise refuse(f"{directory.name} holds no {WEIGHTS}{other}")
-    most = _HEADER_ROOM + sum(8 * max_rank * (rows + columns) for rows, columns in known.values())
+    most = _MAX_HEADER + sum(8 * max_rank * (rows + columns) for rows, columns in known.values())
     try:
         size = path.stat().st_size
         if size > most:
@@ -324,12 +305,12 @@ def _read(directory: Path, described: PeftConfig, spec: ModelSpec, max_rank: int
         names = _check_tensor_names(header, known, described)
         tensors: dict[str, Tensor] = {}
 
-        def place(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        def destination(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor:
             return tensors.setdefault(name, torch.empty(shape, dtype=dtype))
 
-        for part in read_tensors(path, place):
-            if not part.finite:
-                raise refuse(f"tensor {part.name!r} holds NaN or infinite numbers", "not_finite")
+        for chunk in read_tensors(path, destination):
+            if not chunk.finite:
+                raise refuse(f"tensor {chunk.name!r} holds NaN or infinite numbers", "not_finite")
     except (OSError, SafetensorError, LoadError) as error:
         reason = (
             error.strerror if isinstance(error, OSError) and error.strerror else str(error).replace(str(path), WEIGHTS)
@@ -341,7 +322,7 @@ def _read(directory: Path, described: PeftConfig, spec: ModelSpec, max_rank: int
 def _check_tensor_names(
     header: SafetensorsHeader, known: dict[str, tuple[int, int]], described: PeftConfig
 ) -> dict[str, tuple[str, str]]:
-    """The names of A and B of every module in the file; shapes and types are those of an adapter of this model."""
+    """The names of A and B of every module in the file. Refuses shapes and types that do not match this model."""
     names: dict[str, dict[str, str]] = {}
     for name, tensor in header.tensors.items():
         matched = _NAME.fullmatch(name)
@@ -378,14 +359,14 @@ def _check_tensor_names(
     return {module: (pair["A"], pair["B"]) for module, pair in names.items()}
 
 
-def _joined(
+def _join_updates(
     weight: WeightSpec,
     prefix: str,
     found: dict[str, Pair],
     described: PeftConfig,
     storage: AdapterStorage,
 ) -> LowRankUpdate | None:
-    """The changes of all that a weight is made of; None where nothing of it changes."""
+    """The low-rank update of a weight from those of its tensors; None if no tensor changes."""
     downs: list[Tensor] = []
     parts: list[LowRankPart] = []
     first = rank_first = 0
@@ -393,14 +374,10 @@ def _joined(
         module = prefix + stored.name.removesuffix(".weight")
         if module in found:
             down, up = found[module]
-            own = storage.matrix(_ordered(up, stored))
+            order = row_order(stored)
+            own = storage.matrix(up if order is None else up[order])
             parts.append(LowRankPart.of(own, first, rank_first, described.scale_of(module)))
             downs.append(down)
             rank_first += len(down)
         first += stored.rows
     return LowRankUpdate.of(storage.matrix(torch.cat(downs)), parts) if downs else None
-
-
-def _ordered(up: Tensor, stored: StoredTensor) -> Tensor:
-    order = row_order(stored)
-    return up if order is None else up[order]

@@ -30,7 +30,7 @@ _MERGE = (
     "T.from_pretrained({base!r}).save_pretrained({target!r})"
 )
 
-# Patterns of file names, and what a directory with such a file and without safetensors is.
+# Patterns of file names, and the format of a directory with such a file and without safetensors.
 _OTHER_WEIGHTS = (
     (("*.onnx", "onnx/*.onnx"), "ONNX"),
     (("openvino_model.xml",), "OpenVINO"),
@@ -39,16 +39,18 @@ _OTHER_WEIGHTS = (
 )
 
 _PICKLED = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
-
 _NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|rng_state|scaler)")
-
-_SHELL_ACTS_ON = '"$`\\!'  # inside double quotes
+_SHELL_SPECIAL = '"$`\\!'  # inside double quotes
 
 
 def describe_other_format(path: Path) -> str | None:
-    """What a file, or a directory without safetensors weights, is and what to do about it; None where nothing is known."""
+    """Format of a file, or of a directory without safetensors weights, with advice; None if it is unknown."""
     if path.is_file():
-        return _describe_file(path)
+        if path.suffix == ".safetensors":
+            return (
+                f"{path} is a file of a model: give its directory, {path.parent}, with config.json and tokenizer.json"
+            )
+        return None
     adapter = path / "adapter_config.json"
     if adapter.is_file():
         return _describe_adapter(path, adapter)
@@ -70,12 +72,6 @@ def describe_other_format(path: Path) -> str | None:
     return None
 
 
-def _describe_file(path: Path) -> str | None:
-    if path.suffix == ".safetensors":
-        return f"{path} is a file of a model: give its directory, {path.parent}, with config.json and tokenizer.json"
-    return None
-
-
 def _describe_adapter(path: Path, adapter: Path) -> str:
     try:
         config = json.loads(adapter.read_text(encoding="utf-8"))
@@ -92,14 +88,14 @@ def _describe_adapter(path: Path, adapter: Path) -> str:
 
 
 def _command(code: str, source: Path, suffix: str = "safetensors", **more: str) -> str:
-    """A command for a POSIX shell; it writes to a directory of its own below the one where it is run."""
+    """A command for a POSIX shell, which writes to a new directory below the current one."""
     target = f"{_model_name(source)}-{suffix}"
     filled = code.format(source=str(source), target=target, **more)
-    return "python -c " + (shlex.quote(filled) if set(filled) & set(_SHELL_ACTS_ON) else f'"{filled}"')
+    return "python -c " + (shlex.quote(filled) if set(filled) & set(_SHELL_SPECIAL) else f'"{filled}"')
 
 
 def _model_name(directory: Path) -> str:
-    """The directory's name, or in the hub's cache, where that is a hash, the model's."""
+    """The directory's name; in the hub's cache, where that is a hash, the model's name."""
     storage = directory.parent.parent.name
     return storage.rsplit("--", 1)[-1] if storage.startswith("models--") else directory.name
 
@@ -113,14 +109,13 @@ def _first(directory: Path, patterns: Iterable[str]) -> Path | None:
 
 
 _INDEX = "model.safetensors.index.json"
-
 _SINGLE = "model.safetensors"
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory, single or sharded, or the GGUF files it is derived from.
 
-    LoadError when there are none or some are missing.
+    Raises LoadError if there are none or some are missing.
     """
     gguf = read_index(directory)
     if gguf is not None:
@@ -155,7 +150,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
-    """Every tensor of all files of a checkpoint by name. Raises LoadError."""
+    """Headers of all tensors of a checkpoint by name. Raises LoadError."""
     gguf = read_index(directory)
     if gguf is not None:
         return dict(gguf.tensors)
@@ -176,17 +171,17 @@ def matrix_types(headers: dict[str, TensorHeader]) -> set[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files whose bytes are the weights, or say which of them are which tensor. Raises LoadError."""
+    """The files with the weights, and gguf.json, which maps GGUF files to tensors. Raises LoadError."""
     index = directory / GGUF_INDEX
     return checkpoint_files(directory) + ([index] if index.is_file() else [])
 
 
 def weights_digest(directory: Path) -> bytes:
-    """A digest that tells checkpoints apart without reading gigabytes: names, sizes and times of the weight files."""
+    """A digest of a checkpoint that does not read gigabytes: of names, sizes and times of the weight files."""
     digest = hashlib.sha256()
     for file in checkpoint_files(directory):
         stat = file.stat()
         digest.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
     if (directory / GGUF_INDEX).is_file():
-        digest.update((directory / GGUF_INDEX).read_bytes())  # which bytes are which tensor
+        digest.update((directory / GGUF_INDEX).read_bytes())  # maps bytes to tensors
     return digest.digest()

@@ -1,12 +1,13 @@
 """Decoding of quantized tensors to block formats or to floats.
 
-Handles the bit order of every method (GPTQ, AWQ, compressed-tensors, FP8, MXFP4, BitNet) and of GGUF blocks. Works on a range of
-rows at a time to limit memory. The block format of each weight is chosen in `quantized_checkpoint`. GGUF types without a kernel are
-dequantized with the `gguf` package, which is imported on demand.
+Handles the bit order of every method (GPTQ, AWQ, compressed-tensors, FP8, MXFP4, BitNet) and of GGUF blocks. Works on a range
+of rows at a time to limit memory. The block format of each weight is chosen in `quantized_checkpoint`. GGUF types without a
+kernel are dequantized with the `gguf` package, which is imported on demand.
 
-MXFP4 (OCP Microscaling Formats 1.0) has 4-bit floats ±0, ½, 1, 1½, 2, 3, 4 and 6 in blocks of 32 with an exponent e that multiplies
-by 2^(e - 127). Twice a float is an integer up to 12, which fits a 5-bit code, and half of 2^(e - 127) is a float16 number down to
-e = 104, so q5_0 holds MXFP4 exactly. Blocks below that (largest number under 2^-20) are rounded to multiples of 2^-24.
+MXFP4 (OCP Microscaling Formats 1.0) has 4-bit floats ±0, ½, 1, 1½, 2, 3, 4 and 6 in blocks of 32 with an exponent e that
+multiplies by 2^(e - 127). Twice a float is an integer up to 12, which fits a 5-bit code, and half of 2^(e - 127) is a float16
+number down to e = 104, so q5_0 holds MXFP4 exactly. Blocks below that (largest number under 2^-20) are rounded to multiples of
+2^-24.
 """
 
 from __future__ import annotations
@@ -21,80 +22,67 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.gguf_index import GGUF_TYPES
 from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint, QuantizedTensor
 from windlass.engine.model.loading.tensor_reader import TensorEntry, read_entries, read_layout
 from windlass.kernels.layouts.weight_layouts import FORMS
 
-BLOCK = 32
+# -- MXFP4 ------------------------------------------------------------------------------------------------------------
 
-_OFFSET = 16  # the code of zero in that form
-
-_TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # the floats times two, by their lower three bits; the fourth is the sign
-
+_OFFSET = 16  # the code of zero in q5_0
+_TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # floats times two, by their lower three bits; the fourth bit is the sign
 _CODES = torch.tensor([_OFFSET + n for n in _TWICE] + [_OFFSET - n for n in _TWICE], dtype=torch.uint8)
-
-_LEAST, _MOST = 104, 143  # exponents whose half is a float16 number
-
-_BIAS = 128  # 127, and one for the half
+_MIN_EXPONENT, _MAX_EXPONENT = 104, 143  # of scales whose half is a float16 number
+_BIAS = 128  # 127, plus one for the half
 
 
 def codes_of_fp4(floats: Tensor) -> Tensor:
-    """The codes of 4-bit floats, 0 to 15 each. uint8, any shape."""
+    """q5_0 codes of 4-bit floats given as 0 to 15. uint8, any shape."""
     return torch.index_select(_CODES, 0, floats.flatten().int()).view(floats.shape)
 
 
 def scales_of_fp4(codes: Tensor, exponents: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales as `q5_0` has them: uint8 [..., groups, 32] and float16 [..., groups].
+    """Codes and scales of `q5_0`: uint8 [..., groups, 32] and float16 [..., groups].
 
-    codes: those of the floats [..., groups, 32]. exponents: uint8 [..., groups]. name: of the tensor, for the error.
-    Raises LoadError for exponents that no weights have: numbers beyond a million, or NaN.
+    codes: q5_0 codes of the floats, [..., groups, 32]. exponents: uint8 [..., groups]. name: of the tensor, for the error.
+    Raises LoadError for NaN and for numbers beyond a million, which no weights have.
     """
     zeros = (codes == _OFFSET).all(dim=-1)
-    if bool((exponents > _MOST).logical_and(~zeros | (exponents == 255)).any()):
+    if bool((exponents > _MAX_EXPONENT).logical_and(~zeros | (exponents == 255)).any()):
         raise LoadError(
             f"tensor {name!r} holds numbers that are NaN or far beyond those of weights: the checkpoint is damaged: download "
             "or copy it again, or take another"
         )
     powers = exponents.int()
-    if bool((powers < _LEAST).any()):
-        shrunk = torch.ldexp(codes.float() - _OFFSET, (powers - _LEAST).clamp(max=0)[..., None])
+    if bool((powers < _MIN_EXPONENT).any()):
+        shrunk = torch.ldexp(codes.float() - _OFFSET, (powers - _MIN_EXPONENT).clamp(max=0)[..., None])
         codes = (shrunk.round() + _OFFSET).to(torch.uint8)
-    exact = powers.clamp(_LEAST, _MOST) - _BIAS
+    exact = powers.clamp(_MIN_EXPONENT, _MAX_EXPONENT) - _BIAS
     scales = torch.ldexp(torch.ones(exact.shape), exact)
     return codes, scales.to(torch.float16)
 
 
-# Where the float16 scales of a block lie: its first bytes, or its last.
-_SCALES = {
-    "Q4_0": slice(0, 2),
-    "Q4_1": slice(0, 4),
-    "Q5_0": slice(0, 2),
-    "Q5_1": slice(0, 4),
-    "Q8_0": slice(0, 2),
-    "Q4_K": slice(0, 4),
-    "Q5_K": slice(0, 4),
-    "Q6_K": slice(208, 210),
-}
+_MXFP4_BYTES = GGUF_TYPES["MXFP4"].num_bytes
 
-_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+# -- GGUF -------------------------------------------------------------------------------------------------------------
 
-_MXFP4_BYTES = 17
-
-_NO_EXPONENT = 255  # of MXFP4: its numbers are NaN
-
-_NOT_FINITE = 0x7C00  # the exponent of a float16 that is NaN or infinite
+_NO_EXPONENT = 255  # of MXFP4: NaN
+_NOT_FINITE = 0x7C00  # exponent bits of a float16 that is NaN or infinite
 
 
 def scales_are_finite(blocks: Tensor, kind: str) -> bool:
-    """Whether no number of these rows, uint8 [count, bytes of a row] of this type, is NaN or infinite."""
+    """Whether no scale in these rows of a GGUF type, uint8 [count, bytes of a row], is NaN or infinite."""
+    found = GGUF_TYPES[kind]
+    assert found.scales is not None
+    scales = blocks.reshape(-1, found.num_bytes)[:, slice(*found.scales)].contiguous()
     if kind == "MXFP4":
-        return not bool((blocks.reshape(-1, _MXFP4_BYTES)[:, 0] == _NO_EXPONENT).any())
-    scales = blocks.reshape(-1, _BLOCK_BYTES[kind])[:, _SCALES[kind]].contiguous().view(torch.int16)
+        return not bool((scales == _NO_EXPONENT).any())
+    scales = scales.view(torch.int16)
     return not bool((scales & _NOT_FINITE == _NOT_FINITE).any())
 
 
 def to_block_format(blocks: Tensor, kind: str, name: str) -> Tensor:
-    """Rows of bytes of a type that is multiplied as it is, as a file of the form in which they are kept would have them.
+    """Rows of bytes of a GGUF type, in the GGUF layout of the block format that stores them (MXFP4 becomes Q5_0).
 
     name: of the tensor, for the error. Raises LoadError for numbers that no weights have.
     """
@@ -114,7 +102,7 @@ def to_block_format(blocks: Tensor, kind: str, name: str) -> Tensor:
 
 
 def dequantize_gguf(blocks: Tensor, kind: str) -> Tensor:
-    """Rows of bytes of any type that the `gguf` package knows, as numbers: float32 [..., columns]."""
+    """Dequantize rows of bytes of any type that the `gguf` package supports: float32 [..., columns]."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -122,8 +110,11 @@ def dequantize_gguf(blocks: Tensor, kind: str) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(dequantize(blocks.numpy(), GGMLQuantizationType[kind])))
 
 
+# -- Quantized checkpoints --------------------------------------------------------------------------------------------
+
+
 def read_quantized(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[QuantizedTensor, dict[str, Tensor]]]:
-    """Each quantized tensor with what it is made of, by what that is. Raises LoadError."""
+    """Each quantized tensor with its source tensors by role. Raises LoadError."""
     files = list(dict.fromkeys(located.file for located in checkpoint.sources.values()))
     owners = {
         source: (tensor, role) for tensor in checkpoint.tensors.values() for role, source in tensor.sources.items()
@@ -148,47 +139,41 @@ def read_quantized(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[QuantizedT
 
 
 def _entries(checkpoint: QuantizedCheckpoint, file: Path) -> Iterator[TensorEntry]:
-    """What lies in this file, weight by weight in the order of their codes."""
+    """Source tensors in this file, weight by weight in the order of their codes."""
     layout, _ = read_layout(file)
     in_order = sorted(checkpoint.tensors.values(), key=lambda t: checkpoint.sources[t.sources["codes"]].header.begin)
     for tensor in in_order:
         for source in tensor.sources.values():
             located = checkpoint.sources[source]
             if located.file == file:
-                dtype = layout[source.partition("[")[0]][0]  # "name[3]": one of those that a tensor holds
+                dtype = layout[source.partition("[")[0]][0]  # "name[3]" is a part of the tensor "name"
                 yield TensorEntry(source, dtype, list(located.shape), located.header.begin)
 
 
-_ELEMENTS = 4 << 20  # decoded at a time
+_ELEMENTS = 4 << 20  # decoded at once
+_ALIGNED = 32  # rows: a multiple of the codes in a word, whatever their width
 
-_ALIGNED = 32  # rows: whole words of whatever is packed along them
-
-# Which output of its eight lies i-th in a word of AWQ, from the lowest bits on.
+# The output of each position in a word of AWQ, from the lowest bits.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockData:
-    """Rows as `blocks.store` takes them."""
+    """Rows as `store_block_rows` takes them."""
 
     codes: Tensor
     scales: Tensor
     supers: Tensor | None
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.codes, self.scales, self.supers
-
     def __getitem__(self, rows: Tensor) -> BlockData:
-        """Some of them, in another order."""
         return BlockData(self.codes[rows], self.scales[rows], None if self.supers is None else self.supers[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class _Integers:
-    """Rows of integers: a number is scales * (codes - zeros), of the group that its column belongs to.
+    """Rows of integers. A number is scales * (codes - zeros), with the scale and zero of its column's group.
 
-    codes: uint8 (int8 of plain bytes) [R, K]. zeros: int32 [R, G], None: `middle` everywhere. scales: [R, G], as stored, or as
-    the form of blocks has them.
+    codes: uint8, or int8 for plain bytes, [R, K]. zeros: int32 [R, G]; None: `middle` everywhere. scales: [R, G], as stored.
     """
 
     codes: Tensor
@@ -200,9 +185,9 @@ class _Integers:
 def decode_blocks(
     tensor: QuantizedTensor, sources: Mapping[str, Tensor], *, whole: bool = False
 ) -> Iterator[tuple[int, BlockData]]:
-    """Rows of a tensor that has a storage, in its form: (first row, rows), in order.
+    """Rows of a tensor that has a storage, in its block format: (first row, rows), in order.
 
-    sources: by what they are. whole: all rows at once.
+    sources: by role. whole: all rows at once.
     """
     assert tensor.storage is not None
     for first, integers in _integers(tensor, sources, whole):
@@ -223,7 +208,7 @@ def decode_numbers(
 
 
 def _group_of_columns(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) -> Tensor:
-    """int64 [K]."""
+    """The group of each column: int64 [K]."""
     order, groups = sources.get("order"), -(-tensor.columns // tensor.group_size)
     if order is None:
         return torch.arange(tensor.columns) // tensor.group_size
@@ -269,7 +254,7 @@ def _gptq(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, co
         return _Integers(codes, None, 1 << (bits - 1), scales)
     words = sources["zeros"][:, first * bits // 32 : -(-(first + count) * bits // 32)]
     if tensor.zeros_less_one and bits != 3:
-        # As it was taken away: from whole words, so that a zero point of 0 borrowed from the one behind it.
+        # One was subtracted from whole words, so that a zero point of 0 borrowed from the next one.
         ones = sum(1 << shift for shift in range(0, 32, bits))
         words = ((words.long() + ones) & 0xFFFF_FFFF).to(torch.uint32).view(torch.int32)
     zeros = _unpack(words, bits, count).t().int()
@@ -282,8 +267,8 @@ def _awq(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, cou
     def unpack(words: Tensor) -> Tensor:
         part = words[:, first // 8 : -(-(first + count) // 8)]
         nibbles = _unpack(part, 4, 8 * part.shape[1]).view(len(words), -1, 8)
-        place = torch.tensor(_AWQ_ORDER).argsort()  # where output i lies
-        return nibbles[:, :, place].flatten(1)[:, :count].t()  # [R, words]
+        positions = torch.tensor(_AWQ_ORDER).argsort()  # of output i
+        return nibbles[:, :, positions].flatten(1)[:, :count].t()  # [R, words]
 
     scales = sources["scales"][:, first : first + count].t()
     codes = unpack(sources["codes"]).contiguous()
@@ -301,7 +286,7 @@ def _packed(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, 
 
 
 def _padded(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
-    """As many codes in each word as it holds whole."""
+    """Each word holds only whole codes."""
     bits, each = tensor.bits, 32 // tensor.bits
     shifts = torch.arange(each) * bits
 
@@ -312,8 +297,8 @@ def _padded(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, 
     zeros = None
     if not tensor.symmetric:
         word = first // each
-        down = unpack(sources["zeros"][word : -(-(first + count) // each)].t())  # from the word that has the first row
-        zeros = down[:, first - word * each :][:, :count].t().int()
+        found = unpack(sources["zeros"][word : -(-(first + count) // each)].t())  # from the word of the first row
+        zeros = found[:, first - word * each :][:, :count].t().int()
     return _Integers(codes, zeros, 1 << (bits - 1), _row_scales(tensor, sources["scales"], first, count))
 
 
@@ -345,22 +330,22 @@ def _ternary(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int,
 
 
 def _row_scales(tensor: QuantizedTensor, scales: Tensor, first: int, count: int) -> Tensor:
-    """Those of some rows [count, groups], where there may be one for the whole tensor."""
+    """Scales of some rows, [count, groups]; the tensor may have a single one."""
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(count, 1)
     return scales.view(tensor.rows, -1)[first : first + count]
 
 
 def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """Numbers of `bits` bits, one behind the other from the lowest bit on, across words: int32 [R, W] -> uint8 [R, count]."""
+    """Unpack consecutive numbers of `bits` bits from the lowest bit on, across words: int32 [R, W] -> uint8 [R, count]."""
     if bits in (4, 8):
-        data = words.contiguous().view(torch.uint8)  # little-endian, as all machines here are
+        data = words.contiguous().view(torch.uint8)  # all supported machines are little-endian
         if bits == 4:
             data = torch.stack((data & 0x0F, data >> 4), dim=2).flatten(1)
         return data[:, :count]
     start = torch.arange(count) * bits
     word, shift = start // 32, start % 32
-    # Two words side by side hold a number wherever it begins.
+    # Two adjacent words hold a number wherever it begins.
     wide = torch.nn.functional.pad(words.long() & 0xFFFF_FFFF, (0, 1))
     pairs = wide[:, word] | (wide[:, word + 1] << 32)
     return ((pairs >> shift) & ((1 << bits) - 1)).to(torch.uint8)
@@ -383,14 +368,14 @@ def _blocks(tensor: QuantizedTensor, integers: _Integers) -> BlockData:
     form, span = FORMS[name], min(tensor.group_size, tensor.columns)
     groups = -(-tensor.columns // form.group)
     scales = _exact(tensor, integers.scales)  # [R, G]
-    # Each group of the checkpoint is so many of the form's; one for a whole row has padding in its last.
+    # Groups of the block format per group of the checkpoint; a group of a whole row is padded at its end.
     repeats = -(-span // form.group)
     if not form.minimum:
         codes = _shifted(integers, tensor, form.offset, signed=form.bits == 8)
         if not supers:
             return BlockData(codes, scales.repeat_interleave(repeats, dim=1)[:, :groups, None], None)
-        bytes_ = torch.ones((len(codes), groups, 1), dtype=torch.int8)
-        return BlockData(codes, bytes_, scales[:, :, None])
+        ones = torch.ones((len(codes), groups, 1), dtype=torch.int8)
+        return BlockData(codes, ones, scales[:, :, None])
     assert integers.zeros is not None
     zeros = integers.zeros.to(torch.uint8).repeat_interleave(repeats, dim=1)[:, :groups]
     return BlockData(
@@ -399,7 +384,7 @@ def _blocks(tensor: QuantizedTensor, integers: _Integers) -> BlockData:
 
 
 def _shifted(integers: _Integers, tensor: QuantizedTensor, offset: int, *, signed: bool) -> Tensor:
-    """Codes whose zero is `offset`: uint8, or int8."""
+    """Codes whose zero point is `offset`: uint8, or int8."""
     zeros: int | Tensor = integers.middle
     if integers.zeros is not None:
         zeros = integers.zeros.repeat_interleave(tensor.group_size, dim=1)[:, : tensor.columns]

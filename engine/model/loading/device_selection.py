@@ -18,21 +18,21 @@ _CPU = "use `compute.device=cpu`"
 
 
 class ChosenDevice(NamedTuple):
-    """notices: one line each, of GPUs that are there and cannot be used."""
+    """notices: one line each, on GPUs that cannot be used."""
 
     device: torch.device
     notices: tuple[str, ...] = ()
 
 
-# Of torch's allocator for CPUs, of the system through torch, and of libraries of a GPU that say no more.
+# Messages of torch's CPU allocator, of the system through torch, and of GPU libraries.
 _OUT_OF_MEMORY_TEXTS = ("can't allocate", "not enough memory", "annot allocate memory", "out of memory", "ALLOC_FAILED")
 
 
 def choose_device(name: str, rank: int = 0, ranks: int = 1) -> ChosenDevice:
-    """ "auto" is CUDA where there is a GPU that the kernels run on. LoadError for a named device that is not there, or on which
-    they do not.
+    """The device for a name; "auto" is CUDA if there is a GPU that the kernels support. Raises LoadError for a named device that
+    is missing or not supported.
 
-    rank: of the `ranks` that hold the model together, which have the GPUs in their order, or the CPU in common.
+    rank: of `ranks`, which get the GPUs in their order, or share the CPU.
     """
     chosen = _choose(name)
     if ranks == 1 or chosen.device.type != "cuda":
@@ -70,7 +70,7 @@ def _choose(name: str) -> ChosenDevice:
 
 
 def _check_gpu(device: torch.device) -> None:
-    """Raises LoadError, and what torch raises where it finds no driver."""
+    """Raise LoadError for an unsupported GPU, and what torch raises if it finds no driver."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     count = torch.cuda.device_count()
     if (device.index or 0) >= count:
@@ -82,19 +82,19 @@ def _check_gpu(device: torch.device) -> None:
 
 
 def _one_sentence(error: Exception) -> str:
-    """The first of what torch says, which may go on for paragraphs."""
+    """The first sentence of an error of torch, which may have several paragraphs."""
     return str(error).splitlines()[0].partition(". ")[0].rstrip(".:")
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a device, None where nobody can tell."""
+    """Free bytes of a device, None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_memory() if device.type == "cpu" else None
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; on a CPU torch says so with a plain RuntimeError."""
+    """Whether an allocation failed; on a CPU torch raises a plain RuntimeError."""
     if isinstance(error, MemoryError) or kernels.is_out_of_memory(error):
         return True
     plain = isinstance(error, RuntimeError) and not isinstance(error, torch.AcceleratorError | kernels.RankEndedError)

@@ -7,7 +7,8 @@ one-line error. Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -16,40 +17,43 @@ from windlass.engine.errors import LoadError
 from windlass.engine.interface.config import EngineConfig, RotaryConfig, SpeculationConfig
 from windlass.engine.model.model_spec import ModelSpec
 
-# What of a model predicts further tokens: its layer, or that with a copy of the head.
+# What is loaded to propose tokens: the model's MTP layer, or that and a copy of the head.
 MTPPart: TypeAlias = Literal["layer", "layer and head"]
-
+_DRAFT_OPTION = "`scheduling.speculation.model`"
 _MTP_OPTION = "`scheduling.speculation.mtp`"
+_TOKENIZER = "tokenizer.json"
 
 
-def mtp(speculation: SpeculationConfig) -> MTPPart | None:
-    """None where the model's layer does not draft. It has a copy of the head where its weights are quantized on their own, since
-    reading the head is most of what a proposal takes."""
+def mtp_part(speculation: SpeculationConfig) -> MTPPart | None:
+    """What is loaded of the MTP head; None if it does not propose tokens.
+
+    With a quantization of its own it has a copy of the head, since reading the head is most of the cost of a proposal.
+    """
     if not speculation.mtp:
         return None
     return "layer" if speculation.quantization == "none" else "layer and head"
 
 
 def has_usable_mtp_head(spec: ModelSpec, tensors: Collection[str]) -> bool:
-    """Whether the files hold such a layer, and the model could be drafted for. tensors: names of all that they hold."""
+    """Whether the files hold an MTP head, and the model supports proposals. tensors: names of all tensors in the files."""
     layer, groups = spec.mtp, spec.kv_groups
     if layer is None or not spec.generates or len(groups) > 1 or groups[0].window is not None:
         return False
     return any(name.startswith(layer.own_tensors[0]) for name in tensors)
 
 
-def prediction_layer(spec: ModelSpec, tensors: Collection[str], what: MTPPart, *, in_gguf: bool) -> ModelSpec:
-    """The specification of a model's prediction layer. tensors: names of all that the files hold, none where no file is read.
+def mtp_spec(spec: ModelSpec, tensors: Collection[str], part: MTPPart, *, in_gguf: bool) -> ModelSpec:
+    """The spec of a model's MTP head. Raises LoadError if there is none.
 
-    in_gguf: they are of GGUF files. Raises LoadError where there is none.
+    tensors: names of all tensors in the files, empty if no file is read. in_gguf: they are of GGUF files.
     """
     layer = spec.mtp
     if not spec.generates:
         raise LoadError(f"{_MTP_OPTION}: the model is a {spec.architecture}, which generates nothing: leave it out")
     if layer is None:
         raise LoadError(
-            f"{_MTP_OPTION}: this model ({spec.architecture}) has no layer that predicts further tokens, or none that can be used: "
-            "leave it out"
+            f"{_MTP_OPTION}: this model ({spec.architecture}) has no layer that predicts further tokens, or none that can be "
+            "used: leave it out"
         )
     if tensors and not any(name.startswith(layer.own_tensors[0]) for name in tensors):
         why, other = f"no tensor's name begins with {layer.own_tensors[0]!r}", "the files of the model's own publisher"
@@ -59,31 +63,24 @@ def prediction_layer(spec: ModelSpec, tensors: Collection[str], what: MTPPart, *
         raise LoadError(
             f"{_MTP_OPTION}: the files hold no layer that predicts further tokens ({why}): leave it out, or take {other}"
         )
-    if what == "layer":
+    if part == "layer":
         return layer
     head = f"{spec.names.embedding if spec.tied_embeddings else spec.names.head}.weight"
     return replace(layer, mtp_head=head, own_tensors=(*layer.own_tensors, head))
 
 
-_DRAFT_OPTION = "`scheduling.speculation.model`"
-
-_MTP = "`scheduling.speculation.mtp`"
-
-_TOKENIZER = "tokenizer.json"
-
-
 def draft_config(config: EngineConfig) -> EngineConfig | None:
-    """The configuration that the draft is loaded under, a model's or that of the prediction layer; None where nothing drafts.
+    """The configuration under which the draft model or MTP head is loaded; None if there is none.
 
-    Device, dtypes, threads, random weights and the weight cache are those of the model; shared weights lie in memory of their
-    own; it is never split over ranks. Its context and its pages follow the
-    model's, so no memory is planned for them here, and nothing hangs on the bits of what it computes.
+    Device, dtypes, threads, random weights and the weight cache are those of the model; shared weights have their own memory;
+    a draft is never split over ranks. Its context and pages follow the model's, so no memory is planned for them here. Its
+    results need not be deterministic.
     """
     speculation = config.scheduling.speculation
     if not speculation.drafts:
         return None
     quantization, loading = speculation.quantization, config.loading
-    if speculation.mtp:  # a kept file of quantized weights is the model's
+    if speculation.mtp:  # a weight cache holds the weights of the model
         loading = replace(loading, weight_cache=None)
         quantization = config.compute.quantization if quantization == "none" else quantization
     return replace(
@@ -98,32 +95,36 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
     )
 
 
-def reword_for_draft(error: LoadError, speculation: SpeculationConfig) -> LoadError:
-    """An error met while what drafts was read, naming the fields that are its own; of a draft model it says so."""
-    told = str(error) if speculation.mtp else f"the draft model: {error}"
-    if speculation.mtp and speculation.quantization == "none":
-        return LoadError(told)
-    return LoadError(told.replace("`compute.quantization", "`scheduling.speculation.quantization"))
+@contextmanager
+def draft_errors(speculation: SpeculationConfig) -> Iterator[None]:
+    """Reword LoadErrors of a draft model or MTP head: name its own fields, and the draft model."""
+    try:
+        yield
+    except LoadError as error:
+        text = str(error) if speculation.mtp else f"the draft model: {error}"
+        if not speculation.mtp or speculation.quantization != "none":
+            text = text.replace("`compute.quantization", "`scheduling.speculation.quantization")
+        raise LoadError(text) from None
 
 
 def check_draft_compatible(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
-    """Raise LoadError where `draft` cannot draft for `spec`."""
+    """Raise LoadError if a model with the spec `draft` cannot propose tokens for one with `spec`."""
     if config.scheduling.speculation.mtp:
-        _check_prediction(config, spec)
+        _check_mtp_compatible(config, spec)
         return
     for of, one in (("model", spec), ("draft model", draft)):
         if not one.generates:
             raise LoadError(f"the {of} is a {one.architecture}, which generates nothing: leave {_DRAFT_OPTION} out")
     if draft.state_group is not None and spec.state_group is None:
         raise LoadError(
-            f"the draft model is a {draft.architecture}, whose layers carry a state from token to token, and layers of the model "
-            f"({spec.architecture}) do not: leave {_DRAFT_OPTION} out, or give one that is alike in this"
+            f"the draft model is a {draft.architecture}, which has recurrent layers, and the model "
+            f"({spec.architecture}) has none: leave {_DRAFT_OPTION} out, or give a draft model without them"
         )
     for of, groups in (("model", spec.kv_groups), ("draft model", draft.kv_groups)):
         if len(groups) > 1 or groups[0].window is not None:
             raise LoadError(
-                f"the {of} has layers with a sliding window ({(spec if of == 'model' else draft).architecture}), beside which "
-                f"none can draft so far: leave {_DRAFT_OPTION} out"
+                f"the {of} has layers with a sliding window ({(spec if of == 'model' else draft).architecture}), for which "
+                f"drafts are not supported: leave {_DRAFT_OPTION} out"
             )
     theirs, ours = Path(config.scheduling.speculation.model or ""), Path(config.model)
     if not _same_file(ours / _TOKENIZER, theirs / _TOKENIZER):
@@ -131,8 +132,9 @@ def check_draft_compatible(config: EngineConfig, spec: ModelSpec, draft: ModelSp
         if mine is None or other is None:
             if spec.vocab_size != draft.vocab_size:
                 raise LoadError(
-                    f"{_DRAFT_OPTION} {theirs} has a vocabulary of {draft.vocab_size} tokens, the model one of {spec.vocab_size}, "
-                    "and not both have a tokenizer.json that tells what they share: give a model with the same tokenizer"
+                    f"{_DRAFT_OPTION} {theirs} has a vocabulary of {draft.vocab_size} tokens, the model one of "
+                    f"{spec.vocab_size}, and not both have a tokenizer.json that can be compared: "
+                    "give a model with the same tokenizer"
                 )
             return
         differing = [i for i in mine.keys() & other.keys() if mine[i] != other[i]]
@@ -144,16 +146,16 @@ def check_draft_compatible(config: EngineConfig, spec: ModelSpec, draft: ModelSp
             )
 
 
-def _check_prediction(config: EngineConfig, spec: ModelSpec) -> None:
+def _check_mtp_compatible(config: EngineConfig, spec: ModelSpec) -> None:
     if config.compute.tensor_parallel > 1:
         raise LoadError(
-            f"{_MTP} beside `compute.tensor_parallel`: each rank has a part of the head alone, which the layer needs whole: "
+            f"{_MTP_OPTION} with `compute.tensor_parallel`: each rank has only a part of the head, which the layer needs whole: "
             "leave one of them out"
         )
     if len(spec.kv_groups) > 1 or spec.kv_groups[0].window is not None:
         raise LoadError(
-            f"{_MTP}: the model has layers with a sliding window ({spec.architecture}), beside which none can draft so far: "
-            "leave it out"
+            f"{_MTP_OPTION}: the model has layers with a sliding window ({spec.architecture}), for which drafts are not "
+            "supported: leave it out"
         )
 
 
@@ -165,7 +167,7 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _vocabulary(directory: Path) -> dict[int, str] | None:
-    """Every token by its id, from tokenizer.json; None where there is none that tells."""
+    """Every token by its id, from tokenizer.json; None if it is missing or has no vocabulary."""
     try:
         content: Any = json.loads((directory / _TOKENIZER).read_text(encoding="utf-8"))
         given = content["model"]["vocab"]

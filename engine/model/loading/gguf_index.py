@@ -1,7 +1,7 @@
 """Index of a GGUF model (`gguf.json`): its tensors and their locations under Hugging Face names.
 
 The index is in the directory derived from the GGUF files, next to config.json and the tokenizer. This module reads it, checks
-that the files have not changed, and determines the storage of each tensor type. Imports neither torch nor `gguf`.
+that the files have not changed, and defines the tensor types of GGUF. Imports neither torch nor `gguf`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from windlass.engine.errors import LoadError
 from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
 from windlass.engine.model.feed_forward.moe import MoESpec
-from windlass.engine.model.loading.safetensors_header import TensorHeader
+from windlass.engine.model.loading.safetensors_header import NUMBER_BYTES, TensorHeader
 from windlass.engine.model.mixers.attention import AttentionSpec
 from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetSpec
 from windlass.engine.model.mixers.latent_attention import LatentSpec
@@ -26,31 +26,37 @@ from windlass.engine.model.mixers.state_space import StateSpaceSpec
 from windlass.engine.model.model_spec import LayerSpec, ModelSpec
 
 INDEX = "gguf.json"
-
-VERSION = 1
+VERSION = 1  # of gguf.json
 
 _UNKNOWN_SCALE = (
-    "the head of this GGUF file is its embedding, with a factor in it that the file does not name: the likeliest token is the "
-    "model's, probabilities may be far from it: serve the original Hugging Face model to sample from them"
+    "the head of this GGUF file is its embedding, with a factor in it that the file does not name: the most probable token is "
+    "the model's, but probabilities may be far from it: serve the original Hugging Face model to sample from them"
 )
 
-# Types whose blocks are multiplied as they are: the storage, the elements of a block and its bytes.
-BLOCKS = {
-    "Q4_0": ("q4_0", 32, 18),
-    "Q4_1": ("q4_1", 32, 20),
-    "Q5_0": ("q5_0", 32, 22),
-    "Q5_1": ("q5_1", 32, 24),
-    "Q8_0": ("q8_0", 32, 34),
-    "Q4_K": ("q4_k", 256, 144),
-    "Q5_K": ("q5_k", 256, 176),
-    "Q6_K": ("q6_k", 256, 210),
-    "MXFP4": ("q5_0", 32, 17),  # as other blocks of the same numbers
-}
 
-PLAIN = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
+@dataclass(frozen=True, slots=True)
+class GGUFType:
+    """A tensor type of GGUF.
 
-# Types that are dequantized while they are loaded, and kept with 8 bits: elements and bytes of a block.
-_OTHERS = {
+    storage: how its weights are stored in memory. elements, num_bytes: of one block. scales: the bytes of a block, first to
+    last, that hold its scales: float16, or the exponent of MXFP4; None for types that are not stored in blocks as they are.
+    """
+
+    storage: str
+    elements: int
+    num_bytes: int
+    scales: tuple[int, int] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a tensor of this type holds floats."""
+        return self.elements == 1
+
+
+_FALLBACK_STORAGE = "q8_0"
+
+# Blocks and bytes of types that have no block format here: they are dequantized at load and stored with 8 bits.
+_DEQUANTIZED = {
     "Q2_K": (256, 84),
     "Q3_K": (256, 110),
     "IQ1_S": (256, 50),
@@ -67,33 +73,57 @@ _OTHERS = {
     "NVFP4": (64, 36),
 }
 
-_FALLBACK_STORAGE = "q8_0"
+GGUF_TYPES = {
+    "F32": GGUFType("float32", 1, NUMBER_BYTES["F32"]),
+    "F16": GGUFType("float16", 1, NUMBER_BYTES["F16"]),
+    "BF16": GGUFType("bfloat16", 1, NUMBER_BYTES["BF16"]),
+    "Q4_0": GGUFType("q4_0", 32, 18, (0, 2)),
+    "Q4_1": GGUFType("q4_1", 32, 20, (0, 4)),
+    "Q5_0": GGUFType("q5_0", 32, 22, (0, 2)),
+    "Q5_1": GGUFType("q5_1", 32, 24, (0, 4)),
+    "Q8_0": GGUFType("q8_0", 32, 34, (0, 2)),
+    "Q4_K": GGUFType("q4_k", 256, 144, (0, 4)),
+    "Q5_K": GGUFType("q5_k", 256, 176, (0, 4)),
+    "Q6_K": GGUFType("q6_k", 256, 210, (208, 210)),
+    "MXFP4": GGUFType("q5_0", 32, 17, (0, 1)),  # converted: q5_0 holds the same numbers
+    **{name: GGUFType(_FALLBACK_STORAGE, *size) for name, size in _DEQUANTIZED.items()},
+}
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFIndex:
-    """files: absolute paths. tensors: by name, and `file_numbers`: the file of each, an index into `files`.
+class GGUFLayout:
+    """How llama.cpp's converter stores a model differently from its checkpoint. The names are keys of gguf.json.
 
-    interleaved: rows of q and k hold rotated pairs as (2j, 2j + 1). norms_with_offset: norms are stored with what the family
-    adds to them. fused_in_parts: a tensor of queries, keys and values has all queries, all keys, all values.
-    latent_in_parts: what makes keys and what makes values of latent attention are two tensors. values_in_turns: heads of values
-    of layers with a state meet those of keys by turns. gates_apart: gates and what they gate are two tensors, where checkpoints
-    have one. factored: weights have been multiplied by factors that checkpoints have apart.
+    interleaved: rows of q and k hold rotated pairs as (2j, 2j + 1). norms_with_offset: the family's offset is already added to
+    the weights of norms. fused_in_parts: a fused tensor has all queries, then all keys, then all values. latent_in_parts: the
+    up-projections of keys and of values in latent attention are two tensors. values_in_turns: value heads of recurrent layers
+    are interleaved over the key heads. gates_apart: gate and up projections are two tensors where checkpoints have one.
+    factored: weights are multiplied by factors that checkpoints store separately.
     """
 
-    files: tuple[Path, ...]
-    tensors: Mapping[str, TensorHeader]
-    file_numbers: Mapping[str, int]
-    interleaved: bool
-    norms_with_offset: bool
+    interleaved: bool = False
+    norms_with_offset: bool = False
     fused_in_parts: bool = False
     latent_in_parts: bool = False
     values_in_turns: bool = False
     gates_apart: bool = False
     factored: bool = False
 
+
+_LAYOUT_KEYS = tuple(one.name for one in fields(GGUFLayout))
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFIndex:
+    """files: absolute paths. tensors: by name. file_numbers: index into `files` of each tensor's file."""
+
+    files: tuple[Path, ...]
+    tensors: Mapping[str, TensorHeader]
+    file_numbers: Mapping[str, int]
+    layout: GGUFLayout = field(default_factory=GGUFLayout)
+
     def types(self) -> list[str]:
-        """The types of the matrices, that of most numbers first."""
+        """The types of the matrices, ordered by their number of elements, largest first."""
         counts: Counter[str] = Counter()
         for tensor in self.tensors.values():
             if len(tensor.shape) > 1:
@@ -101,55 +131,53 @@ class GGUFIndex:
         return [name for name, _ in counts.most_common()]
 
     def is_quantized(self) -> bool:
-        """Whether matrices are something else than plain numbers."""
-        return any(name not in PLAIN for name in self.types())
+        """Whether any matrix is not plain floats."""
+        return any(not GGUF_TYPES[name].is_plain for name in self.types())
 
-    def of(self, spec: ModelSpec) -> GGUFIndex:
-        """With the tensors alone that are this model's: the files may hold those of its prediction layer too."""
+    def for_spec(self, spec: ModelSpec) -> GGUFIndex:
+        """The index without tensors that this spec ignores: the files may also hold those of the MTP head."""
         return replace(self, tensors={name: one for name, one in self.tensors.items() if not spec.ignores(name)})
 
-    def original(self, spec: ModelSpec) -> ModelSpec:
-        """The spec of the model that the files were made of, by which adapters are read: with heads of values in their order,
-        and whether weights are such as no adapter knows. A notice says where logits have an unknown factor."""
-
-        def turned(layer: LayerSpec) -> LayerSpec:
-            mixer = layer.mixer
-            return (
-                replace(layer, mixer=replace(mixer, tiled_heads=True))
-                if isinstance(mixer, GatedDeltaNetSpec)
+    def original_spec(self, spec: ModelSpec) -> ModelSpec:
+        """The spec of the model from which the files were made, by which adapters are read: value heads have their order in the
+        file, and `factored` is set. A notice reports logits with an unknown factor."""
+        layers, layout = spec.layers, self.layout
+        if layout.values_in_turns:
+            layers = tuple(
+                replace(layer, mixer=replace(layer.mixer, tiled_heads=True))
+                if isinstance(layer.mixer, GatedDeltaNetSpec)
                 else layer
+                for layer in layers
             )
+        notices = (*spec.notices, _UNKNOWN_SCALE) if layout.factored and spec.tied_embeddings else spec.notices
+        return replace(spec, layers=layers, has_folded_factors=layout.factored, notices=notices)
 
-        layers = tuple(map(turned, spec.layers)) if self.values_in_turns else spec.layers
-        notices = (*spec.notices, _UNKNOWN_SCALE) if self.factored and spec.tied_embeddings else spec.notices
-        return replace(spec, layers=layers, has_folded_factors=self.factored, notices=notices)
-
-    def adapt(self, spec: ModelSpec) -> ModelSpec:
-        """The spec of the model as these files hold it, and of its prediction layer."""
+    def stored_spec(self, spec: ModelSpec) -> ModelSpec:
+        """The spec of the model, and of its MTP head, as these files store it."""
         if spec.mtp is not None:
-            spec = replace(spec, mtp=self.adapt(spec.mtp))
-        spec = as_gguf_holds(self.original(spec), latent_in_parts=self.latent_in_parts, gates_apart=self.gates_apart)
-        if self.norms_with_offset:
+            spec = replace(spec, mtp=self.stored_spec(spec.mtp))
+        spec = to_gguf_spec(self.original_spec(spec), self.layout)
+        if self.layout.norms_with_offset:
             spec = replace(spec, norm_offset=0.0)
-        if self.fused_in_parts:
+        if self.layout.fused_in_parts:
             spec = replace(spec, layers=tuple(map(_fused_in_parts, spec.layers)))
-        return _interleaved(spec) if self.interleaved else spec
+        return _interleaved(spec) if self.layout.interleaved else spec
 
 
-def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool, gates_apart: bool) -> ModelSpec:
-    """The spec with the tensors that GGUF files have in place of others; see `GGUFIndex`."""
+def to_gguf_spec(spec: ModelSpec, layout: GGUFLayout) -> ModelSpec:
+    """The spec with the tensors that GGUF files have in place of those of a checkpoint."""
     layers = []
     for layer in spec.layers:
-        if isinstance(layer.feed_forward, MoESpec):
-            layer = replace(layer, feed_forward=layer.feed_forward.unfused)
-        if isinstance(layer.feed_forward, GatedMLPSpec) and gates_apart:
+        if isinstance(layer.feed_forward, MoESpec) or (
+            isinstance(layer.feed_forward, GatedMLPSpec) and layout.gates_apart
+        ):
             layer = replace(layer, feed_forward=layer.feed_forward.unfused)
         if layer.parallel_experts is not None:
             layer = replace(
                 layer, parallel_experts=replace(layer.parallel_experts, experts=layer.parallel_experts.experts.unfused)
             )
         if isinstance(layer.mixer, LatentSpec):
-            layer = replace(layer, mixer=replace(layer.mixer, in_parts=latent_in_parts))
+            layer = replace(layer, mixer=replace(layer.mixer, in_parts=layout.latent_in_parts))
         if isinstance(layer.mixer, GatedDeltaNetSpec):
             names = replace(layer.mixer.names, qkvz=None)
             layer = replace(layer, mixer=replace(layer.mixer, names=names, in_gguf=True))
@@ -163,8 +191,8 @@ def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool, gates_apart: bool) 
 
 
 def _interleaved(spec: ModelSpec) -> ModelSpec:
-    """The spec with rotated pairs as (2j, 2j + 1). Where the family has them otherwise the converter reordered all heads, those
-    that do not rotate too."""
+    """The spec with rotated pairs as (2j, 2j + 1). If the family stores them otherwise, the converter has reordered all heads,
+    including those that do not rotate."""
     attention = [mixer for mixer in spec.attention.values() if isinstance(mixer, AttentionSpec)]
     by_family = any(mixer.interleaved_dims for mixer in attention)
     layers = []
@@ -188,8 +216,34 @@ def _fused_in_parts(layer: LayerSpec) -> LayerSpec:
     return replace(layer, mixer=replace(mixer, names=replace(mixer.names, qkv_order="parts")))
 
 
+def gguf_storages(tensors: Mapping[str, TensorHeader], *, plain: bool) -> dict[str, str]:
+    """The storage of each matrix, by the tensor's name. plain: also of matrices of plain floats, which then keep their type."""
+    matrices = {name: GGUF_TYPES.get(tensor.dtype) for name, tensor in tensors.items() if len(tensor.shape) > 1}
+    return {name: kind.storage for name, kind in matrices.items() if kind is not None and (plain or not kind.is_plain)}
+
+
+def block_columns(tensors: Mapping[str, TensorHeader]) -> dict[str, int]:
+    """Columns of a block, by the names of the tensors in blocks."""
+    kinds = {name: GGUF_TYPES[tensor.dtype] for name, tensor in tensors.items()}
+    return {name: kind.elements for name, kind in kinds.items() if not kind.is_plain}
+
+
+def requantization_notice(tensors: Mapping[str, TensorHeader]) -> str | None:
+    """A notice on matrices whose types have no block format; None if there are none."""
+    counts = Counter(
+        tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1 and tensor.dtype in _DEQUANTIZED
+    )
+    if not counts:
+        return None
+    named = ", ".join(f"{name} ({count} tensor{'s' if count > 1 else ''})" for name, count in counts.most_common())
+    return (
+        f"the GGUF file holds {named}, which cannot be multiplied as stored: stored with 8 bits each instead "
+        f"({_FALLBACK_STORAGE}); a file of Q4_K_M or Q8_0 takes less memory for the same quality"
+    )
+
+
 def read_index(directory: Path) -> GGUFIndex | None:
-    """The index in a derived directory; None for a directory of another kind. Raises LoadError for one that holds no longer."""
+    """The index in a derived directory; None for other directories. Raises LoadError if it is damaged or its files changed."""
     path = directory / INDEX
     try:
         text = path.read_text(encoding="utf-8")
@@ -198,47 +252,12 @@ def read_index(directory: Path) -> GGUFIndex | None:
     except OSError as error:
         raise LoadError(f"cannot read {path}: {error.strerror or error}") from None
     try:
-        index = _parsed(json.loads(text))
+        return _parse_index(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise LoadError(f"{path} is damaged: remove {directory} and start again with the GGUF file") from None
-    return index
 
 
-def gguf_storages(tensors: Mapping[str, TensorHeader], *, plain: bool) -> dict[str, str]:
-    """The storage of each matrix, by the tensor's name. plain: tensors of plain numbers keep their types too."""
-    storages = {}
-    for name, tensor in tensors.items():
-        if len(tensor.shape) < 2:
-            continue
-        if tensor.dtype in BLOCKS:
-            storages[name] = BLOCKS[tensor.dtype][0]
-        elif tensor.dtype in _OTHERS:
-            storages[name] = _FALLBACK_STORAGE
-        elif plain and tensor.dtype in PLAIN:
-            storages[name] = PLAIN[tensor.dtype][0]
-    return storages
-
-
-def block_columns(tensors: Mapping[str, TensorHeader]) -> dict[str, int]:
-    """How many columns lie in a block, by the names of the tensors in blocks."""
-    sizes = {name: elements for name, (_, elements, _) in BLOCKS.items()}
-    sizes |= {name: elements for name, (elements, _) in _OTHERS.items()}
-    return {name: sizes[tensor.dtype] for name, tensor in tensors.items() if tensor.dtype in sizes}
-
-
-def requantization_notice(tensors: Mapping[str, TensorHeader]) -> str | None:
-    """What to say of tensors whose types are not multiplied as they are; None where there are none."""
-    counts = Counter(tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1 and tensor.dtype in _OTHERS)
-    if not counts:
-        return None
-    named = ", ".join(f"{name} ({count} tensor{'s' if count > 1 else ''})" for name, count in counts.most_common())
-    return (
-        f"the GGUF file holds {named}, which cannot be multiplied as stored: kept with 8 bits each instead ({_FALLBACK_STORAGE}); "
-        "a file of Q4_K_M or Q8_0 takes less memory for the same quality"
-    )
-
-
-def _parsed(content: dict[str, Any]) -> GGUFIndex:
+def _parse_index(content: dict[str, Any]) -> GGUFIndex:
     if content["version"] != VERSION:
         raise ValueError
     files = tuple(_checked_file(entry) for entry in content["files"])
@@ -251,18 +270,9 @@ def _parsed(content: dict[str, Any]) -> GGUFIndex:
             raise ValueError
         _check_type(name, header, files[file_numbers[name]])
         tensors[name] = header
-    return GGUFIndex(
-        files,
-        tensors,
-        file_numbers,
-        bool(content["interleaved"]),
-        bool(content["norms_with_offset"]),
-        bool(content.get("fused_in_parts", False)),
-        bool(content.get("latent_in_parts", False)),
-        bool(content.get("values_in_turns", False)),
-        bool(content.get("gates_apart", False)),
-        bool(content.get("factored", False)),
-    )
+    required = {key: content[key] for key in ("interleaved", "norms_with_offset")}  # older files lack the other keys
+    layout = GGUFLayout(**{key: bool(value) for key, value in (content | required).items() if key in _LAYOUT_KEYS})
+    return GGUFIndex(files, tensors, file_numbers, layout)
 
 
 def _checked_file(entry: Mapping[str, Any]) -> Path:
@@ -272,25 +282,20 @@ def _checked_file(entry: Mapping[str, Any]) -> Path:
     except OSError as error:
         raise LoadError(f"{path} cannot be read any more ({error.strerror}): start again with the GGUF file") from None
     if (stat.st_size, stat.st_mtime_ns) != (entry["size"], entry["mtime_ns"]):
-        raise LoadError(f"{path} has changed since it was looked at: start again with the GGUF file")
+        raise LoadError(f"{path} has changed since it was read: start again with the GGUF file")
     return path
 
 
 def _check_type(name: str, header: TensorHeader, path: Path) -> None:
-    """LoadError for a type that nobody here can read, or for bytes that are not those of the shape."""
-    if header.dtype in PLAIN:
-        elements, size = 1, PLAIN[header.dtype][1]
-    elif header.dtype in BLOCKS:
-        _, elements, size = BLOCKS[header.dtype]
-    elif header.dtype in _OTHERS:
-        elements, size = _OTHERS[header.dtype]
-    else:
+    """Raises LoadError for an unknown type, or if the number of bytes does not match the shape."""
+    kind = GGUF_TYPES.get(header.dtype)
+    if kind is None:
         raise LoadError(
             f"{path}: tensor {name!r} has the type {header.dtype}, which cannot be read: give a file of another "
             "quantization, Q4_K_M or Q8_0 for example"
         )
-    columns = header.shape[-1] if header.shape else 1
-    if columns % elements or prod(header.shape) // elements * size != header.end - header.begin:
+    columns, num_bytes = (header.shape[-1] if header.shape else 1), header.end - header.begin
+    if columns % kind.elements or prod(header.shape) // kind.elements * kind.num_bytes != num_bytes:
         raise LoadError(
             f"{path}: tensor {name!r} of shape {list(header.shape)} and type {header.dtype} does not have the bytes it needs: "
             "download the file again"

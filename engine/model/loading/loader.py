@@ -20,24 +20,25 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
 from windlass.engine.model.loading.device_selection import choose_device, free_memory, is_out_of_memory
-from windlass.engine.model.loading.draft_model import MTPPart, draft_config, mtp, reword_for_draft
-from windlass.engine.model.loading.preflight import check_replicas, prepare_model
+from windlass.engine.model.loading.draft_model import MTPPart, draft_config, draft_errors, mtp_part
+from windlass.engine.model.loading.preflight import ModelToLoad, check_replicas, prepare_model
 from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint
 from windlass.engine.model.loading.sentence_transformers_files import read_pooling
 from windlass.engine.model.loading.weights import Progress, load_weights
 from windlass.engine.model.model_spec import ModelSpec
 from windlass.engine.model.tensor_parallel import ModelShard
-from windlass.engine.model.weight_storage import plan_bytes
 from windlass.engine.rotary.rope_scaling import RotaryGroup
 from windlass.kernels import Backend, BlockWeight, PanelWeight, StackedWeight, Weight
 from windlass.kernels.layouts import weight_layouts
 from windlass.kernels.layouts.weight_layouts import PANEL
 
-_RANDOM_BYTES = 4 << 20  # drawn at a time for a weight in panels: they are still in a cache when they are packed
+_RANDOM_BYTES = (
+    4 << 20
+)  # generated at once for a weight in panels, so that they are still in cache when they are packed
 
 
 def randomize_weights(decoder: Decoder, seed: int, progress: Progress | None = None) -> None:
-    """Distinct random weights everywhere, scaled so that activations stay of order one."""
+    """Fill all weights with random numbers, scaled so that activations stay of order one."""
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
     tensors = decoder.tensors()
     for i, tensor in enumerate(tensors):
@@ -61,13 +62,13 @@ def _randomize(backend: Backend, weight: Weight, generator: torch.Generator) -> 
 
 
 def _randomize_rows(rows: Tensor, generator: torch.Generator) -> None:
-    """Uniform, several times quicker to draw than normal; the variance is that of 1 / fan-in."""
+    """Uniform numbers with a variance of 1 / fan-in; normal ones would take several times as long."""
     bound = (3.0 / rows.shape[1]) ** 0.5
     rows.uniform_(-bound, bound, generator=generator)
 
 
 def _randomize_panels(backend: Backend, weight: PanelWeight, generator: torch.Generator) -> None:
-    """The same numbers that the weight would get as rows."""
+    """Fill panels with the numbers that the weight would have as rows."""
     step = max(1, _RANDOM_BYTES // (PANEL * max(weight.columns, 1) * weight.dtype.itemsize)) * PANEL
     for first in range(0, weight.rows, step):
         rows = torch.empty((min(step, weight.rows - first), weight.columns), dtype=weight.dtype)
@@ -75,44 +76,54 @@ def _randomize_panels(backend: Backend, weight: PanelWeight, generator: torch.Ge
         backend.pack(weight.narrow(first, len(rows)), rows)
 
 
-_TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "int8": torch.int8,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """digest identifies the weights (see `weights_digest`); cache_dtype is that of the KV pages.
+    """A model with its weights.
 
-    original_spec: with rows in the order of the original weights, whatever files they came from.
-    pooling: how its files have its states pooled.
-    rotary_groups: the model's own, before the server's scaling. quantization: what to call that of the weights, if any.
-    whole: the specification of all of the model, where the decoder is one rank's part of it.
+    prepared: how it was loaded. digest: identifies the weights, see `weights_digest`. pooling: of embeddings, from its files.
     """
 
     decoder: Decoder
-    cache_dtype: torch.dtype
+    prepared: ModelToLoad
     digest: bytes
-    notices: tuple[str, ...]
-    rotary_groups: tuple[RotaryGroup, ...]
-    quantization: str | None = None
-    original_spec: ModelSpec | None = None
+    notices: tuple[str, ...] = ()
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
-    whole: ModelSpec | None = None
 
     @property
     def spec(self) -> ModelSpec:
-        """Of all of the model."""
-        return self.whole or self.decoder.spec
+        """The spec of the whole model, also if the decoder is a rank shard."""
+        return self.prepared.model.spec
+
+    @property
+    def original_spec(self) -> ModelSpec | None:
+        """The spec with rows in the order of the original weights, whatever the format of the files."""
+        return self.prepared.model.original_spec
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type of cached keys and values."""
+        return _torch_dtype(self.prepared.cache_dtype)
+
+    @property
+    def rotary_groups(self) -> tuple[RotaryGroup, ...]:
+        """The model's own rotary groups, before the server's scaling."""
+        return self.prepared.model.unscaled_groups
+
+    @property
+    def quantization(self) -> str | None:
+        """Name of the weights' quantization; None if there is none."""
+        return self.prepared.quantization
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Which of the ranks of `compute.tensor_parallel` loads, and the descriptors of what they meet in: see `kernels.RankGroup`."""
+    """The rank of `compute.tensor_parallel` that loads, and the file descriptors of its group: see `kernels.RankGroup`."""
 
     rank: int
     memory: int
@@ -124,20 +135,19 @@ def load_model(
     progress: Progress | None = None,
     placement: RankPlacement | None = None,
     base_model: Decoder | None = None,
-    what: MTPPart | None = None,
+    part: MTPPart | None = None,
 ) -> LoadedModel:
     """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do.
 
-    seat: of the rank that it is loaded for, where there are several. base_model, what: the model whose prediction layer is
-    loaded, and what of it; None: the model is.
+    placement: of the rank that loads, if there are several. base_model, part: load this part of the MTP head of `base_model`.
     """
-    if placement is not None:  # replicas share whole models, each rank loads its own part
+    if placement is not None:  # replicas share whole models; each rank loads its own shard
         config = replace(config, loading=replace(config.loading, shared_memory=()))
     directory = Path(config.model)
     rank = 0 if placement is None else placement.rank
-    device, of_device = choose_device(config.compute.device, rank, config.compute.tensor_parallel)
+    device, device_notices = choose_device(config.compute.device, rank, config.compute.tensor_parallel)
     shared, free = _shared_weights(config, device), free_memory(device)
-    if free is not None:  # what is shared is there already
+    if free is not None:  # the memory of shared weights is allocated already
         free += sum(kernels.SharedWeights(number).num_bytes for number in config.loading.shared_memory)
     prepared = prepare_model(
         config,
@@ -146,83 +156,70 @@ def load_model(
         multiplies_narrow=kernels.has_native_bf16(device),
         free=free,
         rank=rank,
-        what=what,
+        part=part,
     )
-    part, stored = prepared.part, _TORCH_DTYPES[prepared.weight_dtype]
-    spec, plan = (prepared.model.spec, prepared.plan) if part is None else (part.spec, part.plan)
-    ranks = _ranks(part, placement, device)
+    shard, notices = prepared.shard, tuple[str, ...]()
+    ranks = _rank_group(shard, placement, device)
     try:
         backend = kernels.select_backend(
             device,
-            _TORCH_DTYPES[prepared.compute_dtype],
-            stored,
+            _torch_dtype(prepared.compute_dtype),
+            _torch_dtype(prepared.weight_dtype),
             activations=config.compute.activations,
             deterministic=config.compute.deterministic,
             bf16_prefill=prepared.bf16_prefill,
             shared=shared,
             ranks=ranks,
         )
-        decoder = Decoder(spec, backend, plan, base_model)
+        decoder = Decoder(prepared.spec, backend, prepared.plan, base_model)
         if shared is not None and shared.note is not None:
-            notices: tuple[str, ...] = ()
-            digest = _found_digest(shared)
+            digest = _shared_digest(shared)
         elif config.loading.format == "dummy":
             notices = weight_cache.no_effect_notice(config, "`loading.format=dummy`")
             randomize_weights(decoder, config.loading.seed, progress)
             digest = f"dummy {config.loading.seed}".encode()
         else:
             digest = weights_digest(directory)
-            notices = fill(decoder, directory, config, prepared.model.quantized, progress, part)
-            if weights_digest(directory) != digest:  # what was read may be some of both
+            notices = fill_decoder(decoder, directory, config, prepared.model.quantized, progress, shard)
+            if weights_digest(directory) != digest:  # some weights may be of the old files, others of the new
                 raise LoadError(f"the checkpoint in {directory} changed while it was read: start again")
         if shared is not None and shared.note is None:
             shared.finish(digest)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        size = gib(plan_bytes(spec, plan))
-        can_quantize = not prepared.model.is_quantized
-        less = ", `compute.quantization=int8` or int4" if can_quantize else ""
+        less = "" if prepared.model.is_quantized else ", `compute.quantization=int8` or int4"
         raise LoadError(
-            f"the weights need {size} of memory, more than {device} gives: use `compute.dtype=bfloat16`{less} or a smaller model"
+            f"the weights need {gib(prepared.weight_bytes)} of memory, more than {device} gives: use "
+            f"`compute.dtype=bfloat16`{less} or a smaller model"
         ) from None
-    cached = _TORCH_DTYPES[prepared.cache_dtype]
-    notices = of_device + spec.notices + prepared.notices + notices
-    model = prepared.model
-    return LoadedModel(
-        decoder,
-        cached,
-        digest,
-        notices,
-        model.unscaled_groups,
-        prepared.quantization,
-        model.original_spec,
-        _pooling(directory, spec),
-        None if part is None else part.whole,
-    )
+    notices = device_notices + prepared.spec.notices + prepared.notices + notices
+    return LoadedModel(decoder, prepared, digest, notices, _pooling(directory, prepared.spec))
 
 
-def _ranks(part: ModelShard | None, placement: RankPlacement | None, device: torch.device) -> kernels.RankGroup | None:
-    """The ranks that hold the rest of the model; None where all of it is here. Raises LoadError."""
-    if part is None:
+def _rank_group(
+    shard: ModelShard | None, placement: RankPlacement | None, device: torch.device
+) -> kernels.RankGroup | None:
+    """The group of ranks that hold the model; None if this process holds all of it. Raises LoadError."""
+    if shard is None:
         return None
     if placement is None:
-        raise LoadError("`compute.tensor_parallel`: there is one process here: leave it out")
+        raise LoadError("`compute.tensor_parallel`: there is only one process: leave it out")
     if (reason := kernels.ranks_refusal(device)) is not None:
         raise LoadError(f"`compute.tensor_parallel`: {reason}: leave it out")
-    return kernels.RankGroup(placement.memory, part.rank, part.ranks, part.columns, placement.store)
+    return kernels.RankGroup(placement.memory, shard.rank, shard.ranks, shard.columns, placement.store)
 
 
 def _shared_weights(config: EngineConfig, device: torch.device) -> kernels.SharedWeights | None:
-    """Where the weights lie that several engines have in common; None where this one has its own. Raises LoadError."""
+    """The memory of weights that several engines share; None if this one has its own. Raises LoadError."""
     if not config.loading.shared_memory:
         return None
     check_replicas(config, str(device))
     return kernels.SharedWeights(config.loading.shared_memory[0])
 
 
-def _found_digest(shared: kernels.SharedWeights) -> bytes:
-    """The digest of shared weights that another engine has filled. Raises LoadError where they are not those of this model."""
+def _shared_digest(shared: kernels.SharedWeights) -> bytes:
+    """The digest of shared weights that another engine has filled. Raises LoadError if they are of another model."""
     assert shared.note is not None
     if shared.note["layout"] != shared.layout:
         raise LoadError("the files of the model have changed since the first engine loaded it: start the server again")
@@ -230,46 +227,45 @@ def _found_digest(shared: kernels.SharedWeights) -> bytes:
 
 
 def _pooling(directory: Path, spec: ModelSpec) -> PoolingDefaults:
-    """What the files say; the mean of an encoder's states where they say nothing, as sentence-transformers has it."""
+    """Pooling from the files; the default of an encoder is the mean, as in sentence-transformers."""
     found = read_pooling(directory)
     return replace(found, kind="mean") if spec.is_bidirectional and not found.declared else found
 
 
 def load_draft(config: EngineConfig, model: LoadedModel, progress: Progress | None = None) -> LoadedModel | None:
-    """What the configuration lets draft for the model, a draft model or the model's prediction layer; its notices say whose they
-    are. None where nothing does."""
+    """The draft model or the model's MTP head; None if the configuration has neither."""
     own, speculation = draft_config(config), config.scheduling.speculation
     if own is None:
         return None
-    try:
-        what = mtp(speculation)
-        draft = load_model(own, progress, base_model=None if what is None else model.decoder, what=what)
-    except LoadError as error:
-        raise reword_for_draft(error, speculation) from None
-    if speculation.mtp:  # what there is to say of its files was said of the model
+    part = mtp_part(speculation)
+    with draft_errors(speculation):
+        draft = load_model(own, progress, base_model=None if part is None else model.decoder, part=part)
+    if speculation.mtp:  # the model has the notices on its files
         return replace(draft, notices=())
     return replace(draft, notices=tuple(f"the draft model: {notice}" for notice in draft.notices))
 
 
-def fill(
+def fill_decoder(
     decoder: Decoder,
     directory: Path,
     config: EngineConfig,
     quantized: QuantizedCheckpoint | None = None,
     progress: Progress | None = None,
-    part: ModelShard | None = None,
+    shard: ModelShard | None = None,
 ) -> tuple[str, ...]:
-    """Put the checkpoint's weights into the decoder, quantized ones from the cache if there is one; returns notices.
+    """Fill the decoder from the checkpoint, or from the weight cache if there is one. Returns notices.
 
-    quantized: what weights are made of that the checkpoint holds quantized. part: what the decoder has of the model.
+    quantized: the quantized weights of the checkpoint. shard: the rank shard that the decoder holds.
     """
     quantizes, on_cpu = config.compute.quantization != "none", decoder.device.type == "cpu"
     if config.loading.weight_cache is None or not quantizes or not on_cpu:
-        load_weights(decoder, directory, progress, quantized, part)
+        load_weights(decoder, directory, progress, quantized, shard)
         why = "`compute.quantization=none`" if not quantizes else f"weights on {decoder.device}"
         return weight_cache.no_effect_notice(config, why)
-    cache = weight_cache.WeightCache(config.loading.weight_cache, directory, config.compute.quantization, decoder, part)
+    cache = weight_cache.WeightCache(
+        config.loading.weight_cache, directory, config.compute.quantization, decoder, shard
+    )
     if not cache.load(decoder, progress):
-        load_weights(decoder, directory, progress, quantized, part)
+        load_weights(decoder, directory, progress, quantized, shard)
         cache.store(decoder, progress)
     return tuple(cache.notices)

@@ -24,14 +24,13 @@ from windlass.engine.model.families.multimodal import text_config_of
 from windlass.engine.model.families.spec_reader import read_spec
 from windlass.engine.model.feed_forward.moe import MoESpec
 from windlass.engine.model.loading.checkpoint import read_headers
-from windlass.engine.model.loading.draft_model import MTPPart, prediction_layer
+from windlass.engine.model.loading.draft_model import MTPPart, mtp_spec
 from windlass.engine.model.loading.gguf_index import GGUFIndex, read_index
 from windlass.engine.model.loading.quantization_methods import describe_quantized_weights
 from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint
-from windlass.engine.model.loading.safetensors_header import TensorHeader, read_header
+from windlass.engine.model.loading.safetensors_header import TensorHeader, read_header, unstack_headers
 from windlass.engine.model.model_spec import FeedForwardSpec, LayerSpec, ModelSpec, OuterNames
 from windlass.engine.model.mtp_input import MTPInputSpec
-from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 from windlass.engine.rotary.auto_scaling import AUTO, checked_thresholds
 from windlass.engine.rotary.rope_scaling import RotaryGroup, apply_scaling
 
@@ -39,7 +38,7 @@ from windlass.engine.rotary.rope_scaling import RotaryGroup, apply_scaling
 def check_not_quantized_twice(
     config: EngineConfig, directory: Path, gguf: GGUFIndex | None, quantized: QuantizedCheckpoint | None
 ) -> None:
-    """LoadError where weights would be quantized that are quantized in their file."""
+    """Raise LoadError if weights that are already quantized in their files would be quantized again."""
     if config.compute.quantization == "none":
         return
     already = None
@@ -57,10 +56,10 @@ _FORMATS = {"F64": "d", "F32": "f", "F16": "e", "BF16": "H"}
 
 
 def with_learned_frequencies(groups: tuple[RotaryGroup, ...], directory: Path) -> tuple[RotaryGroup, ...]:
-    """The groups with the frequencies of learned ones filled in; other groups as they are.
+    """The rotary groups, with learned frequencies read from the files.
 
-    They are called `model.rotary_emb.inv_freq`, or `model.rotary_emb.full_attention_inv_freq` and so on where groups
-    differ. Raises LoadError where the files do not have them or they cannot be frequencies of this model.
+    The tensor is `model.rotary_emb.inv_freq`, or `model.rotary_emb.full_attention_inv_freq` and so on if groups differ. Raises
+    LoadError if it is missing or does not hold frequencies of this model.
     """
     return tuple(
         group if group.base.inv_freq is None else _filled(group, directory, len(groups) > 1) for group in groups
@@ -79,7 +78,7 @@ def _filled(group: RotaryGroup, directory: Path, several: bool) -> RotaryGroup:
     if len(values) != pairs:
         raise LoadError(f"{directory}: tensor {name} holds {len(values)} frequencies, the model rotates {pairs} pairs")
     if not all(math.isfinite(w) and w >= 0 for w in values):
-        raise LoadError(f"{directory}: tensor {name} holds numbers that are no frequencies: below 0 or not finite")
+        raise LoadError(f"{directory}: tensor {name} holds numbers that are not frequencies: below 0 or not finite")
     return replace(group, base=replace(group.base, inv_freq=values))
 
 
@@ -105,32 +104,28 @@ def _decoded(dtype: str, data: bytes, label: str) -> tuple[float, ...]:
     if dtype != "BF16":
         return tuple(map(float, values))
     # bfloat16 is the upper half of a float32.
-    return tuple(float(value) for value in struct.unpack(f"<{len(values)}f", b"".join(_widened(v) for v in values)))
-
-
-def _widened(bits: int) -> bytes:
-    return struct.pack("<I", bits << 16)
+    widened = struct.pack(f"<{len(values)}I", *(bits << 16 for bits in values))
+    return struct.unpack(f"<{len(values)}f", widened)
 
 
 AnyFeedForward = TypeVar("AnyFeedForward", bound=FeedForwardSpec)
 
 
 def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
-    """The spec under the names that the files have; itself where they have the family's, or nothing that is like them.
+    """The spec with the tensor names of the files, whose prefix may differ from the family's; unchanged if none is similar.
 
-    tensors: names of all that the files hold, none where no file is read. Raises LoadError where the head is neither among
-    them nor the embedding.
+    tensors: names of all tensors in the files, empty if no file is read. Raises LoadError if the head is not among them and is
+    not the embedding.
     """
     if not tensors:
         return spec
-    names = _stored(spec.names, tensors)
+    names = _stored_names(spec.names, tensors)
 
-    def moved(name: str) -> str:
-        """What lies among the model's layers moves along with them."""
+    def renamed(name: str) -> str:
         return names.layers + name.removeprefix(spec.names.layers) if name.startswith(spec.names.layers) else name
 
-    unused = tuple(dict.fromkeys((*spec.unused_tensors, *map(moved, spec.unused_tensors))))
-    mtp = None if spec.mtp is None else _with_names(spec.mtp, moved)
+    unused = tuple(dict.fromkeys((*spec.unused_tensors, *map(renamed, spec.unused_tensors))))
+    mtp = None if spec.mtp is None else _rename_mtp(spec.mtp, renamed)
     found = replace(spec, names=names, unused_tensors=unused, mtp=mtp)
     embedding, head = f"{found.names.embedding}.weight", f"{found.names.head}.weight"
     needs_head = not spec.tied_embeddings and spec.generates
@@ -144,60 +139,58 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
     return found
 
 
-def _with_names(layer: ModelSpec, moved: Callable[[str], str]) -> ModelSpec:
-    """A prediction layer with the names that these become."""
+def _rename_mtp(layer: ModelSpec, renamed: Callable[[str], str]) -> ModelSpec:
+    """The spec of an MTP head with renamed tensors."""
     names, mtp_input = layer.names, layer.mtp_input
     assert mtp_input is not None and names.final_norm is not None
     return replace(
         layer,
-        names=replace(names, layers=moved(names.layers), final_norm=moved(names.final_norm)),
-        mtp_input=MTPInputSpec(moved(mtp_input.embedding_norm), moved(mtp_input.state_norm), moved(mtp_input.matrix)),
-        own_tensors=tuple(map(moved, layer.own_tensors)),
-        unused_tensors=tuple(map(moved, layer.unused_tensors)),
+        names=replace(names, layers=renamed(names.layers), final_norm=renamed(names.final_norm)),
+        mtp_input=MTPInputSpec(*map(renamed, (mtp_input.embedding_norm, mtp_input.state_norm, mtp_input.matrix))),
+        own_tensors=tuple(map(renamed, layer.own_tensors)),
+        unused_tensors=tuple(map(renamed, layer.unused_tensors)),
     )
 
 
-def _stored(names: OuterNames, tensors: Collection[str]) -> OuterNames:
+def _stored_names(names: OuterNames, tensors: Collection[str]) -> OuterNames:
     if f"{names.embedding}.weight" in tensors:
         return names
     prefix = names.embedding[: names.embedding.index(".") + 1]
     end, layers = f"{names.embedding.removeprefix(prefix)}.weight", f".{names.layers.removeprefix(prefix)}."
-    # A layer that predicts further tokens may have an embedding of its own.
+    # An MTP head may have its own embedding.
     found = [name for name in tensors if name == end or (name.endswith(f".{end}") and layers not in f".{name}")]
     if len(found) != 1:
         return names
     other = found[0].removesuffix(end)
 
-    def moved(name: str) -> str:
+    def renamed(name: str) -> str:
         return other + name.removeprefix(prefix)
 
-    heads = (names.head, moved(names.head), other.removesuffix(prefix) + names.head)
+    heads = (names.head, renamed(names.head), other.removesuffix(prefix) + names.head)
     head = next((name for name in heads if f"{name}.weight" in tensors), names.head)
     return OuterNames(
-        moved(names.embedding),
-        moved(names.layers),
-        None if names.final_norm is None else moved(names.final_norm),
+        renamed(names.embedding),
+        renamed(names.layers),
+        None if names.final_norm is None else renamed(names.final_norm),
         head,
-        moved(names.embedding_norm),
-        moved(names.token_types),
-        moved(names.positions),
+        renamed(names.embedding_norm),
+        renamed(names.token_types),
+        renamed(names.positions),
     )
 
 
 def with_expert_layout(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> ModelSpec:
-    """The spec with the experts that lie in one tensor as the files have them, [E, rows, columns] or [E, columns, rows], or with
-    each in tensors of its own.
+    """The spec with experts as the files have them: stacked as [E, rows, columns] or [E, columns, rows], or in separate tensors.
 
-    Writers of the same class have differed in that. spec: under the names that the files have.
+    Checkpoints of the same class differ in this. spec: with the tensor names of the files.
     """
+    separate = {name.rpartition(".")[0].rpartition(".")[0] for name in headers}
 
-    each_own = {name.rpartition(".")[0].rpartition(".")[0] for name in headers}
-
-    def turned(index: int, part: AnyFeedForward) -> AnyFeedForward:
+    def with_layout(index: int, part: AnyFeedForward) -> AnyFeedForward:
         stacks = part.names.stacks if isinstance(part, MoESpec) else None
         if not isinstance(part, MoESpec) or stacks is None:
             return part
-        if f"{spec.names.layer(index)}{part.names.experts}.0" in each_own:
+        if f"{spec.names.layer(index)}{part.names.experts}.0" in separate:
             return cast(AnyFeedForward, replace(part, names=replace(part.names, stacks=None)))
         wide, hidden = part.intermediate_size, spec.hidden_size
         found = {
@@ -212,26 +205,24 @@ def with_expert_layout(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> 
 
     def layer(index: int, one: LayerSpec) -> LayerSpec:
         if one.parallel_experts is not None:
-            one = replace(
-                one, parallel_experts=replace(one.parallel_experts, experts=turned(index, one.parallel_experts.experts))
-            )
-        return one if one.feed_forward is None else replace(one, feed_forward=turned(index, one.feed_forward))
+            experts = with_layout(index, one.parallel_experts.experts)
+            one = replace(one, parallel_experts=replace(one.parallel_experts, experts=experts))
+        return one if one.feed_forward is None else replace(one, feed_forward=with_layout(index, one.feed_forward))
 
     return replace(spec, layers=tuple(layer(index, one) for index, one in enumerate(spec.layers)))
 
 
-# Buffers some exporters save. They follow from the config; learned frequencies are read by `learned_frequencies`.
+# Buffers that some exporters save and that follow from the config; see `with_learned_frequencies` for learned ones.
 _DERIVED = re.compile(
     r"(^|\.)rotary(_pos)?_emb(_local)?\.(\w+_)?inv_freq$|\.(attention|attn)\.(masked_bias|bias|causal_mask)$"
 )
 
 _NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-
-_NAMED = 3  # tensors named in a message
+_MAX_NAMED = 3  # tensors named in a message
 
 
 def is_derived(name: str) -> bool:
-    """Whether a tensor follows from config.json, so that nobody reads it."""
+    """Whether a tensor follows from config.json, so that it is not read."""
     return _DERIVED.search(name) is not None
 
 
@@ -242,9 +233,9 @@ def check_tensors(
     gguf: GGUFIndex | None,
     quantized: QuantizedCheckpoint | None,
 ) -> None:
-    """Raise LoadError, which names tensors, for some that are missing, that nobody asks for, or of another shape or type."""
-    expected = {tensor.name: stored_shape(weight, tensor) for weight in spec.weights() for tensor in weight.stored}
-    found = gguf.tensors if gguf is not None else _unstack_headers(headers, expected)
+    """Raise LoadError for tensors that are missing, surplus, or of another shape or type."""
+    expected = {tensor.name: tensor.shape(weight) for weight in spec.weights() for tensor in weight.stored}
+    found = gguf.tensors if gguf is not None else unstack_headers(headers, _stacks(expected))
     read = quantized.tensors if quantized is not None else {}
     sources: Collection[str] = quantized.sources if quantized is not None else ()
     surplus = []
@@ -254,20 +245,20 @@ def check_tensors(
         if name not in expected:
             if not _is_allowed(name, spec, quantized):
                 surplus.append(name)
-        elif (list(header.shape) or [1]) != expected[name]:
+        elif (header.shape or (1,)) != expected[name]:
             raise LoadError(
-                f"{directory}: tensor {name!r} has shape {list(header.shape)} where config.json asks for {expected[name]}: take "
-                "the config.json that belongs to the checkpoint"
+                f"{directory}: tensor {name!r} has shape {list(header.shape)} where config.json asks for "
+                f"{list(expected[name])}: take the config.json that belongs to the checkpoint"
             )
         elif gguf is None and header.dtype not in _NUMBERS:
             raise LoadError(
-                f"{directory}: tensor {name!r} is {header.dtype}, which are no weights: a checkpoint quantized in a way that "
-                "config.json does not tell; download config.json again, or take the unquantized model"
+                f"{directory}: tensor {name!r} is {header.dtype}, which is not a type of weights: the checkpoint may be "
+                "quantized in a way that config.json does not name; download config.json again, or take the unquantized model"
             )
     if surplus:
         raise LoadError(
-            f"{directory}: unexpected {_quote_names('tensor', surplus)}: this architecture has no place for {_them(surplus)}: take the "
-            "config.json that belongs to the checkpoint"
+            f"{directory}: unexpected {_quote_names('tensor', surplus)}: this architecture has no place for "
+            f"{_them(surplus)}: take the config.json that belongs to the checkpoint"
         )
     if missing := [name for name in expected if name not in found and name not in read]:
         are = "is" if len(missing) == 1 else "are"
@@ -276,57 +267,38 @@ def check_tensors(
         )
 
 
-def stored_shape(weight: WeightSpec, tensor: StoredTensor) -> list[int]:
-    """Of a tensor in a checkpoint."""
-    if tensor.reshape_rows is not None:
-        return [tensor.reshape_rows, tensor.rows // tensor.reshape_rows]
-    if tensor.depthwise:
-        return [tensor.rows, 1, *weight.shape[1:]]
-    shape = [tensor.rows, *weight.shape[1:]]
-    return shape[::-1] if tensor.transposed else shape
-
-
-def _unstack_headers(headers: Mapping[str, TensorHeader], expected: Collection[str]) -> dict[str, TensorHeader]:
-    """The headers with those taken apart that hold several tensors along their first dimension, "name[0]" and so on."""
-    stacks = {name.rpartition("[")[0] for name in expected if name.endswith("]")}
-    found = {}
-    for name, header in headers.items():
-        if name in stacks and header.shape:
-            parts = range(header.shape[0])
-            one = TensorHeader(header.dtype, header.shape[1:], header.begin, header.end)
-            found.update({f"{name}[{index}]": one for index in parts})
-        else:
-            found[name] = header
-    return found
+def _stacks(names: Collection[str]) -> set[str]:
+    """Names of the tensors whose parts are "name[0]" and so on."""
+    return {name.rpartition("[")[0] for name in names if name.endswith("]")}
 
 
 def _is_allowed(name: str, spec: ModelSpec, quantized: QuantizedCheckpoint | None) -> bool:
-    """Whether a tensor may be there although no weight is made of it."""
-    is_tied_head = spec.tied_embeddings and name in spec.head_tensors  # compared with the embedding when it is read
+    """Whether a tensor is allowed in the files although no weight consists of it."""
+    is_tied_head = spec.tied_embeddings and name in spec.head_tensors  # compared with the embedding at load
     return is_tied_head or is_derived(name) or (quantized is not None and name in quantized.zero_biases)
 
 
 def _quote_names(what: str, names: list[str]) -> str:
     if len(names) == 1:
         return f"{what} {names[0]!r}"
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{what}s {', '.join(map(repr, names[:_NAMED]))}{more}"
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{what}s {', '.join(map(repr, names[:_MAX_NAMED]))}{more}"
 
 
 def _them(names: list[str]) -> str:
     return "it" if len(names) == 1 else "them"
 
 
-_SCALING, LADDER = "`rotary.scaling`", "`rotary.ladder`"  # fields at fault
+_SCALING, _LADDER = "`rotary.scaling`", "`rotary.ladder`"  # config fields, for errors
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
     """A model as its files describe it.
 
-    spec: under the server's scaling; unscaled_groups: the rotary groups before it. headers: of every tensor in the files, none
-    under `loading.format=dummy`. gguf: the index of the files where they are GGUF. quantized: what their weights are made of
-    where they are quantized in the ways of Hugging Face. original_spec: with rows in the order of the original weights.
+    spec: with the server's rotary scaling; unscaled_groups: the rotary groups before it. headers: of every tensor in the files,
+    empty for `loading.format=dummy`. gguf: the index of GGUF files. quantized: the weights of a quantized checkpoint.
+    original_spec: with rows in the order of the original weights.
     """
 
     config: Config
@@ -345,59 +317,58 @@ class ModelDescription:
         )
 
 
-def describe_model(config: EngineConfig, *, what: MTPPart | None = None) -> ModelDescription:
-    """Read config.json and the headers of the weights. Raises LoadError for a model that is not understood.
+def describe_model(config: EngineConfig, *, part: MTPPart | None = None) -> ModelDescription:
+    """Read config.json and the headers of the weights. Raises LoadError for a model that is not supported.
 
-    what: of the model, where it is not the model.
+    part: describe this part of the MTP head instead of the model.
     """
     directory = Path(config.model)
-    part = text_config_of(read_json(directory / "config.json"))
-    hf_config = part.config
+    text_model = text_config_of(read_json(directory / "config.json"))
+    hf_config = text_model.config
     generation_path = directory / "generation_config.json"
     spec = read_spec(hf_config, read_json(generation_path) if generation_path.is_file() else None)
     dummy = config.loading.format == "dummy"
     headers = {} if dummy else read_headers(directory)
-    spec = part.adapt_spec(spec, headers)
+    spec = text_model.adapt_spec(spec, headers)
     gguf = None if dummy else read_index(directory)
     original_spec = spec
     if spec.positions and (config.max_model_len or 0) > spec.positions:
         raise LoadError(
-            f"`max_model_len` is {config.max_model_len}, and the positions of this model are a table of {spec.positions}, beyond "
-            "which there are none: lower it"
+            f"`max_model_len` is {config.max_model_len}, but this model has a table of {spec.positions} positions: lower it"
         )
     if gguf is not None:
-        original_spec, spec = gguf.original(spec), gguf.adapt(spec)
+        original_spec, spec = gguf.original_spec(spec), gguf.stored_spec(spec)
     fault = describe_quantized(hf_config, headers)
-    if fault is None and not part.is_multimodal:
+    if fault is None and not text_model.is_multimodal:
         fault = describe_tensors(headers)
     if fault is not None:
         raise LoadError(f"{directory}: {fault}")
     try:
         spec = with_stored_names(spec, headers)
-        if what is not None:
-            spec = prediction_layer(spec, headers, what, in_gguf=gguf is not None)
+        if part is not None:
+            spec = mtp_spec(spec, headers, part, in_gguf=gguf is not None)
         spec = with_expert_layout(spec, headers)
     except LoadError as error:
         raise LoadError(f"{directory}: {error}") from None
-    gguf = None if gguf is None else gguf.of(spec)
+    gguf = None if gguf is None else gguf.for_spec(spec)
     quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, directory)
     check_not_quantized_twice(config, directory, gguf, quantized)
     unscaled_groups = with_learned_frequencies(spec.rotary_groups, directory)
     scaling = config.rotary.scaling
     if config.rotary.ladder:
-        checked_thresholds(unscaled_groups, config.rotary.ladder, LADDER)
+        checked_thresholds(unscaled_groups, config.rotary.ladder, _LADDER)
     try:
         groups = apply_scaling(unscaled_groups, None if scaling == AUTO else scaling, param=_SCALING)
     except RequestError as error:
         raise LoadError(error.message) from None
-    adapt_spec = replace(spec, rotary_groups=groups)
+    scaled_spec = replace(spec, rotary_groups=groups)
     if not dummy:
-        check_tensors(directory, adapt_spec, headers, gguf, quantized)
-    return ModelDescription(hf_config, adapt_spec, unscaled_groups, headers, gguf, quantized, original_spec)
+        check_tensors(directory, scaled_spec, headers, gguf, quantized)
+    return ModelDescription(hf_config, scaled_spec, unscaled_groups, headers, gguf, quantized, original_spec)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or LoadError."""
+    """Read a JSON object from a file. Raises LoadError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -11,8 +11,8 @@ For a linear layer with K inputs and N outputs:
   block. No block format holds these, so they are dequantized.
 - compressed-tensors, packed: `weight_packed` int32 [N, K * bits / 32], codes plus half the range, consecutive or (releases up to
   0.13) 32 // bits in each word; `weight_shape`; `weight_scale` [N, groups]; optional `weight_zero_point` int32, packed along the
-  rows; optional `weight_g_idx` int32 [K], -1 for unspecified. Plain: `weight` int8 [N, K], `weight_scale` for the tensor, a row or
-  a group, optional `weight_zero_point` int8.
+  rows; optional `weight_g_idx` int32 [K], -1 for unspecified. Plain: `weight` int8 [N, K], `weight_scale` for the tensor, a row
+  or a group, optional `weight_zero_point` int8.
 - MXFP4 (gpt-oss experts): `<name>_blocks` uint8 [experts, N, K / 32, 16], two floats per byte, lower half first, and
   `<name>_scales` uint8 [experts, N, K / 32], the block exponents. Rows are outputs, unlike those of the unquantized tensor.
 - BitNet (2402.17764, as packed by transformers): `weight` uint8 [N / 4, K], the lowest two bits for the first quarter of the rows
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from windlass.engine.errors import LoadError
@@ -56,11 +56,13 @@ from windlass.engine.model.loading.quantized_checkpoint import (
 )
 from windlass.engine.model.model_spec import ModelSpec
 
+# Each describe function returns the sources of a weight; None if the weight is not quantized. It raises LoadError for tensors
+# that are missing or do not match config.json.
+
 _GPTQ_BITS = (2, 3, 4, 8)
 
 
 def describe_gptq(located: Located, wanted: ExpectedTensor, quant_config: QuantizationConfig) -> QuantizedTensor | None:
-    """What a weight is made of; None for one that is not quantized. Raises LoadError."""
     if f"{wanted.module}.qweight" not in located:
         return None
     rows, columns = wanted.rows, wanted.columns
@@ -80,26 +82,21 @@ def describe_gptq(located: Located, wanted: ExpectedTensor, quant_config: Quanti
         sources["order"] = order.name
         ordered = has_consecutive_groups(order, group_size)
     symmetric = bits != 3 and is_repeated(zeros, _middle(bits, quant_config.zeros_less_one))
-    storage, reason = choose_storage(
-        bits, group_size, columns, symmetric=symmetric, scales_fit=fits_float16(scales), ordered=ordered
-    )
-    return QuantizedTensor(
-        wanted.name,
-        rows,
-        columns,
+    return _integers(
+        wanted,
         "gptq",
         sources,
         bits,
         group_size,
-        zeros_less_one=quant_config.zeros_less_one,
         symmetric=symmetric,
-        storage=storage,
-        reason=reason,
+        scales_fit=fits_float16(scales),
+        ordered=ordered,
+        zeros_less_one=quant_config.zeros_less_one,
     )
 
 
 def _middle(bits: int, less_one: bool) -> bytes:
-    """A byte of zero points that are all the middle of the range, as they are stored."""
+    """A stored byte of zero points that are all the middle of the range."""
     zero = (1 << (bits - 1)) - less_one
     return bytes([sum(zero << shift for shift in range(0, 8, bits))])
 
@@ -108,7 +105,6 @@ _AWQ_BITS = 4
 
 
 def describe_awq(located: Located, wanted: ExpectedTensor, quant_config: QuantizationConfig) -> QuantizedTensor | None:
-    """What a weight is made of; None for one that is not quantized. Raises LoadError."""
     if f"{wanted.module}.qweight" not in located:
         return None
     rows, columns = wanted.rows, wanted.columns
@@ -120,22 +116,9 @@ def describe_awq(located: Located, wanted: ExpectedTensor, quant_config: Quantiz
     check_shape(scales, (groups, rows))
     check_shape(zeros, (groups, -(-rows * _AWQ_BITS // 32)))
     symmetric = is_repeated(zeros, b"\x88")
-    storage, reason = choose_storage(
-        _AWQ_BITS, group_size, columns, symmetric=symmetric, scales_fit=fits_float16(scales), ordered=True
-    )
     sources = {"codes": codes.name, "zeros": zeros.name, "scales": scales.name}
-    return QuantizedTensor(
-        wanted.name,
-        rows,
-        columns,
-        "awq",
-        sources,
-        _AWQ_BITS,
-        group_size,
-        symmetric=symmetric,
-        storage=storage,
-        reason=reason,
-    )
+    scales_fit = fits_float16(scales)
+    return _integers(wanted, "awq", sources, _AWQ_BITS, group_size, symmetric=symmetric, scales_fit=scales_fit)
 
 
 _FP8_TYPES = ("F8_E4M3", "F8_E5M2")
@@ -144,7 +127,6 @@ _FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 def describe_floats(
     located: Located, wanted: ExpectedTensor, quant_config: QuantizationConfig
 ) -> QuantizedTensor | None:
-    """What a weight is made of; None for one that is not quantized. Raises LoadError."""
     codes = located.get(wanted.name)
     if codes is None or codes.dtype not in _FP8_TYPES:
         return None
@@ -169,12 +151,12 @@ def describe_floats(
 
 
 def _fp8_block(
-    name: str, shape: tuple[int, ...], rows: int, columns: int, quant_config: tuple[int, int] | None
+    name: str, shape: tuple[int, ...], rows: int, columns: int, block: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """Rows and columns of a block. told: what config.json says."""
-    if quant_config is not None:
-        if shape == (-(-rows // quant_config[0]), -(-columns // quant_config[1])):
-            return quant_config
+    """Rows and columns of a block. block: as config.json names it."""
+    if block is not None:
+        if shape == (-(-rows // block[0]), -(-columns // block[1])):
+            return block
     elif len(shape) == 2 and min(shape) and rows % shape[0] == 0 and columns % shape[1] == 0:
         return rows // shape[0], columns // shape[1]
     raise LoadError(
@@ -186,7 +168,6 @@ def _fp8_block(
 def describe_compressed(
     located: Located, wanted: ExpectedTensor, quant_config: QuantizationConfig
 ) -> QuantizedTensor | None:
-    """What a weight is made of; None for one that is not quantized. Raises LoadError."""
     if f"{wanted.module}.weight_packed" in located:
         return _describe_packed(located, wanted, quant_config.bits)
     stored = located.get(wanted.name)
@@ -195,7 +176,7 @@ def describe_compressed(
     return describe_floats(located, wanted, quant_config)
 
 
-def _describe_packed(located: Located, wanted: ExpectedTensor, quant_config: tuple[int, ...]) -> QuantizedTensor:
+def _describe_packed(located: Located, wanted: ExpectedTensor, widths: tuple[int, ...]) -> QuantizedTensor:
     rows, columns = wanted.rows, wanted.columns
     codes = find_tensor(located, wanted, "weight_packed", ("I32",))
     scales = find_tensor(located, wanted, "weight_scale", SCALE_TYPES)
@@ -206,7 +187,7 @@ def _describe_packed(located: Located, wanted: ExpectedTensor, quant_config: tup
             "config.json that belongs to the checkpoint"
         )
     words = codes.shape[1] if len(codes.shape) == 2 else 0
-    bits, padded = code_bits(codes, words, columns, quant_config or range(1, 9), padded=True)
+    bits, padded = code_bits(codes, words, columns, widths or range(1, 9), padded=True)
     check_shape(codes, (rows, words))
     groups = scales.shape[1] if len(scales.shape) == 2 else 1
     group_size = size_of_groups(scales, groups, columns, None)
@@ -225,20 +206,15 @@ def _describe_packed(located: Located, wanted: ExpectedTensor, quant_config: tup
         if -1 not in numbers:
             sources["order"] = order.name
             ordered = order.dtype == "I32" and has_consecutive_groups(order, group_size)
-    storage, reason = choose_storage(
-        bits, group_size, columns, symmetric=symmetric, scales_fit=fits_float16(scales), ordered=ordered
-    )
-    return QuantizedTensor(
-        wanted.name,
-        rows,
-        columns,
+    return _integers(
+        wanted,
         "padded" if padded else "packed",
         sources,
         bits,
         group_size,
         symmetric=symmetric,
-        storage=storage,
-        reason=reason,
+        scales_fit=fits_float16(scales),
+        ordered=ordered,
     )
 
 
@@ -259,22 +235,17 @@ def _describe_plain(located: Located, wanted: ExpectedTensor) -> QuantizedTensor
         symmetric = is_repeated(zeros, b"\0")
         if not symmetric:
             sources["zeros"] = zeros.name
-    storage, reason = choose_storage(
-        8, group_size, columns, symmetric=symmetric, scales_fit=fits_float16(scales), ordered=True
-    )
-    return QuantizedTensor(
-        wanted.name, rows, columns, "bytes", sources, 8, group_size, symmetric=symmetric, storage=storage, reason=reason
-    )
+    scales_fit = fits_float16(scales)
+    return _integers(wanted, "bytes", sources, 8, group_size, symmetric=symmetric, scales_fit=scales_fit)
 
 
-_MXFP4_BLOCK_BYTES = 16  # of a block's floats
+_MXFP4_BLOCK_BYTES = 16  # of floats, without the scale
 
 
 def describe_mxfp4(
     located: Located, wanted: ExpectedTensor, quant_config: QuantizationConfig
 ) -> QuantizedTensor | None:
-    """What the weight of an expert is made of; None for one that is not quantized. Raises LoadError."""
-    stack, bracket, place = wanted.module.partition("[")
+    stack, bracket, index = wanted.module.partition("[")
     codes = located.get(f"{stack}_blocks")
     if not bracket or codes is None:
         return None
@@ -283,25 +254,23 @@ def describe_mxfp4(
         raise LoadError(f"tensor {stack + '_scales'!r} is missing: the checkpoint is incomplete: download it again")
     rows, columns = wanted.rows, wanted.columns
     if columns % BLOCK:
-        raise LoadError(f"{stack!r} has rows of {columns} numbers, which are no whole blocks of {BLOCK}")
+        raise LoadError(f"{stack!r} has rows of {columns} numbers, which are not whole blocks of {BLOCK}")
     check_shape(codes, (wanted.stacked, rows, columns // BLOCK, _MXFP4_BLOCK_BYTES))
     check_shape(scales, (wanted.stacked, rows, columns // BLOCK))
     for tensor in (codes, scales):
         if tensor.dtype != "U8":
             raise LoadError(f"tensor {tensor.name!r} is {tensor.dtype} where U8 is expected: download it again")
-    sources = {"codes": f"{codes.name}[{place}", "scales": f"{scales.name}[{place}"}
+    sources = {"codes": f"{codes.name}[{index}", "scales": f"{scales.name}[{index}"}
     return QuantizedTensor(wanted.module, rows, columns, "mxfp4", sources, 4, BLOCK, storage="q5_0")
 
 
 _TERNARY_BITS = 2
-
-_ROWS_PER_BYTE = 4  # rows in a byte
+_ROWS_PER_BYTE = 4
 
 
 def describe_ternary(
     located: Located, wanted: ExpectedTensor, quant_config: QuantizationConfig
 ) -> QuantizedTensor | None:
-    """What a weight is made of; None for one that is not quantized. Raises LoadError."""
     codes = located.get(wanted.name)
     if codes is None or codes.dtype != "U8":
         return None
@@ -311,18 +280,40 @@ def describe_ternary(
     check_shape(scales, (1,), ())
     if not any(scales.read()):
         raise LoadError(f"tensor {scales.name!r} is zero: the checkpoint is damaged: download or copy it again")
-    storage, reason = choose_storage(
-        _TERNARY_BITS,
-        columns,
-        columns,
-        symmetric=True,
-        scales_fit=quant_config.divides_by_scale or fits_float16(scales),
-        ordered=True,
-    )
     sources = {"codes": codes.name, "scales": scales.name}
     packing: Packing = "divided ternary" if quant_config.divides_by_scale else "ternary"
+    scales_fit = quant_config.divides_by_scale or fits_float16(scales)
+    return _integers(wanted, packing, sources, _TERNARY_BITS, columns, symmetric=True, scales_fit=scales_fit)
+
+
+def _integers(
+    wanted: ExpectedTensor,
+    packing: Packing,
+    sources: Mapping[str, str],
+    bits: int,
+    group_size: int,
+    *,
+    symmetric: bool,
+    scales_fit: bool,
+    ordered: bool = True,
+    zeros_less_one: bool = False,
+) -> QuantizedTensor:
+    """A tensor of integers with the block format that holds it exactly, if there is one; arguments as in `choose_storage`."""
+    storage, reason = choose_storage(
+        bits, group_size, wanted.columns, symmetric=symmetric, scales_fit=scales_fit, ordered=ordered
+    )
     return QuantizedTensor(
-        wanted.name, rows, columns, packing, sources, _TERNARY_BITS, columns, storage=storage, reason=reason
+        wanted.name,
+        wanted.rows,
+        wanted.columns,
+        packing,
+        sources,
+        bits,
+        group_size,
+        zeros_less_one=zeros_less_one,
+        symmetric=symmetric,
+        storage=storage,
+        reason=reason,
     )
 
 
@@ -335,7 +326,7 @@ _DESCRIBE = {
     "BitNet": describe_ternary,
 }
 
-# Beside the weights of a module: what some writers add to them.
+# Tensors that some writers add to a quantized weight.
 _ADDITIONAL = (
     "g_idx",
     "weight_shape",
@@ -346,15 +337,15 @@ _ADDITIONAL = (
     "qzeros",
 )
 
-# How activations, keys and values were rounded where the checkpoint was tried out; here that is decided by options.
+# Scales by which activations, keys and values were rounded during calibration; here options determine their types.
 _ACTIVATIONS = re.compile(r"\.(input|output|activation|prob|kv|[qkv])_(scale|scale_ub|global_scale|zero_point)$")
 
 
 def describe_quantized_weights(config: Config, spec: ModelSpec, directory: Path) -> QuantizedCheckpoint | None:
-    """What the quantized weights of a checkpoint are made of; None where config.json tells of no method that is read.
+    """The quantized weights of a checkpoint; None if config.json names no supported method.
 
-    Reads headers, and scales, zero points and orders of columns where those decide. Raises LoadError for a checkpoint that is
-    incomplete or does not fit its config.json.
+    Reads headers, and scales, zero points and column orders that determine the storage. Raises LoadError for a checkpoint that
+    is incomplete or does not match its config.json.
     """
     quant_config = read_quantization_config(config)
     if quant_config is None:
@@ -379,18 +370,18 @@ def describe_quantized_weights(config: Config, spec: ModelSpec, directory: Path)
                 continue
             tensors[stored.name] = found
             for name in found.sources.values():
-                sources |= {one.name: one for one in _found(located, name)}
+                sources |= {one.name: one for one in _source(located, name)}
             sources |= {name: located[name] for end in _ADDITIONAL if (name := f"{wanted.module}.{end}") in located}
             biases |= {f"{wanted.module}.bias"} & located.keys() - expected
     sources |= {name: one for name, one in located.items() if _ACTIVATIONS.search(name)}
     return QuantizedCheckpoint(quant_config.method, tensors, sources, frozenset(biases))
 
 
-def _found(located: Located, name: str) -> Iterator[LocatedTensor]:
-    """A tensor by its name; of "name[3]" also the one that holds it beside others."""
+def _source(located: Located, name: str) -> Iterator[LocatedTensor]:
+    """A tensor by its name; for "name[3]" both the whole tensor "name" and the part."""
     if name in located:
         yield located[name]
         return
-    stack, _, place = name.rpartition("[")
+    stack, _, index = name.rpartition("[")
     yield located[stack]
-    yield located[stack].one(int(place.removesuffix("]")))
+    yield located[stack].part(int(index.removesuffix("]")))

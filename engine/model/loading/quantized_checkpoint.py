@@ -18,7 +18,7 @@ import struct
 from array import array
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -29,7 +29,7 @@ from windlass.engine.model.loading.safetensors_header import TensorHeader, read_
 
 @dataclass(frozen=True, slots=True)
 class LocatedTensor:
-    """A tensor and the file it lies in."""
+    """A tensor and its file."""
 
     name: str
     file: Path
@@ -49,7 +49,7 @@ class LocatedTensor:
         try:
             with self.file.open("rb") as file:
                 data = os.pread(file.fileno(), size, self.header.begin)
-                while len(data) < size:  # a single call gives 2 GiB at most
+                while len(data) < size:  # a single call returns 2 GiB at most
                     more = os.pread(file.fileno(), size - len(data), self.header.begin + len(data))
                     if not more:
                         raise OSError(f"it ends inside tensor {self.name!r}")
@@ -58,11 +58,9 @@ class LocatedTensor:
         except OSError as error:
             raise LoadError(f"cannot read {self.file}: {error}: download or copy the file again") from None
 
-    def one(self, index: int) -> LocatedTensor:
-        """One of the tensors that it holds along its first dimension, by the name "name[index]"."""
-        size = (self.header.end - self.header.begin) // self.shape[0]
-        begin = self.header.begin + index * size
-        header = TensorHeader(self.dtype, self.shape[1:], begin, begin + size)
+    def part(self, index: int) -> LocatedTensor:
+        """The part "name[index]" along the first dimension."""
+        header = replace(self.header.narrow(index, 1), shape=self.shape[1:])
         return LocatedTensor(f"{self.name}[{index}]", self.file, header)
 
 
@@ -78,25 +76,25 @@ def locate(directory: Path) -> dict[str, LocatedTensor]:
     }
 
 
-# Upper bytes, without the sign, of bfloat16 numbers from 2^-17 on and below 2^15: float16 has their 8 digits there.
-_SURE = bytes(byte | sign for byte in range(55, 71) for sign in (0, 0x80))
+# Upper bytes, with either sign, of bfloat16 numbers from 2^-17 to 2^15: float16 holds them exactly.
+_EXACT = bytes(byte | sign for byte in range(55, 71) for sign in (0, 0x80))
 
 
 def fits_float16(tensor: LocatedTensor) -> bool:
-    """Whether all numbers are float16 numbers."""
+    """Whether float16 holds all numbers exactly."""
     if tensor.dtype == "F16":
         return True
     if tensor.dtype not in ("BF16", "F32"):
         return False
     data = tensor.read()
     if tensor.dtype == "BF16":
-        if not data[1::2].translate(None, _SURE):
+        if not data[1::2].translate(None, _EXACT):
             return True
         words = array(
             "I", (word << 16 for word in set(_numbers("H", data)))
         )  # a bfloat16 is the upper half of a float32
         return all(map(_is_half, _numbers("f", words.tobytes())))
-    if any(data[0::4]):  # more digits than a float16 has: the common case, told without looking at single numbers
+    if any(data[0::4]):  # more digits than a float16 has: the common case, found without a loop over numbers
         return False
     return all(map(_is_half, set(_numbers("f", data))))
 
@@ -109,25 +107,25 @@ def _is_half(value: float) -> bool:
 
 
 def is_repeated(tensor: LocatedTensor, pattern: bytes) -> bool:
-    """Whether its data is `pattern` over and over."""
+    """Whether the data is a repetition of `pattern`."""
     data = tensor.read()
     return len(data) % len(pattern) == 0 and data == pattern * (len(data) // len(pattern))
 
 
 def has_consecutive_groups(tensor: LocatedTensor, group_size: int) -> bool:
-    """Whether int32 numbers, one a column, say that groups are consecutive columns."""
+    """Whether the groups of an int32 tensor, one number per column, are consecutive columns."""
     numbers = _numbers("i", tensor.read())
     return numbers == array("i", (column // group_size for column in range(len(numbers))))
 
 
 def read_integers(tensor: LocatedTensor) -> tuple[int, ...]:
-    """The numbers of a small tensor of integers; none for other types."""
+    """The numbers of a small tensor of integers; empty for other types."""
     code = {"I64": "q", "I32": "i"}.get(tensor.dtype)
     return tuple(_numbers(code, tensor.read())) if code is not None else ()
 
 
 def _numbers(code: str, data: bytes) -> array[Any]:
-    """Little-endian numbers, as all machines here have them."""
+    """Little-endian numbers; all supported machines are little-endian."""
     numbers = array(code)
     numbers.frombytes(data[: len(data) // numbers.itemsize * numbers.itemsize])
     return numbers
@@ -138,8 +136,8 @@ SCALE_TYPES = ("F16", "BF16", "F32", "F8_E8M0")
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensor:
-    """A tensor of the unquantized model. module: its name without ".weight". stacked: how many the tensor holds whose name stands
-    in front of a bracket, in "name[3]"."""
+    """A tensor of the unquantized model. module: its name without ".weight". stacked: number of parts of the tensor "name", if
+    the module is "name[3]"."""
 
     module: str
     rows: int
@@ -152,7 +150,7 @@ class ExpectedTensor:
 
 
 def find_tensor(located: Located, wanted: ExpectedTensor, end: str, dtypes: Collection[str]) -> LocatedTensor:
-    """The tensor `module.end`. Raises LoadError where there is none or it is of another type."""
+    """The tensor `module.end`. Raises LoadError if it is missing or of another type."""
     found = located.get(f"{wanted.module}.{end}")
     if found is None:
         raise LoadError(
@@ -167,7 +165,7 @@ def find_tensor(located: Located, wanted: ExpectedTensor, end: str, dtypes: Coll
 
 
 def check_shape(tensor: LocatedTensor, *shapes: tuple[int, ...]) -> None:
-    """LoadError for a tensor that has none of these shapes."""
+    """Raise LoadError for a tensor that has none of these shapes."""
     if tensor.shape not in shapes:
         raise LoadError(
             f"tensor {tensor.name!r} has shape {list(tensor.shape)} where config.json asks for {list(shapes[0])}: take the "
@@ -176,16 +174,16 @@ def check_shape(tensor: LocatedTensor, *shapes: tuple[int, ...]) -> None:
 
 
 def num_words(count: int, bits: int, *, padded: bool = False) -> int:
-    """Words of 32 bits for so many codes. padded: as many in each as it holds whole, else one behind the other."""
+    """Number of 32-bit words for `count` codes. padded: each word holds only whole codes."""
     return -(-count // (32 // bits)) if padded else -(-count * bits // 32)
 
 
 def code_bits(
     tensor: LocatedTensor, words: int, count: int, choices: Sequence[int], *, padded: bool = False
 ) -> tuple[int, bool]:
-    """Bits of a code where `count` of them fill `words` words of 32 bits, and whether words are padded. padded: they may be.
+    """Bits of a code if `count` codes fill `words` words of 32 bits, and whether words are padded. padded: they may be.
 
-    Raises LoadError where no width does.
+    Raises LoadError if no width fits.
     """
     for layout in (False, True) if padded else (False,):
         for bits in choices:
@@ -199,7 +197,7 @@ def code_bits(
 
 
 def size_of_groups(tensor: LocatedTensor, groups: int, columns: int, expected_size: int | None) -> int:
-    """Columns of a group where a row has so many groups. told: what config.json says. Raises LoadError."""
+    """Columns of a group in a row of `groups` groups. expected_size: from config.json. Raises LoadError."""
     if expected_size is not None and groups == -(-columns // expected_size):
         return min(expected_size, columns)
     if groups < 1 or columns % groups:
@@ -211,31 +209,24 @@ def size_of_groups(tensor: LocatedTensor, groups: int, columns: int, expected_si
 
 
 Packing = Literal["gptq", "awq", "packed", "padded", "bytes", "floats", "mxfp4", "ternary", "divided ternary"]
-
-BLOCK = 32  # elements that share a scale, in the forms that are used here except q6_k
-
+BLOCK = 32  # elements that share a scale in block formats, except q6_k
 _HALF_BLOCK = 16
 
-# Why a weight is not multiplied as it is stored.
+# Reasons to dequantize a weight.
 ACT_ORDER = "columns are grouped in the order of activations (desc_act)"
-
-ODD_GROUPS = "groups are no multiple of 32 columns"
-
-WIDE_SCALES = "scales are no float16 numbers"
-
-WIDE_ZEROS = "8 bits with zero points fit no form of blocks"
-
-FLOATS = "8-bit floating point fits no form of blocks"
+ODD_GROUPS = "groups are not a multiple of 32 columns"
+WIDE_SCALES = "scales are not float16 numbers"
+WIDE_ZEROS = "no block format holds 8 bits with zero points"
+FLOATS = "no block format holds 8-bit floating point"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """One tensor [rows, columns] as the unquantized model has it.
+    """A quantized tensor that is [rows, columns] in the unquantized model.
 
-    sources: names in the checkpoint by what they are ("codes", "scales", "zeros", "order"). bits: of a code. group_size:
-    columns that share a scale. block: rows and columns that share one, where that is not group_size of one row.
-    zeros_less_one: zero points are stored minus one. storage: the form that holds it exactly, as a plan of storage names it,
-    or None, and then `reason` says why there is none.
+    sources: names in the checkpoint by role ("codes", "scales", "zeros", "order"). bits: of a code. group_size: columns that
+    share a scale. block: rows and columns that share one, if not group_size columns of one row. zeros_less_one: zero points are
+    stored minus one. storage: the block format that holds it exactly, as in a storage plan; None for the given `reason`.
     """
 
     name: str
@@ -254,10 +245,10 @@ class QuantizedTensor:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
-    """The quantized tensors of a checkpoint by the names that the unquantized model has for them.
+    """The quantized tensors of a checkpoint by their names in the unquantized model.
 
-    title: of the method. sources: every tensor that they are made of or that says how activations were rounded, which is
-    decided here. zero_biases: biases that the model has no place for; they must be zero, as some writers leave them.
+    title: of the method. sources: all tensors that they consist of, and unused scales of activations. zero_biases: biases that
+    the model does not have and some writers add; they must be zero.
     """
 
     title: str
@@ -267,15 +258,15 @@ class QuantizedCheckpoint:
 
     @property
     def is_integers(self) -> bool:
-        """Whether weights of integers are among them, which cannot be quantized once more."""
+        """Whether any weight consists of integers, which cannot be quantized again."""
         return any(tensor.packing != "floats" for tensor in self.tensors.values())
 
     def storages(self) -> dict[str, str]:
-        """The storages of those that lie in memory as they are stored, by name."""
+        """The storages of the tensors that are not dequantized, by name."""
         return {name: tensor.storage for name, tensor in self.tensors.items() if tensor.storage is not None}
 
     def notices(self, dtype: str) -> tuple[str, ...]:
-        """One line on those that are dequantized, none if there are none. dtype: what they become."""
+        """One line on dequantized tensors, none if there are none. dtype: the resulting type."""
         reasons: Counter[str] = Counter()
         for tensor in self.tensors.values():
             if tensor.storage is None:
@@ -294,11 +285,11 @@ class QuantizedCheckpoint:
 def choose_storage(
     bits: int, group_size: int, columns: int, *, symmetric: bool, scales_fit: bool, ordered: bool
 ) -> tuple[str | None, str]:
-    """The form that holds integers exactly, with its number of groups to a common scale, or None and the reason.
+    """The block format that holds integers exactly, with its number of groups per common scale; or None and the reason.
 
     scales_fit: every scale is a float16 number. ordered: groups are consecutive columns.
     """
-    whole = group_size >= columns  # one group a row
+    whole = group_size >= columns  # one group per row
     if not ordered:
         return None, ACT_ORDER
     if not whole and group_size % BLOCK:

@@ -42,7 +42,7 @@ def rotary_first_order(heads: RotaryLast) -> Tensor:
 
 
 def row_order(tensor: StoredTensor) -> Tensor | None:
-    """Which row of the checkpoint's tensor becomes each row here; None: in order."""
+    """The row of the checkpoint tensor for each row of the weight; None: in order."""
     if tensor.rotary_last is not None:
         return rotary_first_order(tensor.rotary_last)
     by_part = None
@@ -55,8 +55,8 @@ def row_order(tensor: StoredTensor) -> Tensor | None:
         )  # each [blocks, heads of a block, D]
         by_part = torch.cat([part.flatten() for part in ((q, v, k) if fused.values_first else (q, k, v))])
     if (repeats := tensor.interleaved_parts) is not None:
-        by_turn = torch.arange(tensor.rows).view(repeats.repeats, -1).split_with_sizes(repeats.sizes, 1)
-        by_part = torch.cat([part.flatten() for part in by_turn])
+        parts = torch.arange(tensor.rows).view(repeats.repeats, -1).split_with_sizes(repeats.sizes, 1)
+        by_part = torch.cat([part.flatten() for part in parts])
     heads = tensor.interleaved
     if heads is None:
         return by_part
@@ -67,9 +67,9 @@ def row_order(tensor: StoredTensor) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class RowSelection:
-    """What becomes of a checkpoint's tensor. runs: of its rows, those that are read, None: all.
+    """What a decoder holds of a checkpoint tensor. runs: ranges of rows that are read; None: all.
 
-    rows: which of the rows read becomes each row here; None: in order. columns: which are taken once it is read; None: all.
+    rows: the row read for each row of the weight; None: in order. columns: first and count of those used; None: all.
     """
 
     runs: tuple[tuple[int, int], ...] | None = None
@@ -78,12 +78,12 @@ class RowSelection:
 
 
 def select_rows(tensor: StoredTensor, part: WeightSlice, first: int) -> RowSelection:
-    """What is read, and in which order, where `part` of the weight is wanted whose rows from `first` on are this tensor."""
+    """What is read of this tensor, which has the weight's rows from `first` on, if only `part` of the weight is needed."""
     order = row_order(tensor)
     if part.rows is None and part.columns is None:
         return RowSelection(rows=order)
     runs = tuple(part.within(first, tensor.rows))
-    if tensor.transposed or tensor.reshape_rows is not None:  # its rows are not the weight's: it is read whole
+    if tensor.transposed or tensor.reshape_rows is not None:  # its rows are not those of the weight: it is read whole
         rows = order
         if part.rows is not None:
             wanted = torch.cat([torch.arange(*run) for run in runs])
@@ -92,8 +92,8 @@ def select_rows(tensor: StoredTensor, part: WeightSlice, first: int) -> RowSelec
     if order is None:
         return RowSelection(runs)
     wanted = order[torch.cat([torch.arange(*run) for run in runs])]
-    there = wanted.sort().values
-    breaks = torch.nonzero(there.diff() != 1)[:, 0] + 1
-    edges = [0, *breaks.tolist(), len(there)]
-    found = tuple((int(there[begin]), int(there[end - 1]) + 1) for begin, end in pairwise(edges))
-    return RowSelection(found, torch.searchsorted(there, wanted))
+    ascending = wanted.sort().values
+    breaks = torch.nonzero(ascending.diff() != 1)[:, 0] + 1
+    edges = [0, *breaks.tolist(), len(ascending)]
+    runs = tuple((int(ascending[begin]), int(ascending[end - 1]) + 1) for begin, end in pairwise(edges))
+    return RowSelection(runs, torch.searchsorted(ascending, wanted))

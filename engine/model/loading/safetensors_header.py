@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Self
 
 from windlass.engine.errors import LoadError
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
 
-_SIZES = {
+NUMBER_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
@@ -34,17 +35,39 @@ class TensorHeader:
     begin: int
     end: int
 
+    def narrow(self, first: int, count: int) -> Self:
+        """Header of `count` consecutive rows."""
+        size = (self.end - self.begin) // self.shape[0]
+        begin = self.begin + first * size
+        return replace(self, shape=(count, *self.shape[1:]), begin=begin, end=begin + count * size)
+
+    def unstack(self) -> list[Self]:
+        """Headers of the tensors along the first dimension."""
+        rows = (self.narrow(index, 1) for index in range(self.shape[0]))
+        return [replace(row, shape=self.shape[1:]) for row in rows]
+
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """Every tensor of a file by name, and what its writer noted beside them."""
+    """Tensors of a file by name, and the metadata of its writer."""
 
     tensors: Mapping[str, TensorHeader]
     metadata: Mapping[str, str]
 
 
+def unstack_headers(headers: Mapping[str, TensorHeader], stacks: Container[str]) -> dict[str, TensorHeader]:
+    """Headers in which each tensor of `stacks` is replaced by its parts, named "name[0]", "name[1]" and so on."""
+    found: dict[str, TensorHeader] = {}
+    for name, header in headers.items():
+        if name in stacks and header.shape:
+            found |= {f"{name}[{index}]": one for index, one in enumerate(header.unstack())}
+        else:
+            found[name] = header
+    return found
+
+
 def read_header(file: Path) -> SafetensorsHeader:
-    """The header of a file. LoadError for one that is damaged or cut off, without reading its data."""
+    """Read the header of a file. Raises LoadError if it is damaged or cut off, without reading its data."""
     try:
         return _header(file)
     except OSError as error:
@@ -83,7 +106,7 @@ def _check_places(tensors: Mapping[str, TensorHeader], data: int) -> None:
     """ValueError where tensors overlap, leave holes, or have another size than their shape says. data: where the first begins."""
     end = data
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-        size = _SIZES.get(tensor.dtype)  # of a type that is not known here nothing is known
+        size = NUMBER_BYTES.get(tensor.dtype)  # the size of an unknown type is not checked
         fits = size is None or tensor.end - tensor.begin == size * prod(tensor.shape)
         if tensor.begin != end or not fits or any(side < 0 for side in tensor.shape):
             raise ValueError(f"its header is damaged at tensor {name[:200]!r}")

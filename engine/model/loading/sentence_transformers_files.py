@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.interface.model_info import PoolingDefaults, PoolingKind
-from windlass.engine.model.config_json.classifier_head import read_classifier_tokens
+from windlass.engine.model.config_json.classifier_head import ClassifierTokens, read_classifier_tokens
 from windlass.engine.rotary.scaling_fields import format_value
 
-# Modes of pooling as 1_Pooling/config.json has them, of which one is true.
+# Keys of 1_Pooling/config.json, one of which is true.
 _MODES: dict[str, PoolingKind] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
@@ -27,10 +26,10 @@ _NAMES: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean", "cls": "f
 
 
 def read_pooling(directory: Path) -> PoolingDefaults:
-    """What modules.json and the files that it names say. Raises LoadError for files that cannot be read."""
+    """Pooling from modules.json and the files that it names. Raises LoadError for files that cannot be read."""
     if not (directory / "modules.json").is_file():
         return PoolingDefaults()
-    modules = _read_required_json(directory / "modules.json")
+    modules = _read_json(directory / "modules.json")
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise LoadError(f"{directory / 'modules.json'} must hold a list of modules: download or copy the file again")
     kind: PoolingKind | None = None
@@ -38,20 +37,20 @@ def read_pooling(directory: Path) -> PoolingDefaults:
     for module in modules:
         name = str(module.get("type")).rpartition(".")[2]
         if name == "Pooling":
-            kind, mode = _kind(_read_required_json(directory / str(module.get("path")) / "config.json"))
+            kind, mode = _kind(_read_json(directory / str(module.get("path")) / "config.json"))
             if kind is None:
-                refusal = f"the model's files ask for pooling {mode}, which is not offered"
+                refusal = f"the model's files ask for pooling {mode}, which is not supported"
         elif name == "Normalize":
             normalize = True
         elif name != "Transformer":
-            refusal = f"the model's files ask for a {name} behind the pooling, which is not offered"
+            refusal = f"the model's files ask for a {name} after the pooling, which is not supported"
     if kind is None and refusal is None:
         refusal = "the model's files list modules and no pooling"
     return PoolingDefaults(kind or "last", normalize, declared=True, refusal=refusal)
 
 
 def _kind(config: Any) -> tuple[PoolingKind | None, str]:
-    """The kind, None for one that is not offered, and what the file calls it."""
+    """The kind, None if it is not supported, and its name in the file."""
     if not isinstance(config, dict):
         return None, "of no known form"
     named = config.get("pooling_mode")
@@ -64,36 +63,17 @@ def _kind(config: Any) -> tuple[PoolingKind | None, str]:
     return (known[0] if len(known) == 1 else None), " and ".join(map(str, modes)) or "none"
 
 
-def _read_required_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
-
-
-@dataclass(frozen=True, slots=True)
-class RerankerConfig:
-    """tokens: the one whose logit counts, and perhaps one whose logit is taken off it, by text or id.
-
-    is_qwen3_reranker: see `ClassifierTokens`. instruction: of requests that bring none; None: what the prompt itself has.
-    """
-
-    tokens: tuple[str | int, ...]
-    is_qwen3_reranker: bool = False
-    instruction: str | None = None
-
-
-def read_reranker_config(directory: Path) -> RerankerConfig | None:
-    """None where the files of this directory say nothing of it. Raises LoadError for what they say and cannot be understood."""
+def read_reranker_config(directory: Path) -> ClassifierTokens | None:
+    """The tokens of a reranker; None if the files of this directory name none. Raises LoadError for invalid files."""
     config = _read_optional_json(directory / "config.json")
     named = read_classifier_tokens(config) if isinstance(config, Mapping) else None
     if named is not None:
-        return RerankerConfig(named.tokens, named.is_qwen3_reranker)
+        return named
     modules = _read_optional_json(directory / "modules.json")
     for module in modules if isinstance(modules, list) else ():
         if isinstance(module, Mapping) and str(module.get("type")).rpartition(".")[2] == "LogitScore":
             file = directory / str(module.get("path")) / "config.json"
-            return RerankerConfig(_token_ids(_read_optional_json(file), file), instruction=_instruction(directory))
+            return ClassifierTokens(_token_ids(_read_optional_json(file), file), instruction=_instruction(directory))
     return None
 
 
@@ -108,7 +88,7 @@ def _token_ids(config: Any, file: Path) -> tuple[int, ...]:
 
 
 def _instruction(directory: Path) -> str | None:
-    """The prompt that sentence-transformers puts in front of pairs where nobody asks for another."""
+    """The prompt that sentence-transformers puts before pairs by default."""
     config = _read_optional_json(directory / "config_sentence_transformers.json")
     if not isinstance(config, Mapping) or not isinstance(config.get("prompts"), Mapping):
         return None
@@ -116,11 +96,14 @@ def _instruction(directory: Path) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
-def _read_optional_json(path: Path) -> Any:
-    """What a file holds, None where there is none. Raises LoadError for one that is no JSON."""
+def _read_json(path: Path) -> Any:
+    """Contents of a JSON file. Raises LoadError."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
+
+
+def _read_optional_json(path: Path) -> Any:
+    """Contents of a JSON file; None if there is none. Raises LoadError."""
+    return _read_json(path) if path.exists() else None

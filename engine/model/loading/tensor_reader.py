@@ -25,11 +25,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.gguf_index import PLAIN, GGUFIndex
-from windlass.engine.model.loading.safetensors_header import SafetensorsHeader, read_header
+from windlass.engine.model.loading.gguf_index import GGUF_TYPES, GGUFIndex
+from windlass.engine.model.loading.safetensors_header import (
+    SafetensorsHeader,
+    TensorHeader,
+    read_header,
+    unstack_headers,
+)
 
-# The smallest pattern that is not a finite number, as an integer of the type's width.
-_FIRST = {
+# The smallest bit pattern of a number that is not finite, as an integer.
+_MIN_NOT_FINITE = {
     torch.float64: 0x7FF0_0000_0000_0000,
     torch.float32: 0x7F80_0000,
     torch.bfloat16: 0x7F80,
@@ -40,10 +45,10 @@ _FIRST = {
 
 
 def all_finite(data: memoryview, dtype: torch.dtype) -> bool:
-    """Whether no number in these bytes, whole elements of `dtype`, is NaN or infinite. Integers always are finite."""
-    if dtype == torch.float8_e8m0fnu:  # powers of two without a sign; the largest pattern is its one NaN
+    """Whether no number in these bytes, whole elements of `dtype`, is NaN or infinite. Integers are always finite."""
+    if dtype == torch.float8_e8m0fnu:  # powers of two without a sign; the largest pattern is the only NaN
         return not len(data) or bool(np.frombuffer(data, dtype="u1").max() < 0xFF)
-    first = _FIRST.get(dtype)
+    first = _MIN_NOT_FINITE.get(dtype)
     if first is None or not len(data):
         return True
     bits = 8 * dtype.itemsize
@@ -51,27 +56,23 @@ def all_finite(data: memoryview, dtype: torch.dtype) -> bool:
     return bool(signed.max() < first and signed.view(f"u{dtype.itemsize}").max() < first + (1 << (bits - 1)))
 
 
-_READERS = 2  # what a page cache hands out, one core cannot copy as fast as memory takes it
-
-_READ_AHEAD = 6  # parts read or being read while one is in use
-
-_PART = 4 << 20  # bytes
-
-_LOOK = 256 << 10  # bytes read before they are looked at
-
-_ROWS = 16  # a part has a multiple of so many, or what is left: weights in panels are written in panels
+_READERS = 2  # threads: one core cannot copy from the page cache at the speed of memory
+_READ_AHEAD = 6  # chunks read or being read while one is in use
+_CHUNK_BYTES = 4 << 20
+_CHECK_BYTES = 256 << 10  # bytes read before they are checked, while they are in cache
+_ROWS = 16  # every chunk but the last has a multiple of that many rows: weights in panels are written in panels
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """What is wanted of a tensor. runs: of its rows, from one to before another, upwards. columns: of so many, the first and how
-    many; None: all."""
+    """A part of a tensor. runs: ranges of its rows, each (begin, end), ascending. columns: number of all columns, first one and
+    count; None: all."""
 
     runs: tuple[tuple[int, int], ...]
     columns: tuple[int, int, int] | None = None
 
-    def of(self, entry: TensorEntry) -> TensorEntry:
-        """The entry that holds this alone; what it says of columns is true of the bytes of blocks, too."""
+    def apply(self, entry: TensorEntry) -> TensorEntry:
+        """The entry of this part. Columns of blocks are converted to bytes in proportion."""
         _, *inner = entry.shape
         row_bytes, skipped = prod(inner) * entry.dtype.itemsize, 0
         if self.columns is not None:
@@ -85,7 +86,7 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file, or what is wanted of it: runs of rows that lie `row_bytes` apart, None for one behind the other."""
+    """A tensor in a file, or a part of it: runs of rows at a distance of `row_bytes`; None: all rows, contiguous."""
 
     name: str
     dtype: torch.dtype
@@ -95,7 +96,7 @@ class TensorEntry:
     runs: tuple[tuple[int, int], ...] | None = None
 
     def spans(self, first: int, count: int) -> Iterator[tuple[int, int]]:
-        """Where the bytes of so many of its rows lie in the file, and how many there are, piece by piece."""
+        """Offset and number of the bytes of `count` of its rows, piece by piece."""
         own = prod(self.shape[1:]) * self.dtype.itemsize
         if self.runs is None:
             yield self.offset + first * own, count * own
@@ -112,13 +113,13 @@ class TensorEntry:
                 yield from ((self.offset + row * self.row_bytes, own) for row in range(start, stop))
 
 
-# Where a tensor (name, dtype, shape) is wanted: a contiguous CPU tensor just like it, or None: nowhere, in parts.
+# From a tensor's name, dtype and shape: a contiguous CPU tensor of these to fill, or None to get the tensor in chunks.
 Destination = Callable[[str, torch.dtype, list[int]], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """Rows first .. first + len(tensor) of the tensor `name` of this shape; the last of its parts, or not the last.
+    """Rows first .. first + len(tensor) of the tensor `name` of this shape. last: it is the tensor's last chunk.
 
     finite: no number of these rows is NaN or infinite.
     """
@@ -131,16 +132,16 @@ class TensorChunk:
     finite: bool
 
 
-def read_entries(path: Path, entries: Iterable[TensorEntry], place: Destination) -> Iterator[TensorChunk]:
-    """Tensors of the file, in this order: what `place` returned for it, filled, or one part after another.
+def read_entries(path: Path, entries: Iterable[TensorEntry], destination: Destination) -> Iterator[TensorChunk]:
+    """Read tensors of the file in this order: whole into what `destination` returned, else in chunks.
 
-    A part that had no place is overwritten once the next one is asked for. Raises OSError, which names no path.
+    A chunk without a destination is overwritten when the next one is requested. Raises OSError, which does not name the path.
     """
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as pool:
         buffers: list[Tensor] = []
         pending: deque[tuple[_Request, Future[TensorChunk]]] = deque()
-        for request in _requests(entries, place):
-            if request.place is None:
+        for request in _requests(entries, destination):
+            if request.destination is None:
                 request.buffer = _take(buffers, request.size)
             pending.append((request, pool.submit(_read, file.fileno(), request)))
             if len(pending) > _READ_AHEAD:
@@ -149,10 +150,10 @@ def read_entries(path: Path, entries: Iterable[TensorEntry], place: Destination)
             yield from _yield_chunk(*pending.popleft(), buffers)
 
 
-def apply_slices(entries: Iterable[TensorEntry], cuts: Mapping[str, TensorSlice]) -> Iterator[TensorEntry]:
-    """The same with what is wanted of those that have a cut."""
+def apply_slices(entries: Iterable[TensorEntry], slices: Mapping[str, TensorSlice] | None) -> Iterator[TensorEntry]:
+    """The entries, with parts in place of those that have a slice."""
     for entry in entries:
-        yield cuts[entry.name].of(entry) if entry.name in cuts else entry
+        yield slices[entry.name].apply(entry) if slices and entry.name in slices else entry
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -162,12 +163,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 @dataclass(slots=True)
 class _Request:
-    """Some rows of an entry, to be read into `place`, or else into the beginning of `buffer`."""
+    """Some rows of an entry, to be read into `destination`, else into the beginning of `buffer`."""
 
     entry: TensorEntry
     first: int
     shape: list[int]  # of these rows
-    place: Tensor | None
+    destination: Tensor | None
     last: bool
     buffer: Tensor | None = None
 
@@ -176,15 +177,15 @@ class _Request:
         return prod(self.shape) * self.entry.dtype.itemsize
 
 
-def _requests(entries: Iterable[TensorEntry], place: Destination) -> Iterator[_Request]:
+def _requests(entries: Iterable[TensorEntry], destination: Destination) -> Iterator[_Request]:
     for entry in entries:
-        wanted = place(entry.name, entry.dtype, entry.shape)
+        wanted = destination(entry.name, entry.dtype, entry.shape)
         rows = entry.shape[0] if entry.shape else 1
         if wanted is not None or not prod(entry.shape) or not entry.shape:
             yield _Request(entry, 0, entry.shape, wanted, last=True)
             continue
         row_bytes = prod(entry.shape[1:]) * entry.dtype.itemsize
-        step = max(1, _PART // row_bytes // _ROWS) * _ROWS
+        step = max(1, _CHUNK_BYTES // row_bytes // _ROWS) * _ROWS
         for first in range(0, rows, step):
             count = min(step, rows - first)
             yield _Request(entry, first, [count, *entry.shape[1:]], None, last=first + count == rows)
@@ -194,7 +195,7 @@ def _take(buffers: list[Tensor], size: int) -> Tensor:
     """A free buffer of at least `size` bytes, or a new one."""
     if buffers and buffers[-1].numel() >= size:
         return buffers.pop()
-    return torch.empty(max(size, _PART), dtype=torch.uint8)
+    return torch.empty(max(size, _CHUNK_BYTES), dtype=torch.uint8)
 
 
 def _yield_chunk(request: _Request, future: Future[TensorChunk], buffers: list[Tensor]) -> Iterator[TensorChunk]:
@@ -204,15 +205,15 @@ def _yield_chunk(request: _Request, future: Future[TensorChunk], buffers: list[T
 
 
 def _read(descriptor: int, request: _Request) -> TensorChunk:
-    entry, tensor = request.entry, request.place
+    entry, tensor = request.entry, request.destination
     if tensor is None:
         assert request.buffer is not None
         tensor = request.buffer[: request.size].view(entry.dtype).view(request.shape)
-    finite, looked, filled = True, 0, 0
+    finite, checked, filled = True, 0, 0
     with bytes_of(tensor) as view:
         for start, size in entry.spans(request.first, request.shape[0] if request.shape else 1):
-            for begin in range(0, size, _LOOK):
-                piece = view[filled : filled + min(_LOOK, size - begin)]
+            for begin in range(0, size, _CHECK_BYTES):
+                piece = view[filled : filled + min(_CHECK_BYTES, size - begin)]
                 done = 0
                 while done < len(piece):
                     count = os.preadv(descriptor, [piece[done:]], start + begin + done)
@@ -220,12 +221,13 @@ def _read(descriptor: int, request: _Request) -> TensorChunk:
                         raise OSError(f"the file ends inside tensor {entry.name!r}")
                     done += count
                 filled += len(piece)
-                if filled - looked >= _LOOK:
-                    finite, looked = finite and all_finite(view[looked:filled], entry.dtype), filled
-        finite = finite and all_finite(view[looked:filled], entry.dtype)
+                if filled - checked >= _CHECK_BYTES:
+                    finite, checked = finite and all_finite(view[checked:filled], entry.dtype), filled
+        finite = finite and all_finite(view[checked:filled], entry.dtype)
     return TensorChunk(entry.name, entry.shape, request.first, request.last, tensor, finite)
 
 
+# Types of numbers in safetensors and GGUF files.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -243,33 +245,31 @@ _DTYPES = {
 }
 
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-_PIECE = 64 << 20  # bytes written at a time
+_WRITE_BYTES = 64 << 20  # written at once
 
 
 def read_tensors(
     path: Path,
-    place: Destination,
-    leave: Callable[[str], bool] = lambda name: False,
+    destination: Destination,
+    skip: Callable[[str], bool] = lambda name: False,
     stacks: Container[str] = (),
-    cuts: Mapping[str, TensorSlice] | None = None,
+    slices: Mapping[str, TensorSlice] | None = None,
 ) -> Iterator[TensorChunk]:
-    """Every tensor of the file, in the order of its data, as `read_entries` gives them.
+    """Every tensor of the file, in the order of its data, like `read_entries`.
 
-    leave: whether one is left out, by its name. stacks: names of tensors that come as one for each number of their first
-    dimension, "name[0]" and so on. cuts: of the tensors that not all is wanted of.
+    skip: whether a tensor is not read, by its name. stacks: names of tensors that are read as one tensor for each index of
+    their first dimension, "name[0]" and so on. slices: of the tensors of which only a part is read.
 
-    Raises SafetensorError or OSError, which name no path, or LoadError.
+    Raises SafetensorError or OSError, which do not name the path, or LoadError.
     """
-    entries = (entry for entry in _entries(_checked_header(path)) if not leave(entry.name))
-    parts = (part for entry in entries for part in (_each(entry) if entry.name in stacks else [entry]))
-    yield from read_entries(path, apply_slices(parts, cuts or {}), place)
+    headers = {name: one for name, one in _checked_header(path).tensors.items() if not skip(name)}
+    yield from read_entries(path, apply_slices(_entries(unstack_headers(headers, stacks)), slices), destination)
 
 
 def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:
     """Types and shapes of the file's tensors by name, and its metadata. Raises SafetensorError, OSError or LoadError."""
     header = _checked_header(path)
-    return {entry.name: (entry.dtype, entry.shape) for entry in _entries(header)}, header.metadata
+    return {entry.name: (entry.dtype, entry.shape) for entry in _entries(header.tensors)}, header.metadata
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[int]:
@@ -285,31 +285,22 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mappi
     done = 0
     for tensor in tensors.values():
         with bytes_of(tensor) as view:
-            for begin in range(0, len(view), _PIECE):
-                file.write(view[begin : begin + _PIECE])
-                yield done + min(begin + _PIECE, len(view))
+            for begin in range(0, len(view), _WRITE_BYTES):
+                file.write(view[begin : begin + _WRITE_BYTES])
+                yield done + min(begin + _WRITE_BYTES, len(view))
         done += tensor.nbytes
 
 
 def _checked_header(path: Path) -> SafetensorsHeader:
     with safe_open(path, framework="pt"):
-        pass  # it checks the header: lengths, offsets that overlap or leave holes, shapes that do not fit their bytes
+        pass  # checks the header: lengths, offsets that overlap or leave holes, shapes that do not match their bytes
     return read_header(path)
 
 
-def _each(stack: TensorEntry) -> list[TensorEntry]:
-    """The tensors that one holds along its first dimension."""
-    if not stack.shape:
-        return [stack]
-    count, *shape = stack.shape
-    size = prod(shape) * stack.dtype.itemsize
-    return [TensorEntry(f"{stack.name}[{i}]", stack.dtype, shape, stack.offset + i * size) for i in range(count)]
-
-
-def _entries(header: SafetensorsHeader) -> list[TensorEntry]:
-    """In the order of their data."""
+def _entries(headers: Mapping[str, TensorHeader]) -> list[TensorEntry]:
+    """Entries in the order of their data."""
     entries = []
-    for name, tensor in header.tensors.items():
+    for name, tensor in headers.items():
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
             raise SafetensorError(f"tensor {name!r} has the type {tensor.dtype}, which is not supported")
@@ -317,31 +308,27 @@ def _entries(header: SafetensorsHeader) -> list[TensorEntry]:
     return sorted(entries, key=lambda entry: entry.offset)
 
 
-_GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
 def read_gguf_tensors(
-    index: GGUFIndex, place: Destination, cuts: Mapping[str, TensorSlice] | None = None
+    index: GGUFIndex, destination: Destination, slices: Mapping[str, TensorSlice] | None = None
 ) -> Iterator[TensorChunk]:
-    """Every tensor of the index, file by file in the order of the data. One in blocks is uint8 [rows, bytes of a row].
+    """Every tensor of the index, file by file in the order of the data. A tensor in blocks is uint8 [rows, bytes of a row].
 
-    cuts: of the tensors that not all is wanted of.
-
-    Raises LoadError.
+    slices: of the tensors of which only a part is read. Raises LoadError.
     """
     for number, path in enumerate(index.files):
         here = [name for name in index.tensors if index.file_numbers[name] == number]
-        entries = [_entry(name, index) for name in sorted(here, key=lambda name: index.tensors[name].begin)]
+        entries = [
+            _gguf_entry(name, index.tensors[name]) for name in sorted(here, key=lambda name: index.tensors[name].begin)
+        ]
         try:
-            yield from read_entries(path, apply_slices(entries, cuts or {}), place)
+            yield from read_entries(path, apply_slices(entries, slices), destination)
         except OSError as error:
             raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
 
 
-def _entry(name: str, index: GGUFIndex) -> TensorEntry:
-    header = index.tensors[name]
-    if header.dtype in PLAIN:
-        return TensorEntry(name, _GGUF_DTYPES[header.dtype], list(header.shape), header.begin)
+def _gguf_entry(name: str, header: TensorHeader) -> TensorEntry:
+    if GGUF_TYPES[header.dtype].is_plain:
+        return TensorEntry(name, _DTYPES[header.dtype], list(header.shape), header.begin)
     rows = header.shape[:-1]
     row_bytes = (header.end - header.begin) // max(1, int(np.prod(rows)))
     return TensorEntry(name, torch.uint8, [*rows, row_bytes], header.begin)

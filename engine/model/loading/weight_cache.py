@@ -2,8 +2,8 @@
 
 Checks that a cache file matches what quantizing would produce now, and leaves complete files only. A cache never stops a start:
 an unusable file is a notice and is rewritten, an unwritable folder is a notice. The file is a safetensors file of the decoder's
-tensors. Its name holds the quantization and, in a user's folder, the model; its metadata hold a fingerprint of everything the bytes
-depend on, so a newer checkpoint or program overwrites the older file.
+tensors. Its name holds the quantization and, in a user's folder, the model; its metadata hold a fingerprint of everything the
+bytes depend on, so a newer checkpoint or program overwrites the older file.
 """
 
 from __future__ import annotations
@@ -34,39 +34,33 @@ from windlass.engine.model.tensor_parallel import ModelShard
 from windlass.kernels import BlockWeight, PanelWeight, StackedWeight, Weight
 
 NEXT_TO_MODEL = "beside"
-
-FOLDER = (
-    "windlass-cache"  # not the model's directory itself, where other programs load every safetensors file they find
-)
-
+FOLDER = "windlass-cache"  # not the model's directory, where other programs load every safetensors file they find
 _KIND = "windlass quantized weights"
-
 _PART = ".part"
-
-_ABANDONED_SECONDS = 3600.0  # a file that was begun so long ago has lost its writer
+_ABANDONED_SECONDS = 3600.0  # an unfinished file older than this has no writer any more
 
 
 class WeightCache:
-    """The cache file of one decoder. notices: one line each, for the person who started the server.
+    """The cache file of one decoder. notices: one line each, for the user who started the server.
 
-    where: a folder, or `NEXT_TO_MODEL` for one in the model's directory. quantization: as `compute.quantization` has it.
-    decoder: of that plan, filled or not. part: what it has of the model, None: all.
+    where: a folder, or `NEXT_TO_MODEL` for one in the model's directory. quantization: `compute.quantization`. decoder: filled
+    or not. shard: the rank shard that it holds; None: the whole model.
     """
 
     def __init__(
-        self, where: str, directory: Path, quantization: str, decoder: Decoder, part: ModelShard | None = None
+        self, where: str, directory: Path, quantization: str, decoder: Decoder, shard: ModelShard | None = None
     ) -> None:
         dtypes = (str(dtype).removeprefix("torch.") for dtype in (decoder.dtype, decoder.weight_dtype))
         self._directory = directory
-        of_part = () if part is None else (f"{part.rank + 1}of{part.ranks}",)
-        self._made_into = "-".join((quantization, *dtypes, *of_part))
+        of_rank = () if shard is None else (f"{shard.rank + 1}of{shard.ranks}",)
+        self._storage = "-".join((quantization, *dtypes, *of_rank))
         self._plan = {name: [[p.rows, p.storage] for p in parts] for name, parts in decoder.plan.items()}
-        self.path = _folder(where, directory) / f"{_model_prefix(where, directory)}{self._made_into}.safetensors"
+        self.path = _folder(where, directory) / f"{_model_prefix(where, directory)}{self._storage}.safetensors"
         self._fingerprint = self._describe()
         self.notices: list[str] = []
 
     def load(self, decoder: Decoder, progress: Progress | None = None) -> bool:
-        """Fill the decoder from the file, straight into its tensors. False, with a notice, if the file cannot be used."""
+        """Fill the decoder from the file. False, with a notice, if the file cannot be used."""
         tensors = decoder_tensors(decoder)
         try:
             layout, metadata = read_layout(self.path)
@@ -77,20 +71,20 @@ class WeightCache:
             fault = f"it cannot be read ({_one_line(error)})"
         if fault is not None:
             self.notices.append(
-                f"`loading.weight_cache`: {self.path} is not used: {fault}: the weights are quantized anew"
+                f"`loading.weight_cache`: {self.path} is not used: {fault}: the weights are quantized again"
             )
             return False
         self.notices.append(f"quantized weights read from {self.path}")
         return True
 
     def store(self, decoder: Decoder, progress: Progress | None = None) -> None:
-        """Write the file: whole or not at all, whoever else writes or reads it. What goes wrong is a notice."""
+        """Write the file, atomically: other processes may write or read it. A failure is a notice."""
         if not self._is_current():
             self.notices.append("`loading.weight_cache`: the checkpoint changed while it was read: nothing is cached")
             return
         tensors = decoder_tensors(decoder)
         total = sum(tensor.nbytes for tensor in tensors.values())
-        # A name of its own for every writer; taken into the place at once when it is whole. Readers keep what they opened.
+        # Every writer has its own file, which replaces the cache file when it is complete. Readers keep the file they opened.
         part = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}{_PART}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,10 +98,10 @@ class WeightCache:
         except OSError as error:
             self.notices.append(
                 f"`loading.weight_cache`: {self.path} cannot be written ({_one_line(error)}): every start quantizes the weights "
-                "until there is a folder with room that this user may write to"
+                "until there is a writable folder with enough space"
             )
         else:
-            self.notices.append(f"quantized weights kept in {self.path} ({total / 1e6:.0f} MB) for the next start")
+            self.notices.append(f"quantized weights stored in {self.path} ({total / 1e6:.0f} MB) for the next start")
         finally:
             with contextlib.suppress(OSError):
                 part.unlink()
@@ -119,7 +113,7 @@ class WeightCache:
             return False
 
     def _describe(self) -> str:
-        """Everything that the bytes of the file depend on, as text that differs where they might. Raises LoadError."""
+        """Everything that the bytes of the file depend on, as text. Raises LoadError."""
         try:
             files = {file.name: _identity(file) for file in checkpoint_files(self._directory)}
             config = (self._directory / "config.json").read_bytes()
@@ -130,7 +124,7 @@ class WeightCache:
         described = {
             "version": __version__,
             "layout": kernels.LAYOUT_VERSION,
-            "made_into": self._made_into,
+            "made_into": self._storage,
             "plan": hashlib.sha256(json.dumps(self._plan, sort_keys=True).encode()).hexdigest(),
             "config": hashlib.sha256(config).hexdigest(),
             "files": files,
@@ -138,9 +132,9 @@ class WeightCache:
         return json.dumps(described, sort_keys=True)
 
     def _fault(self, metadata: Mapping[str, str]) -> str | None:
-        """Why a file with this metadata is not the one wanted, None if it is."""
+        """Why a file with this metadata cannot be used; None if it can."""
         if metadata.get("kind") != _KIND:
-            return "it is no weight cache of this program"
+            return "it is not a weight cache of this program"
         try:
             found, wanted = json.loads(metadata.get("fingerprint", "")), json.loads(self._fingerprint)
             differing = sorted(name for name in wanted | found if found.get(name) != wanted.get(name))
@@ -153,11 +147,11 @@ class WeightCache:
             "config": "config.json has changed since",
             "files": "the checkpoint has changed since",
         }
-        return reasons.get(differing[0], "it was made for something else") if differing else None
+        return reasons.get(differing[0], "it was made for other weights") if differing else None
 
     def _read(self, tensors: dict[str, Tensor], progress: Progress | None) -> str | None:
-        """Fill the tensors; returns what is wrong with them. The checkpoint was looked at when the file was made: what is
-        not finite here (scales, norms, an embedding) was damaged since."""
+        """Fill the tensors. Returns a fault: the checkpoint was checked when the file was written, so numbers that are not finite
+        (in scales, norms, an embedding) were damaged since."""
         total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
         for part in read_tensors(self.path, lambda name, dtype, shape: tensors[name]):
             assert part.tensor is tensors[part.name]
@@ -169,7 +163,7 @@ class WeightCache:
         return None
 
     def _remove_abandoned(self) -> None:
-        """Remove what a writer that was killed has left."""
+        """Remove unfinished files of writers that were killed."""
         for part in self.path.parent.glob(f".{glob.escape(self.path.name)}.*{_PART}"):
             with contextlib.suppress(OSError):
                 if time.time() - part.stat().st_mtime > _ABANDONED_SECONDS:
@@ -177,7 +171,7 @@ class WeightCache:
 
 
 def no_effect_notice(config: EngineConfig, option: str) -> tuple[str, ...]:
-    """What to say where nothing is cached."""
+    """A notice that the option has no effect, if it is set."""
     if config.loading.weight_cache is None:
         return ()
     return (
@@ -186,7 +180,7 @@ def no_effect_notice(config: EngineConfig, option: str) -> tuple[str, ...]:
 
 
 def decoder_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """Every tensor that makes up a decoder's weights, by the name of the weight; one in blocks or parts is several."""
+    """Every tensor of a decoder's weights by name; a weight in blocks or parts has several."""
     return {name: t for weight_name, weight in decoder.weights().items() for name, t in _tensors(weight_name, weight)}
 
 
@@ -206,7 +200,7 @@ def _folder(where: str, directory: Path) -> Path:
 
 
 def _model_prefix(where: str, directory: Path) -> str:
-    """Tells models apart in a folder that they share."""
+    """A prefix for each model in a shared folder."""
     if where == NEXT_TO_MODEL:
         return ""
     whole = directory.resolve()
@@ -214,7 +208,7 @@ def _model_prefix(where: str, directory: Path) -> str:
 
 
 def _identity(file: Path) -> list[object]:
-    """Size, time and header of a checkpoint file: tells it from another without reading gigabytes."""
+    """Size, time and header of a checkpoint file: identifies it without reading gigabytes."""
     stat = file.stat()
     if file.suffix != ".safetensors":
         return [stat.st_size, stat.st_mtime_ns]

@@ -5,10 +5,9 @@ The weight specs determine the destination of each tensor. Reads safetensors and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -26,10 +25,10 @@ from windlass.engine.model.loading.dequantize import (
     scales_are_finite,
     to_block_format,
 )
-from windlass.engine.model.loading.gguf_index import BLOCKS, PLAIN, GGUFIndex, read_index
+from windlass.engine.model.loading.gguf_index import GGUF_TYPES, read_index
 from windlass.engine.model.loading.model_description import is_derived
 from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint
-from windlass.engine.model.loading.row_order import select_rows
+from windlass.engine.model.loading.row_order import RowSelection, select_rows
 from windlass.engine.model.loading.tensor_reader import (
     Destination,
     TensorChunk,
@@ -38,139 +37,121 @@ from windlass.engine.model.loading.tensor_reader import (
     read_tensors,
 )
 from windlass.engine.model.model_spec import ModelSpec
-from windlass.engine.model.tensor_parallel import ModelShard, RowRange, WeightSlice
+from windlass.engine.model.tensor_parallel import ModelShard, WeightSlice
+from windlass.engine.model.weight_spec import StoredTensor
 from windlass.engine.model.weight_storage import kernel_storage
 from windlass.kernels import FORMS, Backend, BlockRows, BlockWeight, PanelRows, Weight
 from windlass.kernels.layouts.weight_layouts import store_block_rows
 
 Progress = Callable[[str, int, int], None]
-
 _Rows = BlockRows | PanelRows
-
-_COMPARED = 1 << 22  # numbers at a time
-
+_COMPARED = 1 << 22  # numbers compared at once
 _PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class _WeightTarget:
-    """Where a checkpoint tensor goes: a view of a decoder tensor, or rows of a weight in a layout of its own.
+    """Destination of a checkpoint tensor: a view of a decoder tensor, or rows of a weight in panels or blocks.
 
-    offset is added once it is there (Gemma's 1 + w); rows take none.
-
-    rows: which row of the checkpoint's tensor becomes each row of the view; None: in order. unit_rows: divided by their length.
-    transposed: once its columns have become rows. by_head: into how many rows the checkpoint's tensor is folded.
-    columns: of those that are read whole, the first that the view has, and how many; None: all. zeros: it gets them instead.
-    made: what becomes of its numbers once they are there.
+    selection: the rows and columns of the tensor that the view holds. offset: added after copying (Gemma's 1 + w), not to
+    rows. zeros: the view is filled with zeros instead.
     """
 
     view: Tensor | _Rows
+    stored: StoredTensor
+    selection: RowSelection = field(default_factory=RowSelection)
     offset: float = 0.0
-    rows: Tensor | None = None
-    unit_rows: bool = False
-    transposed: bool = False
-    by_head: int | None = None
-    columns: RowRange | None = None
     zeros: bool = False
-    made: Literal["exp", "negative"] | None = None
 
     @property
-    def wants_whole(self) -> bool:
-        """Whether the tensor is needed as one, wherever it is read to."""
-        return self.rows is not None or self.transposed or self.by_head is not None
+    def needs_whole(self) -> bool:
+        """Whether the tensor must be read as a whole before it is copied."""
+        return self.selection.rows is not None or self.stored.transposed or self.stored.reshape_rows is not None
 
-    def takes(self, blocks: str) -> bool:
-        """Whether the view holds blocks of this type of GGUF just as they are."""
-        form = FORMS[BLOCKS[blocks][0]] if blocks in BLOCKS else None
-        return isinstance(self.view, BlockRows) and self.view.weight.form == form and not self.unit_rows
+    def holds(self, kind: str | None) -> bool:
+        """Whether the view stores blocks of this GGUF type; None: of a type that is not in blocks."""
+        if kind is None or not isinstance(self.view, BlockRows) or self.stored.unit_rows:
+            return False
+        return GGUF_TYPES[kind].scales is not None and self.view.weight.form == FORMS[GGUF_TYPES[kind].storage]
+
+    def weight_rows(self, tensor: Tensor) -> Tensor:
+        """Rows and columns of the weight from rows of the tensor, all of them if `needs_whole`; see `StoredTensor.shape`."""
+        if self.stored.transposed:
+            tensor = tensor.t()
+        if self.stored.reshape_rows is not None:
+            tensor = tensor.reshape(-1)
+        elif self.stored.depthwise and tensor.dim() == 3:
+            tensor = tensor.squeeze(1)
+        if self.selection.columns is not None:
+            tensor = tensor.narrow(1, *self.selection.columns)
+        return tensor if self.selection.rows is None else tensor[self.selection.rows]
 
     def fill(self, backend: Backend, tensor: Tensor, first: int = 0, *, blocks: bool = False) -> None:
-        """Take over rows of a checkpoint's tensor, from row `first` of the view on; all of them where it `wants_whole`.
-
-        blocks: they are the bytes of blocks, which the view takes as they are.
-        """
-        tensor = tensor.t() if self.transposed else tensor
-        tensor = tensor if self.by_head is None else tensor.reshape(-1)
-        tensor = tensor if tensor.dim() < 3 else tensor.squeeze(1)
-        tensor = tensor if self.columns is None else tensor.narrow(1, *self.columns)
-        ordered = tensor if self.rows is None else tensor[self.rows]
-        view = _rows_of(self.view, first, len(ordered))
+        """Copy rows of a checkpoint tensor to the view, from row `first` on. blocks: the rows are the bytes of blocks."""
+        rows = self.weight_rows(tensor)
+        view = _narrow_view(self.view, first, len(rows))
         if self.zeros:
             assert isinstance(view, Tensor)
             view.zero_()
             return
         if blocks:
             assert isinstance(view, BlockRows)
-            backend.repack(view, ordered)
+            backend.repack(view, rows)
             return
-        if self.unit_rows:
-            ordered = normalize(ordered.float())
+        if self.stored.unit_rows:
+            rows = normalize(rows.float())
         if not isinstance(view, Tensor):
-            backend.pack(view, ordered if ordered.dtype in _PACKED_FROM else ordered.float())
+            backend.pack(view, rows if rows.dtype in _PACKED_FROM else rows.float())
             return
-        if ordered is not self.view:  # else the reader has put it there already
-            view.copy_(ordered)
+        if rows is not self.view:  # else the tensor was read into the view
+            view.copy_(rows)
         if self.offset:
             view.add_(self.offset)
-        if self.made == "exp":
+        if self.stored.transform == "exp":
             view.exp_()
-        elif self.made == "negative":
+        elif self.stored.transform == "negative":
             view.neg_()
 
 
-def _rows_of(view: Tensor | _Rows, first: int, count: int) -> Tensor | _Rows:
+def _narrow_view(view: Tensor | _Rows, first: int, count: int) -> Tensor | _Rows:
     if not isinstance(view, Tensor):
         return view.weight.narrow(view.first + first, count)
     return view.narrow(0, first, count)
 
 
-def _rows(weight: Weight, first: int, count: int) -> Tensor | _Rows:
-    return weight.narrow(0, first, count) if isinstance(weight, Tensor) else weight.narrow(first, count)
-
-
-def _split(weight: Weight, sizes: Sequence[int]) -> list[Tensor | _Rows]:
+def _split(weight: Weight, sizes: Sequence[int]) -> Iterator[Tensor | _Rows]:
     """Views of consecutive rows, of these sizes."""
-    return [_rows(weight, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    first = 0
+    for size in sizes:
+        yield weight.narrow(0, first, size) if isinstance(weight, Tensor) else weight.narrow(first, size)
+        first += size
 
 
-def _targets(decoder: Decoder, part: ModelShard | None) -> tuple[dict[str, _WeightTarget], dict[str, TensorSlice]]:
-    """Checkpoint name -> destination, as the specs of the weights say, and what is read of those that not all is wanted of.
+def _targets(decoder: Decoder, shard: ModelShard | None) -> tuple[dict[str, _WeightTarget], dict[str, TensorSlice]]:
+    """The destination of each checkpoint tensor by name, and the slices of those of which only a part is read.
 
-    part: what the decoder has of a model, None: all.
+    shard: the rank shard that the decoder holds; None: the whole model.
     """
-    weights, targets, cuts = decoder.weights(), dict[str, _WeightTarget](), dict[str, TensorSlice]()
-    whole = decoder.spec if part is None else part.whole
-    for spec in whole.weights():
-        offset = whole.norm_offset if spec.kind == "norm" else 0.0
-        own, first = WeightSlice() if part is None else part.slices.get(spec.name, WeightSlice()), 0
-        counts = []
-        for tensor in spec.stored:
-            counts.append(own.count(first, tensor.rows))
-            first += tensor.rows
-        views, first = _split(weights[spec.name], counts), 0
-        for tensor, view in zip(spec.stored, views, strict=True):
-            picked = select_rows(tensor, own, first)
-            first += tensor.rows
-            zeros = own.first_only and part is not None and part.rank > 0
-            targets[tensor.name] = _WeightTarget(
-                view,
-                offset,
-                picked.rows,
-                tensor.unit_rows,
-                tensor.transposed,
-                tensor.reshape_rows,
-                picked.columns,
-                zeros,
-                tensor.transform,
-            )
-            if picked.runs is not None:
+    weights, targets, slices = decoder.weights(), dict[str, _WeightTarget](), dict[str, TensorSlice]()
+    full_spec = decoder.spec if shard is None else shard.full_spec
+    for spec in full_spec.weights():
+        offset = full_spec.norm_offset if spec.kind == "norm" else 0.0
+        own = WeightSlice() if shard is None else shard.slices.get(spec.name, WeightSlice())
+        zeros = own.first_only and shard is not None and shard.rank > 0
+        ends = [sum(tensor.rows for tensor in spec.stored[:i]) for i in range(len(spec.stored))]
+        counts = [own.count(first, tensor.rows) for first, tensor in zip(ends, spec.stored, strict=True)]
+        views = _split(weights[spec.name], counts)
+        for tensor, view, first in zip(spec.stored, views, ends, strict=True):
+            selection = select_rows(tensor, own, first)
+            targets[tensor.name] = _WeightTarget(view, tensor, selection, offset, zeros)
+            if selection.runs is not None:
                 columns = None if own.columns is None else (spec.shape[1], *own.columns)
-                cuts[tensor.name] = TensorSlice(picked.runs, columns)
-    return targets, cuts
+                slices[tensor.name] = TensorSlice(selection.runs, columns)
+    return targets, slices
 
 
 class _Checkpoint:
-    """The tensors of a model's files, whatever their format. names: those that are wanted."""
+    """The tensors of a model's files of either format. names: of the tensors that are loaded."""
 
     def __init__(
         self,
@@ -178,26 +159,31 @@ class _Checkpoint:
         quantized: QuantizedCheckpoint | None,
         spec: ModelSpec,
         names: Iterable[str],
-        cuts: Mapping[str, TensorSlice],
+        slices: Mapping[str, TensorSlice],
     ) -> None:
         sources = quantized.sources if quantized is not None else {}
-        self._leave = lambda name: name in sources or spec.ignores(name)
+        self._skip = lambda name: name in sources or spec.ignores(name)
         self._stacks = {name.rpartition("[")[0] for name in names if name.endswith("]")}
         index = read_index(directory)
-        self._gguf: GGUFIndex | None = None if index is None else index.of(spec)
-        self._files, self._cuts = checkpoint_files(directory), cuts
+        self._gguf = None if index is None else index.for_spec(spec)
+        self._files, self._slices = checkpoint_files(directory), slices
         self.num_bytes = sum(file.stat().st_size for file in self._files)
 
-    def parts(self, place: Destination) -> Iterator[TensorChunk]:
-        """Raises LoadError for files that cannot be read."""
+    def chunks(self, destination: Destination) -> Iterator[TensorChunk]:
+        """Read the files. Raises LoadError."""
         if self._gguf is not None:
-            return read_gguf_tensors(self._gguf, place, self._cuts)
-        return _read(self._files, place, self._leave, self._stacks, self._cuts)
+            yield from read_gguf_tensors(self._gguf, destination, self._slices)
+            return
+        for file in self._files:
+            try:
+                yield from read_tensors(file, destination, self._skip, self._stacks, self._slices)
+            except (SafetensorError, OSError) as error:
+                raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
 
-    def blocks(self, name: str) -> str | None:
-        """The type of a tensor that comes as rows of bytes; None for one that comes as numbers."""
-        header = self._gguf.tensors[name] if self._gguf is not None else None
-        return None if header is None or header.dtype in PLAIN else header.dtype
+    def block_type(self, name: str) -> str | None:
+        """The GGUF type of a tensor that is read as rows of bytes; None for tensors of numbers."""
+        kind = None if self._gguf is None else self._gguf.tensors[name].dtype
+        return None if kind is None or GGUF_TYPES[kind].is_plain else kind
 
 
 def load_weights(
@@ -205,16 +191,15 @@ def load_weights(
     directory: Path,
     progress: Progress | None = None,
     quantized: QuantizedCheckpoint | None = None,
-    part: ModelShard | None = None,
+    shard: ModelShard | None = None,
 ) -> None:
-    """Stream every tensor of the checkpoint into the decoder. That there is each of them, once and in its shape, `check_tensors`
-    has found in the headers; what only numbers tell is a LoadError here.
+    """Stream every tensor of the checkpoint into the decoder.
 
-    quantized: what weights are made of that the checkpoint holds quantized, in the ways of Hugging Face. part: what the
-    decoder has of the model, None: all.
+    `check_tensors` has found in the headers that each tensor is there once with its shape. Raises LoadError for faults that
+    only the numbers show. quantized: the quantized weights of the checkpoint. shard: the rank shard that the decoder holds.
     """
-    targets, cuts = _targets(decoder, part)
-    checkpoint = _Checkpoint(directory, quantized, decoder.spec, targets, cuts)
+    targets, slices = _targets(decoder, shard)
+    checkpoint = _Checkpoint(directory, quantized, decoder.spec, targets, slices)
     done = 0
     if quantized is not None:
         for size in _fill_quantized(decoder, directory, targets, quantized):
@@ -224,38 +209,42 @@ def load_weights(
     tied_copy: tuple[str, Tensor, str | None] | None = None
     heads = decoder.spec.head_tensors
 
-    def place(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor | None:
+    def destination(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor | None:
         target = targets.get(name)
-        if (name in heads and target is None) or (target is not None and target.wants_whole):
-            return torch.empty(shape, dtype=dtype)  # wanted whole
+        if (name in heads and target is None) or (target is not None and target.needs_whole):
+            return torch.empty(shape, dtype=dtype)
         if target is None or not isinstance(target.view, Tensor):
             return None
         view = target.view
         fits = view.dtype == dtype and list(view.shape) == shape and view.is_cpu and view.is_contiguous()
         return view if fits else None
 
-    for rows in checkpoint.parts(place):
-        name, tensor = rows.name, rows.tensor if rows.tensor.dim() else rows.tensor.reshape(1)
+    for chunk in checkpoint.chunks(destination):
+        name, tensor = chunk.name, chunk.tensor if chunk.tensor.dim() else chunk.tensor.reshape(1)
         done += tensor.nbytes
-        target, blocks = targets.get(name), checkpoint.blocks(name)
-        if not _is_finite(rows, blocks) and (target is not None or not is_derived(name)):
-            raise LoadError(_not_finite(directory, name))
+        target, kind = targets.get(name), checkpoint.block_type(name)
+        if not _is_finite(chunk, kind) and (target is not None or not is_derived(name)):
+            raise _not_finite(directory, name)
         if target is None:
             if name in heads and decoder.spec.tied_embeddings:
-                tied_copy = name, tensor, blocks
+                tied_copy = name, tensor, kind
                 continue
             if quantized is not None and name in quantized.zero_biases and bool(tensor.any()):
                 raise LoadError(f"{directory}: unexpected tensor {name!r}: this architecture has no place for it")
             continue
-        taken = blocks is not None and target.takes(blocks)
-        if blocks is not None and taken:
-            tensor = to_block_format(tensor, blocks, name)
+        in_blocks = target.holds(kind)
+        if kind is not None and in_blocks:
+            tensor = to_block_format(tensor, kind, name)
         else:
-            tensor = _numbers(tensor, blocks, decoder, directory, target, name)
-        target.fill(decoder.backend, tensor, rows.first, blocks=taken)
+            if kind is not None:
+                tensor = dequantize_gguf(tensor, kind)
+                if not bool(tensor.isfinite().all()):
+                    raise _not_finite(directory, name)
+            _check_range(tensor, decoder, directory, target, name)
+        target.fill(decoder.backend, tensor, chunk.first, blocks=in_blocks)
         if progress:
             progress("loading weights", done, checkpoint.num_bytes)
-    if tied_copy is not None and not _equals(decoder.backend, *tied_copy[1:], decoder.embedding):
+    if tied_copy is not None and not _equals(decoder.backend, *tied_copy, decoder.embedding):
         raise LoadError(
             f"{directory}: {tied_copy[0]} differs from the embedding although the model ties them: set "
             '"tie_word_embeddings": false in config.json to use it, or remove the tensor'
@@ -265,103 +254,75 @@ def load_weights(
 def _fill_quantized(
     decoder: Decoder, directory: Path, targets: dict[str, _WeightTarget], quantized: QuantizedCheckpoint
 ) -> Iterator[int]:
-    """Fill what the checkpoint holds quantized: the bytes that each tensor was made from, once it is done."""
+    """Fill the weights that the checkpoint holds quantized. Yields the bytes read for each tensor."""
     for tensor, sources in read_quantized(quantized):
-        target = replace(targets[tensor.name], transposed=False)  # what is quantized has the weight's own rows
-        view, sorted_ = target.view, target.rows is not None
+        target = targets[tensor.name]
+        view, order = target.view, target.selection.rows
         if (
             isinstance(view, BlockRows)
-            and not target.unit_rows
+            and not target.stored.unit_rows
             and tensor.storage is not None
             and view.weight.form == kernel_storage(tensor.storage)
         ):
-            for first, blocks in decode_blocks(tensor, sources, whole=sorted_):
-                ordered = blocks if target.rows is None else blocks[target.rows]
-                store_block_rows(view.weight.narrow(view.first + first, len(ordered.codes)), *ordered.tensors())
+            for first, blocks in decode_blocks(tensor, sources, whole=order is not None):
+                rows = blocks if order is None else blocks[order]
+                narrowed = view.weight.narrow(view.first + first, len(rows.codes))
+                store_block_rows(narrowed, rows.codes, rows.scales, rows.supers)
         else:
-            for first, numbers in decode_numbers(tensor, sources, whole=sorted_):
+            if target.stored.transposed:  # quantized tensors have the weight's own rows
+                target = replace(target, stored=replace(target.stored, transposed=False))
+            for first, numbers in decode_numbers(tensor, sources, whole=order is not None):
                 if not bool(numbers.isfinite().all()):  # scales that are too large for their codes
-                    raise LoadError(_not_finite(directory, tensor.name))
-                _check_size(numbers, decoder, directory, target, tensor.name)
+                    raise _not_finite(directory, tensor.name)
+                _check_range(numbers, decoder, directory, target, tensor.name)
                 target.fill(decoder.backend, numbers, first)
         yield sum(source.nbytes for source in sources.values())
 
 
-def _numbers(
-    tensor: Tensor, blocks: str | None, decoder: Decoder, directory: Path, target: _WeightTarget, name: str
-) -> Tensor:
-    """Rows of a checkpoint's tensor as numbers. Raises LoadError for those that its place cannot hold."""
-    if blocks is not None:
-        tensor = dequantize_gguf(tensor, blocks)
-        if not bool(tensor.isfinite().all()):
-            raise LoadError(_not_finite(directory, name))
-    _check_size(tensor, decoder, directory, target, name)
-    return tensor
-
-
-def _check_size(tensor: Tensor, decoder: Decoder, directory: Path, target: _WeightTarget, name: str) -> None:
-    """LoadError for numbers that their place cannot hold."""
-    if (limit := _largest(target.view)) < torch.finfo(tensor.dtype).max and _peak(tensor) > limit:
+def _check_range(tensor: Tensor, decoder: Decoder, directory: Path, target: _WeightTarget, name: str) -> None:
+    """Raise LoadError for numbers beyond the largest of the weight's type; weights in blocks are made from float32."""
+    view = target.view
+    dtype = (
+        torch.float32 if isinstance(view, BlockRows) else view.dtype if isinstance(view, Tensor) else view.weight.dtype
+    )
+    limit = float(torch.finfo(dtype).max)
+    if not tensor.numel() or limit >= torch.finfo(tensor.dtype).max:
+        return
+    low, high = torch.aminmax(tensor)
+    if max(-low.item(), high.item()) > limit:
         raise LoadError(
             f"{directory}: tensor {name!r} holds numbers beyond {limit:.3g}, the largest of {decoder.weight_dtype}: "
             "use `compute.dtype=bfloat16` or float32"
         )
 
 
-def _is_finite(part: TensorChunk, blocks: str | None) -> bool:
-    """Blocks of the other types are looked at once they are numbers."""
-    return part.finite if blocks not in BLOCKS else scales_are_finite(part.tensor, blocks)
+def _is_finite(chunk: TensorChunk, kind: str | None) -> bool:
+    """Whether numbers, or the scales of blocks, are finite. Other GGUF types are checked once they are dequantized."""
+    if kind is None or GGUF_TYPES[kind].scales is None:
+        return chunk.finite
+    return scales_are_finite(chunk.tensor, kind)
 
 
-def _not_finite(directory: Path, name: str) -> str:
-    return (
+def _not_finite(directory: Path, name: str) -> LoadError:
+    return LoadError(
         f"{directory}: tensor {name!r} holds numbers that are NaN or infinite: the checkpoint is damaged or "
         "its training diverged: download or copy it again, or take another"
     )
 
 
-def _largest(view: Tensor | _Rows) -> float:
-    """The largest number that fits there; weights in blocks are made from float32."""
-    if isinstance(view, BlockRows):
-        return float(torch.finfo(torch.float32).max)
-    return float(torch.finfo(view.dtype if isinstance(view, Tensor) else view.weight.dtype).max)
-
-
-def _peak(tensor: Tensor) -> float:
-    if not tensor.numel():
-        return 0.0
-    low, high = torch.aminmax(tensor)
-    return max(-low.item(), high.item())
-
-
-def _equals(backend: Backend, tensor: Tensor, blocks: str | None, weight: Tensor | BlockWeight) -> bool:
-    """Whether filling the weight from this tensor would leave it as it is."""
+def _equals(backend: Backend, name: str, tensor: Tensor, kind: str | None, weight: Tensor | BlockWeight) -> bool:
+    """Whether filling the weight from this tensor would leave it unchanged."""
     if not isinstance(weight, BlockWeight):
-        numbers = tensor if blocks is None else dequantize_gguf(tensor, blocks)
+        numbers = tensor if kind is None else dequantize_gguf(tensor, kind)
         return numbers.shape == weight.shape and torch.equal(numbers.to(weight), weight)
-    again = BlockWeight.empty(weight.rows, weight.columns, weight.form)
-    target = _WeightTarget(again.narrow(0, again.rows))
-    taken = blocks is not None and target.takes(blocks)
-    if blocks is not None:
-        tensor = to_block_format(tensor, blocks, "head") if taken else dequantize_gguf(tensor, blocks)
-    numbers = tensor
-    if len(numbers) != weight.rows:
+    if len(tensor) != weight.rows:
         return False
-    target.fill(backend, numbers, blocks=taken)
+    filled = BlockWeight.empty(weight.rows, weight.columns, weight.form)
+    target = _WeightTarget(filled.narrow(0, filled.rows), StoredTensor(name, weight.rows))
+    in_blocks = target.holds(kind)
+    if kind is not None:
+        tensor = to_block_format(tensor, kind, name) if in_blocks else dequantize_gguf(tensor, kind)
+    target.fill(backend, tensor, blocks=in_blocks)
     step = max(1, _COMPARED // weight.columns)
     parts = (torch.arange(first, min(first + step, weight.rows)) for first in range(0, weight.rows, step))
-    return all(torch.equal(again.dequantize(p), weight.dequantize(p.to(weight.device)).cpu()) for p in parts)
-
-
-def _read(
-    files: list[Path],
-    place: Destination,
-    leave: Callable[[str], bool],
-    stacks: Container[str],
-    cuts: Mapping[str, TensorSlice],
-) -> Iterator[TensorChunk]:
-    for file in files:
-        try:
-            yield from read_tensors(file, place, leave, stacks, cuts)
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
+    return all(torch.equal(filled.dequantize(p), weight.dequantize(p.to(weight.device)).cpu()) for p in parts)

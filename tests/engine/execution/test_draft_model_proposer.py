@@ -260,7 +260,7 @@ def test_pairs_that_cannot_work_are_refused(tmp_path: Path, directory_of: Callab
         (
             "llama",
             "lfm2",
-            r"the draft model is a Lfm2.*, whose layers carry a state .* of the model \(Llama.*\) do not",
+            r"the draft model is a Lfm2.*, which has recurrent layers, and the model \(Llama.*\) has none",
         ),
     ):
         with pytest.raises(LoadError, match=said):

@@ -173,7 +173,7 @@ def test_a_part_is_missing(source: Path, file: Path) -> None:
     first, second, third = split(source, file.parent)
     second.unlink()
     for path in (first, third):
-        with pytest.raises(LoadError, match=r"^tiny-00002-of-00003\.gguf is missing beside .*part 2 of the 3"):
+        with pytest.raises(LoadError, match=r"^tiny-00002-of-00003\.gguf is missing next to .*part 2 of the 3"):
             resolve_model(str(path))
     first.rename(second)
     with pytest.raises(LoadError, match=r"tiny-00001-of-00003\.gguf is missing"):
@@ -193,7 +193,7 @@ def test_parts_that_are_not_what_they_are_called(source: Path, file: Path) -> No
         resolve_model(str(whole))
     odd = first.with_name("tiny-00007-of-00003.gguf")
     odd.touch()
-    with pytest.raises(LoadError, match="is no part of a split model"):
+    with pytest.raises(LoadError, match="is not a part of a split model"):
         resolve_model(str(odd))
 
 

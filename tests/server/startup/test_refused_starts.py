@@ -109,7 +109,7 @@ QUANTIZED = r"this checkpoint is quantized \({}\).*unquantized one.*--quantizati
 DIRECTORIES = {
     "pickle": (without_weights("pytorch_model.bin"), r"holds pytorch_model\.bin.*safetensors.*python -c \"from transformers"),
     "checkpoint": (without_weights("model.pt"), r"holds model\.pt.*python -c"),
-    "gguf": (without_weights("x-Q4_K_M.gguf"), r"x-Q4_K_M\.gguf is no GGUF file .*download it again"),
+    "gguf": (without_weights("x-Q4_K_M.gguf"), r"x-Q4_K_M\.gguf is not a GGUF file .*download it again"),
     "adapter": (adapter, r"is a LoRA adapter of base model org/base.*merge.*python -c .*merge_and_unload"),
     "original": (original_format, r"consolidated\.00\.pth, the original format of Meta or Mistral: give the Hugging Face"),
     "onnx": (without_weights("onnx/model.onnx"), r"weights for ONNX .*safetensors"),
@@ -126,7 +126,7 @@ DIRECTORIES = {
     "experts": (configured(architectures=["JetMoeForCausalLM"], num_local_experts=8), "a mixture of experts of another.*not sup"),
     "program": (
         configured(architectures=["FooForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling_foo.Foo"}),
-        r"a program of the checkpoint's own \(modeling_foo\.Foo\), which is not run, and is not supported: use one of",
+        r"custom code in the checkpoint \(modeling_foo\.Foo\), which is not run, and is not supported: use one of",
     ),
     "other shape": (configured(intermediate_size=777), r"has shape \[256, 704\] where config.json asks for \[256, 777\]"),
     "pictures": (
@@ -162,10 +162,12 @@ def test_a_directory_that_cannot_be_served(case: str, model: Path) -> None:
 def test_a_file_in_place_of_a_directory(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     said = refusal(tmp_path / name)
-    assert ("is no GGUF file" in said) if name.endswith("gguf") else (f"give its directory, {tmp_path}," in said)
+    assert ("is not a GGUF file" in said) if name.endswith("gguf") else (f"give its directory, {tmp_path}," in said)
 
 
-@pytest.mark.parametrize(("file", "says"), [("q.gguf", "is no GGUF file"), ("pytorch_model.bin", "name-safetensors")])
+@pytest.mark.parametrize(
+    ("file", "says"), [("q.gguf", "is not a GGUF file"), ("pytorch_model.bin", "name-safetensors")]
+)
 def test_a_hub_id_of_which_the_cache_holds_something_else(file: str, says: str, tmp_path: Path) -> None:
     storage = tmp_path / "hub" / "models--org--name"
     snapshot = storage / "snapshots" / "0123"
@@ -285,7 +287,7 @@ def test_a_profile_for_frequencies_that_were_learned(model: Path) -> None:
     save_file({**tensors, "model.rotary_emb.inv_freq": torch.rand(16)}, model / "model.safetensors")
     assert "phi.short_factor must hold 16 numbers" in refusal(model, "--rope-profile", f"phi={LISTS}")
     save_file({**tensors, "model.rotary_emb.inv_freq": torch.full((16,), torch.nan)}, model / "model.safetensors")
-    assert "tensor model.rotary_emb.inv_freq holds numbers that are no frequencies" in refusal(model)
+    assert "tensor model.rotary_emb.inv_freq holds numbers that are not frequencies" in refusal(model)
 
 
 def test_weights_that_do_not_fit_into_memory(model: Path) -> None:

@@ -87,7 +87,7 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
     (lambda d: (d / "adapter_config.json").write_text("{"), "JSON"),
     (lambda d: (d / "adapter_config.json").unlink(), "adapter_config.json"),
     (lambda d: (d / "adapter_config.json").write_text(" " * (1 << 20) + "{}"), "larger than"),
-    (pipe, "no regular file"),
+    (pipe, "not a regular file"),
     (lambda d: (d / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
     (lambda d: (d / "adapter_model.safetensors").write_bytes(b""), "cut off"),
     (cut, "bytes where"),

@@ -14,19 +14,19 @@ from windlass.engine.model.config_json.unsupported import describe_architecture
 from windlass.engine.model.families.registry import FAMILIES
 from windlass.engine.model.families.spec_reader import read_spec
 
-RECURRENT = "a hybrid of attention and recurrent layers, whose state is no cache of keys and values,"
+RECURRENT = "a hybrid of attention and other recurrent layers"
 REASONS = {
     "OlmoHybridForCausalLM": RECURRENT,
     "BambaForCausalLM": RECURRENT,
     "JambaForCausalLM": RECURRENT,
     "RecurrentGemmaForCausalLM": RECURRENT,
     "Zamba2ForCausalLM": RECURRENT,
-    "Gemma3nForCausalLM": "a model whose layers share keys and have embeddings of their own (Gemma 3n)",
+    "Gemma3nForCausalLM": "a model whose layers share keys and have per-layer embeddings (Gemma 3n)",
     "MptForCausalLM": "a model without rotary attention (ALiBi)",
     "OPTForCausalLM": "a model without rotary attention (learned or sinusoidal positions)",
-    "DeepseekV32ForCausalLM": "a model whose attention looks at chosen keys only (sparse attention)",
-    "GlmMoeDsaForCausalLM": "a model whose attention looks at chosen keys only (sparse attention)",
-    "JetMoeForCausalLM": "a mixture of experts of another kind than those that are supported,",
+    "DeepseekV32ForCausalLM": "a model whose attention reads selected keys only (sparse attention)",
+    "GlmMoeDsaForCausalLM": "a model whose attention reads selected keys only (sparse attention)",
+    "JetMoeForCausalLM": "a mixture of experts of another kind than the supported ones",
     "MambaForCausalLM": "a model without attention",
 }
 
@@ -137,6 +137,8 @@ def test_no_supported_family_is_described_so(family: Any) -> None:
     assert (
         described is None
         or (family.experts is not None and "experts" in described)
-        or ("n_routed_experts" in family.reads and "experts" in described)  # of layers that its models need not have
+        or (
+            "n_routed_experts" in family.extra_keys and "experts" in described
+        )  # of layers that its models need not have
         or any(kind in described for kind in others)
     )

@@ -426,7 +426,7 @@ def test_proportional_in_a_config() -> None:
                 "layer_types": ["sliding_attention"] * 12,
                 "rope_parameters": {"full_attention": {"rope_theta": 1e4}},
             },
-            "nothing about the sliding_attention layers",
+            "no entry for the sliding_attention layers",
         ),
         ({"layer_types": ["sliding_attention"] * 12}, "layer_types mixes windows in a way that model_type 'llama'"),
         ({"layer_types": ["full_attention"] * 11}, "must name 12 layers"),
@@ -437,7 +437,7 @@ def test_proportional_in_a_config() -> None:
         ({"layer_rope_theta": [0.5] * 12}, "rope_theta must be greater than 1"),
         ({"rope_theta": 1e4, "rotary_emb_base": 1e5}, "keep one"),
         ({"rotary_dim": 7}, "an even number is needed"),
-        ({"rotary_dim": 18}, "partial_rotary_factor must lie in (0, 1]"),
+        ({"rotary_dim": 18}, "partial_rotary_factor must be in (0, 1]"),
         ({"rotary_pct": "half"}, "rotary_pct must be a positive number"),
         ({"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.1}}, "leaves no pair"),
         ({"rope_parameters": {"rope_type": "learned", "factor": 2.0}}, "not a field of rope_type 'learned'"),
@@ -446,7 +446,10 @@ def test_proportional_in_a_config() -> None:
             "not supported for this model_type",
         ),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}}, "must add up to the 8 rotated pairs"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "global": {}}}, "'global' beside layer types"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "global": {}}},
+            "'global' in addition to layer types",
+        ),
         (
             {
                 "rope_parameters": {"rope_type": "linear", "factor": 2.0},

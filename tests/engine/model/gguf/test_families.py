@@ -273,7 +273,7 @@ def test_keys_that_nobody_knows_are_told(llama: Parts) -> None:
 _OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"llama.expert_count": 8}, "tensor model.layers.0.mlp.gate_proj|tensor 'blk.0.ffn_gate.weight'|block_sparse_moe"),
     "encoder": ({"llama.attention.causal": False}, "llama.attention.causal=false.*an encoder"),
-    "a head of its own": ({"llama.pooling_type": 4}, "a reranker with a head of its own"),
+    "a head of its own": ({"llama.pooling_type": 4}, "a reranker with its own head"),
     "granite": ({"llama.logit_scale": 8.0}, "llama.logit_scale=8.0"),
     "unknown": ({"llama.attention.sink": 1}, "llama.attention.sink=1.*not supported"),
     "adapter": ({"general.type": "adapter"}, "an adapter .LoRA."),
@@ -311,13 +311,16 @@ def test_another_model_is_refused(case: str, llama: Parts) -> None:
 _OTHER_TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"blk.0.ffn_down.weight": None}, "down_proj.weight .* is missing"),
     "no embedding": ({"token_embd.weight": None}, "no tensor token_embd.weight"),
-    "experts": ({"blk.0.ffn_gate_inp.weight": np.zeros((8, 64), np.float32)}, "blk.0.ffn_gate_inp.weight is none"),
+    "experts": (
+        {"blk.0.ffn_gate_inp.weight": np.zeros((8, 64), np.float32)},
+        "blk.0.ffn_gate_inp.weight does not belong",
+    ),
     "a half bias": ({"blk.0.attn_q.bias": np.zeros(64, np.float32)}, "k_proj.bias .* is missing"),
     "turned": ({"blk.0.ffn_down.weight": np.zeros((96, 64), np.float32)}, r"shape \[96, 64\], \[64, 96\] is expected"),
     "factors": ({"rope_freqs.weight": np.ones(5, np.float32)}, "rope_freqs.weight must hold 8 positive numbers"),
     "zero": ({"rope_freqs.weight": np.zeros(8, np.float32)}, "rope_freqs.weight must hold 8 positive numbers"),
     "one list": ({"rope_factors_long.weight": np.ones(8, np.float32)}, "belong together"),
-    "head": ({"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}, "attn_q_norm.weight is none"),
+    "head": ({"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}, "attn_q_norm.weight does not belong"),
 }
 
 

@@ -115,7 +115,7 @@ def test_four_bit_floats_are_kept_as_codes_of_five(tmp_path: Path) -> None:
         (
             "glm4_moe",
             {"glm4moe.expert_gating_func": 1},
-            "expert_gating_func is 1: these experts are chosen by sigmoids",
+            "expert_gating_func is 1: experts of this architecture are chosen by sigmoids",
         ),
         ("deepseek_v3", {"deepseek2.expert_gating_func": 3}, r"expert_gating_func is 3: 1 \(softmax\) and 2"),
         ("deepseek_v3", {"deepseek2.rope.dimension_count": 64}, "rope.dimension_count is 64, not less than"),

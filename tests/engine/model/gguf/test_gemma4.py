@@ -105,7 +105,7 @@ FACTORS = np.array([1.0] * 4 + [1e30] * 12, dtype=np.float32)
 _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads of fewer layers": ("31b", {"attention.head_count_kv": [2, 1]}, "head_count_kv has 2 entries for 4 layers"),
     "heads of more": ("31b", {"attention.head_count_kv": [2, 1] * 3}, "head_count_kv has 6 entries for 4 layers"),
-    "heads that differ": ("31b", {"attention.head_count_kv": [2, 1, 4, 1]}, "differs among layers that see alike"),
+    "heads that differ": ("31b", {"attention.head_count_kv": [2, 1, 4, 1]}, "differs among layers of one kind"),
     "no heads": ("31b", {"attention.head_count_kv": [2, 0, 2, 0]}, "head_count_kv must be a positive integer, got 0"),
     "texts": ("31b", {"attention.head_count_kv": ["2", "1"] * 2}, "head_count_kv must be a positive integer, got '2'"),
     "other heads": ("31b", {"attention.head_count_kv": [2, 2, 2, 2]}, r"1.self_attn.k_proj.weight has the shape"),
@@ -114,7 +114,7 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no flags": ("31b", {"attention.sliding_window_pattern": None}, "must be a list of flags, got null"),
     "a last window": ("31b", {"attention.sliding_window_pattern": [False, True] * 2}, "gives the last layer a window"),
     "more layers": ("31b", {"block_count": 5}, "has 4 entries for 5 layers"),
-    "many layers": ("31b", {"block_count": 2**31 - 1}, "block_count must lie between"),
+    "many layers": ("31b", {"block_count": 2**31 - 1}, "block_count must be between"),
     "no window": ("31b", {"attention.sliding_window": None}, "attention.sliding_window is missing"),
     "no width of local heads": ("31b", {"attention.key_length_swa": None}, "attention.key_length_swa is missing"),
     "no width of heads": ("31b", {"attention.key_length": None}, "attention.key_length is missing"),
@@ -141,10 +141,10 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "shared of a number": ("e2b", {"attention.shared_kv_layers": 1.5}, "shared_kv_layers must be a positive integer"),
     "fewer shared": ("e2b", {"attention.shared_kv_layers": 2, "feed_forward_length": 96}, "layers.3.self_attn.k_proj"),
     "another input": ("e2b", {"embedding_length_per_layer_input": 10}, r"embed_tokens_per_layer.weight has the shape"),
-    "no input": ("e2b", {"embedding_length_per_layer_input": 0}, "tensor .* is none that the model should have"),
+    "no input": ("e2b", {"embedding_length_per_layer_input": 0}, "tensor .* does not belong to the model"),
     "an input": ("31b", {"embedding_length_per_layer_input": 12}, "embed_tokens_per_layer.weight .* is missing"),
     "fewer experts": ("26b", {"expert_count": 7}, "for 7 experts"),
-    "no experts": ("26b", {"expert_count": 0}, "tensor .* is none that the model should have"),
+    "no experts": ("26b", {"expert_count": 0}, "tensor .* does not belong to the model"),
     "narrow experts": ("26b", {"expert_feed_forward_length": 16}, "ffn_gate_up_exps has the shape"),
     "experts used": ("26b", {"expert_used_count": 9}, "do not go together"),
     "nobody says how many": ("26b", {"expert_used_count": None}, "expert_used_count is missing"),
@@ -166,23 +166,23 @@ def test_what_makes_no_sense_is_refused(case: str, tmp_path: Path) -> None:
 
 
 _TENSORS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no factors": ("31b", {"rope_freqs.weight": None}, "tensor rope_freqs.weight is missing, which tells the pairs"),
+    "no factors": ("31b", {"rope_freqs.weight": None}, "tensor rope_freqs.weight is missing, which gives the rotated pairs"),
     "fewer factors": ("31b", {"rope_freqs.weight": FACTORS[:8]}, "rope_freqs.weight must hold 16 numbers"),
     "none that turns": ("31b", {"rope_freqs.weight": FACTORS[4:]}, "rope_freqs.weight must hold 16 numbers"),
     "none at first": ("31b", {"rope_freqs.weight": FACTORS[::-1].copy()}, "rope_freqs.weight must hold 16 numbers"),
     "slower pairs": ("31b", {"rope_freqs.weight": np.minimum(FACTORS, 8)}, "rope_freqs.weight must hold 16 numbers"),
     "NaN": ("31b", {"rope_freqs.weight": np.where(FACTORS > 1, np.nan, FACTORS)}, "must hold 16 numbers"),
     "infinite": ("31b", {"rope_freqs.weight": np.where(FACTORS > 1, np.inf, FACTORS)}, "must hold 16 numbers"),
-    "long factors": ("31b", {"rope_factors_long.weight": FACTORS}, "rope_factors_long.weight is none of those that tell"),
+    "long factors": ("31b", {"rope_factors_long.weight": FACTORS}, "rope_factors_long.weight is not the one that gives"),
     "no scalar": ("31b", {"blk.2.layer_output_scale.weight": None}, "layers.2.layer_scalar .* is missing"),
     "values of one layer": (
         "31b",
         {"blk.1.attn_v.weight": np.zeros((32, 64), np.float32)},
-        "layers.1.self_attn.v_proj.weight .* is none that this model should have",
+        "layers.1.self_attn.v_proj.weight .* does not belong to this model",
     ),
     "values missing": ("31b", {"blk.2.attn_v.weight": None}, "layers.2.self_attn.v_proj.weight .* is missing"),
-    "a scale": ("31b", {"blk.0.ffn_down.scale": np.ones(1, np.float32)}, "tensor blk.0.ffn_down.scale is none"),
-    "a scale of no experts": ("31b", {"blk.0.ffn_gate_inp.scale": np.ones(64, np.float32)}, "ffn_gate_inp.scale is none"),
+    "a scale": ("31b", {"blk.0.ffn_down.scale": np.ones(1, np.float32)}, "tensor blk.0.ffn_down.scale does not belong"),
+    "a scale of no experts": ("31b", {"blk.0.ffn_gate_inp.scale": np.ones(64, np.float32)}, "ffn_gate_inp.scale does not belong"),
     "fewer rows": (
         "e2b",
         {"per_layer_token_embd.weight": np.zeros((100, 72), np.float32)},
@@ -195,7 +195,7 @@ _TENSORS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gate and up twice": (
         "26b",
         {"blk.1.ffn_up_exps.weight": np.zeros((8, 32, 64), np.float32)},
-        "ffn_up_exps.weight is one that stands there under another name",
+        "ffn_up_exps.weight appears under another name",
     ),
     "flat experts": ("26b", {"blk.1.ffn_gate_up_exps.weight": np.zeros(8, np.float32)}, "for 8 experts"),
 }  # fmt: skip

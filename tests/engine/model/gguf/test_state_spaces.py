@@ -20,8 +20,8 @@ from windlass.engine.cache.kv_cache_spec import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.spec_reader import read_spec
 from windlass.engine.model.gguf.gguf_description import describe_gguf, read_gguf_config
-from windlass.engine.model.gguf.tensor_mapping import GGUFTensorLocation, map_tensors
-from windlass.engine.model.loading.gguf_index import as_gguf_holds
+from windlass.engine.model.gguf.tensor_mapping import GGUFTensor, map_tensors
+from windlass.engine.model.loading.gguf_index import GGUFLayout, to_gguf_spec
 
 FALCON = ("falcon_h1", "falcon_h1_normed")
 NEMOTRON = ("nemotron_h", "nemotron_h_plain", "nemotron_h_experts")
@@ -86,7 +86,7 @@ def test_a_published_file() -> None:
             own |= {"ssm_a": (96, 1), "ssm_d": (96, 1), "ssm_dt.bias": (96,), "ssm_norm.weight": (8, 960)}
             own |= {"ssm_out.weight": (3136, 7680)}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in own.items()}
-    tensors = {name: GGUFTensorLocation(0, "F32", shape, 0, 0) for name, shape in shapes.items()}
+    tensors = {name: GGUFTensor("F32", shape, 0, 0) for name, shape in shapes.items()}
     metadata = {f"nemotron_h.{key}": value for key, value in sizes.items()} | {"general.architecture": "nemotron_h"}
     facts = read_gguf_config(metadata, tensors, {})
     assert not any("rope" in key or "rotary" in key for key in facts.config)
@@ -94,7 +94,7 @@ def test_a_published_file() -> None:
     assert not spec.notices and spec.kv_groups == (KVGroupSpec(attending, 8, 128, None),)
     states = tuple(i for i in range(42) if i not in attending + dense)
     assert spec.state_group == StateGroupSpec(states, 9728, 4, 96, 128, 80)
-    held = as_gguf_holds(spec, latent_in_parts=False, gates_apart=False)
+    held = to_gguf_spec(spec, GGUFLayout())
     assert len(map_tensors(tensors, facts.family, held)) == len(tensors) == 263
 
 
@@ -127,8 +127,8 @@ def test_blocks_count_as_the_numbers_they_hold(family: str, tmp_path: Path) -> N
         ({"ssm.dt_b_c_rms": True}, "ssm.dt_b_c_rms=true, which makes it another model"),
         ({"attention.head_count_kv": [2, 2, 0, 2]}, "head_count_kv differs from layer to layer"),
         ({"expert_count": 4}, "which makes it a mixture of experts"),
-        ({"mlp_gate_multiplier": 0.75}, "names falcon-h1.mlp_gate_multiplier and does not tell whether its weights"),
-        ({"block_count": 3}, r"tensor blk\.3\.\S+ is of a layer behind the 3 of falcon-h1.block_count"),
+        ({"mlp_gate_multiplier": 0.75}, "has falcon-h1.mlp_gate_multiplier, which does not show whether its weights"),
+        ({"block_count": 3}, r"tensor blk\.3\.\S+ is of a layer after the 3 of falcon-h1.block_count"),
     ],
     ids=str,
 )
@@ -148,7 +148,7 @@ def test_what_makes_no_sense_of_falcon_h1_is_refused(changes: dict[str, Any], me
             "layer 2 has nemotron_h.attention.head_count_kv and nemotron_h.feed_forward_length",
         ),
         ({"attention.head_count_kv": [0] * 6}, "no layer is full_attention"),
-        ({"attention.head_count_kv": [0, 0, 0, 2, 0, 0]}, "none that the model should have|is missing"),
+        ({"attention.head_count_kv": [0, 0, 0, 2, 0, 0]}, "does not belong to the model|is missing"),
         ({"ssm.time_step_rank": 5}, "ssm.inner_size 96 is not a multiple of nemotron_h.ssm.time_step_rank 5"),
         ({"ssm.group_count": 4}, "mamba_num_heads 6 is not a multiple of n_groups 4"),
         ({"expert_count": 8}, "which makes it a mixture of experts"),
@@ -165,11 +165,11 @@ def test_what_makes_no_sense_of_nemotron_h_is_refused(changes: dict[str, Any], m
         ({"expert_count": 6}, "for 6 experts"),
         ({"expert_used_count": 9}, "do not go together"),
         ({"expert_shared_feed_forward_length": 40}, "has the shape"),
-        ({"expert_gating_func": 1}, "experts are chosen by sigmoids"),
+        ({"expert_gating_func": 1}, "experts of this architecture are chosen by sigmoids"),
         ({"expert_weights_norm": 1}, "norm_topk_prob must be true or false"),
         ({"expert_group_count": 4}, "expert_group_used_count is missing"),
-        ({"moe_latent_size": 32}, "moe_latent_size is 32: experts that see less"),
-        ({"feed_forward_length": [0, 40, 0, 0, 0]}, "none that the model should have|is missing"),
+        ({"moe_latent_size": 32}, "moe_latent_size is 32: experts whose input is narrower"),
+        ({"feed_forward_length": [0, 40, 0, 0, 0]}, "does not belong to the model|is missing"),
     ],
     ids=str,
 )

@@ -23,7 +23,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(
     of: str, replaced: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, other = make_model("llama", tmp_path / "model"), make_model("llama", tmp_path / "other", seed=1)
-    fill = loader.fill
+    fill = loader.fill_decoder
 
     def swapped(*given: Any) -> tuple[str, ...]:
         notices = fill(*given) if replaced == "behind that" else None
@@ -38,9 +38,9 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(
         return loader.load_draft(config, beside) if of == "draft model" else loader.load_model(config)
 
     load(config)
-    monkeypatch.setattr(loader, "fill", swapped)
+    monkeypatch.setattr(loader, "fill_decoder", swapped)
     with pytest.raises(LoadError, match="changed while it was read") as refused:
         load(config)
     assert str(refused.value).startswith("the draft model: ") == (of == "draft model")
-    monkeypatch.setattr(loader, "fill", fill)
+    monkeypatch.setattr(loader, "fill_decoder", fill)
     assert load(config) is not None

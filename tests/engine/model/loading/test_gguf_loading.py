@@ -245,7 +245,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
         (put(UP, file=3), "is damaged: remove"),
         (lambda index: index.update(version=2), "is damaged: remove"),
         (lambda index: index.update(tensors=[1]), "is damaged: remove"),
-        (lambda index: index["files"][0].update(size=7), "has changed since it was looked at: start again"),
+        (lambda index: index["files"][0].update(size=7), "has changed since it was read: start again"),
         (lambda index: index["files"][0].update(path="/nowhere/x.gguf"), "cannot be read any more.*start again"),
     ],
 )

@@ -61,8 +61,8 @@ def test_groups_have_their_own(tmp_path: Path) -> None:
     [
         (None, "needs the tensor model.rotary_emb.inv_freq"),
         (VALUES[:7], "holds 7 frequencies, the model rotates 8 pairs"),
-        (VALUES - 0.5, "no frequencies"),
-        (VALUES / 0, "no frequencies"),
+        (VALUES - 0.5, "not frequencies"),
+        (VALUES / 0, "not frequencies"),
         (VALUES.to(torch.int32), "is I32"),
     ],
 )

@@ -24,7 +24,7 @@ from windlass.engine.model.loading import preflight
 from windlass.engine.model.loading.checkpoint import describe_other_format
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.model_description import ModelDescription, describe_model
-from windlass.engine.model.loading.preflight import check_memory, check_start, prepare_model
+from windlass.engine.model.loading.preflight import ModelToLoad, check_memory, check_start, prepare_model
 from windlass.engine.model.weight_storage import plan_bytes, plan_storage, total_weight_bytes
 from windlass.kernels import select_backend
 
@@ -38,7 +38,7 @@ def demo() -> ModelDescription:
 
 
 def size_of(model: ModelDescription, dtype: str = "float32", quantization: str = "none") -> int:
-    return plan_bytes(model.spec, plan_storage(model.spec, dtype, quantization))
+    return total_weight_bytes(model.spec, plan_storage(model.spec, dtype, quantization), dtype)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,8 @@ def test_weights_take_what_was_foretold(family: str, options: dict[str, str], tm
 def check(model: ModelDescription, free: int | None, stored: str = "float32", **options: object) -> None:
     config = engine_config(DEMO, **options)  # type: ignore[arg-type]
     cached = "float32" if config.cache.dtype == "auto" else config.cache.dtype
-    check_memory(config, model, plan_storage(model.spec, stored), cached, stored, "cpu", free)
+    plan = plan_storage(model.spec, stored)
+    check_memory(config, ModelToLoad(model, stored, stored, cached, False, plan), "cpu", free)
 
 
 def refusal(model: ModelDescription, free: int | None, stored: str = "float32", **options: object) -> str:
@@ -118,7 +119,7 @@ def test_weights_that_do_not_fit_name_the_options_under_which_they_do(demo: Mode
     said = refusal(demo, whole - 1)
     assert "`compute.dtype=bfloat16` (" in said
     assert "`compute.quantization=int8` (" in said and "`compute.quantization=int4` (" in said
-    assert "the weights need 15.2 MiB of memory, 15.2 MiB are free" in said
+    assert "the weights need 15.3 MiB of memory, 15.3 MiB are free" in said
     said = refusal(demo, half - 1)
     assert "compute.dtype" not in said and "`compute.quantization=int8`" in said
     assert refusal(demo, quarter - 1).endswith("use a smaller model or free some memory")
@@ -195,7 +196,7 @@ def test_a_cache_must_fit_beside_the_weights(demo: ModelDescription) -> None:
     weights = size_of(demo)
     options = {"max_model_len": length, "max_num_seqs": sequences, "kv_cache_memory": needed}
     said = refusal(demo, needed + weights - 1, **options)
-    assert said.startswith("the KV cache needs 16.0 GiB of memory, 16.0 GiB are free, 15.2 MiB of it for the weights: ")
+    assert said.startswith("the KV cache needs 16.0 GiB of memory, 16.0 GiB are free, 15.3 MiB of it for the weights: ")
     assert "`cache.dtype=int8`" in said and "int8" not in refusal(demo, GIB, kv_cache_dtype="int8", **options)
     check(demo, needed + weights, **options)
     check(demo, None, **options)  # nobody knows what is free

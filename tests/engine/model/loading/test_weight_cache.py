@@ -110,7 +110,7 @@ def test_logits_are_the_same_bits_from_the_cache(
 def test_the_first_start_writes_one_ordinary_safetensors_file(model: Path) -> None:
     loaded = load(model)
     (path,) = files(model)
-    assert f"kept in {path}" in notice(loaded)
+    assert f"stored in {path}" in notice(loaded)
     assert path.name.startswith("int8-float32-") and path.suffix == ".safetensors"
     found = load_file(path)
     assert found.keys() == decoder_tensors(loaded.decoder).keys()
@@ -449,7 +449,7 @@ loaded = load_model(EngineConfig(model=sys.argv[1], compute=compute, loading=loa
 print(status("VmHWM") - before, loaded.decoder.weight_bytes(), *loaded.notices)
 """
     grown: list[int] = []
-    for where, expected in (("None", ""), ("'beside'", "kept in"), ("'beside'", "read from")):
+    for where, expected in (("None", ""), ("'beside'", "stored in"), ("'beside'", "read from")):
         run_here = script.replace("'beside'", where)
         output = subprocess.check_output([sys.executable, "-c", run_here, str(tmp_path)], text=True)
         peak, weights, said = (output + " ").split(" ", 2)

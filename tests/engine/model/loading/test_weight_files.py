@@ -83,7 +83,7 @@ def test_a_tensor_goes_where_it_is_wanted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 1000, 5000, 1 << 16])
 def test_parts_of_a_tensor_are_whole_panels_of_rows(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many more parts than buffers, of tensors of several widths: each holds its own rows until the next is asked for."""
-    monkeypatch.setattr(tensor_reader, "_PART", size)
+    monkeypatch.setattr(tensor_reader, "_CHUNK_BYTES", size)
     tensors = {f"{rows}x{columns}": torch.randn(rows, columns) for rows in (1, 16, 49, 400) for columns in (3, 64, 100)}
     tensors |= {"vector": torch.randn(2000), "cube": torch.randn(40, 3, 5), "one": torch.tensor(3.0)}
     save_file(tensors, tmp_path / "x.safetensors")
@@ -100,8 +100,8 @@ def test_every_part_tells_whether_its_numbers_are_finite(
     rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looked at in pieces, of which only one holds the number: in the place given, and in parts."""
-    monkeypatch.setattr(tensor_reader, "_PART", 1 << 12)
-    monkeypatch.setattr(tensor_reader, "_LOOK", 1 << 10)
+    monkeypatch.setattr(tensor_reader, "_CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(tensor_reader, "_CHECK_BYTES", 1 << 10)
     tensors = {"good": torch.randn(rows, 9), "bad": torch.randn(rows, 9), "also good": torch.randn(rows, 9)}
     tensors["bad"][rows // 3, 4] = torch.nan
     save_file(tensors, tmp_path / "x.safetensors")

@@ -51,9 +51,9 @@ CASES = {
     ),
     "flat": (put(Q, torch.ones(64 * 64)), r"has shape \[4096\]"),
     "single number": (put(NORM, torch.tensor(1.0)), r"has shape \[\]"),
-    "integers": (put(NORM, torch.ones(64, dtype=torch.int32)), f"'{NORM}' is I32, which are no weights"),
-    "truths": (put(NORM, torch.ones(64, dtype=torch.bool)), f"'{NORM}' is BOOL, which are no weights"),
-    "complex": (put(NORM, torch.ones(64, dtype=torch.complex64)), f"'{NORM}' is C64, which are no weights"),
+    "integers": (put(NORM, torch.ones(64, dtype=torch.int32)), f"'{NORM}' is I32, which is not a type of weights"),
+    "truths": (put(NORM, torch.ones(64, dtype=torch.bool)), f"'{NORM}' is BOOL, which is not a type of weights"),
+    "complex": (put(NORM, torch.ones(64, dtype=torch.complex64)), f"'{NORM}' is C64, which is not a type of weights"),
 }  # fmt: skip
 
 

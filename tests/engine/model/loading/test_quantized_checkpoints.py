@@ -353,7 +353,7 @@ def test_it_needs_no_torch_to_look(llama: Path, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom windlass.engine.interface.config import EngineConfig\n"
         "from windlass.engine.model.loading.preflight import check_start\n"
-        f"print(len(check_start(EngineConfig(model={str(model)!r})).quantized.kept()))\n"
+        f"print(len(check_start(EngineConfig(model={str(model)!r})).quantized.storages()))\n"
         "print([m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

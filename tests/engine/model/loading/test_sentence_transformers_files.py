@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.classifier_head import has_classifier_tokens
-from windlass.engine.model.loading.sentence_transformers_files import RerankerConfig, read_reranker_config
+from windlass.engine.model.config_json.classifier_head import ClassifierTokens, has_classifier_tokens
+from windlass.engine.model.loading.sentence_transformers_files import read_reranker_config
 
 LOGIT_SCORE = [
     {"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
@@ -32,19 +32,19 @@ def write(directory: Path, files: dict[str, Any]) -> Path:
         ({"config.json": {"architectures": ["Qwen3ForCausalLM"], "_name_or_path": "Qwen3-Reranker"}}, None),
         (
             {"config.json": {"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": True}},
-            RerankerConfig(("yes", "no"), is_qwen3_reranker=True),
+            ClassifierTokens(("yes", "no"), is_qwen3_reranker=True),
         ),
         (
             {"config.json": {"classifier_from_token": ["0", "1"], "method": "from_2_way_softmax"}},
-            RerankerConfig(("1", "0")),
+            ClassifierTokens(("1", "0")),
         ),
         (
             {"config.json": {"classifier_from_token": ["Yes"], "method": "no_post_processing"}},
-            RerankerConfig(("Yes",)),
+            ClassifierTokens(("Yes",)),
         ),
         (
             {"modules.json": LOGIT_SCORE, "1_LogitScore/config.json": {"true_token_id": 9, "false_token_id": 4}},
-            RerankerConfig((9, 4)),
+            ClassifierTokens((9, 4)),
         ),
         (
             {
@@ -52,12 +52,12 @@ def write(directory: Path, files: dict[str, Any]) -> Path:
                 "1_LogitScore/config.json": {"true_token_id": 9, "false_token_id": None},
                 "config_sentence_transformers.json": {"prompts": {"a": "be strict"}, "default_prompt_name": "a"},
             },
-            RerankerConfig((9,), instruction="be strict"),
+            ClassifierTokens((9,), instruction="be strict"),
         ),
         ({"modules.json": LOGIT_SCORE[:1]}, None),
     ],
 )
-def test_what_files_declare(files: dict[str, Any], declared: RerankerConfig | None, tmp_path: Path) -> None:
+def test_what_files_declare(files: dict[str, Any], declared: ClassifierTokens | None, tmp_path: Path) -> None:
     assert read_reranker_config(write(tmp_path, files)) == declared
     assert has_classifier_tokens(files.get("config.json", {})) == ("classifier_from_token" in str(files))
 
