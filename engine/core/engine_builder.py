@@ -17,7 +17,7 @@ import torch
 from windlass._version import __version__
 from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.cache.block_store import BlockNamespace, BlockStore, HostSource, PersistFolder
-from windlass.engine.cache.disk_tier import PersistCounters, check_tier_support
+from windlass.engine.cache.disk_tier import PersistCounters
 from windlass.engine.cache.host_tier import (
     CPUBlockTransfer,
     DeviceBlockTransfer,
@@ -27,7 +27,7 @@ from windlass.engine.cache.host_tier import (
     planes_of,
 )
 from windlass.engine.cache.kv_cache import KVCache
-from windlass.engine.cache.kv_cache_budget import CachePlan, gib
+from windlass.engine.cache.kv_cache_budget import CachePlan, check_tier_support, gib
 from windlass.engine.cache.kv_cache_spec import KVGroupLayout, KVGroupSpec
 from windlass.engine.core.memory_budget import (
     allocate_kv_storage,

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 from windlass.engine.cache.block_store import BlockStore
-from windlass.engine.cache.disk_tier import check_tier_options
+from windlass.engine.cache.kv_cache_budget import check_tier_options
 from windlass.engine.core.adapter_manager import AdapterManager
 from windlass.engine.core.engine_builder import (
     allocate_cache,

@@ -167,7 +167,7 @@ class SimulatedRunner:
     def join(self) -> None:
         """See `RankRunner.join`: there is no device beside it."""
 
-    def follow(self, plan: SchedulerOutput) -> None:
+    def apply(self, plan: SchedulerOutput) -> None:
         self.input_batch.apply(plan)
         self._frequencies.update((row.row, frequencies_of(row.specs)) for row in plan.rotary_rows)
         for copy in plan.copies:
@@ -179,7 +179,7 @@ class SimulatedRunner:
         check_bounds(world, self._process.core.scheduler)
         self._process.last_planned = {self._process.request_of(item.seq_id) for item in plan.sequences}
         self._process.compute(world.rng.uniform(0.002, 0.04) + 0.0002 * plan.num_tokens)
-        self.follow(plan)
+        self.apply(plan)
         if plan.num_passes == 1:
             return self._pass(plan)
         burst = MultiStepState(plan, self.input_batch)

@@ -13,8 +13,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from windlass.engine.cache.disk_tier import check_tier_options, check_tier_support
-from windlass.engine.cache.kv_cache_budget import CachePlan, bytes_per_token, default_kv_budget, gib, plan_cache
+from windlass.engine.cache.kv_cache_budget import (
+    CachePlan,
+    bytes_per_token,
+    check_tier_options,
+    check_tier_support,
+    default_kv_budget,
+    gib,
+    plan_cache,
+)
 from windlass.engine.errors import LoadError
 from windlass.engine.host_resources import available_memory, processor_quota, processors
 from windlass.engine.interface.config import EngineConfig, parse_cache_dtype, parse_dtype
