@@ -246,7 +246,7 @@ def _states(dtype: torch.dtype) -> None:
 
     some = state_rows([1, 0], [1, 9], [False, True])
     for key_heads, heads, dim, kept in ((16, 32, 128, None), (16, 32, 128, torch.full((10,), -1)), (2, 2, 64, None)):
-        rows = some._replace(kept=kept)
+        rows = some._replace(snapshots=kept)
         own = DeltaRule.random(rows, key_heads, heads, dim, dim, dtype)
         recurrent_layers.gated_delta_rule(*own.operands(rows))
         recurrent_layers.short_convolution(
@@ -258,7 +258,7 @@ def _states(dtype: torch.dtype) -> None:
         (8, 128, 80, torch.full((10,), -1)),
         (8, 128, 80, None),
     ):
-        rows = some._replace(kept=kept)
+        rows = some._replace(snapshots=kept)
         space = StateSpace.random(rows, key_heads, heads, 128, value_dim, dtype)
         recurrent_layers.state_space(*space.operands(rows))
 

@@ -69,8 +69,9 @@ def _portable(family: str) -> Path:
     if compiler is None:
         pytest.skip("no g++ to build the portable kernels with")
     folder = Path(library.__file__).resolve().parent / "src"
-    sources = [str(path) for path in sorted(folder.glob(f"isa_{family}*.cpp"))]
-    command = [compiler, *_FLAGS, *sources]
+    # The generic file brings the description of the structs that Python fills.
+    sources = [str(folder / "isa_generic.cpp"), *(str(path) for path in sorted(folder.glob(f"isa_{family}*.cpp")))]
+    command = [compiler, *_FLAGS, '-DWINDLASS_SOURCES="portable"', *sources]
     read = hashlib.sha256(" ".join(command).encode())
     for file in sorted(folder.iterdir()):
         read.update(file.read_bytes())

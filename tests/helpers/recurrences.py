@@ -279,7 +279,7 @@ def assert_keeps(own: Operands, rows: StateRows, change: Callable[[Operands, Sta
     keeping = replace(own, window=more) if isinstance(own, Convolution) else replace(own, memory=more)
     whole = own.copy()
     expected = change(whole, rows)
-    assert torch.equal(change(keeping, rows._replace(kept=kept)), expected)
+    assert torch.equal(change(keeping, rows._replace(snapshots=kept)), expected)
     assert torch.equal(keeping.state[: len(own.state)].nan_to_num(), whole.state.nan_to_num())
     for token in chosen:
         cut = own.copy()

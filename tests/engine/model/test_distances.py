@@ -276,7 +276,7 @@ def test_keys_that_are_kept_twice_take_twice_the_pages(models: dict[str, Path]) 
     core = core_of(models["llama"], kv_cache_memory=160 << 10)  # 10 blocks of 16 tokens
     assert run(core, [asked("dual chunk")])["a", 0].token_ids
     with pytest.raises(
-        RequestError, match=r"14 KV blocks .keys under this rope_scaling stand there twice. and the cache has 10"
+        RequestError, match=r"14 KV blocks .keys under this rope_scaling are cached twice. and the cache has 10"
     ):
         core.add(asked("rerope"))
     core.add(asked("rerope", length=20))  # 72 tokens: five blocks twice

@@ -159,7 +159,7 @@ def test_what_states_have_nothing_for_is_refused(model: Path) -> None:
     with pytest.raises(RequestError, match=r"cache_reuse: .* carry a state from token to token") as caught:
         core.add(request)
     assert caught.value.param == "cache_reuse"
-    with pytest.raises(LoadError, match=r"needs .* of KV cache beside keys"):
+    with pytest.raises(LoadError, match=r"needs .* of KV cache in addition to keys"):
         core_of(model, kv_cache_memory=4 << 10)
     assert core.info.num_states == 17 and core.info.state_bytes
 
@@ -229,6 +229,6 @@ def test_a_repetition_that_fails_ends_the_engine_and_repeats_nothing(
     kinds = {type(plan.recording) for plan in core.runner.replay._recordings.values() if plan is not None}
     for kind in kinds - {type(None)}:
         monkeypatch.setattr(kind, "repeat", lambda recording: False)
-    with pytest.raises(RuntimeError, match="it cannot be begun again"):
+    with pytest.raises(RuntimeError, match="cannot be repeated on changed states"):
         for _ in range(3):
             core.step()

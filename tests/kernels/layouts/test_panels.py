@@ -228,7 +228,7 @@ def test_panels_are_for_16_bits_on_cpus_without_products_of_their_own(monkeypatc
     monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: True)
     assert lays_out_panels(wide, narrow)
     assert lays_out_panels(torch.float16, torch.float16)
-    monkeypatch.setattr("windlass.kernels.cpu.library.MULTIPLY_PAIRS", frozenset())
+    monkeypatch.setattr("windlass.kernels.cpu.library.BF16_DOT_ISAS", frozenset())
     assert not lays_out_panels(narrow, narrow)
     assert lays_out_panels(narrow, narrow, deterministic=True)
     assert not lays_out_panels(wide, wide)

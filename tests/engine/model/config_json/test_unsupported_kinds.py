@@ -92,7 +92,7 @@ VARIANTS = {
     "too few kinds of layers": ({**GRANITE4, "layer_types": ["attention"]}, "must be a list with one name per layer"),
     "no positions": (
         {**GRANITE4, "position_embedding_type": "nope"},
-        "position_embedding_type 'nope' is not supported: a model all of whose layers attend",
+        "position_embedding_type 'nope' is not supported: a model with attention in every layer",
     ),
     "tokens that see those behind them": (
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "is_causal": False},

@@ -117,7 +117,7 @@ def test_steps_are_repeated(tmp_path: Path) -> None:
 def test_other_weights_stay_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = stored_as(make_model("llama", tmp_path), "bfloat16")
     monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: True)
-    monkeypatch.setattr("windlass.kernels.cpu.library.MULTIPLY_PAIRS", frozenset())
+    monkeypatch.setattr("windlass.kernels.cpu.library.BF16_DOT_ISAS", frozenset())
     for dtype in ("float32", "bfloat16"):
         assert not any(isinstance(w, PanelWeight) for w in make_core(directory, dtype=dtype).runner.decoder.tensors())
     monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: False)
