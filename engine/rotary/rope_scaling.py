@@ -225,7 +225,7 @@ def resolve(
     Raises RequestError if the object does not fit the model, ValueError for a nested object.
     """
     if scaling.groups:
-        raise ValueError("a nested scaling is resolved group by group: see `apply_scaling`")
+        raise ValueError("a nested scaling is resolved group by group by apply_scaling()")
     _check_kind(scaling, base, param)
     _check_lists(scaling, base, param)
     try:

@@ -247,7 +247,7 @@ def test_damaged_files_are_skipped_counted_and_made_anew(models: dict[str, Path]
 def test_a_damaged_file_in_the_middle_ends_the_prefix_there(models: dict[str, Path], tmp_path: Path) -> None:
     with keeping(models["llama"], tmp_path) as core:
         right = ask(core)
-        chain = core.scheduler._frequency_changes.new_handle(
+        chain = core.scheduler._frequency_changes.new_cache(
             greedy("x", PROMPT), core.plan_rotation(greedy("x", PROMPT)).stage(9)
         ).chain
         chain.extend(PROMPT, FULL)

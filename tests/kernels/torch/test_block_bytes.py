@@ -48,7 +48,7 @@ def test_rows_in_pieces_and_in_any_order(block_form: BlockForm) -> None:
 
 
 def test_many_rows_are_repacked_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_quantization, "_ELEMENTS", 200)
+    monkeypatch.setattr(block_quantization, "_REPACK_ELEMENTS", 200)
     blocks = random_blocks(11, 64, FORMS["q4_1"])
     weight = BlockWeight.empty(11, 64, FORMS["q4_1"])
     block_quantization.repack_gguf_blocks(weight.narrow(0, 11), blocks)

@@ -7,7 +7,7 @@ import gguf
 import pytest
 import torch
 
-from windlass.kernels.layouts.weight_layouts import FORMS, BlockWeight
+from windlass.kernels.layouts.weight_layouts import FORMS, BlockWeight, store_block_rows
 from windlass.kernels.torch import block_quantization
 
 NAMES = ("q8_0", "q4_k", "q5_k", "q6_k")
@@ -92,7 +92,7 @@ def test_weights_say_whose_error_counts(name: str) -> None:
     lost = []
     for given in (None, weights):
         weight = BlockWeight.empty(32, 512, FORMS[name])
-        block_quantization.store(weight.narrow(0, 32), *block_quantization.quantize_blocks(x, FORMS[name], given))
+        store_block_rows(weight.narrow(0, 32), *block_quantization.quantize_blocks(x, FORMS[name], given))
         lost.append(float(((weight.dequantize() - x).square() * weights).sum()))
     assert lost[1] < 0.97 * lost[0]
 

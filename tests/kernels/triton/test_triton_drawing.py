@@ -39,7 +39,7 @@ FILTERS = (
 def several_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Rows that many programs share, a block each, or few, which read several."""
     block, programs = request.param
-    monkeypatch.setattr(triton_sampler, "_DRAWN", block)
+    monkeypatch.setattr(triton_sampler, "_SAMPLE_BLOCK", block)
     monkeypatch.setattr(triton_sampler, "_PROGRAMS", programs)
     monkeypatch.setattr(triton_sampler, "_BLOCK", 256)
     monkeypatch.setattr(triton_sampler, "_LIST", 16)
@@ -93,7 +93,7 @@ def check(filters: tuple[Filters, ...], rows: list[int], seed: int) -> None:
                 one.change(changed)
             draws.append(one)
         before = x.clone()
-        token_sampler.draw(x, draws)
+        token_sampler.sample(x, draws)
         assert torch.equal(x.nan_to_num(), before.nan_to_num())
         found.append([(one.token, one.status) for one in draws])
     assert found[1] == found[0]
@@ -157,7 +157,7 @@ def test_the_least_likely_that_stay() -> None:
             one = token_sampler.new(own, Penalties())
             one.row, one.uniform = row, 1 - 2**-53
             draws.append(one)
-    token_sampler.draw(x, draws)
+    token_sampler.sample(x, draws)
     expected = torch_sampler.sample(
         x[[one.row for one in draws]], [one.filters for one in draws], [1 - 2**-53] * len(draws)
     )
@@ -180,8 +180,8 @@ def test_rows_are_narrowed_as_often_as_their_filters_need(monkeypatch: pytest.Mo
         ([Filters(top_k=3, top_p=0.5), Filters()], 5),
     ):
         names.clear()
-        token_sampler.draw(torch.randn(1, VOCAB), [token_sampler.new(one, Penalties()) for one in filters])
-        assert names.count("narrow_draws") == turns
+        token_sampler.sample(torch.randn(1, VOCAB), [token_sampler.new(one, Penalties()) for one in filters])
+        assert names.count("radix_select_kernel") == turns
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 33])
@@ -194,7 +194,7 @@ def test_small_vocabularies(vocabulary: int) -> None:
         ]
         for one in draws:
             one.uniform = 0.9
-        token_sampler.draw(x, draws)
+        token_sampler.sample(x, draws)
         tokens.append([one.token for one in draws])
     assert tokens[0] == tokens[1]
 
@@ -207,7 +207,7 @@ def test_nothing_left_and_an_id_alone() -> None:
         one.uniform = 0.99
         one.change(LogitsChanges(allowed, none.long(), none.long(), none, none.long(), none, none.long(), none))
         draws.append(one)
-    token_sampler.draw(torch.randn(1, VOCAB), draws)
+    token_sampler.sample(torch.randn(1, VOCAB), draws)
     assert [(one.token, one.status) for one in draws] == [(17, 0), (-1, 2)]
 
 

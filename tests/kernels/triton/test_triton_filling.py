@@ -40,7 +40,7 @@ def same_bytes(one: BlockWeight, other: BlockWeight) -> bool:
 def test_the_host_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = _triton(OPTIONS)
     assert isinstance(backend, TritonBackend)
-    monkeypatch.setattr("windlass.kernels.torch.block_quantization.pack", None)
+    monkeypatch.setattr("windlass.kernels.torch.block_quantization.quantize_into_blocks", None)
     weight = backend.matrix(ROWS, COLUMNS, FORMS["q8_0"])
     assert isinstance(weight, BlockWeight)
     backend.pack(weight.narrow(0, 3), torch.randn(3, COLUMNS))

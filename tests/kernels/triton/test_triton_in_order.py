@@ -129,7 +129,7 @@ def test_it_is_part_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     case = PrefillCase(SHAPES, dim=32, q_type=torch.float16, page_type=torch.float16)
     taken = list[int]()
     real = prefill_attention.prefill_attention
-    monkeypatch.setattr(prefill_attention, "attend", lambda *given: taken.append(1) or real(*given))
+    monkeypatch.setattr(prefill_attention, "prefill_attention", lambda *given: taken.append(1) or real(*given))
     found = paged_attention(case.q, case.all_pages, call_of(case), device=HOPPER)
     assert_near(found.double(), case.expected(), 2e-3)
     assert taken

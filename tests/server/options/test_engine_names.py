@@ -17,10 +17,10 @@ from windlass.server.options.replicas import ReplicaOptions
 
 ENGINE = Path(__file__).parents[3] / "engine"
 PRIVATE = {  # how the engine process is started, by the engine itself
-    "client/child.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
-    "core/process.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
-    "core/ranks/others.py": {"--fd", "--log-level", "--memory", "--parent", "--store"},
-    "core/ranks/process.py": {"--fd", "--log-level", "--memory", "--parent", "--store"},
+    "client/child_process.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
+    "core/engine_process.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
+    "core/ranks.py": {"--fd", "--log-level", "--memory", "--parent", "--store"},
+    "core/rank_process.py": {"--fd", "--log-level", "--memory", "--parent", "--store"},
 }
 
 
