@@ -51,7 +51,7 @@ def test_nothing_grows_with_the_number_of_requests(model: Path) -> None:
         core.abort(str(i)) if i % 10 else drain(core)
     scheduler = core.scheduler
     requests, places = scheduler._requests, scheduler._queues
-    held = (requests._deadlines, requests._samples, requests._sequences, places.waiting, places.running)
+    held = (requests._deadlines, requests._samples, requests.by_id, places.waiting, places.running)
     assert max(map(len, held)) < 100
     assert core.runner.sampler.num_tracked <= 1 and core.runner.tables.num_live == 0
 

@@ -48,7 +48,7 @@ def test_classes_of_tokens(family: str, tmp_path: Path) -> None:
         assert output.pooled is not None
         found = torch.from_numpy(np.frombuffer(output.pooled.values, "<f4").reshape(-1, 3).copy())
         assert (found - expected).abs().max() / expected.abs().max() < 2e-5  # angles are float32 in the reference
-    with pytest.raises(RequestError, match="class of each token"):
+    with pytest.raises(RequestError, match="classifies each token"):
         core.add(replace(greedy("b", TEXT, 0), pooling=PoolingRule("classify")))
     with pytest.raises(RequestError, match="generates nothing"):
         core.add(greedy("c", TEXT))

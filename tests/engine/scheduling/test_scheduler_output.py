@@ -78,7 +78,7 @@ def test_a_plan_that_is_missing_is_noticed_and_a_snapshot_heals() -> None:
     sequences = InputBatch(num_groups=1)
     sequences.apply(plans[0])
     for wrong in (plans[2], plans[0]):
-        with pytest.raises(MissedPlanError, match=f"plan {wrong.step} came after plan 1: .* snapshot"):
+        with pytest.raises(MissedPlanError, match=f"plan {wrong.step} follows plan 1: .* snapshot"):
             sequences.apply(wrong)
         assert sequences.step == 1 and len(sequences.by_id[0].token_ids) == 10
     snapshot = scheduler.snapshot()
@@ -99,9 +99,9 @@ def test_what_disagrees_with_the_plan_is_noticed() -> None:
     plan = scheduler.schedule()
     sequences = InputBatch(num_groups=1)
     sequences.apply(plan)
-    with pytest.raises(MissedPlanError, match="has 10 tokens here, 12 at the scheduler"):
+    with pytest.raises(MissedPlanError, match="has 10 tokens here, 12 in the scheduler"):
         sequences.apply(SchedulerOutput(2, sequences=(ScheduledSequence(0, 11, 1, 12),)))
-    with pytest.raises(MissedPlanError, match="new and known at once"):
+    with pytest.raises(MissedPlanError, match="new but already known"):
         sequences.apply(SchedulerOutput(3, new=plan.new))
 
 

@@ -242,11 +242,11 @@ def test_wrong_operands_are_refused() -> None:
 
 def run_with(isa: str) -> str:
     program = (
-        "from windlass.kernels import bind, cpu\n"
+        "from windlass.kernels import cpu, select_backend\n"
         "reason = cpu.unavailable_reason()\n"
         "print(reason if reason else cpu.load().isa)\n"
         "import torch\n"
-        "print(bind('cpu').explain())\n"
+        "print(select_backend('cpu').explain())\n"
         "try:\n    print(cpu.linear_small(torch.ones(1, 4), torch.ones(2, 4), library=cpu.load()).tolist())\n"
         "except RuntimeError as error:\n    print(error)\n"
     )

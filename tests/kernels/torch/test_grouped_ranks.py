@@ -70,12 +70,12 @@ def test_sums_are_rounded_once_and_equal_on_every_rank(
 LATE = """
 import gc, os, socket, threading
 import torch
-from windlass.kernels import Ranks, shared_memory_bytes
+from windlass.kernels import RankGroup, shared_memory_bytes
 from windlass.kernels.torch.collectives import TorchCollectives
 
 number, store = os.memfd_create("ranks"), os.memfd_create("store")
 os.ftruncate(number, shared_memory_bytes(2))
-groups = [TorchCollectives(Ranks(number, rank, 2, (8, 8), store), torch.device("cpu"), in_order=False) for rank in range(2)]
+groups = [TorchCollectives(RankGroup(number, rank, 2, (8, 8), store), torch.device("cpu"), in_order=False) for rank in range(2)]
 threads = [threading.Thread(target=one.all_reduce, args=(torch.ones(3),)) for one in groups]
 for thread in threads:
     thread.start()
