@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-# Private: set by a Windlass command that starts a server, so that the command can display the progress. Each update is then a line
-# of this name followed by [stage, done, total] as JSON.
+# Private: set by a Windlass command that starts a server, so that the command can display the progress. Each update is then a
+# line of this name followed by [stage, done, total] as JSON.
 PROGRESS_VARIABLE = "_WINDLASS_PROGRESS"
 
 
 class LoadingDisplay:
     """A progress bar on a terminal; elsewhere one line per loading stage.
 
-    The instance is the callback `(stage, done, total)`. `stop` removes the bar and may be called twice. first: a line to print before
-    the first update.
+    The instance is the callback `(stage, done, total)`. `stop` removes the bar and may be called twice. first: a line to print
+    before the first update.
     """
 
     def __init__(self, terminal: bool | None = None, first: str | None = None) -> None:

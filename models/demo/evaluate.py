@@ -171,7 +171,7 @@ def main() -> None:
     card = (args.model / "README.md").read_text()
     for name, text in markdown(result, record).items():
         marks = f"<!-- measured: {name} -->\n", f"\n<!-- end: {name} -->"
-        card = re.sub(re.escape(marks[0]) + ".*?" + re.escape(marks[1]), lambda _, m=marks, t=text: m[0] + t + m[1], card, flags=re.S)  # fmt: skip
+        card = re.sub(re.escape(marks[0]) + ".*?" + re.escape(marks[1]), lambda _, m=marks, t=text: m[0] + t + m[1], card, flags=re.S)  # noqa: E501  # fmt: skip
     (args.model / "README.md").write_text(card)
     print(json.dumps({k: v for k, v in result.items() if k != "by_source"}, indent=1, ensure_ascii=False))
     print(result["by_source"])

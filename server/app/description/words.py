@@ -7,7 +7,7 @@ from typing import Any
 INFO = """An inference server for language models with rotary attention. Its endpoints are those of OpenAI's API and of Anthropic's Messages API, with further fields beside theirs.
 
 A field that the server does not know is refused by name, and `null` counts as left out. Types are strict: an integer has no fraction, not even `.0`. Strings hold no null character. `HEAD` answers as `GET` does, without the body; `OPTIONS`, and the 405 of another method, name in `Allow` what a path takes. Bodies are UTF-8 JSON. An error has OpenAI's form, under `/v1/messages` Anthropic's; what is refused before it reaches an endpoint, such as a connection too many, has OpenAI's.
-"""
+"""  # noqa: E501
 
 TAGS = {
     "completions": ("Completions", "What follows a prompt."),

@@ -1,5 +1,4 @@
-"""Attention over ranges, each with its own rotated copy of the query, against unrotated keys at the positions where they are meant
-to."""
+"""Attention over ranges, each with its own rotated copy of the query, against unrotated keys at their intended positions."""
 
 from __future__ import annotations
 

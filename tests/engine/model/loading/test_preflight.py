@@ -245,9 +245,7 @@ def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPa
     config = engine_config(
         str(DEMO), device="cpu", kv_cache_memory=1 << 50, max_num_seqs=1 << 16, max_model_len=1 << 26
     )
-    with pytest.raises(
-        LoadError, match=r"the KV cache needs .* GiB of memory, more than cpu has.*`cache.memory`"
-    ) as e:
+    with pytest.raises(LoadError, match=r"the KV cache needs .* GiB of memory, more than cpu has.*`cache.memory`") as e:
         EngineCore(config)
     assert "\n" not in str(e.value)
 
