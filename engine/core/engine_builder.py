@@ -30,7 +30,7 @@ from windlass.engine.cache.kv_cache import KVCache
 from windlass.engine.cache.kv_cache_budget import CachePlan, check_tier_support, gib
 from windlass.engine.cache.kv_cache_spec import KVGroupLayout, KVGroupSpec
 from windlass.engine.core.memory_budget import (
-    allocate_kv_storage,
+    allocate_kv_cache,
     dtype_name,
     kv_bytes_per_token,
     largest_decode_step,
@@ -273,7 +273,7 @@ def rotary_rows(config: EngineConfig) -> int:
 def allocate_cache(config: EngineConfig, models: LoadedModels, plan: CachePlan) -> CacheTensors:
     """Allocate KV caches and rotary tables. Raises LoadError if there is not enough memory."""
     model, draft, rows = models.model, models.draft, rotary_rows(config)
-    cache, tables = allocate_kv_storage(config, model, model, plan), make_rotary_tables(model.decoder, rows)
+    cache, tables = allocate_kv_cache(config, model, model, plan), make_rotary_tables(model.decoder, rows)
     return CacheTensors(cache, tables, None if draft is None else make_draft_model(config, model, draft, plan, rows))
 
 

@@ -122,7 +122,7 @@ def make_draft_model(
     config: EngineConfig, model: LoadedModel, draft: LoadedModel, plan: CachePlan, rows: int
 ) -> DraftModel:
     """A draft model with as many blocks and rotary rows as the model has."""
-    decoder, cache = draft.decoder, allocate_kv_storage(config, model, draft, plan)
+    decoder, cache = draft.decoder, allocate_kv_cache(config, model, draft, plan)
     if decoder.backend.device_memory is not None:
         # A cached block may lack its last keys, and uninitialized device memory may hold NaN: one such key would spoil every
         # later proposal. A CPU's system provides zeroed memory.
@@ -162,7 +162,7 @@ def plan_kv_cache(
     )
 
 
-def allocate_kv_storage(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan: CachePlan) -> KVCache:
+def allocate_kv_cache(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan: CachePlan) -> KVCache:
     """The KV cache of `owner`, which is the model or its draft model. Raises LoadError if there is not enough memory."""
     decoder, backend = model.decoder, owner.decoder.backend
     try:

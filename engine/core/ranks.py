@@ -21,7 +21,7 @@ import torch
 
 from windlass.engine.cache.kv_cache_budget import CachePlan
 from windlass.engine.core.memory_budget import (
-    allocate_kv_storage,
+    allocate_kv_cache,
     kv_bytes_per_token,
     make_rotary_tables,
     profile_kv_memory,
@@ -229,7 +229,7 @@ class RankShard:
     def allocate_cache(self, plan: CachePlan, rotary_rows: int) -> None:
         """Allocate the KV cache and rotary tables, as large as those of the first rank. Raises LoadError."""
         decoder = self._model.decoder
-        cache = allocate_kv_storage(self._config, self._model, self._model, plan)
+        cache = allocate_kv_cache(self._config, self._model, self._model, plan)
         tables = make_rotary_tables(decoder, rotary_rows)
         self._runner = RankRunner(decoder, cache, tables, self._config.cache.block_size)
 

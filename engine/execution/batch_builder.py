@@ -43,7 +43,7 @@ from windlass.kernels import (
 
 
 def _host_state_rows(sequences: int, tokens: int) -> StateRows:
-    """Zeros in host memory, for `fill_state_rows`."""
+    """Zeros in host memory, for `_fill_state_rows`."""
     return StateRows(*(torch.zeros(size, dtype=torch.int64) for size in (sequences, sequences + 1, sequences, tokens)))
 
 

@@ -352,9 +352,9 @@ class ModelRunner(RankRunner):
     def start(self, plan: SchedulerOutput) -> StepFuture:
         """Apply the changes of a plan and start its step.
 
-        The returned step is `in_flight` if the device samples by itself; a plan with `ahead` set can then be started before its
-        results are known. Otherwise its tokens have been sampled. A plan with `ahead` set needs such a device; every other plan
-        first waits for the step before it.
+        The returned step is `in_flight` if the device samples by itself; a plan behind in-flight passes can then be started
+        before its results are known. Otherwise its tokens have been sampled. A plan behind in-flight passes needs such a device;
+        every other plan first waits for the step before it.
 
         Raises MissedPlanError unless the plan follows the last one, RankEndedError if another rank has ended, and the errors of a
         step, after which `can_retry` reports whether the remaining plan can be retried.
@@ -394,7 +394,7 @@ class ModelRunner(RankRunner):
 
     @torch.inference_mode()
     def retry(self, plan: SchedulerOutput) -> list[StepResult]:
-        """Execute some sequences, unchanged, of a plan that `can_retry` and does not have `ahead` set.
+        """Execute some sequences, unchanged, of a plan that `can_retry` and is not behind in-flight passes.
 
         Keys and values written before the failure are written again, to the same slots.
         """

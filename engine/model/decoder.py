@@ -65,7 +65,7 @@ class Decoder:
     def __init__(
         self, spec: ModelSpec, backend: Backend, plan: StoragePlan | None = None, base_model: Decoder | None = None
     ) -> None:
-        """Allocate uninitialised weights; `weights.load_weights` or `random_weights.randomize_weights` fills them.
+        """Allocate uninitialised weights; `weights.load_weights` or `loader.randomize_weights` fills them.
 
         plan: storage of the weights; None: all in the backend's weight dtype. base_model: for an MTP layer, the model whose
         embedding and head it shares.

@@ -68,13 +68,13 @@ _RETRY_STEPS = 8  # steps after which a sequence that did not fit is matched aga
 
 
 class Scheduler:
-    """Plans steps for requests. `schedule` and `update` alternate; `add`, `abort` and `expire` may be called in between.
+    """Plans steps for requests. `schedule` and `update` alternate, except for async steps (see `AsyncScheduling`).
 
     limits: what a sequence may hold, prompt and output together. namespace: digest of all that keys depend on apart from the
     request (weights, dtypes, layout version). eos_token_ids: tokens that end an output unless a request ignores them.
     clock: seconds, monotonic. fresh_seed: returns a seed for requests without one. whole_prompts: a prompt is computed in one
     step, because its tokens also attend to later ones. chunk_boundaries: where prefill chunks may end.
-    adapter_key: digest of an adapter, by its id. store: the disk and host tiers, which `blocks` offers evicted blocks to.
+    adapter_key: digest of an adapter, by its id. store: the disk and host tiers, to which `blocks` offers full blocks.
     draft_tracks_all_tokens: see `Speculation`.
     """
 

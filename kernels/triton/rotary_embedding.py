@@ -397,7 +397,7 @@ def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `Backend.rotate_queries`; a row out of range gives NaN."""
     half = cos.shape[-1]
     if rows.ndim != 1 or cos.shape != (len(rows), half) or sin.shape != cos.shape or 2 * half > q.shape[2]:
-        raise ValueError(f"turn_queries: {tuple(rows.shape)} rows, {tuple(cos.shape)} cosines, q {tuple(q.shape)}")
+        raise ValueError(f"rotate_queries: {tuple(rows.shape)} rows, {tuple(cos.shape)} cosines, q {tuple(q.shape)}")
     q = strided(q)
     out = q.new_empty(q.shape[0] + len(rows), *q.shape[1:])
     launch(

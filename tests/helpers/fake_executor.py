@@ -180,7 +180,7 @@ class FakeExecutor:
     num_accepted: int = 0
     lose_plans: int = 0  # so many more do not reach `other`
     num_healed: int = 0
-    num_unparked: int = 0
+    num_swapped_in: int = 0
     swapped_out: dict[int, Any] = field(default_factory=dict)
     # per sequence: under which frequencies, the key of each token, and what the next one follows
     key_memo: dict[int, tuple[object, list[int], int]] = field(default_factory=dict)
@@ -423,11 +423,11 @@ class FakeExecutor:
             ):
                 for block, contents in zip(blocks, kept, strict=True):
                     store.update({(block, offset): value for offset, value in contents.items()})
-            self.num_unparked += 1
+            self.num_swapped_in += 1
         for seq_id in output.discarded:
             del self.swapped_out[seq_id]
         waiting = {seq.seq_id for seq in live.values() if seq.cache.is_swapped_out}
-        assert waiting == set(self.swapped_out), "pages are parked that nobody needs, or missing"
+        assert waiting == set(self.swapped_out), "pages are swapped out that no sequence needs, or missing"
 
         targets: set[tuple[int, int]] = set()
         for copy in output.copies:

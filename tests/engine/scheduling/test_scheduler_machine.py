@@ -367,7 +367,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert stats.reused_passages > 0
         if recomputed["cache_reuse"]:
             event("heads of passages computed anew")
-        if self.executor.num_unparked:
+        if self.executor.num_swapped_in:
             event("parked and unparked")
         if stats.prefix_cache_hits:
             event("prefix hit")
