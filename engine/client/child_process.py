@@ -24,7 +24,7 @@ from windlass.engine.host_resources import thread_wait_environment
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.process_setup import child_output_fd, describe_exit
 
-_logger = logging.getLogger("windlass.engine.client.engine_client")
+_logger = logging.getLogger("windlass.engine.client")
 
 STACKS_SIGNAL = signal.SIGUSR2
 PIECE_SECONDS = 0.05  # at most, between two pieces of the stacks that a child writes

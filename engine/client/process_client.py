@@ -43,7 +43,7 @@ from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, Mod
 from windlass.engine.interface.outputs import EngineStats, RequestOutput
 from windlass.engine.interface.request import EngineRequest
 
-_logger = logging.getLogger("windlass.engine.client.engine_client")
+_logger = logging.getLogger("windlass.engine.client")
 
 CLOSE_TIMEOUT = 5.0  # seconds an engine has to end by itself
 NO_PROCESS_SECONDS = 1.0  # between attempts to start a process if the system has none left

@@ -29,7 +29,7 @@ from windlass.engine.interface.outputs import EngineStats, PersistStats, Request
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.process_setup import create_memory_file
 
-_logger = logging.getLogger("windlass.engine.client.engine_client")
+_logger = logging.getLogger("windlass.engine.client")
 
 _STATES = frozenset({"starting", "ready", "restarting", "failed", "closed"})
 _MODELS = 2  # a model and a draft model

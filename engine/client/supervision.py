@@ -27,7 +27,7 @@ from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.process_setup import signal_name
 
-_logger = logging.getLogger("windlass.engine.client.engine_client")
+_logger = logging.getLogger("windlass.engine.client")
 
 # -- activity of a process ---------------------------------------------------------------------------------------------
 _ASLEEP = "STt"  # proc(5): sleeping, stopped by a signal, stopped by a debugger

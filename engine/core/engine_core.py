@@ -14,8 +14,8 @@ The life of a plan (see `oom_recovery` and `ModelRunner`):
   `ModelRunner.retry` with the rest of the plan, as often as needed. If recurrent state may have changed (`has_changed_states`),
   the rest is not computed again: its sequences restart in later steps.
 * `start_async_step` starts a plan whose `num_inflight_passes` is not 0 while another step is in progress. It calls `start` once;
-  without memory the plan is abandoned and its tokens are planned again after the other step's results. If recurrent state may have changed,
-  its sequences restart once those results are processed.
+  without memory the plan is abandoned and its tokens are planned again after the other step's results. If recurrent state may
+  have changed, its sequences restart once those results are processed.
 * `results` of a step are taken once, before anything else is planned.
 
 `ModelRunner.execute` is `start` and its results at once; `ModelRunner.apply` applies a plan without tokens to compute.

@@ -27,7 +27,7 @@ def complete(server: RealServer, prompt: Any, **fields: object) -> Any:
 
 
 def rank_pids(server: RealServer) -> list[int]:
-    return children(server.engine_pid(), b"core.ranks.process")
+    return children(server.engine_pid(), b"core.rank_process")
 
 
 def is_gone(pid: int) -> Callable[[], bool]:

@@ -87,7 +87,7 @@ def test_a_long_run_with_trouble_is_objects_without_prompts_and_keys(tmp_path: P
     for said in ("listening on", "serves demo", "running 1, waiting 0", "killed by SIGKILL", "crash report", "stopped"):
         assert said in messages, said
     (death,) = [each for each in found if "crash report" in each["message"]]
-    assert death["level"] == "error" and death["logger"] == "windlass.engine.client.engine_client"
+    assert death["level"] == "error" and death["logger"] == "windlass.engine.client"
 
 
 def test_what_libraries_and_tracebacks_write_becomes_lines_too(tmp_path: Path) -> None:
