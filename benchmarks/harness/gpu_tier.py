@@ -36,13 +36,13 @@ class _AtOnce(Copies, CopyStream, DeviceEvent):
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def mark(self) -> DeviceEvent:
+    def record_event(self) -> DeviceEvent:
         return self
 
     def queue(self) -> CopyStream:
         return self
 
-    def ask(self, copies: Callable[[], None], after: Sequence[DeviceEvent] = ()) -> DeviceEvent:
+    def submit(self, copies: Callable[[], None], after: Sequence[DeviceEvent] = ()) -> DeviceEvent:
         copies()
         return self
 
