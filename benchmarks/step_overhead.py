@@ -19,7 +19,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +60,12 @@ def time_kernels(clock: Clock) -> dict[str, float]:
     """Put a stopwatch around every compiled function; returns what the call alone costs, in seconds, by name."""
     real = cpu_library.load()
     timed, empty = {}, {}
-    for field in fields(real):
-        function = getattr(real, field.name)
+    for name, function in real.functions.items():
         if not isinstance(function, ctypes._CFuncPtr):
             continue
-        timed[field.name] = clock.timed(f"kernel {field.name}", function)
-        empty[field.name] = _call_cost(function.argtypes)
-    patched = replace(real, **timed)
+        timed[name] = clock.timed(f"kernel {name}", function)
+        empty[name] = _call_cost(function.argtypes)
+    patched = real.with_functions(timed)
     cpu_library._load_once = lambda: (patched, None)  # type: ignore[assignment]
     return empty
 
