@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -72,9 +73,9 @@ class SupervisedClient(EngineClient):
         """Why `state` is "failed", one line; empty otherwise."""
         return self._failure
 
+    @abstractmethod
     def start_nowait(self) -> None:
         """Start to load and supervise, in the running event loop."""
-        raise NotImplementedError
 
     async def wait_ready(self) -> ModelInfo:
         """Wait until requests are served. Raises LoadError if that will not happen."""
