@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from windlass.engine.interface.outputs import EngineStats, RequestOutput
 from windlass.engine.interface.request import EngineRequest
 from windlass.server.startup.ray.call import ReplicaCall, ReplicaReport
 from windlass.server.startup.ray.calls import LOST, CallEnded, CallLost, Calls
+from windlass.server.startup.ray.replica import EngineReplica
 
 _logger = logging.getLogger("windlass.server")
 
@@ -122,12 +123,12 @@ class RayClient(EngineClient):
     def end_sample(self, request_id: str, index: int) -> None:
         """See `EngineClient.end_sample`. Whoever does not know the request ignores it."""
         if request_id in self._ids:
-            self._later(self._all("end_sample", request_id, index))
+            self._later(self._all(EngineReplica.end_sample, request_id, index))
 
     async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
         """See `EngineClient.load_adapter`. A replica that comes later loads it with the first request that names it."""
         try:
-            found = await self._all("load_adapter", source, seconds=None)
+            found = await self._all(EngineReplica.load_adapter, source, seconds=None)
         except asyncio.CancelledError:  # some may have it already, of which nobody would know
             self.drop_adapter(source.adapter_id)
             raise
@@ -142,13 +143,13 @@ class RayClient(EngineClient):
     def drop_adapter(self, adapter_id: int) -> None:
         """See `EngineClient.drop_adapter`."""
         self._adapters.pop(adapter_id, None)
-        self._later(self._all("drop_adapter", adapter_id))
+        self._later(self._all(EngineReplica.drop_adapter, adapter_id))
 
     async def inspect(self, question: IntrospectionQuery[A]) -> A:
         """See `EngineClient.inspect`. A picture of the cache has the pages of all; any one answers anything else."""
         self._require_engine()
         if isinstance(question, CacheQuery):
-            found = await self._all("look", question)
+            found = await self._all(EngineReplica.inspect, question)
             seen = [one for one in found if not isinstance(one, BaseException)]
             if not seen:
                 raise EngineDeadError("no replica answered; ask again")
@@ -198,7 +199,11 @@ class RayClient(EngineClient):
 
     async def _reports(self, *, stats: bool) -> list[ReplicaReport]:
         """What the replicas say; those that say nothing in time are taken for gone."""
-        found = [one for one in await self._all("report", stats, self._calls.address) if isinstance(one, ReplicaReport)]
+        found = [
+            one
+            for one in await self._all(EngineReplica.report, stats, self._calls.address)
+            if isinstance(one, ReplicaReport)
+        ]
         before, self._known = (
             self._known,
             {one.replica: RemoteEngine(one.replica, one.state, one.restarts) for one in found},
@@ -207,10 +212,12 @@ class RayClient(EngineClient):
         self._gone_restarts += sum(engine.restarts + 1 for name, engine in before.items() if name not in self._known)
         return found
 
-    async def _all(self, method: str, *arguments: object, seconds: float | None = REPORT_SECONDS) -> list[Any]:
-        """The answers of all replicas, an exception for one that has none."""
+    async def _all(
+        self, method: Callable[..., Any], *arguments: object, seconds: float | None = REPORT_SECONDS
+    ) -> list[Any]:
+        """The answers of all replicas to a method of `EngineReplica`, an exception for one that has none."""
         try:
-            response = self._handle.broadcast(method, *arguments)
+            response = self._handle.broadcast(method.__name__, *arguments)
             found: list[Any] = await response.results_async(timeout_s=seconds, return_exceptions=True)
             return found
         except (*LOST, TimeoutError):
