@@ -65,14 +65,22 @@ class Source:
 def bound_names(node: ast.stmt) -> tuple[str, ...]:
     if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return (node.name,)
-    found = []
-    for child in ast.walk(node):
+    found: list[str] = []
+
+    def visit(child: ast.AST) -> None:
+        if isinstance(child, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)):
+            return  # what it binds is its own
         if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
             found.append(child.id)
         elif isinstance(child, (ast.FunctionDef, ast.ClassDef)):
             found.append(child.name)
+            return
         elif isinstance(child, ast.alias) and not isinstance(node, (ast.Import, ast.ImportFrom)):
             found.append(child.asname or child.name.split(".")[0])
+        for part in ast.iter_child_nodes(child):
+            visit(part)
+
+    visit(node)
     return tuple(dict.fromkeys(found))
 
 
