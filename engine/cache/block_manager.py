@@ -61,9 +61,10 @@ class BlockManager:
         self.passages = PassageIndex(block_size)
         self._listener = listener
         self.pools = [BlockPool(layout, partial(self._on_evicted, group)) for group, layout in enumerate(groups)]
-        states = [group for group, pool in enumerate(self.pools) if pool.holds_states]
-        self._window_groups = [g for g, pool in enumerate(self.pools) if pool.window is not None and g not in states]
-        self._states = RecurrentStateManager(self.pools, states)
+        self._states = RecurrentStateManager(self.pools, block_size, listener)
+        self._window_groups = [
+            group for group, pool in enumerate(self.pools) if pool.window is not None and not pool.holds_states
+        ]
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -192,7 +193,7 @@ class BlockManager:
         cache.num_computed_tokens = num_computed_tokens
         self.commit(cache, token_ids)
         if self.enable_prefix_caching:
-            self._states.cache_latest(cache, self.block_size, self._listener, advanced, num_inflight_tokens)
+            self._states.cache_latest(cache, advanced, num_inflight_tokens)
         self._states.mark_computed(cache, advanced, num_inflight_tokens)
         if self._window_groups:
             self._drop_outside_window(cache)
@@ -277,7 +278,7 @@ class BlockManager:
         between them."""
         if not self.enable_prefix_caching:
             return []
-        return self._states.checkpoint(cache, self.block_size, num_inflight_tokens)
+        return self._states.checkpoint(cache, num_inflight_tokens)
 
     def remove_range(
         self, cache: SequenceCache, first: int, end: int, *, close_gap: bool, num_inflight_tokens: int = 0
@@ -308,7 +309,7 @@ class BlockManager:
 
     def free(self, cache: SequenceCache) -> None:
         """Release everything that is held, tail first. A second call does nothing."""
-        self._states.flush_latest(cache, self._listener)
+        self._states.flush_latest(cache)
         for passage in cache.passages:
             for pool, held in zip(self.pools, passage.blocks, strict=True):
                 for block in reversed(held):
