@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 from windlass.engine.cache.block_pool import BlockListener, BlockPool
@@ -18,25 +18,11 @@ from windlass.engine.cache.kv_cache_spec import MAX_STATE_BLOCKS, KVGroupLayout
 from windlass.engine.cache.non_prefix_reuse import Passage, PassageIndex, PassageSearch
 from windlass.engine.cache.prefix_cache import BlockKey, HashChain, first_visible_block, longest_hit
 from windlass.engine.cache.recurrent_state import RecurrentStateManager, eviction_window, holds_blocks_of
-from windlass.engine.cache.sequence_cache import OPEN_END, BlockTable, HeldPassage, SequenceCache, SlotLayout
-from windlass.engine.interface.context import MIN_PASSAGE_TOKENS, NonPrefixReuseParams
+from windlass.engine.cache.sequence_cache import OPEN_END, BlockTable, SequenceCache, SlotLayout
+from windlass.engine.interface.context import MIN_PASSAGE_TOKENS
 from windlass.engine.rotary.rope_scaling import RotarySpec
 
 MAX_RUNS = 64  # slot runs of one sequence
-
-
-@dataclass(frozen=True, slots=True)
-class ReuseLimits:
-    """Limits of passage reuse in one sequence, in tokens.
-
-    start, end: part of the prompt that may be taken from passages. longest: prompt and output together. window: slots
-    that the sequence may hold; None: no bound.
-    """
-
-    start: int
-    end: int
-    longest: int
-    window: int | None = None
 
 
 class BlockManager:
@@ -392,26 +378,19 @@ class BlockManager:
 
     # -- non-prefix reuse ----------------------------------------------------------------------------------------
 
-    def hold_passages(
-        self,
-        cache: SequenceCache,
-        token_ids: abc.Sequence[int],
-        rule: NonPrefixReuseParams,
-        limits: ReuseLimits,
-    ) -> None:
+    def hold_passages(self, cache: SequenceCache, token_ids: abc.Sequence[int], search: PassageSearch) -> None:
         """Find the passages that `cache`, which holds at most a prefix, will attach, and hold their blocks."""
         scope = cache.chain.scope
-        if scope is None or cache.private or not rule.is_enabled:
+        if scope is None or cache.private:
             return
-        start = max(limits.start, cache.num_computed_tokens)
-        search = PassageSearch(start, limits.end, max(rule.at_least, MIN_PASSAGE_TOKENS), rule.passages)
-        layout, held = cache.layout, list[HeldPassage]()
+        search = replace(search, start=max(search.start, cache.num_computed_tokens))
+        layout, held = cache.layout, list[Passage]()
         for passage in self.passages.search(scope, token_ids, search):
-            taken = self._without_recomputed_head(passage, rule.recompute)
+            taken = self._without_recomputed_head(passage, search.recompute)
             if taken is None:
                 continue
-            extended = layout.with_passage(taken.first + layout.slot_offset, taken, self.block_size)
-            if len(extended.runs) > MAX_RUNS or not self._passages_fit(extended, [*held, taken], limits):
+            extended = layout.with_passage(taken.start + layout.slot_offset, taken, self.block_size)
+            if len(extended.runs) > MAX_RUNS or not self._passages_fit(extended, [*held, taken], search):
                 break
             held.append(taken)
             layout = extended
@@ -421,33 +400,39 @@ class BlockManager:
                     pool.share(block)
         cache.passages = held
 
-    def attach_passages(self, cache: SequenceCache, token_ids: abc.Sequence[int]) -> list[HeldPassage]:
+    def attach_passages(self, cache: SequenceCache, token_ids: abc.Sequence[int]) -> list[Passage]:
         """Attach the held passages that begin with the next token to compute, if any; returns them."""
         attached = []
-        while cache.passages and cache.passages[0].first == cache.num_computed_tokens:
+        while cache.passages and cache.passages[0].start == cache.num_computed_tokens:
             self.commit(cache, token_ids)
             attached.append(cache.attach_passage(token_ids))
         return attached
 
-    def _without_recomputed_head(self, passage: Passage, recompute: float) -> HeldPassage | None:
+    def _without_recomputed_head(self, passage: Passage, recompute: float) -> Passage | None:
         """The part of a passage after the tokens that are computed again; None if too few tokens are left."""
-        length = passage.end - passage.start
         # A share that gives a whole number of tokens means that number, whatever rounding does to the product.
-        head = math.ceil((recompute if recompute >= 1 else recompute * length) - 1e-6)
-        if length - head < MIN_PASSAGE_TOKENS:
+        head = math.ceil((recompute if recompute >= 1 else recompute * passage.num_tokens) - 1e-6)
+        if passage.num_tokens - head < MIN_PASSAGE_TOKENS:
             return None
         skipped, offset = divmod(passage.offset + head, self.block_size)
         digests = passage.digests[skipped:]
-        blocks = tuple(tuple(pool.cached[digest] for digest in digests) for pool in self.pools)
-        return HeldPassage(passage.start + head, passage.end, head, blocks, digests, offset, passage.position + head)
+        return Passage(
+            passage.start + head,
+            passage.end,
+            digests,
+            offset,
+            passage.position + head,
+            blocks=tuple(tuple(pool.cached[digest] for digest in digests) for pool in self.pools),
+            num_repeated=head,
+        )
 
-    def _passages_fit(self, layout: SlotLayout, held: list[HeldPassage], limits: ReuseLimits) -> bool:
+    def _passages_fit(self, layout: SlotLayout, held: list[Passage], search: PassageSearch) -> bool:
         """Whether a sequence of this layout, alone in the cache, can grow to its longest."""
-        slots, size = limits.longest + layout.slot_offset, self.block_size
-        if limits.window is not None:
-            if limits.end + 1 + layout.slot_offset > limits.window:
+        slots, size = search.longest + layout.slot_offset, self.block_size
+        if search.window is not None:
+            if search.end + 1 + layout.slot_offset > search.window:
                 return False
-            slots = min(slots, limits.window)
+            slots = min(slots, search.window)
         for group, pool in enumerate(self.pools):
             need = -(-slots // size)
             if pool.window is not None:

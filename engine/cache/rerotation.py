@@ -39,7 +39,7 @@ def rerotate(
     """
     original_copies: list[KeyRerotation] = []
     rerotations: list[KeyRerotation] = []
-    all_originals = cache.start_originals()
+    cache.originals = cache.originals or [OriginalKeys() for _ in cache.tables]
     size, computed, old = blocks.block_size, cache.num_slots, cache.specs
 
     def copy_original(group: int, start: int, end: int, source: int, target: int) -> None:
@@ -47,7 +47,7 @@ def rerotate(
         original_copies.extend(_split_at_runs(cache, size, whole))
 
     for group in _changing_groups(blocks, cache, specs):
-        pool, table, originals = blocks.pools[group], cache.tables[group], all_originals[group]
+        pool, table, originals = blocks.pools[group], cache.tables[group], cache.originals[group]
         retained, done = originals.blocks, originals.num_slots
         if done % size and retained[done // size] >= 0:
             # Tokens added to a block after its re-rotation: their originals join those of the block's older tokens.
