@@ -58,7 +58,7 @@ class BlockManager:
         """Per group the blocks that a lone sequence must be able to hold at once to fill `num_slots` slots.
 
         A window of w tokens spans at most (w + block_size - 2) // block_size + 1 blocks at any offset. shifts: whether
-        context shift is on, which can bring one more block into the window. sinks_window: see `SequenceCache.window_in`.
+        context shift is on, which can bring one more block into the window. sinks_window: see `eviction_window`.
         """
         total = -(-num_slots // self.block_size)
         return [
@@ -189,6 +189,47 @@ class BlockManager:
                 pool.release(table.pop())
         if cache.second_keys is not None:
             self.mark_computed(cache.second_keys, token_ids, num_computed_tokens, num_inflight_tokens)
+
+    def commit(self, cache: SequenceCache, token_ids: abc.Sequence[int]) -> None:
+        """Offer the blocks that have become full to later prompts.
+
+        Blocks computed after a shift or a reuse get digests that no prompt's prefix has: they are found only as passages.
+        """
+        if not self.enable_prefix_caching:
+            return
+        scope, offset = cache.chain.scope, cache.layout.slot_offset
+        for index, parent, digest in cache.take_full_blocks(token_ids):
+            for group, (pool, table) in enumerate(zip(self.pools, cache.tables, strict=True)):
+                block = -1 if pool.holds_states else table.blocks[index]
+                if block >= 0 and pool.register(block, digest) and self._listener is not None:
+                    self._listener.offer(BlockKey(group, digest), block, index)
+            if scope is not None and all(digest in pool.cached for pool in self.pools):
+                first = index * self.block_size
+                tokens = token_ids[first - offset : first - offset + self.block_size]
+                position = cache.layout.stored_position(first)
+                self.passages.add(scope, digest, parent, tokens, position)
+                if self._listener is not None and (record := self.passages.record_of(digest)) is not None:
+                    self._listener.offer(BlockKey(0, digest), self.pools[0].cached[digest], index, record)
+
+    def _on_evicted(self, group: int, block: int, digest: bytes) -> None:
+        if self._listener is not None:
+            self._listener.withdraw(BlockKey(group, digest), block, self.passages.record_of(digest))
+        self.passages.remove(digest)
+
+    def _drop_outside_window(self, cache: SequenceCache) -> None:
+        """Release the blocks of window groups that no later query can see."""
+        for group in self._window_groups:
+            pool, table = self.pools[group], cache.tables[group]
+            window = eviction_window(pool, cache)
+            if window is None:
+                continue
+            visible = cache.layout.first_visible_slot(min(cache.num_slots, cache.floor), window) // self.block_size
+            first, visible = table.num_dropped, min(visible, len(table.blocks))
+            if first >= visible:
+                continue
+            dropped = cache.originals[group].drop(first, visible) if cache.originals else []
+            for block in reversed(table.drop(visible) + dropped):
+                pool.release(block)
 
     # -- tables --------------------------------------------------------------------------------------------------
 
@@ -334,47 +375,6 @@ class BlockManager:
         for pool, table in zip(self.pools, tables, strict=True):
             for block in table.blocks[table.num_dropped :]:
                 pool.share(block)
-
-    def commit(self, cache: SequenceCache, token_ids: abc.Sequence[int]) -> None:
-        """Offer the blocks that have become full to later prompts.
-
-        Blocks computed after moved keys get digests that no prompt's prefix has: they are found only as passages.
-        """
-        if not self.enable_prefix_caching:
-            return
-        scope, offset = cache.chain.scope, cache.layout.slot_offset
-        for index, parent, digest in cache.take_full_blocks(token_ids):
-            for group, (pool, table) in enumerate(zip(self.pools, cache.tables, strict=True)):
-                block = -1 if pool.holds_states else table.blocks[index]
-                if block >= 0 and pool.register(block, digest) and self._listener is not None:
-                    self._listener.offer(BlockKey(group, digest), block, index)
-            if scope is not None and all(digest in pool.cached for pool in self.pools):
-                first = index * self.block_size
-                tokens = token_ids[first - offset : first - offset + self.block_size]
-                position = cache.layout.stored_position(first)
-                self.passages.add(scope, digest, parent, tokens, position)
-                if self._listener is not None and (record := self.passages.record_of(digest)) is not None:
-                    self._listener.offer_passage(BlockKey(0, digest), self.pools[0].cached[digest], index, record)
-
-    def _on_evicted(self, group: int, block: int, digest: bytes) -> None:
-        if self._listener is not None:
-            self._listener.withdraw(BlockKey(group, digest), block, self.passages.record_of(digest))
-        self.passages.remove(digest)
-
-    def _drop_outside_window(self, cache: SequenceCache) -> None:
-        """Release the blocks of window groups that no later query can see."""
-        for group in self._window_groups:
-            pool, table = self.pools[group], cache.tables[group]
-            window = eviction_window(pool, cache)
-            if window is None:
-                continue
-            visible = cache.layout.first_visible_slot(min(cache.num_slots, cache.floor), window) // self.block_size
-            first, visible = table.num_dropped, min(visible, len(table.blocks))
-            if first >= visible:
-                continue
-            dropped = cache.originals[group].drop(first, visible) if cache.originals else []
-            for block in reversed(table.drop(visible) + dropped):
-                pool.release(block)
 
     # -- non-prefix reuse ----------------------------------------------------------------------------------------
 

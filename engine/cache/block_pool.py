@@ -120,12 +120,11 @@ class BlockPool:
 class BlockListener(Protocol):
     """Notified of blocks that become full and of blocks that are evicted."""
 
-    def offer(self, key: BlockKey, block: int, index: int) -> None:
-        """A block has become full. index: number of blocks before it in its sequence."""
-        ...
+    def offer(self, key: BlockKey, block: int, index: int, passage: PassageRecord | None = None) -> None:
+        """A block has become full, or can be found as a passage, which is offered for the first KV group.
 
-    def offer_passage(self, key: BlockKey, block: int, index: int, passage: PassageRecord) -> None:
-        """A block of the first KV group can be found as a passage."""
+        index: number of blocks before it in its sequence.
+        """
         ...
 
     def withdraw(self, key: BlockKey, block: int, passage: PassageRecord | None) -> None:

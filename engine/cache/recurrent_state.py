@@ -143,5 +143,9 @@ def holds_blocks_of(pool: BlockPool, cache: SequenceCache) -> bool:
 
 
 def eviction_window(pool: BlockPool, cache: SequenceCache) -> int | None:
-    """The window outside which a sequence releases blocks of a pool; None: none are released before they are removed."""
-    return pool.window if pool.holds_states else cache.window_in(pool.window)
+    """The window outside which a sequence releases blocks of a pool; None: none are released before they are removed.
+
+    Attention sinks stay visible in a window wider than `sinks_window`, as their positions are nearer than their slots.
+    """
+    is_kept = pool.window is not None and pool.window > cache.sinks_window and not pool.holds_states
+    return None if is_kept else pool.window

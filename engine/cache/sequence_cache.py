@@ -76,7 +76,7 @@ class SlotLayout:
 
     def is_no_wider_than(self, other: SlotLayout) -> bool:
         """Whether it needs no more key ranges and no more rotated query copies than `other`, with or without rotation of
-        moved keys."""
+        shifted keys."""
         return all(own <= others for own, others in zip(self._widths(), other._widths(), strict=True))
 
     def _widths(self) -> tuple[int, int, int]:
@@ -271,7 +271,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class ShiftedChain:
-    """Digests of blocks computed after moved keys. index: of the next logical block. digest: of the block before it.
+    """Digests of blocks computed after a shift or a reuse. index: of the next logical block. digest: of the block before it.
     layout: under which the next block is computed; None: the current one."""
 
     index: int
@@ -294,7 +294,7 @@ class SequenceCache:
     tables: per KV group; empty while nothing is held. num_computed_tokens: leading tokens whose keys are computed and
     cached, including those dropped since. num_shifts: number of context shifts. floor: number of slots below which a
     context shift never shrinks the sequence, so that blocks outside a window beyond them stay outside.
-    sinks_window: see `window_in`. specs: rotation of the cached keys, one per rotary group. originals: per KV group the
+    sinks_window: see `eviction_window`. specs: rotation of the cached keys, one per rotary group. originals: per KV group the
     keys as computed; empty before the first re-rotation. num_rerotations: of the current or last keys. private: blocks
     computed from now on never match a plain prefix. chain: digests of the full blocks before that. passages: held but
     not attached yet, in order. num_reused_passages, num_reused_tokens: attached so far. latest_state: the state cached
@@ -374,13 +374,6 @@ class SequenceCache:
         if self._swapped_out is not None:
             return [length - dropped for length, dropped in self._swapped_out[1]]
         return [len(table.blocks) - table.num_dropped for table in self.tables]
-
-    def window_in(self, window: int | None) -> int | None:
-        """The window outside which it releases blocks of a KV group with `window`; None: it releases none.
-
-        Attention sinks stay visible in a window wider than `sinks_window`, as their positions are nearer than their slots.
-        """
-        return None if window is None or window > self.sinks_window else window
 
     def take_changes(self, *, whole: bool = False) -> TableChanges:
         """Changes of `all_tables` since the last call; whole tables for a new or restarted sequence, or with `whole`.

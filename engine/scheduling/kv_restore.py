@@ -85,7 +85,7 @@ class KVRestorer:
 
     def wait(self, seconds: float) -> bool:
         """Wait until blocks have arrived or a fetch has ended. Returns False after `seconds`."""
-        return self._store.wait(self.fetches, seconds)
+        return self._store.reader.wait(self.fetches, seconds)
 
     def should_wait(self, seq: Sequence) -> bool:
         """Whether a sequence waits for blocks from the tiers instead of being admitted. Starts a fetch at the first call."""
@@ -97,7 +97,7 @@ class KVRestorer:
                 same = next((fetch for fetch in self.fetches if wanted[0].key in fetch.keys), None)
                 if same is not None:
                     same.num_waiting += 1
-                seq.fetch = same or self._store.fetch(wanted)
+                seq.fetch = same or self._store.reader.fetch(wanted)
                 self._waiting.append(_PendingRestore(seq, seq.fetch, cached, is_shared=same is not None))
         return seq.fetch is not None
 
@@ -208,7 +208,7 @@ class KVRestorer:
         """
         (group, digest), pool = block.key, self._blocks.pools[block.key.group]
         if digest in pool.cached or pool.num_available - before <= pool.num_blocks // 16:
-            self._store.drop([block.ticket])
+            self._store.transfer.drop(block.ticket)
             if digest not in pool.cached:
                 fetch.cancel()
             return []

@@ -201,10 +201,9 @@ def test_a_place_that_is_read_from_is_not_taken() -> None:
 def test_what_is_brought_in_and_evicted_by_one_plan_is_not_saved() -> None:
     """The block still has its previous content then."""
     made = Pages("bfloat16")
-    made.tier.note_loaded(0, 5)
-    assert not made.tier.admit(BlockKey(0, b"a" * 32), 5, None)
+    assert not made.tier.admit(BlockKey(0, b"a" * 32), 5, is_loading=True)
     assert made.tier.take_pending_saves() == [] and made.counts.host_lost_blocks == 0
-    assert made.tier.admit(BlockKey(0, b"a" * 32), 5, None)  # by the next step
+    assert made.tier.admit(BlockKey(0, b"a" * 32), 5)  # by the next step
 
 
 def test_whoever_reads_waits_for_the_plan_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
