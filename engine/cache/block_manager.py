@@ -228,8 +228,7 @@ class BlockManager:
             if first >= visible:
                 continue
             dropped = cache.originals[group].drop(first, visible) if cache.originals else []
-            for block in reversed(table.drop(visible) + dropped):
-                pool.release(block)
+            pool.release_all(table.drop(visible) + dropped)
 
     # -- tables --------------------------------------------------------------------------------------------------
 
@@ -321,8 +320,7 @@ class BlockManager:
             if pool.holds_states:  # the state still depends on the removed tokens
                 continue
             removed = cache.originals[group].remove(first, end, size) if cache.originals else []
-            for block in reversed(table.remove(first, end) + removed):
-                pool.release(block)
+            pool.release_all(table.remove(first, end) + removed)
         cache.remove_range(first * size, end * size, close_gap=close_gap, num_inflight_tokens=num_inflight_tokens)
 
     def fork(self, parent: SequenceCache, child: SequenceCache) -> None:
@@ -339,12 +337,10 @@ class BlockManager:
         self._states.flush_latest(cache)
         for passage in cache.passages:
             for pool, held in zip(self.pools, passage.blocks, strict=True):
-                for block in reversed(held):
-                    pool.release(block)
+                pool.release_all(held)
         for group, (pool, table) in enumerate(zip(self.pools, cache.tables, strict=False)):
             for blocks in (table.blocks, cache.originals[group].blocks if cache.originals else []):
-                for i in range(len(blocks) - 1, table.num_dropped - 1, -1):
-                    pool.release(blocks[i])
+                pool.release_all(blocks[table.num_dropped :])
         cache.release()
         if cache.second_keys is not None:
             self.free(cache.second_keys)
@@ -355,8 +351,7 @@ class BlockManager:
             raise RuntimeError("a sequence with re-rotated keys or a second key copy cannot be swapped out")
         blocks = tuple(tuple(table.blocks[table.num_dropped :]) for table in cache.tables)
         for pool, held in zip(self.pools, blocks, strict=True):
-            for block in reversed(held):
-                pool.release(block)
+            pool.release_all(held)
         cache.swap_out()
         return blocks
 

@@ -71,6 +71,11 @@ class BlockPool:
                 self.private[block] = False
                 self._free.appendleft(block)
 
+    def release_all(self, blocks: abc.Sequence[int]) -> None:
+        """Release the blocks of a part of a table, the last one first."""
+        for block in reversed(blocks):
+            self.release(block)
+
     def register(self, block: int, digest: bytes) -> bool:
         """Offer a full block to later prompts, unless another block has this digest already or this one is private.
 

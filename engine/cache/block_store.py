@@ -631,10 +631,9 @@ class BlockStore:
 
     def __init__(self, folder: PersistFolder | None, transfer: BlockTransfer, block_size: int) -> None:
         self.transfer = transfer
-        self.restored_tokens = 0
         self._is_closed = False
         self._host = host = transfer.tier
-        self._counts = PersistCounters() if host is None else host.counts
+        self.counts = PersistCounters() if host is None else host.counts
         self._index = TierIndex(block_size)
         self._write_queue = WriteQueue()
         self._loaded: set[tuple[int, int]] = set()  # (group, block), by the step that is being planned
@@ -642,8 +641,8 @@ class BlockStore:
         if folder is not None:
             if host is not None:
                 host.on_evicted = self._write_queue.host_evicted
-            self._writer = BlockFileWriter(folder, transfer, self._write_queue, self._index, self._counts)
-        self.reader = BlockFileReader(folder, transfer, self._index, self._counts)
+            self._writer = BlockFileWriter(folder, transfer, self._write_queue, self._index, self.counts)
+        self.reader = BlockFileReader(folder, transfer, self._index, self.counts)
 
     def __contains__(self, key: BlockKey) -> bool:
         """Whether a file or host memory holds the block, according to the indexes."""
@@ -688,13 +687,12 @@ class BlockStore:
             self._host.touch(keys)
 
     def search(self, scope: bytes, token_ids: Sequence[int], search: PassageSearch) -> list[Passage]:
-        """Passages in host memory, followed by those in files: see `PassageIndex.search`."""
+        """Passages in host memory, followed by those in files."""
         found = [] if self._host is None else self._host.index.search(scope, token_ids, search)
         return found + self._index.search(scope, token_ids, search)
 
     def stats(self) -> PersistStats:
-        return self._counts.snapshot(
-            restored_tokens=self.restored_tokens,
+        return self.counts.snapshot(
             lost_blocks=self._write_queue.num_lost,
             waiting_blocks=len(self._write_queue),
             known_blocks=len(self._index),

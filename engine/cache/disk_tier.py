@@ -121,7 +121,6 @@ class TierIndex:
             return None if key.group else self._passages.record_of(key.digest)
 
     def search(self, scope: bytes, token_ids: Sequence[int], search: PassageSearch) -> list[Passage]:
-        """See `PassageIndex.search`."""
         with self._lock:
             return self._passages.search(scope, token_ids, search)
 
@@ -172,9 +171,6 @@ class BlockFormat:
         self._groups = [tuple(planes) for planes in groups]
         self._tables = [_table(planes) for planes in groups]
 
-    def data_bytes(self, group: int) -> int:
-        return sum(plane.num_bytes for plane in self._groups[group])
-
     def encode(self, key: BlockKey, passage: PassageRecord | None, planes: Sequence[Bytes]) -> list[Any]:
         """The content of the file as consecutive buffers."""
         record = self._record(key, passage)
@@ -183,7 +179,8 @@ class BlockFormat:
 
     def fits(self, group: int, num_bytes: int) -> bool:
         """Whether a file of this size can be a block of this group."""
-        return 8 <= num_bytes - self.data_bytes(group) <= 8 + _MAX_HEADER_BYTES
+        data_bytes = sum(plane.num_bytes for plane in self._groups[group])
+        return 8 <= num_bytes - data_bytes <= 8 + _MAX_HEADER_BYTES
 
     def decode(self, key: BlockKey, file: bytearray | memoryview) -> StoredBlock:
         """The content of a whole file, as views of `file`. Raises DamagedBlockError or ForeignBlockError."""

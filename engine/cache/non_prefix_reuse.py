@@ -144,9 +144,6 @@ class PassageIndex:
     def __len__(self) -> int:
         return len(self._scopes_of)
 
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._scopes_of
-
     def add(self, scope: bytes, digest: bytes, parent: bytes, token_ids: Sequence[int], position: int) -> None:
         """Add a full cached block to `scope`; adding it again changes nothing.
 

@@ -27,16 +27,16 @@ class RecurrentStateManager:
 
     def num_missing(self, cache: SequenceCache, group: int) -> int:
         """Blocks that a sequence must take from a group before it computes another token."""
-        pool, blocks = self._pools[group], cache.tables[group].blocks if cache.tables else []
-        return int(holds_blocks_of(pool, cache) and (not blocks or pool.needs_copy(blocks, 0)))
+        blocks = cache.tables[group].blocks if cache.tables else []
+        return int(not cache.is_second_keys and (not blocks or self._pools[group].needs_copy(blocks, 0)))
 
     def make_writable(self, cache: SequenceCache) -> list[BlockCopy]:
         """Give the sequence a block that is not shared and cannot be matched; returns the copies to apply first."""
-        copies = []
+        copies: list[BlockCopy] = []
+        if cache.is_second_keys:
+            return copies
         for group in self.groups:
             pool, table = self._pools[group], cache.tables[group]
-            if not holds_blocks_of(pool, cache):
-                continue
             if not table.blocks:
                 table.append(pool.take(cache.private))
             elif pool.needs_copy(table.blocks, 0):
@@ -54,9 +54,8 @@ class RecurrentStateManager:
     def allocate_for_proposals(self, cache: SequenceCache, num_proposed: int) -> None:
         """Take a block for the state after each token of a step except the last; `num_proposed` of them are proposed."""
         for group in self.groups:
-            if holds_blocks_of(self._pools[group], cache):
-                for _ in range(num_proposed):
-                    cache.tables[group].append(self._pools[group].take(cache.private))
+            for _ in range(num_proposed):
+                cache.tables[group].append(self._pools[group].take(cache.private))
 
     def checkpoint(self, cache: SequenceCache, num_inflight_tokens: int) -> list[BlockCopy]:
         """Copy the state after the in-flight tokens before later tokens modify it, if a block of tokens ends there.
@@ -85,9 +84,7 @@ class RecurrentStateManager:
             table.replace(0, chosen)
             while len(table.blocks) > 1:
                 table.pop()
-            for block in reversed(held):
-                if block != chosen:
-                    pool.release(block)
+            pool.release_all([block for block in held if block != chosen])
 
     def cache_latest(self, cache: SequenceCache, advanced: int, num_inflight_tokens: int) -> None:
         """Offer the state at the end of the last full block of tokens to later prompts, if the sequence holds it.

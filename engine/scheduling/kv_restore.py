@@ -244,7 +244,7 @@ class KVRestorer:
         restored = max(0, cached - waiting.num_cached)
         passages = [block.key for block in fetch.wanted if block.index is None and block.key.group == 0]
         restored += sum(key.digest in self._blocks.pools[0].cached for key in passages)
-        self._store.restored_tokens += restored * self._blocks.block_size
+        self._store.counts.restored_tokens += restored * self._blocks.block_size
 
     def _protect_chain(self, chain: abc.Sequence[bytes]) -> None:
         """Make the unused blocks of a text the last ones to be evicted, its tail first. Of its states, only the last one."""
