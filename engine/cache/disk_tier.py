@@ -187,7 +187,7 @@ class BlockFormat:
         metadata, end = read_metadata(file)
         record, checksum = metadata
         found = _parsed(record)
-        if (found.get("namespace"), found.get("digest"), found.get("group")) != self._identity(key):
+        if not self._identity(key).items() <= found.items():
             raise ForeignBlockError
         if bytes(file[:end]) != self._header(key.group, record, checksum):
             raise DamagedBlockError
@@ -202,12 +202,11 @@ class BlockFormat:
             raise DamagedBlockError
         return StoredBlock(tuple(planes), passage_in(record), len(file))
 
-    def _identity(self, key: BlockKey) -> tuple[str, str, int]:
-        return self.namespace.hex(), key.digest.hex(), key.group
+    def _identity(self, key: BlockKey) -> dict[str, object]:
+        return {"namespace": self.namespace.hex(), "digest": key.digest.hex(), "group": key.group}
 
     def _record(self, key: BlockKey, passage: PassageRecord | None) -> str:
-        namespace, digest, group = self._identity(key)
-        record: dict[str, object] = {"kind": _KIND, "namespace": namespace, "digest": digest, "group": group}
+        record = {"kind": _KIND, **self._identity(key)}
         if passage is not None:
             record["passage"] = {
                 "parent": passage.parent.hex(),
