@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 from windlass.engine.cache.block_pool import BlockListener, BlockPool
@@ -18,25 +18,11 @@ from windlass.engine.cache.kv_cache_spec import MAX_STATE_BLOCKS, KVGroupLayout
 from windlass.engine.cache.non_prefix_reuse import Passage, PassageIndex, PassageSearch
 from windlass.engine.cache.prefix_cache import BlockKey, HashChain, first_visible_block, longest_hit
 from windlass.engine.cache.recurrent_state import RecurrentStateManager, eviction_window, holds_blocks_of
-from windlass.engine.cache.sequence_cache import OPEN_END, BlockTable, HeldPassage, SequenceCache, SlotLayout
-from windlass.engine.interface.context import MIN_PASSAGE_TOKENS, NonPrefixReuseParams
+from windlass.engine.cache.sequence_cache import OPEN_END, BlockTable, SequenceCache, SlotLayout
+from windlass.engine.interface.context import MIN_PASSAGE_TOKENS
 from windlass.engine.rotary.rope_scaling import RotarySpec
 
 MAX_RUNS = 64  # slot runs of one sequence
-
-
-@dataclass(frozen=True, slots=True)
-class ReuseLimits:
-    """Limits of passage reuse in one sequence, in tokens.
-
-    start, end: part of the prompt that may be taken from passages. longest: prompt and output together. window: slots
-    that the sequence may hold; None: no bound.
-    """
-
-    start: int
-    end: int
-    longest: int
-    window: int | None = None
 
 
 class BlockManager:
@@ -61,9 +47,10 @@ class BlockManager:
         self.passages = PassageIndex(block_size)
         self._listener = listener
         self.pools = [BlockPool(layout, partial(self._on_evicted, group)) for group, layout in enumerate(groups)]
-        states = [group for group, pool in enumerate(self.pools) if pool.holds_states]
-        self._window_groups = [g for g, pool in enumerate(self.pools) if pool.window is not None and g not in states]
-        self._states = RecurrentStateManager(self.pools, states)
+        self._states = RecurrentStateManager(self.pools, block_size, listener)
+        self._window_groups = [
+            group for group, pool in enumerate(self.pools) if pool.window is not None and not pool.holds_states
+        ]
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -71,7 +58,7 @@ class BlockManager:
         """Per group the blocks that a lone sequence must be able to hold at once to fill `num_slots` slots.
 
         A window of w tokens spans at most (w + block_size - 2) // block_size + 1 blocks at any offset. shifts: whether
-        context shift is on, which can bring one more block into the window. sinks_window: see `SequenceCache.window_in`.
+        context shift is on, which can bring one more block into the window. sinks_window: see `eviction_window`.
         """
         total = -(-num_slots // self.block_size)
         return [
@@ -192,7 +179,7 @@ class BlockManager:
         cache.num_computed_tokens = num_computed_tokens
         self.commit(cache, token_ids)
         if self.enable_prefix_caching:
-            self._states.cache_latest(cache, self.block_size, self._listener, advanced, num_inflight_tokens)
+            self._states.cache_latest(cache, advanced, num_inflight_tokens)
         self._states.mark_computed(cache, advanced, num_inflight_tokens)
         if self._window_groups:
             self._drop_outside_window(cache)
@@ -202,6 +189,46 @@ class BlockManager:
                 pool.release(table.pop())
         if cache.second_keys is not None:
             self.mark_computed(cache.second_keys, token_ids, num_computed_tokens, num_inflight_tokens)
+
+    def commit(self, cache: SequenceCache, token_ids: abc.Sequence[int]) -> None:
+        """Offer the blocks that have become full to later prompts.
+
+        Blocks computed after a shift or a reuse get digests that no prompt's prefix has: they are found only as passages.
+        """
+        if not self.enable_prefix_caching:
+            return
+        scope, offset = cache.chain.scope, cache.layout.slot_offset
+        for index, parent, digest in cache.take_full_blocks(token_ids):
+            for group, (pool, table) in enumerate(zip(self.pools, cache.tables, strict=True)):
+                block = -1 if pool.holds_states else table.blocks[index]
+                if block >= 0 and pool.register(block, digest) and self._listener is not None:
+                    self._listener.offer(BlockKey(group, digest), block, index)
+            if scope is not None and all(digest in pool.cached for pool in self.pools):
+                first = index * self.block_size
+                tokens = token_ids[first - offset : first - offset + self.block_size]
+                position = cache.layout.stored_position(first)
+                self.passages.add(scope, digest, parent, tokens, position)
+                if self._listener is not None and (record := self.passages.record_of(digest)) is not None:
+                    self._listener.offer(BlockKey(0, digest), self.pools[0].cached[digest], index, record)
+
+    def _on_evicted(self, group: int, block: int, digest: bytes) -> None:
+        if self._listener is not None:
+            self._listener.withdraw(BlockKey(group, digest), block, self.passages.record_of(digest))
+        self.passages.remove(digest)
+
+    def _drop_outside_window(self, cache: SequenceCache) -> None:
+        """Release the blocks of window groups that no later query can see."""
+        for group in self._window_groups:
+            pool, table = self.pools[group], cache.tables[group]
+            window = eviction_window(pool, cache)
+            if window is None:
+                continue
+            visible = cache.layout.first_visible_slot(min(cache.num_slots, cache.floor), window) // self.block_size
+            first, visible = table.num_dropped, min(visible, len(table.blocks))
+            if first >= visible:
+                continue
+            dropped = cache.originals[group].drop(first, visible) if cache.originals else []
+            pool.release_all(table.drop(visible) + dropped)
 
     # -- tables --------------------------------------------------------------------------------------------------
 
@@ -277,7 +304,7 @@ class BlockManager:
         between them."""
         if not self.enable_prefix_caching:
             return []
-        return self._states.checkpoint(cache, self.block_size, num_inflight_tokens)
+        return self._states.checkpoint(cache, num_inflight_tokens)
 
     def remove_range(
         self, cache: SequenceCache, first: int, end: int, *, close_gap: bool, num_inflight_tokens: int = 0
@@ -293,8 +320,7 @@ class BlockManager:
             if pool.holds_states:  # the state still depends on the removed tokens
                 continue
             removed = cache.originals[group].remove(first, end, size) if cache.originals else []
-            for block in reversed(table.remove(first, end) + removed):
-                pool.release(block)
+            pool.release_all(table.remove(first, end) + removed)
         cache.remove_range(first * size, end * size, close_gap=close_gap, num_inflight_tokens=num_inflight_tokens)
 
     def fork(self, parent: SequenceCache, child: SequenceCache) -> None:
@@ -308,15 +334,13 @@ class BlockManager:
 
     def free(self, cache: SequenceCache) -> None:
         """Release everything that is held, tail first. A second call does nothing."""
-        self._states.flush_latest(cache, self._listener)
+        self._states.flush_latest(cache)
         for passage in cache.passages:
             for pool, held in zip(self.pools, passage.blocks, strict=True):
-                for block in reversed(held):
-                    pool.release(block)
+                pool.release_all(held)
         for group, (pool, table) in enumerate(zip(self.pools, cache.tables, strict=False)):
             for blocks in (table.blocks, cache.originals[group].blocks if cache.originals else []):
-                for i in range(len(blocks) - 1, table.num_dropped - 1, -1):
-                    pool.release(blocks[i])
+                pool.release_all(blocks[table.num_dropped :])
         cache.release()
         if cache.second_keys is not None:
             self.free(cache.second_keys)
@@ -327,8 +351,7 @@ class BlockManager:
             raise RuntimeError("a sequence with re-rotated keys or a second key copy cannot be swapped out")
         blocks = tuple(tuple(table.blocks[table.num_dropped :]) for table in cache.tables)
         for pool, held in zip(self.pools, blocks, strict=True):
-            for block in reversed(held):
-                pool.release(block)
+            pool.release_all(held)
         cache.swap_out()
         return blocks
 
@@ -348,69 +371,21 @@ class BlockManager:
             for block in table.blocks[table.num_dropped :]:
                 pool.share(block)
 
-    def commit(self, cache: SequenceCache, token_ids: abc.Sequence[int]) -> None:
-        """Offer the blocks that have become full to later prompts.
-
-        Blocks computed after moved keys get digests that no prompt's prefix has: they are found only as passages.
-        """
-        if not self.enable_prefix_caching:
-            return
-        scope, offset = cache.chain.scope, cache.layout.slot_offset
-        for index, parent, digest in cache.take_full_blocks(token_ids):
-            for group, (pool, table) in enumerate(zip(self.pools, cache.tables, strict=True)):
-                block = -1 if pool.holds_states else table.blocks[index]
-                if block >= 0 and pool.register(block, digest) and self._listener is not None:
-                    self._listener.offer(BlockKey(group, digest), block, index)
-            if scope is not None and all(digest in pool.cached for pool in self.pools):
-                first = index * self.block_size
-                tokens = token_ids[first - offset : first - offset + self.block_size]
-                position = cache.layout.stored_position(first)
-                self.passages.add(scope, digest, parent, tokens, position)
-                if self._listener is not None and (record := self.passages.record_of(digest)) is not None:
-                    self._listener.offer_passage(BlockKey(0, digest), self.pools[0].cached[digest], index, record)
-
-    def _on_evicted(self, group: int, block: int, digest: bytes) -> None:
-        if self._listener is not None:
-            self._listener.withdraw(BlockKey(group, digest), block, self.passages.record_of(digest))
-        self.passages.remove(digest)
-
-    def _drop_outside_window(self, cache: SequenceCache) -> None:
-        """Release the blocks of window groups that no later query can see."""
-        for group in self._window_groups:
-            pool, table = self.pools[group], cache.tables[group]
-            window = eviction_window(pool, cache)
-            if window is None:
-                continue
-            visible = cache.layout.first_visible_slot(min(cache.num_slots, cache.floor), window) // self.block_size
-            first, visible = table.num_dropped, min(visible, len(table.blocks))
-            if first >= visible:
-                continue
-            dropped = cache.originals[group].drop(first, visible) if cache.originals else []
-            for block in reversed(table.drop(visible) + dropped):
-                pool.release(block)
-
     # -- non-prefix reuse ----------------------------------------------------------------------------------------
 
-    def hold_passages(
-        self,
-        cache: SequenceCache,
-        token_ids: abc.Sequence[int],
-        rule: NonPrefixReuseParams,
-        limits: ReuseLimits,
-    ) -> None:
+    def hold_passages(self, cache: SequenceCache, token_ids: abc.Sequence[int], search: PassageSearch) -> None:
         """Find the passages that `cache`, which holds at most a prefix, will attach, and hold their blocks."""
         scope = cache.chain.scope
-        if scope is None or cache.private or not rule.is_enabled:
+        if scope is None or cache.private:
             return
-        start = max(limits.start, cache.num_computed_tokens)
-        search = PassageSearch(start, limits.end, max(rule.at_least, MIN_PASSAGE_TOKENS), rule.passages)
-        layout, held = cache.layout, list[HeldPassage]()
+        search = replace(search, start=max(search.start, cache.num_computed_tokens))
+        layout, held = cache.layout, list[Passage]()
         for passage in self.passages.search(scope, token_ids, search):
-            taken = self._without_recomputed_head(passage, rule.recompute)
+            taken = self._without_recomputed_head(passage, search.recompute)
             if taken is None:
                 continue
-            extended = layout.with_passage(taken.first + layout.slot_offset, taken, self.block_size)
-            if len(extended.runs) > MAX_RUNS or not self._passages_fit(extended, [*held, taken], limits):
+            extended = layout.with_passage(taken.start + layout.slot_offset, taken, self.block_size)
+            if len(extended.runs) > MAX_RUNS or not self._passages_fit(extended, [*held, taken], search):
                 break
             held.append(taken)
             layout = extended
@@ -420,33 +395,39 @@ class BlockManager:
                     pool.share(block)
         cache.passages = held
 
-    def attach_passages(self, cache: SequenceCache, token_ids: abc.Sequence[int]) -> list[HeldPassage]:
+    def attach_passages(self, cache: SequenceCache, token_ids: abc.Sequence[int]) -> list[Passage]:
         """Attach the held passages that begin with the next token to compute, if any; returns them."""
         attached = []
-        while cache.passages and cache.passages[0].first == cache.num_computed_tokens:
+        while cache.passages and cache.passages[0].start == cache.num_computed_tokens:
             self.commit(cache, token_ids)
             attached.append(cache.attach_passage(token_ids))
         return attached
 
-    def _without_recomputed_head(self, passage: Passage, recompute: float) -> HeldPassage | None:
+    def _without_recomputed_head(self, passage: Passage, recompute: float) -> Passage | None:
         """The part of a passage after the tokens that are computed again; None if too few tokens are left."""
-        length = passage.end - passage.start
         # A share that gives a whole number of tokens means that number, whatever rounding does to the product.
-        head = math.ceil((recompute if recompute >= 1 else recompute * length) - 1e-6)
-        if length - head < MIN_PASSAGE_TOKENS:
+        head = math.ceil((recompute if recompute >= 1 else recompute * passage.num_tokens) - 1e-6)
+        if passage.num_tokens - head < MIN_PASSAGE_TOKENS:
             return None
         skipped, offset = divmod(passage.offset + head, self.block_size)
         digests = passage.digests[skipped:]
-        blocks = tuple(tuple(pool.cached[digest] for digest in digests) for pool in self.pools)
-        return HeldPassage(passage.start + head, passage.end, head, blocks, digests, offset, passage.position + head)
+        return Passage(
+            passage.start + head,
+            passage.end,
+            digests,
+            offset,
+            passage.position + head,
+            blocks=tuple(tuple(pool.cached[digest] for digest in digests) for pool in self.pools),
+            num_repeated=head,
+        )
 
-    def _passages_fit(self, layout: SlotLayout, held: list[HeldPassage], limits: ReuseLimits) -> bool:
+    def _passages_fit(self, layout: SlotLayout, held: list[Passage], search: PassageSearch) -> bool:
         """Whether a sequence of this layout, alone in the cache, can grow to its longest."""
-        slots, size = limits.longest + layout.slot_offset, self.block_size
-        if limits.window is not None:
-            if limits.end + 1 + layout.slot_offset > limits.window:
+        slots, size = search.longest + layout.slot_offset, self.block_size
+        if search.window is not None:
+            if search.end + 1 + layout.slot_offset > search.window:
                 return False
-            slots = min(slots, limits.window)
+            slots = min(slots, search.window)
         for group, pool in enumerate(self.pools):
             need = -(-slots // size)
             if pool.window is not None:

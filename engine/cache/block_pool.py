@@ -71,6 +71,11 @@ class BlockPool:
                 self.private[block] = False
                 self._free.appendleft(block)
 
+    def release_all(self, blocks: abc.Sequence[int]) -> None:
+        """Release the blocks of a part of a table, the last one first."""
+        for block in reversed(blocks):
+            self.release(block)
+
     def register(self, block: int, digest: bytes) -> bool:
         """Offer a full block to later prompts, unless another block has this digest already or this one is private.
 
@@ -120,12 +125,11 @@ class BlockPool:
 class BlockListener(Protocol):
     """Notified of blocks that become full and of blocks that are evicted."""
 
-    def offer(self, key: BlockKey, block: int, index: int) -> None:
-        """A block has become full. index: number of blocks before it in its sequence."""
-        ...
+    def offer(self, key: BlockKey, block: int, index: int, passage: PassageRecord | None = None) -> None:
+        """A block has become full, or can be found as a passage, which is offered for the first KV group.
 
-    def offer_passage(self, key: BlockKey, block: int, index: int, passage: PassageRecord) -> None:
-        """A block of the first KV group can be found as a passage."""
+        index: number of blocks before it in its sequence.
+        """
         ...
 
     def withdraw(self, key: BlockKey, block: int, passage: PassageRecord | None) -> None:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,10 +27,11 @@ from windlass.engine.cache.disk_tier import (
     DamagedBlockError,
     ForeignBlockError,
     PersistCounters,
+    PlaneForm,
     TierIndex,
     minute,
 )
-from windlass.engine.cache.host_tier import BlockTransfer, DeviceBlockTransfer, HostBlock, HostTier
+from windlass.engine.cache.host_tier import BlockTransfer, HostBlock, HostTier
 from windlass.engine.cache.non_prefix_reuse import Passage, PassageRecord, PassageSearch
 from windlass.engine.cache.prefix_cache import BlockKey
 from windlass.engine.interface.outputs import PersistStats
@@ -104,45 +105,6 @@ class Fetch:
 
     def cancel(self) -> None:
         self._reader.cancel(self)
-
-
-@dataclass(frozen=True, slots=True)
-class HostSource:
-    """Loads blocks from host memory."""
-
-    tier: HostTier
-    transfer: DeviceBlockTransfer
-    counts: PersistCounters
-
-    def load(self, wanted: deque[WantedBlock], stop: Callable[[], bool], *, skip_prefix: bool) -> list[ArrivedBlock]:
-        """Load the first of these blocks, up to the first that is not in host memory, and remove them from `wanted`.
-
-        At most `max_blocks_per_load`. skip_prefix: end before a block of a prefix. Empty if `stop` became true.
-        """
-        held: list[HostBlock] = []
-        try:
-            while wanted and len(held) < self.transfer.max_blocks_per_load:
-                if skip_prefix and wanted[0].index is not None:
-                    break
-                block = self.tier.acquire(wanted[0].key)
-                if block is None:
-                    break
-                held.append(block)
-                wanted.popleft()
-            tickets = self.transfer.load(held, stop) if held else None
-        finally:
-            for block in held:
-                self.tier.release(block)
-        if tickets is None:
-            return []
-        sizes = self.transfer.block_bytes
-        found = [
-            ArrivedBlock(block.key, ticket, sizes[block.key.group], block.passage)
-            for block, ticket in zip(held, tickets, strict=True)
-        ]
-        self.counts.host_read_blocks += len(found)
-        self.counts.host_read_bytes += sum(block.num_bytes for block in found)
-        return found
 
 
 # -- write queue ---------------------------------------------------------------------------------------------------
@@ -272,25 +234,72 @@ class WriteQueue:
             self._changed.notify_all()
 
 
+# -- folder of the disk tier ---------------------------------------------------------------------------------------
+
+_HASH_CHUNK_BYTES = 1 << 22
+
+
+class UnusableFolderError(Exception):
+    """The folder cannot be opened, and a later attempt would not help."""
+
+
+@dataclass(slots=True)
+class PersistFolder:
+    """Folder of the disk tier, whose blocks can be used by engines with the same namespace.
+
+    root: checked by `prepare_folder`. max_bytes: of all files in it. files: of the weights, hashed whole. identity:
+    everything else that all blocks of an engine depend on, as text. is_current: whether the files are unchanged since
+    the engine has read them. directory: None before `open` has succeeded.
+    """
+
+    root: Path
+    max_bytes: int
+    files: Sequence[Path]
+    identity: str
+    is_current: Callable[[], bool]
+    directory: BlockDirectory | None = None
+    _namespace: bytes | None = None
+
+    def open(self, forms: Sequence[Sequence[PlaneForm]], stop: Callable[[], bool]) -> BlockDirectory | None:
+        """Open the directory; None if `stop` became true. Raises OSError or UnusableFolderError.
+
+        Weights are hashed only once, however often the folder cannot be opened.
+        """
+        if self._namespace is None:
+            self._namespace = self._hash(stop)
+        if self._namespace is not None:
+            self.directory = BlockDirectory(self.root, BlockFormat(self._namespace, forms), self.max_bytes)
+        return self.directory
+
+    def _hash(self, stop: Callable[[], bool]) -> bytes | None:
+        self._check()  # before gigabytes are read in vain
+        digest = hashlib.sha256(f"windlass KV blocks 1\0{self.identity}".encode())
+        for path in self.files:
+            content = hashlib.sha256()
+            with path.open("rb", buffering=0) as file:
+                while piece := file.read(_HASH_CHUNK_BYTES):
+                    if stop():
+                        return None
+                    content.update(piece)
+            digest.update(content.digest())
+        self._check()
+        return digest.digest()
+
+    def _check(self) -> None:
+        if not self.is_current():
+            raise UnusableFolderError("the checkpoint has changed since it was read: start the engine again")
+
+
 # -- reader --------------------------------------------------------------------------------------------------------
 
 
 class BlockFileReader:
-    """Thread that reads the blocks of fetches, from host memory if possible, else from files.
-
-    directory: called to get the folder for a block that is not in host memory.
-    """
+    """Thread that reads the blocks of fetches, from host memory if possible, else from files."""
 
     def __init__(
-        self,
-        directory: Callable[[], BlockDirectory | None],
-        transfer: BlockTransfer,
-        index: TierIndex,
-        counts: PersistCounters,
-        host: HostSource | None = None,
+        self, folder: PersistFolder | None, transfer: BlockTransfer, index: TierIndex, counts: PersistCounters
     ) -> None:
-        self._directory, self._transfer, self._index, self._counts = directory, transfer, index, counts
-        self._host = host
+        self._folder, self._transfer, self._index, self._counts = folder, transfer, index, counts
         self._queue: SimpleQueue[Fetch | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._staged = 0
@@ -354,30 +363,60 @@ class BlockFileReader:
             if broken and wanted[0].index is not None:
                 wanted.popleft()
                 continue
-            if self._host is not None:
+            if self._transfer.tier is not None:
                 began = time.monotonic()
-                loaded = self._host.load(wanted, stop, skip_prefix=broken)
+                loaded = self._load_from_host(self._transfer.tier, wanted, stop, skip_prefix=broken)
                 fetch.idle_seconds += time.monotonic() - began  # it waits for the engine only
                 if loaded:
                     self._deliver(fetch, loaded)
                     continue
-                if stop():  # it may have become true during `load`, which then has removed blocks from `wanted`
+                if stop():  # it may have become true meanwhile, after blocks were removed from `wanted`
                     return
             one = wanted.popleft()
             if not self._read(fetch, one, stop):
                 broken = broken or one.index is not None
 
+    def _load_from_host(
+        self, tier: HostTier, wanted: deque[WantedBlock], stop: Callable[[], bool], *, skip_prefix: bool
+    ) -> list[ArrivedBlock]:
+        """Load the first of these blocks, up to the first that is not in host memory, and remove them from `wanted`.
+
+        At most `max_blocks_per_load`. skip_prefix: end before a block of a prefix. Empty if `stop` became true.
+        """
+        held: list[HostBlock] = []
+        try:
+            while wanted and len(held) < self._transfer.max_blocks_per_load:
+                if skip_prefix and wanted[0].index is not None:
+                    break
+                block = tier.acquire(wanted[0].key)
+                if block is None:
+                    break
+                held.append(block)
+                wanted.popleft()
+            tickets = self._transfer.load(held, stop) if held else None
+        finally:
+            for block in held:
+                tier.release(block)
+        if tickets is None:
+            return []
+        sizes = self._transfer.block_bytes
+        found = [
+            ArrivedBlock(block.key, ticket, sizes[block.key.group], block.passage)
+            for block, ticket in zip(held, tickets, strict=True)
+        ]
+        self._counts.host_read_blocks += len(found)
+        self._counts.host_read_bytes += sum(block.num_bytes for block in found)
+        return found
+
     def _read(self, fetch: Fetch, wanted: WantedBlock, stop: Callable[[], bool]) -> bool:
-        key, directory = wanted.key, self._directory()
+        key, directory = wanted.key, None if self._folder is None else self._folder.directory
         if directory is None:
             return False
         try:
             block = directory.read(key)
         except (DamagedBlockError, ForeignBlockError) as fault:
-            if isinstance(fault, DamagedBlockError):
-                self._counts.damaged_blocks += 1
-            else:
-                self._counts.foreign_blocks += 1
+            self._counts.damaged_blocks += isinstance(fault, DamagedBlockError)
+            self._counts.foreign_blocks += isinstance(fault, ForeignBlockError)
             directory.remove(key)
             block = None
         except OSError as error:
@@ -424,46 +463,31 @@ _CANNOT_WRITE = "cached blocks cannot be written to {}"
 _CANNOT_REMOVE = "old files of cached blocks cannot be removed from {}, which may grow beyond its cap"
 
 
-class UnusableFolderError(Exception):
-    """The folder cannot be opened, and a later attempt would not help."""
-
-
 class BlockFileWriter:
-    """Thread that writes queued blocks to files, scans for files of other processes, and enforces the cap.
-
-    open_directory: opens the folder; may take long and return None once its argument, a stop function, returns true.
-    Raises OSError or UnusableFolderError. max_bytes: of all files together. host: source of evicted blocks.
-    """
+    """Thread that writes queued blocks to files, scans for files of other processes, and enforces the cap."""
 
     def __init__(
         self,
-        open_directory: Callable[[Callable[[], bool]], BlockDirectory | None],
+        folder: PersistFolder,
         transfer: BlockTransfer,
         write_queue: WriteQueue,
         index: TierIndex,
         counts: PersistCounters,
-        max_bytes: int,
-        host: HostSource | None = None,
     ) -> None:
-        self.directory: BlockDirectory | None = None
-        self._open, self._transfer, self._write_queue = open_directory, transfer, write_queue
-        self._index, self._counts, self._max_bytes, self._host = index, counts, max_bytes, host
+        self._folder, self._transfer, self._write_queue = folder, transfer, write_queue
+        self._index, self._counts = index, counts
         self._uses: deque[Sequence[BlockKey]] = deque(maxlen=_MAX_PENDING_USES)
         self._closing: float | None = None  # deadline after `close`
         self._scanned_at, self._scan_seconds, self._changed_at = 0.0, 0.0, 0
         self._unmeasured = 0  # bytes written since the folder was measured
         self._pause, self._resumes_at = 0.0, 0.0
-        self._has_scanned = threading.Event()  # or the folder cannot be opened
+        self.has_scanned = threading.Event()  # or the folder cannot be opened
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
 
     def note_use(self, keys: Sequence[BlockKey]) -> None:
         """Record a use of the blocks of a sequence, in order. If uses come too fast, only the latest are recorded."""
         self._uses.append(keys)
-
-    def wait_first_scan(self, seconds: float) -> None:
-        """Wait until the folder was scanned once, with a timeout."""
-        self._has_scanned.wait(seconds)
 
     def close(self, seconds: float) -> None:
         """Write the remaining blocks, with a time limit, and end the thread."""
@@ -474,15 +498,16 @@ class BlockFileWriter:
     def _run(self) -> None:
         while not self._should_stop():
             try:
-                if self.directory is None:
-                    self.directory = self._open(self._should_stop)
-                    if self.directory is None:
+                directory = self._folder.directory
+                if directory is None:
+                    directory = self._folder.open(self._transfer.forms, self._should_stop)
+                    if directory is None:
                         return
-                    self._measure(self.directory)
-                self._write_use_times(self.directory)
-                self._scan(self.directory)
+                    self._measure(directory)
+                self._write_use_times(directory)
+                self._scan(directory)
                 self._finish_first_scan()
-                self._write_next(self.directory)
+                self._write_next(directory)
             except UnusableFolderError as error:
                 self._counts.fail(_CANNOT_STORE, error)
                 self._write_queue.close()
@@ -495,11 +520,11 @@ class BlockFileWriter:
                     pass
 
     def _finish_first_scan(self) -> None:
-        """End `wait_first_scan`, and lower the priority of this thread below the engine's."""
-        if not self._has_scanned.is_set():
+        """Set `has_scanned`, and lower the priority of this thread below the engine's."""
+        if not self.has_scanned.is_set():
             with contextlib.suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            self._has_scanned.set()
+            self.has_scanned.set()
 
     def _should_stop(self) -> bool:
         if self._closing is None:
@@ -510,14 +535,15 @@ class BlockFileWriter:
         if self._is_backing_off():
             return
         item = self._write_queue.take(0.25)
-        if item is None or not self._is_wanted(item):
+        if item is None or not self._index.lacks(item.key, item.passage):
             return
-        held = None if self._host is None else self._host.tier.acquire(item.key)
-        if held is not None and self._host is not None:
+        tier = self._transfer.tier
+        held = None if tier is None else tier.acquire(item.key)
+        if tier is not None and held is not None:
             try:
-                self._write(directory, item, self._host.transfer.read_host_block(held))
+                self._write(directory, item, self._transfer.read_host_block(held))
             finally:
-                self._host.tier.release(held)
+                tier.release(held)
         elif item.block == EVICTED:
             self._write_queue.count_lost()
         else:
@@ -540,7 +566,7 @@ class BlockFileWriter:
         self._unmeasured += size
         self._pause = 0.0
         self._counts.succeed(what)
-        if self._unmeasured * _MEASURE_SHARE > self._max_bytes:
+        if self._unmeasured * _MEASURE_SHARE > self._folder.max_bytes:
             self._measure(directory)
 
     def _is_backing_off(self) -> bool:
@@ -550,13 +576,6 @@ class BlockFileWriter:
             return False
         time.sleep(min(pause, 0.1))
         return True
-
-    def _is_wanted(self, item: QueuedBlock) -> bool:
-        """Whether no file holds the block, or its file lacks one of the passage's scopes."""
-        if item.key not in self._index:
-            return True
-        scopes = () if item.passage is None else item.passage.scopes
-        return any(not self._index.is_passage_of(scope, item.key.digest) for scope in scopes)
 
     def _fail(self, what: str, error: Exception) -> None:
         self._counts.fail(what, error)
@@ -582,15 +601,10 @@ class BlockFileWriter:
             return
         changed_at = directory.changed_at()
         if changed_at != self._changed_at or not changed_at:
-            new = self._index.compare(directory.present())
-            for key in new:
-                self._index.add(key, -1)
-            for key in new:
+            for key in self._index.update(directory.present()):
                 if key.group == 0 and self._closing is None:
                     with contextlib.suppress(OSError, DamagedBlockError):  # detected when it is read
-                        passage = directory.passage_of(key)
-                        if passage is not None:
-                            self._index.add(key, -1, passage)
+                        self._index.add(key, -1, directory.passage_of(key))
             self._changed_at = changed_at
         if self._counts.succeed(_CANNOT_STORE):
             self._pause = 0.0
@@ -607,136 +621,59 @@ class BlockFileWriter:
 
 # -- store ---------------------------------------------------------------------------------------------------------
 
-_HASH_CHUNK_BYTES = 1 << 22
-
-
-@dataclass(frozen=True, slots=True)
-class BlockNamespace:
-    """Everything that all blocks of an engine depend on.
-
-    files: of the weights, hashed whole. identity: everything else, as text. is_current: whether the files are unchanged
-    since the engine has read them.
-    """
-
-    files: tuple[Path, ...]
-    identity: str
-    is_current: Callable[[], bool] = lambda: True
-
-    def namespace(self, stop: Callable[[], bool]) -> bytes | None:
-        """The digest; None if `stop` became true. Raises OSError, or UnusableFolderError if the files have changed."""
-        self._check()  # before gigabytes are read in vain
-        digest = hashlib.sha256(f"windlass KV blocks 1\0{self.identity}".encode())
-        for path in self.files:
-            content = hashlib.sha256()
-            with path.open("rb", buffering=0) as file:
-                while piece := file.read(_HASH_CHUNK_BYTES):
-                    if stop():
-                        return None
-                    content.update(piece)
-            digest.update(content.digest())
-        self._check()
-        return digest.digest()
-
-    def _check(self) -> None:
-        if not self.is_current():
-            raise UnusableFolderError("the checkpoint has changed since it was read: start the engine again")
-
-
-@dataclass(frozen=True, slots=True)
-class PersistFolder:
-    """Folder of the disk tier. root: checked by `prepare_folder`. max_bytes: of all files in it. origin: of the blocks."""
-
-    root: Path
-    max_bytes: int
-    origin: BlockNamespace
-
 
 class BlockStore:
     """Disk and host tiers of one engine; the `BlockListener` of its block manager.
 
-    folder: for files; None without a disk tier. host: None without a host tier. block_size: tokens of a block. counts:
-    shared with `host`, if there is one.
+    folder: for files; None without a disk tier. transfer: with an index of host memory if there is a host tier.
+    block_size: tokens of a block.
     """
 
-    def __init__(
-        self,
-        folder: PersistFolder | None,
-        transfer: BlockTransfer,
-        block_size: int,
-        counts: PersistCounters,
-        host: HostSource | None = None,
-    ) -> None:
+    def __init__(self, folder: PersistFolder | None, transfer: BlockTransfer, block_size: int) -> None:
         self.transfer = transfer
-        self.restored_tokens = 0
         self._is_closed = False
-        self._counts, self._host = counts, host
+        self._host = host = transfer.tier
+        self.counts = PersistCounters() if host is None else host.counts
         self._index = TierIndex(block_size)
         self._write_queue = WriteQueue()
         self._loaded: set[tuple[int, int]] = set()  # (group, block), by the step that is being planned
         self._writer: BlockFileWriter | None = None
         if folder is not None:
             if host is not None:
-                host.tier.on_evicted = self._write_queue.host_evicted
-            self._writer = self._make_writer(folder)
-        self._reader = BlockFileReader(self._directory, transfer, self._index, counts, host)
-
-    def _make_writer(self, folder: PersistFolder) -> BlockFileWriter:
-        transfer, max_bytes = self.transfer, folder.max_bytes
-        namespace: bytes | None = None
-
-        def open_directory(stop: Callable[[], bool]) -> BlockDirectory | None:
-            nonlocal namespace
-            if namespace is None:  # hashed only once, however often the folder cannot be opened
-                namespace = folder.origin.namespace(stop)
-            if namespace is None:
-                return None
-            return BlockDirectory(folder.root, BlockFormat(namespace, transfer.forms), max_bytes)
-
-        return BlockFileWriter(
-            open_directory, transfer, self._write_queue, self._index, self._counts, max_bytes, self._host
-        )
-
-    def _directory(self) -> BlockDirectory | None:
-        return None if self._writer is None else self._writer.directory
+                host.on_evicted = self._write_queue.host_evicted
+            self._writer = BlockFileWriter(folder, transfer, self._write_queue, self._index, self.counts)
+        self.reader = BlockFileReader(folder, transfer, self._index, self.counts)
 
     def __contains__(self, key: BlockKey) -> bool:
         """Whether a file or host memory holds the block, according to the indexes."""
-        return key in self._index or (self._host is not None and key in self._host.tier)
+        return key in self._index or (self._host is not None and key in self._host)
 
     def wait_scanned(self, seconds: float) -> None:
         """Wait until the files are indexed, so that requests find them, with a timeout."""
         if self._writer is not None:
-            self._writer.wait_first_scan(seconds)
+            self._writer.has_scanned.wait(seconds)
 
-    def offer(self, key: BlockKey, block: int, index: int) -> None:
-        """A block has become full. index: blocks before it in its sequence."""
-        if self._writer is not None and key not in self._index:
-            self._offer(QueuedBlock(key, block, index))
-
-    def offer_passage(self, key: BlockKey, block: int, index: int, passage: PassageRecord) -> None:
-        """A block of the first KV group can be found as a passage. It is written again if its file lacks the scope."""
-        if self._writer is not None and any(not self._index.is_passage_of(s, key.digest) for s in passage.scopes):
-            self._offer(QueuedBlock(key, block, index, passage))
-
-    def _offer(self, item: QueuedBlock) -> None:
-        self._write_queue.offer(item, is_loading=(item.key.group, item.block) in self._loaded)
+    def offer(self, key: BlockKey, block: int, index: int, passage: PassageRecord | None = None) -> None:
+        """Queue a block to be written. One whose file lacks a scope of its passage is written again."""
+        if self._writer is not None and self._index.lacks(key, passage):
+            item = QueuedBlock(key, block, index, passage)
+            self._write_queue.offer(item, is_loading=(key.group, block) in self._loaded)
 
     def withdraw(self, key: BlockKey, block: int, passage: PassageRecord | None) -> None:
         """A block is evicted and may be overwritten. If the host tier admits it, the next step saves it first."""
-        in_host_memory = self._host is not None and self._host.tier.admit(key, block, passage)
+        is_loading = (key.group, block) in self._loaded
+        in_host_memory = self._host is not None and self._host.admit(key, block, passage, is_loading=is_loading)
         if self._writer is not None:
             self._write_queue.withdraw(key, in_host_memory=in_host_memory)
 
     def note_loaded(self, group: int, block: int) -> None:
         """The step that is being planned loads this block: it has no valid data until the step is executed."""
         self._loaded.add((group, block))
-        if self._host is not None:
-            self._host.tier.note_loaded(group, block)
 
     def take_saved(self) -> list[SavedBlock]:
         """The blocks that the planned step must copy to host memory before anything else."""
         self._loaded.clear()
-        return [] if self._host is None else self._host.tier.take_pending_saves()
+        return [] if self._host is None else self._host.take_pending_saves()
 
     def note_applied(self) -> None:
         """The step has been executed or submitted to the device, including its loads."""
@@ -747,34 +684,20 @@ class BlockStore:
         if self._writer is not None:
             self._writer.note_use(keys)
         if self._host is not None:
-            self._host.tier.touch(keys)
+            self._host.touch(keys)
 
     def search(self, scope: bytes, token_ids: Sequence[int], search: PassageSearch) -> list[Passage]:
-        """Passages in host memory, followed by those in files: see `PassageIndex.search`."""
-        found = [] if self._host is None else self._host.tier.index.search(scope, token_ids, search)
+        """Passages in host memory, followed by those in files."""
+        found = [] if self._host is None else self._host.index.search(scope, token_ids, search)
         return found + self._index.search(scope, token_ids, search)
 
-    def fetch(self, wanted: Sequence[WantedBlock]) -> Fetch:
-        """Begin to read blocks, in this order."""
-        return self._reader.fetch(wanted)
-
-    def wait(self, fetches: Sequence[Fetch], seconds: float) -> bool:
-        """Wait until one of these has a block to take or is over; False after a timeout."""
-        return self._reader.wait(fetches, seconds)
-
-    def drop(self, tickets: Iterable[int]) -> None:
-        """Discard blocks that were taken from a fetch and will not be loaded."""
-        for ticket in tickets:
-            self.transfer.drop(ticket)
-
     def stats(self) -> PersistStats:
-        return self._counts.stats(
-            restored_tokens=self.restored_tokens,
+        return self.counts.snapshot(
             lost_blocks=self._write_queue.num_lost,
             waiting_blocks=len(self._write_queue),
             known_blocks=len(self._index),
-            host_blocks=0 if self._host is None else self._host.tier.num_blocks,
-            host_bytes=0 if self._host is None else self._host.tier.num_bytes,
+            host_blocks=0 if self._host is None else self._host.num_blocks,
+            host_bytes=0 if self._host is None else self._host.num_bytes,
         )
 
     def close(self, seconds: float) -> None:
@@ -783,4 +706,4 @@ class BlockStore:
             self._is_closed = True
             if self._writer is not None:
                 self._writer.close(seconds)
-            self._reader.close()
+            self.reader.close()

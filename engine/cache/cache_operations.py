@@ -118,29 +118,25 @@ class KeyRerotation:
     values: bool = True
     seq_id: int | None = None
 
-    def reversed(self, start: int, end: int, block_size: int) -> KeyRerotation:
-        """The inverse for slots start .. end - 1 of these, values included."""
+    def part(self, start: int, end: int, block_size: int) -> KeyRerotation:
+        """The same rotation for slots start .. end - 1 of these."""
         column = slice(start // block_size - self.start // block_size, -(-end // block_size) - self.start // block_size)
         return replace(
             self,
             start=start,
             end=end,
-            sources=self.targets[column],
-            targets=self.sources[column],
+            sources=self.sources[column],
+            targets=self.targets[column],
             first_position=self.first_position + start - self.start,
+        )
+
+    def inverse(self) -> KeyRerotation:
+        """The rotation back, values included."""
+        return replace(
+            self,
+            sources=self.targets,
+            targets=self.sources,
             from_specs=self.to_specs,
             to_specs=self.from_specs,
             values=True,
-        )
-
-    def split(self, end: int, block_size: int) -> tuple[KeyRerotation, KeyRerotation]:
-        """Split at slot `end`, which is inside the range and begins a block."""
-        count = end // block_size - self.start // block_size
-        head = replace(self, end=end, sources=self.sources[:count], targets=self.targets[:count])
-        return head, replace(
-            self,
-            start=end,
-            sources=self.sources[count:],
-            targets=self.targets[count:],
-            first_position=self.first_position + end - self.start,
         )

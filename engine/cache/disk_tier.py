@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,11 @@ from windlass.engine.interface.outputs import PersistStats
 _logger = logging.getLogger("windlass.engine")
 
 
-class PersistCounters:
-    """Counters with the names and meanings of the fields of `PersistStats`. Each is raised by a single thread."""
+@dataclass
+class PersistCounters(PersistStats):
+    """Counts what `PersistStats` reports. Each field is raised by a single thread."""
 
-    def __init__(self) -> None:
-        self.written_blocks = self.written_bytes = 0
-        self.read_blocks = self.read_bytes = 0
-        self.damaged_blocks = self.foreign_blocks = self.evicted_blocks = self.failures = 0
-        self.disk_bytes = 0
-        self.host_saved_blocks = self.host_saved_bytes = self.host_read_blocks = self.host_read_bytes = 0
-        self.host_lost_blocks = self.host_evicted_blocks = 0
-        self._reported: set[str] = set()
+    _reported: set[str] = field(default_factory=set)
 
     def fail(self, what: str, error: Exception) -> None:
         """Count a failure. It is logged if it was not logged since the last success."""
@@ -62,10 +56,9 @@ class PersistCounters:
         _logger.warning("%s: this is over", what)
         return True
 
-    def stats(self, **others: int) -> PersistStats:
-        """A snapshot. others: the fields of `PersistStats` that are not counted here."""
-        counted = {field.name for field in fields(PersistStats)} - others.keys()
-        return PersistStats(**{name: getattr(self, name) for name in counted}, **others)
+    def snapshot(self, **others: int) -> PersistStats:
+        """The counters. others: fields that are not counted here."""
+        return PersistStats(**{each.name: getattr(self, each.name) for each in fields(PersistStats)} | others)
 
 
 class TierIndex:
@@ -105,17 +98,22 @@ class TierIndex:
             self._used[key] = minute
             return True
 
-    def compare(self, present: Iterable[BlockKey]) -> list[BlockKey]:
-        """Remove all blocks that are not in `present`; returns those of `present` that are not in the index."""
+    def update(self, present: Iterable[BlockKey]) -> list[BlockKey]:
+        """Remove all blocks that are not in `present`, and add the others; returns those that were added."""
         present = set(present)
         for key in [key for key in list(self._used) if key not in present]:
             self.remove(key)
-        return [key for key in present if key not in self._used]
+        added = [key for key in present if key not in self._used]
+        for key in added:
+            self.add(key, -1)
+        return added
 
-    def is_passage_of(self, scope: bytes, digest: bytes) -> bool:
-        """Whether the block is stored with this scope."""
+    def lacks(self, key: BlockKey, passage: PassageRecord | None) -> bool:
+        """Whether the block is not stored, or not with all scopes of `passage`."""
+        if key not in self._used or passage is None:
+            return key not in self._used
         with self._lock:
-            return scope in self._passages.scopes_of(digest)
+            return not set(passage.scopes) <= set(self._passages.scopes_of(key.digest))
 
     def passage_of(self, key: BlockKey) -> PassageRecord | None:
         """The record of a block as a passage, if there is one."""
@@ -123,7 +121,6 @@ class TierIndex:
             return None if key.group else self._passages.record_of(key.digest)
 
     def search(self, scope: bytes, token_ids: Sequence[int], search: PassageSearch) -> list[Passage]:
-        """See `PassageIndex.search`."""
         with self._lock:
             return self._passages.search(scope, token_ids, search)
 
@@ -174,9 +171,6 @@ class BlockFormat:
         self._groups = [tuple(planes) for planes in groups]
         self._tables = [_table(planes) for planes in groups]
 
-    def data_bytes(self, group: int) -> int:
-        return sum(plane.num_bytes for plane in self._groups[group])
-
     def encode(self, key: BlockKey, passage: PassageRecord | None, planes: Sequence[Bytes]) -> list[Any]:
         """The content of the file as consecutive buffers."""
         record = self._record(key, passage)
@@ -185,14 +179,15 @@ class BlockFormat:
 
     def fits(self, group: int, num_bytes: int) -> bool:
         """Whether a file of this size can be a block of this group."""
-        return 8 <= num_bytes - self.data_bytes(group) <= 8 + _MAX_HEADER_BYTES
+        data_bytes = sum(plane.num_bytes for plane in self._groups[group])
+        return 8 <= num_bytes - data_bytes <= 8 + _MAX_HEADER_BYTES
 
     def decode(self, key: BlockKey, file: bytearray | memoryview) -> StoredBlock:
         """The content of a whole file, as views of `file`. Raises DamagedBlockError or ForeignBlockError."""
         metadata, end = read_metadata(file)
         record, checksum = metadata
         found = _parsed(record)
-        if (found.get("namespace"), found.get("digest"), found.get("group")) != self._identity(key):
+        if not self._identity(key).items() <= found.items():
             raise ForeignBlockError
         if bytes(file[:end]) != self._header(key.group, record, checksum):
             raise DamagedBlockError
@@ -207,12 +202,11 @@ class BlockFormat:
             raise DamagedBlockError
         return StoredBlock(tuple(planes), passage_in(record), len(file))
 
-    def _identity(self, key: BlockKey) -> tuple[str, str, int]:
-        return self.namespace.hex(), key.digest.hex(), key.group
+    def _identity(self, key: BlockKey) -> dict[str, object]:
+        return {"namespace": self.namespace.hex(), "digest": key.digest.hex(), "group": key.group}
 
     def _record(self, key: BlockKey, passage: PassageRecord | None) -> str:
-        namespace, digest, group = self._identity(key)
-        record: dict[str, object] = {"kind": _KIND, "namespace": namespace, "digest": digest, "group": group}
+        record = {"kind": _KIND, **self._identity(key)}
         if passage is not None:
             record["passage"] = {
                 "parent": passage.parent.hex(),
@@ -298,7 +292,6 @@ _NAMESPACE = re.compile("[0-9a-f]{32}")
 _SUFFIX = ".safetensors"
 _PART = ".part"
 _ABANDONED_SECONDS = 150.0  # a partial file of this age has lost its writer: writing a block takes milliseconds
-_HEAD_BYTES = 4096  # read first to find a file's record; longer headers need a second read
 _MINUTE = 60
 _LOW_WATER = 14 / 16  # share of the cap that remains after files were removed
 
@@ -329,17 +322,10 @@ class BlockDirectory:
     def read(self, key: BlockKey) -> StoredBlock | None:
         """The block; None if there is no such file. Raises DamagedBlockError, ForeignBlockError or OSError."""
         try:
-            with open(self._path(key), "rb", buffering=0, opener=_open_plain) as file:
-                size = os.fstat(file.fileno()).st_size
-                if not self._form.fits(key.group, size):
+            with open(self._path(key), "rb", opener=_open_plain) as file:
+                data = bytearray(os.fstat(file.fileno()).st_size)
+                if not self._form.fits(key.group, len(data)) or file.readinto(data) < len(data):
                     raise DamagedBlockError
-                data, done = bytearray(size), 0
-                view = memoryview(data)
-                while done < size:
-                    count = file.readinto(view[done:])
-                    if not count:
-                        raise DamagedBlockError
-                    done += count
         except FileNotFoundError:
             return None
         return self._form.decode(key, data)
@@ -349,11 +335,9 @@ class BlockDirectory:
 
         Raises DamagedBlockError or OSError.
         """
-        with open(self._path(key), "rb", buffering=0, opener=_open_plain) as file:
-            head = file.read(_HEAD_BYTES) or b""
-            missing = 8 + int.from_bytes(head[:8], "little") - len(head)
-            if 0 < missing <= _MAX_HEADER_BYTES:
-                head += file.read(missing) or b""
+        with open(self._path(key), "rb", opener=_open_plain) as file:
+            head = file.read(8) or b""
+            head += file.read(min(int.from_bytes(head, "little"), _MAX_HEADER_BYTES)) or b""
         (record, _), _ = read_metadata(head)
         return passage_in(record)
 

@@ -175,9 +175,12 @@ class BlockTransfer(ABC):
 
     forms: of a block's planes, per KV group; block_bytes: of all planes of a block. max_staged_bytes: limit of data that
     is staged and not yet copied to a block. load_budget_streaming, load_budget_idle: bytes loaded into the cache before
-    one step, while streams run and while none do.
+    one step, while streams run and while none do. tier: the index of host memory, without which `save`, `load` and
+    `read_host_block` are not called.
     """
 
+    tier: HostTier | None = None
+    max_blocks_per_load = 1
     max_staged_bytes = 64 << 20
     load_budget_streaming, load_budget_idle = 8 << 20, 64 << 20
 
@@ -207,7 +210,15 @@ class BlockTransfer(ABC):
 
     def save(self, saved: Sequence[SavedBlock]) -> None:
         """Copy device blocks to host memory before they are overwritten."""
-        raise RuntimeError("these blocks are in host memory already")
+        raise NotImplementedError
+
+    def load(self, held: Sequence[HostBlock], stop: Callable[[], bool]) -> list[int] | None:
+        """Stage at most `max_blocks_per_load` blocks of host memory; returns their tickets, None if `stop` became true."""
+        raise NotImplementedError
+
+    def read_host_block(self, block: HostBlock) -> list[Bytes]:
+        """The bytes of a block in host memory, as in `read_block`, valid until the block is released."""
+        raise NotImplementedError
 
 
 class CPUBlockTransfer(BlockTransfer):
@@ -266,23 +277,19 @@ _CANNOT_COPY = "blocks that the cache evicts cannot be copied to the host's memo
 _COPY_SECONDS = 1.0  # time limit until the copy of an admitted block is submitted
 
 
-@dataclass(slots=True)
-class _HostSlot:
-    """event: after the copy that fills it; None before that copy is submitted. num_readers: copies from it in progress."""
-
-    slot: int
-    event: DeviceEvent | None = None
-    num_readers: int = 0
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class HostBlock:
-    """A block that is not evicted before it is released. event: after which its data is complete."""
+    """A block in host memory.
+
+    event: after the copy that fills it; None before that copy is submitted. num_readers: copies from it in progress; it
+    is not evicted before they end. passage: its record when it was last acquired.
+    """
 
     key: BlockKey
     slot: int
-    event: DeviceEvent
-    passage: PassageRecord | None
+    event: DeviceEvent | None = None
+    num_readers: int = 0
+    passage: PassageRecord | None = None
 
 
 class HostTier:
@@ -292,16 +299,15 @@ class HostTier:
     """
 
     def __init__(self, num_slots: int, block_bytes: Sequence[int], block_size: int, counts: PersistCounters) -> None:
-        self.num_slots, self._block_bytes, self._counts = num_slots, block_bytes, counts
+        self.num_slots, self._block_bytes, self.counts = num_slots, block_bytes, counts
         self.index = TierIndex(block_size)  # of blocks that are found as passages
         # Called with the lock held: it must not call methods of this object.
         self.on_evicted: Callable[[BlockKey], None] = lambda _: None
         # Per group by digest, least recently used first.
-        self._entries: list[OrderedDict[bytes, _HostSlot]] = [OrderedDict() for _ in block_bytes]
+        self._entries: list[OrderedDict[bytes, HostBlock]] = [OrderedDict() for _ in block_bytes]
         self._free = [list(range(num_slots - 1, -1, -1)) for _ in block_bytes]
         self._passages: dict[bytes, PassageRecord] = {}  # of blocks whose first group is still in the device's cache
         self._pending_saves: list[SavedBlock] = []
-        self._loaded: set[tuple[int, int]] = set()
         self._changed = threading.Condition()
 
     def __contains__(self, key: BlockKey) -> bool:
@@ -316,10 +322,13 @@ class HostTier:
         """Total size of the blocks."""
         return sum(len(entries) * size for entries, size in zip(self._entries, self._block_bytes, strict=True))
 
-    def admit(self, key: BlockKey, block: int, passage: PassageRecord | None) -> bool:
+    def admit(
+        self, key: BlockKey, block: int, passage: PassageRecord | None = None, *, is_loading: bool = False
+    ) -> bool:
         """Admit a block that is evicted from the device and overwritten by the current step or a later one.
 
-        passage: its record as a passage. Returns whether it is stored here.
+        passage: its record as a passage. is_loading: the block has no valid data to save yet. Returns whether it is
+        stored here.
         """
         with self._changed:
             if key.group and passage is not None:
@@ -330,25 +339,20 @@ class HostTier:
             entries = self._entries[key.group]
             if key.digest in entries:
                 entries.move_to_end(key.digest)
-            elif (key.group, block) in self._loaded or (not self._free[key.group] and not self._evict(key.group)):
-                self._counts.host_lost_blocks += (key.group, block) not in self._loaded
+            elif is_loading or (not self._free[key.group] and not self._evict(key.group)):
+                self.counts.host_lost_blocks += not is_loading
                 return False
             else:
                 slot = self._free[key.group].pop()
-                entries[key.digest] = _HostSlot(slot)
+                entries[key.digest] = HostBlock(key, slot)
                 self._pending_saves.append(SavedBlock(*key, block, slot))
         if not key.group:
             self.index.add(key, 0, passage)
         return True
 
-    def note_loaded(self, group: int, block: int) -> None:
-        """The step that is being planned loads this block: if it also evicts it, the block has no valid data to save."""
-        self._loaded.add((group, block))
-
     def take_pending_saves(self) -> list[SavedBlock]:
         """The copies that the planned step must make before anything else, because it has evicted these blocks."""
         pending, self._pending_saves = self._pending_saves, []
-        self._loaded.clear()
         return pending
 
     def copy_started(self, saved: Sequence[SavedBlock], event: DeviceEvent) -> None:
@@ -356,17 +360,17 @@ class HostTier:
         with self._changed:
             for one in saved:
                 self._entries[one.group][one.digest].event = event
-                self._counts.host_saved_blocks += 1
-                self._counts.host_saved_bytes += self._block_bytes[one.group]
-            self._counts.succeed(_CANNOT_COPY)
+                self.counts.host_saved_blocks += 1
+                self.counts.host_saved_bytes += self._block_bytes[one.group]
+            self.counts.succeed(_CANNOT_COPY)
             self._changed.notify_all()
 
     def copy_failed(self, saved: Sequence[SavedBlock], error: Exception) -> None:
         """These blocks could not be copied and are lost."""
-        self._counts.fail(_CANNOT_COPY, error)
+        self.counts.fail(_CANNOT_COPY, error)
         with self._changed:
             for one in saved:
-                self._counts.host_lost_blocks += 1
+                self.counts.host_lost_blocks += 1
                 self._forget(BlockKey(one.group, one.digest))
             self._changed.notify_all()
 
@@ -375,22 +379,20 @@ class HostTier:
         entries = self._entries[key.group]
 
         def is_ready() -> bool:
-            entry = entries.get(key.digest)
-            return entry is None or entry.event is not None
+            block = entries.get(key.digest)
+            return block is None or block.event is not None
 
         with self._changed:
-            if not self._changed.wait_for(is_ready, _COPY_SECONDS):
-                return None
-            entry = entries.get(key.digest)
-            if entry is None or entry.event is None:
-                return None
-            entry.num_readers += 1
-            entries.move_to_end(key.digest)
-            return HostBlock(key, entry.slot, entry.event, self.index.passage_of(key))
+            block = entries.get(key.digest) if self._changed.wait_for(is_ready, _COPY_SECONDS) else None
+            if block is not None:
+                block.num_readers += 1
+                block.passage = self.index.passage_of(key)
+                entries.move_to_end(key.digest)
+            return block
 
     def release(self, block: HostBlock) -> None:
         with self._changed:
-            self._entries[block.key.group][block.key.digest].num_readers -= 1
+            block.num_readers -= 1
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Record a use of the blocks of a sequence, in order. Its last blocks will be evicted first."""
@@ -401,10 +403,10 @@ class HostTier:
 
     def _evict(self, group: int) -> bool:
         """Evict the least recently used block that is copied and has no reader; returns whether there was one."""
-        for digest, entry in self._entries[group].items():
-            if entry.event is not None and not entry.num_readers:
-                self._forget(BlockKey(group, digest))
-                self._counts.host_evicted_blocks += 1
+        for block in self._entries[group].values():
+            if block.event is not None and not block.num_readers:
+                self._forget(block.key)
+                self.counts.host_evicted_blocks += 1
                 return True
         return False
 
@@ -428,15 +430,11 @@ def staging_bytes(block_bytes: int, *, saves: bool) -> int:
 
 
 class DeviceBlockTransfer(BlockTransfer):
-    """Transfer for KV tensors in device memory.
-
-    planes: see `planes_of`. tier: the index of host memory; None without a host tier. Raises torch's error if there is
-    no memory.
-    """
+    """Transfer for KV tensors in device memory. planes: see `planes_of`. Raises torch's error if there is no memory."""
 
     def __init__(self, planes: Sequence[Sequence[Tensor]], copies: Copies, tier: HostTier | None) -> None:
         super().__init__(planes)
-        self._copies, self._tier = copies, tier
+        self._copies, self.tier = copies, tier
         self._rows = [GroupRows(of_group) for of_group in planes]
         self._device = device = planes[0][0].device
         largest, blocks = max(self.block_bytes), sum(of_group[0].shape[1] for of_group in planes)
@@ -471,8 +469,7 @@ class DeviceBlockTransfer(BlockTransfer):
     # -- engine thread ---------------------------------------------------------------------------------------------
 
     def save(self, saved: Sequence[SavedBlock]) -> None:
-        """Copy blocks to host memory. If device memory is exhausted, these blocks are lost and the step continues."""
-        assert self._tier is not None
+        assert self.tier is not None
         by_group: dict[int, list[SavedBlock]] = defaultdict(list)
         for one in saved:
             by_group[one.group].append(one)
@@ -482,11 +479,11 @@ class DeviceBlockTransfer(BlockTransfer):
             for first in range(0, len(of_group), most):
                 part = of_group[first : first + most]
                 try:
-                    self._tier.copy_started(part, self._save(group, part))
+                    self.tier.copy_started(part, self._save(group, part))
                 except RuntimeError as error:
                     if not is_out_of_memory(error):
                         raise
-                    self._tier.copy_failed(part, error)
+                    self.tier.copy_failed(part, error)  # the step continues without
 
     def _save(self, group: int, saved: Sequence[SavedBlock]) -> DeviceEvent:
         buffer, self._next_outgoing = self._next_outgoing, 1 - self._next_outgoing
@@ -533,7 +530,6 @@ class DeviceBlockTransfer(BlockTransfer):
 
     @torch.inference_mode()
     def load(self, held: Sequence[HostBlock], stop: Callable[[], bool]) -> list[int] | None:
-        """Stage at most `max_blocks_per_load` blocks of host memory; returns their tickets, None if `stop` became true."""
         # In the order of slots: adjacent slots are copied at once.
         order = sorted(range(len(held)), key=lambda index: (held[index].key.group, held[index].slot))
 
@@ -567,14 +563,18 @@ class DeviceBlockTransfer(BlockTransfer):
         return None if tickets is None else tickets[0]
 
     def _load_rows(
-        self, count: int, copy: Callable[[Sequence[int]], None], after: Sequence[DeviceEvent], stop: Callable[[], bool]
+        self,
+        count: int,
+        copy: Callable[[Sequence[int]], None],
+        after: Sequence[DeviceEvent | None],
+        stop: Callable[[], bool],
     ) -> list[int] | None:
         rows = self._take_rows(count, stop)
         if rows is None:
             return None
         try:
-            events = dict.fromkeys([*after, *(event for row in rows if (event := self._row_events[row]) is not None)])
-            self._load_copies.submit(lambda: copy(rows), list(events)).wait()
+            events = dict.fromkeys([*after, *(self._row_events[row] for row in rows)])
+            self._load_copies.submit(lambda: copy(rows), [event for event in events if event is not None]).wait()
         except BaseException:
             self._free_rows(rows, None)
             raise
@@ -615,7 +615,7 @@ class DeviceBlockTransfer(BlockTransfer):
         return self._planes_in(group, self._written)
 
     def read_host_block(self, block: HostBlock) -> list[Bytes]:
-        """The bytes of a block in host memory, as in `read_block`, valid until the block is released."""
+        assert block.event is not None
         block.event.wait()
         return self._planes_in(block.key.group, self._host[block.key.group].row(block.slot))
 

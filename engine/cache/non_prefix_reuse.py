@@ -28,8 +28,9 @@ _MAX_SCOPES = 8  # per block
 class Passage:
     """Prompt tokens start .. end - 1 in consecutive cached blocks.
 
-    digests: of these blocks. offset: of token `start` in the first block. position: at which the key of token `start` is
-    stored; positions are consecutive.
+    digests: of these blocks. offset: of token `start` in the first block. position: at which the key of token `start` was
+    rotated; positions are consecutive. blocks: per KV group, once a sequence holds them, to attach them when all tokens
+    before are computed. num_repeated: tokens right before `start` that are computed although they are cached.
     """
 
     start: int
@@ -37,6 +38,12 @@ class Passage:
     digests: tuple[bytes, ...]
     offset: int
     position: int
+    blocks: tuple[tuple[int, ...], ...] = ()
+    num_repeated: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +51,17 @@ class PassageSearch:
     """Search for passages of at least `at_least` tokens in tokens start .. end - 1 of a prompt.
 
     spans: [start, end) of the prompt, without overlaps; each passage is within one of them. Empty: no such restriction.
+    recompute: tokens at the start of each passage that are computed again, or their share of it if below 1. longest:
+    tokens of prompt and output together. window: slots that the sequence may hold; None: no bound.
     """
 
     start: int
     end: int
     at_least: int
     spans: tuple[tuple[int, int], ...] = ()
+    recompute: float = 0.0
+    longest: int = 0
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +144,6 @@ class PassageIndex:
     def __len__(self) -> int:
         return len(self._scopes_of)
 
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._scopes_of
-
     def add(self, scope: bytes, digest: bytes, parent: bytes, token_ids: Sequence[int], position: int) -> None:
         """Add a full cached block to `scope`; adding it again changes nothing.
 
@@ -189,14 +198,13 @@ class PassageIndex:
         entries = self._scopes.get(scope)
         if entries is None:
             return []
-        start, end, at_least = search.start, search.end, search.at_least
-        steps = _StepBudget(min(_MAX_STEPS, _MIN_STEPS + max(0, end - start) // self._block_size * _STEPS_PER_BLOCK))
-        found: list[Passage] = []
+        start, end = search.start, search.end
+        max_steps = min(_MAX_STEPS, _MIN_STEPS + max(0, end - start) // self._block_size * _STEPS_PER_BLOCK)
+        searcher, found = _Searcher(entries, self._hashes, search.at_least, max_steps), list[Passage]()
         for low, high in sorted(search.spans) or [(start, end)]:
             first, last = max(start, low), min(end, high, len(token_ids))
-            if last - first >= max(at_least, self._block_size):
-                tokens = tuple(token_ids[first:last])
-                found += _Search(entries, tokens, self._hashes, first, at_least, steps).run()
+            if last - first >= max(search.at_least, self._block_size):
+                found += searcher.search(tuple(token_ids[first:last]), first)
         return found
 
     def check(self) -> None:
@@ -215,36 +223,25 @@ class PassageIndex:
         assert seen == {digest: set(scopes) for digest, scopes in self._scopes_of.items()}, "scopes and blocks differ"
 
 
-@dataclass(slots=True)
-class _StepBudget:
-    left: int  # comparisons that a search may still make
+class _Searcher:
+    """Searches parts of a prompt in one scope, with at most `max_steps` comparisons in total."""
 
-
-class _Search:
-    """One search in `tokens`, which begin at token `first` of the prompt. The methods use indices into `tokens`."""
-
-    def __init__(
-        self,
-        entries: _Scope,
-        tokens: tuple[int, ...],
-        hashes: _WindowHashes,
-        first: int,
-        at_least: int,
-        steps: _StepBudget,
-    ) -> None:
-        self._entries, self._tokens, self._first, self._at_least, self._steps = entries, tokens, first, at_least, steps
+    def __init__(self, entries: _Scope, hashes: _WindowHashes, at_least: int, max_steps: int) -> None:
+        self._entries, self._hashes, self._at_least, self._steps_left = entries, hashes, at_least, max_steps
         self._size = hashes.block_size
-        self._contents = hashes.hash_windows(np.array(tokens, dtype=np.int64))
 
-    def run(self) -> Iterator[Passage]:
-        contents, by_content = self._contents, self._entries.by_content
+    def search(self, tokens: tuple[int, ...], first: int) -> Iterator[Passage]:
+        """The passages in `tokens`, which begin at token `first` of the prompt. Other methods use indices into `tokens`."""
+        self._tokens, self._first = tokens, first
+        self._contents = contents = self._hashes.hash_windows(np.array(tokens, dtype=np.int64))
+        by_content = self._entries.by_content
         begin = at = 0  # the earliest begin of a passage, and the current window
         tried: set[tuple[bytes, int]] = set()  # (block, index) in passages that are too short
         while at < len(contents):
             alike = by_content.get(contents[at])
             passage = None
             if alike is not None:
-                if self._steps.left <= 0:
+                if self._steps_left <= 0:
                     return
                 passage = self._longest(alike, begin, at, tried)
             if passage is None:
@@ -261,7 +258,7 @@ class _Search:
         best: tuple[int, int, list[_Block]] | None = None
         window = self._tokens[at : at + self._size]
         for block in itertools.islice(reversed(alike.values()), _MAX_CANDIDATES):
-            self._steps.left -= 1
+            self._steps_left -= 1
             if (block.digest, at) in tried or block.token_ids != window:
                 continue
             start, predecessor = self._follow_left(block, begin, at)
@@ -278,11 +275,11 @@ class _Search:
     def _follow_left(self, block: _Block, begin: int, at: int) -> tuple[int, list[_Block]]:
         """The start of the passage with `block` at `at`, and its blocks before that one."""
         blocks: list[_Block] = []
-        while at > begin and self._steps.left > 0:
+        while at > begin and self._steps_left > 0:
             parent = self._entries.predecessor(block)
             if parent is None:
                 break
-            self._steps.left -= 1
+            self._steps_left -= 1
             low = max(begin, at - self._size)
             tail = parent.token_ids[self._size - (at - low) :]
             common = _common_length(tail[::-1], self._tokens[low:at][::-1])
@@ -300,7 +297,7 @@ class _Search:
         parents: dict[bytes, _Block] = {}
         end, last = at + size, block
         to_do = [(block, at + size)]  # (whole block that matches, its end)
-        while to_do and self._steps.left > 0:
+        while to_do and self._steps_left > 0:
             one, stop = to_do.pop()
             tried.add((one.digest, stop - size))
             if stop > end:
@@ -308,7 +305,7 @@ class _Search:
             window = tokens[stop : stop + size]
             content = contents[stop] if stop < len(contents) else None
             for following in self._entries.successors(one, content) if window else ():
-                self._steps.left -= 1
+                self._steps_left -= 1
                 if following.token_ids == window:
                     parents[following.digest] = one
                     to_do.append((following, stop + size))

@@ -56,9 +56,9 @@ def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 def shifted_digest(
     parent: bytes, numbers: Sequence[int], token_ids: Sequence[int], digests: Iterable[bytes] = ()
 ) -> bytes:
-    """Digest of tokens computed after cached keys have moved, which no plain chain contains.
+    """Digest of tokens computed after a shift or a reuse, which no plain chain contains.
 
-    numbers: how the keys moved. digests: of the moved blocks.
+    numbers: positions of the shifted or reused keys. digests: of the reused blocks.
     """
     moved = hashlib.sha256(b"windlass moved keys 1" + parent)
     for part in (numbers, token_ids):

@@ -19,23 +19,24 @@ _STRIDE = 1024  # tokens
 
 
 class RecurrentStateManager:
-    """State blocks of all sequences. groups: indices of the pools that hold states."""
+    """State blocks of all sequences. block_size: tokens per block of keys."""
 
-    def __init__(self, pools: abc.Sequence[BlockPool], groups: abc.Sequence[int]) -> None:
-        self._pools, self.groups = pools, groups
+    def __init__(self, pools: abc.Sequence[BlockPool], block_size: int, listener: BlockListener | None) -> None:
+        self._pools, self._block_size, self._listener = pools, block_size, listener
+        self.groups = [group for group, pool in enumerate(pools) if pool.holds_states]
 
     def num_missing(self, cache: SequenceCache, group: int) -> int:
         """Blocks that a sequence must take from a group before it computes another token."""
-        pool, blocks = self._pools[group], cache.tables[group].blocks if cache.tables else []
-        return int(holds_blocks_of(pool, cache) and (not blocks or pool.needs_copy(blocks, 0)))
+        blocks = cache.tables[group].blocks if cache.tables else []
+        return int(not cache.is_second_keys and (not blocks or self._pools[group].needs_copy(blocks, 0)))
 
     def make_writable(self, cache: SequenceCache) -> list[BlockCopy]:
         """Give the sequence a block that is not shared and cannot be matched; returns the copies to apply first."""
-        copies = []
+        copies: list[BlockCopy] = []
+        if cache.is_second_keys:
+            return copies
         for group in self.groups:
             pool, table = self._pools[group], cache.tables[group]
-            if not holds_blocks_of(pool, cache):
-                continue
             if not table.blocks:
                 table.append(pool.take(cache.private))
             elif pool.needs_copy(table.blocks, 0):
@@ -53,16 +54,15 @@ class RecurrentStateManager:
     def allocate_for_proposals(self, cache: SequenceCache, num_proposed: int) -> None:
         """Take a block for the state after each token of a step except the last; `num_proposed` of them are proposed."""
         for group in self.groups:
-            if holds_blocks_of(self._pools[group], cache):
-                for _ in range(num_proposed):
-                    cache.tables[group].append(self._pools[group].take(cache.private))
+            for _ in range(num_proposed):
+                cache.tables[group].append(self._pools[group].take(cache.private))
 
-    def checkpoint(self, cache: SequenceCache, block_size: int, num_inflight_tokens: int) -> list[BlockCopy]:
+    def checkpoint(self, cache: SequenceCache, num_inflight_tokens: int) -> list[BlockCopy]:
         """Copy the state after the in-flight tokens before later tokens modify it, if a block of tokens ends there.
 
         Returns the copies to apply between the two steps; none if no block is available.
         """
-        if (cache.num_slots + num_inflight_tokens) % block_size or not self._offers(cache):
+        if (cache.num_slots + num_inflight_tokens) % self._block_size or not self._offers(cache):
             return []
         if any(self._pools[group].num_available < 1 for group in self.groups):
             return []
@@ -84,18 +84,9 @@ class RecurrentStateManager:
             table.replace(0, chosen)
             while len(table.blocks) > 1:
                 table.pop()
-            for block in reversed(held):
-                if block != chosen:
-                    pool.release(block)
+            pool.release_all([block for block in held if block != chosen])
 
-    def cache_latest(
-        self,
-        cache: SequenceCache,
-        block_size: int,
-        listener: BlockListener | None,
-        advanced: int,
-        num_inflight_tokens: int,
-    ) -> None:
+    def cache_latest(self, cache: SequenceCache, advanced: int, num_inflight_tokens: int) -> None:
         """Offer the state at the end of the last full block of tokens to later prompts, if the sequence holds it.
 
         advanced: accepted tokens of the step. num_inflight_tokens: tokens that modify the sequence's first block meanwhile.
@@ -103,11 +94,11 @@ class RecurrentStateManager:
         """
         if not self._offers(cache):
             return
-        index, since = cache.num_slots // block_size - 1, cache.num_slots % block_size
+        index, since = cache.num_slots // self._block_size - 1, cache.num_slots % self._block_size
         has_several = len(cache.tables[self.groups[0]].blocks) > 1
         if index < 0 or since >= (advanced if has_several else 1) or (num_inflight_tokens and not has_several):
             return
-        slots, decoding = cache.num_slots - since, has_several or advanced < block_size
+        slots, decoding = cache.num_slots - since, has_several or advanced < self._block_size
         digest, previous = cache.chain.digests[index], cache.latest_state
         is_superseded = previous is not None and previous.while_decoding == decoding
         for group in self.groups:
@@ -116,26 +107,26 @@ class RecurrentStateManager:
             if previous is not None and is_superseded and previous.digest in pool.cached:
                 pool.evict_first(pool.cached[previous.digest])
         if previous is not None and not is_superseded:
-            self._notify_listener(previous, listener)
+            self._notify_listener(previous)
         cache.latest_state = LatestState(index, digest, decoding)
         if not decoding and slots // _STRIDE > (slots - advanced) // _STRIDE:
-            self.flush_latest(cache, listener)
+            self.flush_latest(cache)
 
     def _offers(self, cache: SequenceCache) -> bool:
         """Whether later prompts may find states of a sequence."""
         return bool(self.groups) and not cache.private and not cache.is_second_keys
 
-    def flush_latest(self, cache: SequenceCache, listener: BlockListener | None) -> None:
+    def flush_latest(self, cache: SequenceCache) -> None:
         """Retain the sequence's latest cached state: it is not superseded by a later one, and the listener is notified."""
         if cache.latest_state is not None:
-            self._notify_listener(cache.latest_state, listener)
+            self._notify_listener(cache.latest_state)
             cache.latest_state = None
 
-    def _notify_listener(self, state: LatestState, listener: BlockListener | None) -> None:
+    def _notify_listener(self, state: LatestState) -> None:
         for group in self.groups:
             block = self._pools[group].cached.get(state.digest)
-            if listener is not None and block is not None:
-                listener.offer(BlockKey(group, state.digest), block, state.index)
+            if self._listener is not None and block is not None:
+                self._listener.offer(BlockKey(group, state.digest), block, state.index)
 
 
 def _block_after(table: BlockTable, count: int) -> int:
@@ -149,5 +140,9 @@ def holds_blocks_of(pool: BlockPool, cache: SequenceCache) -> bool:
 
 
 def eviction_window(pool: BlockPool, cache: SequenceCache) -> int | None:
-    """The window outside which a sequence releases blocks of a pool; None: none are released before they are removed."""
-    return pool.window if pool.holds_states else cache.window_in(pool.window)
+    """The window outside which a sequence releases blocks of a pool; None: none are released before they are removed.
+
+    Attention sinks stay visible in a window wider than `sinks_window`, as their positions are nearer than their slots.
+    """
+    is_kept = pool.window is not None and pool.window > cache.sinks_window and not pool.holds_states
+    return None if is_kept else pool.window

@@ -8,6 +8,7 @@ prefix cache are unaffected. The model runner computes the angles.
 from __future__ import annotations
 
 from collections import abc
+from dataclasses import replace
 
 from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.cache.cache_operations import KeyRerotation
@@ -38,16 +39,20 @@ def rerotate(
     """
     original_copies: list[KeyRerotation] = []
     rerotations: list[KeyRerotation] = []
-    all_originals = cache.start_originals()
+    cache.originals = cache.originals or [OriginalKeys() for _ in cache.tables]
     size, computed, old = blocks.block_size, cache.num_slots, cache.specs
+
+    def copy_original(group: int, start: int, end: int, source: int, target: int) -> None:
+        whole = KeyRerotation(group, start, end, (source,), (target,), 0, old, old)
+        original_copies.extend(_split_at_runs(cache, size, whole))
+
     for group in _changing_groups(blocks, cache, specs):
-        pool, table, originals = blocks.pools[group], cache.tables[group], all_originals[group]
+        pool, table, originals = blocks.pools[group], cache.tables[group], cache.originals[group]
         retained, done = originals.blocks, originals.num_slots
         if done % size and retained[done // size] >= 0:
             # Tokens added to a block after its re-rotation: their originals join those of the block's older tokens.
             index, end = done // size, min(computed, (done // size + 1) * size)
-            source, target = [table.blocks[index]], [retained[index]]
-            original_copies += _rerotations(cache, group, (done, end), source, target, old, old, size)
+            copy_original(group, done, end, table.blocks[index], retained[index])
         for index, block, full in _new_blocks(cache, group, originals, size):
             if block < 0:
                 retained.append(-1)
@@ -58,8 +63,7 @@ def rerotate(
                 # More tokens will be written to this block, so its originals are copied to another one.
                 copy = pool.take(private=True)
                 retained.append(copy)
-                span = index * size, computed
-                original_copies += _rerotations(cache, group, span, [block], [copy], old, old, size)
+                copy_original(group, index * size, computed, block, copy)
                 if not pool.is_writable(block):
                     table.replace(index, pool.take(private=True))
                     pool.release(block)
@@ -68,9 +72,10 @@ def rerotate(
         start = 0
         for end, origin in originals.origins:
             column = slice(start // size, -(-end // size))
-            sources, targets = retained[column], table.blocks[column]
+            sources, targets = tuple(retained[column]), tuple(table.blocks[column])
             new = end == computed  # blocks that were re-rotated before have their values already
-            rerotations += _rerotations(cache, group, (start, end), sources, targets, origin, specs, size, values=new)
+            whole = KeyRerotation(group, start, end, sources, targets, 0, origin, specs, values=new)
+            rerotations += _split_at_runs(cache, size, whole)
             start = end
     cache.set_rerotated_specs(specs)
     return original_copies, rerotations
@@ -91,30 +96,7 @@ def _new_blocks(
         yield index, blocks[index], (index + 1) * size <= computed
 
 
-def _rerotations(
-    cache: SequenceCache,
-    group: int,
-    span: tuple[int, int],
-    sources: list[int],
-    targets: list[int],
-    origin: Specs,
-    specs: Specs,
-    size: int,
-    *,
-    values: bool = True,
-) -> abc.Iterator[KeyRerotation]:
-    """The rotations of one span of slots, one for each run. sources, targets: from the span's first block on."""
-    first = span[0] // size
-    for start, end, position in cache.layout.spans(*span):
-        column = slice(start // size - first, -(-end // size) - first)
-        yield KeyRerotation(
-            group=group,
-            start=start,
-            end=end,
-            sources=tuple(sources[column]),
-            targets=tuple(targets[column]),
-            first_position=position,
-            from_specs=origin,
-            to_specs=specs,
-            values=values,
-        )
+def _split_at_runs(cache: SequenceCache, size: int, rerotation: KeyRerotation) -> abc.Iterator[KeyRerotation]:
+    """One rotation for each run of slots, each with its first position."""
+    for start, end, position in cache.layout.spans(rerotation.start, rerotation.end):
+        yield replace(rerotation.part(start, end, size), first_position=position)

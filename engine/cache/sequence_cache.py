@@ -12,6 +12,7 @@ from collections import abc
 from dataclasses import dataclass, field, replace
 
 from windlass.engine.cache.cache_operations import NO_TABLE_CHANGES, TableChange, TableChanges
+from windlass.engine.cache.non_prefix_reuse import Passage
 from windlass.engine.cache.prefix_cache import HashChain, second_keys_root, shifted_digest
 from windlass.engine.rotary.attention_distances import PLAIN_DISTANCES
 from windlass.engine.rotary.rope_scaling import RotarySpec
@@ -36,28 +37,6 @@ class SlotRun:
     def offset(self) -> int:
         """Current position of a key minus its slot."""
         return self.position + self.shift - self.first_slot
-
-
-@dataclass(frozen=True, slots=True)
-class HeldPassage:
-    """A cached passage that a sequence attaches once all tokens before it are computed.
-
-    first, end: its tokens. num_repeated: tokens right before `first` that are computed although they are cached.
-    blocks: its blocks per KV group. digests: of these. offset: of token `first` in the first block. position: at which
-    the key of token `first` was rotated.
-    """
-
-    first: int
-    end: int
-    num_repeated: int
-    blocks: tuple[tuple[int, ...], ...]
-    digests: tuple[bytes, ...]
-    offset: int
-    position: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.first
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +76,7 @@ class SlotLayout:
 
     def is_no_wider_than(self, other: SlotLayout) -> bool:
         """Whether it needs no more key ranges and no more rotated query copies than `other`, with or without rotation of
-        moved keys."""
+        shifted keys."""
         return all(own <= others for own, others in zip(self._widths(), other._widths(), strict=True))
 
     def _widths(self) -> tuple[int, int, int]:
@@ -145,7 +124,7 @@ class SlotLayout:
         num_gap_closed = self.num_gap_closed + closed
         return SlotLayout(_merge_runs(runs), self.slot_offset - width, self.num_dropped + dropped, num_gap_closed)
 
-    def with_passage(self, num_slots: int, passage: HeldPassage, block_size: int) -> SlotLayout:
+    def with_passage(self, num_slots: int, passage: Passage, block_size: int) -> SlotLayout:
         """The layout with a passage after the first `num_slots` slots, in separate blocks.
 
         The next token's slot begins a block as well; the rest of the preceding block stays empty.
@@ -292,7 +271,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class ShiftedChain:
-    """Digests of blocks computed after moved keys. index: of the next logical block. digest: of the block before it.
+    """Digests of blocks computed after a shift or a reuse. index: of the next logical block. digest: of the block before it.
     layout: under which the next block is computed; None: the current one."""
 
     index: int
@@ -315,7 +294,7 @@ class SequenceCache:
     tables: per KV group; empty while nothing is held. num_computed_tokens: leading tokens whose keys are computed and
     cached, including those dropped since. num_shifts: number of context shifts. floor: number of slots below which a
     context shift never shrinks the sequence, so that blocks outside a window beyond them stay outside.
-    sinks_window: see `window_in`. specs: rotation of the cached keys, one per rotary group. originals: per KV group the
+    sinks_window: see `eviction_window`. specs: rotation of the cached keys, one per rotary group. originals: per KV group the
     keys as computed; empty before the first re-rotation. num_rerotations: of the current or last keys. private: blocks
     computed from now on never match a plain prefix. chain: digests of the full blocks before that. passages: held but
     not attached yet, in order. num_reused_passages, num_reused_tokens: attached so far. latest_state: the state cached
@@ -347,7 +326,7 @@ class SequenceCache:
         self.num_rerotations = 0
         self.num_shifts = 0
         self.num_reused_passages = self.num_reused_tokens = 0
-        self.passages: list[HeldPassage] = []
+        self.passages: list[Passage] = []
         self._shifted_chain: ShiftedChain | None = None
         self._swapped_out: tuple[int, list[tuple[int, int]]] | None = None
         self._restarted = True
@@ -377,7 +356,7 @@ class SequenceCache:
         """`layout.slot_offset` after all passages are attached."""
         layout = self.layout
         for passage in self.passages:
-            layout = layout.with_passage(passage.first + layout.slot_offset, passage, self.chain.block_size)
+            layout = layout.with_passage(passage.start + layout.slot_offset, passage, self.chain.block_size)
         return layout.slot_offset
 
     @property
@@ -395,13 +374,6 @@ class SequenceCache:
         if self._swapped_out is not None:
             return [length - dropped for length, dropped in self._swapped_out[1]]
         return [len(table.blocks) - table.num_dropped for table in self.tables]
-
-    def window_in(self, window: int | None) -> int | None:
-        """The window outside which it releases blocks of a KV group with `window`; None: it releases none.
-
-        Attention sinks stay visible in a window wider than `sinks_window`, as their positions are nearer than their slots.
-        """
-        return None if window is None or window > self.sinks_window else window
 
     def take_changes(self, *, whole: bool = False) -> TableChanges:
         """Changes of `all_tables` since the last call; whole tables for a new or restarted sequence, or with `whole`.
@@ -449,18 +421,18 @@ class SequenceCache:
             self._shifted_chain = ShiftedChain(index + 1, digest)
         return found
 
-    def attach_passage(self, token_ids: abc.Sequence[int]) -> HeldPassage:
+    def attach_passage(self, token_ids: abc.Sequence[int]) -> Passage:
         """Append the first of the passages, which begins with the next token, to the tables.
 
         `take_full_blocks` has been called before. Blocks computed from now on are private. Raises RuntimeError if the
         next token begins no passage.
         """
         passage, size = self.passages.pop(0), self.chain.block_size
-        if passage.first != self.num_computed_tokens or self.chain.scope is None:
+        if passage.start != self.num_computed_tokens or self.chain.scope is None:
             raise RuntimeError(f"token {self.num_computed_tokens} does not begin a passage")
         start = self._shifted_chain_start()
-        tail = token_ids[start.index * size - self.layout.slot_offset : passage.first]
-        numbers = passage.first, passage.end, passage.offset, passage.position
+        tail = token_ids[start.index * size - self.layout.slot_offset : passage.start]
+        numbers = passage.start, passage.end, passage.offset, passage.position
         digest = shifted_digest(start.digest, numbers, tail, passage.digests)
         self.layout = self.layout.with_passage(self.num_slots, passage, size)
         for table, blocks in zip(self.tables, passage.blocks, strict=True):
@@ -479,12 +451,6 @@ class SequenceCache:
             return self._shifted_chain
         count = self.num_slots // self.chain.block_size
         return ShiftedChain(count, self.chain.digests[count - 1] if count else self.chain.root)
-
-    def start_originals(self) -> list[OriginalKeys]:
-        """The originals of every KV group, created empty if there are none."""
-        if not self.originals:
-            self.originals = [OriginalKeys() for _ in self.tables]
-        return self.originals
 
     def remove_range(self, first_slot: int, end_slot: int, *, close_gap: bool, num_inflight_tokens: int = 0) -> None:
         """Remove slots [first_slot, end_slot), see `SlotLayout.with_range_removed`. Blocks computed from now on are private.

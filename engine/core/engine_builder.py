@@ -16,7 +16,7 @@ import torch
 
 from windlass._version import __version__
 from windlass.engine.cache.block_manager import BlockManager
-from windlass.engine.cache.block_store import BlockNamespace, BlockStore, HostSource, PersistFolder
+from windlass.engine.cache.block_store import BlockStore, PersistFolder
 from windlass.engine.cache.disk_tier import PersistCounters
 from windlass.engine.cache.host_tier import (
     CPUBlockTransfer,
@@ -189,19 +189,17 @@ def open_block_store(config: EngineConfig, models: LoadedModels, tensors: CacheT
     )
     folder = None
     if cache.persist is not None:
-        folder = PersistFolder(Path(cache.persist), cache.persist_size or PERSIST_SIZE, _origin(config, models))
-    counts = PersistCounters()
+        folder = _persist_folder(config, models, Path(cache.persist))
     if copies is None:
-        return BlockStore(folder, CPUBlockTransfer(planes), cache.block_size, counts)
+        return BlockStore(folder, CPUBlockTransfer(planes), cache.block_size)
     tier = None
     if cache.host_memory is not None:
-        tier = HostTier(pinned_rows_within(cache.host_memory, sizes), sizes, cache.block_size, counts)
+        tier = HostTier(pinned_rows_within(cache.host_memory, sizes), sizes, cache.block_size, PersistCounters())
     try:
         transfer = DeviceBlockTransfer(planes, copies, tier)
     except (MemoryError, RuntimeError) as error:
         raise LoadError(_out_of_memory_text(config, error, on_device=is_out_of_memory(error))) from None
-    host = None if tier is None else HostSource(tier, transfer, counts)
-    return BlockStore(folder, transfer, cache.block_size, counts, host)
+    return BlockStore(folder, transfer, cache.block_size)
 
 
 def _out_of_memory_text(config: EngineConfig, error: Exception, *, on_device: bool) -> str:
@@ -214,7 +212,7 @@ def _out_of_memory_text(config: EngineConfig, error: Exception, *, on_device: bo
     )
 
 
-def _origin(config: EngineConfig, models: LoadedModels) -> BlockNamespace:
+def _persist_folder(config: EngineConfig, models: LoadedModels, root: Path) -> PersistFolder:
     identity: list[object] = [_STORED_BLOCK_VERSION, __version__, torch.__version__, config.cache.block_size]
     files: list[Path] = []
     read: list[tuple[Path, bytes]] = []
@@ -238,7 +236,7 @@ def _origin(config: EngineConfig, models: LoadedModels) -> BlockNamespace:
     def is_current() -> bool:
         return all(weights_digest(directory) == digest for directory, digest in read)
 
-    return BlockNamespace(tuple(files), repr(identity), is_current)
+    return PersistFolder(root, config.cache.persist_size or PERSIST_SIZE, files, repr(identity), is_current)
 
 
 # -- the parts of an engine --------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class DraftCache(Generic[Progress]):
             return  # slots have moved since
         spans = [(max(first, each.start), min(item.start, each.end), each) for each in rerotations]
         self._rotator.apply_all(
-            rerotation.reversed(start, end, self._block_size) for start, end, rerotation in spans if start < end
+            rerotation.part(start, end, self._block_size).inverse() for start, end, rerotation in spans if start < end
         )
 
     def _draft_pages(self, swapped_out: SwappedPages) -> SwappedPages:

@@ -61,7 +61,7 @@ MAX_TIMING_SAMPLES = 1 << 16  # of each duration, stored until they are read: so
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PersistStats:
     """Counters of the disk tier and, on a GPU, of the host tier. A block belongs to one KV group."""
 

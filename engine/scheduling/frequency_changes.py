@@ -83,8 +83,8 @@ class FrequencyChanges:
             piece = seq.rerotations.pop(0)
             end = max((piece.start + limit) // size, piece.start // size + 1) * size
             if end < piece.end:
-                piece, rest = piece.split(end, size)
-                seq.rerotations.insert(0, rest)
+                seq.rerotations.insert(0, piece.part(end, piece.end, size))
+                piece = piece.part(piece.start, end, size)
             step.rerotations.append(piece)
             limit -= piece.end - piece.start
 

@@ -22,10 +22,10 @@ State of a waiting sequence, in fields of `Sequence` written only here (preempti
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from windlass.engine.cache.block_manager import BlockManager, ReuseLimits
+from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.cache.block_store import ArrivedBlock, Fetch, WantedBlock
 from windlass.engine.cache.cache_operations import LoadedBlock
 from windlass.engine.cache.non_prefix_reuse import PassageSearch
@@ -85,7 +85,7 @@ class KVRestorer:
 
     def wait(self, seconds: float) -> bool:
         """Wait until blocks have arrived or a fetch has ended. Returns False after `seconds`."""
-        return self._store.wait(self.fetches, seconds)
+        return self._store.reader.wait(self.fetches, seconds)
 
     def should_wait(self, seq: Sequence) -> bool:
         """Whether a sequence waits for blocks from the tiers instead of being admitted. Starts a fetch at the first call."""
@@ -97,7 +97,7 @@ class KVRestorer:
                 same = next((fetch for fetch in self.fetches if wanted[0].key in fetch.keys), None)
                 if same is not None:
                     same.num_waiting += 1
-                seq.fetch = same or self._store.fetch(wanted)
+                seq.fetch = same or self._store.reader.fetch(wanted)
                 self._waiting.append(_PendingRestore(seq, seq.fetch, cached, is_shared=same is not None))
         return seq.fetch is not None
 
@@ -192,10 +192,9 @@ class KVRestorer:
     def _wanted_passages(self, seq: Sequence, start: int) -> list[WantedBlock]:
         """Blocks of stored passages that are not cached. Those of group 0 come last, as they describe the passages."""
         found: dict[bytes, None] = {}
-        limits, rule, scope = self._reuse.limits(seq), seq.request.reuse, seq.cache.chain.scope
-        if limits is not None and rule is not None and rule.is_enabled and scope is not None:
-            at_least = max(rule.at_least, MIN_PASSAGE_TOKENS)
-            search = PassageSearch(max(limits.start, start), limits.end, at_least, rule.passages)
+        search, scope = self._reuse.search_of(seq), seq.cache.chain.scope
+        if search is not None and scope is not None:
+            search = replace(search, start=max(search.start, start))
             for passage in self._store.search(scope, seq.token_ids, search):
                 found |= dict.fromkeys(passage.digests)
         groups = reversed(list(enumerate(self._blocks.pools)))
@@ -209,7 +208,7 @@ class KVRestorer:
         """
         (group, digest), pool = block.key, self._blocks.pools[block.key.group]
         if digest in pool.cached or pool.num_available - before <= pool.num_blocks // 16:
-            self._store.drop([block.ticket])
+            self._store.transfer.drop(block.ticket)
             if digest not in pool.cached:
                 fetch.cancel()
             return []
@@ -245,7 +244,7 @@ class KVRestorer:
         restored = max(0, cached - waiting.num_cached)
         passages = [block.key for block in fetch.wanted if block.index is None and block.key.group == 0]
         restored += sum(key.digest in self._blocks.pools[0].cached for key in passages)
-        self._store.restored_tokens += restored * self._blocks.block_size
+        self._store.counts.restored_tokens += restored * self._blocks.block_size
 
     def _protect_chain(self, chain: abc.Sequence[bytes]) -> None:
         """Make the unused blocks of a text the last ones to be evicted, its tail first. Of its states, only the last one."""
@@ -273,12 +272,12 @@ class NonPrefixReuse:
 
     def find_passages(self, seq: Sequence) -> None:
         """Let a sequence whose cached prefix was just attached, and is not complete, hold the passages that it will reuse."""
-        limits, rule = self.limits(seq), seq.request.reuse
-        if limits is not None and rule is not None:
-            self._blocks.hold_passages(seq.cache, seq.token_ids, rule, limits)
+        search = self.search_of(seq)
+        if search is not None:
+            self._blocks.hold_passages(seq.cache, seq.token_ids, search)
 
-    def limits(self, seq: Sequence) -> ReuseLimits | None:
-        """Limits of the passages of a sequence.
+    def search_of(self, seq: Sequence) -> PassageSearch | None:
+        """The search for passages that a sequence may reuse.
 
         None if it did not request reuse, has produced output, requests prompt log-probabilities, must compute its entire
         prompt, has an attention window, or will be re-rotated.
@@ -286,6 +285,7 @@ class NonPrefixReuse:
         rule, context_limits = seq.request.reuse, seq.context_limits
         if (
             rule is None
+            or not rule.is_enabled
             or seq.num_output_tokens
             or seq.needs_full_prefill
             or seq.prompt_logprobs is not None
@@ -296,7 +296,15 @@ class NonPrefixReuse:
         longest = min(seq.num_prompt_tokens + seq.request.sampling.max_tokens, context_limits.longest)
         # No passage begins within the retained tokens: `shift` requires that their slots hold one token each.
         retained = context_limits.retained_blocks * context_limits.block_size
-        return ReuseLimits(retained, seq.num_prompt_tokens - 1, longest, context_limits.window)
+        return PassageSearch(
+            retained,
+            seq.num_prompt_tokens - 1,
+            max(rule.at_least, MIN_PASSAGE_TOKENS),
+            rule.passages,
+            rule.recompute,
+            longest,
+            context_limits.window,
+        )
 
     def attach_passage(self, seq: Sequence) -> None:
         """Attach the held passage that begins with the next token, if there is one."""

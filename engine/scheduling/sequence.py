@@ -111,7 +111,7 @@ class Sequence:
         uncomputed = min(self.num_uncomputed_tokens, num_free_slots(self.context_limits, self.cache))
         last = self.stage.last_length
         if self.cache.passages:
-            uncomputed = min(uncomputed, self.cache.passages[0].first - self.cache.num_computed_tokens)
+            uncomputed = min(uncomputed, self.cache.passages[0].start - self.cache.num_computed_tokens)
         if last is None or self.rotation.policy != "rotate":
             return uncomputed
         computed = self.cache.num_computed_tokens

@@ -244,7 +244,7 @@ class Told:
     def __init__(self) -> None:
         self.states: list[int] = []  # indices of blocks whose states were offered
 
-    def offer(self, key: BlockKey, block: int, index: int) -> None:
+    def offer(self, key: BlockKey, block: int, index: int, passage: object = None) -> None:
         if key.group == 1:
             self.states.append(index)
 

@@ -209,7 +209,6 @@ _WRITERS = {
     "hold",
     "take_full_blocks",
     "attach_passage",
-    "start_originals",
     "remove_range",
     "set_rerotated_specs",
     "release",

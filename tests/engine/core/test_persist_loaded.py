@@ -64,7 +64,7 @@ def put_late(core: EngineCore, puts: list[int]) -> None:
         taken.append(seconds)
         return take(seconds)
 
-    pages.put, write_queue.take, store.wait = late, counted, all_read  # type: ignore[method-assign]
+    pages.put, write_queue.take, store.reader.wait = late, counted, all_read  # type: ignore[method-assign]
 
 
 def test_a_block_is_not_written_before_its_bytes_are_there(tmp_path: Path) -> None:

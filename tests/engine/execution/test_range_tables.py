@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from windlass.engine.cache.sequence_cache import OPEN_END, HeldPassage, SlotLayout, SlotRun
+from windlass.engine.cache.non_prefix_reuse import Passage
+from windlass.engine.cache.sequence_cache import OPEN_END, SlotLayout, SlotRun
 from windlass.engine.execution.device_batch import DeviceQueryRanges
 from windlass.engine.execution.query_ranges import RangeTables, pad_range_tables, query_ranges
 from windlass.engine.rotary.attention_distances import PLAIN_DISTANCES
@@ -111,7 +112,7 @@ def random_layout(rng: random.Random) -> SlotLayout:
     layout, taken = SlotLayout.starting_at(0), rng.randrange(40)
     for _ in range(rng.randrange(1, 7)):
         if rng.random() < 0.6:
-            passage = HeldPassage(0, rng.randrange(1, 40), 0, (), (), rng.randrange(16), rng.choice((0, 7, 16, taken)))
+            passage = Passage(0, rng.randrange(1, 40), (), rng.randrange(16), rng.choice((0, 7, 16, taken)))
             layout = layout.with_passage(taken, passage, 16)
             taken = layout.runs[-1].first_slot
         elif taken >= 32:

@@ -7,7 +7,8 @@ import random
 import pytest
 from helpers.fake_executor import FakeExecutor, FakeRotation, add, make_request, make_scheduler
 
-from windlass.engine.cache.sequence_cache import OPEN_END, HeldPassage, SlotLayout, SlotRun
+from windlass.engine.cache.non_prefix_reuse import Passage
+from windlass.engine.cache.sequence_cache import OPEN_END, SlotLayout, SlotRun
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.context import ContextRule, ContextSizes, NonPrefixReuseParams
 from windlass.engine.interface.outputs import RequestOutput
@@ -186,12 +187,12 @@ def test_a_model_whose_context_cannot_move_refuses() -> None:
 
 
 def test_a_layout_with_a_passage() -> None:
-    passage = HeldPassage(10, 25, 0, ((7, 8, 9, 11, 12),), (b"",) * 5, offset=3, position=103)
+    passage = Passage(10, 25, (b"",) * 5, offset=3, position=103)
     layout = SlotLayout.starting_at(0).with_passage(10, passage, 4)
     assert layout.runs == (SlotRun(0, 10, 0), SlotRun(15, 30, 103, -93), SlotRun(32, OPEN_END, 25))
     assert layout.slot_offset == 7 and layout.first_position == 0 and not layout.is_plain
     assert [layout.stored_position(slot) for slot in (0, 15, 29, 32)] == [0, 103, 117, 25]
     # Another one follows directly: there is no run without slots between them.
-    following = layout.with_passage(32, HeldPassage(25, 29, 0, ((1,),), (b"",), offset=0, position=0), 4)
+    following = layout.with_passage(32, Passage(25, 29, (b"",), offset=0, position=0), 4)
     assert following.runs[2:] == (SlotRun(32, 36, 0, 25), SlotRun(36, OPEN_END, 29))
     assert following.slot_offset == 7

@@ -29,6 +29,7 @@ from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.interface.outputs import RequestOutput
 from windlass.engine.interface.request import EngineRequest
+from windlass.engine.scheduling import kv_restore
 from windlass.engine.scheduling.scheduler_output import SchedulerOutput, StepResult
 
 LAYOUTS = st.sampled_from(
@@ -433,7 +434,8 @@ def test_random_traffic_gives_the_oracles_tokens_and_balanced_books(
     examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert EOS < VOCAB
-    monkeypatch.setattr(passages_taken, "MIN_PASSAGE_TOKENS", 2)
+    for module in (passages_taken, kv_restore):
+        monkeypatch.setattr(module, "MIN_PASSAGE_TOKENS", 2)
     monkeypatch.setattr(passages_taken, "MAX_RUNS", 6)
     run_state_machine_as_test(
         SchedulerMachine,

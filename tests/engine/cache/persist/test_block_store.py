@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers.eventually import eventually
 
-from windlass.engine.cache.block_store import EVICTED, BlockNamespace, BlockStore, HostSource, PersistFolder
+from windlass.engine.cache.block_store import EVICTED, BlockStore, PersistFolder
 from windlass.engine.cache.disk_tier import PersistCounters
-from windlass.engine.cache.host_tier import CPUBlockTransfer, HostTier
+from windlass.engine.cache.host_tier import BlockTransfer, CPUBlockTransfer, HostBlock, HostTier
 from windlass.engine.cache.non_prefix_reuse import PassageRecord
 from windlass.engine.cache.prefix_cache import BlockKey
 
@@ -29,9 +29,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BlockStore
     monkeypatch.setattr("windlass.engine.cache.block_store._MAX_BACKOFF", 0.02)
     made: list[BlockStore] = []
 
-    def make(root: Path, weights: Path, is_current: Callable[[], bool], host: HostSource | None = None) -> BlockStore:
-        folder = PersistFolder(root, 1 << 30, BlockNamespace((weights,), "", is_current))
-        made.append(BlockStore(folder, PAGES, 4, PersistCounters(), host))
+    def make(root: Path, weights: Path, is_current: Callable[[], bool], transfer: BlockTransfer = PAGES) -> BlockStore:
+        made.append(BlockStore(PersistFolder(root, 1 << 30, [weights], "", is_current), transfer, 4))
         return made[-1]
 
     yield make
@@ -77,16 +76,22 @@ def test_weights_are_hashed_once_however_often_there_is_no_folder(
     assert len(asked) == 2
 
 
+class HostPages(CPUBlockTransfer):
+    """Pages that have a host tier."""
+
+    def read_host_block(self, block: HostBlock) -> list[Any]:
+        return self.read_block(0, 0, 0.0)
+
+
 class Host:
     """Host memory of `slots` blocks, with a folder that cannot be opened before `open`."""
 
     def __init__(self, opened: Callable[..., BlockStore], root: Path, slots: int) -> None:
-        self.counts = PersistCounters()
-        self.tier = HostTier(slots, PAGES.block_bytes, 4, self.counts)
-        pages: Any = SimpleNamespace(read_host_block=lambda block: PAGES.read_block(0, 0, 0.0))
+        pages = HostPages([[torch.zeros(2, 8, 4, 3)]])
+        self.tier = pages.tier = HostTier(slots, pages.block_bytes, 4, PersistCounters())
         self._folder = root / "kept"
         (root / "weights").write_bytes(b"x")
-        self.store = opened(self._folder, root / "weights", lambda: True, HostSource(self.tier, pages, self.counts))
+        self.store = opened(self._folder, root / "weights", lambda: True, pages)
 
     def compute(self, number: int) -> None:
         self.store.offer(key(number), number % 8, 0)
@@ -141,15 +146,15 @@ def test_what_a_plan_brings_in_waits_until_it_is_followed(opened: Callable[..., 
     store, waiting = host.store, host.store._write_queue._blocks
     store.note_loaded(0, 1)
     for number in (1, 2):
-        store.offer_passage(key(number), number, 0, PASSAGE)
+        store.offer(key(number), number, 0, PASSAGE)
     assert list(waiting) == [key(2)] and store.stats().waiting_blocks == 1
     assert store.take_saved() == []
-    store.offer_passage(key(3), 3, 0, PASSAGE)
+    store.offer(key(3), 3, 0, PASSAGE)
     assert list(waiting) == [key(2), key(3)]
     store.note_applied()
     assert list(waiting) == [key(2), key(3), key(1)]
     assert waiting[key(1)].full_since >= waiting[key(3)].full_since and waiting[key(1)].passage == PASSAGE
-    store.offer_passage(key(1), 1, 0, PASSAGE)  # a later step loads nothing into this block
+    store.offer(key(1), 1, 0, PASSAGE)  # a later step loads nothing into this block
     assert not store._write_queue._loading
 
 
@@ -159,7 +164,7 @@ def test_what_a_plan_brings_in_and_evicts_is_not_written(opened: Callable[..., B
     host.evict(2)
     for number in (1, 2):
         host.store.note_loaded(0, number)
-        host.store.offer_passage(key(number), number, 0, PASSAGE)
+        host.store.offer(key(number), number, 0, PASSAGE)
         host.store.withdraw(key(number), number, PASSAGE)
     assert host.store.take_saved() == []
     host.store.note_applied()

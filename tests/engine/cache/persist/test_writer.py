@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,12 +32,14 @@ class Writing:
     def __init__(self, root: Path, max_bytes: int = 1 << 30) -> None:
         self.counts, self.write_queue, self.known = PersistCounters(), WriteQueue(), TierIndex(4)
         self.folder = BlockDirectory(root, BlockFormat(b"n" * 32, PAGES.forms), max_bytes)
-        self._max_bytes = max_bytes
+        self._persist: Any = SimpleNamespace(directory=None, open=self._open, max_bytes=max_bytes)
+
+    def _open(self, *_: object) -> BlockDirectory:
+        self._persist.directory = self.folder
+        return self.folder
 
     def start(self) -> None:
-        self.writer = BlockFileWriter(
-            lambda _: self.folder, PAGES, self.write_queue, self.known, self.counts, self._max_bytes
-        )
+        self.writer = BlockFileWriter(self._persist, PAGES, self.write_queue, self.known, self.counts)
 
     def offer(self, number: int) -> None:
         self.write_queue.offer(QueuedBlock(key(number), number % 8, 0))

@@ -1,4 +1,4 @@
-"""Transfer of blocks between device pages and host memory: complete, and each copy after those it depends on."""
+"""Transfer of blocks between pages and host memory: complete, and each copy after those it depends on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.little_memory import NO_ROOM
@@ -201,10 +202,9 @@ def test_a_place_that_is_read_from_is_not_taken() -> None:
 def test_what_is_brought_in_and_evicted_by_one_plan_is_not_saved() -> None:
     """The block still has its previous content then."""
     made = Pages("bfloat16")
-    made.tier.note_loaded(0, 5)
-    assert not made.tier.admit(BlockKey(0, b"a" * 32), 5, None)
+    assert not made.tier.admit(BlockKey(0, b"a" * 32), 5, is_loading=True)
     assert made.tier.take_pending_saves() == [] and made.counts.host_lost_blocks == 0
-    assert made.tier.admit(BlockKey(0, b"a" * 32), 5, None)  # by the next step
+    assert made.tier.admit(BlockKey(0, b"a" * 32), 5)  # by the next step
 
 
 def test_whoever_reads_waits_for_the_plan_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,3 +274,25 @@ def test_no_more_is_taken_of_the_device_than_is_said(saves: bool, monkeypatch: p
         DeviceBlockTransfer(pages.planes, PlayedCopies(), pages.tier if saves else None)
         largest = sum(bytes_of_blocks(pages.planes))
         assert 0 < sum(one.nbytes for one in made) <= staging_bytes(largest, saves=saves)
+
+
+def test_what_is_known_of_a_passage_waits_for_its_first_block_and_no_longer() -> None:
+    """Repeatedly, and whether or not the first block brings the same record."""
+    digest, record = b"d" * 32, PassageRecord(b"p" * 32, 0, (1, 2, 3, 4), (b"me",))
+    tier = HostTier(4, [10, 10], 4, PersistCounters())
+    for passage in (None, record):
+        tier.admit(BlockKey(1, digest), 0, record)
+        assert tier._passages == {digest: record}
+        tier.admit(BlockKey(0, digest), 0, passage)
+        assert not tier._passages and tier.index.passage_of(BlockKey(0, digest)) == record
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_copy_stays_as_it_was_when_the_page_changes(layers: int) -> None:
+    planes = [torch.zeros(layers, 8, 4, 3), torch.zeros(layers, 8, 4, dtype=torch.int8)]
+    copies = CPUBlockTransfer([planes]).read_block(0, 5, 0.0)
+    for plane, copy in zip(planes, copies, strict=True):
+        assert copy.shape == (layers, plane[0, 0].nbytes) and copy.flags.c_contiguous
+        assert not np.shares_memory(copy, plane.view(torch.uint8).numpy())
+        plane.fill_(1)
+        assert not copy.any()
