@@ -9,8 +9,8 @@ from typing import Any
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.gguf.gguf_rope import Factors
 from windlass.engine.model.gguf.metadata_keys import ArchitectureKeys
-from windlass.engine.model.gguf.tensor_mapping import GGUFTensor
 from windlass.engine.model.loading.gguf_index import GGUFLayout
+from windlass.engine.model.loading.safetensors_header import TensorLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Architecture:
     other_families: tuple[Family, ...] = ()
     config_keys: Callable[[ArchitectureKeys, Mapping[str, Any]], dict[str, Any]] = lambda keys, config: {}
     understood_keys: tuple[str, ...] = ()
-    from_tensors: Callable[[Mapping[str, GGUFTensor]], dict[str, Any]] = lambda tensors: {}
+    from_tensors: Callable[[Mapping[str, TensorLocation]], dict[str, Any]] = lambda tensors: {}
     aliases: Mapping[str, str] = field(default_factory=dict)
     rope: Callable[[Mapping[str, Any], ArchitectureKeys], dict[str, Any]] = lambda rope, keys: dict(rope)
     rope_parameters: Callable[[ArchitectureKeys, Mapping[str, Any], Factors], dict[str, Any]] | None = None

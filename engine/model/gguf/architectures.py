@@ -49,8 +49,9 @@ from windlass.engine.model.gguf.metadata_keys import (
     local_layers,
     moe_config,
 )
-from windlass.engine.model.gguf.tensor_mapping import LAYER_TABLE, GGUFTensor
+from windlass.engine.model.gguf.tensor_mapping import LAYER_TABLE
 from windlass.engine.model.loading.gguf_index import GGUFLayout
+from windlass.engine.model.loading.safetensors_header import TensorLocation
 from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
 from windlass.engine.rotary.scaling_fields import format_value
 
@@ -210,7 +211,7 @@ def gemma4(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return found | moe_config(keys, used="top_k_experts") if experts else found
 
 
-def gemma4_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+def gemma4_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     """Whether keys are also values in full-attention layers, and the number of per-layer embeddings."""
     layer, found = 0, {"attention_k_eq_v": False}
     while f"blk.{layer}.attn_k.weight" in tensors and not found["attention_k_eq_v"]:
@@ -274,7 +275,7 @@ def _glm4_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, An
     return grouped_experts(keys)
 
 
-def _has_qk_norm(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+def _has_qk_norm(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     return {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
 
 
@@ -356,7 +357,7 @@ def _cohere2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any
     return local_and_global(4)(keys, config) | _logit_scale(keys, config)
 
 
-def _falcon(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+def _falcon(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     """The newer form of the family, of which the older one with one key head is a special case."""
     two = "blk.0.attn_norm_2.weight" in tensors
     return {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2 if two else 1}

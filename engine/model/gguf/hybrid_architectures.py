@@ -30,8 +30,9 @@ from windlass.engine.model.gguf.metadata_keys import (
     check_sigmoid_gating,
     moe_config,
 )
-from windlass.engine.model.gguf.tensor_mapping import GGUFTensor, first_layer_has_bias
+from windlass.engine.model.gguf.tensor_mapping import first_layer_has_bias
 from windlass.engine.model.loading.gguf_index import GGUFLayout
+from windlass.engine.model.loading.safetensors_header import TensorLocation
 from windlass.engine.rotary.rope_scaling import FULL_ATTENTION
 from windlass.engine.rotary.scaling_fields import format_value
 
@@ -93,7 +94,7 @@ def layer_types_of(keys: ArchitectureKeys, count: int, recurrent: str) -> list[s
     return found or [FULL_ATTENTION] * count
 
 
-def any_layer_has_bias(tensors: Mapping[str, GGUFTensor], name: str) -> bool:
+def any_layer_has_bias(tensors: Mapping[str, TensorLocation], name: str) -> bool:
     """Whether any layer has this bias: the first may be of another type."""
     return any(one.endswith(f".{name}.bias") for one in tensors)
 
@@ -224,7 +225,7 @@ def _granite_hybrid(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[s
     }
 
 
-def _granite_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+def _granite_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     return {
         "attention_bias": any_layer_has_bias(tensors, "attn_q"),
         "mamba_proj_bias": any_layer_has_bias(tensors, "ssm_in"),
@@ -285,7 +286,7 @@ def _falcon_h1(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _falcon_h1_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+def _falcon_h1_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     return {
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
         "mamba_conv_bias": first_layer_has_bias(tensors, "ssm_conv1d"),
@@ -329,11 +330,11 @@ def _lfm2_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _lfm2_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+def _lfm2_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     return {"conv_bias": any_layer_has_bias(tensors, "shortconv.in_proj")}
 
 
-def _lfm2_moe_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+def _lfm2_moe_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     return {**_lfm2_from_tensors(tensors), "use_expert_bias": any_layer_has_bias(tensors, "exp_probs_b")}
 
 
@@ -424,7 +425,7 @@ def _nemotron_h_layer_types(keys: ArchitectureKeys, count: int, feed_forward: st
     return found
 
 
-def _nemotron_h_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+def _nemotron_h_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     return {
         "mlp_bias": any_layer_has_bias(tensors, "ffn_up"),
         "use_bias": any_layer_has_bias(tensors, "ssm_in"),

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames, PlainMLPNames
 from windlass.engine.model.feed_forward.moe import MoESpec
 from windlass.engine.model.gguf.gguf_rope import FACTOR_TENSORS
-from windlass.engine.model.loading.safetensors_header import TensorHeader
+from windlass.engine.model.loading.safetensors_header import TensorLocation
 from windlass.engine.model.mixers.attention import AttentionSpec
 from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetNames, GatedDeltaNetSpec
 from windlass.engine.model.mixers.latent_attention import LatentNames, LatentSpec
@@ -55,28 +55,21 @@ _OF_HEADS = ("attn_k_b", "attn_v_b")  # of latent attention: all heads in one te
 _UNUSED = ("attn_rot_embd", "rope_freqs")  # unscaled frequencies, in each layer of old files
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFTensor(TensorHeader):
-    """A tensor of a model's files. file: index of its file."""
-
-    file: int = 0
-
-
-def first_layer_has_bias(tensors: Mapping[str, GGUFTensor], *names: str) -> bool:
+def first_layer_has_bias(tensors: Mapping[str, TensorLocation], *names: str) -> bool:
     """Whether the first layer has any of these biases."""
     return any(f"blk.0.{name}.bias" in tensors for name in names)
 
 
 def map_tensors(
-    tensors: Mapping[str, GGUFTensor], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None = None
-) -> dict[str, GGUFTensor]:
+    tensors: Mapping[str, TensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None = None
+) -> dict[str, TensorLocation]:
     """The tensors of the spec by their names in a checkpoint.
 
     tensors: of all files, by GGUF name. aliases: see `Architecture`; they apply if a layer has all of them. Raises LoadError
     for a tensor that is missing or has another shape, and for one that the decoder does not use, since the file would then
     describe another model.
     """
-    found: dict[str, GGUFTensor] = {}
+    found: dict[str, TensorLocation] = {}
     names = spec.names
     outer = {
         "token_embd": names.embedding,
@@ -102,7 +95,7 @@ def map_tensors(
 
 
 def layer_tensor_names(
-    tensors: Mapping[str, GGUFTensor], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None
+    tensors: Mapping[str, TensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None
 ) -> dict[str, str]:
     """Names of the tensors of a layer: llama.cpp's to this model's. tensors, aliases: as in `map_tensors`."""
     names = _layer_names(family, spec) | _convolution_names(spec) | _state_space_names(spec)
@@ -223,12 +216,12 @@ def _delta_names(own: GatedDeltaNetNames) -> dict[str, str]:
 
 def _renamed(
     name: str,
-    tensor: GGUFTensor,
+    tensor: TensorLocation,
     outer: Mapping[str, str],
     names: Mapping[str, str],
     family: Family,
     spec: ModelSpec,
-) -> Iterator[tuple[str, GGUFTensor]]:
+) -> Iterator[tuple[str, TensorLocation]]:
     """Checkpoint names and tensors for one tensor of the file; none if it is not used."""
     if name in outer:
         yield outer[name], tensor
@@ -248,8 +241,8 @@ def _in_block(name: str) -> tuple[int, str, str]:
 
 
 def map_layer_tensor(
-    name: str, tensor: GGUFTensor, prefix: str, layer: LayerSpec, names: Mapping[str, str], family: Family
-) -> Iterator[tuple[str, GGUFTensor]]:
+    name: str, tensor: TensorLocation, prefix: str, layer: LayerSpec, names: Mapping[str, str], family: Family
+) -> Iterator[tuple[str, TensorLocation]]:
     """Checkpoint names and tensors for one tensor of a layer; none if it is not used.
 
     prefix: of the layer's names in a checkpoint. names: see `layer_tensor_names`. Raises LoadError.
@@ -297,7 +290,7 @@ def _experts_of(layer: LayerSpec) -> MoESpec | None:
     return layer.feed_forward if isinstance(layer.feed_forward, MoESpec) else None
 
 
-def _of_experts(spec: MoESpec, what: str, tensor: GGUFTensor) -> list[tuple[str, GGUFTensor]] | None:
+def _of_experts(spec: MoESpec, what: str, tensor: TensorLocation) -> list[tuple[str, TensorLocation]] | None:
     """Names and tensors of a router, of experts or of the shared expert; None for other tensors."""
     names, shared = spec.names, spec.names.shared
     if what == "ffn_gate_inp":
@@ -337,7 +330,7 @@ def _parts(names: GatedMLPNames | PlainMLPNames) -> dict[str, str]:
     return {**gate, "up": names.up, "down": names.down}
 
 
-def _in_spec_order(found: dict[str, GGUFTensor], spec: ModelSpec) -> dict[str, GGUFTensor]:
+def _in_spec_order(found: dict[str, TensorLocation], spec: ModelSpec) -> dict[str, TensorLocation]:
     """The tensors in the order of the spec. Raises LoadError for one that is missing, surplus or of another shape."""
     result = {}
     for weight in spec.weights():
@@ -363,8 +356,8 @@ def has_mtp_block(block: int, tensors: Collection[str]) -> bool:
 
 
 def map_mtp_block(
-    tensors: Mapping[str, GGUFTensor], family: Family, spec: ModelSpec, block: int, aliases: Mapping[str, str]
-) -> dict[str, GGUFTensor]:
+    tensors: Mapping[str, TensorLocation], family: Family, spec: ModelSpec, block: int, aliases: Mapping[str, str]
+) -> dict[str, TensorLocation]:
     """The tensors of this block by the names of the spec. Unknown tensors keep their names, after the layer's prefix.
 
     tensors: of all files, by GGUF name. spec: of the MTP head, with the tensors that GGUF files have. aliases: as in
@@ -383,7 +376,7 @@ def map_mtp_block(
     if last and (norm := spec.layers[last].norms.mixer) is not None:
         names["post_attention_norm"] = norm
 
-    def renamed(name: str, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
+    def renamed(name: str, tensor: TensorLocation) -> Iterator[tuple[str, TensorLocation]]:
         what = name.removeprefix(begin)
         own = what.removeprefix("nextn.")
         if what == own:
@@ -394,7 +387,7 @@ def map_mtp_block(
         elif own not in _COPIES:
             yield f"{prefix}{what}", tensor
 
-    found: dict[str, GGUFTensor] = {}
+    found: dict[str, TensorLocation] = {}
     for name, tensor in tensors.items():
         if not name.startswith(begin):
             continue

@@ -24,7 +24,7 @@ from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
 from windlass.engine.model.families.multimodal import text_module_name
 from windlass.engine.model.loading.row_order import row_order
-from windlass.engine.model.loading.safetensors_header import SafetensorsHeader, read_header
+from windlass.engine.model.loading.safetensors_header import FileHeader, read_header
 from windlass.engine.model.loading.tensor_reader import read_tensors
 from windlass.engine.model.lora import Adapter
 from windlass.engine.model.model_spec import ModelSpec
@@ -320,7 +320,7 @@ def _read(directory: Path, described: PeftConfig, spec: ModelSpec, max_rank: int
 
 
 def _check_tensor_names(
-    header: SafetensorsHeader, known: dict[str, tuple[int, int]], described: PeftConfig
+    header: FileHeader, known: dict[str, tuple[int, int]], described: PeftConfig
 ) -> dict[str, tuple[str, str]]:
     """The names of A and B of every module in the file. Refuses shapes and types that do not match this model."""
     names: dict[str, dict[str, str]] = {}

@@ -17,7 +17,7 @@ from typing import Any
 from windlass.engine.errors import LoadError
 from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
 from windlass.engine.model.feed_forward.moe import MoESpec
-from windlass.engine.model.loading.safetensors_header import NUMBER_BYTES, TensorHeader
+from windlass.engine.model.loading.safetensors_header import NUMBER_BYTES, TensorLocation
 from windlass.engine.model.mixers.attention import AttentionSpec
 from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetSpec
 from windlass.engine.model.mixers.latent_attention import LatentSpec
@@ -115,11 +115,10 @@ _LAYOUT_KEYS = tuple(one.name for one in fields(GGUFLayout))
 
 @dataclass(frozen=True, slots=True)
 class GGUFIndex:
-    """files: absolute paths. tensors: by name. file_numbers: index into `files` of each tensor's file."""
+    """files: absolute paths. tensors: by name."""
 
     files: tuple[Path, ...]
-    tensors: Mapping[str, TensorHeader]
-    file_numbers: Mapping[str, int]
+    tensors: Mapping[str, TensorLocation]
     layout: GGUFLayout = field(default_factory=GGUFLayout)
 
     def types(self) -> list[str]:
@@ -216,19 +215,19 @@ def _fused_in_parts(layer: LayerSpec) -> LayerSpec:
     return replace(layer, mixer=replace(mixer, names=replace(mixer.names, qkv_order="parts")))
 
 
-def gguf_storages(tensors: Mapping[str, TensorHeader], *, plain: bool) -> dict[str, str]:
+def gguf_storages(tensors: Mapping[str, TensorLocation], *, plain: bool) -> dict[str, str]:
     """The storage of each matrix, by the tensor's name. plain: also of matrices of plain floats, which then keep their type."""
     matrices = {name: GGUF_TYPES.get(tensor.dtype) for name, tensor in tensors.items() if len(tensor.shape) > 1}
     return {name: kind.storage for name, kind in matrices.items() if kind is not None and (plain or not kind.is_plain)}
 
 
-def block_columns(tensors: Mapping[str, TensorHeader]) -> dict[str, int]:
+def block_columns(tensors: Mapping[str, TensorLocation]) -> dict[str, int]:
     """Columns of a block, by the names of the tensors in blocks."""
     kinds = {name: GGUF_TYPES[tensor.dtype] for name, tensor in tensors.items()}
     return {name: kind.elements for name, kind in kinds.items() if not kind.is_plain}
 
 
-def requantization_notice(tensors: Mapping[str, TensorHeader]) -> str | None:
+def requantization_notice(tensors: Mapping[str, TensorLocation]) -> str | None:
     """A notice on matrices whose types have no block format; None if there are none."""
     counts = Counter(
         tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1 and tensor.dtype in _DEQUANTIZED
@@ -262,17 +261,17 @@ def _parse_index(content: dict[str, Any]) -> GGUFIndex:
         raise ValueError
     files = tuple(_checked_file(entry) for entry in content["files"])
     sizes = [entry["size"] for entry in content["files"]]
-    tensors, file_numbers = {}, {}
+    tensors = {}
     for name, entry in content["tensors"].items():
-        header = TensorHeader(entry["type"], tuple(map(int, entry["shape"])), int(entry["begin"]), int(entry["end"]))
-        file_numbers[name] = int(entry["file"])
-        if not 0 <= header.begin <= header.end <= sizes[file_numbers[name]] or file_numbers[name] < 0:
+        number, shape = int(entry["file"]), tuple(map(int, entry["shape"]))
+        tensor = TensorLocation(name, files[number], entry["type"], shape, int(entry["begin"]), int(entry["end"]))
+        if not 0 <= tensor.begin <= tensor.end <= sizes[number] or number < 0:
             raise ValueError
-        _check_type(name, header, files[file_numbers[name]])
-        tensors[name] = header
+        _check_type(tensor)
+        tensors[name] = tensor
     required = {key: content[key] for key in ("interleaved", "norms_with_offset")}  # older files lack the other keys
     layout = GGUFLayout(**{key: bool(value) for key, value in (content | required).items() if key in _LAYOUT_KEYS})
-    return GGUFIndex(files, tensors, file_numbers, layout)
+    return GGUFIndex(files, tensors, layout)
 
 
 def _checked_file(entry: Mapping[str, Any]) -> Path:
@@ -286,17 +285,17 @@ def _checked_file(entry: Mapping[str, Any]) -> Path:
     return path
 
 
-def _check_type(name: str, header: TensorHeader, path: Path) -> None:
+def _check_type(tensor: TensorLocation) -> None:
     """Raises LoadError for an unknown type, or if the number of bytes does not match the shape."""
-    kind = GGUF_TYPES.get(header.dtype)
+    kind = GGUF_TYPES.get(tensor.dtype)
     if kind is None:
         raise LoadError(
-            f"{path}: tensor {name!r} has the type {header.dtype}, which cannot be read: give a file of another "
+            f"{tensor.file}: tensor {tensor.name!r} has the type {tensor.dtype}, which cannot be read: give a file of another "
             "quantization, Q4_K_M or Q8_0 for example"
         )
-    columns, num_bytes = (header.shape[-1] if header.shape else 1), header.end - header.begin
-    if columns % kind.elements or prod(header.shape) // kind.elements * kind.num_bytes != num_bytes:
+    columns, num_bytes = (tensor.shape[-1] if tensor.shape else 1), tensor.end - tensor.begin
+    if columns % kind.elements or prod(tensor.shape) // kind.elements * kind.num_bytes != num_bytes:
         raise LoadError(
-            f"{path}: tensor {name!r} of shape {list(header.shape)} and type {header.dtype} does not have the bytes it needs: "
-            "download the file again"
+            f"{tensor.file}: tensor {tensor.name!r} of shape {list(tensor.shape)} and type {tensor.dtype} does not have the "
+            "bytes it needs: download the file again"
         )

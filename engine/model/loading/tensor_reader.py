@@ -27,10 +27,10 @@ from torch import Tensor
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.gguf_index import GGUF_TYPES, GGUFIndex
 from windlass.engine.model.loading.safetensors_header import (
-    SafetensorsHeader,
-    TensorHeader,
+    FileHeader,
+    TensorLocation,
     read_header,
-    unstack_headers,
+    unstack_tensors,
 )
 
 # The smallest bit pattern of a number that is not finite, as an integer.
@@ -262,13 +262,13 @@ def read_tensors(
 
     Raises SafetensorError or OSError, which do not name the path, or LoadError.
     """
-    headers = {name: one for name, one in _checked_header(path).tensors.items() if not skip(name)}
-    yield from read_entries(path, apply_slices(_entries(unstack_headers(headers, stacks)), slices), destination)
+    tensors = {name: one for name, one in read_checked_header(path).tensors.items() if not skip(name)}
+    yield from read_entries(path, apply_slices(_entries(unstack_tensors(tensors, stacks)), slices), destination)
 
 
 def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:
     """Types and shapes of the file's tensors by name, and its metadata. Raises SafetensorError, OSError or LoadError."""
-    header = _checked_header(path)
+    header = read_checked_header(path)
     return {entry.name: (entry.dtype, entry.shape) for entry in _entries(header.tensors)}, header.metadata
 
 
@@ -291,44 +291,40 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mappi
         done += tensor.nbytes
 
 
-def _checked_header(path: Path) -> SafetensorsHeader:
+def read_checked_header(path: Path) -> FileHeader:
+    """The header of a safetensors file. Raises SafetensorError, OSError or LoadError."""
     with safe_open(path, framework="pt"):
         pass  # checks the header: lengths, offsets that overlap or leave holes, shapes that do not match their bytes
     return read_header(path)
 
 
-def _entries(headers: Mapping[str, TensorHeader]) -> list[TensorEntry]:
+def tensor_entry(tensor: TensorLocation) -> TensorEntry:
+    """The entry of a tensor; of one in blocks, uint8 [rows, bytes of a row]. Raises SafetensorError for other types."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is not None:
+        return TensorEntry(tensor.name, dtype, list(tensor.shape), tensor.begin)
+    if tensor.dtype not in GGUF_TYPES:
+        raise SafetensorError(f"tensor {tensor.name!r} has the type {tensor.dtype}, which is not supported")
+    rows = tensor.shape[:-1]
+    row_bytes = (tensor.end - tensor.begin) // max(1, prod(rows))
+    return TensorEntry(tensor.name, torch.uint8, [*rows, row_bytes], tensor.begin)
+
+
+def _entries(tensors: Mapping[str, TensorLocation]) -> list[TensorEntry]:
     """Entries in the order of their data."""
-    entries = []
-    for name, tensor in headers.items():
-        dtype = _DTYPES.get(tensor.dtype)
-        if dtype is None:
-            raise SafetensorError(f"tensor {name!r} has the type {tensor.dtype}, which is not supported")
-        entries.append(TensorEntry(name, dtype, list(tensor.shape), tensor.begin))
-    return sorted(entries, key=lambda entry: entry.offset)
+    return sorted(map(tensor_entry, tensors.values()), key=lambda entry: entry.offset)
 
 
 def read_gguf_tensors(
     index: GGUFIndex, destination: Destination, slices: Mapping[str, TensorSlice] | None = None
 ) -> Iterator[TensorChunk]:
-    """Every tensor of the index, file by file in the order of the data. A tensor in blocks is uint8 [rows, bytes of a row].
+    """Every tensor of the index, file by file in the order of the data.
 
     slices: of the tensors of which only a part is read. Raises LoadError.
     """
-    for number, path in enumerate(index.files):
-        here = [name for name in index.tensors if index.file_numbers[name] == number]
-        entries = [
-            _gguf_entry(name, index.tensors[name]) for name in sorted(here, key=lambda name: index.tensors[name].begin)
-        ]
+    for path in index.files:
+        here = {name: tensor for name, tensor in index.tensors.items() if tensor.file == path}
         try:
-            yield from read_entries(path, apply_slices(entries, slices), destination)
+            yield from read_entries(path, apply_slices(_entries(here), slices), destination)
         except OSError as error:
             raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
-
-
-def _gguf_entry(name: str, header: TensorHeader) -> TensorEntry:
-    if GGUF_TYPES[header.dtype].is_plain:
-        return TensorEntry(name, _DTYPES[header.dtype], list(header.shape), header.begin)
-    rows = header.shape[:-1]
-    row_bytes = (header.end - header.begin) // max(1, int(np.prod(rows)))
-    return TensorEntry(name, torch.uint8, [*rows, row_bytes], header.begin)

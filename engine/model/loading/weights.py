@@ -161,7 +161,7 @@ class _Checkpoint:
         names: Iterable[str],
         slices: Mapping[str, TensorSlice],
     ) -> None:
-        sources = quantized.sources if quantized is not None else {}
+        sources = quantized.sources if quantized is not None else ()
         self._skip = lambda name: name in sources or spec.ignores(name)
         self._stacks = {name.rpartition("[")[0] for name in names if name.endswith("]")}
         index = read_index(directory)
