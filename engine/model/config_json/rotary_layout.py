@@ -78,11 +78,14 @@ def normalize_rope_keys(config: Config, head_dim: int) -> dict[str, Any]:
     if chunks is not None:
         put("rope_scaling", "dual_chunk_attention_config", _dual_chunks(chunks))
     if config.get("rotary_dim") is not None:
-        dim = read_size(config, "rotary_dim")
-        share = dim / head_dim
-        # A share is read back as int(head_dim * share), which must not be rounded down below `dim`.
-        put("partial_rotary_factor", "rotary_dim", share if int(head_dim * share) == dim else math.nextafter(share, 2))
+        put("partial_rotary_factor", "rotary_dim", rotary_share(read_size(config, "rotary_dim"), head_dim))
     return result
+
+
+def rotary_share(rotary_dim: int, head_dim: int) -> float:
+    """`partial_rotary_factor` of a model that rotates this many dimensions; it is read back as int(head_dim * share)."""
+    share = rotary_dim / head_dim
+    return share if int(head_dim * share) == rotary_dim else math.nextafter(share, 2)
 
 
 def _dual_chunks(given: Config) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.rotary_layout import rotary_share
 from windlass.engine.model.families.family import ConfigFlag, Family
 from windlass.engine.model.families.spec_reader import read_spec
 from windlass.engine.model.gguf.architecture import Architecture
@@ -200,23 +201,16 @@ def _rotation(
         raise LoadError(
             f"{keys.key('rope.dimension_count')} must be an even number up to {head_dim}, the width of a head, got {rotary_dim}"
         )
-    share = rotary_dim / head_dim
-    if int(head_dim * share) != rotary_dim:
-        share = math.nextafter(share, 2)  # it is read back as int(head_dim * share)
     scaling = architecture.rope(read_rope(keys, factors, rotary_dim, config["max_position_embeddings"]), keys)
+    local_theta = None
     if family.rules.scales_full_attention_only:
-        plain = {"rope_type": "default", "rope_theta": scaling.get("rope_theta", family.rules.rope_theta)}
-        return {
-            "rope_parameters": {FULL_ATTENTION: scaling, SLIDING_ATTENTION: plain},
-            "partial_rotary_factor": share,
-        }
-    if family.rules.local_rope_theta is None:
-        return {"rope_parameters": scaling, "partial_rotary_factor": share}
-    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa") or _LOCAL_THETA}
-    return {
-        "rope_parameters": {FULL_ATTENTION: scaling, SLIDING_ATTENTION: local},
-        "partial_rotary_factor": share,
-    }
+        local_theta = scaling.get("rope_theta", family.rules.rope_theta)
+    elif family.rules.local_rope_theta is not None:
+        local_theta = keys.number("rope.freq_base_swa") or _LOCAL_THETA
+    if local_theta is not None:
+        local = {"rope_type": "default", "rope_theta": local_theta}
+        scaling = {FULL_ATTENTION: scaling, SLIDING_ATTENTION: local}
+    return {"rope_parameters": scaling, "partial_rotary_factor": rotary_share(rotary_dim, head_dim)}
 
 
 def _ignored_keys(keys: ArchitectureKeys, architecture: Architecture, config: Mapping[str, Any]) -> list[str]:

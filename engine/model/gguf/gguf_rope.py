@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.rotary_layout import rotary_share
 from windlass.engine.model.gguf.metadata_keys import ArchitectureKeys
 from windlass.engine.rotary import frequencies
 from windlass.engine.rotary.scaling_fields import format_value
@@ -58,13 +59,10 @@ def read_proportional_rope(keys: ArchitectureKeys, factors: Factors, head_dim: i
     plain = keys.text("rope.scaling.type") in (None, "none", "linear")
     if not plain or any((keys.number(key) or 1.0) != 1.0 for key in scales):
         raise LoadError(f"sets {keys.key('rope.scaling')}.*, and there is {FACTORS} as well: get another conversion")
-    share = rotated / pairs
-    if int(share * head_dim // 2) != rotated:
-        share = math.nextafter(share, 2)  # it is read back so
     return {
         "rope_type": "proportional",
         "rope_theta": required_theta(keys, "rope.freq_base"),
-        "partial_rotary_factor": share,
+        "partial_rotary_factor": rotary_share(2 * rotated, head_dim),
     }
 
 

@@ -72,6 +72,17 @@ def read_recurrent_sizes(keys: ArchitectureKeys) -> RecurrentSizes:
     return RecurrentSizes(heads, inner // heads, keys.size(_SSM_GROUPS), keys.size(_SSM_STATE), keys.size(_SSM_CONV))
 
 
+def mamba_keys(sizes: RecurrentSizes) -> dict[str, int]:
+    """The sizes under the names of Granite 4 and Falcon H1."""
+    return {
+        "mamba_n_heads": sizes.heads,
+        "mamba_d_head": sizes.head_dim,
+        "mamba_n_groups": sizes.groups,
+        "mamba_d_state": sizes.state_dim,
+        "mamba_d_conv": sizes.width,
+    }
+
+
 def attention_layers_only(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
     """The keys of the attention layers. count: number of layers."""
     return drop_zero_layers(keys, KV_HEADS, count)
@@ -205,23 +216,15 @@ def _granite_hybrid(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[s
     sizes, hidden = read_recurrent_sizes(keys), config["hidden_size"]
     if sizes.values % hidden:
         raise LoadError(f"recurrent layers have {sizes.values} values, which is not a multiple of the model's {hidden}")
-    experts = (
-        _granite_moe(keys, config)
-        if keys.count(EXPERT_COUNT)
-        else {**_multipliers(keys, config), "num_local_experts": 0}
-    )
+    dense = {**_multipliers(keys, config), "num_local_experts": 0}
     return {
-        **experts,
+        **(_granite_moe(keys, config) if keys.count(EXPERT_COUNT) else dense),
         "intermediate_size": keys.count(EXPERT_WIDTH) or config["intermediate_size"],
         "shared_intermediate_size": keys.count(SHARED_WIDTH) or config["intermediate_size"],
         "layer_types": layer_types_of(keys, config["num_hidden_layers"], STATE_SPACE),
         "position_embedding_type": "nope" if keys.raw(_ROTATES) is False else "rope",
-        "mamba_n_heads": sizes.heads,
-        "mamba_d_head": sizes.head_dim,
         "mamba_expand": sizes.values // hidden,
-        "mamba_n_groups": sizes.groups,
-        "mamba_d_state": sizes.state_dim,
-        "mamba_d_conv": sizes.width,
+        **mamba_keys(sizes),
     }
 
 
@@ -275,15 +278,7 @@ def _falcon_h1(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, A
             "by llama.cpp of July 2025 or later"
         )
     sizes = read_recurrent_sizes(keys)
-    return {
-        "mamba_n_heads": sizes.heads,
-        "mamba_d_head": sizes.head_dim,
-        "mamba_d_ssm": sizes.values,
-        "mamba_n_groups": sizes.groups,
-        "mamba_d_state": sizes.state_dim,
-        "mamba_d_conv": sizes.width,
-        "mamba_norm_before_gate": False,
-    }
+    return {**mamba_keys(sizes), "mamba_d_ssm": sizes.values, "mamba_norm_before_gate": False}
 
 
 def _falcon_h1_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
@@ -308,10 +303,6 @@ _CONV_WIDTH = "shortconv.l_cache"
 
 
 def _lfm2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_lfm2_layers(keys, config), "block_auto_adjust_ff_dim": False}
-
-
-def _lfm2_layers(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "layer_types": layer_types_of(keys, config["num_hidden_layers"], CONVOLUTION),
         "conv_L_cache": keys.size(_CONV_WIDTH),
@@ -322,7 +313,7 @@ def _lfm2_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, An
     """The file does not contain that weights are divided by their sum and not multiplied; llama.cpp does so."""
     check_sigmoid_gating(keys)
     return {
-        **_lfm2_layers(keys, config),
+        **_lfm2(keys, config),
         **moe_config(keys),
         "num_dense_layers": keys.count(DENSE_BLOCKS),
         "norm_topk_prob": True,
@@ -340,7 +331,7 @@ def _lfm2_moe_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, A
 
 _LFM2 = Architecture(
     LFM2,
-    config_keys=_lfm2,
+    config_keys=lambda keys, config: {**_lfm2(keys, config), "block_auto_adjust_ff_dim": False},
     understood_keys=(_CONV_WIDTH,),
     from_tensors=_lfm2_from_tensors,
     uniform_keys=attention_layers_only,
@@ -372,10 +363,6 @@ def _without_mtp(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
     further = keys.count("nextn_predict_layers")
     lists = {name: value for name in (KV_HEADS, DENSE_WIDTH) if isinstance(value := keys.raw(name), list)}
     return keys.replaced({name: value[:count] for name, value in lists.items() if len(value) == count + further})
-
-
-def _nemotron_h(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return _nemotron_h_layers(keys, config, FEED_FORWARD)
 
 
 def _nemotron_h_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -436,7 +423,7 @@ def _nemotron_h_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str,
 _NEMOTRON_H = Architecture(
     NEMOTRON_H,
     _INTERLEAVED,
-    config_keys=_nemotron_h,
+    config_keys=lambda keys, config: _nemotron_h_layers(keys, config, FEED_FORWARD),
     understood_keys=SIZE_KEYS,
     from_tensors=_nemotron_h_from_tensors,
     rope_parameters=lambda keys, config, factors: {},

@@ -8,7 +8,7 @@ is checked when it is loaded, since the model works without it. Reads no weights
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from windlass.engine.errors import LoadError
@@ -45,11 +45,8 @@ _BARE = (
     *("ssm_a", "ssm_d", "ssm_dt"),
 )
 
-_WITHOUT_ENDING = (
-    ".ssm_a",
-    ".ssm_d",
-    ".ssm_dt",
-)  # without ".weight" in GGUF files too, ssm_dt in those of some writers
+# Those without ".weight" in GGUF files too, ssm_dt in those of some writers.
+_WITHOUT_ENDING = (".ssm_a", ".ssm_d", ".ssm_dt")
 
 _OF_HEADS = ("attn_k_b", "attn_v_b")  # of latent attention: all heads in one tensor
 _UNUSED = ("attn_rot_embd", "rope_freqs")  # unscaled frequencies, in each layer of old files
@@ -61,7 +58,7 @@ def first_layer_has_bias(tensors: Mapping[str, TensorLocation], *names: str) -> 
 
 
 def map_tensors(
-    tensors: Mapping[str, TensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None = None
+    tensors: Mapping[str, TensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str]
 ) -> dict[str, TensorLocation]:
     """The tensors of the spec by their names in a checkpoint.
 
@@ -71,11 +68,7 @@ def map_tensors(
     """
     found: dict[str, TensorLocation] = {}
     names = spec.names
-    outer = {
-        "token_embd": names.embedding,
-        "output_norm": names.final_norm or "",
-        "output": names.head,
-    }
+    outer = {"token_embd": names.embedding, "output_norm": names.final_norm or "", "output": names.head}
     if names.final_norm == _MISNAMED:
         outer["token_embd_norm"] = names.final_norm
     outer = {f"{name}.{suffix}": f"{known}.{suffix}" for name, known in outer.items() for suffix in ("weight", "bias")}
@@ -85,7 +78,14 @@ def map_tensors(
     for name, tensor in tensors.items():
         if name in FACTOR_TENSORS:
             continue
-        for new, part in _renamed(name, tensor, outer, layer_names, family, spec):
+        renamed: Iterable[tuple[str, TensorLocation]]
+        if name in outer:
+            renamed = [(outer[name], tensor)]
+        elif (index := _in_block(name)[0]) < len(spec.layers):
+            renamed = map_layer_tensor(tensor, spec, index, layer_names, family)
+        else:  # the MTP head, see `map_mtp_block`
+            continue
+        for new, part in renamed:
             if new.startswith(spec.unused_tensors):
                 continue
             if new in found:
@@ -95,7 +95,7 @@ def map_tensors(
 
 
 def layer_tensor_names(
-    tensors: Mapping[str, TensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None
+    tensors: Mapping[str, TensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str]
 ) -> dict[str, str]:
     """Names of the tensors of a layer: llama.cpp's to this model's. tensors, aliases: as in `map_tensors`."""
     names = _layer_names(family, spec) | _convolution_names(spec) | _state_space_names(spec)
@@ -214,23 +214,6 @@ def _delta_names(own: GatedDeltaNetNames) -> dict[str, str]:
     }
 
 
-def _renamed(
-    name: str,
-    tensor: TensorLocation,
-    outer: Mapping[str, str],
-    names: Mapping[str, str],
-    family: Family,
-    spec: ModelSpec,
-) -> Iterator[tuple[str, TensorLocation]]:
-    """Checkpoint names and tensors for one tensor of the file; none if it is not used."""
-    if name in outer:
-        yield outer[name], tensor
-        return
-    index, _, _ = _in_block(name)
-    if index < len(spec.layers):  # the block after the layers is the MTP head, see `map_mtp_block`
-        yield from map_layer_tensor(name, tensor, spec.names.layer(index), spec.layers[index], names, family)
-
-
 def _in_block(name: str) -> tuple[int, str, str]:
     """Index of the block of a tensor, the name within the block, and its ending. Raises LoadError for other names."""
     matched = _LAYER.fullmatch(f"{name}.weight" if name.endswith(_WITHOUT_ENDING) else name)
@@ -241,12 +224,13 @@ def _in_block(name: str) -> tuple[int, str, str]:
 
 
 def map_layer_tensor(
-    name: str, tensor: TensorLocation, prefix: str, layer: LayerSpec, names: Mapping[str, str], family: Family
+    tensor: TensorLocation, spec: ModelSpec, index: int, names: Mapping[str, str], family: Family
 ) -> Iterator[tuple[str, TensorLocation]]:
-    """Checkpoint names and tensors for one tensor of a layer; none if it is not used.
+    """Checkpoint names and tensors for one tensor of the layer with this index; none if it is not used.
 
-    prefix: of the layer's names in a checkpoint. names: see `layer_tensor_names`. Raises LoadError.
+    names: see `layer_tensor_names`. Raises LoadError.
     """
+    name, prefix, layer = tensor.name, spec.names.layer(index), spec.layers[index]
     _, what, suffix = _in_block(name)
     mixer = layer.mixer
     if what in _UNUSED:
@@ -380,8 +364,7 @@ def map_mtp_block(
         what = name.removeprefix(begin)
         own = what.removeprefix("nextn.")
         if what == own:
-            index = 0 if what.startswith("attn_") else last
-            yield from map_layer_tensor(name, tensor, spec.names.layer(index), spec.layers[index], names, family)
+            yield from map_layer_tensor(tensor, spec, 0 if what.startswith("attn_") else last, names, family)
         elif own in around:
             yield f"{around[own]}.weight", tensor
         elif own not in _COPIES:

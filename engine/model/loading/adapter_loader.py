@@ -23,9 +23,9 @@ from torch import Tensor
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
 from windlass.engine.model.families.multimodal import text_module_name
-from windlass.engine.model.loading.row_order import row_order
 from windlass.engine.model.loading.safetensors_header import FileHeader, read_header
 from windlass.engine.model.loading.tensor_reader import read_tensors
+from windlass.engine.model.loading.weights import row_order
 from windlass.engine.model.lora import Adapter
 from windlass.engine.model.model_spec import ModelSpec
 from windlass.engine.model.weight_spec import WeightSpec

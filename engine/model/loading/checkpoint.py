@@ -165,11 +165,6 @@ def read_headers(directory: Path) -> dict[str, TensorLocation]:
     return found
 
 
-def matrix_types(headers: dict[str, TensorLocation]) -> set[str]:
-    """The types in which a checkpoint stores its matrices."""
-    return {tensor.dtype for tensor in headers.values() if len(tensor.shape) > 1}
-
-
 def weight_files(directory: Path) -> list[Path]:
     """The files with the weights, and gguf.json, which maps GGUF files to tensors. Raises LoadError."""
     index = directory / GGUF_INDEX

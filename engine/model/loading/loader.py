@@ -20,8 +20,8 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
 from windlass.engine.model.loading.device_selection import choose_device, free_memory, is_out_of_memory
-from windlass.engine.model.loading.draft_model import MTPPart, draft_config, draft_errors, mtp_part
-from windlass.engine.model.loading.preflight import ModelToLoad, check_replicas, prepare_model
+from windlass.engine.model.loading.draft_model import MTPPart, for_draft
+from windlass.engine.model.loading.preflight import DeviceCapabilities, ModelToLoad, check_replicas, prepare_model
 from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint
 from windlass.engine.model.loading.sentence_transformers_files import read_pooling
 from windlass.engine.model.loading.weights import Progress, load_weights
@@ -149,15 +149,10 @@ def load_model(
     shared, free = _shared_weights(config, device), free_memory(device)
     if free is not None:  # the memory of shared weights is allocated already
         free += sum(kernels.SharedWeights(number).num_bytes for number in config.loading.shared_memory)
-    prepared = prepare_model(
-        config,
-        str(device),
-        reads_narrow=kernels.reads_16bit_weights(device),
-        multiplies_narrow=kernels.has_native_bf16(device),
-        free=free,
-        rank=rank,
-        part=part,
+    capabilities = DeviceCapabilities(
+        str(device), kernels.reads_16bit_weights(device), kernels.has_native_bf16(device), free
     )
+    prepared = prepare_model(config, capabilities, rank=rank, part=part)
     shard, notices = prepared.shard, tuple[str, ...]()
     ranks = _rank_group(shard, placement, device)
     try:
@@ -234,13 +229,13 @@ def _pooling(directory: Path, spec: ModelSpec) -> PoolingDefaults:
 
 def load_draft(config: EngineConfig, model: LoadedModel, progress: Progress | None = None) -> LoadedModel | None:
     """The draft model or the model's MTP head; None if the configuration has neither."""
-    own, speculation = draft_config(config), config.scheduling.speculation
-    if own is None:
+    draft = for_draft(
+        config,
+        lambda own, part: load_model(own, progress, base_model=None if part is None else model.decoder, part=part),
+    )
+    if draft is None:
         return None
-    part = mtp_part(speculation)
-    with draft_errors(speculation):
-        draft = load_model(own, progress, base_model=None if part is None else model.decoder, part=part)
-    if speculation.mtp:  # the model has the notices on its files
+    if config.scheduling.speculation.mtp:  # the model has the notices on its files
         return replace(draft, notices=())
     return replace(draft, notices=tuple(f"the draft model: {notice}" for notice in draft.notices))
 

@@ -210,7 +210,7 @@ def check_tensors(
 ) -> None:
     """Raise LoadError for tensors that are missing, surplus, or of another shape or type."""
     expected = {tensor.name: tensor.shape(weight) for weight in spec.weights() for tensor in weight.stored}
-    found = gguf.tensors if gguf is not None else unstack_tensors(headers, _stacks(expected))
+    found = gguf.tensors if gguf is not None else unstack_tensors(headers, expected)
     read = quantized.tensors if quantized is not None else {}
     sources: Collection[str] = quantized.sources if quantized is not None else ()
     surplus = []
@@ -231,20 +231,16 @@ def check_tensors(
                 "quantized in a way that config.json does not name; download config.json again, or take the unquantized model"
             )
     if surplus:
+        them = "it" if len(surplus) == 1 else "them"
         raise LoadError(
             f"{directory}: unexpected {_quote_names('tensor', surplus)}: this architecture has no place for "
-            f"{_them(surplus)}: take the config.json that belongs to the checkpoint"
+            f"{them}: take the config.json that belongs to the checkpoint"
         )
     if missing := [name for name in expected if name not in found and name not in read]:
         are = "is" if len(missing) == 1 else "are"
         raise LoadError(
             f"{directory}: {_quote_names('tensor', missing)} {are} missing: the checkpoint is incomplete: download it again"
         )
-
-
-def _stacks(names: Collection[str]) -> set[str]:
-    """Names of the tensors whose parts are "name[0]" and so on."""
-    return {name.rpartition("[")[0] for name in names if name.endswith("]")}
 
 
 def _is_allowed(name: str, spec: ModelSpec, quantized: QuantizedCheckpoint | None) -> bool:
@@ -258,10 +254,6 @@ def _quote_names(what: str, names: list[str]) -> str:
         return f"{what} {names[0]!r}"
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return f"{what}s {', '.join(map(repr, names[:_MAX_NAMED]))}{more}"
-
-
-def _them(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"
 
 
 _SCALING, _LADDER = "`rotary.scaling`", "`rotary.ladder`"  # config fields, for errors

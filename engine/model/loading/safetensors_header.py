@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -94,8 +94,9 @@ class FileHeader:
     metadata: Mapping[str, Any] = field(repr=False)
 
 
-def unstack_tensors(tensors: Mapping[str, TensorLocation], stacks: Container[str]) -> dict[str, TensorLocation]:
-    """The tensors with the parts of each tensor of `stacks` in its place: "name[0]", "name[1]" and so on."""
+def unstack_tensors(tensors: Mapping[str, TensorLocation], wanted: Collection[str]) -> dict[str, TensorLocation]:
+    """The tensors, with all parts in place of one whose parts "name[0]", "name[1]" and so on are wanted."""
+    stacks = {name.rpartition("[")[0] for name in wanted if name.endswith("]")}
     found: dict[str, TensorLocation] = {}
     for name, tensor in tensors.items():
         parts = tensor.unstack() if name in stacks and tensor.shape else [tensor]

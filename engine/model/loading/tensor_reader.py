@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -252,18 +252,18 @@ def read_tensors(
     path: Path,
     destination: Destination,
     skip: Callable[[str], bool] = lambda name: False,
-    stacks: Container[str] = (),
+    wanted: Collection[str] = (),
     slices: Mapping[str, TensorSlice] | None = None,
 ) -> Iterator[TensorChunk]:
     """Every tensor of the file, in the order of its data, like `read_entries`.
 
-    skip: whether a tensor is not read, by its name. stacks: names of tensors that are read as one tensor for each index of
-    their first dimension, "name[0]" and so on. slices: of the tensors of which only a part is read.
+    skip: whether a tensor is not read, by its name. wanted: names that include those of parts of a tensor along its first
+    dimension, "name[0]" and so on, which are read in its place. slices: of the tensors of which only a part is read.
 
     Raises SafetensorError or OSError, which do not name the path, or LoadError.
     """
     tensors = {name: one for name, one in read_checked_header(path).tensors.items() if not skip(name)}
-    yield from read_entries(path, apply_slices(_entries(unstack_tensors(tensors, stacks)), slices), destination)
+    yield from read_entries(path, apply_slices(_entries(unstack_tensors(tensors, wanted)), slices), destination)
 
 
 def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:

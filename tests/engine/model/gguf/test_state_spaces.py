@@ -96,7 +96,7 @@ def test_a_published_file() -> None:
     states = tuple(i for i in range(42) if i not in attending + dense)
     assert spec.state_group == StateGroupSpec(states, 9728, 4, 96, 128, 80)
     held = to_gguf_spec(spec, GGUFLayout())
-    assert len(map_tensors(tensors, facts.family, held)) == len(tensors) == 263
+    assert len(map_tensors(tensors, facts.family, held, {})) == len(tensors) == 263
 
 
 @pytest.mark.parametrize("family", [FALCON[0], NEMOTRON[0], NEMOTRON[2]])

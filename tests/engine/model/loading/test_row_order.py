@@ -16,8 +16,7 @@ from windlass.engine.cache.kv_cache_spec import KVGroupSpec
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
 from windlass.engine.model.forward_batch import ForwardBatch
-from windlass.engine.model.loading.row_order import half_split_order, row_order, swapped_order
-from windlass.engine.model.loading.weights import load_weights
+from windlass.engine.model.loading.weights import half_split_order, load_weights, row_order, swapped_order
 from windlass.engine.model.mixers.attention import AttentionNames, AttentionSpec
 from windlass.engine.model.model_spec import LayerSpec, ModelSpec
 from windlass.engine.model.weight_spec import FusedHeads, InterleavedHeads, InterleavedParts, StoredTensor
