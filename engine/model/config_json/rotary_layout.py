@@ -323,7 +323,7 @@ def _read_group(config: Config, rules: ConfigRules, name: str, given: dict[str, 
         given["original_max_position_embeddings"] = original
     fallback = rules.rope_theta if name == FULL_ATTENTION else rules.local_rope_theta or rules.rope_theta
     theta = given.pop("rope_theta", fallback) if kind == "learned" else given.setdefault("rope_theta", fallback)
-    base = _read_base(config, rules, partial, kind, _head_dim_of(config, rules, name))
+    base = _read_base(config, rules, partial, kind, _head_dim(config, rules, name))
     label = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     label = f"{label}.{name}" if name in (config.get(label) or ()) else label
     try:
@@ -353,15 +353,11 @@ def _drop_without_effect(given: dict[str, Any], kind: Any) -> None:
             given.pop(key, None)
 
 
-def _head_dim(config: Config, rules: ConfigRules) -> int:
+def _head_dim(config: Config, rules: ConfigRules, name: str | None = None) -> int:
+    """Head dimension of the layers of the group with this name; None: of those without another one."""
     heads = read_size(config, "num_attention_heads", rules.num_attention_heads)
     hidden = read_size(config, "hidden_size", rules.hidden_size)
-    return read_size(config, rules.head_dim_key, rules.head_dim or hidden // heads, most=_MOST_HEAD_DIM)
-
-
-def _head_dim_of(config: Config, rules: ConfigRules, name: str) -> int:
-    """Head dimension of the layers of a group."""
-    own = _head_dim(config, rules)
+    own = read_size(config, rules.head_dim_key, rules.head_dim or hidden // heads, most=_MOST_HEAD_DIM)
     if rules.full_head_dim_key is None or name != FULL_ATTENTION:
         return own
     return read_size(config, rules.full_head_dim_key, rules.full_head_dim or own, most=_MOST_HEAD_DIM)

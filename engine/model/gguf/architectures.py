@@ -28,10 +28,7 @@ from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3, OLMOE
 from windlass.engine.model.families.phi import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from windlass.engine.model.gguf.architecture import Architecture
-from windlass.engine.model.gguf.gguf_rope import Factors, read_proportional_rope, required_theta
-from windlass.engine.model.gguf.hybrid_architectures import HYBRID_ARCHITECTURES
-from windlass.engine.model.gguf.metadata_keys import (
+from windlass.engine.model.gguf.architecture import (
     DENSE_BLOCKS,
     DENSE_WIDTH,
     EXPERT_COUNT,
@@ -43,12 +40,16 @@ from windlass.engine.model.gguf.metadata_keys import (
     SIGMOID,
     SOFTMAX,
     WINDOW,
+    Architecture,
     ArchitectureKeys,
+    Factors,
     check_sigmoid_gating,
     local_and_global,
     local_layers,
     moe_config,
 )
+from windlass.engine.model.gguf.gguf_rope import read_proportional_rope, required_theta
+from windlass.engine.model.gguf.hybrid_architectures import HYBRID_ARCHITECTURES
 from windlass.engine.model.gguf.tensor_mapping import LAYER_TABLE
 from windlass.engine.model.loading.gguf_index import GGUFLayout
 from windlass.engine.model.loading.safetensors_header import TensorLocation

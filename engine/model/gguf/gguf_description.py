@@ -17,11 +17,10 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.rotary_layout import rotary_share
 from windlass.engine.model.families.family import ConfigFlag, Family
 from windlass.engine.model.families.spec_reader import read_spec
-from windlass.engine.model.gguf.architecture import Architecture
+from windlass.engine.model.gguf.architecture import Architecture, ArchitectureKeys, Factors, decimal
 from windlass.engine.model.gguf.architectures import find_architecture, mla_sizes
 from windlass.engine.model.gguf.gguf_reader import read_header
-from windlass.engine.model.gguf.gguf_rope import FACTOR_TENSORS, Factors, read_rope
-from windlass.engine.model.gguf.metadata_keys import ArchitectureKeys, decimal
+from windlass.engine.model.gguf.gguf_rope import FACTOR_TENSORS, read_rope
 from windlass.engine.model.gguf.tensor_mapping import (
     EMBEDDING,
     HEAD,

@@ -6,18 +6,16 @@ Reads the `rope.*` keys and the tensors of per-frequency factors. The result is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.rotary_layout import rotary_share
-from windlass.engine.model.gguf.metadata_keys import ArchitectureKeys
+from windlass.engine.model.gguf.architecture import ArchitectureKeys, Factors
 from windlass.engine.rotary import frequencies
 from windlass.engine.rotary.scaling_fields import format_value
 
 FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTOR_TENSORS = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
-Factors: TypeAlias = Mapping[str, tuple[float, ...]]
 _THETA = 10_000.0
 
 # Parameters of every Llama 3: only `factor` differs. Frequencies depend only on the quotients of these three.

@@ -17,8 +17,7 @@ from windlass.engine.model.families.granite import GRANITE, GRANITE4, GRANITE_MO
 from windlass.engine.model.families.lfm2 import CONVOLUTION, LFM2, LFM2_MOE
 from windlass.engine.model.families.nemotron_h import EXPERTS, FEED_FORWARD, NEMOTRON_H
 from windlass.engine.model.families.qwen import LINEAR_ATTENTION, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from windlass.engine.model.gguf.architecture import Architecture
-from windlass.engine.model.gguf.metadata_keys import (
+from windlass.engine.model.gguf.architecture import (
     DENSE_BLOCKS,
     DENSE_WIDTH,
     EXPERT_COUNT,
@@ -26,6 +25,7 @@ from windlass.engine.model.gguf.metadata_keys import (
     EXPERTS_USED,
     GATING,
     SHARED_WIDTH,
+    Architecture,
     ArchitectureKeys,
     check_sigmoid_gating,
     moe_config,
