@@ -187,11 +187,9 @@ def local_and_global(interval: int) -> Callable[[ArchitectureKeys, Mapping[str, 
 
 # llama.cpp's keys and numbers for mixtures of experts.
 EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
-SHARED_WIDTH, DENSE_WIDTH, DENSE_BLOCKS = (
-    "expert_shared_feed_forward_length",
-    "feed_forward_length",
-    "leading_dense_block_count",
-)
+SHARED_WIDTH, DENSE_WIDTH = "expert_shared_feed_forward_length", "feed_forward_length"
+DENSE_BLOCKS = "leading_dense_block_count"
+EXPERT_KEYS = (EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH)
 GATING = "expert_gating_func"
 SOFTMAX, SIGMOID = 1, 2
 

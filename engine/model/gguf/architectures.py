@@ -32,6 +32,7 @@ from windlass.engine.model.gguf.architecture import (
     DENSE_BLOCKS,
     DENSE_WIDTH,
     EXPERT_COUNT,
+    EXPERT_KEYS,
     EXPERT_WIDTH,
     EXPERTS_USED,
     GATING,
@@ -61,7 +62,7 @@ from windlass.engine.rotary.scaling_fields import format_value
 _PER_FACTOR = 0.1  # coefficient of YaRN's attention factor, included in the file's multiplier
 
 GROUPED_EXPERTS_KEYS = (
-    *(DENSE_BLOCKS, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH, GATING, "expert_shared_count", "expert_weights_scale"),
+    *(*EXPERT_KEYS, DENSE_BLOCKS, GATING, "expert_shared_count", "expert_weights_scale"),
     *("expert_weights_norm", "expert_group_count", "expert_group_used_count"),
 )
 
@@ -83,7 +84,6 @@ def mla_family(keys: ArchitectureKeys) -> Family:
 
 
 def mla_sizes(keys: ArchitectureKeys) -> dict[str, int | None]:
-    """The widths of the parts of queries, keys and values."""
     compressed = keys.count("attention.key_length_mla") > 0
     head = keys.size("attention.key_length_mla" if compressed else "attention.key_length")
     rotated = keys.size("rope.dimension_count")
@@ -99,7 +99,6 @@ def mla_sizes(keys: ArchitectureKeys) -> dict[str, int | None]:
 
 
 def mla_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of experts; empty if the model has none."""
     if not keys.count(EXPERT_COUNT):
         return {}
     found = grouped_experts(keys)
@@ -172,7 +171,7 @@ _LOCAL_THETA = "rope.freq_base_swa"
 _INPUT, _CAP = "embedding_length_per_layer_input", "final_logit_softcapping"
 
 GEMMA4_KEYS = (
-    *(WINDOW, PATTERN, _SHARED, _LOCAL_THETA, _INPUT, _CAP, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH),
+    *(*EXPERT_KEYS, WINDOW, PATTERN, _SHARED, _LOCAL_THETA, _INPUT, _CAP),
     *(key + _LOCAL for key in (_KEY, _VALUE, _ROTATED)),
 )
 
@@ -223,7 +222,6 @@ def gemma4_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]
 
 
 def gemma4_rope_parameters(keys: ArchitectureKeys, config: Mapping[str, Any], factors: Factors) -> dict[str, Any]:
-    """Rope parameters of both kinds of layers."""
     for key, head_dim in ((_ROTATED, config["global_head_dim"]), (_ROTATED + _LOCAL, config["head_dim"])):
         if (rotated := keys.size(key, head_dim)) != head_dim:
             raise LoadError(f"{keys.key(key)} is {rotated}, not the {head_dim} of a head: get another conversion")
@@ -397,12 +395,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture(QWEN2),
     "qwen3": Architecture(QWEN3),
-    "qwen2moe": Architecture(
-        QWEN2_MOE, config_keys=_qwen2_moe, understood_keys=(EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH, SHARED_WIDTH)
-    ),
-    "qwen3moe": Architecture(
-        QWEN3_MOE, config_keys=_qwen3_moe, understood_keys=(EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH)
-    ),
+    "qwen2moe": Architecture(QWEN2_MOE, config_keys=_qwen2_moe, understood_keys=(*EXPERT_KEYS, SHARED_WIDTH)),
+    "qwen3moe": Architecture(QWEN3_MOE, config_keys=_qwen3_moe, understood_keys=EXPERT_KEYS),
     "olmoe": Architecture(OLMOE, config_keys=_optional_experts, understood_keys=(EXPERT_COUNT, EXPERTS_USED)),
     "gemma": Architecture(GEMMA, _NORMS_WITH_OFFSET),
     "gemma2": Architecture(
@@ -486,7 +480,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture(
         GPT_OSS,
         config_keys=_gpt_oss,
-        understood_keys=(WINDOW, PATTERN, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH),
+        understood_keys=(*EXPERT_KEYS, WINDOW, PATTERN),
         aliases=_POST_ATTENTION_NORM,
         rope=_gpt_oss_rope,
     ),

@@ -21,6 +21,7 @@ from windlass.engine.model.gguf.architecture import (
     DENSE_BLOCKS,
     DENSE_WIDTH,
     EXPERT_COUNT,
+    EXPERT_KEYS,
     EXPERT_WIDTH,
     EXPERTS_USED,
     GATING,
@@ -173,7 +174,7 @@ _GATED_DELTA_MOE = replace(
     _GATED_DELTA,
     family=QWEN3_5_MOE,
     config_keys=_gated_delta_moe,
-    understood_keys=(*_DELTA_KEYS, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH, SHARED_WIDTH),
+    understood_keys=(*_DELTA_KEYS, *EXPERT_KEYS, SHARED_WIDTH),
     uniform_keys=_with_dense_width,
 )
 
@@ -254,7 +255,7 @@ _GRANITE_MOE = replace(
     select_family=lambda keys: GRANITE_MOE_SHARED if keys.count(SHARED_WIDTH) else None,
     other_families=(GRANITE_MOE_SHARED,),
     config_keys=_granite_moe,
-    understood_keys=(*_GRANITE_KEYS, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH),
+    understood_keys=(*_GRANITE_KEYS, *EXPERT_KEYS),
 )
 
 _GRANITE_HYBRID = Architecture(
@@ -341,7 +342,7 @@ _LFM2_MOE = replace(
     _LFM2,
     family=LFM2_MOE,
     config_keys=_lfm2_moe,
-    understood_keys=(_CONV_WIDTH, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH, DENSE_BLOCKS, GATING),
+    understood_keys=(*EXPERT_KEYS, _CONV_WIDTH, DENSE_BLOCKS, GATING),
     from_tensors=_lfm2_moe_from_tensors,
 )
 
@@ -434,8 +435,7 @@ _NEMOTRON_H_MOE = replace(
     _NEMOTRON_H,
     config_keys=_nemotron_h_moe,
     understood_keys=(
-        *(*SIZE_KEYS, EXPERT_COUNT, EXPERTS_USED, GATING, EXPERT_WIDTH, SHARED_WIDTH),
-        *(_NORMED, _SCALE, _GROUPS, _USED_GROUPS),
+        *(*SIZE_KEYS, *EXPERT_KEYS, GATING, SHARED_WIDTH, _NORMED, _SCALE, _GROUPS, _USED_GROUPS),
         "expert_shared_count",  # the number of shared experts, which are given as one width
     ),
 )

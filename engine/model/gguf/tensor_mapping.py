@@ -53,7 +53,6 @@ _UNUSED = ("attn_rot_embd", "rope_freqs")  # unscaled frequencies, in each layer
 
 
 def first_layer_has_bias(tensors: Mapping[str, TensorLocation], *names: str) -> bool:
-    """Whether the first layer has any of these biases."""
     return any(f"blk.0.{name}.bias" in tensors for name in names)
 
 
@@ -159,7 +158,6 @@ def _family_part_names(layer: LayerSpec) -> dict[str, str]:
 
 
 def _convolution_names(spec: ModelSpec) -> dict[str, str]:
-    """Names in short convolutions, if the model has any."""
     own = next((layer.mixer.names for layer in spec.layers if isinstance(layer.mixer, ShortConvolutionSpec)), None)
     if own is None:
         return {}
@@ -167,7 +165,6 @@ def _convolution_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def _state_space_names(spec: ModelSpec) -> dict[str, str]:
-    """Names in state-space layers (Mamba 2), alone or in parallel with attention, if the model has any."""
     mixers = (
         layer.mixer if layer.parallel_state_space is None else layer.parallel_state_space.state_space
         for layer in spec.layers

@@ -179,7 +179,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _first_match(patterns: Sequence[tuple[re.Pattern[str], T]], module: str, otherwise: T) -> T:
-    """The value of the first pattern that matches the module's name."""
     return next((value for pattern, value in patterns if pattern.fullmatch(module)), otherwise)
 
 

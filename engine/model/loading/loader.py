@@ -22,7 +22,6 @@ from windlass.engine.model.loading.checkpoint import weights_digest
 from windlass.engine.model.loading.device_selection import choose_device, free_memory, is_out_of_memory
 from windlass.engine.model.loading.draft_model import MTPPart, for_draft
 from windlass.engine.model.loading.preflight import DeviceCapabilities, ModelToLoad, check_replicas, prepare_model
-from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint
 from windlass.engine.model.loading.sentence_transformers_files import read_pooling
 from windlass.engine.model.loading.weights import Progress, load_weights
 from windlass.engine.model.model_spec import ModelSpec
@@ -32,9 +31,7 @@ from windlass.kernels import Backend, BlockWeight, PanelWeight, StackedWeight, W
 from windlass.kernels.layouts import weight_layouts
 from windlass.kernels.layouts.weight_layouts import PANEL
 
-_RANDOM_BYTES = (
-    4 << 20
-)  # generated at once for a weight in panels, so that they are still in cache when they are packed
+_RANDOM_BYTES = 4 << 20  # generated at once for a weight in panels: they are still in cache when they are packed
 
 
 def randomize_weights(decoder: Decoder, seed: int, progress: Progress | None = None) -> None:
@@ -175,7 +172,7 @@ def load_model(
             digest = f"dummy {config.loading.seed}".encode()
         else:
             digest = weights_digest(directory)
-            notices = fill_decoder(decoder, directory, config, prepared.model.quantized, progress, shard)
+            notices = fill_decoder(decoder, config, prepared, progress)
             if weights_digest(directory) != digest:  # some weights may be of the old files, others of the new
                 raise LoadError(f"the checkpoint in {directory} changed while it was read: start again")
         if shared is not None and shared.note is None:
@@ -241,17 +238,10 @@ def load_draft(config: EngineConfig, model: LoadedModel, progress: Progress | No
 
 
 def fill_decoder(
-    decoder: Decoder,
-    directory: Path,
-    config: EngineConfig,
-    quantized: QuantizedCheckpoint | None = None,
-    progress: Progress | None = None,
-    shard: ModelShard | None = None,
+    decoder: Decoder, config: EngineConfig, prepared: ModelToLoad, progress: Progress | None
 ) -> tuple[str, ...]:
-    """Fill the decoder from the checkpoint, or from the weight cache if there is one. Returns notices.
-
-    quantized: the quantized weights of the checkpoint. shard: the rank shard that the decoder holds.
-    """
+    """Fill the decoder from the checkpoint, or from the weight cache if there is one. Returns notices."""
+    directory, quantized, shard = Path(config.model), prepared.model.quantized, prepared.shard
     quantizes, on_cpu = config.compute.quantization != "none", decoder.device.type == "cpu"
     if config.loading.weight_cache is None or not quantizes or not on_cpu:
         load_weights(decoder, directory, progress, quantized, shard)

@@ -115,7 +115,6 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
 
 
 def _rename_mtp(layer: ModelSpec, renamed: Callable[[str], str]) -> ModelSpec:
-    """The spec of an MTP head with renamed tensors."""
     names, mtp_input = layer.names, layer.mtp_input
     assert mtp_input is not None and names.final_norm is not None
     return replace(

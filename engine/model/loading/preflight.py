@@ -145,7 +145,6 @@ def compute_dtype(config: EngineConfig, model: ModelDescription, device: DeviceC
 
 
 def _named_dtype(model: ModelDescription) -> str | None:
-    """The type that config.json names."""
     name = model.config.get("dtype") or model.config.get("torch_dtype")
     return str(name) if name else None
 

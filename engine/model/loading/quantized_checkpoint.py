@@ -40,7 +40,7 @@ import struct
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from windlass.engine.errors import LoadError
@@ -63,9 +63,8 @@ def fits_float16(tensor: TensorLocation) -> bool:
     if tensor.dtype == "BF16":
         if not data[1::2].translate(None, _EXACT):
             return True
-        words = array(
-            "I", (word << 16 for word in set(_numbers("H", data)))
-        )  # a bfloat16 is the upper half of a float32
+        # A bfloat16 is the upper half of a float32.
+        words = array("I", (word << 16 for word in set(_numbers("H", data))))
         return all(map(_is_half, _numbers("f", words.tobytes())))
     if any(data[0::4]):  # more digits than a float16 has: the common case, found without a loop over numbers
         return False
@@ -178,26 +177,21 @@ class QuantizedCheckpoint:
         )
 
 
-def choose_storage(
-    bits: int, group_size: int, columns: int, *, symmetric: bool, scales_fit: bool, ordered: bool
-) -> tuple[str | None, str]:
+def choose_storage(tensor: QuantizedTensor, *, ordered: bool) -> tuple[str | None, str]:
     """The block format that holds integers exactly, with its number of groups per common scale; or None and the reason.
 
-    scales_fit: every scale is a float16 number. ordered: groups are consecutive columns.
+    ordered: groups are consecutive columns.
     """
-    whole = group_size >= columns  # one group per row
+    bits, span = tensor.bits, min(tensor.group_size, tensor.columns)
     if not ordered:
         return None, ACT_ORDER
-    if not whole and group_size % BLOCK:
+    if span < tensor.columns and span % BLOCK:
         return None, ODD_GROUPS
-    if not scales_fit:
+    if tensor.packing != "divided ternary" and not fits_float16(tensor.sources["scales"]):  # reciprocals are rounded
         return None, WIDE_SCALES
-    span = min(group_size, columns)
-    if symmetric:
-        if bits <= 4:
-            return "q4_0", ""
-        if bits == 5:
-            return "q5_0", ""
+    if tensor.symmetric:
+        if bits <= 5:
+            return "q4_0" if bits <= 4 else "q5_0", ""
         return (f"q6_k:{-(-span // _HALF_BLOCK)}" if bits == 6 else "q8_0"), ""
     if bits <= 5:
         return f"{'q4_k' if bits <= 4 else 'q5_k'}:{-(-span // BLOCK)}", ""
@@ -252,23 +246,10 @@ class ExpectedTensor:
         zeros_less_one: bool = False,
     ) -> QuantizedTensor:
         """A tensor of integers with the block format that holds it exactly, if there is one. ordered: as in `choose_storage`."""
-        scales_fit = packing == "divided ternary" or fits_float16(sources["scales"])  # reciprocals are rounded
-        storage, reason = choose_storage(
-            bits, group_size, self.columns, symmetric=symmetric, scales_fit=scales_fit, ordered=ordered
-        )
-        return QuantizedTensor(
-            self.name,
-            self.rows,
-            self.columns,
-            packing,
-            sources,
-            bits,
-            group_size,
-            zeros_less_one=zeros_less_one,
-            symmetric=symmetric,
-            storage=storage,
-            reason=reason,
-        )
+        found = QuantizedTensor(self.name, self.rows, self.columns, packing, sources, bits, group_size)
+        found = replace(found, zeros_less_one=zeros_less_one, symmetric=symmetric)
+        storage, reason = choose_storage(found, ordered=ordered)
+        return replace(found, storage=storage, reason=reason)
 
 
 def check_shape(tensor: TensorLocation, *shapes: tuple[int, ...]) -> None:

@@ -19,12 +19,12 @@ from windlass.engine.errors import LoadError
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
 
-NUMBER_BYTES = {
+NUMBER_BYTES = {  # bytes of a number
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
-}  # bytes of a number
+}
 
 _FLOATS = {"F64": "d", "F32": "f", "F16": "e", "BF16": "H"}  # codes of `struct`
 _MOST_FLOATS = 1 << 16
@@ -52,7 +52,6 @@ class TensorLocation:
         return replace(self.narrow(index, 1), name=f"{self.name}[{index}]", shape=self.shape[1:])
 
     def unstack(self) -> list[Self]:
-        """All parts along the first dimension."""
         return [self.part(index) for index in range(self.shape[0])]
 
     def read(self) -> bytes:

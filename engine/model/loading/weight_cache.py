@@ -200,7 +200,6 @@ def _folder(where: str, directory: Path) -> Path:
 
 
 def _model_prefix(where: str, directory: Path) -> str:
-    """A prefix for each model in a shared folder."""
     if where == NEXT_TO_MODEL:
         return ""
     whole = directory.resolve()

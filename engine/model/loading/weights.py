@@ -90,9 +90,8 @@ def row_order(tensor: StoredTensor) -> Tensor | None:
         by_part = torch.cat((torch.arange(0, tensor.rows, 2), torch.arange(1, tensor.rows, 2)))
     if (fused := tensor.fused) is not None:
         rows = torch.arange(tensor.rows).view(fused.blocks, -1, fused.head_dim)
-        q, k, v = rows.split_with_sizes(
-            (fused.queries, fused.keys, fused.keys), 1
-        )  # each [blocks, heads of a block, D]
+        sizes = (fused.queries, fused.keys, fused.keys)
+        q, k, v = rows.split_with_sizes(sizes, 1)  # each [blocks, heads of a block, D]
         by_part = torch.cat([part.flatten() for part in ((q, v, k) if fused.values_first else (q, k, v))])
     if (repeats := tensor.interleaved_parts) is not None:
         parts = torch.arange(tensor.rows).view(repeats.repeats, -1).split_with_sizes(repeats.sizes, 1)
