@@ -24,7 +24,7 @@ from torch import Tensor
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.gguf_index import GGUF_TYPES
 from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint, QuantizedTensor
-from windlass.engine.model.loading.tensor_reader import TensorEntry, read_checked_header, read_entries, tensor_entry
+from windlass.engine.model.loading.tensor_reader import TensorEntry, read_entries, tensor_entry
 from windlass.kernels.layouts.weight_layouts import FORMS
 
 # -- MXFP4 ------------------------------------------------------------------------------------------------------------
@@ -140,7 +140,6 @@ def read_quantized(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[QuantizedT
 
 def _entries(checkpoint: QuantizedCheckpoint, file: Path) -> Iterator[TensorEntry]:
     """Source tensors in this file, weight by weight in the order of their codes."""
-    read_checked_header(file)
     for tensor in sorted(checkpoint.tensors.values(), key=lambda tensor: tensor.sources["codes"].begin):
         yield from (tensor_entry(source) for source in tensor.sources.values() if source.file == file)
 

@@ -63,7 +63,7 @@ def with_learned_frequencies(groups: tuple[RotaryGroup, ...], directory: Path) -
 
 def _filled(group: RotaryGroup, directory: Path, several: bool) -> RotaryGroup:
     names = [f"model.rotary_emb.{group.name}_inv_freq", "model.rotary_emb.inv_freq"]
-    found = {}
+    found: dict[str, TensorLocation] = {}
     for path in sorted(directory.glob("*.safetensors")):
         found |= read_header(path).tensors
     tensor = next((found[name] for name in (names[:1] if several else names) if name in found), None)

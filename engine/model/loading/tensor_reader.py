@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -25,12 +25,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.gguf_index import GGUF_TYPES, GGUFIndex
+from windlass.engine.model.loading.gguf_index import GGUF_TYPES
 from windlass.engine.model.loading.safetensors_header import (
     FileHeader,
     TensorLocation,
     read_header,
-    unstack_tensors,
 )
 
 # The smallest bit pattern of a number that is not finite, as an integer.
@@ -150,12 +149,6 @@ def read_entries(path: Path, entries: Iterable[TensorEntry], destination: Destin
             yield from _yield_chunk(*pending.popleft(), buffers)
 
 
-def apply_slices(entries: Iterable[TensorEntry], slices: Mapping[str, TensorSlice] | None) -> Iterator[TensorEntry]:
-    """The entries, with parts in place of those that have a slice."""
-    for entry in entries:
-        yield slices[entry.name].apply(entry) if slices and entry.name in slices else entry
-
-
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
@@ -248,28 +241,37 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _WRITE_BYTES = 64 << 20  # written at once
 
 
-def read_tensors(
-    path: Path,
-    destination: Destination,
-    skip: Callable[[str], bool] = lambda name: False,
-    wanted: Collection[str] = (),
-    slices: Mapping[str, TensorSlice] | None = None,
-) -> Iterator[TensorChunk]:
-    """Every tensor of the file, in the order of its data, like `read_entries`.
-
-    skip: whether a tensor is not read, by its name. wanted: names that include those of parts of a tensor along its first
-    dimension, "name[0]" and so on, which are read in its place. slices: of the tensors of which only a part is read.
+def read_tensors(path: Path, destination: Destination) -> Iterator[TensorChunk]:
+    """Every tensor of a safetensors file, in the order of its data, like `read_entries`.
 
     Raises SafetensorError or OSError, which do not name the path, or LoadError.
     """
-    tensors = {name: one for name, one in read_checked_header(path).tensors.items() if not skip(name)}
-    yield from read_entries(path, apply_slices(_entries(unstack_tensors(tensors, wanted)), slices), destination)
+    yield from read_entries(path, _entries(read_checked_header(path).tensors.values()), destination)
+
+
+def read_located(
+    tensors: Iterable[TensorLocation], destination: Destination, slices: Mapping[str, TensorSlice]
+) -> Iterator[TensorChunk]:
+    """Tensors of several files, file by file in the order of the data, like `read_entries`.
+
+    slices: of the tensors of which only a part is read. Raises LoadError.
+    """
+    by_file: dict[Path, list[TensorLocation]] = {}
+    for tensor in tensors:
+        by_file.setdefault(tensor.file, []).append(tensor)
+    for path, here in by_file.items():
+        try:
+            entries = _entries(here)
+            parts = (slices[one.name].apply(one) if one.name in slices else one for one in entries)
+            yield from read_entries(path, parts, destination)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
 
 
 def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:
     """Types and shapes of the file's tensors by name, and its metadata. Raises SafetensorError, OSError or LoadError."""
     header = read_checked_header(path)
-    return {entry.name: (entry.dtype, entry.shape) for entry in _entries(header.tensors)}, header.metadata
+    return {entry.name: (entry.dtype, entry.shape) for entry in _entries(header.tensors.values())}, header.metadata
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[int]:
@@ -310,21 +312,6 @@ def tensor_entry(tensor: TensorLocation) -> TensorEntry:
     return TensorEntry(tensor.name, torch.uint8, [*rows, row_bytes], tensor.begin)
 
 
-def _entries(tensors: Mapping[str, TensorLocation]) -> list[TensorEntry]:
+def _entries(tensors: Iterable[TensorLocation]) -> list[TensorEntry]:
     """Entries in the order of their data."""
-    return sorted(map(tensor_entry, tensors.values()), key=lambda entry: entry.offset)
-
-
-def read_gguf_tensors(
-    index: GGUFIndex, destination: Destination, slices: Mapping[str, TensorSlice] | None = None
-) -> Iterator[TensorChunk]:
-    """Every tensor of the index, file by file in the order of the data.
-
-    slices: of the tensors of which only a part is read. Raises LoadError.
-    """
-    for path in index.files:
-        here = {name: tensor for name, tensor in index.tensors.items() if tensor.file == path}
-        try:
-            yield from read_entries(path, apply_slices(_entries(here), slices), destination)
-        except OSError as error:
-            raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
+    return sorted(map(tensor_entry, tensors), key=lambda entry: entry.offset)
