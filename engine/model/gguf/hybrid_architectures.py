@@ -7,7 +7,7 @@ Falcon H1: llama.cpp's converter multiplies the weights by the family's factors 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,9 +106,11 @@ def layer_types_of(keys: ArchitectureKeys, count: int, recurrent: str) -> list[s
     return found or [FULL_ATTENTION] * count
 
 
-def any_layer_has_bias(tensors: Mapping[str, TensorLocation], name: str) -> bool:
-    """Whether any layer has this bias: the first may be of another type."""
-    return any(one.endswith(f".{name}.bias") for one in tensors)
+def bias_flags(**names: str) -> Callable[[Mapping[str, TensorLocation]], dict[str, Any]]:
+    """A reader of flags of config.json: whether any layer has the bias with this name. The first may be of another type."""
+    return lambda tensors: {
+        flag: any(tensor.endswith(f".{name}.bias") for tensor in tensors) for flag, name in names.items()
+    }
 
 
 # -- Qwen 3.5 and Qwen3-Next (Gated DeltaNet) -------------------------------------------------------------------------
@@ -229,14 +231,6 @@ def _granite_hybrid(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[s
     }
 
 
-def _granite_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
-    return {
-        "attention_bias": any_layer_has_bias(tensors, "attn_q"),
-        "mamba_proj_bias": any_layer_has_bias(tensors, "ssm_in"),
-        "mamba_conv_bias": any_layer_has_bias(tensors, "ssm_conv1d"),
-    }
-
-
 def _granite_rope(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
     """All layers have attention. Raises LoadError if llama.cpp would rotate none of them."""
     if keys.raw(_ROTATES) is False:
@@ -263,7 +257,7 @@ _GRANITE_HYBRID = Architecture(
     replace(_INTERLEAVED, gates_apart=True),
     config_keys=_granite_hybrid,
     understood_keys=_GRANITE_MOE.understood_keys,
-    from_tensors=_granite_from_tensors,
+    from_tensors=bias_flags(attention_bias="attn_q", mamba_proj_bias="ssm_in", mamba_conv_bias="ssm_conv1d"),
     uniform_keys=attention_layers_only,
 )
 
@@ -322,19 +316,11 @@ def _lfm2_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _lfm2_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
-    return {"conv_bias": any_layer_has_bias(tensors, "shortconv.in_proj")}
-
-
-def _lfm2_moe_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
-    return {**_lfm2_from_tensors(tensors), "use_expert_bias": any_layer_has_bias(tensors, "exp_probs_b")}
-
-
 _LFM2 = Architecture(
     LFM2,
     config_keys=lambda keys, config: {**_lfm2(keys, config), "block_auto_adjust_ff_dim": False},
     understood_keys=(_CONV_WIDTH,),
-    from_tensors=_lfm2_from_tensors,
+    from_tensors=bias_flags(conv_bias="shortconv.in_proj"),
     uniform_keys=attention_layers_only,
 )
 
@@ -343,7 +329,7 @@ _LFM2_MOE = replace(
     family=LFM2_MOE,
     config_keys=_lfm2_moe,
     understood_keys=(*EXPERT_KEYS, _CONV_WIDTH, DENSE_BLOCKS, GATING),
-    from_tensors=_lfm2_moe_from_tensors,
+    from_tensors=bias_flags(conv_bias="shortconv.in_proj", use_expert_bias="exp_probs_b"),
 )
 
 
@@ -413,20 +399,12 @@ def _nemotron_h_layer_types(keys: ArchitectureKeys, count: int, feed_forward: st
     return found
 
 
-def _nemotron_h_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
-    return {
-        "mlp_bias": any_layer_has_bias(tensors, "ffn_up"),
-        "use_bias": any_layer_has_bias(tensors, "ssm_in"),
-        "use_conv_bias": any_layer_has_bias(tensors, "ssm_conv1d"),
-    }
-
-
 _NEMOTRON_H = Architecture(
     NEMOTRON_H,
     _INTERLEAVED,
     config_keys=lambda keys, config: _nemotron_h_layers(keys, config, FEED_FORWARD),
     understood_keys=SIZE_KEYS,
-    from_tensors=_nemotron_h_from_tensors,
+    from_tensors=bias_flags(mlp_bias="ffn_up", use_bias="ssm_in", use_conv_bias="ssm_conv1d"),
     rope_parameters=lambda keys, config, factors: {},
     uniform_keys=_attention_and_feed_forward_layers,
 )

@@ -18,10 +18,10 @@ from windlass.engine.model.feed_forward.moe import MoESpec
 from windlass.engine.model.gguf.gguf_rope import FACTOR_TENSORS
 from windlass.engine.model.loading.safetensors_header import TensorLocation
 from windlass.engine.model.mixers.attention import AttentionSpec
-from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetNames, GatedDeltaNetSpec
+from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetNames
 from windlass.engine.model.mixers.latent_attention import LatentNames, LatentSpec
-from windlass.engine.model.mixers.short_convolution import ShortConvolutionSpec
-from windlass.engine.model.mixers.state_space import StateSpaceSpec
+from windlass.engine.model.mixers.short_convolution import ShortConvolutionNames
+from windlass.engine.model.mixers.state_space import StateSpaceNames
 from windlass.engine.model.model_spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.scaling_fields import format_key
 
@@ -97,7 +97,7 @@ def layer_tensor_names(
     tensors: Mapping[str, TensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str]
 ) -> dict[str, str]:
     """Names of the tensors of a layer: llama.cpp's to this model's. tensors, aliases: as in `map_tensors`."""
-    names = _layer_names(family, spec) | _convolution_names(spec) | _state_space_names(spec)
+    names = _layer_names(family, spec)
     if aliases and all(f"blk.0.{name}.weight" in tensors for name in aliases):
         names |= {name: names[known] for name, known in aliases.items()}
     return names
@@ -108,7 +108,7 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
     dense = (layer.feed_forward for layer in spec.layers if not isinstance(layer.feed_forward, MoESpec))
     first = next(dense, None)
     feed_forward = family.feed_forward_names if first is None else first.names
-    names = {
+    names: dict[str, str | None] = {
         "attn_norm": norms.mixer,
         "ffn_norm": norms.feed_forward,
         "post_attention_norm": norms.mixer_output,
@@ -125,14 +125,13 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
     mixer = next(iter(spec.attention.values()))
     if isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None:
         names |= {"attn_q_norm": attention.q_norm, "attn_k_norm": attention.k_norm}
-    if attention.qkv is not None:
-        names["attn_qkv"] = attention.qkv
-    if isinstance(mixer, LatentSpec):
-        names |= _latent_names(mixer.names)
-    elif mixer.sinks:
+    if isinstance(mixer, AttentionSpec) and mixer.sinks:
         names["attn_sinks"] = attention.sinks
-    delta = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDeltaNetSpec)), None)
-    names |= {} if delta is None else _delta_names(delta.names)
+    names["attn_qkv"] = attention.qkv
+    for layer in spec.layers:
+        parallel = layer.parallel_state_space
+        for part in (layer.mixer, None if parallel is None else parallel.state_space):
+            names |= {} if part is None else _mixer_names(part.names)
     names |= _family_part_names(spec.layers[0])
     return {name: known for name, known in names.items() if known is not None}
 
@@ -157,58 +156,45 @@ def _family_part_names(layer: LayerSpec) -> dict[str, str]:
     return names if layer.output_scale is None else {**names, "layer_output_scale": layer.output_scale}
 
 
-def _convolution_names(spec: ModelSpec) -> dict[str, str]:
-    own = next((layer.mixer.names for layer in spec.layers if isinstance(layer.mixer, ShortConvolutionSpec)), None)
-    if own is None:
-        return {}
-    return {"shortconv.in_proj": own.projections, "shortconv.conv": own.convolution, "shortconv.out_proj": own.out}
-
-
-def _state_space_names(spec: ModelSpec) -> dict[str, str]:
-    mixers = (
-        layer.mixer if layer.parallel_state_space is None else layer.parallel_state_space.state_space
-        for layer in spec.layers
-    )
-    own = next((mixer.names for mixer in mixers if isinstance(mixer, StateSpaceSpec)), None)
-    if own is None:
-        return {}
-    return {
-        "ssm_in": own.projections,
-        "ssm_conv1d": own.convolution,
-        "ssm_a": own.rate,
-        "ssm_dt": own.step_bias,
-        "ssm_d": own.skip,
-        "ssm_norm": own.norm,
-        "ssm_out": own.out,
-    }
-
-
-def _latent_names(own: LatentNames) -> dict[str, str]:
-    return {
-        "attn_q": own.q,
-        "attn_q_a": own.q_down,
-        "attn_q_a_norm": own.q_norm,
-        "attn_q_b": own.q_up,
-        "attn_kv_a_mqa": own.kv_down,
-        "attn_kv_a_norm": own.kv_norm,
-        "attn_kv_b": own.kv_up,
-        "attn_k_b": own.k_up,
-        "attn_v_b": own.v_up,
-        "attn_output": own.out,
-    }
-
-
-def _delta_names(own: GatedDeltaNetNames) -> dict[str, str]:
-    joined = {"ssm_beta": own.strength, "ssm_alpha": own.decay} if own.ba is None else {"ssm_ba": own.ba}
-    return joined | {
-        "attn_qkv": own.qkv,
-        "attn_gate": own.gate,
-        "ssm_conv1d": own.convolution,
-        "ssm_a": own.rate,
-        "ssm_dt": own.decay_bias,
-        "ssm_norm": own.norm,
-        "ssm_out": own.out,
-    }
+def _mixer_names(own: object) -> dict[str, str | None]:
+    """Names of the tensors of a mixer that is not attention. own: the mixer's names in a checkpoint."""
+    if isinstance(own, LatentNames):
+        return {
+            "attn_q": own.q,
+            "attn_q_a": own.q_down,
+            "attn_q_a_norm": own.q_norm,
+            "attn_q_b": own.q_up,
+            "attn_kv_a_mqa": own.kv_down,
+            "attn_kv_a_norm": own.kv_norm,
+            "attn_kv_b": own.kv_up,
+            "attn_k_b": own.k_up,
+            "attn_v_b": own.v_up,
+            "attn_output": own.out,
+        }
+    if isinstance(own, GatedDeltaNetNames):
+        joined = {"ssm_beta": own.strength, "ssm_alpha": own.decay} if own.ba is None else {"ssm_ba": own.ba}
+        return joined | {
+            "attn_qkv": own.qkv,
+            "attn_gate": own.gate,
+            "ssm_conv1d": own.convolution,
+            "ssm_a": own.rate,
+            "ssm_dt": own.decay_bias,
+            "ssm_norm": own.norm,
+            "ssm_out": own.out,
+        }
+    if isinstance(own, ShortConvolutionNames):
+        return {"shortconv.in_proj": own.projections, "shortconv.conv": own.convolution, "shortconv.out_proj": own.out}
+    if isinstance(own, StateSpaceNames):
+        return {
+            "ssm_in": own.projections,
+            "ssm_conv1d": own.convolution,
+            "ssm_a": own.rate,
+            "ssm_dt": own.step_bias,
+            "ssm_d": own.skip,
+            "ssm_norm": own.norm,
+            "ssm_out": own.out,
+        }
+    return {}
 
 
 def _in_block(name: str) -> tuple[int, str, str]:

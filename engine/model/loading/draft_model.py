@@ -77,10 +77,14 @@ def _mtp_part(speculation: SpeculationConfig) -> MTPPart | None:
 
 def has_usable_mtp_head(spec: ModelSpec, tensors: Collection[str]) -> bool:
     """Whether the files hold an MTP head, and the model supports proposals. tensors: names of all tensors in the files."""
-    layer, groups = spec.mtp, spec.kv_groups
-    if layer is None or not spec.generates or len(groups) > 1 or groups[0].window is not None:
+    layer = spec.mtp
+    if layer is None or not spec.generates or _has_windows(spec):
         return False
     return any(name.startswith(layer.own_tensors[0]) for name in tensors)
+
+
+def _has_windows(spec: ModelSpec) -> bool:
+    return len(spec.kv_groups) > 1 or spec.kv_groups[0].window is not None
 
 
 def mtp_spec(spec: ModelSpec, tensors: Collection[str], part: MTPPart, *, in_gguf: bool) -> ModelSpec:
@@ -123,11 +127,11 @@ def check_draft_compatible(config: EngineConfig, spec: ModelSpec, draft: ModelSp
             f"the draft model is a {draft.architecture}, which has recurrent layers, and the model "
             f"({spec.architecture}) has none: leave {_DRAFT_OPTION} out, or give a draft model without them"
         )
-    for of, groups in (("model", spec.kv_groups), ("draft model", draft.kv_groups)):
-        if len(groups) > 1 or groups[0].window is not None:
+    for of, one in (("model", spec), ("draft model", draft)):
+        if _has_windows(one):
             raise LoadError(
-                f"the {of} has layers with a sliding window ({(spec if of == 'model' else draft).architecture}), for which "
-                f"drafts are not supported: leave {_DRAFT_OPTION} out"
+                f"the {of} has layers with a sliding window ({one.architecture}), for which drafts are not supported: leave "
+                f"{_DRAFT_OPTION} out"
             )
     theirs, ours = Path(config.scheduling.speculation.model or ""), Path(config.model)
     if not _same_file(ours / _TOKENIZER, theirs / _TOKENIZER):
@@ -155,7 +159,7 @@ def _check_mtp_compatible(config: EngineConfig, spec: ModelSpec) -> None:
             f"{_MTP_OPTION} with `compute.tensor_parallel`: each rank has only a part of the head, which the layer needs whole: "
             "leave one of them out"
         )
-    if len(spec.kv_groups) > 1 or spec.kv_groups[0].window is not None:
+    if _has_windows(spec):
         raise LoadError(
             f"{_MTP_OPTION}: the model has layers with a sliding window ({spec.architecture}), for which drafts are not "
             "supported: leave it out"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
@@ -23,8 +23,9 @@ from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetSpec
 from windlass.engine.model.mixers.latent_attention import LatentSpec
 from windlass.engine.model.mixers.short_convolution import ShortConvolutionSpec
 from windlass.engine.model.mixers.state_space import StateSpaceSpec
-from windlass.engine.model.model_spec import LayerSpec, ModelSpec
+from windlass.engine.model.model_spec import ModelSpec, RecurrentMixerSpec
 
+Mixer: TypeAlias = AttentionSpec | LatentSpec | RecurrentMixerSpec | None
 INDEX = "gguf.json"
 VERSION = 1  # of gguf.json
 
@@ -140,16 +141,13 @@ class GGUFIndex:
     def original_spec(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model from which the files were made, by which adapters are read: value heads have their order in the
         file, and `factored` is set. A notice reports logits with an unknown factor."""
-        layers, layout = spec.layers, self.layout
-        if layout.values_in_turns:
-            layers = tuple(
-                replace(layer, mixer=replace(layer.mixer, tiled_heads=True))
-                if isinstance(layer.mixer, GatedDeltaNetSpec)
-                else layer
-                for layer in layers
+        if self.layout.values_in_turns:
+            spec = _with_mixers(
+                spec, lambda one: replace(one, tiled_heads=True) if isinstance(one, GatedDeltaNetSpec) else one
             )
-        notices = (*spec.notices, _UNKNOWN_SCALE) if layout.factored and spec.tied_embeddings else spec.notices
-        return replace(spec, layers=layers, has_folded_factors=layout.factored, notices=notices)
+        factored = self.layout.factored
+        notices = (*spec.notices, _UNKNOWN_SCALE) if factored and spec.tied_embeddings else spec.notices
+        return replace(spec, has_folded_factors=factored, notices=notices)
 
     def stored_spec(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model, and of its MTP head, as these files store it."""
@@ -159,12 +157,24 @@ class GGUFIndex:
         if self.layout.norms_with_offset:
             spec = replace(spec, norm_offset=0.0)
         if self.layout.fused_in_parts:
-            spec = replace(spec, layers=tuple(map(_fused_in_parts, spec.layers)))
+            spec = _with_mixers(spec, _fused_in_parts)
         return _interleaved(spec) if self.layout.interleaved else spec
+
+
+def _with_mixers(spec: ModelSpec, change: Callable[[Mixer], Mixer]) -> ModelSpec:
+    return replace(spec, layers=tuple(replace(layer, mixer=change(layer.mixer)) for layer in spec.layers))
 
 
 def to_gguf_spec(spec: ModelSpec, layout: GGUFLayout) -> ModelSpec:
     """The spec with the tensors that GGUF files have in place of those of a checkpoint."""
+
+    def stored(mixer: Mixer) -> Mixer:
+        if isinstance(mixer, LatentSpec):
+            return replace(mixer, in_parts=layout.latent_in_parts)
+        if isinstance(mixer, GatedDeltaNetSpec):
+            return replace(mixer, names=replace(mixer.names, qkvz=None), in_gguf=True)
+        return replace(mixer, in_gguf=True) if isinstance(mixer, ShortConvolutionSpec | StateSpaceSpec) else mixer
+
     layers = []
     for layer in spec.layers:
         if isinstance(layer.feed_forward, MoESpec) or (
@@ -175,18 +185,11 @@ def to_gguf_spec(spec: ModelSpec, layout: GGUFLayout) -> ModelSpec:
             layer = replace(
                 layer, parallel_experts=replace(layer.parallel_experts, experts=layer.parallel_experts.experts.unfused)
             )
-        if isinstance(layer.mixer, LatentSpec):
-            layer = replace(layer, mixer=replace(layer.mixer, in_parts=layout.latent_in_parts))
-        if isinstance(layer.mixer, GatedDeltaNetSpec):
-            names = replace(layer.mixer.names, qkvz=None)
-            layer = replace(layer, mixer=replace(layer.mixer, names=names, in_gguf=True))
-        if isinstance(layer.mixer, ShortConvolutionSpec | StateSpaceSpec):
-            layer = replace(layer, mixer=replace(layer.mixer, in_gguf=True))
         if (parallel := layer.parallel_state_space) is not None:
             state_space = replace(parallel.state_space, in_gguf=True)
             layer = replace(layer, parallel_state_space=replace(parallel, state_space=state_space))
         layers.append(layer)
-    return replace(spec, layers=tuple(layers))
+    return _with_mixers(replace(spec, layers=tuple(layers)), stored)
 
 
 def _interleaved(spec: ModelSpec) -> ModelSpec:
@@ -194,25 +197,23 @@ def _interleaved(spec: ModelSpec) -> ModelSpec:
     including those that do not rotate."""
     attention = [mixer for mixer in spec.attention.values() if isinstance(mixer, AttentionSpec)]
     by_family = any(mixer.interleaved_dims for mixer in attention)
-    layers = []
-    for layer in spec.layers:
-        mixer = layer.mixer
+
+    def interleaved(mixer: Mixer) -> Mixer:
         if isinstance(mixer, LatentSpec):
-            mixer = replace(mixer, interleaved=mixer.rotary_group is not None)
-        elif isinstance(mixer, AttentionSpec):
-            unrotated = 0 if by_family else mixer.head_dim
-            group = mixer.rotary_group
-            pairs = unrotated if group is None else spec.rotary_groups[group].base.rotary_dim
-            mixer = replace(mixer, interleaved_dims=pairs)
-        layers.append(replace(layer, mixer=mixer))
-    return replace(spec, layers=tuple(layers))
+            return replace(mixer, interleaved=mixer.rotary_group is not None)
+        if not isinstance(mixer, AttentionSpec):
+            return mixer
+        unrotated, group = 0 if by_family else mixer.head_dim, mixer.rotary_group
+        pairs = unrotated if group is None else spec.rotary_groups[group].base.rotary_dim
+        return replace(mixer, interleaved_dims=pairs)
+
+    return _with_mixers(spec, interleaved)
 
 
-def _fused_in_parts(layer: LayerSpec) -> LayerSpec:
-    mixer = layer.mixer
+def _fused_in_parts(mixer: Mixer) -> Mixer:
     if not isinstance(mixer, AttentionSpec):
-        return layer
-    return replace(layer, mixer=replace(mixer, names=replace(mixer.names, qkv_order="parts")))
+        return mixer
+    return replace(mixer, names=replace(mixer.names, qkv_order="parts"))
 
 
 def gguf_storages(tensors: Mapping[str, TensorLocation], *, plain: bool) -> dict[str, str]:
