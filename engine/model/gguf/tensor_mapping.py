@@ -172,7 +172,9 @@ def _mixer_names(own: object) -> dict[str, str | None]:
             "attn_output": own.out,
         }
     if isinstance(own, GatedDeltaNetNames):
-        joined = {"ssm_beta": own.strength, "ssm_alpha": own.decay} if own.ba is None else {"ssm_ba": own.ba}
+        joined: dict[str, str | None] = (
+            {"ssm_beta": own.strength, "ssm_alpha": own.decay} if own.ba is None else {"ssm_ba": own.ba}
+        )
         return joined | {
             "attn_qkv": own.qkv,
             "attn_gate": own.gate,

@@ -37,7 +37,7 @@ from windlass.engine.model.loading.tensor_reader import (
     read_located,
 )
 from windlass.engine.model.tensor_parallel import ModelShard, RowRange, WeightSlice
-from windlass.engine.model.weight_spec import RotaryLast, StoredTensor
+from windlass.engine.model.weight_spec import RotaryRows, StoredTensor
 from windlass.engine.model.weight_storage import kernel_storage
 from windlass.kernels import FORMS, Backend, BlockRows, BlockWeight, PanelRows, Weight
 from windlass.kernels.layouts.weight_layouts import store_block_rows
@@ -51,39 +51,23 @@ _PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 # -- Row orders between checkpoint tensors and weights: interleaved RoPE pairs, fused QKV, rank slices ------------------
 
 
-def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
-    """Rows that make interleaved pairs (2j, 2j+1) half-split ones (j, j + d/2), head by head: [num_heads * head_dim].
+def head_order(heads: RotaryRows) -> Tensor:
+    """The row of the checkpoint tensor for each row of these heads: [heads * head_dim].
 
-    With x' = x[order], half-split rotation of x' is interleaved rotation of x in that order, bit for bit. Rows past the
-    first rotary_dim of a head stay.
+    With x' = x[order], half-split rotation of x' is, bit for bit, interleaved rotation of x, or rotation by minus the angle
+    ("swapped"), in that order.
     """
-    head = torch.arange(head_dim)
-    head[:rotary_dim] = torch.cat((torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2)))
-    return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
-
-
-def swapped_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
-    """Rows that exchange the two of every half-split pair, head by head: [num_heads * head_dim].
-
-    With x' = x[order], rotating x' by an angle is rotating x by minus the angle, in that order, bit for bit.
-    """
-    head = torch.arange(head_dim)
-    head[:rotary_dim] = head[:rotary_dim].roll(rotary_dim // 2)
-    return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
-
-
-def rotary_first_order(heads: RotaryLast) -> Tensor:
-    """Rows that put the rotated dims of each head first, as half-split pairs: [heads * head_dim]."""
-    rotated, plain = heads.rotary_dim, heads.head_dim - heads.rotary_dim
-    pairs = half_split_order(1, rotated, rotated) if heads.interleaved else torch.arange(rotated)
-    head = torch.cat((plain + pairs, torch.arange(plain)))
+    pairs, plain = torch.arange(heads.rotary_dim), torch.arange(heads.head_dim - heads.rotary_dim)
+    if heads.pairs == "interleaved":
+        pairs = torch.cat((pairs[::2], pairs[1::2]))
+    elif heads.pairs == "swapped":
+        pairs = pairs.roll(heads.rotary_dim // 2)
+    head = torch.cat((len(plain) + pairs, plain) if heads.last else (pairs, heads.rotary_dim + plain))
     return (torch.arange(heads.heads)[:, None] * heads.head_dim + head).flatten()
 
 
 def row_order(tensor: StoredTensor) -> Tensor | None:
     """The row of the checkpoint tensor for each row of the weight; None: in order."""
-    if tensor.rotary_last is not None:
-        return rotary_first_order(tensor.rotary_last)
     by_part = None
     if tensor.alternating:
         by_part = torch.cat((torch.arange(0, tensor.rows, 2), torch.arange(1, tensor.rows, 2)))
@@ -95,10 +79,9 @@ def row_order(tensor: StoredTensor) -> Tensor | None:
     if (repeats := tensor.interleaved_parts) is not None:
         parts = torch.arange(tensor.rows).view(repeats.repeats, -1).split_with_sizes(repeats.sizes, 1)
         by_part = torch.cat([part.flatten() for part in parts])
-    heads = tensor.interleaved
-    if heads is None:
+    if tensor.rotary is None:
         return by_part
-    order = (swapped_order if heads.swapped else half_split_order)(heads.heads, heads.head_dim, heads.rotary_dim)
+    order = head_order(tensor.rotary)
     order = torch.cat((order, torch.arange(len(order), tensor.rows)))
     return order if by_part is None else by_part[order]
 

@@ -15,8 +15,8 @@ from windlass.engine.cache.sequence_cache import UNBOUNDED
 from windlass.engine.model.norm import Norm, NormSpec, PerHeadNorm
 from windlass.engine.model.weight_spec import (
     FusedHeads,
-    InterleavedHeads,
     InterleavedParts,
+    RotaryRows,
     StoredTensor,
     WeightSpec,
     projection,
@@ -182,9 +182,11 @@ class AttentionSpec:
             return FusedHeads(4, self.num_heads // 4, self.num_kv_heads // 4, self.head_dim, values_first=True)
         return None
 
-    def _interleaved(self, heads: int) -> InterleavedHeads | None:
+    def _interleaved(self, heads: int) -> RotaryRows | None:
         dims = self.interleaved_dims or self.swapped_dims
-        return InterleavedHeads(heads, self.head_dim, dims, not self.interleaved_dims) if dims else None
+        if not dims:
+            return None
+        return RotaryRows(heads, self.head_dim, dims, "interleaved" if self.interleaved_dims else "swapped")
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import DeviceCapabilities, prepare_model
-from windlass.engine.model.loading.weights import half_split_order
+from windlass.engine.model.loading.weights import head_order
 from windlass.kernels import BlockWeight, StackedWeight
 from windlass.lab.scoring import Scorer
 
@@ -188,9 +188,8 @@ def as_an_ordinary_model(source: Path, decoder: Decoder, target: Path) -> Path:
         numbers = torch.cat([part.dequantize() for part in parts if isinstance(part, BlockWeight)]).cpu()
         for stored in spec.stored:
             rows, first = numbers[first : first + stored.rows], first + stored.rows
-            heads = stored.interleaved
-            if heads is not None:
-                order = half_split_order(heads.heads, heads.head_dim, heads.rotary_dim)
+            if stored.rotary is not None:
+                order = head_order(stored.rotary)
                 rows = rows[torch.cat((order, torch.arange(len(order), stored.rows))).argsort()]
             saved[stored.name] = rows.contiguous()
     target.mkdir()
