@@ -46,30 +46,16 @@ class RotaryRows:
 
 
 @dataclass(frozen=True, slots=True)
-class FusedHeads:
-    """Row order of a tensor with queries, keys and values in blocks, where the decoder has all queries, all keys, all
-    values.
-
-    A block has `queries` query heads, then `keys` key heads, then as many value heads; values_first: values before
-    keys.
-    """
-
-    blocks: int
-    queries: int
-    keys: int
-    head_dim: int
-    values_first: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class InterleavedParts:
-    """Row order of parts that alternate in a tensor, where the decoder has each part as one, in the same order.
+    """Row order of parts that alternate in a tensor, where the decoder has each part as one.
 
-    There are `repeats` turns with sizes[i] rows of part i each.
+    There are `repeats` turns with sizes[i] rows of part i each. order: the part of a turn for each part of the decoder; None: in
+    the same order.
     """
 
     repeats: int
     sizes: tuple[int, ...]
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +68,11 @@ class StoredTensor:
     name: str
     rows: int
     rotary: RotaryRows | None = None
-    fused: FusedHeads | None = None
+    interleaved_parts: InterleavedParts | None = None
     role: TensorRole | None = None
     unit_rows: bool = False  # each row is divided by its length (Baichuan 2)
     transposed: bool = False  # stored as [columns, rows]
-    alternating: bool = False  # rows of two parts alternate
     reshape_rows: int | None = None  # a vector that is stored with this many rows
-    interleaved_parts: InterleavedParts | None = None
     depthwise: bool = False  # stored as [rows, 1, columns], like a depthwise convolution
     transform: Literal["exp", "negative"] | None = None  # applied to its numbers in float32
 

@@ -69,16 +69,9 @@ def head_order(heads: RotaryRows) -> Tensor:
 def row_order(tensor: StoredTensor) -> Tensor | None:
     """The row of the checkpoint tensor for each row of the weight; None: in order."""
     by_part = None
-    if tensor.alternating:
-        by_part = torch.cat((torch.arange(0, tensor.rows, 2), torch.arange(1, tensor.rows, 2)))
-    if (fused := tensor.fused) is not None:
-        rows = torch.arange(tensor.rows).view(fused.blocks, -1, fused.head_dim)
-        sizes = (fused.queries, fused.keys, fused.keys)
-        q, k, v = rows.split_with_sizes(sizes, 1)  # each [blocks, heads of a block, D]
-        by_part = torch.cat([part.flatten() for part in ((q, v, k) if fused.values_first else (q, k, v))])
-    if (repeats := tensor.interleaved_parts) is not None:
-        parts = torch.arange(tensor.rows).view(repeats.repeats, -1).split_with_sizes(repeats.sizes, 1)
-        by_part = torch.cat([part.flatten() for part in parts])
+    if (turns := tensor.interleaved_parts) is not None:
+        parts = torch.arange(tensor.rows).view(turns.repeats, -1).split_with_sizes(turns.sizes, 1)
+        by_part = torch.cat([parts[index].flatten() for index in turns.order or range(len(parts))])
     if tensor.rotary is None:
         return by_part
     order = head_order(tensor.rotary)

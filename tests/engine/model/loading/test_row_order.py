@@ -19,7 +19,7 @@ from windlass.engine.model.forward_batch import ForwardBatch
 from windlass.engine.model.loading.weights import head_order, load_weights, row_order
 from windlass.engine.model.mixers.attention import AttentionNames, AttentionSpec
 from windlass.engine.model.model_spec import LayerSpec, ModelSpec
-from windlass.engine.model.weight_spec import FusedHeads, InterleavedParts, RotaryRows, StoredTensor
+from windlass.engine.model.weight_spec import InterleavedParts, RotaryRows, StoredTensor
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup
 from windlass.kernels.torch.reference import rotate_half_split
 
@@ -55,14 +55,14 @@ def test_swapped_pairs_turn_the_other_way_bit_for_bit(rotary_dim: int) -> None:
 @pytest.mark.parametrize(
     ("fused", "names"),
     [
-        (FusedHeads(2, 1, 1, 1), "q0 k0 v0 q1 k1 v1"),
-        (FusedHeads(2, 2, 1, 1), "q0 q1 k0 v0 q2 q3 k1 v1"),
-        (FusedHeads(2, 2, 2, 1, values_first=True), "q0 q1 v0 v1 k0 k1 q2 q3 v2 v3 k2 k3"),
+        (InterleavedParts(2, (1, 1, 1)), "q0 k0 v0 q1 k1 v1"),
+        (InterleavedParts(2, (2, 1, 1)), "q0 q1 k0 v0 q2 q3 k1 v1"),
+        (InterleavedParts(2, (2, 2, 2), (0, 2, 1)), "q0 q1 v0 v1 k0 k1 q2 q3 v2 v3 k2 k3"),
     ],
 )
-def test_fused_heads_are_taken_apart(fused: FusedHeads, names: str) -> None:
+def test_fused_heads_are_taken_apart(fused: InterleavedParts, names: str) -> None:
     stored = names.split()
-    order = row_order(StoredTensor("qkv", len(stored), fused=fused))
+    order = row_order(StoredTensor("qkv", len(stored), interleaved_parts=fused))
     assert order is not None and [stored[row] for row in order] == sorted(stored, key=lambda name: "qkv".index(name[0]))
 
 
