@@ -34,13 +34,18 @@ from windlass.engine.rotary.rope_scaling import (
 )
 from windlass.engine.rotary.scaling_fields import ALIASES, format_value
 
+# Other names of numbers.
+_OLDER_NAMES = {
+    "rotary_emb_base": "rope_theta",  # GPT-NeoX
+    "global_rope_theta": "rope_theta",  # ModernBERT
+    "local_rope_theta": "rope_local_base_freq",  # ModernBERT
+    "rotary_pct": "partial_rotary_factor",  # GPT-NeoX, StableLM
+}
+
 LEGACY_ROPE_KEYS = (
-    "rotary_pct",  # GPT-NeoX, StableLM
-    "rotary_emb_base",  # GPT-NeoX
+    *_OLDER_NAMES,
     "rotary_dim",  # GPT-J, CodeGen, MiniMax: dimensions rather than a share of them
     "rope_ratio",  # ChatGLM: theta is 10,000 times it
-    "global_rope_theta",  # ModernBERT
-    "local_rope_theta",  # ModernBERT
     "attn_config",  # DBRX
     "dual_chunk_attention_config",  # Qwen2.5-1M
 )
@@ -65,10 +70,8 @@ def normalize_rope_keys(config: Config, head_dim: int) -> dict[str, Any]:
             )
         result[name] = value
 
-    put("rope_theta", "rotary_emb_base", read_number(config, "rotary_emb_base"))
-    put("rope_theta", "global_rope_theta", read_number(config, "global_rope_theta"))
-    put("rope_local_base_freq", "local_rope_theta", read_number(config, "local_rope_theta"))
-    put("partial_rotary_factor", "rotary_pct", read_number(config, "rotary_pct"))
+    for older, name in _OLDER_NAMES.items():
+        put(name, older, read_number(config, older))
     ratio = read_number(config, "rope_ratio")
     put("rope_theta", "rope_ratio", None if ratio is None else _CHATGLM_THETA * ratio)
     attention = config.get("attn_config")

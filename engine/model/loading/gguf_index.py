@@ -134,6 +134,29 @@ class GGUFIndex:
         """Whether any matrix is not plain floats."""
         return any(not GGUF_TYPES[name].is_plain for name in self.types())
 
+    def storages(self, *, plain: bool) -> dict[str, str]:
+        """The storage of each matrix, by the tensor's name. plain: also of matrices of plain floats, which keep their type."""
+        matrices = {name: GGUF_TYPES[one.dtype] for name, one in self.tensors.items() if len(one.shape) > 1}
+        return {name: kind.storage for name, kind in matrices.items() if plain or not kind.is_plain}
+
+    def block_columns(self) -> dict[str, int]:
+        """Columns of a block, by the names of the tensors in blocks."""
+        kinds = {name: GGUF_TYPES[tensor.dtype] for name, tensor in self.tensors.items()}
+        return {name: kind.elements for name, kind in kinds.items() if not kind.is_plain}
+
+    def requantization_notice(self) -> str | None:
+        """A notice on matrices whose types have no block format; None if there are none."""
+        counts = Counter(
+            tensor.dtype for tensor in self.tensors.values() if len(tensor.shape) > 1 and tensor.dtype in _DEQUANTIZED
+        )
+        if not counts:
+            return None
+        named = ", ".join(f"{name} ({count} tensor{'s' if count > 1 else ''})" for name, count in counts.most_common())
+        return (
+            f"the GGUF file holds {named}, which cannot be multiplied as stored: stored with 8 bits each instead "
+            f"({_FALLBACK_STORAGE}); a file of Q4_K_M or Q8_0 takes less memory for the same quality"
+        )
+
     def for_spec(self, spec: ModelSpec) -> GGUFIndex:
         """The index without tensors that this spec ignores: the files may also hold those of the MTP head."""
         return replace(self, tensors={name: one for name, one in self.tensors.items() if not spec.ignores(name)})
@@ -214,32 +237,6 @@ def _fused_in_parts(mixer: Mixer) -> Mixer:
     if not isinstance(mixer, AttentionSpec):
         return mixer
     return replace(mixer, names=replace(mixer.names, qkv_order="parts"))
-
-
-def gguf_storages(tensors: Mapping[str, TensorLocation], *, plain: bool) -> dict[str, str]:
-    """The storage of each matrix, by the tensor's name. plain: also of matrices of plain floats, which then keep their type."""
-    matrices = {name: GGUF_TYPES.get(tensor.dtype) for name, tensor in tensors.items() if len(tensor.shape) > 1}
-    return {name: kind.storage for name, kind in matrices.items() if kind is not None and (plain or not kind.is_plain)}
-
-
-def block_columns(tensors: Mapping[str, TensorLocation]) -> dict[str, int]:
-    """Columns of a block, by the names of the tensors in blocks."""
-    kinds = {name: GGUF_TYPES[tensor.dtype] for name, tensor in tensors.items()}
-    return {name: kind.elements for name, kind in kinds.items() if not kind.is_plain}
-
-
-def requantization_notice(tensors: Mapping[str, TensorLocation]) -> str | None:
-    """A notice on matrices whose types have no block format; None if there are none."""
-    counts = Counter(
-        tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1 and tensor.dtype in _DEQUANTIZED
-    )
-    if not counts:
-        return None
-    named = ", ".join(f"{name} ({count} tensor{'s' if count > 1 else ''})" for name, count in counts.most_common())
-    return (
-        f"the GGUF file holds {named}, which cannot be multiplied as stored: stored with 8 bits each instead "
-        f"({_FALLBACK_STORAGE}); a file of Q4_K_M or Q8_0 takes less memory for the same quality"
-    )
 
 
 def read_index(directory: Path) -> GGUFIndex | None:

@@ -31,7 +31,7 @@ from windlass.engine.model.loading.draft_model import (
     for_draft,
     has_usable_mtp_head,
 )
-from windlass.engine.model.loading.gguf_index import GGUF_TYPES, block_columns, gguf_storages, requantization_notice
+from windlass.engine.model.loading.gguf_index import GGUF_TYPES
 from windlass.engine.model.loading.model_description import ModelDescription, describe_model
 from windlass.engine.model.mixers.attention import AttentionSpec
 from windlass.engine.model.model_spec import ModelSpec
@@ -223,7 +223,7 @@ def storage_plan(config: EngineConfig, model: ModelDescription, stored: str, dev
     quantization, storages = config.compute.quantization, {}
     own = parse_dtype(config.compute.dtype) == "auto" and device.reads_16_bit
     if model.gguf is not None and quantization == "none":
-        storages = gguf_storages(model.gguf.tensors, plain=own)
+        storages = model.gguf.storages(plain=own)
     if model.quantized is not None and quantization == "none":
         storages = model.quantized.storages()
     rounds = own and stored == "float32" and config.compute.activations == "int8" and not config.compute.deterministic
@@ -247,7 +247,7 @@ def _storage_notices(model: ModelDescription, plan: StoragePlan, stored: str) ->
         return () if blocks and not model.is_quantized else model.quantized.notices(stored)
     if model.gguf is None or not model.gguf.is_quantized():
         return ()
-    notice = requantization_notice(model.gguf.tensors)
+    notice = model.gguf.requantization_notice()
     return () if notice is None else (notice,)
 
 
@@ -459,7 +459,7 @@ def _prepare_shard(config: EngineConfig, prepared: ModelToLoad, rank: int) -> Mo
             raise LoadError(
                 f"{option}: each rank caches its own heads, which are not stored anywhere else: leave `cache.{field}` out"
             )
-    columns = None if model.gguf is None else block_columns(model.gguf.tensors)
+    columns = None if model.gguf is None else model.gguf.block_columns()
     return shard_model(model.spec, prepared.full_plan, rank, config.compute.tensor_parallel, columns)
 
 

@@ -268,12 +268,6 @@ def read_located(
             raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
 
 
-def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:
-    """Types and shapes of the file's tensors by name, and its metadata. Raises SafetensorError, OSError or LoadError."""
-    header = read_checked_header(path)
-    return {entry.name: (entry.dtype, entry.shape) for entry in _entries(header.tensors.values())}, header.metadata
-
-
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[int]:
     """Write contiguous CPU tensors as a safetensors file, piece by piece; yields the bytes written so far. Raises OSError."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
