@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family
@@ -19,6 +19,7 @@ from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTIO
 from windlass.engine.rotary.scaling_fields import format_value
 
 _MOST = 2**31 - 1
+T = TypeVar("T")
 
 
 class ArchitectureKeys:
@@ -48,11 +49,7 @@ class ArchitectureKeys:
     def size(self, name: str, default: int | None = None) -> int:
         """A positive integer, or `default` if the key is absent. Raises LoadError if there is no default either."""
         value = self._single(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise LoadError(f"{self.key(name)} is missing: get another conversion of the model")
-        return self._positive(name, value)
+        return self._positive(name, self._present(name, default if value is None else value))
 
     def sizes(self, name: str, layers: int) -> list[int]:
         """A positive integer for each layer, from a list or from one that all layers share."""
@@ -77,11 +74,20 @@ class ArchitectureKeys:
             raise LoadError(f"{self.key(name)} must be a positive number, got {format_value(value)}")
         return decimal(float(value))
 
+    def required_number(self, name: str) -> float:
+        """A positive, finite number. Raises LoadError if the key is absent."""
+        return self._present(name, self.number(name))
+
     def text(self, name: str) -> str | None:
         """A string, or None."""
         value = self.raw(name)
         if value is not None and not isinstance(value, str):
             raise LoadError(f"{self.key(name)} must be a string, got {format_value(value)}")
+        return value
+
+    def _present(self, name: str, value: T | None) -> T:
+        if value is None:
+            raise LoadError(f"{self.key(name)} is missing: get another conversion of the model")
         return value
 
     def _positive(self, name: str, value: Any) -> int:

@@ -49,7 +49,7 @@ from windlass.engine.model.gguf.architecture import (
     local_layers,
     moe_config,
 )
-from windlass.engine.model.gguf.gguf_rope import read_proportional_rope, required_theta
+from windlass.engine.model.gguf.gguf_rope import read_proportional_rope
 from windlass.engine.model.gguf.hybrid_architectures import HYBRID_ARCHITECTURES
 from windlass.engine.model.gguf.tensor_mapping import LAYER_TABLE
 from windlass.engine.model.loading.gguf_index import GGUFLayout
@@ -228,7 +228,7 @@ def gemma4_rope_parameters(keys: ArchitectureKeys, config: Mapping[str, Any], fa
     return {
         "rope_parameters": {
             FULL_ATTENTION: read_proportional_rope(keys, factors, config["global_head_dim"]),
-            SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": required_theta(keys, _LOCAL_THETA)},
+            SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": keys.required_number(_LOCAL_THETA)},
         }
     }
 

@@ -138,9 +138,7 @@ def _shapes(
     if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         raise LoadError(f"tensor {EMBEDDING} has the shape {list(embedding.shape)}, [tokens, {hidden}] is expected")
     name = "attention.layer_norm_epsilon" if family.norms.form.centered else "attention.layer_norm_rms_epsilon"
-    epsilon = keys.number(name)
-    if epsilon is None:
-        raise LoadError(f"{keys.key(name)} is missing: get another conversion of the model")
+    epsilon = keys.required_number(name)
     kv_heads = heads if latent is not None else keys.size("attention.head_count_kv", heads)
     return {
         "vocab_size": embedding.shape[0],

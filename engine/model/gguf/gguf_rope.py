@@ -59,17 +59,9 @@ def read_proportional_rope(keys: ArchitectureKeys, factors: Factors, head_dim: i
         raise LoadError(f"sets {keys.key('rope.scaling')}.*, and there is {FACTORS} as well: get another conversion")
     return {
         "rope_type": "proportional",
-        "rope_theta": required_theta(keys, "rope.freq_base"),
+        "rope_theta": keys.required_number("rope.freq_base"),
         "partial_rotary_factor": rotary_share(2 * rotated, head_dim),
     }
-
-
-def required_theta(keys: ArchitectureKeys, name: str) -> float:
-    """A theta that the file must have. Raises LoadError."""
-    theta = keys.number(name)
-    if theta is None:
-        raise LoadError(f"{keys.key(name)} is missing: get another conversion of the model")
-    return theta
 
 
 def _by_keys(keys: ArchitectureKeys, trained_len: int) -> dict[str, Any]:

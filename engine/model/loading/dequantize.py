@@ -62,8 +62,6 @@ def scales_of_fp4(codes: Tensor, exponents: Tensor, name: str) -> tuple[Tensor, 
     return codes, scales.to(torch.float16)
 
 
-_MXFP4_BYTES = GGUF_TYPES["MXFP4"].num_bytes
-
 # -- GGUF -------------------------------------------------------------------------------------------------------------
 
 _NO_EXPONENT = 255  # of MXFP4: NaN
@@ -88,7 +86,7 @@ def to_block_format(blocks: Tensor, kind: str, name: str) -> Tensor:
     """
     if kind != "MXFP4":
         return blocks
-    each = blocks.reshape(-1, _MXFP4_BYTES)
+    each = blocks.reshape(-1, GGUF_TYPES[kind].num_bytes)
     data = each[:, 1:]
     codes, scales = scales_of_fp4(codes_of_fp4(torch.cat((data & 0x0F, data >> 4), dim=1)), each[:, 0], name)
     fifth = (codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)  # [N, 4, 8]
