@@ -55,7 +55,7 @@ class WeightCache:
         of_rank = () if shard is None else (f"{shard.rank + 1}of{shard.ranks}",)
         self._storage = "-".join((quantization, *dtypes, *of_rank))
         self._plan = {name: [[p.rows, p.storage] for p in parts] for name, parts in decoder.plan.items()}
-        self.path = _folder(where, directory) / f"{_model_prefix(where, directory)}{self._storage}.safetensors"
+        self.path = _cache_path(where, directory, self._storage)
         self._fingerprint = self._describe()
         self.notices: list[str] = []
 
@@ -195,15 +195,11 @@ def _tensors(name: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
         yield name, weight.data if isinstance(weight, PanelWeight) else weight
 
 
-def _folder(where: str, directory: Path) -> Path:
-    return directory / FOLDER if where == NEXT_TO_MODEL else Path(where)
-
-
-def _model_prefix(where: str, directory: Path) -> str:
+def _cache_path(where: str, directory: Path, storage: str) -> Path:
     if where == NEXT_TO_MODEL:
-        return ""
-    whole = directory.resolve()
-    return f"{whole.name}-{hashlib.sha256(os.fsencode(whole)).hexdigest()[:8]}-"
+        return directory / FOLDER / f"{storage}.safetensors"
+    whole = directory.resolve()  # names the model in a folder that others may share
+    return Path(where) / f"{whole.name}-{hashlib.sha256(os.fsencode(whole)).hexdigest()[:8]}-{storage}.safetensors"
 
 
 def _identity(file: Path) -> list[object]:
