@@ -148,7 +148,7 @@ def plan_kv_cache(
         budget = profile_kv_memory(config, model, draft, memory) if available is None else available
     else:
         budget = default_kv_budget(free_memory(model.decoder.device), config.replicas)
-    return model.prepared.whole.plan_cache(config, budget)
+    return model.prepared.unsharded.plan_cache(config, budget)
 
 
 def allocate_kv_cache(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan: CachePlan) -> KVCache:

@@ -131,7 +131,7 @@ def _has_weights(directory: Path) -> bool:
 def _prepare(config: EngineConfig, device: DeviceCapabilities) -> ModelToLoad:
     """The whole model as a start prepares it, without a limit of memory."""
     unbounded = replace(config, cache=replace(config.cache, memory=None))
-    return prepare_model(unbounded, replace(device, free=None)).whole
+    return prepare_model(unbounded, replace(device, free=None)).unsharded
 
 
 def _token_bytes(model: ModelToLoad) -> int:

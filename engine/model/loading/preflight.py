@@ -286,7 +286,7 @@ class ModelToLoad:
         return self.full_plan if self.shard is None else self.shard.plan
 
     @property
-    def whole(self) -> ModelToLoad:
+    def unsharded(self) -> ModelToLoad:
         """All ranks together."""
         return replace(self, shard=None)
 
@@ -341,7 +341,7 @@ def check_start(config: EngineConfig) -> ModelDescription:
     prepared = prepare_model(config, DeviceCapabilities(kind, on_cpu, on_cpu, available_memory() if on_cpu else None))
     check_tier_support(
         config,
-        prepared.whole.token_bytes,
+        prepared.unsharded.token_bytes,
         is_bidirectional=prepared.model.spec.is_bidirectional,
         on_device=not on_cpu,
     )
@@ -385,7 +385,7 @@ def prepare_model(
     elif part is None and not config.scheduling.speculation.max_proposed_tokens:
         notices += (_MTP_NOTICE,) if has_usable_mtp_head(model.spec, model.headers) else ()
     if prepared.shard is None or device.is_cpu:  # all ranks share a CPU's memory
-        check_memory(config, prepared.whole, device)
+        check_memory(config, prepared.unsharded, device)
     else:
         left = replace(device, free=prepared.free_after_draft(device))
         check_memory(_shard_config(config, prepared), replace(prepared, draft=None), left)
@@ -482,7 +482,7 @@ def _shard_notices(config: EngineConfig, prepared: ModelToLoad, device: DeviceCa
         shared = "one core" if cores == 1 else f"{cores} cores"
         found.append(f"{processes} ranks share {shared}, and wait for each other: use fewer")
     tables = [prod(one.shape) for one in spec.weights() if one.kind in ("table", "wide table", "table and head")]
-    needed = engines * (prepared.whole.weight_bytes + (ranks - 1) * sum(tables) * _TABLE_BYTES)
+    needed = engines * (prepared.unsharded.weight_bytes + (ranks - 1) * sum(tables) * _TABLE_BYTES)
     free = prepared.free_after_draft(device)
     if free is not None and needed > free:
         found.append(f"the weights of all ranks need {gib(needed)} of memory, {gib(free)} are free")
@@ -493,5 +493,5 @@ def _shard_config(config: EngineConfig, prepared: ModelToLoad) -> EngineConfig:
     """The configuration with this rank's share of `cache.memory`, which is for the caches of all ranks."""
     if config.cache.memory is None:
         return config
-    own, whole = prepared.token_bytes, prepared.whole.token_bytes
+    own, whole = prepared.token_bytes, prepared.unsharded.token_bytes
     return replace(config, cache=replace(config.cache, memory=max(1, config.cache.memory * own // whole)))

@@ -198,8 +198,8 @@ def _tensors(name: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
 def _cache_path(where: str, directory: Path, storage: str) -> Path:
     if where == NEXT_TO_MODEL:
         return directory / FOLDER / f"{storage}.safetensors"
-    whole = directory.resolve()  # names the model in a folder that others may share
-    return Path(where) / f"{whole.name}-{hashlib.sha256(os.fsencode(whole)).hexdigest()[:8]}-{storage}.safetensors"
+    model = directory.resolve()
+    return Path(where) / f"{model.name}-{hashlib.sha256(os.fsencode(model)).hexdigest()[:8]}-{storage}.safetensors"
 
 
 def _identity(file: Path) -> list[object]:
