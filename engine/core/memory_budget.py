@@ -16,7 +16,6 @@ from windlass.engine.cache.kv_cache_budget import (
     default_kv_budget,
     device_kv_budget,
     gib,
-    plan_cache,
 )
 from windlass.engine.core.adapter_manager import make_empty_adapters
 from windlass.engine.errors import LoadError
@@ -142,24 +141,14 @@ def plan_kv_cache(
 ) -> CachePlan:
     """Blocks per KV group for the memory budget: the operator's, else a share of the free main memory, or what is left of the
     engine's share of a GPU. available: available KV memory of all ranks, if measured already."""
-    spec, memory = model.spec, model.decoder.backend.device_memory
+    memory = model.decoder.backend.device_memory
     if config.cache.memory is not None:
         budget = config.cache.memory
     elif memory is not None:
         budget = profile_kv_memory(config, model, draft, memory) if available is None else available
     else:
         budget = default_kv_budget(free_memory(model.decoder.device), config.replicas)
-    return plan_cache(
-        config,
-        spec.kv_groups,
-        spec.trained_len,
-        dtype_name(model.cache_dtype),
-        budget,
-        draft_token_bytes=0 if draft is None else kv_bytes_per_token(draft),
-        whole_prompts=spec.is_bidirectional,
-        states=spec.state_group,
-        draft_state_bytes=0 if draft is None else draft.spec.state_bytes,
-    )
+    return model.prepared.unsharded.plan_cache(config, budget)
 
 
 def allocate_kv_cache(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan: CachePlan) -> KVCache:

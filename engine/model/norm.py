@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.model.weight_spec import InterleavedHeads, StoredTensor, WeightSpec, norm_weight
+from windlass.engine.model.weight_spec import RotaryRows, StoredTensor, WeightSpec, norm_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,18 +25,14 @@ class NormSpec:
     bias: bool = False
     weight: bool = True  # whether the result is multiplied by a weight
 
-    def weights(
-        self, name: str, stored: str, size: int, interleaved: InterleavedHeads | None = None
-    ) -> tuple[WeightSpec, ...]:
+    def weights(self, name: str, stored: str, size: int, rotary: RotaryRows | None = None) -> tuple[WeightSpec, ...]:
         """The weight `name` and the bias "<name>_bias". stored: tensor name without ".weight" or ".bias"."""
         if not self.weight:
             return ()
-        weight = norm_weight(name, stored, size, interleaved)
+        weight = norm_weight(name, stored, size, rotary)
         if not self.bias:
             return (weight,)
-        return weight, WeightSpec(
-            f"{name}_bias", "shift", (size,), (StoredTensor(f"{stored}.bias", size, interleaved),)
-        )
+        return weight, WeightSpec(f"{name}_bias", "shift", (size,), (StoredTensor(f"{stored}.bias", size, rotary),))
 
 
 LAYER_NORM = NormSpec(centered=True, bias=True)

@@ -30,58 +30,32 @@ TensorRole = Literal["q", "k", "v", "q k v", "out", "gate", "up", "gate up", "do
 
 
 @dataclass(frozen=True, slots=True)
-class InterleavedHeads:
-    """Row order of rotated pairs stored as (2j, 2j + 1), where the decoder has (j, j + rotary_dim / 2).
+class RotaryRows:
+    """Row order of rotated dims in each of the first `heads` heads of a tensor, where the decoder has them first, with pairs as
+    (j, j + rotary_dim / 2).
 
-    It applies to the first rotary_dim rows of head_dim, in each of the first `heads` heads of a tensor. swapped: pairs
-    are stored as (j + rotary_dim / 2, j) instead, which is a rotation in the opposite direction (NanoChat).
+    They are rotary_dim of head_dim rows; last: the last ones. pairs: "halves" are stored as in the decoder, "interleaved" as
+    (2j, 2j + 1), and "swapped" as (j + rotary_dim / 2, j), which is a rotation in the opposite direction (NanoChat).
     """
 
     heads: int
     head_dim: int
     rotary_dim: int
-    swapped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryLast:
-    """Row order of heads whose rotated dims are stored last, where the decoder has them first.
-
-    They are the last rotary_dim rows of head_dim, in each head. interleaved: pairs are stored as (2j, 2j + 1), where
-    the decoder has (j, j + rotary_dim / 2).
-    """
-
-    heads: int
-    head_dim: int
-    rotary_dim: int
-    interleaved: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FusedHeads:
-    """Row order of a tensor with queries, keys and values in blocks, where the decoder has all queries, all keys, all
-    values.
-
-    A block has `queries` query heads, then `keys` key heads, then as many value heads; values_first: values before
-    keys.
-    """
-
-    blocks: int
-    queries: int
-    keys: int
-    head_dim: int
-    values_first: bool = False
+    pairs: Literal["halves", "interleaved", "swapped"]
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class InterleavedParts:
-    """Row order of parts that alternate in a tensor, where the decoder has each part as one, in the same order.
+    """Row order of parts that alternate in a tensor, where the decoder has each part as one.
 
-    There are `repeats` turns with sizes[i] rows of part i each.
+    There are `repeats` turns with sizes[i] rows of part i each. order: the part of a turn for each part of the decoder; None: in
+    the same order.
     """
 
     repeats: int
     sizes: tuple[int, ...]
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +67,12 @@ class StoredTensor:
 
     name: str
     rows: int
-    interleaved: InterleavedHeads | None = None
-    fused: FusedHeads | None = None
+    rotary: RotaryRows | None = None
+    interleaved_parts: InterleavedParts | None = None
     role: TensorRole | None = None
     unit_rows: bool = False  # each row is divided by its length (Baichuan 2)
     transposed: bool = False  # stored as [columns, rows]
-    alternating: bool = False  # rows of two parts alternate
     reshape_rows: int | None = None  # a vector that is stored with this many rows
-    rotary_last: RotaryLast | None = None
-    interleaved_parts: InterleavedParts | None = None
     depthwise: bool = False  # stored as [rows, 1, columns], like a depthwise convolution
     transform: Literal["exp", "negative"] | None = None  # applied to its numbers in float32
 
@@ -153,6 +124,6 @@ def depthwise_convolution(
     return *result, WeightSpec("convolution_bias", "shift", (channels,), (StoredTensor(f"{stored}.bias", channels),))
 
 
-def norm_weight(name: str, stored: str, size: int, interleaved: InterleavedHeads | None = None) -> WeightSpec:
+def norm_weight(name: str, stored: str, size: int, rotary: RotaryRows | None = None) -> WeightSpec:
     """The weight of an RMS norm over `size` elements. stored: tensor name without ".weight"."""
-    return WeightSpec(name, "norm", (size,), (StoredTensor(f"{stored}.weight", size, interleaved),))
+    return WeightSpec(name, "norm", (size,), (StoredTensor(f"{stored}.weight", size, rotary),))

@@ -14,7 +14,7 @@ from windlass.engine import host_resources
 from windlass.engine.client.replicated_client import ReplicaPlacement
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.host_resources import available_memory, processor_quota, processors, threads_per_rank
-from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.loading.preflight import DeviceCapabilities, prepare_model
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 MIB = 1 << 20
@@ -169,5 +169,5 @@ def test_ranks_on_cores_of_their_own_are_told_of_the_quota(
     if quota is not None:
         system.write("cpu.max", quota)
     config = engine_config(DEMO, kv_cache_memory=32 * MIB, tensor_parallel=2, cores=tuple(range(4)), replicas=replicas)
-    notices = prepare_model(config, "cpu", reads_narrow=True, free=None).notices
+    notices = prepare_model(config, DeviceCapabilities("cpu", True)).notices
     assert [notice.partition(",")[0] for notice in notices if "ranks share" in notice] == ([told] if told else [])

@@ -84,25 +84,24 @@ class LayerFacts:
 Pattern = Callable[[Config, LayerFacts], tuple[Sequence[str], Sequence[str | None]]]
 
 
-def full_attention_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Full attention in every layer, one rotary group."""
-    full = [FULL_ATTENTION] * facts.count
-    _refuse_mixture(config, facts, full)
-    return full, full
+def _every_layer(kind: str, group: str | None) -> Pattern:
+    """The same attention and rotary group in every layer. Raises LoadError for a mixture of kinds."""
+
+    def pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
+        kinds = [kind] * facts.count
+        if facts.given and facts.given != (kinds if facts.windowed else [FULL_ATTENTION] * facts.count):
+            raise LoadError(
+                f"config.json: layer_types mixes windows in a way that model_type {format_value(config.get('model_type'))} does "
+                "not: remove it"
+            )
+        return kinds, [group] * facts.count
+
+    return pattern
 
 
-def nope_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[None]]:
-    """Full attention in every layer, without rotation."""
-    full = [FULL_ATTENTION] * facts.count
-    _refuse_mixture(config, facts, full)
-    return full, [None] * facts.count
-
-
-def sliding_window_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """A sliding window in every layer, or full attention if it is null; one rotary group."""
-    full, sliding = [FULL_ATTENTION] * facts.count, [SLIDING_ATTENTION] * facts.count
-    _refuse_mixture(config, facts, sliding if facts.windowed else full)
-    return sliding, full
+full_attention_layers = _every_layer(FULL_ATTENTION, FULL_ATTENTION)
+nope_layers = _every_layer(FULL_ATTENTION, None)
+sliding_window_layers = _every_layer(SLIDING_ATTENTION, FULL_ATTENTION)  # full attention if the window is null
 
 
 def layer_types_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
@@ -138,15 +137,7 @@ def local_layers_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], l
     ]
 
 
-def _refuse_mixture(config: Config, facts: LayerFacts, expected: list[str]) -> None:
-    if facts.given and facts.given != expected:
-        raise LoadError(
-            f"config.json: layer_types mixes windows in a way that model_type {format_value(config.get('model_type'))} does not: "
-            "remove it"
-        )
-
-
-# Raises LoadError.
+# A conversion of key names, which raises LoadError.
 Rewrite = Callable[[Config], dict[str, Any]]
 
 

@@ -6,23 +6,13 @@ them; this module reads the rest. Other methods are named in `unsupported`. Open
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from windlass.engine.model.config_json.config_rules import Config
 
 Method = Literal["GPTQ", "AWQ", "compressed-tensors", "FP8", "MXFP4", "BitNet"]
-
-_METHODS: dict[str, Method] = {
-    "gptq": "GPTQ",
-    "awq": "AWQ",
-    "compressed-tensors": "compressed-tensors",
-    "fp8": "FP8",
-    "fbgemm_fp8": "FP8",
-    "mxfp4": "MXFP4",
-    "bitnet": "BitNet",
-}
 
 _COMPRESSED_FORMATS = (
     "pack-quantized",
@@ -58,9 +48,9 @@ def read_quantization_config(config: Config) -> QuantizationConfig | None:
     for key in ("quantization_config", "compression_config"):
         found = config.get(key)
         if isinstance(found, Mapping):
-            method = _METHODS.get(str(found.get("quant_method")).lower())
-            if method is not None:
-                return _READERS[method](found)
+            read = _READERS.get(str(found.get("quant_method")).lower())
+            if read is not None:
+                return read(found)
     return None
 
 
@@ -89,8 +79,8 @@ def _awq(found: Config) -> QuantizationConfig:
 def _compressed(found: Config) -> QuantizationConfig:
     groups = found.get("config_groups")
     groups = groups.values() if isinstance(groups, Mapping) else ()
-    weights = [group["weights"] for group in groups if isinstance(group, Mapping) and _is_object(group.get("weights"))]
-    forms = [found.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
+    weights = [group["weights"] for group in groups if _is_object(group) and _is_object(group.get("weights"))]
+    forms = [found.get("format"), *(group.get("format") for group in groups if _is_object(group))]
     unsupported_reason = None
     if other := [form for form in forms if form is not None and form not in _COMPRESSED_FORMATS]:
         unsupported_reason = f"format {other[0]}"
@@ -98,7 +88,7 @@ def _compressed(found: Config) -> QuantizationConfig:
         unsupported_reason = "with transforms"
     elif _is_object(found.get("sparsity_config")) and found["sparsity_config"].get("format", "dense") != "dense":
         unsupported_reason = f"sparse, {found['sparsity_config']['format']}"
-    elif found.get("quantization_status", "compressed") != "compressed" and not any(_is_stored(form) for form in forms):
+    elif found.get("quantization_status", "compressed") != "compressed" and set(forms) <= {None, "dense"}:
         # Older releases left "frozen" in files with a format that stores codes.
         unsupported_reason = f"status {found['quantization_status']}"
     elif float4 := [w for w in weights if w.get("type") == "float" and w.get("num_bits", 8) != 8]:
@@ -109,16 +99,8 @@ def _compressed(found: Config) -> QuantizationConfig:
     return QuantizationConfig("compressed-tensors", block=block, bits=bits, unsupported_reason=unsupported_reason)
 
 
-def _is_stored(form: Any) -> bool:
-    return form is not None and form != "dense"
-
-
 def _fp8(found: Config) -> QuantizationConfig:
     return QuantizationConfig("FP8", block=_block(found.get("weight_block_size")))
-
-
-def _mxfp4(found: Config) -> QuantizationConfig:
-    return QuantizationConfig("MXFP4")
 
 
 def _bitnet(found: Config) -> QuantizationConfig:
@@ -151,11 +133,12 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-_READERS = {
-    "GPTQ": _gptq,
-    "AWQ": _awq,
+_READERS: dict[str, Callable[[Config], QuantizationConfig]] = {
+    "gptq": _gptq,
+    "awq": _awq,
     "compressed-tensors": _compressed,
-    "FP8": _fp8,
-    "MXFP4": _mxfp4,
-    "BitNet": _bitnet,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "mxfp4": lambda found: QuantizationConfig("MXFP4"),
+    "bitnet": _bitnet,
 }

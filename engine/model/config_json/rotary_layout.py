@@ -34,13 +34,18 @@ from windlass.engine.rotary.rope_scaling import (
 )
 from windlass.engine.rotary.scaling_fields import ALIASES, format_value
 
+# Other names of numbers.
+_OLDER_NAMES = {
+    "rotary_emb_base": "rope_theta",  # GPT-NeoX
+    "global_rope_theta": "rope_theta",  # ModernBERT
+    "local_rope_theta": "rope_local_base_freq",  # ModernBERT
+    "rotary_pct": "partial_rotary_factor",  # GPT-NeoX, StableLM
+}
+
 LEGACY_ROPE_KEYS = (
-    "rotary_pct",  # GPT-NeoX, StableLM
-    "rotary_emb_base",  # GPT-NeoX
+    *_OLDER_NAMES,
     "rotary_dim",  # GPT-J, CodeGen, MiniMax: dimensions rather than a share of them
     "rope_ratio",  # ChatGLM: theta is 10,000 times it
-    "global_rope_theta",  # ModernBERT
-    "local_rope_theta",  # ModernBERT
     "attn_config",  # DBRX
     "dual_chunk_attention_config",  # Qwen2.5-1M
 )
@@ -65,10 +70,8 @@ def normalize_rope_keys(config: Config, head_dim: int) -> dict[str, Any]:
             )
         result[name] = value
 
-    put("rope_theta", "rotary_emb_base", read_number(config, "rotary_emb_base"))
-    put("rope_theta", "global_rope_theta", read_number(config, "global_rope_theta"))
-    put("rope_local_base_freq", "local_rope_theta", read_number(config, "local_rope_theta"))
-    put("partial_rotary_factor", "rotary_pct", read_number(config, "rotary_pct"))
+    for older, name in _OLDER_NAMES.items():
+        put(name, older, read_number(config, older))
     ratio = read_number(config, "rope_ratio")
     put("rope_theta", "rope_ratio", None if ratio is None else _CHATGLM_THETA * ratio)
     attention = config.get("attn_config")
@@ -78,11 +81,14 @@ def normalize_rope_keys(config: Config, head_dim: int) -> dict[str, Any]:
     if chunks is not None:
         put("rope_scaling", "dual_chunk_attention_config", _dual_chunks(chunks))
     if config.get("rotary_dim") is not None:
-        dim = read_size(config, "rotary_dim")
-        share = dim / head_dim
-        # A share is read back as int(head_dim * share), which must not be rounded down below `dim`.
-        put("partial_rotary_factor", "rotary_dim", share if int(head_dim * share) == dim else math.nextafter(share, 2))
+        put("partial_rotary_factor", "rotary_dim", rotary_share(read_size(config, "rotary_dim"), head_dim))
     return result
+
+
+def rotary_share(rotary_dim: int, head_dim: int) -> float:
+    """`partial_rotary_factor` of a model that rotates this many dimensions; it is read back as int(head_dim * share)."""
+    share = rotary_dim / head_dim
+    return share if int(head_dim * share) == rotary_dim else math.nextafter(share, 2)
 
 
 def _dual_chunks(given: Config) -> dict[str, Any]:
@@ -320,7 +326,7 @@ def _read_group(config: Config, rules: ConfigRules, name: str, given: dict[str, 
         given["original_max_position_embeddings"] = original
     fallback = rules.rope_theta if name == FULL_ATTENTION else rules.local_rope_theta or rules.rope_theta
     theta = given.pop("rope_theta", fallback) if kind == "learned" else given.setdefault("rope_theta", fallback)
-    base = _read_base(config, rules, partial, kind, _head_dim_of(config, rules, name))
+    base = _read_base(config, rules, partial, kind, _head_dim(config, rules, name))
     label = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     label = f"{label}.{name}" if name in (config.get(label) or ()) else label
     try:
@@ -350,15 +356,11 @@ def _drop_without_effect(given: dict[str, Any], kind: Any) -> None:
             given.pop(key, None)
 
 
-def _head_dim(config: Config, rules: ConfigRules) -> int:
+def _head_dim(config: Config, rules: ConfigRules, name: str | None = None) -> int:
+    """Head dimension of the layers of the group with this name; None: of those without another one."""
     heads = read_size(config, "num_attention_heads", rules.num_attention_heads)
     hidden = read_size(config, "hidden_size", rules.hidden_size)
-    return read_size(config, rules.head_dim_key, rules.head_dim or hidden // heads, most=_MOST_HEAD_DIM)
-
-
-def _head_dim_of(config: Config, rules: ConfigRules, name: str) -> int:
-    """Head dimension of the layers of a group."""
-    own = _head_dim(config, rules)
+    own = read_size(config, rules.head_dim_key, rules.head_dim or hidden // heads, most=_MOST_HEAD_DIM)
     if rules.full_head_dim_key is None or name != FULL_ATTENTION:
         return own
     return read_size(config, rules.full_head_dim_key, rules.full_head_dim or own, most=_MOST_HEAD_DIM)

@@ -20,7 +20,7 @@ from windlass.engine.model.feed_forward.mlp import (
     PlainMLPNames,
     PlainMLPSpec,
 )
-from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm_weight
+from windlass.engine.model.weight_spec import InterleavedParts, StoredTensor, WeightSpec, norm_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,17 +168,15 @@ class MoESpec:
 
     def _of_stacks(self, names: ExpertStacks, index: int, hidden_size: int) -> list[WeightSpec]:
         rows, inner = 2 * self.intermediate_size, self.intermediate_size
-        transposed, alternating = names.transposed, names.alternating
-        gate_up = StoredTensor(
-            f"{names.gate_up}[{index}]", rows, role="gate up", transposed=transposed, alternating=alternating
-        )
+        transposed, turns = names.transposed, InterleavedParts(inner, (1, 1)) if names.alternating else None
+        gate_up = StoredTensor(f"{names.gate_up}[{index}]", rows, None, turns, "gate up", transposed=transposed)
         down = StoredTensor(f"{names.down}[{index}]", hidden_size, role="down", transposed=transposed)
         result = [
             WeightSpec("gate_up", "expert", (rows, hidden_size), (gate_up,)),
             WeightSpec("down", "expert", (hidden_size, inner), (down,)),
         ]
         if self.bias:
-            gate_up = StoredTensor(f"{names.gate_up_bias}[{index}]", rows, alternating=alternating)
+            gate_up = StoredTensor(f"{names.gate_up_bias}[{index}]", rows, interleaved_parts=turns)
             down = StoredTensor(f"{names.down_bias}[{index}]", hidden_size)
             result.append(WeightSpec("gate_up_bias", "bias", (rows,), (gate_up,)))
             result.append(WeightSpec("down_bias", "bias", (hidden_size,), (down,)))

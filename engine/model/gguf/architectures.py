@@ -28,13 +28,11 @@ from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3, OLMOE
 from windlass.engine.model.families.phi import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from windlass.engine.model.gguf.architecture import Architecture
-from windlass.engine.model.gguf.gguf_rope import Factors, read_proportional_rope, required_theta
-from windlass.engine.model.gguf.hybrid_architectures import HYBRID_ARCHITECTURES
-from windlass.engine.model.gguf.metadata_keys import (
+from windlass.engine.model.gguf.architecture import (
     DENSE_BLOCKS,
     DENSE_WIDTH,
     EXPERT_COUNT,
+    EXPERT_KEYS,
     EXPERT_WIDTH,
     EXPERTS_USED,
     GATING,
@@ -43,14 +41,19 @@ from windlass.engine.model.gguf.metadata_keys import (
     SIGMOID,
     SOFTMAX,
     WINDOW,
+    Architecture,
     ArchitectureKeys,
+    Factors,
     check_sigmoid_gating,
     local_and_global,
     local_layers,
     moe_config,
 )
-from windlass.engine.model.gguf.tensor_mapping import LAYER_TABLE, GGUFTensor
+from windlass.engine.model.gguf.gguf_rope import read_proportional_rope
+from windlass.engine.model.gguf.hybrid_architectures import HYBRID_ARCHITECTURES
+from windlass.engine.model.gguf.tensor_mapping import LAYER_TABLE
 from windlass.engine.model.loading.gguf_index import GGUFLayout
+from windlass.engine.model.loading.safetensors_header import TensorLocation
 from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
 from windlass.engine.rotary.scaling_fields import format_value
 
@@ -59,7 +62,7 @@ from windlass.engine.rotary.scaling_fields import format_value
 _PER_FACTOR = 0.1  # coefficient of YaRN's attention factor, included in the file's multiplier
 
 GROUPED_EXPERTS_KEYS = (
-    *(DENSE_BLOCKS, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH, GATING, "expert_shared_count", "expert_weights_scale"),
+    *(*EXPERT_KEYS, DENSE_BLOCKS, GATING, "expert_shared_count", "expert_weights_scale"),
     *("expert_weights_norm", "expert_group_count", "expert_group_used_count"),
 )
 
@@ -81,7 +84,6 @@ def mla_family(keys: ArchitectureKeys) -> Family:
 
 
 def mla_sizes(keys: ArchitectureKeys) -> dict[str, int | None]:
-    """The widths of the parts of queries, keys and values."""
     compressed = keys.count("attention.key_length_mla") > 0
     head = keys.size("attention.key_length_mla" if compressed else "attention.key_length")
     rotated = keys.size("rope.dimension_count")
@@ -97,7 +99,6 @@ def mla_sizes(keys: ArchitectureKeys) -> dict[str, int | None]:
 
 
 def mla_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of experts; empty if the model has none."""
     if not keys.count(EXPERT_COUNT):
         return {}
     found = grouped_experts(keys)
@@ -170,7 +171,7 @@ _LOCAL_THETA = "rope.freq_base_swa"
 _INPUT, _CAP = "embedding_length_per_layer_input", "final_logit_softcapping"
 
 GEMMA4_KEYS = (
-    *(WINDOW, PATTERN, _SHARED, _LOCAL_THETA, _INPUT, _CAP, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH),
+    *(*EXPERT_KEYS, WINDOW, PATTERN, _SHARED, _LOCAL_THETA, _INPUT, _CAP),
     *(key + _LOCAL for key in (_KEY, _VALUE, _ROTATED)),
 )
 
@@ -210,7 +211,7 @@ def gemma4(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return found | moe_config(keys, used="top_k_experts") if experts else found
 
 
-def gemma4_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+def gemma4_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     """Whether keys are also values in full-attention layers, and the number of per-layer embeddings."""
     layer, found = 0, {"attention_k_eq_v": False}
     while f"blk.{layer}.attn_k.weight" in tensors and not found["attention_k_eq_v"]:
@@ -221,14 +222,13 @@ def gemma4_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
 
 
 def gemma4_rope_parameters(keys: ArchitectureKeys, config: Mapping[str, Any], factors: Factors) -> dict[str, Any]:
-    """Rope parameters of both kinds of layers."""
     for key, head_dim in ((_ROTATED, config["global_head_dim"]), (_ROTATED + _LOCAL, config["head_dim"])):
         if (rotated := keys.size(key, head_dim)) != head_dim:
             raise LoadError(f"{keys.key(key)} is {rotated}, not the {head_dim} of a head: get another conversion")
     return {
         "rope_parameters": {
             FULL_ATTENTION: read_proportional_rope(keys, factors, config["global_head_dim"]),
-            SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": required_theta(keys, _LOCAL_THETA)},
+            SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": keys.required_number(_LOCAL_THETA)},
         }
     }
 
@@ -274,7 +274,7 @@ def _glm4_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, An
     return grouped_experts(keys)
 
 
-def _has_qk_norm(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+def _has_qk_norm(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     return {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
 
 
@@ -356,7 +356,7 @@ def _cohere2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any
     return local_and_global(4)(keys, config) | _logit_scale(keys, config)
 
 
-def _falcon(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+def _falcon(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     """The newer form of the family, of which the older one with one key head is a special case."""
     two = "blk.0.attn_norm_2.weight" in tensors
     return {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2 if two else 1}
@@ -395,12 +395,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture(QWEN2),
     "qwen3": Architecture(QWEN3),
-    "qwen2moe": Architecture(
-        QWEN2_MOE, config_keys=_qwen2_moe, understood_keys=(EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH, SHARED_WIDTH)
-    ),
-    "qwen3moe": Architecture(
-        QWEN3_MOE, config_keys=_qwen3_moe, understood_keys=(EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH)
-    ),
+    "qwen2moe": Architecture(QWEN2_MOE, config_keys=_qwen2_moe, understood_keys=(*EXPERT_KEYS, SHARED_WIDTH)),
+    "qwen3moe": Architecture(QWEN3_MOE, config_keys=_qwen3_moe, understood_keys=EXPERT_KEYS),
     "olmoe": Architecture(OLMOE, config_keys=_optional_experts, understood_keys=(EXPERT_COUNT, EXPERTS_USED)),
     "gemma": Architecture(GEMMA, _NORMS_WITH_OFFSET),
     "gemma2": Architecture(
@@ -484,7 +480,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture(
         GPT_OSS,
         config_keys=_gpt_oss,
-        understood_keys=(WINDOW, PATTERN, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH),
+        understood_keys=(*EXPERT_KEYS, WINDOW, PATTERN),
         aliases=_POST_ATTENTION_NORM,
         rope=_gpt_oss_rope,
     ),

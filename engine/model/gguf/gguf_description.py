@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.rotary_layout import rotary_share
 from windlass.engine.model.families.family import ConfigFlag, Family
 from windlass.engine.model.families.spec_reader import read_spec
-from windlass.engine.model.gguf.architecture import Architecture
+from windlass.engine.model.gguf.architecture import Architecture, ArchitectureKeys, Factors, decimal
 from windlass.engine.model.gguf.architectures import find_architecture, mla_sizes
-from windlass.engine.model.gguf.gguf_reader import GGUFHeader, read_floats, read_header
-from windlass.engine.model.gguf.gguf_rope import FACTOR_TENSORS, Factors, read_rope
-from windlass.engine.model.gguf.metadata_keys import ArchitectureKeys, decimal
+from windlass.engine.model.gguf.gguf_reader import read_header
+from windlass.engine.model.gguf.gguf_rope import FACTOR_TENSORS, read_rope
 from windlass.engine.model.gguf.tensor_mapping import (
     EMBEDDING,
     HEAD,
-    GGUFTensor,
     first_layer_has_bias,
     has_mtp_block,
     map_mtp_block,
     map_tensors,
 )
 from windlass.engine.model.loading.gguf_index import VERSION, to_gguf_spec
+from windlass.engine.model.loading.safetensors_header import FileHeader, TensorLocation
 from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
 from windlass.engine.rotary.scaling_fields import format_key, format_value
 
@@ -96,7 +96,7 @@ class GGUFModelConfig:
 
 
 def read_gguf_config(
-    metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], factors: Factors
+    metadata: Mapping[str, Any], tensors: Mapping[str, TensorLocation], factors: Factors
 ) -> GGUFModelConfig:
     """The configuration of the model. tensors, factors: by GGUF name. Raises LoadError, one line."""
     name, architecture = find_architecture(metadata)
@@ -124,7 +124,7 @@ def read_gguf_config(
 
 
 def _shapes(
-    keys: ArchitectureKeys, embedding: GGUFTensor, architecture: Architecture, family: Family
+    keys: ArchitectureKeys, embedding: TensorLocation, architecture: Architecture, family: Family
 ) -> dict[str, Any]:
     hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
     layers = keys.size("block_count") - keys.count(_NEXTN)
@@ -138,9 +138,7 @@ def _shapes(
     if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         raise LoadError(f"tensor {EMBEDDING} has the shape {list(embedding.shape)}, [tokens, {hidden}] is expected")
     name = "attention.layer_norm_epsilon" if family.norms.form.centered else "attention.layer_norm_rms_epsilon"
-    epsilon = keys.number(name)
-    if epsilon is None:
-        raise LoadError(f"{keys.key(name)} is missing: get another conversion of the model")
+    epsilon = keys.required_number(name)
     kv_heads = heads if latent is not None else keys.size("attention.head_count_kv", heads)
     return {
         "vocab_size": embedding.shape[0],
@@ -156,7 +154,7 @@ def _shapes(
     }
 
 
-def _check_layers(keys: ArchitectureKeys, tensors: Mapping[str, GGUFTensor]) -> None:
+def _check_layers(keys: ArchitectureKeys, tensors: Mapping[str, TensorLocation]) -> None:
     """Raise LoadError for a file with more layers than it announces: without them it would be another model."""
     blocks, further = keys.size("block_count"), keys.count(_NEXTN)
     for name in tensors:
@@ -172,7 +170,7 @@ def _check_layers(keys: ArchitectureKeys, tensors: Mapping[str, GGUFTensor]) -> 
             )
 
 
-def _biases(family: Family, tensors: Mapping[str, GGUFTensor]) -> dict[str, bool]:
+def _biases(family: Family, tensors: Mapping[str, TensorLocation]) -> dict[str, bool]:
     """Bias flags of the family, by whether the file has the tensors. One flag may be for several tensors."""
     found: dict[str, bool] = {}
     for switch, names in (
@@ -200,23 +198,16 @@ def _rotation(
         raise LoadError(
             f"{keys.key('rope.dimension_count')} must be an even number up to {head_dim}, the width of a head, got {rotary_dim}"
         )
-    share = rotary_dim / head_dim
-    if int(head_dim * share) != rotary_dim:
-        share = math.nextafter(share, 2)  # it is read back as int(head_dim * share)
     scaling = architecture.rope(read_rope(keys, factors, rotary_dim, config["max_position_embeddings"]), keys)
+    local_theta = None
     if family.rules.scales_full_attention_only:
-        plain = {"rope_type": "default", "rope_theta": scaling.get("rope_theta", family.rules.rope_theta)}
-        return {
-            "rope_parameters": {FULL_ATTENTION: scaling, SLIDING_ATTENTION: plain},
-            "partial_rotary_factor": share,
-        }
-    if family.rules.local_rope_theta is None:
-        return {"rope_parameters": scaling, "partial_rotary_factor": share}
-    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa") or _LOCAL_THETA}
-    return {
-        "rope_parameters": {FULL_ATTENTION: scaling, SLIDING_ATTENTION: local},
-        "partial_rotary_factor": share,
-    }
+        local_theta = scaling.get("rope_theta", family.rules.rope_theta)
+    elif family.rules.local_rope_theta is not None:
+        local_theta = keys.number("rope.freq_base_swa") or _LOCAL_THETA
+    if local_theta is not None:
+        local = {"rope_type": "default", "rope_theta": local_theta}
+        scaling = {FULL_ATTENTION: scaling, SLIDING_ATTENTION: local}
+    return {"rope_parameters": scaling, "partial_rotary_factor": rotary_share(rotary_dim, head_dim)}
 
 
 def _ignored_keys(keys: ArchitectureKeys, architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
@@ -296,7 +287,7 @@ class GGUFDescription:
     pooling: of embeddings, in the words of sentence-transformers; None if the file does not name one.
     """
 
-    metadata: dict[str, Any] = field(repr=False)
+    metadata: Mapping[str, Any] = field(repr=False)
     config: dict[str, Any]
     generation: dict[str, Any]
     index: dict[str, Any] = field(repr=False)
@@ -308,18 +299,13 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
     stats = [path.stat() for path in paths]
     headers = [read_header(path) for path in paths]
     _check_split(headers)
-    found: dict[str, GGUFTensor] = {}
-    for number, header in enumerate(headers):
+    found: dict[str, TensorLocation] = {}
+    for header in headers:
         for name, tensor in header.tensors.items():
             if name in found:
                 raise LoadError(f"{header.path}: tensor {name} is in an earlier part too: download the files again")
-            found[name] = GGUFTensor(tensor.dtype, tensor.shape, tensor.begin, tensor.end, number)
-    factors = {
-        name: read_floats(header.path, header.tensors[name], name)
-        for header in headers
-        for name in FACTOR_TENSORS
-        if name in header.tensors
-    }
+            found[name] = tensor
+    factors = {name: found[name].read_floats() for name in FACTOR_TENSORS if name in found}
     metadata = headers[0].metadata
     try:
         model = read_gguf_config(metadata, found, factors)
@@ -339,7 +325,7 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
         ],
         "tensors": {
             name: {
-                "file": tensor.file,
+                "file": paths.index(tensor.file),
                 "type": tensor.dtype,
                 "shape": list(tensor.shape),
                 "begin": tensor.begin,
@@ -359,7 +345,7 @@ def _has_latent_parts(tensors: Collection[str]) -> bool:
     return "blk.0.attn_k_b.weight" in tensors and "blk.0.attn_kv_b.weight" not in tensors
 
 
-def _check_split(headers: Sequence[GGUFHeader]) -> None:
+def _check_split(headers: Sequence[FileHeader]) -> None:
     """Raise LoadError if the files are not the parts that their names announce."""
     for number, header in enumerate(headers):
         count = header.metadata.get("split.count", 0) or 1

@@ -7,7 +7,6 @@ Imports gguf and numpy, so import it only where a GGUF file must be read.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.safetensors_header import TensorHeader
+from windlass.engine.model.loading.safetensors_header import FileHeader, TensorLocation
 from windlass.engine.rotary.scaling_fields import format_key
 
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
@@ -31,21 +30,14 @@ _MOST_NUMBERS = 16_000_000  # in all arrays of a file
 _LONGEST_NAME = 65_535  # bytes of a key or a tensor's name
 _LONGEST_STRING = 1 << 24  # bytes of a value
 _MOST_DIMENSIONS = 4
-_MOST_FLOATS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFHeader:
-    """metadata: numbers, bools, strings and flat lists of them, by key. tensors: by name, with gguf's names of types ("Q4_K") and
-    shapes as [rows, columns] or [size]."""
+def read_header(path: Path) -> FileHeader:
+    """Read the header of a GGUF file. Raises LoadError, one line that names the file and the fault, for any other file.
 
-    path: Path
-    metadata: dict[str, Any] = field(repr=False)
-    tensors: dict[str, TensorHeader] = field(repr=False)
-
-
-def read_header(path: Path) -> GGUFHeader:
-    """Read the header of a GGUF file. Raises LoadError, one line that names the file and the fault, for any other file."""
+    Metadata are numbers, bools, strings and flat lists of them. Tensors have gguf's names of types ("Q4_K") and shapes as
+    [rows, columns] or [size].
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -54,7 +46,9 @@ def read_header(path: Path) -> GGUFHeader:
         reader = _CheckedReader(path, size)
         metadata = {name: _value(value) for name, value in reader.fields.items() if not name.startswith("GGUF.")}
         tensors = {
-            tensor.name: TensorHeader(
+            tensor.name: TensorLocation(
+                tensor.name,
+                path,
                 tensor.tensor_type.name,
                 tuple(int(n) for n in reversed(tensor.shape.tolist())),
                 tensor.data_offset,
@@ -70,23 +64,7 @@ def read_header(path: Path) -> GGUFHeader:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise LoadError(f"{path} is damaged ({reason}): download it again") from None
     _refuse_overlaps(path, tensors)
-    return GGUFHeader(path, metadata, tensors)
-
-
-def read_floats(path: Path, tensor: TensorHeader, label: str) -> tuple[float, ...]:
-    """Read a small tensor of floats, such as the factors of a rotation. Raises LoadError."""
-    code = {"F64": "d", "F32": "f", "F16": "e"}.get(tensor.dtype)
-    count = prod(tensor.shape)
-    if code is None or not 0 < count <= _MOST_FLOATS:
-        raise LoadError(
-            f"{path}: tensor {label} is {count} numbers of type {tensor.dtype}: a few floats are expected there"
-        )
-    try:
-        with path.open("rb") as file:
-            file.seek(tensor.begin)
-            return struct.unpack(f"<{count}{code}", file.read(tensor.end - tensor.begin))
-    except (OSError, struct.error) as error:
-        raise LoadError(f"cannot read {path}: {error}") from None
+    return FileHeader(path, tensors, metadata)
 
 
 def _check_start(path: Path, start: bytes) -> None:
@@ -230,7 +208,7 @@ def _value(field: ReaderField) -> Any:
     return parts[field.data[0]].tolist()
 
 
-def _refuse_overlaps(path: Path, tensors: dict[str, TensorHeader]) -> None:
+def _refuse_overlaps(path: Path, tensors: dict[str, TensorLocation]) -> None:
     """Raise LoadError if tensors share bytes: a small file could then describe a huge model."""
     ordered = sorted(tensors.items(), key=lambda item: item[1].begin)
     for (_, before), (name, after) in pairwise(ordered):

@@ -6,17 +6,16 @@ Reads the `rope.*` keys and the tensors of per-frequency factors. The result is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.gguf.metadata_keys import ArchitectureKeys
+from windlass.engine.model.config_json.rotary_layout import rotary_share
+from windlass.engine.model.gguf.architecture import ArchitectureKeys, Factors
 from windlass.engine.rotary import frequencies
 from windlass.engine.rotary.scaling_fields import format_value
 
 FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTOR_TENSORS = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
-Factors: TypeAlias = Mapping[str, tuple[float, ...]]
 _THETA = 10_000.0
 
 # Parameters of every Llama 3: only `factor` differs. Frequencies depend only on the quotients of these three.
@@ -58,22 +57,11 @@ def read_proportional_rope(keys: ArchitectureKeys, factors: Factors, head_dim: i
     plain = keys.text("rope.scaling.type") in (None, "none", "linear")
     if not plain or any((keys.number(key) or 1.0) != 1.0 for key in scales):
         raise LoadError(f"sets {keys.key('rope.scaling')}.*, and there is {FACTORS} as well: get another conversion")
-    share = rotated / pairs
-    if int(share * head_dim // 2) != rotated:
-        share = math.nextafter(share, 2)  # it is read back so
     return {
         "rope_type": "proportional",
-        "rope_theta": required_theta(keys, "rope.freq_base"),
-        "partial_rotary_factor": share,
+        "rope_theta": keys.required_number("rope.freq_base"),
+        "partial_rotary_factor": rotary_share(2 * rotated, head_dim),
     }
-
-
-def required_theta(keys: ArchitectureKeys, name: str) -> float:
-    """A theta that the file must have. Raises LoadError."""
-    theta = keys.number(name)
-    if theta is None:
-        raise LoadError(f"{keys.key(name)} is missing: get another conversion of the model")
-    return theta
 
 
 def _by_keys(keys: ArchitectureKeys, trained_len: int) -> dict[str, Any]:

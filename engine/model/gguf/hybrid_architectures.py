@@ -7,7 +7,7 @@ Falcon H1: llama.cpp's converter multiplies the weights by the family's factors 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,21 +17,23 @@ from windlass.engine.model.families.granite import GRANITE, GRANITE4, GRANITE_MO
 from windlass.engine.model.families.lfm2 import CONVOLUTION, LFM2, LFM2_MOE
 from windlass.engine.model.families.nemotron_h import EXPERTS, FEED_FORWARD, NEMOTRON_H
 from windlass.engine.model.families.qwen import LINEAR_ATTENTION, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from windlass.engine.model.gguf.architecture import Architecture
-from windlass.engine.model.gguf.metadata_keys import (
+from windlass.engine.model.gguf.architecture import (
     DENSE_BLOCKS,
     DENSE_WIDTH,
     EXPERT_COUNT,
+    EXPERT_KEYS,
     EXPERT_WIDTH,
     EXPERTS_USED,
     GATING,
     SHARED_WIDTH,
+    Architecture,
     ArchitectureKeys,
     check_sigmoid_gating,
     moe_config,
 )
-from windlass.engine.model.gguf.tensor_mapping import GGUFTensor, first_layer_has_bias
+from windlass.engine.model.gguf.tensor_mapping import first_layer_has_bias
 from windlass.engine.model.loading.gguf_index import GGUFLayout
+from windlass.engine.model.loading.safetensors_header import TensorLocation
 from windlass.engine.rotary.rope_scaling import FULL_ATTENTION
 from windlass.engine.rotary.scaling_fields import format_value
 
@@ -71,6 +73,17 @@ def read_recurrent_sizes(keys: ArchitectureKeys) -> RecurrentSizes:
     return RecurrentSizes(heads, inner // heads, keys.size(_SSM_GROUPS), keys.size(_SSM_STATE), keys.size(_SSM_CONV))
 
 
+def mamba_keys(sizes: RecurrentSizes) -> dict[str, int]:
+    """The sizes under the names of Granite 4 and Falcon H1."""
+    return {
+        "mamba_n_heads": sizes.heads,
+        "mamba_d_head": sizes.head_dim,
+        "mamba_n_groups": sizes.groups,
+        "mamba_d_state": sizes.state_dim,
+        "mamba_d_conv": sizes.width,
+    }
+
+
 def attention_layers_only(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
     """The keys of the attention layers. count: number of layers."""
     return drop_zero_layers(keys, KV_HEADS, count)
@@ -93,9 +106,11 @@ def layer_types_of(keys: ArchitectureKeys, count: int, recurrent: str) -> list[s
     return found or [FULL_ATTENTION] * count
 
 
-def any_layer_has_bias(tensors: Mapping[str, GGUFTensor], name: str) -> bool:
-    """Whether any layer has this bias: the first may be of another type."""
-    return any(one.endswith(f".{name}.bias") for one in tensors)
+def bias_flags(**names: str) -> Callable[[Mapping[str, TensorLocation]], dict[str, Any]]:
+    """A reader of flags of config.json: whether any layer has the bias with this name. The first may be of another type."""
+    return lambda tensors: {
+        flag: any(tensor.endswith(f".{name}.bias") for tensor in tensors) for flag, name in names.items()
+    }
 
 
 # -- Qwen 3.5 and Qwen3-Next (Gated DeltaNet) -------------------------------------------------------------------------
@@ -161,7 +176,7 @@ _GATED_DELTA_MOE = replace(
     _GATED_DELTA,
     family=QWEN3_5_MOE,
     config_keys=_gated_delta_moe,
-    understood_keys=(*_DELTA_KEYS, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH, SHARED_WIDTH),
+    understood_keys=(*_DELTA_KEYS, *EXPERT_KEYS, SHARED_WIDTH),
     uniform_keys=_with_dense_width,
 )
 
@@ -204,31 +219,15 @@ def _granite_hybrid(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[s
     sizes, hidden = read_recurrent_sizes(keys), config["hidden_size"]
     if sizes.values % hidden:
         raise LoadError(f"recurrent layers have {sizes.values} values, which is not a multiple of the model's {hidden}")
-    experts = (
-        _granite_moe(keys, config)
-        if keys.count(EXPERT_COUNT)
-        else {**_multipliers(keys, config), "num_local_experts": 0}
-    )
+    dense = {**_multipliers(keys, config), "num_local_experts": 0}
     return {
-        **experts,
+        **(_granite_moe(keys, config) if keys.count(EXPERT_COUNT) else dense),
         "intermediate_size": keys.count(EXPERT_WIDTH) or config["intermediate_size"],
         "shared_intermediate_size": keys.count(SHARED_WIDTH) or config["intermediate_size"],
         "layer_types": layer_types_of(keys, config["num_hidden_layers"], STATE_SPACE),
         "position_embedding_type": "nope" if keys.raw(_ROTATES) is False else "rope",
-        "mamba_n_heads": sizes.heads,
-        "mamba_d_head": sizes.head_dim,
         "mamba_expand": sizes.values // hidden,
-        "mamba_n_groups": sizes.groups,
-        "mamba_d_state": sizes.state_dim,
-        "mamba_d_conv": sizes.width,
-    }
-
-
-def _granite_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
-    return {
-        "attention_bias": any_layer_has_bias(tensors, "attn_q"),
-        "mamba_proj_bias": any_layer_has_bias(tensors, "ssm_in"),
-        "mamba_conv_bias": any_layer_has_bias(tensors, "ssm_conv1d"),
+        **mamba_keys(sizes),
     }
 
 
@@ -250,7 +249,7 @@ _GRANITE_MOE = replace(
     select_family=lambda keys: GRANITE_MOE_SHARED if keys.count(SHARED_WIDTH) else None,
     other_families=(GRANITE_MOE_SHARED,),
     config_keys=_granite_moe,
-    understood_keys=(*_GRANITE_KEYS, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH),
+    understood_keys=(*_GRANITE_KEYS, *EXPERT_KEYS),
 )
 
 _GRANITE_HYBRID = Architecture(
@@ -258,7 +257,7 @@ _GRANITE_HYBRID = Architecture(
     replace(_INTERLEAVED, gates_apart=True),
     config_keys=_granite_hybrid,
     understood_keys=_GRANITE_MOE.understood_keys,
-    from_tensors=_granite_from_tensors,
+    from_tensors=bias_flags(attention_bias="attn_q", mamba_proj_bias="ssm_in", mamba_conv_bias="ssm_conv1d"),
     uniform_keys=attention_layers_only,
 )
 
@@ -274,18 +273,10 @@ def _falcon_h1(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, A
             "by llama.cpp of July 2025 or later"
         )
     sizes = read_recurrent_sizes(keys)
-    return {
-        "mamba_n_heads": sizes.heads,
-        "mamba_d_head": sizes.head_dim,
-        "mamba_d_ssm": sizes.values,
-        "mamba_n_groups": sizes.groups,
-        "mamba_d_state": sizes.state_dim,
-        "mamba_d_conv": sizes.width,
-        "mamba_norm_before_gate": False,
-    }
+    return {**mamba_keys(sizes), "mamba_d_ssm": sizes.values, "mamba_norm_before_gate": False}
 
 
-def _falcon_h1_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+def _falcon_h1_from_tensors(tensors: Mapping[str, TensorLocation]) -> dict[str, Any]:
     return {
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
         "mamba_conv_bias": first_layer_has_bias(tensors, "ssm_conv1d"),
@@ -307,10 +298,6 @@ _CONV_WIDTH = "shortconv.l_cache"
 
 
 def _lfm2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_lfm2_layers(keys, config), "block_auto_adjust_ff_dim": False}
-
-
-def _lfm2_layers(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "layer_types": layer_types_of(keys, config["num_hidden_layers"], CONVOLUTION),
         "conv_L_cache": keys.size(_CONV_WIDTH),
@@ -321,7 +308,7 @@ def _lfm2_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, An
     """The file does not contain that weights are divided by their sum and not multiplied; llama.cpp does so."""
     check_sigmoid_gating(keys)
     return {
-        **_lfm2_layers(keys, config),
+        **_lfm2(keys, config),
         **moe_config(keys),
         "num_dense_layers": keys.count(DENSE_BLOCKS),
         "norm_topk_prob": True,
@@ -329,19 +316,11 @@ def _lfm2_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _lfm2_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
-    return {"conv_bias": any_layer_has_bias(tensors, "shortconv.in_proj")}
-
-
-def _lfm2_moe_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
-    return {**_lfm2_from_tensors(tensors), "use_expert_bias": any_layer_has_bias(tensors, "exp_probs_b")}
-
-
 _LFM2 = Architecture(
     LFM2,
-    config_keys=_lfm2,
+    config_keys=lambda keys, config: {**_lfm2(keys, config), "block_auto_adjust_ff_dim": False},
     understood_keys=(_CONV_WIDTH,),
-    from_tensors=_lfm2_from_tensors,
+    from_tensors=bias_flags(conv_bias="shortconv.in_proj"),
     uniform_keys=attention_layers_only,
 )
 
@@ -349,8 +328,8 @@ _LFM2_MOE = replace(
     _LFM2,
     family=LFM2_MOE,
     config_keys=_lfm2_moe,
-    understood_keys=(_CONV_WIDTH, EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH, DENSE_BLOCKS, GATING),
-    from_tensors=_lfm2_moe_from_tensors,
+    understood_keys=(*EXPERT_KEYS, _CONV_WIDTH, DENSE_BLOCKS, GATING),
+    from_tensors=bias_flags(conv_bias="shortconv.in_proj", use_expert_bias="exp_probs_b"),
 )
 
 
@@ -371,10 +350,6 @@ def _without_mtp(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
     further = keys.count("nextn_predict_layers")
     lists = {name: value for name in (KV_HEADS, DENSE_WIDTH) if isinstance(value := keys.raw(name), list)}
     return keys.replaced({name: value[:count] for name, value in lists.items() if len(value) == count + further})
-
-
-def _nemotron_h(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return _nemotron_h_layers(keys, config, FEED_FORWARD)
 
 
 def _nemotron_h_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -424,20 +399,12 @@ def _nemotron_h_layer_types(keys: ArchitectureKeys, count: int, feed_forward: st
     return found
 
 
-def _nemotron_h_from_tensors(tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
-    return {
-        "mlp_bias": any_layer_has_bias(tensors, "ffn_up"),
-        "use_bias": any_layer_has_bias(tensors, "ssm_in"),
-        "use_conv_bias": any_layer_has_bias(tensors, "ssm_conv1d"),
-    }
-
-
 _NEMOTRON_H = Architecture(
     NEMOTRON_H,
     _INTERLEAVED,
-    config_keys=_nemotron_h,
+    config_keys=lambda keys, config: _nemotron_h_layers(keys, config, FEED_FORWARD),
     understood_keys=SIZE_KEYS,
-    from_tensors=_nemotron_h_from_tensors,
+    from_tensors=bias_flags(mlp_bias="ffn_up", use_bias="ssm_in", use_conv_bias="ssm_conv1d"),
     rope_parameters=lambda keys, config, factors: {},
     uniform_keys=_attention_and_feed_forward_layers,
 )
@@ -446,8 +413,7 @@ _NEMOTRON_H_MOE = replace(
     _NEMOTRON_H,
     config_keys=_nemotron_h_moe,
     understood_keys=(
-        *(*SIZE_KEYS, EXPERT_COUNT, EXPERTS_USED, GATING, EXPERT_WIDTH, SHARED_WIDTH),
-        *(_NORMED, _SCALE, _GROUPS, _USED_GROUPS),
+        *(*SIZE_KEYS, *EXPERT_KEYS, GATING, SHARED_WIDTH, _NORMED, _SCALE, _GROUPS, _USED_GROUPS),
         "expert_shared_count",  # the number of shared experts, which are given as one width
     ),
 )

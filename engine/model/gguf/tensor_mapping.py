@@ -8,20 +8,20 @@ is checked when it is loaded, since the model works without it. Reads no weights
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames, PlainMLPNames
 from windlass.engine.model.feed_forward.moe import MoESpec
 from windlass.engine.model.gguf.gguf_rope import FACTOR_TENSORS
-from windlass.engine.model.loading.safetensors_header import TensorHeader
+from windlass.engine.model.loading.safetensors_header import TensorLocation
 from windlass.engine.model.mixers.attention import AttentionSpec
-from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetNames, GatedDeltaNetSpec
+from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetNames
 from windlass.engine.model.mixers.latent_attention import LatentNames, LatentSpec
-from windlass.engine.model.mixers.short_convolution import ShortConvolutionSpec
-from windlass.engine.model.mixers.state_space import StateSpaceSpec
+from windlass.engine.model.mixers.short_convolution import ShortConvolutionNames
+from windlass.engine.model.mixers.state_space import StateSpaceNames
 from windlass.engine.model.model_spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.scaling_fields import format_key
 
@@ -45,44 +45,29 @@ _BARE = (
     *("ssm_a", "ssm_d", "ssm_dt"),
 )
 
-_WITHOUT_ENDING = (
-    ".ssm_a",
-    ".ssm_d",
-    ".ssm_dt",
-)  # without ".weight" in GGUF files too, ssm_dt in those of some writers
+# Those without ".weight" in GGUF files too, ssm_dt in those of some writers.
+_WITHOUT_ENDING = (".ssm_a", ".ssm_d", ".ssm_dt")
 
 _OF_HEADS = ("attn_k_b", "attn_v_b")  # of latent attention: all heads in one tensor
 _UNUSED = ("attn_rot_embd", "rope_freqs")  # unscaled frequencies, in each layer of old files
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFTensor(TensorHeader):
-    """A tensor of a model's files. file: index of its file."""
-
-    file: int = 0
-
-
-def first_layer_has_bias(tensors: Mapping[str, GGUFTensor], *names: str) -> bool:
-    """Whether the first layer has any of these biases."""
+def first_layer_has_bias(tensors: Mapping[str, TensorLocation], *names: str) -> bool:
     return any(f"blk.0.{name}.bias" in tensors for name in names)
 
 
 def map_tensors(
-    tensors: Mapping[str, GGUFTensor], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None = None
-) -> dict[str, GGUFTensor]:
+    tensors: Mapping[str, TensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str]
+) -> dict[str, TensorLocation]:
     """The tensors of the spec by their names in a checkpoint.
 
     tensors: of all files, by GGUF name. aliases: see `Architecture`; they apply if a layer has all of them. Raises LoadError
     for a tensor that is missing or has another shape, and for one that the decoder does not use, since the file would then
     describe another model.
     """
-    found: dict[str, GGUFTensor] = {}
+    found: dict[str, TensorLocation] = {}
     names = spec.names
-    outer = {
-        "token_embd": names.embedding,
-        "output_norm": names.final_norm or "",
-        "output": names.head,
-    }
+    outer = {"token_embd": names.embedding, "output_norm": names.final_norm or "", "output": names.head}
     if names.final_norm == _MISNAMED:
         outer["token_embd_norm"] = names.final_norm
     outer = {f"{name}.{suffix}": f"{known}.{suffix}" for name, known in outer.items() for suffix in ("weight", "bias")}
@@ -92,7 +77,14 @@ def map_tensors(
     for name, tensor in tensors.items():
         if name in FACTOR_TENSORS:
             continue
-        for new, part in _renamed(name, tensor, outer, layer_names, family, spec):
+        renamed: Iterable[tuple[str, TensorLocation]]
+        if name in outer:
+            renamed = [(outer[name], tensor)]
+        elif (index := _in_block(name)[0]) < len(spec.layers):
+            renamed = map_layer_tensor(tensor, spec, index, layer_names, family)
+        else:  # the MTP head, see `map_mtp_block`
+            continue
+        for new, part in renamed:
             if new.startswith(spec.unused_tensors):
                 continue
             if new in found:
@@ -102,10 +94,10 @@ def map_tensors(
 
 
 def layer_tensor_names(
-    tensors: Mapping[str, GGUFTensor], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None
+    tensors: Mapping[str, TensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str]
 ) -> dict[str, str]:
     """Names of the tensors of a layer: llama.cpp's to this model's. tensors, aliases: as in `map_tensors`."""
-    names = _layer_names(family, spec) | _convolution_names(spec) | _state_space_names(spec)
+    names = _layer_names(family, spec)
     if aliases and all(f"blk.0.{name}.weight" in tensors for name in aliases):
         names |= {name: names[known] for name, known in aliases.items()}
     return names
@@ -116,7 +108,7 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
     dense = (layer.feed_forward for layer in spec.layers if not isinstance(layer.feed_forward, MoESpec))
     first = next(dense, None)
     feed_forward = family.feed_forward_names if first is None else first.names
-    names = {
+    names: dict[str, str | None] = {
         "attn_norm": norms.mixer,
         "ffn_norm": norms.feed_forward,
         "post_attention_norm": norms.mixer_output,
@@ -133,14 +125,13 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
     mixer = next(iter(spec.attention.values()))
     if isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None:
         names |= {"attn_q_norm": attention.q_norm, "attn_k_norm": attention.k_norm}
-    if attention.qkv is not None:
-        names["attn_qkv"] = attention.qkv
-    if isinstance(mixer, LatentSpec):
-        names |= _latent_names(mixer.names)
-    elif mixer.sinks:
+    if isinstance(mixer, AttentionSpec) and mixer.sinks:
         names["attn_sinks"] = attention.sinks
-    delta = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDeltaNetSpec)), None)
-    names |= {} if delta is None else _delta_names(delta.names)
+    names["attn_qkv"] = attention.qkv
+    for layer in spec.layers:
+        parallel = layer.parallel_state_space
+        for part in (layer.mixer, None if parallel is None else parallel.state_space):
+            names |= {} if part is None else _mixer_names(part.names)
     names |= _family_part_names(spec.layers[0])
     return {name: known for name, known in names.items() if known is not None}
 
@@ -165,77 +156,47 @@ def _family_part_names(layer: LayerSpec) -> dict[str, str]:
     return names if layer.output_scale is None else {**names, "layer_output_scale": layer.output_scale}
 
 
-def _convolution_names(spec: ModelSpec) -> dict[str, str]:
-    """Names in short convolutions, if the model has any."""
-    own = next((layer.mixer.names for layer in spec.layers if isinstance(layer.mixer, ShortConvolutionSpec)), None)
-    if own is None:
-        return {}
-    return {"shortconv.in_proj": own.projections, "shortconv.conv": own.convolution, "shortconv.out_proj": own.out}
-
-
-def _state_space_names(spec: ModelSpec) -> dict[str, str]:
-    """Names in state-space layers (Mamba 2), alone or in parallel with attention, if the model has any."""
-    mixers = (
-        layer.mixer if layer.parallel_state_space is None else layer.parallel_state_space.state_space
-        for layer in spec.layers
-    )
-    own = next((mixer.names for mixer in mixers if isinstance(mixer, StateSpaceSpec)), None)
-    if own is None:
-        return {}
-    return {
-        "ssm_in": own.projections,
-        "ssm_conv1d": own.convolution,
-        "ssm_a": own.rate,
-        "ssm_dt": own.step_bias,
-        "ssm_d": own.skip,
-        "ssm_norm": own.norm,
-        "ssm_out": own.out,
-    }
-
-
-def _latent_names(own: LatentNames) -> dict[str, str]:
-    return {
-        "attn_q": own.q,
-        "attn_q_a": own.q_down,
-        "attn_q_a_norm": own.q_norm,
-        "attn_q_b": own.q_up,
-        "attn_kv_a_mqa": own.kv_down,
-        "attn_kv_a_norm": own.kv_norm,
-        "attn_kv_b": own.kv_up,
-        "attn_k_b": own.k_up,
-        "attn_v_b": own.v_up,
-        "attn_output": own.out,
-    }
-
-
-def _delta_names(own: GatedDeltaNetNames) -> dict[str, str]:
-    joined = {"ssm_beta": own.strength, "ssm_alpha": own.decay} if own.ba is None else {"ssm_ba": own.ba}
-    return joined | {
-        "attn_qkv": own.qkv,
-        "attn_gate": own.gate,
-        "ssm_conv1d": own.convolution,
-        "ssm_a": own.rate,
-        "ssm_dt": own.decay_bias,
-        "ssm_norm": own.norm,
-        "ssm_out": own.out,
-    }
-
-
-def _renamed(
-    name: str,
-    tensor: GGUFTensor,
-    outer: Mapping[str, str],
-    names: Mapping[str, str],
-    family: Family,
-    spec: ModelSpec,
-) -> Iterator[tuple[str, GGUFTensor]]:
-    """Checkpoint names and tensors for one tensor of the file; none if it is not used."""
-    if name in outer:
-        yield outer[name], tensor
-        return
-    index, _, _ = _in_block(name)
-    if index < len(spec.layers):  # the block after the layers is the MTP head, see `map_mtp_block`
-        yield from map_layer_tensor(name, tensor, spec.names.layer(index), spec.layers[index], names, family)
+def _mixer_names(own: object) -> dict[str, str | None]:
+    """Names of the tensors of a mixer that is not attention. own: the mixer's names in a checkpoint."""
+    if isinstance(own, LatentNames):
+        return {
+            "attn_q": own.q,
+            "attn_q_a": own.q_down,
+            "attn_q_a_norm": own.q_norm,
+            "attn_q_b": own.q_up,
+            "attn_kv_a_mqa": own.kv_down,
+            "attn_kv_a_norm": own.kv_norm,
+            "attn_kv_b": own.kv_up,
+            "attn_k_b": own.k_up,
+            "attn_v_b": own.v_up,
+            "attn_output": own.out,
+        }
+    if isinstance(own, GatedDeltaNetNames):
+        joined: dict[str, str | None] = (
+            {"ssm_beta": own.strength, "ssm_alpha": own.decay} if own.ba is None else {"ssm_ba": own.ba}
+        )
+        return joined | {
+            "attn_qkv": own.qkv,
+            "attn_gate": own.gate,
+            "ssm_conv1d": own.convolution,
+            "ssm_a": own.rate,
+            "ssm_dt": own.decay_bias,
+            "ssm_norm": own.norm,
+            "ssm_out": own.out,
+        }
+    if isinstance(own, ShortConvolutionNames):
+        return {"shortconv.in_proj": own.projections, "shortconv.conv": own.convolution, "shortconv.out_proj": own.out}
+    if isinstance(own, StateSpaceNames):
+        return {
+            "ssm_in": own.projections,
+            "ssm_conv1d": own.convolution,
+            "ssm_a": own.rate,
+            "ssm_dt": own.step_bias,
+            "ssm_d": own.skip,
+            "ssm_norm": own.norm,
+            "ssm_out": own.out,
+        }
+    return {}
 
 
 def _in_block(name: str) -> tuple[int, str, str]:
@@ -248,12 +209,13 @@ def _in_block(name: str) -> tuple[int, str, str]:
 
 
 def map_layer_tensor(
-    name: str, tensor: GGUFTensor, prefix: str, layer: LayerSpec, names: Mapping[str, str], family: Family
-) -> Iterator[tuple[str, GGUFTensor]]:
-    """Checkpoint names and tensors for one tensor of a layer; none if it is not used.
+    tensor: TensorLocation, spec: ModelSpec, index: int, names: Mapping[str, str], family: Family
+) -> Iterator[tuple[str, TensorLocation]]:
+    """Checkpoint names and tensors for one tensor of the layer with this index; none if it is not used.
 
-    prefix: of the layer's names in a checkpoint. names: see `layer_tensor_names`. Raises LoadError.
+    names: see `layer_tensor_names`. Raises LoadError.
     """
+    name, prefix, layer = tensor.name, spec.names.layer(index), spec.layers[index]
     _, what, suffix = _in_block(name)
     mixer = layer.mixer
     if what in _UNUSED:
@@ -297,7 +259,7 @@ def _experts_of(layer: LayerSpec) -> MoESpec | None:
     return layer.feed_forward if isinstance(layer.feed_forward, MoESpec) else None
 
 
-def _of_experts(spec: MoESpec, what: str, tensor: GGUFTensor) -> list[tuple[str, GGUFTensor]] | None:
+def _of_experts(spec: MoESpec, what: str, tensor: TensorLocation) -> list[tuple[str, TensorLocation]] | None:
     """Names and tensors of a router, of experts or of the shared expert; None for other tensors."""
     names, shared = spec.names, spec.names.shared
     if what == "ffn_gate_inp":
@@ -337,7 +299,7 @@ def _parts(names: GatedMLPNames | PlainMLPNames) -> dict[str, str]:
     return {**gate, "up": names.up, "down": names.down}
 
 
-def _in_spec_order(found: dict[str, GGUFTensor], spec: ModelSpec) -> dict[str, GGUFTensor]:
+def _in_spec_order(found: dict[str, TensorLocation], spec: ModelSpec) -> dict[str, TensorLocation]:
     """The tensors in the order of the spec. Raises LoadError for one that is missing, surplus or of another shape."""
     result = {}
     for weight in spec.weights():
@@ -363,8 +325,8 @@ def has_mtp_block(block: int, tensors: Collection[str]) -> bool:
 
 
 def map_mtp_block(
-    tensors: Mapping[str, GGUFTensor], family: Family, spec: ModelSpec, block: int, aliases: Mapping[str, str]
-) -> dict[str, GGUFTensor]:
+    tensors: Mapping[str, TensorLocation], family: Family, spec: ModelSpec, block: int, aliases: Mapping[str, str]
+) -> dict[str, TensorLocation]:
     """The tensors of this block by the names of the spec. Unknown tensors keep their names, after the layer's prefix.
 
     tensors: of all files, by GGUF name. spec: of the MTP head, with the tensors that GGUF files have. aliases: as in
@@ -383,18 +345,17 @@ def map_mtp_block(
     if last and (norm := spec.layers[last].norms.mixer) is not None:
         names["post_attention_norm"] = norm
 
-    def renamed(name: str, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
+    def renamed(name: str, tensor: TensorLocation) -> Iterator[tuple[str, TensorLocation]]:
         what = name.removeprefix(begin)
         own = what.removeprefix("nextn.")
         if what == own:
-            index = 0 if what.startswith("attn_") else last
-            yield from map_layer_tensor(name, tensor, spec.names.layer(index), spec.layers[index], names, family)
+            yield from map_layer_tensor(tensor, spec, 0 if what.startswith("attn_") else last, names, family)
         elif own in around:
             yield f"{around[own]}.weight", tensor
         elif own not in _COPIES:
             yield f"{prefix}{what}", tensor
 
-    found: dict[str, GGUFTensor] = {}
+    found: dict[str, TensorLocation] = {}
     for name, tensor in tensors.items():
         if not name.startswith(begin):
             continue

@@ -11,10 +11,10 @@ import json
 import math
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,12 +23,13 @@ from torch import Tensor
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
 from windlass.engine.model.families.multimodal import text_module_name
-from windlass.engine.model.loading.row_order import row_order
-from windlass.engine.model.loading.safetensors_header import SafetensorsHeader, read_header
+from windlass.engine.model.loading.safetensors_header import FileHeader, read_header
 from windlass.engine.model.loading.tensor_reader import read_tensors
+from windlass.engine.model.loading.weights import row_order
 from windlass.engine.model.lora import Adapter
 from windlass.engine.model.model_spec import ModelSpec
 from windlass.engine.model.weight_spec import WeightSpec
+from windlass.engine.rotary.scaling_fields import format_value
 from windlass.kernels import LowRankPart, LowRankUpdate
 
 CONFIG = "adapter_config.json"
@@ -62,6 +63,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisatio
 _HEADS = ("lm_head", "embed_tokens", "wte", "embeddings")
 _PLAIN_PATTERN = re.compile(r"[\w.]+")
 _PATTERN = re.compile(r"[\w.\\^$|()\[\]*+?-]{1,256}")
+T = TypeVar("T")
 
 
 def refuse(message: str, code: str = "invalid_adapter") -> RequestError:
@@ -80,7 +82,7 @@ class PeftConfig:
     alpha_patterns: Sequence[tuple[re.Pattern[str], float]]
 
     def rank_of(self, module: str) -> int:
-        return int(_first_match(self.rank_patterns, module, self.rank))
+        return _first_match(self.rank_patterns, module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """The factor of the product of the two matrices (rank-stabilized: arXiv 2312.03732)."""
@@ -115,47 +117,42 @@ def read_peft_config(directory: Path, max_rank: int) -> PeftConfig:
         rank,
         _number(config.get("lora_alpha"), "lora_alpha"),
         _flag(config.get("use_rslora", False), "use_rslora"),
-        [
-            (_compiled(text_module_name(k)), _rank(v, f"rank_pattern {k}", max_rank))
-            for k, v in _patterns(config, "rank_pattern").items()
-        ],
-        [
-            (_compiled(text_module_name(k)), _number(v, f"alpha_pattern {k}"))
-            for k, v in _patterns(config, "alpha_pattern").items()
-        ],
+        _patterns(config, "rank_pattern", lambda value, key: _rank(value, key, max_rank)),
+        _patterns(config, "alpha_pattern", _number),
     )
 
 
 def _check_understood(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
-        raise refuse(f"{CONFIG}: peft_type is {_shown(config.get('peft_type'))}, only LORA is supported")
+        raise refuse(f"{CONFIG}: peft_type is {format_value(config.get('peft_type'))}, only LORA is supported")
     for key, meaning in _REFUSED.items():
         if config.get(key):
             raise refuse(f"{CONFIG}: {key} ({meaning}) is not supported", "unsupported_adapter")
     if config.get("bias") not in (None, "none"):
         raise refuse(
-            f"{CONFIG}: bias is {_shown(config['bias'])}, trained biases are not supported", "unsupported_adapter"
+            f"{CONFIG}: bias is {format_value(config['bias'])}, trained biases are not supported", "unsupported_adapter"
         )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise refuse(
-            f"{CONFIG}: init_lora_weights is {_shown(start)}, which changes the model's own weights: save it converted to LoRA",
+            f"{CONFIG}: init_lora_weights is {format_value(start)}, which changes the model's own weights: save it converted to "
+            "LoRA",
             "unsupported_adapter",
         )
     targets = config.get("target_modules")
     for target in targets if isinstance(targets, list) else ():
         if isinstance(target, str) and target.rpartition(".")[2] in _HEADS:
             raise refuse(
-                f"{CONFIG}: target_modules names {_shown(target)}: only linear layers of attention and feed-forward change",
+                f"{CONFIG}: target_modules names {format_value(target)}: only linear layers of attention and feed-forward change",
                 "unsupported_adapter",
             )
     for key, value in config.items():
         if key not in _UNREAD | _READ | _REFUSED.keys() | {"init_lora_weights"} and value not in (None, False, [], {}):
-            raise refuse(f"{CONFIG}: {_shown(key)} is not known here", "unsupported_adapter")
+            raise refuse(f"{CONFIG}: {format_value(key)} is not known here", "unsupported_adapter")
 
 
-def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Patterns of a key. Refuses those whose matching time is not bounded."""
+def _patterns(config: Mapping[str, Any], key: str, read: Callable[[object, str], T]) -> list[tuple[re.Pattern[str], T]]:
+    """Patterns of a key and their values. Refuses patterns whose matching time is not bounded."""
     found = config.get(key) or {}
     if not isinstance(found, dict) or len(found) > _MAX_PATTERNS:
         raise refuse(f"{CONFIG}: {key} must be an object of at most {_MAX_PATTERNS} entries")
@@ -168,8 +165,8 @@ def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
                 raise ValueError
             re.compile(pattern)
         except (ValueError, re.error):
-            raise refuse(f"{CONFIG}: {key} has a pattern that is not supported: {_shown(pattern)}") from None
-    return found
+            raise refuse(f"{CONFIG}: {key} has a pattern that is not supported: {format_value(pattern)}") from None
+    return [(_compiled(text_module_name(pattern)), read(value, f"{key} {pattern}")) for pattern, value in found.items()]
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -181,14 +178,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(?:.*\.)?(?:{pattern})")
 
 
-def _first_match(patterns: Sequence[tuple[re.Pattern[str], float]], module: str, otherwise: float) -> float:
-    """The value of the first pattern that matches the module's name."""
+def _first_match(patterns: Sequence[tuple[re.Pattern[str], T]], module: str, otherwise: T) -> T:
     return next((value for pattern, value in patterns if pattern.fullmatch(module)), otherwise)
 
 
 def _rank(value: object, key: str, most: int) -> int:
     if type(value) is not int or value < 1:
-        raise refuse(f"{CONFIG}: {key[:80]} must be a whole number of at least 1, got {_shown(value)}")
+        raise refuse(f"{CONFIG}: {key[:80]} must be a whole number of at least 1, got {format_value(value)}")
     if value > most:
         raise refuse(
             f"{CONFIG}: {key[:80]} is {value}, and this server takes ranks up to {most} (`adapters.max_rank`)",
@@ -199,19 +195,14 @@ def _rank(value: object, key: str, most: int) -> int:
 
 def _number(value: object, key: str) -> float:
     if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > 1e9:  # type: ignore[arg-type]
-        raise refuse(f"{CONFIG}: {key[:80]} must be a number, got {_shown(value)}")
+        raise refuse(f"{CONFIG}: {key[:80]} must be a number, got {format_value(value)}")
     return float(value)  # type: ignore[arg-type]
 
 
 def _flag(value: object, key: str) -> bool:
     if not isinstance(value, bool):
-        raise refuse(f"{CONFIG}: {key} must be true or false, got {_shown(value)}")
+        raise refuse(f"{CONFIG}: {key} must be true or false, got {format_value(value)}")
     return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.(?:default\.)?weight")
@@ -320,7 +311,7 @@ def _read(directory: Path, described: PeftConfig, spec: ModelSpec, max_rank: int
 
 
 def _check_tensor_names(
-    header: SafetensorsHeader, known: dict[str, tuple[int, int]], described: PeftConfig
+    header: FileHeader, known: dict[str, tuple[int, int]], described: PeftConfig
 ) -> dict[str, tuple[str, str]]:
     """The names of A and B of every module in the file. Refuses shapes and types that do not match this model."""
     names: dict[str, dict[str, str]] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.gguf_index import INDEX as GGUF_INDEX
 from windlass.engine.model.loading.gguf_index import read_index
-from windlass.engine.model.loading.safetensors_header import TensorHeader, read_header
+from windlass.engine.model.loading.safetensors_header import TensorLocation, read_header
 
 _CONVERT = (
     "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
@@ -149,12 +149,12 @@ def checkpoint_files(directory: Path) -> list[Path]:
     )
 
 
-def read_headers(directory: Path) -> dict[str, TensorHeader]:
-    """Headers of all tensors of a checkpoint by name. Raises LoadError."""
+def read_headers(directory: Path) -> dict[str, TensorLocation]:
+    """Every tensor of a checkpoint by name. Raises LoadError."""
     gguf = read_index(directory)
     if gguf is not None:
         return dict(gguf.tensors)
-    found: dict[str, TensorHeader] = {}
+    found: dict[str, TensorLocation] = {}
     for file in checkpoint_files(directory):
         here = read_header(file).tensors
         if twice := found.keys() & here.keys():
@@ -163,11 +163,6 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
             )
         found |= here
     return found
-
-
-def matrix_types(headers: dict[str, TensorHeader]) -> set[str]:
-    """The types in which a checkpoint stores its matrices."""
-    return {tensor.dtype for tensor in headers.values() if len(tensor.shape) > 1}
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.gguf_index import GGUF_TYPES
 from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint, QuantizedTensor
-from windlass.engine.model.loading.tensor_reader import TensorEntry, read_entries, read_layout
+from windlass.engine.model.loading.tensor_reader import TensorEntry, read_entries, tensor_entry
 from windlass.kernels.layouts.weight_layouts import FORMS
 
 # -- MXFP4 ------------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def scales_of_fp4(codes: Tensor, exponents: Tensor, name: str) -> tuple[Tensor, 
     zeros = (codes == _OFFSET).all(dim=-1)
     if bool((exponents > _MAX_EXPONENT).logical_and(~zeros | (exponents == 255)).any()):
         raise LoadError(
-            f"tensor {name!r} holds numbers that are NaN or far beyond those of weights: the checkpoint is damaged: download "
+            f"tensor {name!r} holds numbers that are NaN or far beyond those of weights: the checkpoint is damaged: "
             "or copy it again, or take another"
         )
     powers = exponents.int()
@@ -61,8 +61,6 @@ def scales_of_fp4(codes: Tensor, exponents: Tensor, name: str) -> tuple[Tensor, 
     scales = torch.ldexp(torch.ones(exact.shape), exact)
     return codes, scales.to(torch.float16)
 
-
-_MXFP4_BYTES = GGUF_TYPES["MXFP4"].num_bytes
 
 # -- GGUF -------------------------------------------------------------------------------------------------------------
 
@@ -88,7 +86,7 @@ def to_block_format(blocks: Tensor, kind: str, name: str) -> Tensor:
     """
     if kind != "MXFP4":
         return blocks
-    each = blocks.reshape(-1, _MXFP4_BYTES)
+    each = blocks.reshape(-1, GGUF_TYPES[kind].num_bytes)
     data = each[:, 1:]
     codes, scales = scales_of_fp4(codes_of_fp4(torch.cat((data & 0x0F, data >> 4), dim=1)), each[:, 0], name)
     fifth = (codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)  # [N, 4, 8]
@@ -115,10 +113,10 @@ def dequantize_gguf(blocks: Tensor, kind: str) -> Tensor:
 
 def read_quantized(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[QuantizedTensor, dict[str, Tensor]]]:
     """Each quantized tensor with its source tensors by role. Raises LoadError."""
-    files = list(dict.fromkeys(located.file for located in checkpoint.sources.values()))
     owners = {
-        source: (tensor, role) for tensor in checkpoint.tensors.values() for role, source in tensor.sources.items()
+        source.name: (tensor, role) for tensor in checkpoint.tensors.values() for role, source in tensor.sources.items()
     }
+    files = dict.fromkeys(source.file for tensor in checkpoint.tensors.values() for source in tensor.sources.values())
     found: dict[str, dict[str, Tensor]] = {name: {} for name in checkpoint.tensors}
     for file in files:
         try:
@@ -140,14 +138,8 @@ def read_quantized(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[QuantizedT
 
 def _entries(checkpoint: QuantizedCheckpoint, file: Path) -> Iterator[TensorEntry]:
     """Source tensors in this file, weight by weight in the order of their codes."""
-    layout, _ = read_layout(file)
-    in_order = sorted(checkpoint.tensors.values(), key=lambda t: checkpoint.sources[t.sources["codes"]].header.begin)
-    for tensor in in_order:
-        for source in tensor.sources.values():
-            located = checkpoint.sources[source]
-            if located.file == file:
-                dtype = layout[source.partition("[")[0]][0]  # "name[3]" is a part of the tensor "name"
-                yield TensorEntry(source, dtype, list(located.shape), located.header.begin)
+    for tensor in sorted(checkpoint.tensors.values(), key=lambda tensor: tensor.sources["codes"].begin):
+        yield from (tensor_entry(source) for source in tensor.sources.values() if source.file == file)
 
 
 _ELEMENTS = 4 << 20  # decoded at once
@@ -214,8 +206,8 @@ def _group_of_columns(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) ->
         return torch.arange(tensor.columns) // tensor.group_size
     if not 0 <= int(order.min()) <= int(order.max()) < groups:
         raise LoadError(
-            f"tensor {tensor.sources['order']!r} names groups outside 0 .. {groups - 1}: the checkpoint is damaged: download "
-            "it again"
+            f"tensor {tensor.sources['order'].name!r} names groups outside 0 .. {groups - 1}: the checkpoint is damaged: "
+            "download it again"
         )
     return order.long()
 
@@ -325,7 +317,9 @@ def _ternary(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int,
         scale = 1 / scale.float()
         scale = scale if tensor.storage is None else scale.to(torch.float16)
     if not bool(scale.isfinite().all()):
-        raise LoadError(f"tensor {tensor.sources['scales']!r} is too small to divide by: the checkpoint is damaged")
+        raise LoadError(
+            f"tensor {tensor.sources['scales'].name!r} is too small to divide by: the checkpoint is damaged"
+        )
     return _Integers(codes, None, 1, scale.expand(count, 1))
 
 
@@ -397,5 +391,5 @@ def _shifted(integers: _Integers, tensor: QuantizedTensor, offset: int, *, signe
 def _exact(tensor: QuantizedTensor, scales: Tensor) -> Tensor:
     halves = scales.to(torch.float16)
     if not torch.equal(halves.to(scales.dtype), scales):
-        raise LoadError(f"tensor {tensor.sources['scales']!r} changed while it was read: start again")
+        raise LoadError(f"tensor {tensor.sources['scales'].name!r} changed while it was read: start again")
     return halves

@@ -7,11 +7,10 @@ one-line error. Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from windlass.engine.errors import LoadError
 from windlass.engine.interface.config import EngineConfig, RotaryConfig, SpeculationConfig
@@ -22,9 +21,51 @@ MTPPart: TypeAlias = Literal["layer", "layer and head"]
 _DRAFT_OPTION = "`scheduling.speculation.model`"
 _MTP_OPTION = "`scheduling.speculation.mtp`"
 _TOKENIZER = "tokenizer.json"
+T = TypeVar("T")
 
 
-def mtp_part(speculation: SpeculationConfig) -> MTPPart | None:
+def for_draft(config: EngineConfig, action: Callable[[EngineConfig, MTPPart | None], T]) -> T | None:
+    """The result of `action` for the configuration of the draft model or MTP head, and the part of the latter; None if there is
+    neither. LoadErrors name its own fields, and the draft model."""
+    own, speculation = _draft_config(config), config.scheduling.speculation
+    if own is None:
+        return None
+    try:
+        return action(own, _mtp_part(speculation))
+    except LoadError as error:
+        text = str(error) if speculation.mtp else f"the draft model: {error}"
+        if not speculation.mtp or speculation.quantization != "none":
+            text = text.replace("`compute.quantization", "`scheduling.speculation.quantization")
+        raise LoadError(text) from None
+
+
+def _draft_config(config: EngineConfig) -> EngineConfig | None:
+    """The configuration under which the draft model or MTP head is loaded; None if there is none.
+
+    Device, dtypes, threads, random weights and the weight cache are those of the model; shared weights have their own memory;
+    a draft is never split over ranks. Its context and pages follow the model's, so no memory is planned for them here. Its
+    results need not be deterministic.
+    """
+    speculation = config.scheduling.speculation
+    if not speculation.drafts:
+        return None
+    quantization, loading = speculation.quantization, config.loading
+    if speculation.mtp:  # a weight cache holds the weights of the model
+        loading = replace(loading, weight_cache=None)
+        quantization = config.compute.quantization if quantization == "none" else quantization
+    return replace(
+        config,
+        model=speculation.model or config.model,
+        max_model_len=config.cache.block_size,
+        compute=replace(config.compute, quantization=quantization, deterministic=False, tensor_parallel=1),
+        cache=replace(config.cache, memory=None),
+        loading=replace(loading, shared_memory=loading.shared_memory[1:]),
+        scheduling=replace(config.scheduling, max_num_seqs=1, speculation=SpeculationConfig()),
+        rotary=RotaryConfig(),
+    )
+
+
+def _mtp_part(speculation: SpeculationConfig) -> MTPPart | None:
     """What is loaded of the MTP head; None if it does not propose tokens.
 
     With a quantization of its own it has a copy of the head, since reading the head is most of the cost of a proposal.
@@ -36,10 +77,14 @@ def mtp_part(speculation: SpeculationConfig) -> MTPPart | None:
 
 def has_usable_mtp_head(spec: ModelSpec, tensors: Collection[str]) -> bool:
     """Whether the files hold an MTP head, and the model supports proposals. tensors: names of all tensors in the files."""
-    layer, groups = spec.mtp, spec.kv_groups
-    if layer is None or not spec.generates or len(groups) > 1 or groups[0].window is not None:
+    layer = spec.mtp
+    if layer is None or not spec.generates or _has_windows(spec):
         return False
     return any(name.startswith(layer.own_tensors[0]) for name in tensors)
+
+
+def _has_windows(spec: ModelSpec) -> bool:
+    return len(spec.kv_groups) > 1 or spec.kv_groups[0].window is not None
 
 
 def mtp_spec(spec: ModelSpec, tensors: Collection[str], part: MTPPart, *, in_gguf: bool) -> ModelSpec:
@@ -69,44 +114,6 @@ def mtp_spec(spec: ModelSpec, tensors: Collection[str], part: MTPPart, *, in_ggu
     return replace(layer, mtp_head=head, own_tensors=(*layer.own_tensors, head))
 
 
-def draft_config(config: EngineConfig) -> EngineConfig | None:
-    """The configuration under which the draft model or MTP head is loaded; None if there is none.
-
-    Device, dtypes, threads, random weights and the weight cache are those of the model; shared weights have their own memory;
-    a draft is never split over ranks. Its context and pages follow the model's, so no memory is planned for them here. Its
-    results need not be deterministic.
-    """
-    speculation = config.scheduling.speculation
-    if not speculation.drafts:
-        return None
-    quantization, loading = speculation.quantization, config.loading
-    if speculation.mtp:  # a weight cache holds the weights of the model
-        loading = replace(loading, weight_cache=None)
-        quantization = config.compute.quantization if quantization == "none" else quantization
-    return replace(
-        config,
-        model=speculation.model or config.model,
-        max_model_len=config.cache.block_size,
-        compute=replace(config.compute, quantization=quantization, deterministic=False, tensor_parallel=1),
-        cache=replace(config.cache, memory=None),
-        loading=replace(loading, shared_memory=loading.shared_memory[1:]),
-        scheduling=replace(config.scheduling, max_num_seqs=1, speculation=SpeculationConfig()),
-        rotary=RotaryConfig(),
-    )
-
-
-@contextmanager
-def draft_errors(speculation: SpeculationConfig) -> Iterator[None]:
-    """Reword LoadErrors of a draft model or MTP head: name its own fields, and the draft model."""
-    try:
-        yield
-    except LoadError as error:
-        text = str(error) if speculation.mtp else f"the draft model: {error}"
-        if not speculation.mtp or speculation.quantization != "none":
-            text = text.replace("`compute.quantization", "`scheduling.speculation.quantization")
-        raise LoadError(text) from None
-
-
 def check_draft_compatible(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
     """Raise LoadError if a model with the spec `draft` cannot propose tokens for one with `spec`."""
     if config.scheduling.speculation.mtp:
@@ -120,11 +127,11 @@ def check_draft_compatible(config: EngineConfig, spec: ModelSpec, draft: ModelSp
             f"the draft model is a {draft.architecture}, which has recurrent layers, and the model "
             f"({spec.architecture}) has none: leave {_DRAFT_OPTION} out, or give a draft model without them"
         )
-    for of, groups in (("model", spec.kv_groups), ("draft model", draft.kv_groups)):
-        if len(groups) > 1 or groups[0].window is not None:
+    for of, one in (("model", spec), ("draft model", draft)):
+        if _has_windows(one):
             raise LoadError(
-                f"the {of} has layers with a sliding window ({(spec if of == 'model' else draft).architecture}), for which "
-                f"drafts are not supported: leave {_DRAFT_OPTION} out"
+                f"the {of} has layers with a sliding window ({one.architecture}), for which drafts are not supported: leave "
+                f"{_DRAFT_OPTION} out"
             )
     theirs, ours = Path(config.scheduling.speculation.model or ""), Path(config.model)
     if not _same_file(ours / _TOKENIZER, theirs / _TOKENIZER):
@@ -152,7 +159,7 @@ def _check_mtp_compatible(config: EngineConfig, spec: ModelSpec) -> None:
             f"{_MTP_OPTION} with `compute.tensor_parallel`: each rank has only a part of the head, which the layer needs whole: "
             "leave one of them out"
         )
-    if len(spec.kv_groups) > 1 or spec.kv_groups[0].window is not None:
+    if _has_windows(spec):
         raise LoadError(
             f"{_MTP_OPTION}: the model has layers with a sliding window ({spec.architecture}), for which drafts are not "
             "supported: leave it out"

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
 from windlass.engine.model.feed_forward.moe import MoESpec
-from windlass.engine.model.loading.safetensors_header import NUMBER_BYTES, TensorHeader
+from windlass.engine.model.loading.safetensors_header import NUMBER_BYTES, TensorLocation
 from windlass.engine.model.mixers.attention import AttentionSpec
 from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetSpec
 from windlass.engine.model.mixers.latent_attention import LatentSpec
 from windlass.engine.model.mixers.short_convolution import ShortConvolutionSpec
 from windlass.engine.model.mixers.state_space import StateSpaceSpec
-from windlass.engine.model.model_spec import LayerSpec, ModelSpec
+from windlass.engine.model.model_spec import ModelSpec, RecurrentMixerSpec
 
+Mixer: TypeAlias = AttentionSpec | LatentSpec | RecurrentMixerSpec | None
 INDEX = "gguf.json"
 VERSION = 1  # of gguf.json
 
@@ -115,11 +116,10 @@ _LAYOUT_KEYS = tuple(one.name for one in fields(GGUFLayout))
 
 @dataclass(frozen=True, slots=True)
 class GGUFIndex:
-    """files: absolute paths. tensors: by name. file_numbers: index into `files` of each tensor's file."""
+    """files: absolute paths. tensors: by name."""
 
     files: tuple[Path, ...]
-    tensors: Mapping[str, TensorHeader]
-    file_numbers: Mapping[str, int]
+    tensors: Mapping[str, TensorLocation]
     layout: GGUFLayout = field(default_factory=GGUFLayout)
 
     def types(self) -> list[str]:
@@ -134,6 +134,29 @@ class GGUFIndex:
         """Whether any matrix is not plain floats."""
         return any(not GGUF_TYPES[name].is_plain for name in self.types())
 
+    def storages(self, *, plain: bool) -> dict[str, str]:
+        """The storage of each matrix, by the tensor's name. plain: also of matrices of plain floats, which keep their type."""
+        matrices = {name: GGUF_TYPES[one.dtype] for name, one in self.tensors.items() if len(one.shape) > 1}
+        return {name: kind.storage for name, kind in matrices.items() if plain or not kind.is_plain}
+
+    def block_columns(self) -> dict[str, int]:
+        """Columns of a block, by the names of the tensors in blocks."""
+        kinds = {name: GGUF_TYPES[tensor.dtype] for name, tensor in self.tensors.items()}
+        return {name: kind.elements for name, kind in kinds.items() if not kind.is_plain}
+
+    def requantization_notice(self) -> str | None:
+        """A notice on matrices whose types have no block format; None if there are none."""
+        counts = Counter(
+            tensor.dtype for tensor in self.tensors.values() if len(tensor.shape) > 1 and tensor.dtype in _DEQUANTIZED
+        )
+        if not counts:
+            return None
+        named = ", ".join(f"{name} ({count} tensor{'s' if count > 1 else ''})" for name, count in counts.most_common())
+        return (
+            f"the GGUF file holds {named}, which cannot be multiplied as stored: stored with 8 bits each instead "
+            f"({_FALLBACK_STORAGE}); a file of Q4_K_M or Q8_0 takes less memory for the same quality"
+        )
+
     def for_spec(self, spec: ModelSpec) -> GGUFIndex:
         """The index without tensors that this spec ignores: the files may also hold those of the MTP head."""
         return replace(self, tensors={name: one for name, one in self.tensors.items() if not spec.ignores(name)})
@@ -141,16 +164,13 @@ class GGUFIndex:
     def original_spec(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model from which the files were made, by which adapters are read: value heads have their order in the
         file, and `factored` is set. A notice reports logits with an unknown factor."""
-        layers, layout = spec.layers, self.layout
-        if layout.values_in_turns:
-            layers = tuple(
-                replace(layer, mixer=replace(layer.mixer, tiled_heads=True))
-                if isinstance(layer.mixer, GatedDeltaNetSpec)
-                else layer
-                for layer in layers
+        if self.layout.values_in_turns:
+            spec = _with_mixers(
+                spec, lambda one: replace(one, tiled_heads=True) if isinstance(one, GatedDeltaNetSpec) else one
             )
-        notices = (*spec.notices, _UNKNOWN_SCALE) if layout.factored and spec.tied_embeddings else spec.notices
-        return replace(spec, layers=layers, has_folded_factors=layout.factored, notices=notices)
+        factored = self.layout.factored
+        notices = (*spec.notices, _UNKNOWN_SCALE) if factored and spec.tied_embeddings else spec.notices
+        return replace(spec, has_folded_factors=factored, notices=notices)
 
     def stored_spec(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model, and of its MTP head, as these files store it."""
@@ -160,12 +180,24 @@ class GGUFIndex:
         if self.layout.norms_with_offset:
             spec = replace(spec, norm_offset=0.0)
         if self.layout.fused_in_parts:
-            spec = replace(spec, layers=tuple(map(_fused_in_parts, spec.layers)))
+            spec = _with_mixers(spec, _fused_in_parts)
         return _interleaved(spec) if self.layout.interleaved else spec
+
+
+def _with_mixers(spec: ModelSpec, change: Callable[[Mixer], Mixer]) -> ModelSpec:
+    return replace(spec, layers=tuple(replace(layer, mixer=change(layer.mixer)) for layer in spec.layers))
 
 
 def to_gguf_spec(spec: ModelSpec, layout: GGUFLayout) -> ModelSpec:
     """The spec with the tensors that GGUF files have in place of those of a checkpoint."""
+
+    def stored(mixer: Mixer) -> Mixer:
+        if isinstance(mixer, LatentSpec):
+            return replace(mixer, in_parts=layout.latent_in_parts)
+        if isinstance(mixer, GatedDeltaNetSpec):
+            return replace(mixer, names=replace(mixer.names, qkvz=None), in_gguf=True)
+        return replace(mixer, in_gguf=True) if isinstance(mixer, ShortConvolutionSpec | StateSpaceSpec) else mixer
+
     layers = []
     for layer in spec.layers:
         if isinstance(layer.feed_forward, MoESpec) or (
@@ -176,18 +208,11 @@ def to_gguf_spec(spec: ModelSpec, layout: GGUFLayout) -> ModelSpec:
             layer = replace(
                 layer, parallel_experts=replace(layer.parallel_experts, experts=layer.parallel_experts.experts.unfused)
             )
-        if isinstance(layer.mixer, LatentSpec):
-            layer = replace(layer, mixer=replace(layer.mixer, in_parts=layout.latent_in_parts))
-        if isinstance(layer.mixer, GatedDeltaNetSpec):
-            names = replace(layer.mixer.names, qkvz=None)
-            layer = replace(layer, mixer=replace(layer.mixer, names=names, in_gguf=True))
-        if isinstance(layer.mixer, ShortConvolutionSpec | StateSpaceSpec):
-            layer = replace(layer, mixer=replace(layer.mixer, in_gguf=True))
         if (parallel := layer.parallel_state_space) is not None:
             state_space = replace(parallel.state_space, in_gguf=True)
             layer = replace(layer, parallel_state_space=replace(parallel, state_space=state_space))
         layers.append(layer)
-    return replace(spec, layers=tuple(layers))
+    return _with_mixers(replace(spec, layers=tuple(layers)), stored)
 
 
 def _interleaved(spec: ModelSpec) -> ModelSpec:
@@ -195,51 +220,23 @@ def _interleaved(spec: ModelSpec) -> ModelSpec:
     including those that do not rotate."""
     attention = [mixer for mixer in spec.attention.values() if isinstance(mixer, AttentionSpec)]
     by_family = any(mixer.interleaved_dims for mixer in attention)
-    layers = []
-    for layer in spec.layers:
-        mixer = layer.mixer
+
+    def interleaved(mixer: Mixer) -> Mixer:
         if isinstance(mixer, LatentSpec):
-            mixer = replace(mixer, interleaved=mixer.rotary_group is not None)
-        elif isinstance(mixer, AttentionSpec):
-            unrotated = 0 if by_family else mixer.head_dim
-            group = mixer.rotary_group
-            pairs = unrotated if group is None else spec.rotary_groups[group].base.rotary_dim
-            mixer = replace(mixer, interleaved_dims=pairs)
-        layers.append(replace(layer, mixer=mixer))
-    return replace(spec, layers=tuple(layers))
+            return replace(mixer, interleaved=mixer.rotary_group is not None)
+        if not isinstance(mixer, AttentionSpec):
+            return mixer
+        unrotated, group = 0 if by_family else mixer.head_dim, mixer.rotary_group
+        pairs = unrotated if group is None else spec.rotary_groups[group].base.rotary_dim
+        return replace(mixer, interleaved_dims=pairs)
+
+    return _with_mixers(spec, interleaved)
 
 
-def _fused_in_parts(layer: LayerSpec) -> LayerSpec:
-    mixer = layer.mixer
+def _fused_in_parts(mixer: Mixer) -> Mixer:
     if not isinstance(mixer, AttentionSpec):
-        return layer
-    return replace(layer, mixer=replace(mixer, names=replace(mixer.names, qkv_order="parts")))
-
-
-def gguf_storages(tensors: Mapping[str, TensorHeader], *, plain: bool) -> dict[str, str]:
-    """The storage of each matrix, by the tensor's name. plain: also of matrices of plain floats, which then keep their type."""
-    matrices = {name: GGUF_TYPES.get(tensor.dtype) for name, tensor in tensors.items() if len(tensor.shape) > 1}
-    return {name: kind.storage for name, kind in matrices.items() if kind is not None and (plain or not kind.is_plain)}
-
-
-def block_columns(tensors: Mapping[str, TensorHeader]) -> dict[str, int]:
-    """Columns of a block, by the names of the tensors in blocks."""
-    kinds = {name: GGUF_TYPES[tensor.dtype] for name, tensor in tensors.items()}
-    return {name: kind.elements for name, kind in kinds.items() if not kind.is_plain}
-
-
-def requantization_notice(tensors: Mapping[str, TensorHeader]) -> str | None:
-    """A notice on matrices whose types have no block format; None if there are none."""
-    counts = Counter(
-        tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1 and tensor.dtype in _DEQUANTIZED
-    )
-    if not counts:
-        return None
-    named = ", ".join(f"{name} ({count} tensor{'s' if count > 1 else ''})" for name, count in counts.most_common())
-    return (
-        f"the GGUF file holds {named}, which cannot be multiplied as stored: stored with 8 bits each instead "
-        f"({_FALLBACK_STORAGE}); a file of Q4_K_M or Q8_0 takes less memory for the same quality"
-    )
+        return mixer
+    return replace(mixer, names=replace(mixer.names, qkv_order="parts"))
 
 
 def read_index(directory: Path) -> GGUFIndex | None:
@@ -262,17 +259,17 @@ def _parse_index(content: dict[str, Any]) -> GGUFIndex:
         raise ValueError
     files = tuple(_checked_file(entry) for entry in content["files"])
     sizes = [entry["size"] for entry in content["files"]]
-    tensors, file_numbers = {}, {}
+    tensors = {}
     for name, entry in content["tensors"].items():
-        header = TensorHeader(entry["type"], tuple(map(int, entry["shape"])), int(entry["begin"]), int(entry["end"]))
-        file_numbers[name] = int(entry["file"])
-        if not 0 <= header.begin <= header.end <= sizes[file_numbers[name]] or file_numbers[name] < 0:
+        number, shape = int(entry["file"]), tuple(map(int, entry["shape"]))
+        tensor = TensorLocation(name, files[number], entry["type"], shape, int(entry["begin"]), int(entry["end"]))
+        if not 0 <= tensor.begin <= tensor.end <= sizes[number] or number < 0:
             raise ValueError
-        _check_type(name, header, files[file_numbers[name]])
-        tensors[name] = header
+        _check_type(tensor)
+        tensors[name] = tensor
     required = {key: content[key] for key in ("interleaved", "norms_with_offset")}  # older files lack the other keys
     layout = GGUFLayout(**{key: bool(value) for key, value in (content | required).items() if key in _LAYOUT_KEYS})
-    return GGUFIndex(files, tensors, file_numbers, layout)
+    return GGUFIndex(files, tensors, layout)
 
 
 def _checked_file(entry: Mapping[str, Any]) -> Path:
@@ -286,17 +283,17 @@ def _checked_file(entry: Mapping[str, Any]) -> Path:
     return path
 
 
-def _check_type(name: str, header: TensorHeader, path: Path) -> None:
+def _check_type(tensor: TensorLocation) -> None:
     """Raises LoadError for an unknown type, or if the number of bytes does not match the shape."""
-    kind = GGUF_TYPES.get(header.dtype)
+    kind = GGUF_TYPES.get(tensor.dtype)
     if kind is None:
         raise LoadError(
-            f"{path}: tensor {name!r} has the type {header.dtype}, which cannot be read: give a file of another "
+            f"{tensor.file}: tensor {tensor.name!r} has the type {tensor.dtype}, which cannot be read: give a file of another "
             "quantization, Q4_K_M or Q8_0 for example"
         )
-    columns, num_bytes = (header.shape[-1] if header.shape else 1), header.end - header.begin
-    if columns % kind.elements or prod(header.shape) // kind.elements * kind.num_bytes != num_bytes:
+    columns, num_bytes = (tensor.shape[-1] if tensor.shape else 1), tensor.end - tensor.begin
+    if columns % kind.elements or prod(tensor.shape) // kind.elements * kind.num_bytes != num_bytes:
         raise LoadError(
-            f"{path}: tensor {name!r} of shape {list(header.shape)} and type {header.dtype} does not have the bytes it needs: "
-            "download the file again"
+            f"{tensor.file}: tensor {tensor.name!r} of shape {list(tensor.shape)} and type {tensor.dtype} does not have the "
+            "bytes it needs: download the file again"
         )

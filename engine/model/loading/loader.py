@@ -20,9 +20,8 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
 from windlass.engine.model.loading.device_selection import choose_device, free_memory, is_out_of_memory
-from windlass.engine.model.loading.draft_model import MTPPart, draft_config, draft_errors, mtp_part
-from windlass.engine.model.loading.preflight import ModelToLoad, check_replicas, prepare_model
-from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint
+from windlass.engine.model.loading.draft_model import MTPPart, for_draft
+from windlass.engine.model.loading.preflight import DeviceCapabilities, ModelToLoad, check_replicas, prepare_model
 from windlass.engine.model.loading.sentence_transformers_files import read_pooling
 from windlass.engine.model.loading.weights import Progress, load_weights
 from windlass.engine.model.model_spec import ModelSpec
@@ -32,9 +31,7 @@ from windlass.kernels import Backend, BlockWeight, PanelWeight, StackedWeight, W
 from windlass.kernels.layouts import weight_layouts
 from windlass.kernels.layouts.weight_layouts import PANEL
 
-_RANDOM_BYTES = (
-    4 << 20
-)  # generated at once for a weight in panels, so that they are still in cache when they are packed
+_RANDOM_BYTES = 4 << 20  # generated at once for a weight in panels: they are still in cache when they are packed
 
 
 def randomize_weights(decoder: Decoder, seed: int, progress: Progress | None = None) -> None:
@@ -149,15 +146,10 @@ def load_model(
     shared, free = _shared_weights(config, device), free_memory(device)
     if free is not None:  # the memory of shared weights is allocated already
         free += sum(kernels.SharedWeights(number).num_bytes for number in config.loading.shared_memory)
-    prepared = prepare_model(
-        config,
-        str(device),
-        reads_narrow=kernels.reads_16bit_weights(device),
-        multiplies_narrow=kernels.has_native_bf16(device),
-        free=free,
-        rank=rank,
-        part=part,
+    capabilities = DeviceCapabilities(
+        str(device), kernels.reads_16bit_weights(device), kernels.has_native_bf16(device), free
     )
+    prepared = prepare_model(config, capabilities, rank=rank, part=part)
     shard, notices = prepared.shard, tuple[str, ...]()
     ranks = _rank_group(shard, placement, device)
     try:
@@ -180,7 +172,7 @@ def load_model(
             digest = f"dummy {config.loading.seed}".encode()
         else:
             digest = weights_digest(directory)
-            notices = fill_decoder(decoder, directory, config, prepared.model.quantized, progress, shard)
+            notices = fill_decoder(decoder, config, prepared, progress)
             if weights_digest(directory) != digest:  # some weights may be of the old files, others of the new
                 raise LoadError(f"the checkpoint in {directory} changed while it was read: start again")
         if shared is not None and shared.note is None:
@@ -234,29 +226,22 @@ def _pooling(directory: Path, spec: ModelSpec) -> PoolingDefaults:
 
 def load_draft(config: EngineConfig, model: LoadedModel, progress: Progress | None = None) -> LoadedModel | None:
     """The draft model or the model's MTP head; None if the configuration has neither."""
-    own, speculation = draft_config(config), config.scheduling.speculation
-    if own is None:
+    draft = for_draft(
+        config,
+        lambda own, part: load_model(own, progress, base_model=None if part is None else model.decoder, part=part),
+    )
+    if draft is None:
         return None
-    part = mtp_part(speculation)
-    with draft_errors(speculation):
-        draft = load_model(own, progress, base_model=None if part is None else model.decoder, part=part)
-    if speculation.mtp:  # the model has the notices on its files
+    if config.scheduling.speculation.mtp:  # the model has the notices on its files
         return replace(draft, notices=())
     return replace(draft, notices=tuple(f"the draft model: {notice}" for notice in draft.notices))
 
 
 def fill_decoder(
-    decoder: Decoder,
-    directory: Path,
-    config: EngineConfig,
-    quantized: QuantizedCheckpoint | None = None,
-    progress: Progress | None = None,
-    shard: ModelShard | None = None,
+    decoder: Decoder, config: EngineConfig, prepared: ModelToLoad, progress: Progress | None
 ) -> tuple[str, ...]:
-    """Fill the decoder from the checkpoint, or from the weight cache if there is one. Returns notices.
-
-    quantized: the quantized weights of the checkpoint. shard: the rank shard that the decoder holds.
-    """
+    """Fill the decoder from the checkpoint, or from the weight cache if there is one. Returns notices."""
+    directory, quantized, shard = Path(config.model), prepared.model.quantized, prepared.shard
     quantizes, on_cpu = config.compute.quantization != "none", decoder.device.type == "cpu"
     if config.loading.weight_cache is None or not quantizes or not on_cpu:
         load_weights(decoder, directory, progress, quantized, shard)

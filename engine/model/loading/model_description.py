@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -26,9 +25,8 @@ from windlass.engine.model.feed_forward.moe import MoESpec
 from windlass.engine.model.loading.checkpoint import read_headers
 from windlass.engine.model.loading.draft_model import MTPPart, mtp_spec
 from windlass.engine.model.loading.gguf_index import GGUFIndex, read_index
-from windlass.engine.model.loading.quantization_methods import describe_quantized_weights
-from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint
-from windlass.engine.model.loading.safetensors_header import TensorHeader, read_header, unstack_headers
+from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint, describe_quantized_weights
+from windlass.engine.model.loading.safetensors_header import TensorLocation, read_header, unstack_tensors
 from windlass.engine.model.model_spec import FeedForwardSpec, LayerSpec, ModelSpec, OuterNames
 from windlass.engine.model.mtp_input import MTPInputSpec
 from windlass.engine.rotary.auto_scaling import AUTO, checked_thresholds
@@ -52,9 +50,6 @@ def check_not_quantized_twice(
         )
 
 
-_FORMATS = {"F64": "d", "F32": "f", "F16": "e", "BF16": "H"}
-
-
 def with_learned_frequencies(groups: tuple[RotaryGroup, ...], directory: Path) -> tuple[RotaryGroup, ...]:
     """The rotary groups, with learned frequencies read from the files.
 
@@ -68,44 +63,24 @@ def with_learned_frequencies(groups: tuple[RotaryGroup, ...], directory: Path) -
 
 def _filled(group: RotaryGroup, directory: Path, several: bool) -> RotaryGroup:
     names = [f"model.rotary_emb.{group.name}_inv_freq", "model.rotary_emb.inv_freq"]
-    found = dict(_read_frequencies(directory, set(names)))
-    name = next((name for name in (names[:1] if several else names) if name in found), None)
-    if name is None:
+    found: dict[str, TensorLocation] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found |= read_header(path).tensors
+    tensor = next((found[name] for name in (names[:1] if several else names) if name in found), None)
+    if tensor is None:
         wanted = names[0] if several else names[1]
         raise LoadError(f"{directory}: rope_type 'learned' needs the tensor {wanted}: no file of this model has it")
-    values = found[name]
+    values = tensor.read_floats()
     pairs = group.base.rotary_dim // 2
     if len(values) != pairs:
-        raise LoadError(f"{directory}: tensor {name} holds {len(values)} frequencies, the model rotates {pairs} pairs")
+        raise LoadError(
+            f"{directory}: tensor {tensor.name} holds {len(values)} frequencies, the model rotates {pairs} pairs"
+        )
     if not all(math.isfinite(w) and w >= 0 for w in values):
-        raise LoadError(f"{directory}: tensor {name} holds numbers that are not frequencies: below 0 or not finite")
+        raise LoadError(
+            f"{directory}: tensor {tensor.name} holds numbers that are not frequencies: below 0 or not finite"
+        )
     return replace(group, base=replace(group.base, inv_freq=values))
-
-
-def _read_frequencies(directory: Path, names: set[str]) -> Iterator[tuple[str, tuple[float, ...]]]:
-    for path in sorted(directory.glob("*.safetensors")):
-        tensors = read_header(path).tensors
-        for name in names & tensors.keys():
-            tensor = tensors[name]
-            try:
-                with path.open("rb") as file:
-                    file.seek(tensor.begin)
-                    data = file.read(tensor.end - tensor.begin)
-            except OSError as error:
-                raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
-            yield name, _decoded(tensor.dtype, data, f"{path}: tensor {name}")
-
-
-def _decoded(dtype: str, data: bytes, label: str) -> tuple[float, ...]:
-    code = _FORMATS.get(dtype)
-    if code is None:
-        raise LoadError(f"{label} is {dtype}: frequencies must be one of {', '.join(_FORMATS)}")
-    values = struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data)
-    if dtype != "BF16":
-        return tuple(map(float, values))
-    # bfloat16 is the upper half of a float32.
-    widened = struct.pack(f"<{len(values)}I", *(bits << 16 for bits in values))
-    return struct.unpack(f"<{len(values)}f", widened)
 
 
 AnyFeedForward = TypeVar("AnyFeedForward", bound=FeedForwardSpec)
@@ -140,7 +115,6 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
 
 
 def _rename_mtp(layer: ModelSpec, renamed: Callable[[str], str]) -> ModelSpec:
-    """The spec of an MTP head with renamed tensors."""
     names, mtp_input = layer.names, layer.mtp_input
     assert mtp_input is not None and names.final_norm is not None
     return replace(
@@ -179,7 +153,7 @@ def _stored_names(names: OuterNames, tensors: Collection[str]) -> OuterNames:
     )
 
 
-def with_expert_layout(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> ModelSpec:
+def with_expert_layout(spec: ModelSpec, headers: Mapping[str, TensorLocation]) -> ModelSpec:
     """The spec with experts as the files have them: stacked as [E, rows, columns] or [E, columns, rows], or in separate tensors.
 
     Checkpoints of the same class differ in this. spec: with the tensor names of the files.
@@ -229,13 +203,13 @@ def is_derived(name: str) -> bool:
 def check_tensors(
     directory: Path,
     spec: ModelSpec,
-    headers: Mapping[str, TensorHeader],
+    headers: Mapping[str, TensorLocation],
     gguf: GGUFIndex | None,
     quantized: QuantizedCheckpoint | None,
 ) -> None:
     """Raise LoadError for tensors that are missing, surplus, or of another shape or type."""
     expected = {tensor.name: tensor.shape(weight) for weight in spec.weights() for tensor in weight.stored}
-    found = gguf.tensors if gguf is not None else unstack_headers(headers, _stacks(expected))
+    found = gguf.tensors if gguf is not None else unstack_tensors(headers, expected)
     read = quantized.tensors if quantized is not None else {}
     sources: Collection[str] = quantized.sources if quantized is not None else ()
     surplus = []
@@ -256,20 +230,16 @@ def check_tensors(
                 "quantized in a way that config.json does not name; download config.json again, or take the unquantized model"
             )
     if surplus:
+        them = "it" if len(surplus) == 1 else "them"
         raise LoadError(
             f"{directory}: unexpected {_quote_names('tensor', surplus)}: this architecture has no place for "
-            f"{_them(surplus)}: take the config.json that belongs to the checkpoint"
+            f"{them}: take the config.json that belongs to the checkpoint"
         )
     if missing := [name for name in expected if name not in found and name not in read]:
         are = "is" if len(missing) == 1 else "are"
         raise LoadError(
             f"{directory}: {_quote_names('tensor', missing)} {are} missing: the checkpoint is incomplete: download it again"
         )
-
-
-def _stacks(names: Collection[str]) -> set[str]:
-    """Names of the tensors whose parts are "name[0]" and so on."""
-    return {name.rpartition("[")[0] for name in names if name.endswith("]")}
 
 
 def _is_allowed(name: str, spec: ModelSpec, quantized: QuantizedCheckpoint | None) -> bool:
@@ -283,10 +253,6 @@ def _quote_names(what: str, names: list[str]) -> str:
         return f"{what} {names[0]!r}"
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return f"{what}s {', '.join(map(repr, names[:_MAX_NAMED]))}{more}"
-
-
-def _them(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"
 
 
 _SCALING, _LADDER = "`rotary.scaling`", "`rotary.ladder`"  # config fields, for errors
@@ -304,7 +270,7 @@ class ModelDescription:
     config: Config
     spec: ModelSpec
     unscaled_groups: tuple[RotaryGroup, ...]
-    headers: dict[str, TensorHeader]
+    headers: dict[str, TensorLocation]
     gguf: GGUFIndex | None = None
     quantized: QuantizedCheckpoint | None = None
     original_spec: ModelSpec | None = None
@@ -348,10 +314,10 @@ def describe_model(config: EngineConfig, *, part: MTPPart | None = None) -> Mode
         if part is not None:
             spec = mtp_spec(spec, headers, part, in_gguf=gguf is not None)
         spec = with_expert_layout(spec, headers)
+        quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, headers)
     except LoadError as error:
         raise LoadError(f"{directory}: {error}") from None
     gguf = None if gguf is None else gguf.for_spec(spec)
-    quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, directory)
     check_not_quantized_twice(config, directory, gguf, quantized)
     unscaled_groups = with_learned_frequencies(spec.rotary_groups, directory)
     scaling = config.rotary.scaling

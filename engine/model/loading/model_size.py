@@ -15,6 +15,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.interface.config import EngineConfig, Quantization
 from windlass.engine.model.loading.gguf_index import INDEX
 from windlass.engine.model.loading.preflight import (
+    DeviceCapabilities,
     ModelToLoad,
     check_memory,
     expect_device,
@@ -82,14 +83,16 @@ def size_model(config: EngineConfig, free: int | None) -> ModelSize:
     A directory with config.json alone is sized by it. Raises LoadError for a model or options that cannot start with any
     amount of memory.
     """
-    device = expect_device(config.compute.device) or "cuda"
+    kind = expect_device(config.compute.device) or "cuda"
+    on_cpu = kind == "cpu"
+    device = DeviceCapabilities(kind, on_cpu, on_cpu and processor_multiplies_bfloat16(), free)
     from_config = config.loading.format == "dummy" or not _has_weights(Path(config.model))
     if from_config:
         config = replace(config, loading=replace(config.loading, format="dummy"))
     model = _prepare(config, device)
     plan, refusal = CachePlan((), 0, 0, ()), None
     try:
-        plan = _plan_cache(config, model, device, free)
+        plan = _plan_cache(config, model, device)
     except LoadError as error:
         refusal = str(error)
     spec, draft = model.spec, model.draft
@@ -115,8 +118,8 @@ def size_model(config: EngineConfig, free: int | None) -> ModelSize:
         max_model_len=plan.max_model_len,
         refusal=refusal,
         from_config=from_config,
-        weights=_weight_choices(config, model, device, free),
-        caches=_cache_choices(config, model, device, free),
+        weights=_weight_choices(config, model, device),
+        caches=_cache_choices(config, model, device),
         notices=plan.notices,
     )
 
@@ -125,13 +128,10 @@ def _has_weights(directory: Path) -> bool:
     return (directory / INDEX).is_file() or any(directory.glob("*.safetensors"))
 
 
-def _prepare(config: EngineConfig, device: str) -> ModelToLoad:
+def _prepare(config: EngineConfig, device: DeviceCapabilities) -> ModelToLoad:
     """The whole model as a start prepares it, without a limit of memory."""
-    unbounded, cpu = replace(config, cache=replace(config.cache, memory=None)), device == "cpu"
-    prepared = prepare_model(
-        unbounded, device, reads_narrow=cpu, multiplies_narrow=cpu and processor_multiplies_bfloat16(), free=None
-    )
-    return replace(prepared, shard=None)
+    unbounded = replace(config, cache=replace(config.cache, memory=None))
+    return prepare_model(unbounded, replace(device, free=None)).unsharded
 
 
 def _token_bytes(model: ModelToLoad) -> int:
@@ -139,39 +139,39 @@ def _token_bytes(model: ModelToLoad) -> int:
     return model.token_bytes + (0 if model.draft is None else model.draft.token_bytes)
 
 
-def _plan_cache(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> CachePlan:
+def _plan_cache(config: EngineConfig, model: ModelToLoad, device: DeviceCapabilities) -> CachePlan:
     """The blocks that a start would have. Raises LoadError, with the text of a start, if the model does not fit."""
-    available = model.free_after_draft(free)
-    check_memory(config, model, device, available)
+    free, available = device.free, model.free_after_draft(device)
+    check_memory(config, model, device)
     left = None if available is None else max(0, available - model.weight_bytes)
     budget = config.cache.memory or default_kv_budget(left, config.replicas)
-    if config.cache.memory is None and device != "cpu" and free is not None and left is not None:
+    if config.cache.memory is None and not device.is_cpu and free is not None and left is not None:
         budget = max(0, device_kv_budget(free, free - left, left, config.cache.device_share))
     return model.plan_cache(config, budget)
 
 
-def _max_tokens(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> int:
+def _max_tokens(config: EngineConfig, model: ModelToLoad, device: DeviceCapabilities) -> int:
     """Number of tokens that fit, 0 if the model does not."""
     try:
-        plan = _plan_cache(config, model, device, free)
+        plan = _plan_cache(config, model, device)
     except LoadError:
         return 0
     return max(plan.num_blocks) * config.cache.block_size  # layers with a window have fewer blocks
 
 
-def _weight_choices(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> tuple[Alternative, ...]:
+def _weight_choices(config: EngineConfig, model: ModelToLoad, device: DeviceCapabilities) -> tuple[Alternative, ...]:
     """The storages of weights that this model supports."""
     names = (config.compute.quantization,) if model.model.is_quantized else QUANTIZATIONS
     found = []
     for name in names:
         changed = replace(config, compute=replace(config.compute, quantization=name))
         other = _prepare(changed, device)
-        stored, tokens = other.quantization or other.weight_dtype, _max_tokens(changed, other, device, free)
+        stored, tokens = other.quantization or other.weight_dtype, _max_tokens(changed, other, device)
         found.append(Alternative(name, stored, other.weight_bytes, tokens, name == config.compute.quantization))
     return tuple(found)
 
 
-def _cache_choices(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> tuple[Alternative, ...]:
+def _cache_choices(config: EngineConfig, model: ModelToLoad, device: DeviceCapabilities) -> tuple[Alternative, ...]:
     """The types of cached keys and values that this model supports."""
     found = []
     for name in CACHE_DTYPES if model.cache_dtype in CACHE_DTYPES else (model.cache_dtype, *CACHE_DTYPES):
@@ -180,6 +180,6 @@ def _cache_choices(config: EngineConfig, model: ModelToLoad, device: str, free: 
             other = _prepare(changed, device)
         except LoadError:  # on a GPU, latent attention does not support int8
             continue
-        tokens = _max_tokens(changed, other, device, free)
+        tokens = _max_tokens(changed, other, device)
         found.append(Alternative(name, name, _token_bytes(other), tokens, name == model.cache_dtype))
     return tuple(found)

@@ -25,17 +25,13 @@ from windlass.engine.cache.kv_cache_budget import (
 from windlass.engine.errors import LoadError
 from windlass.engine.host_resources import available_memory, processor_quota, processors
 from windlass.engine.interface.config import EngineConfig, parse_cache_dtype, parse_dtype
-from windlass.engine.model.config_json.config_rules import Config
-from windlass.engine.model.loading.checkpoint import matrix_types
 from windlass.engine.model.loading.draft_model import (
     MTPPart,
     check_draft_compatible,
-    draft_config,
-    draft_errors,
+    for_draft,
     has_usable_mtp_head,
-    mtp_part,
 )
-from windlass.engine.model.loading.gguf_index import GGUF_TYPES, block_columns, gguf_storages, requantization_notice
+from windlass.engine.model.loading.gguf_index import GGUF_TYPES
 from windlass.engine.model.loading.model_description import ModelDescription, describe_model
 from windlass.engine.model.mixers.attention import AttentionSpec
 from windlass.engine.model.model_spec import ModelSpec
@@ -51,6 +47,24 @@ from windlass.engine.model.weight_storage import (
 # -- Device ------------------------------------------------------------------------------------------------------------
 
 _CUDA_LIBRARIES = ("libtorch_cuda.so", "libtorch_hip.so", "torch_cuda.dll")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCapabilities:
+    """A device, as far as it determines how a model is stored.
+
+    name: "cpu", "cuda:1", … reads_16_bit: whether the kernels multiply by weights of 16 bits. native_bfloat16: and do so natively
+    in bfloat16. free: bytes before the weights are loaded, None if unknown.
+    """
+
+    name: str
+    reads_16_bit: bool
+    native_bfloat16: bool = False
+    free: int | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
 
 
 def expect_device(name: str) -> str | None:
@@ -92,9 +106,9 @@ def check_replicas(config: EngineConfig, device: str) -> None:
         )
 
 
-def check_device_share(config: EngineConfig, device: str) -> None:
-    """Raise LoadError for a share of a GPU's memory on a CPU. device: "cpu", "cuda:1", …"""
-    if device == "cpu" and config.cache.device_share is not None:
+def check_device_share(config: EngineConfig, device: DeviceCapabilities) -> None:
+    """Raise LoadError for a share of a GPU's memory on a CPU."""
+    if device.is_cpu and config.cache.device_share is not None:
         raise LoadError("`cache.device_share` is for GPUs: use `cache.memory` on a CPU")
 
 
@@ -121,17 +135,18 @@ BFLOAT16_NOTICE = (
 )
 
 
-def compute_dtype(config: EngineConfig, hf_config: Config, device: str, stored: str | None = None) -> str:
-    """The compute dtype. auto: the checkpoint's own on CUDA; float32 on a CPU, but see `prefers_bfloat16`.
-
-    stored: the one type of the matrices in the files, used if the config names none.
-    """
+def compute_dtype(config: EngineConfig, model: ModelDescription, device: DeviceCapabilities) -> str:
+    """The compute dtype. auto: the config's or that of all matrices in the files on CUDA; float32 on a CPU, but see
+    `prefers_bfloat16`."""
     name = parse_dtype(config.compute.dtype)
     if name != "auto":
         return name
-    if device == "cpu":
-        return "float32"
-    return parse_dtype(str(hf_config.get("dtype") or hf_config.get("torch_dtype") or stored or "bfloat16"))
+    return "float32" if device.is_cpu else parse_dtype(_named_dtype(model) or _stored_dtype(model) or "bfloat16")
+
+
+def _named_dtype(model: ModelDescription) -> str | None:
+    name = model.config.get("dtype") or model.config.get("torch_dtype")
+    return str(name) if name else None
 
 
 def cache_dtype(config: EngineConfig, dtype: str, *, rounded: bool) -> str:
@@ -164,18 +179,14 @@ def prefers_bfloat16(config: EngineConfig, spec: ModelSpec, plan: StoragePlan, s
     )
 
 
-def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, device: str, *, reads_narrow: bool) -> str:
+def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, device: DeviceCapabilities) -> str:
     """The type of matrices that are not in blocks. `auto` on a CPU: the checkpoint's, if the kernels read it.
 
-    The files determine it, not the config: a float32 file with a bfloat16 config keeps its precision. reads_narrow: whether the
-    kernels multiply by weights of 16 bits.
+    The files determine it, not the config: a float32 file with a bfloat16 config keeps its precision.
     """
-    if parse_dtype(config.compute.dtype) != "auto" or device != "cpu" or not reads_narrow:
+    if parse_dtype(config.compute.dtype) != "auto" or not device.is_cpu or not device.reads_16_bit:
         return dtype
-    if config.loading.format == "dummy":
-        stored: str | None = str(model.config.get("dtype") or model.config.get("torch_dtype") or "float32")
-    else:
-        stored = _stored_dtype(model)
+    stored = _named_dtype(model) if config.loading.format == "dummy" else _stored_dtype(model)
     return stored if stored in ("bfloat16", "float16") else dtype
 
 
@@ -184,41 +195,35 @@ def _stored_dtype(model: ModelDescription) -> str | None:
     others = set(model.quantized.sources if model.quantized is not None else ())
     # Scores, such as routers, are float32 here in any case, and often in the files too.
     others |= {one.name for weight in model.spec.weights() if weight.kind == "score" for one in weight.stored}
-    found = matrix_types({name: header for name, header in model.headers.items() if name not in others})
+    found = {tensor.dtype for name, tensor in model.headers.items() if len(tensor.shape) > 1 and name not in others}
     kind = GGUF_TYPES.get(next(iter(found))) if len(found) == 1 else None
     return kind.storage if kind is not None and kind.is_plain else None
 
 
-def check_quantization(config: EngineConfig) -> None:
-    """Raise LoadError for an unknown `compute.quantization`."""
-    if config.compute.quantization not in ("none", "int8", "int4"):
-        raise LoadError(f"`compute.quantization={config.compute.quantization}` is not known: use none, int8 or int4")
-
-
-def check_cache_dtype(spec: ModelSpec, cached: str, kind: str) -> None:
-    """Raise LoadError if keys and values cannot be cached in this type. kind: of device, "cpu" or "cuda"."""
-    if cached == "float8_e4m3fn" and kind == "cpu":
+def check_cache_dtype(spec: ModelSpec, cached: str, device: DeviceCapabilities) -> None:
+    """Raise LoadError if keys and values cannot be cached in this type."""
+    if cached == "float8_e4m3fn" and device.is_cpu:
         raise LoadError(
             "`cache.dtype=fp8` is for GPUs: the kernels for CPUs do not support it. Use `cache.dtype=int8`, which has the same "
             "size and is more precise"
         )
-    if cached == "int8" and kind != "cpu" and not all(group.cached_value_dim for group in spec.kv_groups):
+    if cached == "int8" and not device.is_cpu and not all(group.cached_value_dim for group in spec.kv_groups):
         raise LoadError(
             "`cache.dtype=int8` with latent attention is for the CPU: there is no kernel for its rows on a GPU: use "
             "`cache.dtype=bfloat16` or leave it out"
         )
 
 
-def storage_plan(config: EngineConfig, model: ModelDescription, stored: str, *, reads_narrow: bool) -> StoragePlan:
-    """The storage of every weight. stored: the type of weights that are not in blocks; reads_narrow: as in `weight_dtype`.
+def storage_plan(config: EngineConfig, model: ModelDescription, stored: str, device: DeviceCapabilities) -> StoragePlan:
+    """The storage of every weight. stored: the type of weights that are not in blocks.
 
     Matrices of single heads that the files have in blocks are dequantized. If activations are rounded to 8 bits anyway, these
     matrices are stored in float16, which rounds at most a sixteenth as much; deterministic steps use the full type.
     """
     quantization, storages = config.compute.quantization, {}
-    own = parse_dtype(config.compute.dtype) == "auto" and reads_narrow
+    own = parse_dtype(config.compute.dtype) == "auto" and device.reads_16_bit
     if model.gguf is not None and quantization == "none":
-        storages = gguf_storages(model.gguf.tensors, plain=own)
+        storages = model.gguf.storages(plain=own)
     if model.quantized is not None and quantization == "none":
         storages = model.quantized.storages()
     rounds = own and stored == "float32" and config.compute.activations == "int8" and not config.compute.deterministic
@@ -242,7 +247,7 @@ def _storage_notices(model: ModelDescription, plan: StoragePlan, stored: str) ->
         return () if blocks and not model.is_quantized else model.quantized.notices(stored)
     if model.gguf is None or not model.gguf.is_quantized():
         return ()
-    notice = requantization_notice(model.gguf.tensors)
+    notice = model.gguf.requantization_notice()
     return () if notice is None else (notice,)
 
 
@@ -281,6 +286,11 @@ class ModelToLoad:
         return self.full_plan if self.shard is None else self.shard.plan
 
     @property
+    def unsharded(self) -> ModelToLoad:
+        """All ranks together."""
+        return replace(self, shard=None)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the weights that are loaded."""
         return total_weight_bytes(self.spec, self.plan, self.compute_dtype)
@@ -290,9 +300,11 @@ class ModelToLoad:
         """Bytes of a token in the KV cache."""
         return sum(bytes_per_token(group, self.cache_dtype) for group in self.spec.kv_groups)
 
-    def free_after_draft(self, free: int | None) -> int | None:
+    def free_after_draft(self, device: DeviceCapabilities) -> int | None:
         """Free bytes once the draft's weights are loaded; None if unknown."""
-        return free if free is None or self.draft is None else max(0, free - self.draft.weight_bytes)
+        if device.free is None or self.draft is None:
+            return device.free
+        return max(0, device.free - self.draft.weight_bytes)
 
     def plan_cache(self, config: EngineConfig, budget: int, most: int | None = None) -> CachePlan:
         """Blocks of the KV cache within `budget` bytes, with those of the draft; see `kv_cache_budget.plan_cache`."""
@@ -313,31 +325,23 @@ class ModelToLoad:
 def check_start(config: EngineConfig) -> ModelDescription:
     """The model to be started. Raises LoadError, one line that says what to do, for a start that cannot succeed, as far as that
     can be determined without torch."""
-    device = expect_device(config.compute.device)
+    kind = expect_device(config.compute.device)
     check_tier_options(config)
-    if device is None:
-        model, draft = describe_model(config), draft_config(config)
+    if kind is None:
+        model = describe_model(config)
+        draft = for_draft(config, lambda own, part: describe_model(own, part=part))
         if draft is not None:
-            speculation = config.scheduling.speculation
-            with draft_errors(speculation):
-                described = describe_model(draft, part=mtp_part(speculation))
-            check_draft_compatible(config, model.spec, described.spec)
+            check_draft_compatible(config, model.spec, draft.spec)
         return model
-    on_cpu = device == "cpu"
+    on_cpu = kind == "cpu"
     if not on_cpu:
-        check_replicas(config, device)
+        check_replicas(config, kind)
         check_rank_device(config.compute.device, config.compute.tensor_parallel)
     # Without compiled kernels, weights on a CPU take more memory; only torch knows a GPU's free memory. The loader checks again.
-    prepared = prepare_model(
-        config,
-        device,
-        reads_narrow=on_cpu,
-        multiplies_narrow=on_cpu,
-        free=available_memory() if on_cpu else None,
-    )
+    prepared = prepare_model(config, DeviceCapabilities(kind, on_cpu, on_cpu, available_memory() if on_cpu else None))
     check_tier_support(
         config,
-        replace(prepared, shard=None).token_bytes,
+        prepared.unsharded.token_bytes,
         is_bidirectional=prepared.model.spec.is_bidirectional,
         on_device=not on_cpu,
     )
@@ -348,83 +352,53 @@ _MTP_NOTICE = "the files hold a layer that predicts further tokens: `scheduling.
 
 
 def prepare_model(
-    config: EngineConfig,
-    device: str,
-    *,
-    reads_narrow: bool,
-    multiplies_narrow: bool = False,
-    free: int | None,
-    rank: int = 0,
-    part: MTPPart | None = None,
+    config: EngineConfig, device: DeviceCapabilities, *, rank: int = 0, part: MTPPart | None = None
 ) -> ModelToLoad:
     """The model, its types and its storage. Raises LoadError for a model that cannot be loaded or plainly does not fit.
 
-    device: "cpu", "cuda:1", … reads_narrow: whether the kernels multiply by weights of 16 bits; multiplies_narrow: and do so
-    natively in bfloat16. free: bytes before the weights are loaded, None if unknown. rank: of those of
-    `compute.tensor_parallel`. part: what is loaded of the MTP head; None: the model is loaded.
+    rank: of those of `compute.tensor_parallel`. part: what is loaded of the MTP head; None: the model is loaded.
     """
-    check_quantization(config)
+    if config.compute.quantization not in ("none", "int8", "int4"):
+        raise LoadError(f"`compute.quantization={config.compute.quantization}` is not known: use none, int8 or int4")
     check_device_share(config, device)
     model = describe_model(config, part=part)
-    draft = prepare_draft(config, device, reads_narrow=reads_narrow, multiplies_narrow=multiplies_narrow, free=free)
+    draft = for_draft(config, lambda own, part: prepare_model(own, device, part=part))
     if draft is not None:
         check_draft_compatible(config, model.spec, draft.model.spec)
-    kind = device.partition(":")[0]
-    dtype = compute_dtype(config, model.config, kind, _stored_dtype(model))
-    stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
-    plan = storage_plan(config, model, stored, reads_narrow=reads_narrow)
+    dtype = compute_dtype(config, model, device)
+    stored = weight_dtype(config, model, dtype, device)
+    plan = storage_plan(config, model, stored, device)
     notices: tuple[str, ...] = ()
-    if multiplies_narrow and prefers_bfloat16(config, model.spec, plan, stored):
+    if device.native_bfloat16 and prefers_bfloat16(config, model.spec, plan, stored):
         dtype, notices = "bfloat16", (BFLOAT16_NOTICE,)
-    in_blocks = reads_narrow and kind == "cpu" and bool(block_formats(model.spec, plan))
+    in_blocks = device.is_cpu and device.reads_16_bit and bool(block_formats(model.spec, plan))
     rounded = in_blocks and config.compute.activations == "int8"
     cached = cache_dtype(config, dtype, rounded=rounded)
-    check_cache_dtype(model.spec, cached, kind)
+    check_cache_dtype(model.spec, cached, device)
     called = describe_storage(config, model, plan)
     bf16_prefill = rounded or dtype == "bfloat16"
     prepared = ModelToLoad(model, dtype, stored, cached, bf16_prefill, plan, called, draft=draft)
-    free = prepared.free_after_draft(free)
     notices += _storage_notices(model, plan, stored)
     if config.compute.tensor_parallel > 1:
         prepared = replace(prepared, shard=_prepare_shard(config, prepared, rank))
-        notices += _shard_notices(config, prepared, kind, free)
+        notices += _shard_notices(config, prepared, device)
     elif part is None and not config.scheduling.speculation.max_proposed_tokens:
         notices += (_MTP_NOTICE,) if has_usable_mtp_head(model.spec, model.headers) else ()
-    if prepared.shard is None or kind == "cpu":  # all ranks share a CPU's memory
-        check_memory(config, replace(prepared, shard=None), kind, free)
+    if prepared.shard is None or device.is_cpu:  # all ranks share a CPU's memory
+        check_memory(config, prepared.unsharded, device)
     else:
-        check_memory(_shard_config(config, prepared), replace(prepared, draft=None), kind, free)
+        left = replace(device, free=prepared.free_after_draft(device))
+        check_memory(_shard_config(config, prepared), replace(prepared, draft=None), left)
     return replace(prepared, notices=notices)
-
-
-def prepare_draft(
-    config: EngineConfig, device: str, *, reads_narrow: bool, multiplies_narrow: bool, free: int | None
-) -> ModelToLoad | None:
-    """Prepare the draft model or MTP head like `prepare_model`; None if there is none."""
-    draft, speculation = draft_config(config), config.scheduling.speculation
-    if draft is None:
-        return None
-    with draft_errors(speculation):
-        return prepare_model(
-            draft,
-            device,
-            reads_narrow=reads_narrow,
-            multiplies_narrow=multiplies_narrow,
-            free=free,
-            part=mtp_part(speculation),
-        )
 
 
 # -- Memory ------------------------------------------------------------------------------------------------------------
 
 
-def check_memory(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> None:
-    """Raise LoadError if the weights, or the KV cache in addition, plainly do not fit in free memory.
-
-    device: "cpu" or "cuda". free: bytes once the draft's weights are loaded, before the model's are; None if unknown.
-    """
-    weights, engines = model.weight_bytes, config.replicas
-    on = "" if device == "cpu" else f" on {device}"
+def check_memory(config: EngineConfig, model: ModelToLoad, device: DeviceCapabilities) -> None:
+    """Raise LoadError if the weights, or the KV cache in addition, plainly do not fit in free memory."""
+    weights, engines, free = model.weight_bytes, config.replicas, model.free_after_draft(device)
+    on = "" if device.is_cpu else " on cuda"
     if free is not None and weights > free:
         smaller = _smaller_options(model, free)
         raise LoadError(f"the weights need {gib(weights)} of memory, {gib(free)} are free{on}: {smaller}")
@@ -432,7 +406,7 @@ def check_memory(config: EngineConfig, model: ModelToLoad, device: str, free: in
     if config.cache.memory is None and left is None:
         return
     # A GPU's total memory, and what a step needs of it, are known once the weights are loaded: the engine plans again then.
-    share = default_kv_budget(left, engines) if left is None or device == "cpu" else left
+    share = default_kv_budget(left, engines) if left is None or device.is_cpu else left
     cache = model.plan_cache(config, config.cache.memory or share, None if left is None else left // engines)
     if left is not None and cache.num_bytes * engines > left:
         there = f"{gib(free or 0)} are free{on}, {gib(weights)} of it for the weights"
@@ -485,11 +459,11 @@ def _prepare_shard(config: EngineConfig, prepared: ModelToLoad, rank: int) -> Mo
             raise LoadError(
                 f"{option}: each rank caches its own heads, which are not stored anywhere else: leave `cache.{field}` out"
             )
-    columns = None if model.gguf is None else block_columns(model.gguf.tensors)
+    columns = None if model.gguf is None else model.gguf.block_columns()
     return shard_model(model.spec, prepared.full_plan, rank, config.compute.tensor_parallel, columns)
 
 
-def _shard_notices(config: EngineConfig, prepared: ModelToLoad, device: str, free: int | None) -> tuple[str, ...]:
+def _shard_notices(config: EngineConfig, prepared: ModelToLoad, device: DeviceCapabilities) -> tuple[str, ...]:
     """Notices on uneven heads, and on a CPU's cores and memory, which all ranks share."""
     assert prepared.shard is not None
     spec, ranks, engines = prepared.model.spec, prepared.shard.ranks, config.replicas
@@ -498,7 +472,7 @@ def _shard_notices(config: EngineConfig, prepared: ModelToLoad, device: str, fre
         f"{count} heads of keys are not divided evenly among {ranks} ranks: those with fewer wait for those with more"
         for count in sorted(count for count in heads if count % ranks)[:1]
     ]
-    if device != "cpu":
+    if not device.is_cpu:
         return tuple(found)
     own = config.compute.cores
     processes, cores = (ranks * engines, processors()) if own is None else (ranks, len(own))
@@ -508,8 +482,8 @@ def _shard_notices(config: EngineConfig, prepared: ModelToLoad, device: str, fre
         shared = "one core" if cores == 1 else f"{cores} cores"
         found.append(f"{processes} ranks share {shared}, and wait for each other: use fewer")
     tables = [prod(one.shape) for one in spec.weights() if one.kind in ("table", "wide table", "table and head")]
-    whole_bytes = replace(prepared, shard=None).weight_bytes
-    needed = engines * (whole_bytes + (ranks - 1) * sum(tables) * _TABLE_BYTES)
+    needed = engines * (prepared.unsharded.weight_bytes + (ranks - 1) * sum(tables) * _TABLE_BYTES)
+    free = prepared.free_after_draft(device)
     if free is not None and needed > free:
         found.append(f"the weights of all ranks need {gib(needed)} of memory, {gib(free)} are free")
     return tuple(found)
@@ -519,5 +493,5 @@ def _shard_config(config: EngineConfig, prepared: ModelToLoad) -> EngineConfig:
     """The configuration with this rank's share of `cache.memory`, which is for the caches of all ranks."""
     if config.cache.memory is None:
         return config
-    own, whole = prepared.token_bytes, replace(prepared, shard=None).token_bytes
+    own, whole = prepared.token_bytes, prepared.unsharded.token_bytes
     return replace(config, cache=replace(config.cache, memory=max(1, config.cache.memory * own // whole)))

@@ -1,72 +1,109 @@
-"""Header of a safetensors file: names, types, shapes and offsets of its tensors.
+"""Locations of tensors in files, and the header of a safetensors file.
 
-The format is 8 bytes of length, a JSON object, then the data. Uses the standard library only, so that the API process can read
-it; checks what its callers rely on. `tensor_reader` lets the `safetensors` library check the rest before data are read.
+A safetensors file is 8 bytes of length, a JSON object, then the data. Uses the standard library only, so that the API process
+can read it; checks what its callers rely on. `tensor_reader` lets the `safetensors` library check the rest before data are read.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import struct
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from windlass.engine.errors import LoadError
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
 
-NUMBER_BYTES = {
+NUMBER_BYTES = {  # bytes of a number
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
-}  # bytes of a number
+}
+
+_FLOATS = {"F64": "d", "F32": "f", "F16": "e", "BF16": "H"}  # codes of `struct`
+_MOST_FLOATS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class TensorHeader:
+class TensorLocation:
     """A tensor in a file. dtype: the format's name, such as "BF16". begin, end: bytes from the start of the file."""
 
+    name: str
+    file: Path
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
 
     def narrow(self, first: int, count: int) -> Self:
-        """Header of `count` consecutive rows."""
+        """The location of `count` consecutive rows."""
         size = (self.end - self.begin) // self.shape[0]
         begin = self.begin + first * size
         return replace(self, shape=(count, *self.shape[1:]), begin=begin, end=begin + count * size)
 
+    def part(self, index: int) -> Self:
+        """The part "name[index]" along the first dimension."""
+        return replace(self.narrow(index, 1), name=f"{self.name}[{index}]", shape=self.shape[1:])
+
     def unstack(self) -> list[Self]:
-        """Headers of the tensors along the first dimension."""
-        rows = (self.narrow(index, 1) for index in range(self.shape[0]))
-        return [replace(row, shape=self.shape[1:]) for row in rows]
+        return [self.part(index) for index in range(self.shape[0])]
+
+    def read(self) -> bytes:
+        """The data. Raises LoadError."""
+        size = self.end - self.begin
+        try:
+            with self.file.open("rb") as file:
+                data = os.pread(file.fileno(), size, self.begin)
+                while len(data) < size:  # a single call returns 2 GiB at most
+                    more = os.pread(file.fileno(), size - len(data), self.begin + len(data))
+                    if not more:
+                        raise OSError(f"it ends inside tensor {self.name!r}")
+                    data += more
+                return data
+        except OSError as error:
+            raise LoadError(f"cannot read {self.file}: {error}: download or copy the file again") from None
+
+    def read_floats(self) -> tuple[float, ...]:
+        """The numbers of a small tensor of floats, such as the factors of a rotation. Raises LoadError."""
+        code, count = _FLOATS.get(self.dtype), prod(self.shape)
+        if code is None or not 0 < count <= _MOST_FLOATS:
+            raise LoadError(
+                f"{self.file}: tensor {self.name} is {self.dtype} with {count} numbers: 1 to {_MOST_FLOATS} of one of "
+                f"{', '.join(_FLOATS)} are expected there"
+            )
+        values = struct.unpack(f"<{count}{code}", self.read())
+        if self.dtype != "BF16":
+            return values
+        # bfloat16 is the upper half of a float32.
+        return struct.unpack(f"<{count}f", struct.pack(f"<{count}I", *(bits << 16 for bits in values)))
 
 
 @dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
-    """Tensors of a file by name, and the metadata of its writer."""
+class FileHeader:
+    """The header of a safetensors or GGUF file: tensors by name, and the metadata of its writer."""
 
-    tensors: Mapping[str, TensorHeader]
-    metadata: Mapping[str, str]
+    path: Path
+    tensors: Mapping[str, TensorLocation] = field(repr=False)
+    metadata: Mapping[str, Any] = field(repr=False)
 
 
-def unstack_headers(headers: Mapping[str, TensorHeader], stacks: Container[str]) -> dict[str, TensorHeader]:
-    """Headers in which each tensor of `stacks` is replaced by its parts, named "name[0]", "name[1]" and so on."""
-    found: dict[str, TensorHeader] = {}
-    for name, header in headers.items():
-        if name in stacks and header.shape:
-            found |= {f"{name}[{index}]": one for index, one in enumerate(header.unstack())}
-        else:
-            found[name] = header
+def unstack_tensors(tensors: Mapping[str, TensorLocation], wanted: Collection[str]) -> dict[str, TensorLocation]:
+    """The tensors, with all parts in place of one whose parts "name[0]", "name[1]" and so on are wanted."""
+    stacks = {name.rpartition("[")[0] for name in wanted if name.endswith("]")}
+    found: dict[str, TensorLocation] = {}
+    for name, tensor in tensors.items():
+        parts = tensor.unstack() if name in stacks and tensor.shape else [tensor]
+        found |= {part.name: part for part in parts}
     return found
 
 
-def read_header(file: Path) -> SafetensorsHeader:
+def read_header(file: Path) -> FileHeader:
     """Read the header of a file. Raises LoadError if it is damaged or cut off, without reading its data."""
     try:
         return _header(file)
@@ -77,7 +114,7 @@ def read_header(file: Path) -> SafetensorsHeader:
     raise LoadError(f"cannot read {file}: {reason}: download or copy the file again") from None
 
 
-def _header(file: Path) -> SafetensorsHeader:
+def _header(file: Path) -> FileHeader:
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)
@@ -92,17 +129,19 @@ def _header(file: Path) -> SafetensorsHeader:
     metadata = content.pop("__metadata__", None) or {}
     data = 8 + length
     found = {
-        name: TensorHeader(item["dtype"], tuple(item["shape"]), *(data + int(end) for end in item["data_offsets"]))
+        name: TensorLocation(
+            name, file, item["dtype"], tuple(item["shape"]), *(data + int(end) for end in item["data_offsets"])
+        )
         for name, item in content.items()
     }
     _check_places(found, data)
     wanted = max((tensor.end for tensor in found.values()), default=data)
     if wanted != size:
         raise ValueError(f"it has {size} bytes where its header tells of {wanted}")
-    return SafetensorsHeader(found, metadata)
+    return FileHeader(file, found, metadata)
 
 
-def _check_places(tensors: Mapping[str, TensorHeader], data: int) -> None:
+def _check_places(tensors: Mapping[str, TensorLocation], data: int) -> None:
     """ValueError where tensors overlap, leave holes, or have another size than their shape says. data: where the first begins."""
     end = data
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):

@@ -65,15 +65,17 @@ def _kind(config: Any) -> tuple[PoolingKind | None, str]:
 
 def read_reranker_config(directory: Path) -> ClassifierTokens | None:
     """The tokens of a reranker; None if the files of this directory name none. Raises LoadError for invalid files."""
-    config = _read_optional_json(directory / "config.json")
+    config = _read_json(directory / "config.json", required=False)
     named = read_classifier_tokens(config) if isinstance(config, Mapping) else None
     if named is not None:
         return named
-    modules = _read_optional_json(directory / "modules.json")
+    modules = _read_json(directory / "modules.json", required=False)
     for module in modules if isinstance(modules, list) else ():
         if isinstance(module, Mapping) and str(module.get("type")).rpartition(".")[2] == "LogitScore":
             file = directory / str(module.get("path")) / "config.json"
-            return ClassifierTokens(_token_ids(_read_optional_json(file), file), instruction=_instruction(directory))
+            return ClassifierTokens(
+                _token_ids(_read_json(file, required=False), file), instruction=_instruction(directory)
+            )
     return None
 
 
@@ -89,21 +91,18 @@ def _token_ids(config: Any, file: Path) -> tuple[int, ...]:
 
 def _instruction(directory: Path) -> str | None:
     """The prompt that sentence-transformers puts before pairs by default."""
-    config = _read_optional_json(directory / "config_sentence_transformers.json")
+    config = _read_json(directory / "config_sentence_transformers.json", required=False)
     if not isinstance(config, Mapping) or not isinstance(config.get("prompts"), Mapping):
         return None
     found = config["prompts"].get(config.get("default_prompt_name"))
     return found if isinstance(found, str) and found else None
 
 
-def _read_json(path: Path) -> Any:
-    """Contents of a JSON file. Raises LoadError."""
+def _read_json(path: Path, *, required: bool = True) -> Any:
+    """Contents of a JSON file; None if there is none and it is not required. Raises LoadError."""
+    if not required and not path.exists():
+        return None
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
-
-
-def _read_optional_json(path: Path) -> Any:
-    """Contents of a JSON file; None if there is none. Raises LoadError."""
-    return _read_json(path) if path.exists() else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -25,12 +25,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.gguf_index import GGUF_TYPES, GGUFIndex
+from windlass.engine.model.loading.gguf_index import GGUF_TYPES
 from windlass.engine.model.loading.safetensors_header import (
-    SafetensorsHeader,
-    TensorHeader,
+    FileHeader,
+    TensorLocation,
     read_header,
-    unstack_headers,
 )
 
 # The smallest bit pattern of a number that is not finite, as an integer.
@@ -150,12 +149,6 @@ def read_entries(path: Path, entries: Iterable[TensorEntry], destination: Destin
             yield from _yield_chunk(*pending.popleft(), buffers)
 
 
-def apply_slices(entries: Iterable[TensorEntry], slices: Mapping[str, TensorSlice] | None) -> Iterator[TensorEntry]:
-    """The entries, with parts in place of those that have a slice."""
-    for entry in entries:
-        yield slices[entry.name].apply(entry) if slices and entry.name in slices else entry
-
-
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
@@ -248,28 +241,31 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _WRITE_BYTES = 64 << 20  # written at once
 
 
-def read_tensors(
-    path: Path,
-    destination: Destination,
-    skip: Callable[[str], bool] = lambda name: False,
-    stacks: Container[str] = (),
-    slices: Mapping[str, TensorSlice] | None = None,
-) -> Iterator[TensorChunk]:
-    """Every tensor of the file, in the order of its data, like `read_entries`.
-
-    skip: whether a tensor is not read, by its name. stacks: names of tensors that are read as one tensor for each index of
-    their first dimension, "name[0]" and so on. slices: of the tensors of which only a part is read.
+def read_tensors(path: Path, destination: Destination) -> Iterator[TensorChunk]:
+    """Every tensor of a safetensors file, in the order of its data, like `read_entries`.
 
     Raises SafetensorError or OSError, which do not name the path, or LoadError.
     """
-    headers = {name: one for name, one in _checked_header(path).tensors.items() if not skip(name)}
-    yield from read_entries(path, apply_slices(_entries(unstack_headers(headers, stacks)), slices), destination)
+    yield from read_entries(path, _entries(read_checked_header(path).tensors.values()), destination)
 
 
-def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:
-    """Types and shapes of the file's tensors by name, and its metadata. Raises SafetensorError, OSError or LoadError."""
-    header = _checked_header(path)
-    return {entry.name: (entry.dtype, entry.shape) for entry in _entries(header.tensors)}, header.metadata
+def read_located(
+    tensors: Iterable[TensorLocation], destination: Destination, slices: Mapping[str, TensorSlice]
+) -> Iterator[TensorChunk]:
+    """Tensors of several files, file by file in the order of the data, like `read_entries`.
+
+    slices: of the tensors of which only a part is read. Raises LoadError.
+    """
+    by_file: dict[Path, list[TensorLocation]] = {}
+    for tensor in tensors:
+        by_file.setdefault(tensor.file, []).append(tensor)
+    for path, here in by_file.items():
+        try:
+            entries = _entries(here)
+            parts = (slices[one.name].apply(one) if one.name in slices else one for one in entries)
+            yield from read_entries(path, parts, destination)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[int]:
@@ -291,44 +287,25 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mappi
         done += tensor.nbytes
 
 
-def _checked_header(path: Path) -> SafetensorsHeader:
+def read_checked_header(path: Path) -> FileHeader:
+    """The header of a safetensors file. Raises SafetensorError, OSError or LoadError."""
     with safe_open(path, framework="pt"):
         pass  # checks the header: lengths, offsets that overlap or leave holes, shapes that do not match their bytes
     return read_header(path)
 
 
-def _entries(headers: Mapping[str, TensorHeader]) -> list[TensorEntry]:
+def tensor_entry(tensor: TensorLocation) -> TensorEntry:
+    """The entry of a tensor; of one in blocks, uint8 [rows, bytes of a row]. Raises SafetensorError for other types."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is not None:
+        return TensorEntry(tensor.name, dtype, list(tensor.shape), tensor.begin)
+    if tensor.dtype not in GGUF_TYPES:
+        raise SafetensorError(f"tensor {tensor.name!r} has the type {tensor.dtype}, which is not supported")
+    rows = tensor.shape[:-1]
+    row_bytes = (tensor.end - tensor.begin) // max(1, prod(rows))
+    return TensorEntry(tensor.name, torch.uint8, [*rows, row_bytes], tensor.begin)
+
+
+def _entries(tensors: Iterable[TensorLocation]) -> list[TensorEntry]:
     """Entries in the order of their data."""
-    entries = []
-    for name, tensor in headers.items():
-        dtype = _DTYPES.get(tensor.dtype)
-        if dtype is None:
-            raise SafetensorError(f"tensor {name!r} has the type {tensor.dtype}, which is not supported")
-        entries.append(TensorEntry(name, dtype, list(tensor.shape), tensor.begin))
-    return sorted(entries, key=lambda entry: entry.offset)
-
-
-def read_gguf_tensors(
-    index: GGUFIndex, destination: Destination, slices: Mapping[str, TensorSlice] | None = None
-) -> Iterator[TensorChunk]:
-    """Every tensor of the index, file by file in the order of the data. A tensor in blocks is uint8 [rows, bytes of a row].
-
-    slices: of the tensors of which only a part is read. Raises LoadError.
-    """
-    for number, path in enumerate(index.files):
-        here = [name for name in index.tensors if index.file_numbers[name] == number]
-        entries = [
-            _gguf_entry(name, index.tensors[name]) for name in sorted(here, key=lambda name: index.tensors[name].begin)
-        ]
-        try:
-            yield from read_entries(path, apply_slices(entries, slices), destination)
-        except OSError as error:
-            raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
-
-
-def _gguf_entry(name: str, header: TensorHeader) -> TensorEntry:
-    if GGUF_TYPES[header.dtype].is_plain:
-        return TensorEntry(name, _DTYPES[header.dtype], list(header.shape), header.begin)
-    rows = header.shape[:-1]
-    row_bytes = (header.end - header.begin) // max(1, int(np.prod(rows)))
-    return TensorEntry(name, torch.uint8, [*rows, row_bytes], header.begin)
+    return sorted(map(tensor_entry, tensors), key=lambda entry: entry.offset)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -28,7 +27,8 @@ from windlass.engine.errors import LoadError
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
-from windlass.engine.model.loading.tensor_reader import read_layout, read_tensors, write_tensors
+from windlass.engine.model.loading.safetensors_header import FileHeader
+from windlass.engine.model.loading.tensor_reader import read_checked_header, read_tensors, tensor_entry, write_tensors
 from windlass.engine.model.loading.weights import Progress
 from windlass.engine.model.tensor_parallel import ModelShard
 from windlass.kernels import BlockWeight, PanelWeight, StackedWeight, Weight
@@ -55,7 +55,7 @@ class WeightCache:
         of_rank = () if shard is None else (f"{shard.rank + 1}of{shard.ranks}",)
         self._storage = "-".join((quantization, *dtypes, *of_rank))
         self._plan = {name: [[p.rows, p.storage] for p in parts] for name, parts in decoder.plan.items()}
-        self.path = _folder(where, directory) / f"{_model_prefix(where, directory)}{self._storage}.safetensors"
+        self.path = _cache_path(where, directory, self._storage)
         self._fingerprint = self._describe()
         self.notices: list[str] = []
 
@@ -63,8 +63,8 @@ class WeightCache:
         """Fill the decoder from the file. False, with a notice, if the file cannot be used."""
         tensors = decoder_tensors(decoder)
         try:
-            layout, metadata = read_layout(self.path)
-            fault = self._fault(metadata) or _misfit(layout, tensors) or self._read(tensors, progress)
+            header = read_checked_header(self.path)
+            fault = self._fault(header.metadata) or _misfit(header, tensors) or self._read(tensors, progress)
         except FileNotFoundError:
             return False
         except (SafetensorError, OSError, LoadError) as error:
@@ -195,16 +195,11 @@ def _tensors(name: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
         yield name, weight.data if isinstance(weight, PanelWeight) else weight
 
 
-def _folder(where: str, directory: Path) -> Path:
-    return directory / FOLDER if where == NEXT_TO_MODEL else Path(where)
-
-
-def _model_prefix(where: str, directory: Path) -> str:
-    """A prefix for each model in a shared folder."""
+def _cache_path(where: str, directory: Path, storage: str) -> Path:
     if where == NEXT_TO_MODEL:
-        return ""
-    whole = directory.resolve()
-    return f"{whole.name}-{hashlib.sha256(os.fsencode(whole)).hexdigest()[:8]}-"
+        return directory / FOLDER / f"{storage}.safetensors"
+    model = directory.resolve()
+    return Path(where) / f"{model.name}-{hashlib.sha256(os.fsencode(model)).hexdigest()[:8]}-{storage}.safetensors"
 
 
 def _identity(file: Path) -> list[object]:
@@ -218,7 +213,8 @@ def _identity(file: Path) -> list[object]:
     return [stat.st_size, stat.st_mtime_ns, hashlib.sha256(length + header).hexdigest()]
 
 
-def _misfit(layout: dict[str, tuple[torch.dtype, list[int]]], tensors: dict[str, Tensor]) -> str | None:
+def _misfit(header: FileHeader, tensors: dict[str, Tensor]) -> str | None:
+    layout = {entry.name: (entry.dtype, entry.shape) for entry in map(tensor_entry, header.tensors.values())}
     wanted = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
     return None if layout == wanted else "its tensors are not those of this model"
 

@@ -5,8 +5,9 @@ The weight specs determine the destination of each tensor. Reads safetensors and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import normalize
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
-from windlass.engine.model.loading.checkpoint import checkpoint_files
+from windlass.engine.model.loading.checkpoint import checkpoint_files, read_headers
 from windlass.engine.model.loading.dequantize import (
     decode_blocks,
     decode_numbers,
@@ -28,17 +29,15 @@ from windlass.engine.model.loading.dequantize import (
 from windlass.engine.model.loading.gguf_index import GGUF_TYPES, read_index
 from windlass.engine.model.loading.model_description import is_derived
 from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint
-from windlass.engine.model.loading.row_order import RowSelection, select_rows
+from windlass.engine.model.loading.safetensors_header import TensorLocation, unstack_tensors
 from windlass.engine.model.loading.tensor_reader import (
-    Destination,
     TensorChunk,
     TensorSlice,
-    read_gguf_tensors,
-    read_tensors,
+    read_checked_header,
+    read_located,
 )
-from windlass.engine.model.model_spec import ModelSpec
-from windlass.engine.model.tensor_parallel import ModelShard, WeightSlice
-from windlass.engine.model.weight_spec import StoredTensor
+from windlass.engine.model.tensor_parallel import ModelShard, RowRange, WeightSlice
+from windlass.engine.model.weight_spec import RotaryRows, StoredTensor
 from windlass.engine.model.weight_storage import kernel_storage
 from windlass.kernels import FORMS, Backend, BlockRows, BlockWeight, PanelRows, Weight
 from windlass.kernels.layouts.weight_layouts import store_block_rows
@@ -47,6 +46,74 @@ Progress = Callable[[str, int, int], None]
 _Rows = BlockRows | PanelRows
 _COMPARED = 1 << 22  # numbers compared at once
 _PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# -- Row orders between checkpoint tensors and weights: interleaved RoPE pairs, fused QKV, rank slices ------------------
+
+
+def head_order(heads: RotaryRows) -> Tensor:
+    """The row of the checkpoint tensor for each row of these heads: [heads * head_dim].
+
+    With x' = x[order], half-split rotation of x' is, bit for bit, interleaved rotation of x, or rotation by minus the angle
+    ("swapped"), in that order.
+    """
+    pairs, plain = torch.arange(heads.rotary_dim), torch.arange(heads.head_dim - heads.rotary_dim)
+    if heads.pairs == "interleaved":
+        pairs = torch.cat((pairs[::2], pairs[1::2]))
+    elif heads.pairs == "swapped":
+        pairs = pairs.roll(heads.rotary_dim // 2)
+    head = torch.cat((len(plain) + pairs, plain) if heads.last else (pairs, heads.rotary_dim + plain))
+    return (torch.arange(heads.heads)[:, None] * heads.head_dim + head).flatten()
+
+
+def row_order(tensor: StoredTensor) -> Tensor | None:
+    """The row of the checkpoint tensor for each row of the weight; None: in order."""
+    by_part = None
+    if (turns := tensor.interleaved_parts) is not None:
+        parts = torch.arange(tensor.rows).view(turns.repeats, -1).split_with_sizes(turns.sizes, 1)
+        by_part = torch.cat([parts[index].flatten() for index in turns.order or range(len(parts))])
+    if tensor.rotary is None:
+        return by_part
+    order = head_order(tensor.rotary)
+    order = torch.cat((order, torch.arange(len(order), tensor.rows)))
+    return order if by_part is None else by_part[order]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSelection:
+    """What a decoder holds of a checkpoint tensor. runs: ranges of rows that are read; None: all.
+
+    rows: the row read for each row of the weight; None: in order. columns: first and count of those used; None: all.
+    """
+
+    runs: tuple[tuple[int, int], ...] | None = None
+    rows: Tensor | None = None
+    columns: RowRange | None = None
+
+
+def select_rows(tensor: StoredTensor, part: WeightSlice, first: int) -> RowSelection:
+    """What is read of this tensor, which has the weight's rows from `first` on, if only `part` of the weight is needed."""
+    order = row_order(tensor)
+    if part.rows is None and part.columns is None:
+        return RowSelection(rows=order)
+    runs = tuple(part.within(first, tensor.rows))
+    if tensor.transposed or tensor.reshape_rows is not None:  # its rows are not those of the weight: it is read whole
+        rows = order
+        if part.rows is not None:
+            wanted = torch.cat([torch.arange(*run) for run in runs])
+            rows = wanted if order is None else order[wanted]
+        return RowSelection(rows=rows, columns=part.columns)
+    if order is None:
+        return RowSelection(runs)
+    wanted = order[torch.cat([torch.arange(*run) for run in runs])]
+    ascending = wanted.sort().values
+    breaks = torch.nonzero(ascending.diff() != 1)[:, 0] + 1
+    edges = [0, *breaks.tolist(), len(ascending)]
+    runs = tuple((int(ascending[begin]), int(ascending[end - 1]) + 1) for begin, end in pairwise(edges))
+    return RowSelection(runs, torch.searchsorted(ascending, wanted))
+
+
+# -- Loading -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,40 +217,20 @@ def _targets(decoder: Decoder, shard: ModelShard | None) -> tuple[dict[str, _Wei
     return targets, slices
 
 
-class _Checkpoint:
-    """The tensors of a model's files of either format. names: of the tensors that are loaded."""
+def _checked_tensors(directory: Path) -> dict[str, TensorLocation]:
+    """Every tensor of a checkpoint by name, after the `safetensors` library has checked its headers. Raises LoadError."""
+    for file in checkpoint_files(directory) if read_index(directory) is None else ():
+        try:
+            read_checked_header(file)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
+    return read_headers(directory)
 
-    def __init__(
-        self,
-        directory: Path,
-        quantized: QuantizedCheckpoint | None,
-        spec: ModelSpec,
-        names: Iterable[str],
-        slices: Mapping[str, TensorSlice],
-    ) -> None:
-        sources = quantized.sources if quantized is not None else {}
-        self._skip = lambda name: name in sources or spec.ignores(name)
-        self._stacks = {name.rpartition("[")[0] for name in names if name.endswith("]")}
-        index = read_index(directory)
-        self._gguf = None if index is None else index.for_spec(spec)
-        self._files, self._slices = checkpoint_files(directory), slices
-        self.num_bytes = sum(file.stat().st_size for file in self._files)
 
-    def chunks(self, destination: Destination) -> Iterator[TensorChunk]:
-        """Read the files. Raises LoadError."""
-        if self._gguf is not None:
-            yield from read_gguf_tensors(self._gguf, destination, self._slices)
-            return
-        for file in self._files:
-            try:
-                yield from read_tensors(file, destination, self._skip, self._stacks, self._slices)
-            except (SafetensorError, OSError) as error:
-                raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
-
-    def block_type(self, name: str) -> str | None:
-        """The GGUF type of a tensor that is read as rows of bytes; None for tensors of numbers."""
-        kind = None if self._gguf is None else self._gguf.tensors[name].dtype
-        return None if kind is None or GGUF_TYPES[kind].is_plain else kind
+def _block_type(tensor: TensorLocation) -> str | None:
+    """The GGUF type of a tensor that is read as rows of bytes; None for tensors of numbers."""
+    kind = GGUF_TYPES.get(tensor.dtype)
+    return None if kind is None or kind.is_plain else tensor.dtype
 
 
 def load_weights(
@@ -199,13 +246,16 @@ def load_weights(
     only the numbers show. quantized: the quantized weights of the checkpoint. shard: the rank shard that the decoder holds.
     """
     targets, slices = _targets(decoder, shard)
-    checkpoint = _Checkpoint(directory, quantized, decoder.spec, targets, slices)
-    done = 0
+    sources = quantized.sources if quantized is not None else frozenset()
+    found = _checked_tensors(directory).items()
+    tensors = {name: one for name, one in found if name not in sources and not decoder.spec.ignores(name)}
+    tensors = unstack_tensors(tensors, targets)
+    done, total = 0, sum(file.stat().st_size for file in checkpoint_files(directory))
     if quantized is not None:
         for size in _fill_quantized(decoder, directory, targets, quantized):
             done += size
             if progress:
-                progress("loading weights", done, checkpoint.num_bytes)
+                progress("loading weights", done, total)
     tied_copy: tuple[str, Tensor, str | None] | None = None
     heads = decoder.spec.head_tensors
 
@@ -219,10 +269,10 @@ def load_weights(
         fits = view.dtype == dtype and list(view.shape) == shape and view.is_cpu and view.is_contiguous()
         return view if fits else None
 
-    for chunk in checkpoint.chunks(destination):
+    for chunk in read_located(tensors.values(), destination, slices):
         name, tensor = chunk.name, chunk.tensor if chunk.tensor.dim() else chunk.tensor.reshape(1)
         done += tensor.nbytes
-        target, kind = targets.get(name), checkpoint.block_type(name)
+        target, kind = targets.get(name), _block_type(tensors[name])
         if not _is_finite(chunk, kind) and (target is not None or not is_derived(name)):
             raise _not_finite(directory, name)
         if target is None:
@@ -243,7 +293,7 @@ def load_weights(
             _check_range(tensor, decoder, directory, target, name)
         target.fill(decoder.backend, tensor, chunk.first, blocks=in_blocks)
         if progress:
-            progress("loading weights", done, checkpoint.num_bytes)
+            progress("loading weights", done, total)
     if tied_copy is not None and not _equals(decoder.backend, *tied_copy, decoder.embedding):
         raise LoadError(
             f"{directory}: {tied_copy[0]} differs from the embedding although the model ties them: set "

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from windlass.engine.cache.sequence_cache import UNBOUNDED
 from windlass.engine.model.norm import Norm, NormSpec, PerHeadNorm
 from windlass.engine.model.weight_spec import (
-    FusedHeads,
-    InterleavedHeads,
     InterleavedParts,
+    RotaryRows,
     StoredTensor,
     WeightSpec,
     projection,
@@ -175,16 +174,19 @@ class AttentionSpec:
         pairs = self._interleaved(heads if over_all else 1)
         return self.qk_norm_form.weights(name, stored, size if over_all else self.head_dim, pairs)
 
-    def _fused(self) -> FusedHeads | None:
+    def _fused(self) -> InterleavedParts | None:
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         if self.names.qkv_order == "groups":
-            return FusedHeads(self.num_kv_heads, self.num_heads // self.num_kv_heads, 1, self.head_dim)
-        if self.names.qkv_order == "quarters":
-            return FusedHeads(4, self.num_heads // 4, self.num_kv_heads // 4, self.head_dim, values_first=True)
+            return InterleavedParts(kv_heads, (heads // kv_heads * dim, dim, dim))
+        if self.names.qkv_order == "quarters":  # values before keys
+            return InterleavedParts(4, (heads // 4 * dim, kv_heads // 4 * dim, kv_heads // 4 * dim), (0, 2, 1))
         return None
 
-    def _interleaved(self, heads: int) -> InterleavedHeads | None:
+    def _interleaved(self, heads: int) -> RotaryRows | None:
         dims = self.interleaved_dims or self.swapped_dims
-        return InterleavedHeads(heads, self.head_dim, dims, not self.interleaved_dims) if dims else None
+        if not dims:
+            return None
+        return RotaryRows(heads, self.head_dim, dims, "interleaved" if self.interleaved_dims else "swapped")
 
 
 @dataclass(slots=True)

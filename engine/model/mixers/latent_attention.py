@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.engine.model.mixers.attention import AttentionKind, AttentionMetadata
-from windlass.engine.model.weight_spec import RotaryLast, StoredTensor, WeightSpec, norm_weight, projection
+from windlass.engine.model.weight_spec import RotaryRows, StoredTensor, WeightSpec, norm_weight, projection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,20 +88,20 @@ class LatentSpec:
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `LatentWeights`. Rotated rows of a head come first here, last in checkpoints."""
         names, head = self.names, self.plain_dim + self.rotary_dim
-        heads = RotaryLast(self.num_heads, head, self.rotary_dim, self.interleaved)
-        shared = RotaryLast(1, self.cached_dim, self.rotary_dim, self.interleaved)
+        heads = RotaryRows(
+            self.num_heads, head, self.rotary_dim, "interleaved" if self.interleaved else "halves", last=True
+        )
+        shared = replace(heads, heads=1, head_dim=self.cached_dim)
         rows, rank = self.num_heads * head, self.query_rank
         result: tuple[WeightSpec, ...] = ()
         if rank is None:
-            result += projection(
-                "q", [StoredTensor(names.q, rows, role="q", rotary_last=heads)], hidden_size, bias=False
-            )
+            result += projection("q", [StoredTensor(names.q, rows, role="q", rotary=heads)], hidden_size, bias=False)
         else:
             down = [StoredTensor(names.q_down, rank, role="q")]
             result += projection("q_down", down, hidden_size, bias=self.bias)
             result += (norm_weight("q_norm", names.q_norm, rank),)
-            result += projection("q", [StoredTensor(names.q_up, rows, role="q", rotary_last=heads)], rank, bias=False)
-        kv = [StoredTensor(names.kv_down, self.cached_dim, role="v", rotary_last=shared)]
+            result += projection("q", [StoredTensor(names.q_up, rows, role="q", rotary=heads)], rank, bias=False)
+        kv = [StoredTensor(names.kv_down, self.cached_dim, role="v", rotary=shared)]
         result += projection("kv", kv, hidden_size, bias=self.bias)
         result += (norm_weight("kv_norm", names.kv_norm, self.latent_dim),)
         up_rows = self.num_heads * (self.plain_dim + self.value_dim)

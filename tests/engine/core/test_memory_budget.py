@@ -29,7 +29,7 @@ from windlass.engine.execution.model_runner import ModelRunner
 from windlass.engine.interface.model_info import AdapterSource
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.model_size import size_model
-from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.loading.preflight import DeviceCapabilities, prepare_model
 from windlass.engine.model.lora import LoadedAdapters
 from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 from windlass.kernels import DeviceMemory, backend_selector
@@ -291,7 +291,7 @@ def test_options_that_say_it_twice_or_wrongly(model_of: Callable[[str], Path]) -
     with pytest.raises(LoadError, match="leave one of them out"):
         engine_config(model, gpu_memory_utilization=0.5, kv_cache_memory=1 << 20)
     config = engine_config(model, gpu_memory_utilization=0.5)
-    assert prepare_model(config, "cuda", reads_narrow=False, free=1 << 30).compute_dtype == "float32"
+    assert prepare_model(config, DeviceCapabilities("cuda", False, free=1 << 30)).compute_dtype == "float32"
 
 
 def test_sizes_are_counted_by_the_share(model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

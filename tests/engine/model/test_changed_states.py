@@ -13,7 +13,7 @@ from helpers.rewritten_weights import logits
 from helpers.tiny_models import make_model
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.loading.preflight import DeviceCapabilities, prepare_model
 
 TOLERANCE = 1e-5  # of the largest logit
 MATRICES = {
@@ -56,4 +56,4 @@ def test_an_adapter_changes_every_matrix(chosen: str, family: str, model: Path, 
 
 def test_ranks_are_refused(model: Path) -> None:
     with pytest.raises(LoadError, match="a layer that carries a state is not split: leave it out"):
-        prepare_model(engine_config(model, tensor_parallel=2), "cpu", reads_narrow=True, free=None)
+        prepare_model(engine_config(model, tensor_parallel=2), DeviceCapabilities("cpu", True))

@@ -22,7 +22,7 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.model.families.spec_reader import read_spec
-from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.loading.preflight import DeviceCapabilities, prepare_model
 from windlass.engine.model.mixers.latent_attention import LatentSpec
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.kernels.cpu import library
@@ -63,9 +63,9 @@ def test_a_token_in_8_bits_takes_a_scale_for_every_32_numbers(models: dict[str, 
 
 def test_an_int8_cache_is_for_the_cpu(models: dict[str, Path]) -> None:
     config = engine_config(models["deepseek_v3"], kv_cache_dtype="int8", kv_cache_memory=8 << 20)
-    prepare_model(config, "cpu", reads_narrow=True, free=None)
+    prepare_model(config, DeviceCapabilities("cpu", True))
     with pytest.raises(LoadError, match=r"`cache\.dtype=int8` with latent attention is for the CPU"):
-        prepare_model(config, "cuda:0", reads_narrow=True, free=None)
+        prepare_model(config, DeviceCapabilities("cuda:0", True))
 
 
 WIDE: dict[str, Any] = {"qk_rope_head_dim": 32, "kv_lora_rank": 80}  # rotated dims fill a group, as in real models

@@ -18,7 +18,7 @@ from torch import Tensor
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.model_description import describe_model
-from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.loading.preflight import DeviceCapabilities, prepare_model
 from windlass.kernels import BlockWeight, StackedWeight
 
 TOLERANCE = 1e-5  # of the largest logit
@@ -158,5 +158,5 @@ def test_a_checkpoint_with_quantized_matrices(tmp_path: Path) -> None:
 
 def test_ranks_are_refused(model: Path) -> None:
     with pytest.raises(LoadError, match="a layer that carries a state is not split: leave it out") as caught:
-        prepare_model(engine_config(model, tensor_parallel=2), "cpu", reads_narrow=True, free=None)
+        prepare_model(engine_config(model, tensor_parallel=2), DeviceCapabilities("cpu", True))
     assert "\n" not in str(caught.value)

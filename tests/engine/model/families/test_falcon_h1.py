@@ -20,7 +20,7 @@ from windlass.engine.cache.kv_cache_spec import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.spec_reader import read_spec
 from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
-from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.loading.preflight import DeviceCapabilities, prepare_model
 from windlass.engine.model.mixers.attention import AttentionSpec
 from windlass.engine.model.mixers.state_space import StateSpaceSpec
 
@@ -203,4 +203,4 @@ def test_an_adapter_changes_every_part(targets: list[str], model: Path, tmp_path
 
 def test_ranks_are_refused(model: Path) -> None:
     with pytest.raises(LoadError, match="a layer that carries a state is not split: leave it out"):
-        prepare_model(engine_config(model, tensor_parallel=2), "cpu", reads_narrow=True, free=None)
+        prepare_model(engine_config(model, tensor_parallel=2), DeviceCapabilities("cpu", True))

@@ -23,7 +23,7 @@ from windlass.engine.execution.attention_maps import attention_weights
 from windlass.engine.model.families.spec_reader import read_spec
 from windlass.engine.model.feed_forward.mlp import PlainMLPNames, PlainMLPSpec
 from windlass.engine.model.feed_forward.moe import MoESpec
-from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.loading.preflight import DeviceCapabilities, prepare_model
 from windlass.engine.model.mixers.attention import AttentionSpec
 from windlass.engine.model.mixers.state_space import StateSpaceSpec
 from windlass.lab.scoring import Scorer
@@ -279,4 +279,4 @@ def test_attention_is_shown_of_layers_that_have_it(model: Path) -> None:
 
 def test_ranks_are_refused(model: Path) -> None:
     with pytest.raises(LoadError, match="a layer of one part alone is not split: leave it out"):
-        prepare_model(engine_config(model, tensor_parallel=2), "cpu", reads_narrow=True, free=None)
+        prepare_model(engine_config(model, tensor_parallel=2), DeviceCapabilities("cpu", True))

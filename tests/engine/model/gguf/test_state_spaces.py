@@ -20,8 +20,9 @@ from windlass.engine.cache.kv_cache_spec import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.spec_reader import read_spec
 from windlass.engine.model.gguf.gguf_description import describe_gguf, read_gguf_config
-from windlass.engine.model.gguf.tensor_mapping import GGUFTensor, map_tensors
+from windlass.engine.model.gguf.tensor_mapping import map_tensors
 from windlass.engine.model.loading.gguf_index import GGUFLayout, to_gguf_spec
+from windlass.engine.model.loading.safetensors_header import TensorLocation
 
 FALCON = ("falcon_h1", "falcon_h1_normed")
 NEMOTRON = ("nemotron_h", "nemotron_h_plain", "nemotron_h_experts")
@@ -86,7 +87,7 @@ def test_a_published_file() -> None:
             own |= {"ssm_a": (96, 1), "ssm_d": (96, 1), "ssm_dt.bias": (96,), "ssm_norm.weight": (8, 960)}
             own |= {"ssm_out.weight": (3136, 7680)}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in own.items()}
-    tensors = {name: GGUFTensor("F32", shape, 0, 0) for name, shape in shapes.items()}
+    tensors = {name: TensorLocation(name, Path(), "F32", shape, 0, 0) for name, shape in shapes.items()}
     metadata = {f"nemotron_h.{key}": value for key, value in sizes.items()} | {"general.architecture": "nemotron_h"}
     facts = read_gguf_config(metadata, tensors, {})
     assert not any("rope" in key or "rotary" in key for key in facts.config)
@@ -95,7 +96,7 @@ def test_a_published_file() -> None:
     states = tuple(i for i in range(42) if i not in attending + dense)
     assert spec.state_group == StateGroupSpec(states, 9728, 4, 96, 128, 80)
     held = to_gguf_spec(spec, GGUFLayout())
-    assert len(map_tensors(tensors, facts.family, held)) == len(tensors) == 263
+    assert len(map_tensors(tensors, facts.family, held, {})) == len(tensors) == 263
 
 
 @pytest.mark.parametrize("family", [FALCON[0], NEMOTRON[0], NEMOTRON[2]])

@@ -22,26 +22,25 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.quantization_config import QuantizationConfig
+from windlass.engine.model.config_json.quantization_config import Method, QuantizationConfig
 from windlass.engine.model.loading import dequantize
+from windlass.engine.model.loading.checkpoint import read_headers
 from windlass.engine.model.loading.dequantize import decode_blocks, decode_numbers
-from windlass.engine.model.loading.quantization_methods import describe_awq, describe_compressed, describe_gptq
 from windlass.engine.model.loading.quantized_checkpoint import (
     ACT_ORDER,
     ODD_GROUPS,
     WIDE_SCALES,
     WIDE_ZEROS,
     ExpectedTensor,
-    LocatedTensor,
     QuantizedTensor,
+    describe_compressed,
+    describe_gptq,
     fits_float16,
-    locate,
 )
 from windlass.kernels.layouts.weight_layouts import FORMS, BlockWeight, store_block_rows
 
 ROWS, COLUMNS = 80, 192
-WANTED = ExpectedTensor("m", ROWS, COLUMNS)
-DESCRIBE = {"gptq": describe_gptq, "gptq_v2": describe_gptq, "awq": describe_awq}
+DESCRIBE = {"gptq": describe_gptq, "gptq_v2": describe_gptq, "awq": describe_gptq}
 
 
 @pytest.fixture
@@ -59,14 +58,19 @@ def described(
     layout: str, tensors: dict[str, Tensor], folder: Path, group_size: int | None = None, bits: tuple[int, ...] = ()
 ) -> QuantizedTensor:
     save_file(tensors, folder / "model.safetensors")
-    told = QuantizationConfig("GPTQ", group_size, zeros_less_one=layout == "gptq", bits=bits)
-    found = DESCRIBE.get(layout, describe_compressed)(locate(folder), WANTED, told)
+    method: Method = "AWQ" if layout == "awq" else "GPTQ"
+    told = QuantizationConfig(method, group_size, zeros_less_one=layout == "gptq", bits=bits)
+    found = DESCRIBE.get(layout, describe_compressed)(wanted(folder), told)
     assert found is not None and (found.rows, found.columns) == (ROWS, COLUMNS)
     return found
 
 
+def wanted(folder: Path) -> ExpectedTensor:
+    return ExpectedTensor(read_headers(folder), "m", ROWS, COLUMNS)
+
+
 def sources_of(found: QuantizedTensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {role: tensors[name] for role, name in found.sources.items()}
+    return {role: tensors[source.name] for role, source in found.sources.items()}
 
 
 def through_blocks(found: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor:
@@ -135,7 +139,7 @@ def test_columns_in_the_order_of_activations(layout: str, symmetric: bool, weigh
     found = described(layout, tensors, tmp_path, 32)
     assert (found.storage, found.reason) == (None, ACT_ORDER)
     assert torch.equal(numbers(found, tensors), w.numbers())
-    name = found.sources["order"]
+    name = found.sources["order"].name
     for wrong in (6, -1):
         damaged = {**tensors, name: tensors[name].clone().index_fill_(0, torch.tensor([7]), wrong)}
         if layout == "packed" and wrong == -1:  # which says that there is no order
@@ -243,13 +247,11 @@ def test_floats_in_blocks_that_the_last_ones_do_not_fill(weight: Tensor, tmp_pat
     """Only config.json tells their size then."""
     tensors, want = as_floats("m", weight, "48x128")
     save_file(tensors, tmp_path / "model.safetensors")
-    found = describe_compressed(locate(tmp_path), WANTED, QuantizationConfig("FP8", block=(48, 128)))
+    found = describe_compressed(wanted(tmp_path), QuantizationConfig("FP8", block=(48, 128)))
     assert found is not None
     assert torch.equal(numbers(found, tensors), want)
     with pytest.raises(LoadError, match=r"shape \[2, 2\], which are not the scales of a weight \[80, 192\]"):
-        describe_compressed(
-            locate(tmp_path), ExpectedTensor("m", ROWS, COLUMNS), QuantizationConfig("FP8", block=(64, 64))
-        )
+        describe_compressed(wanted(tmp_path), QuantizationConfig("FP8", block=(64, 64)))
 
 
 HALVES = {
@@ -269,7 +271,7 @@ def test_which_numbers_are_float16_numbers(dtype: torch.dtype, tmp_path: Path) -
         tensor = torch.tensor(values, dtype=dtype)
         assert torch.equal(tensor.double(), torch.tensor(values).double()) or values[-1] != values[-1]
         save_file({"scales": tensor}, tmp_path / "model.safetensors")
-        return fits_float16(locate(tmp_path)["scales"])
+        return fits_float16(read_headers(tmp_path)["scales"])
 
     assert fits(yes) and all(fits([value]) for value in yes)
     for value in no:
@@ -281,16 +283,16 @@ def test_every_float16_number_written_as_bfloat16_or_float32(tmp_path: Path) -> 
     patterns = torch.arange(65536).to(torch.uint16).view(torch.bfloat16)
     exact = patterns.half().to(torch.bfloat16) == patterns
     save_file({"yes": patterns[exact], "no": patterns[~exact][:1]}, tmp_path / "model.safetensors")
-    located = locate(tmp_path)
+    located = read_headers(tmp_path)
     assert fits_float16(located["yes"]) and not fits_float16(located["no"])
     for pattern in patterns[~exact & patterns.isfinite()][::97]:
         save_file({"no": pattern.reshape(1)}, tmp_path / "model.safetensors")
-        assert not fits_float16(locate(tmp_path)["no"])
+        assert not fits_float16(read_headers(tmp_path)["no"])
 
 
 def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     save_file({"scales": torch.zeros(64, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
-    located: LocatedTensor = locate(tmp_path)["scales"]
+    located = read_headers(tmp_path)["scales"]
     located.file.write_bytes(located.file.read_bytes()[:-8])
     with pytest.raises(LoadError, match="ends inside tensor 'scales'"):
         fits_float16(located)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.device_selection import choose_device, is_out_of_memory
-from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.loading.preflight import DeviceCapabilities, prepare_model
 from windlass.kernels import backend_selector
 
 BUILDS = backend_selector.compiler_refusal
@@ -151,7 +151,7 @@ def test_weights_that_a_gpu_has_no_memory_for(tmp_path: Path) -> None:
     with pytest.raises(
         LoadError, match=r"^the weights need 0\.\d MiB of memory, 0\.3 MiB are free on cuda: use `compute.d"
     ):
-        prepare_model(config, "cuda:1", reads_narrow=False, free=300 << 10)
+        prepare_model(config, DeviceCapabilities("cuda:1", False, free=300 << 10))
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
@@ -164,10 +164,10 @@ def test_auto_is_the_checkpoints_own_type(tmp_path: Path, stored: torch.dtype, n
     name = str(stored).removeprefix("torch.")
     config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     path.write_text(json.dumps(config | ({"dtype": name} if named else {})))
-    prepared = prepare_model(engine_config(model), "cuda", reads_narrow=False, free=None)
+    prepared = prepare_model(engine_config(model), DeviceCapabilities("cuda", False))
     assert prepared.compute_dtype == prepared.weight_dtype == prepared.cache_dtype == name
     asked = replace(engine_config(model), compute=replace(engine_config(model).compute, dtype="float16"))
-    assert prepare_model(asked, "cuda", reads_narrow=False, free=None).compute_dtype == "float16"
+    assert prepare_model(asked, DeviceCapabilities("cuda", False)).compute_dtype == "float16"
 
 
 def test_which_errors_are_told_as_no_memory_to_load_into() -> None:

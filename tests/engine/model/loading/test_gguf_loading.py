@@ -175,7 +175,8 @@ def test_a_gpu_has_the_blocks_of_the_file_too(llama: Path, tmp_path: Path) -> No
     made = make_gguf(llama, tmp_path / "made", as_q4_k_m, interleaved=True)
     config = engine_config(made.derived, dtype="bfloat16")
     gpu, cpu = (
-        preflight.prepare_model(config, device, reads_narrow=device == "cpu", free=None) for device in ("cuda", "cpu")
+        preflight.prepare_model(config, preflight.DeviceCapabilities(device, device == "cpu"))
+        for device in ("cuda", "cpu")
     )
     assert gpu.plan == cpu.plan and gpu.quantization == cpu.quantization is not None and gpu.notices == ()
     assert gpu.cache_dtype == "bfloat16"  # rows meet the blocks there as they are

@@ -80,7 +80,7 @@ def test_they_become_numbers_where_no_block_holds_them(
     monkeypatch.setattr(
         preflight,
         "storage_plan",
-        lambda config, model, stored, reads_narrow: preflight.plan_storage(model.spec, stored),
+        lambda config, model, stored, device: preflight.plan_storage(model.spec, stored),
     )
     core = make_core(published, dtype="float32")
     assert not any(isinstance(weight, BlockWeight) for weight in core.runner.decoder.weights().values())

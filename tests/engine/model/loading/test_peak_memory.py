@@ -37,7 +37,7 @@ import torch
 import windlass.engine.core.engine_core
 from windlass import kernels
 from windlass.engine.model.loading.loader import load_model
-from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.loading.preflight import DeviceCapabilities, prepare_model
 from windlass.engine.model.weight_storage import plan_bytes
 from windlass.server.options.engine_names import from_flat
 def memory(kind):
@@ -45,7 +45,7 @@ def memory(kind):
     return next(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024
 config = from_flat(sys.argv[1], {"device": "cpu", **json.loads(sys.argv[2])})
 narrow = kernels.reads_16bit_weights(torch.device("cpu"))
-prepared = prepare_model(config, "cpu", reads_narrow=narrow, free=None)
+prepared = prepare_model(config, DeviceCapabilities("cpu", narrow))
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
 model = load_model(config)

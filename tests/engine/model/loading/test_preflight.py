@@ -24,7 +24,13 @@ from windlass.engine.model.loading import preflight
 from windlass.engine.model.loading.checkpoint import describe_other_format
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.model_description import ModelDescription, describe_model
-from windlass.engine.model.loading.preflight import ModelToLoad, check_memory, check_start, prepare_model
+from windlass.engine.model.loading.preflight import (
+    DeviceCapabilities,
+    ModelToLoad,
+    check_memory,
+    check_start,
+    prepare_model,
+)
 from windlass.engine.model.weight_storage import plan_bytes, plan_storage, total_weight_bytes
 from windlass.kernels import select_backend
 
@@ -104,7 +110,9 @@ def check(model: ModelDescription, free: int | None, stored: str = "float32", **
     config = engine_config(DEMO, **options)  # type: ignore[arg-type]
     cached = "float32" if config.cache.dtype == "auto" else config.cache.dtype
     plan = plan_storage(model.spec, stored)
-    check_memory(config, ModelToLoad(model, stored, stored, cached, False, plan), "cpu", free)
+    check_memory(
+        config, ModelToLoad(model, stored, stored, cached, False, plan), DeviceCapabilities("cpu", True, free=free)
+    )
 
 
 def refusal(model: ModelDescription, free: int | None, stored: str = "float32", **options: object) -> str:
@@ -142,7 +150,7 @@ def test_weights_that_do_not_fit_name_the_options_under_which_they_do(demo: Mode
 )
 def test_quantized_models_cache_in_float16(options: dict[str, str], cached: str) -> None:
     for narrow in (True, False):  # without compiled kernels nothing is rounded to 8 bits
-        prepared = prepare_model(engine_config(DEMO, **options), "cpu", reads_narrow=narrow, free=None)
+        prepared = prepare_model(engine_config(DEMO, **options), DeviceCapabilities("cpu", narrow))
         assert prepared.cache_dtype == (cached if narrow or cached != "float16" else "float32")
 
 
@@ -162,7 +170,7 @@ def test_auto_computes_in_bfloat16_where_the_processor_does(
 ) -> None:
     def types(multiplies_narrow: bool) -> tuple[str, str, bool]:
         config = engine_config(DEMO, **options)
-        found = prepare_model(config, "cpu", reads_narrow=True, multiplies_narrow=multiplies_narrow, free=None)
+        found = prepare_model(config, DeviceCapabilities("cpu", True, multiplies_narrow))
         return found.compute_dtype, found.cache_dtype, preflight.BFLOAT16_NOTICE in found.notices
 
     assert types(True)[0] == "float32"  # small models gain nothing
@@ -183,7 +191,7 @@ def test_auto_leaves_what_was_not_measured_in_float32(tmp_path: Path, monkeypatc
         model = make_model(family, tmp_path / f"{family}-{dtype}")
         weights = {name: tensor.to(dtype) for name, tensor in load_file(model / "model.safetensors").items()}
         save_file(weights, model / "model.safetensors", {"format": "pt"})
-        prepared = prepare_model(engine_config(model), "cpu", reads_narrow=True, multiplies_narrow=True, free=None)
+        prepared = prepare_model(engine_config(model), DeviceCapabilities("cpu", True, True))
         assert prepared.compute_dtype == expected
     monkeypatch.setattr(kernels, "has_native_bf16", lambda device: True)
     loaded = load_model(engine_config(tmp_path / "llama-torch.bfloat16", device="cpu"))

@@ -20,8 +20,8 @@ from windlass.engine.core.engine_builder import cache_namespace
 from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.loader import load_model
-from windlass.engine.model.loading.preflight import prepare_model
-from windlass.engine.model.loading.row_order import half_split_order
+from windlass.engine.model.loading.preflight import DeviceCapabilities, prepare_model
+from windlass.engine.model.loading.weights import head_order
 from windlass.kernels import BlockWeight, StackedWeight
 from windlass.lab.scoring import Scorer
 
@@ -160,10 +160,10 @@ def test_a_saved_head_must_equal_the_tied_embedding(tmp_path: Path, equal: bool)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_a_gpu_gets_the_same_blocks(models: dict[str, Path], quantization: str) -> None:
     config = engine_config(str(models["llama"]), quantization=quantization)
-    gpu, cpu = (prepare_model(config, device, reads_narrow=device == "cpu", free=None) for device in ("cuda:1", "cpu"))
+    gpu, cpu = (prepare_model(config, DeviceCapabilities(device, device == "cpu")) for device in ("cuda:1", "cpu"))
     assert gpu.plan == cpu.plan and gpu.quantization == cpu.quantization
     with pytest.raises(LoadError, match=r"on cuda: use .*`compute\.quantization=int8`"):
-        prepare_model(engine_config(str(models["llama"])), "cuda:1", reads_narrow=False, free=300_000)
+        prepare_model(engine_config(str(models["llama"])), DeviceCapabilities("cuda:1", False, free=300_000))
 
 
 def test_what_does_not_work_is_refused_with_a_way_out(models: dict[str, Path]) -> None:
@@ -188,9 +188,8 @@ def as_an_ordinary_model(source: Path, decoder: Decoder, target: Path) -> Path:
         numbers = torch.cat([part.dequantize() for part in parts if isinstance(part, BlockWeight)]).cpu()
         for stored in spec.stored:
             rows, first = numbers[first : first + stored.rows], first + stored.rows
-            heads = stored.interleaved
-            if heads is not None:
-                order = half_split_order(heads.heads, heads.head_dim, heads.rotary_dim)
+            if stored.rotary is not None:
+                order = head_order(stored.rotary)
                 rows = rows[torch.cat((order, torch.arange(len(order), stored.rows))).argsort()]
             saved[stored.name] = rows.contiguous()
     target.mkdir()

@@ -16,11 +16,10 @@ from windlass.engine.cache.kv_cache_spec import KVGroupSpec
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
 from windlass.engine.model.forward_batch import ForwardBatch
-from windlass.engine.model.loading.row_order import half_split_order, row_order, swapped_order
-from windlass.engine.model.loading.weights import load_weights
+from windlass.engine.model.loading.weights import head_order, load_weights, row_order
 from windlass.engine.model.mixers.attention import AttentionNames, AttentionSpec
 from windlass.engine.model.model_spec import LayerSpec, ModelSpec
-from windlass.engine.model.weight_spec import FusedHeads, InterleavedHeads, InterleavedParts, StoredTensor
+from windlass.engine.model.weight_spec import InterleavedParts, RotaryRows, StoredTensor
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup
 from windlass.kernels.torch.reference import rotate_half_split
 
@@ -33,7 +32,7 @@ def test_half_split_of_the_permuted_is_interleaved_permuted_bit_for_bit(rotary_d
     x = torch.randn(5, 3, DIM, generator=generator)
     angle = torch.randn(5, rotary_dim // 2, generator=generator)
     cos, sin = angle.cos(), angle.sin()
-    order = half_split_order(1, DIM, rotary_dim)
+    order = head_order(RotaryRows(1, DIM, rotary_dim, "interleaved"))
     interleaved = x.clone()
     even, odd = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
     interleaved[..., 0:rotary_dim:2] = even * cos[:, None] - odd * sin[:, None]
@@ -48,7 +47,7 @@ def test_swapped_pairs_turn_the_other_way_bit_for_bit(rotary_dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 3, DIM, generator=generator)
     angle = torch.randn(5, rotary_dim // 2, generator=generator)
-    order = swapped_order(1, DIM, rotary_dim)
+    order = head_order(RotaryRows(1, DIM, rotary_dim, "swapped"))
     turned = rotate_half_split(x[..., order], angle.cos(), angle.sin())
     assert torch.equal(turned, rotate_half_split(x, angle.cos(), -angle.sin())[..., order])
 
@@ -56,14 +55,14 @@ def test_swapped_pairs_turn_the_other_way_bit_for_bit(rotary_dim: int) -> None:
 @pytest.mark.parametrize(
     ("fused", "names"),
     [
-        (FusedHeads(2, 1, 1, 1), "q0 k0 v0 q1 k1 v1"),
-        (FusedHeads(2, 2, 1, 1), "q0 q1 k0 v0 q2 q3 k1 v1"),
-        (FusedHeads(2, 2, 2, 1, values_first=True), "q0 q1 v0 v1 k0 k1 q2 q3 v2 v3 k2 k3"),
+        (InterleavedParts(2, (1, 1, 1)), "q0 k0 v0 q1 k1 v1"),
+        (InterleavedParts(2, (2, 1, 1)), "q0 q1 k0 v0 q2 q3 k1 v1"),
+        (InterleavedParts(2, (2, 2, 2), (0, 2, 1)), "q0 q1 v0 v1 k0 k1 q2 q3 v2 v3 k2 k3"),
     ],
 )
-def test_fused_heads_are_taken_apart(fused: FusedHeads, names: str) -> None:
+def test_fused_heads_are_taken_apart(fused: InterleavedParts, names: str) -> None:
     stored = names.split()
-    order = row_order(StoredTensor("qkv", len(stored), fused=fused))
+    order = row_order(StoredTensor("qkv", len(stored), interleaved_parts=fused))
     assert order is not None and [stored[row] for row in order] == sorted(stored, key=lambda name: "qkv".index(name[0]))
 
 
@@ -83,13 +82,13 @@ def test_parts_by_turns_are_taken_apart(turns: InterleavedParts, names: str, wan
 
 def test_pairs_within_parts_by_turns() -> None:
     """As a file has them whose rotated pairs are interleaved: of the first part, head by head."""
-    pairs = InterleavedHeads(2, 4, 4)
+    pairs = RotaryRows(2, 4, 4, "interleaved")
     order = row_order(StoredTensor("q", 16, pairs, interleaved_parts=InterleavedParts(2, (4, 4))))
     assert order is not None and order.tolist() == [0, 2, 1, 3, 8, 10, 9, 11, 4, 5, 6, 7, 12, 13, 14, 15]
 
 
 def test_the_order_goes_head_by_head() -> None:
-    assert half_split_order(2, 6, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
+    assert head_order(RotaryRows(2, 6, 4, "interleaved")).tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
 
 
 def layer(group: int | None, fused: bool) -> LayerSpec:
@@ -183,7 +182,7 @@ def test_cached_keys_are_the_checkpoint_s_rotated_interleaved(fused: bool, posit
         )
         k = k / np.sqrt((k**2).mean(-1, keepdims=True) + 1e-6) * t["self_attn.k_norm.weight"]
         if i == 0:
-            k = rotate_pairs(k, angles, interleaved=True)[:, half_split_order(1, DIM, 8).numpy()]
+            k = rotate_pairs(k, angles, interleaved=True)[:, head_order(RotaryRows(1, DIM, 8, "interleaved")).numpy()]
         pages = cache.pages(i)
         np.testing.assert_allclose(pages.key[0, 0].numpy(), k, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(pages.value[0, 0].numpy(), v, rtol=1e-5, atol=1e-5)
