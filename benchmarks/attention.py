@@ -63,7 +63,7 @@ def random_pages(tokens: int, kind: torch.dtype) -> KVPages:
         return KVPages(*(in_huge_pages(torch.randn(shape).to(kind)) for _ in range(2)))
     (key, key_scale), (value, value_scale) = (reference.quantize(torch.randn(shape)) for _ in range(2))
     pages = KVPages.of_codes(key, key_scale, value, value_scale)
-    scales = (in_huge_pages(scale) for scale in pages.scales.values() if scale is not None)
+    scales = (in_huge_pages(scale) for scale in (pages.key_scale, pages.value_scale) if scale is not None)
     return KVPages(in_huge_pages(pages.key), in_huge_pages(pages.value), *scales)
 
 
@@ -118,7 +118,7 @@ def prefill(shapes: list[tuple[int, int]], repeats: int, clock: Callable[[], flo
         pages = {name: random_pages(length, kind) for name, kind in KINDS.items()}
         contestants: dict[str, Callable[[], object]] = {"matrix": lambda: square @ square}
         for name, own in pages.items():
-            contestants[name] = lambda p=own, q=q, call=call: cpu.paged_attention_prefill(q, p, call, library=load())
+            contestants[name] = lambda p=own, q=q, call=call: cpu.paged_attention_prefill(load(), q, p, call)
         contestants["torch, fp32"] = lambda p=pages["fp32"], q=q, call=call: batched_attention.paged_attention(
             q, p, call
         )

@@ -98,12 +98,12 @@ class CompiledBackend(Backend):
 
     def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
         if isinstance(target, PanelRows):
-            matmul_bindings.pack_panels(target, source, library=self._library)
+            matmul_bindings.pack_panels(self._library, target, source)
         else:
-            matmul_bindings.pack_blocks(target, source, library=self._library)
+            matmul_bindings.pack_blocks(self._library, target, source)
 
     def repack(self, target: BlockRows, source: Tensor) -> None:
-        matmul_bindings.repack_blocks(target, source, library=self._library)
+        matmul_bindings.repack_blocks(self._library, target, source)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, StackedWeight):
@@ -117,23 +117,21 @@ class CompiledBackend(Backend):
     def _linear_part(self, x: Tensor, weight: Part, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """out: where the result may be written, of its dtype."""
         if isinstance(weight, BlockWeight | PanelWeight) and self._amx.takes(x, weight):
-            return self._amx.linear(x, weight, bias, library=self._library, out=out)
+            return self._amx.linear(self._library, x, weight, bias, out=out)
         if isinstance(weight, BlockWeight):
             out = None if x.dtype != torch.float32 else out
             if self.options.activations == "int8":
-                return matmul_bindings.linear_blocks(x, weight, bias, out=out, library=self._library)
+                return matmul_bindings.linear_blocks(self._library, x, weight, bias, out=out)
             most = sys.maxsize if self.deterministic else matmul_bindings.LINEAR_MAX_ROWS
-            return matmul_bindings.linear_blocks_widened(
-                x, weight, bias, most_rows=most, out=out, library=self._library
-            )
+            return matmul_bindings.linear_blocks_widened(self._library, x, weight, bias, most_rows=most, out=out)
         if isinstance(weight, PanelWeight):
             pairs = self.has_bf16_dot and x.dtype == weight.dtype == torch.bfloat16
             if x.shape[0] > self._most_panel_rows and not pairs:
-                return matmul_bindings.linear_panels_widened(x, weight, bias, library=self._library)
+                return matmul_bindings.linear_panels_widened(self._library, x, weight, bias)
             out = None if x.dtype == torch.float16 else out
-            return matmul_bindings.linear_panels(x, weight, bias, out=out, library=self._library)
+            return matmul_bindings.linear_panels(self._library, x, weight, bias, out=out)
         if x.shape[0] <= (self._most_bfloat16_rows if weight.dtype == torch.bfloat16 else self._most_rows):
-            return matmul_bindings.linear_small(x, weight, bias, out=out, library=self._library)
+            return matmul_bindings.linear_small(self._library, x, weight, bias, out=out)
         return self._torch.linear(x, weight, bias)
 
     def _linear_stacked(self, x: Tensor, weight: StackedWeight, bias: Tensor | None) -> Tensor:
@@ -152,67 +150,67 @@ class CompiledBackend(Backend):
     def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
         if not isinstance(table, matmul_bindings.CompiledLowRankTable):
             raise TypeError("the table is of another backend")
-        matmul_bindings.add_low_rank(out, x, table, rows.slots, library=self._library)
+        matmul_bindings.add_low_rank(self._library, out, x, table, rows.slots)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise_bindings.rms_norm(x, weight, eps, library=self._library)
+        return elementwise_bindings.rms_norm(self._library, x, weight, eps)
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise_bindings.rms_norm(x, weight, eps, residual, library=self._library)
+        return elementwise_bindings.rms_norm(self._library, x, weight, eps, residual)
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
         if isinstance(weight, BlockWeight | PanelWeight) and self._amx.takes(x, weight, activation):
-            return self._amx.linear(x, weight, bias, library=self._library, activation=activation)
+            return self._amx.linear(self._library, x, weight, bias, activation=activation)
         if (
             isinstance(weight, BlockWeight)
             and self.options.activations == "int8"
             and matmul_bindings.fuses_gates(x, weight)
         ):
-            return matmul_bindings.linear_blocks(x, weight, bias, activation=activation, library=self._library)
+            return matmul_bindings.linear_blocks(self._library, x, weight, bias, activation=activation)
         return super().gated_linear(x, weight, bias, activation)
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
-        return elementwise_bindings.gated_activation(gate_up, activation, library=self._library)
+        return elementwise_bindings.gated_activation(self._library, gate_up, activation)
 
     def activation(self, x: Tensor, activation: str) -> Tensor:
-        return elementwise_bindings.activate(x, activation, library=self._library)
+        return elementwise_bindings.activate(self._library, x, activation)
 
     def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-        return elementwise_bindings.xielu(x, alpha_p, alpha_n, beta, eps, library=self._library)
+        return elementwise_bindings.xielu(self._library, x, alpha_p, alpha_n, beta, eps)
 
     def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        return elementwise_bindings.clamped_glu(gate_up, alpha, limit, library=self._library)
+        return elementwise_bindings.clamped_glu(self._library, gate_up, alpha, limit)
 
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
-        elementwise_bindings.gate_by_sigmoid(x, gate, library=self._library)
+        elementwise_bindings.gate_by_sigmoid(self._library, x, gate)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return elementwise_bindings.soft_cap(x, cap, library=self._library)
+        return elementwise_bindings.soft_cap(self._library, x, cap)
 
     def clip(self, x: Tensor, limit: float) -> None:
-        elementwise_bindings.clip(x, limit, library=self._library)
+        elementwise_bindings.clip(self._library, x, limit)
 
     def multiply(self, x: Tensor, by: Tensor) -> None:
-        elementwise_bindings.multiply(x, by, library=self._library)
+        elementwise_bindings.multiply(self._library, x, by)
 
     def scale_rows(self, x: Tensor, factors: Tensor) -> None:
-        elementwise_bindings.scale_rows(x, factors, library=self._library)
+        elementwise_bindings.scale_rows(self._library, x, factors)
 
     def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
-        elementwise_bindings.scale_columns(x, first, second, library=self._library)
+        elementwise_bindings.scale_columns(self._library, x, first, second)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return elementwise_bindings.layer_norm(x, weight, bias, eps, library=self._library)
+        return elementwise_bindings.layer_norm(self._library, x, weight, bias, eps)
 
     def add(self, residual: Tensor, x: Tensor) -> None:
         # The norm's kernel adds x to the residual; unlike torch's addition, it can be recorded.
         ones = self._ones.get(x.shape[1])
         if ones is None:
             ones = self._ones[x.shape[1]] = torch.ones(x.shape[1], dtype=torch.float32)
-        elementwise_bindings.rms_norm(x, ones, 1.0, residual, library=self._library)
+        elementwise_bindings.rms_norm(self._library, x, ones, 1.0, residual)
 
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        elementwise_bindings.rms_norm_in_place(x, weight, eps, library=self._library)
+        elementwise_bindings.rms_norm_in_place(self._library, x, weight, eps)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         return (
@@ -222,10 +220,10 @@ class CompiledBackend(Backend):
         )
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-        return attention_bindings.latent_queries(q, up, rotary_dim, library=self._library)
+        return attention_bindings.latent_queries(self._library, q, up, rotary_dim)
 
     def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-        return attention_bindings.latent_values(attended, up, value_dim, library=self._library)
+        return attention_bindings.latent_values(self._library, attended, up, value_dim)
 
     def scaled(self, x: Tensor, factor: float) -> Tensor:
         if x.shape[0] > _MAX_SCALED_ROWS:
@@ -234,14 +232,14 @@ class CompiledBackend(Backend):
         places = self._places.get(x.shape[0])
         if places is None:
             places = self._places[x.shape[0]] = torch.arange(x.shape[0])
-        return elementwise_bindings.embed_rows(x, places, factor, library=self._library)
+        return elementwise_bindings.embed_rows(self._library, x, places, factor)
 
     def all_reduce(self, x: Tensor) -> None:
         if self._ranks is not None:
-            self._ranks.all_reduce(x, library=self._library)
+            self._ranks.all_reduce(self._library, x)
 
     def gather_columns(self, part: Tensor) -> Tensor:
-        return part if self._ranks is None else self._ranks.gather_columns(part, library=self._library)
+        return part if self._ranks is None else self._ranks.gather_columns(self._library, part)
 
     def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
         amx = self._amx
@@ -255,11 +253,11 @@ class CompiledBackend(Backend):
     def route(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
     ) -> Routed:
-        return matmul_bindings.route(logits, routing, bias, scales, library=self._library)
+        return matmul_bindings.route(self._library, logits, routing, bias, scales)
 
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
         if isinstance(experts, matmul_bindings.CompiledExperts) and not self._is_faster_per_expert(experts, chosen):
-            return matmul_bindings.linear_of_experts(x, experts, chosen, library=self._library)
+            return matmul_bindings.linear_of_experts(self._library, x, experts, chosen)
         return reference.linear_of_experts(x, experts, chosen, self.linear)
 
     def _is_faster_per_expert(self, experts: matmul_bindings.CompiledExperts, chosen: Tensor) -> bool:
@@ -274,56 +272,45 @@ class CompiledBackend(Backend):
         return chosen.numel() > most * len(experts) >= 0
 
     def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
-        return matmul_bindings.sum_of_experts(x, weights, library=self._library)
+        return matmul_bindings.sum_of_experts(self._library, x, weights)
 
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(table, BlockWeight):
             if self.dtype == torch.float32:
-                return matmul_bindings.embed_blocks(table, ids, scale, library=self._library)
-            rows = matmul_bindings.embed_blocks(table, ids, library=self._library).to(self.dtype)
+                return matmul_bindings.embed_blocks(self._library, table, ids, scale)
+            rows = matmul_bindings.embed_blocks(self._library, table, ids).to(self.dtype)
             return rows if scale == 1 else rows * torch.tensor(scale, dtype=self.dtype)
         if scale != 1 and self.dtype != torch.float32:
             if table.dtype != self.dtype:  # rows are rounded before the multiplication
                 return self._torch.embed(table, ids, scale)
             scale = _rounded(scale, self.dtype)
-        return elementwise_bindings.embed_rows(table, ids, scale, dtype=self.dtype, library=self._library)
+        return elementwise_bindings.embed_rows(self._library, table, ids, scale, dtype=self.dtype)
 
     def log1p(self, counts: Tensor) -> Tensor:
         return self._torch.log1p(counts)
 
     def rotary_angles(self, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return attention_bindings.rotary_angles(inv_freq, rows, positions, library=self._library)
+        return attention_bindings.rotary_angles(self._library, inv_freq, rows, positions)
 
     def buffer_filler(
         self, rows: PersistentBuffers, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
     ) -> BufferFiller:
         return elementwise_bindings.CompiledBufferFiller(
-            rows, inv_freq, q_scale, score_scale, block_size, library=self._library
+            self._library, rows, inv_freq, q_scale, score_scale, block_size
         )
 
     def rotate_and_append(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
     ) -> None:
-        attention_bindings.rotate_and_append(
-            *(q, k, v, cos, sin, q_scale, pages.key, pages.value, slots),
-            key_scales=pages.key_scale,
-            value_scales=pages.value_scale,
-            library=self._library,
-        )
+        attention_bindings.rotate_and_append(self._library, q, k, v, cos, sin, q_scale, pages, slots)
 
     def rerotate_cached_keys(
         self, pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
     ) -> None:
-        attention_bindings.rerotate_cached_keys(
-            *(pages.key, pages.value, sources, targets, cos, sin),
-            key_scales=pages.key_scale,
-            value_scales=pages.value_scale,
-            values=values,
-            library=self._library,
-        )
+        attention_bindings.rerotate_cached_keys(self._library, pages, sources, targets, cos, sin, values=values)
 
     def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return attention_bindings.rotate_queries(q, rows, cos, sin, library=self._library)
+        return attention_bindings.rotate_queries(self._library, q, rows, cos, sin)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         if attention_bindings.call_refusal(call):
@@ -336,7 +323,7 @@ class CompiledBackend(Backend):
                 q, pages, call, decode=self._decode, prefill=self._prefill_as_decode
             )
         out = attention_bindings.paged_attention_prefill(
-            q, pages, call, fewest=2, bf16_products=self.uniform_prefill_min_tokens > 0, library=self._library
+            self._library, q, pages, call, fewest=2, bf16_products=self.uniform_prefill_min_tokens > 0
         )
         singles = call.decode_part()
         if singles is not None:
@@ -345,7 +332,7 @@ class CompiledBackend(Backend):
         return out
 
     def _decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-        return attention_bindings.paged_attention_decode(q, pages, call, library=self._library)
+        return attention_bindings.paged_attention_decode(self._library, q, pages, call)
 
     def _prefill_as_decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         """Compute each query as the last token of a sequence of its own length, with the bits of decode."""
@@ -364,7 +351,7 @@ class CompiledBackend(Backend):
         activation: Literal["silu"] | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        return short_convolution(x, weight, window, rows, activation, bias, library=self._library)
+        return short_convolution(self._library, x, weight, window, rows, activation, bias)
 
     def gated_delta_rule(
         self,
@@ -379,7 +366,7 @@ class CompiledBackend(Backend):
         tiled_heads: bool = False,
     ) -> Tensor:
         operands = qkv, decay, strength, rate, bias, memory, rows
-        return gated_delta_rule(*operands, tiled_heads=tiled_heads, library=self._library)
+        return gated_delta_rule(self._library, *operands, tiled_heads=tiled_heads)
 
     def state_space(
         self,
@@ -394,10 +381,10 @@ class CompiledBackend(Backend):
         limits: tuple[float, float] = (0.0, math.inf),
     ) -> Tensor:
         operands = mixed, step, rate, bias, skip, memory, rows
-        return state_space(*operands, limits=limits, library=self._library)
+        return state_space(self._library, *operands, limits=limits)
 
     def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return elementwise_bindings.row_maxima(logits, library=self._library)
+        return elementwise_bindings.row_maxima(self._library, logits)
 
     def token_sampler(self, vocab_size: int) -> TokenSampler:
         # Sums over a larger vocabulary are not exact in float64.
@@ -408,7 +395,7 @@ class CompiledBackend(Backend):
     def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
         if logits.shape[1] > elementwise_bindings.MAX_VOCAB:
             return self._torch.token_logprobs(logits, rows, targets, k)
-        return elementwise_bindings.token_logprobs(logits, rows, targets, k, library=self._library)
+        return elementwise_bindings.token_logprobs(self._library, logits, rows, targets, k)
 
     @property
     def recording_refusal(self) -> str | None:

@@ -41,7 +41,7 @@ from windlass.kernels.token_sampling import (
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3}
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, library: Library) -> Tensor:
+def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """See `Backend.rms_norm`. x: float32, bfloat16 or float16, any strides but the last. With `residual` ([T, D], x's dtype)
     the input is residual + x, which is stored in `residual`. Raises ValueError."""
     shape, dim = x.shape, x.shape[-1]
@@ -78,7 +78,7 @@ def _check_gate_up(gate_up: Tensor, name: str) -> None:
     check(gate_up.shape[1] % 2 == 0, f"{name}: gate_up {tuple(gate_up.shape)} is not [T, 2F]")
 
 
-def gated_activation(gate_up: Tensor, activation: str, *, library: Library) -> Tensor:
+def gated_activation(library: Library, gate_up: Tensor, activation: str) -> Tensor:
     """See `Backend.gated_activation`. gate_up: any row stride. Returns [T, F], contiguous, rounded once. Raises ValueError."""
     _check_gate_up(gate_up, "gated_activation")
     check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
@@ -88,7 +88,7 @@ def gated_activation(gate_up: Tensor, activation: str, *, library: Library) -> T
     return out
 
 
-def clamped_glu(gate_up: Tensor, alpha: float, limit: float, *, library: Library) -> Tensor:
+def clamped_glu(library: Library, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """See `Backend.clamped_glu`. gate_up: [T, 2F], any row stride. Returns [T, F] in its dtype. Raises ValueError."""
     _check_gate_up(gate_up, "clamped_glu")
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
@@ -97,7 +97,7 @@ def clamped_glu(gate_up: Tensor, alpha: float, limit: float, *, library: Library
     return out
 
 
-def gate_by_sigmoid(x: Tensor, gate: Tensor, *, library: Library) -> None:
+def gate_by_sigmoid(library: Library, x: Tensor, gate: Tensor) -> None:
     """x *= sigmoid(gate). x: [T, N]. gate: [T, N] or [T, 1]; both of any float type and row stride. Raises ValueError."""
     check_matrix(x, "gate_by_sigmoid: x")
     check_matrix(gate, "gate_by_sigmoid: gate")
@@ -108,7 +108,7 @@ def gate_by_sigmoid(x: Tensor, gate: Tensor, *, library: Library) -> None:
     library.gate_by_sigmoid(*tensor2(x), *tensor2(gate), gate.shape[1], *x.shape)
 
 
-def soft_cap(x: Tensor, cap: float, *, library: Library) -> Tensor:
+def soft_cap(library: Library, x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap) of [T, N] float32, any row stride. Returns [T, N], contiguous. Raises ValueError."""
     check_matrix(x, "soft_cap: x", wide=True)
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
@@ -117,12 +117,12 @@ def soft_cap(x: Tensor, cap: float, *, library: Library) -> Tensor:
 
 
 def embed_rows(
+    library: Library,
     table: Tensor,
     ids: Tensor,
     scale: float = 1.0,
     *,
     dtype: torch.dtype = torch.float32,
-    library: Library,
 ) -> Tensor:
     """table[ids] * scale, multiplied in float32.
 
@@ -141,7 +141,7 @@ def embed_rows(
     return out
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, library: Library) -> Tensor:
+def layer_norm(library: Library, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """See `Backend.layer_norm`. x: [T, D] or [T, H, D], any strides but the last. Raises ValueError."""
     shape, dim = x.shape, x.shape[-1]
     _check_rows(x, "layer_norm")
@@ -158,7 +158,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, li
     return out
 
 
-def activate(x: Tensor, activation: str, *, library: Library) -> Tensor:
+def activate(library: Library, x: Tensor, activation: str) -> Tensor:
     """See `Backend.activation`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
     check_matrix(x, "activate: x")
     check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
@@ -167,7 +167,7 @@ def activate(x: Tensor, activation: str, *, library: Library) -> Tensor:
     return out
 
 
-def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor, *, library: Library) -> Tensor:
+def xielu(library: Library, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
     """See `Backend.xielu`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
     check_matrix(x, "xielu: x")
     numbers = (alpha_p, alpha_n, beta, eps)
@@ -177,13 +177,13 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
     return out
 
 
-def clip(x: Tensor, limit: float, *, library: Library) -> None:
+def clip(library: Library, x: Tensor, limit: float) -> None:
     """See `Backend.clip`. x: [T, N], any row stride. Raises ValueError."""
     check_matrix(x, "clip: x")
     library.clip(*tensor2(x), limit, *x.shape)
 
 
-def scale_rows(x: Tensor, factors: Tensor, *, library: Library) -> None:
+def scale_rows(library: Library, x: Tensor, factors: Tensor) -> None:
     """See `Backend.scale_rows`. x: [T, N], any row stride. Raises ValueError."""
     check_matrix(x, "scale_rows: x")
     check(
@@ -192,7 +192,7 @@ def scale_rows(x: Tensor, factors: Tensor, *, library: Library) -> None:
     library.scale_rows(*tensor2(x), factors.data_ptr(), *x.shape)
 
 
-def scale_columns(x: Tensor, first: Tensor, second: Tensor, *, library: Library) -> None:
+def scale_columns(library: Library, x: Tensor, first: Tensor, second: Tensor) -> None:
     """See `Backend.scale_columns`. x: [T, N], any row stride. Raises ValueError."""
     check_matrix(x, "scale_columns: x")
     for factors in (first, second):
@@ -203,7 +203,7 @@ def scale_columns(x: Tensor, first: Tensor, second: Tensor, *, library: Library)
     library.scale_columns(*tensor2(x), first.data_ptr(), second.data_ptr(), *x.shape)
 
 
-def multiply(x: Tensor, by: Tensor, *, library: Library) -> None:
+def multiply(library: Library, x: Tensor, by: Tensor) -> None:
     """See `Backend.multiply`. x and a `by` of its shape: any row strides. Raises ValueError."""
     check_matrix(x, "multiply: x")
     single = by.dim() == 1
@@ -219,7 +219,7 @@ def multiply(x: Tensor, by: Tensor, *, library: Library) -> None:
     )
 
 
-def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float, *, library: Library) -> None:
+def rms_norm_in_place(library: Library, x: Tensor, weight: Tensor, eps: float) -> None:
     """See `Backend.rms_norm_in_place`. x: [T, D], any row stride. Raises ValueError."""
     check_matrix(x, "rms_norm_in_place: x")
     rows, dim = x.shape
@@ -232,13 +232,12 @@ class CompiledBufferFiller:
 
     def __init__(
         self,
+        library: Library,
         rows: PersistentBuffers,
         inv_freq: Tensor,
         q_scale: Tensor,
         score_scale: Tensor,
         block_size: int,
-        *,
-        library: Library,
     ) -> None:
         count, (groups, table_rows, half) = rows.metadata.shape[1], inv_freq.shape
         check(
@@ -319,7 +318,7 @@ class CompiledBufferFiller:
         return base, group_stride, row_stride, len(tables), blocks, self._block_size
 
 
-def row_maxima(logits: Tensor, *, library: Library) -> tuple[Tensor, Tensor]:
+def row_maxima(library: Library, logits: Tensor) -> tuple[Tensor, Tensor]:
     """See `Backend.row_maxima`. logits: any row stride. Raises ValueError and MemoryError."""
     rows, vocab = logits.shape
     check(
@@ -390,7 +389,7 @@ def _check_logits(name: str, logits: Tensor) -> None:
     )
 
 
-def sample_tokens(logits: Tensor, draws: Sequence[CompiledSamplingRow], memory: Tensor, *, library: Library) -> None:
+def sample_tokens(library: Library, logits: Tensor, draws: Sequence[CompiledSamplingRow], memory: Tensor) -> None:
     """Fill token and status of each row to sample.
 
     logits: [R, V] float32, any row stride, not modified. memory: from `sampling_workspace`. A row with NaN or infinity fails
@@ -442,10 +441,10 @@ class CompiledSampler(TokenSampler):
     def sample(self, logits: Tensor, draws: Sequence[SamplingRow]) -> None:
         if self._memory is None:
             self._memory = sampling_workspace(self._vocab, torch.get_num_threads())
-        sample_tokens(logits, cast(Sequence[CompiledSamplingRow], draws), self._memory, library=self._library)
+        sample_tokens(self._library, logits, cast(Sequence[CompiledSamplingRow], draws), self._memory)
 
 
-def token_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, k: int, *, library: Library) -> TopLogprobs:
+def token_logprobs(library: Library, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
     """See `Backend.token_logprobs`. Sums are float64. Raises ValueError, and IndexError for a row or token out of range."""
     _check_logits("token_logprobs", logits)
     count, vocab = len(rows), logits.shape[1]
@@ -487,7 +486,7 @@ class SharedMemoryCollectives:
         )
         self._address = ctypes.addressof(self._group)
 
-    def all_reduce(self, x: Tensor, *, library: Library) -> None:
+    def all_reduce(self, library: Library, x: Tensor) -> None:
         """See `Backend.all_reduce`. Raises RankEndedError."""
         check(
             x.dtype in TYPE_CODES and x.is_cpu and x.is_contiguous(),
@@ -495,7 +494,7 @@ class SharedMemoryCollectives:
         )
         self._raise_for_code(library.all_reduce(self._address, x.data_ptr(), TYPE_CODES[x.dtype], x.numel()))
 
-    def gather_columns(self, part: Tensor, *, library: Library) -> Tensor:
+    def gather_columns(self, library: Library, part: Tensor) -> Tensor:
         """See `Backend.gather_columns`. Raises RankEndedError."""
         bounds, rank = self._ranks.bounds, self._ranks.rank
         columns = bounds[rank + 1] - bounds[rank]

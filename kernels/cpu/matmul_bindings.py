@@ -109,12 +109,12 @@ def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str
 
 
 def linear_small(
+    library: Library,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
@@ -154,12 +154,12 @@ _WIDENED_BYTES = 8 << 20  # float32 weights converted at a time; they stay in th
 
 
 def linear_panels(
+    library: Library,
     x: Tensor,
     weight: PanelWeight,
     bias: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
@@ -193,13 +193,13 @@ def linear_panels(
 
 
 def linear_panels_amx(
+    library: Library,
     x: Tensor,
     weight: PanelWeight,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
     out: Tensor | None = None,
-    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias for many rows, both bfloat16, by AMX.
 
@@ -230,7 +230,7 @@ def linear_panels_amx(
     return out
 
 
-def linear_panels_widened(x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, library: Library) -> Tensor:
+def linear_panels_widened(library: Library, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias for many rows: some panels at a time are converted to float32 for torch's product.
 
     x: [M, K] in any float type. The product is float32; returns [M, N] in x's dtype. Extra memory: 8 MiB of converted weights
@@ -254,7 +254,7 @@ def linear_panels_widened(x: Tensor, weight: PanelWeight, bias: Tensor | None = 
     return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
-def pack_panels(target: PanelRows, source: Tensor, *, library: Library) -> None:
+def pack_panels(library: Library, target: PanelRows, source: Tensor) -> None:
     """Store source [count, columns], rounded to the weight's type, in rows of a panel weight. Raises ValueError."""
     weight = target.weight
     check(source.shape == target.shape, f"pack_panels: {tuple(source.shape)} into {tuple(target.shape)}")
@@ -282,7 +282,7 @@ _QUANTIZED = ("q8_0", "q4_k", "q5_k", "q6_k")
 MAX_SUPER_GROUPS = 64
 
 
-def repack_blocks(target: BlockRows, blocks: Tensor, *, library: Library) -> None:
+def repack_blocks(library: Library, target: BlockRows, blocks: Tensor) -> None:
     """Store rows of blocks, uint8 [count, row bytes] in the format of files, in rows of a weight. Raises ValueError."""
     check_blocks(target, blocks)
     _check_block_weight(target.weight)
@@ -295,7 +295,7 @@ def repack_blocks(target: BlockRows, blocks: Tensor, *, library: Library) -> Non
     )
 
 
-def pack_blocks(target: BlockRows, source: Tensor, weights: Tensor | None = None, *, library: Library) -> None:
+def pack_blocks(library: Library, target: BlockRows, source: Tensor, weights: Tensor | None = None) -> None:
     """Quantize source [count, columns] into rows of a weight: the bytes of `block_quantization`. Raises ValueError.
 
     weights: float32 weights of the squared errors of elements, broadcast to the source's shape.
@@ -348,13 +348,13 @@ def fuses_gates(x: Tensor, weight: BlockWeight) -> bool:
 
 
 def linear_blocks(
+    library: Library,
     x: Tensor,
     weight: BlockWeight,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
     out: Tensor | None = None,
-    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias with x rounded to 8 bits, with a float32 scale for each group of the weight's form.
 
@@ -386,13 +386,13 @@ def linear_blocks(
 
 
 def linear_blocks_amx(
+    library: Library,
     x: Tensor,
     weight: BlockWeight,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
     out: Tensor | None = None,
-    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias with x and the dequantized weight rounded to bfloat16, for many rows, by AMX.
 
@@ -431,13 +431,13 @@ def _raise_block_error(code: int, name: str, weight: BlockWeight) -> None:
 
 
 def linear_blocks_widened(
+    library: Library,
     x: Tensor,
     weight: BlockWeight,
     bias: Tensor | None = None,
     *,
     most_rows: int,
     out: Tensor | None = None,
-    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias without rounding x: some rows of the weight at a time are converted to float32.
 
@@ -459,7 +459,7 @@ def linear_blocks_widened(
         _widen(weight, None, first, 1.0, block, library)
         if x.shape[0] <= most_rows:
             own_bias = None if bias is None else bias[first : first + count]
-            linear_small(wide, block, own_bias, out=into, library=library)
+            linear_small(library, wide, block, own_bias, out=into)
         else:
             torch.mm(wide, block.t(), out=into)
     if bias is not None and x.shape[0] > most_rows:
@@ -467,7 +467,7 @@ def linear_blocks_widened(
     return made if out is not None or x.dtype == torch.float32 else made.to(x.dtype)
 
 
-def embed_blocks(table: BlockWeight, ids: Tensor, scale: float = 1.0, *, library: Library) -> Tensor:
+def embed_blocks(library: Library, table: BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
     """table[ids] * scale in float32. ids: [T] int64, contiguous. Returns [T, columns]; with a scale of 1, the bits of
     `BlockWeight.dequantize`. Raises ValueError, and IndexError for an id out of range.
     """
@@ -529,20 +529,20 @@ class AmxProducts:
 
     def linear(
         self,
+        library: Library,
         x: Tensor,
         weight: BlockWeight | PanelWeight,
         bias: Tensor | None,
         *,
-        library: Library,
         activation: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """x @ weight.T + bias, or activation(gate) * up of it. library: with AMX, or one that records calls to it. out: where
         the result may be written."""
         if isinstance(weight, PanelWeight):
-            return linear_panels_amx(x, weight, bias, activation=activation, out=out, library=library)
+            return linear_panels_amx(library, x, weight, bias, activation=activation, out=out)
         out = None if x.dtype == torch.float16 else out
-        return linear_blocks_amx(x, weight, bias, activation=activation, out=out, library=library)
+        return linear_blocks_amx(library, x, weight, bias, activation=activation, out=out)
 
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
@@ -627,7 +627,7 @@ def _expert_fields(part: Part, first: int, bias: Tensor | None) -> ExpertPartFie
 
 
 def route(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None, *, library: Library
+    library: Library, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
 ) -> Routed:
     """See `Backend.route`. logits: float32, adjacent in a row. Raises ValueError."""
     rows, count = logits.shape
@@ -653,7 +653,7 @@ def route(
     return Routed(chosen, weights)
 
 
-def linear_of_experts(x: Tensor, experts: CompiledExperts, chosen: Tensor, *, library: Library) -> Tensor:
+def linear_of_experts(library: Library, x: Tensor, experts: CompiledExperts, chosen: Tensor) -> Tensor:
     """See `Backend.linear_of_experts`. x: in any float type; float32 and bfloat16 need no copy.
 
     Raises ValueError, MemoryError, and IndexError for an expert out of range.
@@ -685,7 +685,7 @@ def linear_of_experts(x: Tensor, experts: CompiledExperts, chosen: Tensor, *, li
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
-def sum_of_experts(x: Tensor, weights: Tensor, *, library: Library) -> Tensor:
+def sum_of_experts(library: Library, x: Tensor, weights: Tensor) -> Tensor:
     """See `Backend.sum_of_experts`. x: contiguous. Raises ValueError."""
     rows, top_k = weights.shape
     check(
@@ -759,7 +759,7 @@ def _low_rank_fields(part: LowRankPart) -> LowRankPartFields:
     return LowRankPartFields(part.up.data_ptr(), *sizes, part.scale)
 
 
-def add_low_rank(out: Tensor, x: Tensor, table: CompiledLowRankTable, slots: Tensor, *, library: Library) -> None:
+def add_low_rank(library: Library, out: Tensor, x: Tensor, table: CompiledLowRankTable, slots: Tensor) -> None:
     """See `Backend.add_low_rank`. out, x: float32, bfloat16 or float16, of one type, with adjacent elements in a row.
 
     Raises ValueError, IndexError for a slot that the table lacks, and MemoryError.

@@ -177,8 +177,12 @@ class KVPages:
         return self.key.shape[1] if self.in_panels else self.key.shape[2]
 
     @property
+    def num_blocks(self) -> int:
+        return self.key.shape[0]
+
+    @property
     def num_slots(self) -> int:
-        return self.key.shape[0] * self.block_size
+        return self.num_blocks * self.block_size
 
     @property
     def with_keys_as_values(self) -> KVPages:
@@ -186,13 +190,17 @@ class KVPages:
         return KVPages(self.key, self.key, self.key_scale, self.key_scale)
 
     @property
+    def key_dim(self) -> int:
+        """Numbers of a key; int8 codes of heads include their padding."""
+        return self.key.shape[3] * QUAD if self.in_panels else self.key.shape[3]
+
+    @property
     def value_dim(self) -> int:
         return self.value.shape[3]
 
-    @property
-    def scales(self) -> dict[str, Tensor | None]:
-        """The scales as keyword arguments of the compiled kernels."""
-        return {"key_scales": self.key_scale, "value_scales": self.value_scale}
+    def holds_keys(self, kv_heads: int, dim: int) -> bool:
+        """Whether keys of this shape fit the pages."""
+        return self.num_kv_heads == kv_heads and self.key_dim == (padded_dim(dim) if self.in_panels else dim)
 
     def keys_of(self, blocks: Tensor, dim: int) -> Tensor:
         """Keys of some blocks, float32 [N, P, Hkv, dim]. blocks: [N], not negative. dim: D, which padded codes do not show."""
