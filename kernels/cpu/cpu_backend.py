@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall, LatentExpansion
-from windlass.kernels.backend import Backend, BackendOptions, Routed, Routing, StateRows, Weight
+from windlass.kernels.backend import Backend, BackendOptions, Weight
 from windlass.kernels.cpu import attention_bindings, call_recording, elementwise_bindings, library, matmul_bindings
-from windlass.kernels.cpu.attention_bindings import gated_delta_rule, short_convolution, state_space
 from windlass.kernels.cpu.call_recording import Arena
 from windlass.kernels.cpu.matmul_bindings import AmxProducts
 from windlass.kernels.layouts.kv_pages import KVPages
@@ -31,7 +29,7 @@ from windlass.kernels.layouts.weight_layouts import (
     Part,
     StackedWeight,
 )
-from windlass.kernels.step_recording import BufferFiller, PersistentBuffers, Recorder
+from windlass.kernels.step_recording import Recorder
 from windlass.kernels.token_sampling import TokenSampler, TopLogprobs
 from windlass.kernels.torch import batched_attention, reference
 from windlass.kernels.torch import linear as torch_linear
@@ -50,8 +48,53 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(scale, dtype=dtype))
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _binding(
+    function: Callable[Concatenate[library.Library, _P], _R],
+) -> Callable[Concatenate[CompiledBackend, _P], _R]:
+    """A method that calls a binding with the backend's library."""
+
+    def method(self: CompiledBackend, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return function(self._library, *args, **kwargs)
+
+    return method
+
+
 class CompiledBackend(Backend):
     """C++ SIMD kernels where they are fastest, else torch; row-independent throughout if `deterministic`."""
+
+    # Operations that the kernels perform for all operands.
+    repack = _binding(matmul_bindings.repack_blocks)
+    route = _binding(matmul_bindings.route)
+    sum_of_experts = _binding(matmul_bindings.sum_of_experts)
+    rms_norm = _binding(elementwise_bindings.rms_norm)
+    rms_norm_in_place = _binding(elementwise_bindings.rms_norm_in_place)
+    layer_norm = _binding(elementwise_bindings.layer_norm)
+    gated_activation = _binding(elementwise_bindings.gated_activation)
+    activation = _binding(elementwise_bindings.activate)
+    xielu = _binding(elementwise_bindings.xielu)
+    clamped_glu = _binding(elementwise_bindings.clamped_glu)
+    gate_by_sigmoid = _binding(elementwise_bindings.gate_by_sigmoid)
+    soft_cap = _binding(elementwise_bindings.soft_cap)
+    clip = _binding(elementwise_bindings.clip)
+    multiply = _binding(elementwise_bindings.multiply)
+    scale_rows = _binding(elementwise_bindings.scale_rows)
+    scale_columns = _binding(elementwise_bindings.scale_columns)
+    row_maxima = _binding(elementwise_bindings.row_maxima)
+    buffer_filler = _binding(elementwise_bindings.CompiledBufferFiller)
+    rotary_angles = _binding(attention_bindings.rotary_angles)
+    rotate_and_append = _binding(attention_bindings.rotate_and_append)
+    rerotate_cached_keys = _binding(attention_bindings.rerotate_cached_keys)
+    rotate_queries = _binding(attention_bindings.rotate_queries)
+    latent_queries = _binding(attention_bindings.latent_queries)
+    latent_values = _binding(attention_bindings.latent_values)
+    short_convolution = _binding(attention_bindings.short_convolution)
+    gated_delta_rule = _binding(attention_bindings.gated_delta_rule)
+    state_space = _binding(attention_bindings.state_space)
+    _decode = _binding(attention_bindings.paged_attention_decode)
 
     def __init__(self, options: BackendOptions) -> None:
         """Raises KernelsUnavailableError where `refusal` says why."""
@@ -102,9 +145,6 @@ class CompiledBackend(Backend):
         else:
             matmul_bindings.pack_blocks(self._library, target, source)
 
-    def repack(self, target: BlockRows, source: Tensor) -> None:
-        matmul_bindings.repack_blocks(self._library, target, source)
-
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, StackedWeight):
             return self._linear_stacked(x, weight, bias)
@@ -152,9 +192,6 @@ class CompiledBackend(Backend):
             raise TypeError("the table is of another backend")
         matmul_bindings.add_low_rank(self._library, out, x, table, rows.slots)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise_bindings.rms_norm(self._library, x, weight, eps)
-
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return elementwise_bindings.rms_norm(self._library, x, weight, eps, residual)
 
@@ -169,39 +206,6 @@ class CompiledBackend(Backend):
             return matmul_bindings.linear_blocks(self._library, x, weight, bias, activation=activation)
         return super().gated_linear(x, weight, bias, activation)
 
-    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
-        return elementwise_bindings.gated_activation(self._library, gate_up, activation)
-
-    def activation(self, x: Tensor, activation: str) -> Tensor:
-        return elementwise_bindings.activate(self._library, x, activation)
-
-    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-        return elementwise_bindings.xielu(self._library, x, alpha_p, alpha_n, beta, eps)
-
-    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        return elementwise_bindings.clamped_glu(self._library, gate_up, alpha, limit)
-
-    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
-        elementwise_bindings.gate_by_sigmoid(self._library, x, gate)
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return elementwise_bindings.soft_cap(self._library, x, cap)
-
-    def clip(self, x: Tensor, limit: float) -> None:
-        elementwise_bindings.clip(self._library, x, limit)
-
-    def multiply(self, x: Tensor, by: Tensor) -> None:
-        elementwise_bindings.multiply(self._library, x, by)
-
-    def scale_rows(self, x: Tensor, factors: Tensor) -> None:
-        elementwise_bindings.scale_rows(self._library, x, factors)
-
-    def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
-        elementwise_bindings.scale_columns(self._library, x, first, second)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return elementwise_bindings.layer_norm(self._library, x, weight, bias, eps)
-
     def add(self, residual: Tensor, x: Tensor) -> None:
         # The norm's kernel adds x to the residual; unlike torch's addition, it can be recorded.
         ones = self._ones.get(x.shape[1])
@@ -209,21 +213,12 @@ class CompiledBackend(Backend):
             ones = self._ones[x.shape[1]] = torch.ones(x.shape[1], dtype=torch.float32)
         elementwise_bindings.rms_norm(self._library, x, ones, 1.0, residual)
 
-    def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        elementwise_bindings.rms_norm_in_place(self._library, x, weight, eps)
-
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         return (
             None
             if self.deterministic
             else attention_bindings.latent_expansion_cost(pages, narrow=self._amx.takes_prompts)
         )
-
-    def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-        return attention_bindings.latent_queries(self._library, q, up, rotary_dim)
-
-    def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-        return attention_bindings.latent_values(self._library, attended, up, value_dim)
 
     def scaled(self, x: Tensor, factor: float) -> Tensor:
         if x.shape[0] > _MAX_SCALED_ROWS:
@@ -250,11 +245,6 @@ class CompiledBackend(Backend):
         except ValueError:  # one product call per expert
             return ExpertWeights(weights, biases)
 
-    def route(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
-    ) -> Routed:
-        return matmul_bindings.route(self._library, logits, routing, bias, scales)
-
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
         if isinstance(experts, matmul_bindings.CompiledExperts) and not self._is_faster_per_expert(experts, chosen):
             return matmul_bindings.linear_of_experts(self._library, x, experts, chosen)
@@ -271,9 +261,6 @@ class CompiledBackend(Backend):
             most = self._most_bfloat16_rows
         return chosen.numel() > most * len(experts) >= 0
 
-    def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
-        return matmul_bindings.sum_of_experts(self._library, x, weights)
-
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(table, BlockWeight):
             if self.dtype == torch.float32:
@@ -288,29 +275,6 @@ class CompiledBackend(Backend):
 
     def log1p(self, counts: Tensor) -> Tensor:
         return self._torch.log1p(counts)
-
-    def rotary_angles(self, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return attention_bindings.rotary_angles(self._library, inv_freq, rows, positions)
-
-    def buffer_filler(
-        self, rows: PersistentBuffers, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
-    ) -> BufferFiller:
-        return elementwise_bindings.CompiledBufferFiller(
-            self._library, rows, inv_freq, q_scale, score_scale, block_size
-        )
-
-    def rotate_and_append(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
-    ) -> None:
-        attention_bindings.rotate_and_append(self._library, q, k, v, cos, sin, q_scale, pages, slots)
-
-    def rerotate_cached_keys(
-        self, pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
-    ) -> None:
-        attention_bindings.rerotate_cached_keys(self._library, pages, sources, targets, cos, sin, values=values)
-
-    def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return attention_bindings.rotate_queries(self._library, q, rows, cos, sin)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         if attention_bindings.call_refusal(call):
@@ -331,9 +295,6 @@ class CompiledBackend(Backend):
             out[rows] = self._decode(own.queries(q, rows), pages, own)
         return out
 
-    def _decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-        return attention_bindings.paged_attention_decode(self._library, q, pages, call)
-
     def _prefill_as_decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         """Compute each query as the last token of a sequence of its own length, with the bits of decode."""
         if not call.has_ranges:
@@ -341,50 +302,6 @@ class CompiledBackend(Backend):
         # Partial results of every range take memory; a row's bits do not depend on the other rows.
         parts = [(t, min(t + _RANGE_ROWS, call.num_tokens)) for t in range(0, call.num_tokens, _RANGE_ROWS)]
         return torch.cat([self._decode(q, pages, call.slice_tokens(*part).as_single_tokens()) for part in parts])
-
-    def short_convolution(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        window: Tensor,
-        rows: StateRows,
-        activation: Literal["silu"] | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        return short_convolution(self._library, x, weight, window, rows, activation, bias)
-
-    def gated_delta_rule(
-        self,
-        qkv: Tensor,
-        decay: Tensor,
-        strength: Tensor,
-        rate: Tensor,
-        bias: Tensor,
-        memory: Tensor,
-        rows: StateRows,
-        *,
-        tiled_heads: bool = False,
-    ) -> Tensor:
-        operands = qkv, decay, strength, rate, bias, memory, rows
-        return gated_delta_rule(self._library, *operands, tiled_heads=tiled_heads)
-
-    def state_space(
-        self,
-        mixed: Tensor,
-        step: Tensor,
-        rate: Tensor,
-        bias: Tensor,
-        skip: Tensor,
-        memory: Tensor,
-        rows: StateRows,
-        *,
-        limits: tuple[float, float] = (0.0, math.inf),
-    ) -> Tensor:
-        operands = mixed, step, rate, bias, skip, memory, rows
-        return state_space(self._library, *operands, limits=limits)
-
-    def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return elementwise_bindings.row_maxima(self._library, logits)
 
     def token_sampler(self, vocab_size: int) -> TokenSampler:
         # Sums over a larger vocabulary are not exact in float64.

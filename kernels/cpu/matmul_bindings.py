@@ -282,15 +282,15 @@ _QUANTIZED = ("q8_0", "q4_k", "q5_k", "q6_k")
 MAX_SUPER_GROUPS = 64
 
 
-def repack_blocks(library: Library, target: BlockRows, blocks: Tensor) -> None:
-    """Store rows of blocks, uint8 [count, row bytes] in the format of files, in rows of a weight. Raises ValueError."""
-    check_blocks(target, blocks)
+def repack_blocks(library: Library, target: BlockRows, source: Tensor) -> None:
+    """`Backend.repack`. Raises ValueError."""
+    check_blocks(target, source)
     _check_block_weight(target.weight)
-    check(blocks.is_cpu, f"repack_blocks: the blocks are on {blocks.device}")
-    if blocks.shape[1] > 1 and blocks.stride(1) != 1:
-        blocks = blocks.contiguous()
+    check(source.is_cpu, f"repack_blocks: the blocks are on {source.device}")
+    if source.shape[1] > 1 and source.stride(1) != 1:
+        source = source.contiguous()
     library.repack_blocks(
-        *(blocks.data_ptr(), blocks.stride(0), _KINDS[target.weight.form.name]),
+        *(source.data_ptr(), source.stride(0), _KINDS[target.weight.form.name]),
         *(target.first, target.count, target.weight.columns, *_block_addresses(target.weight)),
     )
 

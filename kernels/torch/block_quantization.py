@@ -53,13 +53,13 @@ def check_blocks(target: BlockRows, blocks: Tensor) -> None:
         )
 
 
-def repack_gguf_blocks(target: BlockRows, blocks: Tensor) -> None:
-    """Store rows of blocks, uint8 [count, row bytes] in the format of files, in rows of a weight. Raises ValueError."""
-    check_blocks(target, blocks)
+def repack_gguf_blocks(target: BlockRows, source: Tensor) -> None:
+    """`Backend.repack`. Raises ValueError."""
+    check_blocks(target, source)
     weight = target.weight
     read, step = _READERS[weight.form.name], max(1, _REPACK_ELEMENTS // weight.columns)
     for begin in range(0, target.count, step):
-        part = blocks[begin : begin + step]
+        part = source[begin : begin + step]
         rows = BlockRows(weight, target.first + begin, len(part))
         per_row = weight.columns // block_elements(weight.form)
         codes, scales, supers = read(part.reshape(len(part) * per_row, -1))

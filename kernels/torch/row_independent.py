@@ -7,8 +7,10 @@ sequence only. Additions, products and casts round correctly in any shape and ma
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +36,17 @@ def _rows(x: Tensor) -> list[Tensor]:
     return [_row(x, t) for t in range(x.shape[0])]
 
 
-def by_row(operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The operation applied to each row of x alone, the results concatenated."""
-    return torch.cat([operation(row) for row in _rows(x) or [x]])
+_Operation = TypeVar("_Operation", bound=Callable[..., Tensor])
+
+
+def by_row(operation: _Operation) -> _Operation:
+    """The operation applied to each row of its first operand alone, the results concatenated."""
+
+    @functools.wraps(operation)
+    def alone(x: Tensor, *others: Any) -> Tensor:
+        return torch.cat([operation(row, *others) for row in _rows(x) or [x]])
+
+    return cast(_Operation, alone)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
