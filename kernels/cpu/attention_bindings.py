@@ -21,7 +21,7 @@ from windlass.kernels.cpu.library import (
     LATENT_PAGES,
     PAGE_CODES,
     TYPE_CODES,
-    Library,
+    HasLibrary,
     address,
     check,
     check_matrix,
@@ -57,7 +57,7 @@ def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | N
     return None
 
 
-def paged_attention_decode(library: Library, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+def paged_attention_decode(kernels: HasLibrary, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
     """Attention of one new token per sequence over its cached keys, which include its own.
 
     q: [B, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. call: query_start is ignored; seq_lens may be
@@ -72,13 +72,13 @@ def paged_attention_decode(library: Library, q: Tensor, pages: KVPages, call: At
         f"{name}: seq_lens must be int32 or int64, contiguous [{batch}]",
     )
     out = torch.empty((batch, q.shape[1], pages.value_dim), dtype=q.dtype)
-    arguments = library.attention_arguments(_arguments(q, pages, call, tables, None, out))
-    _raise_attention_error(library.paged_attention_decode(arguments), name)
+    arguments = kernels.library.attention_arguments(_arguments(q, pages, call, tables, None, out))
+    _raise_attention_error(kernels.library.paged_attention_decode(arguments), name)
     return out
 
 
 def paged_attention_prefill(
-    library: Library,
+    kernels: HasLibrary,
     q: Tensor,
     pages: KVPages,
     call: AttentionCall,
@@ -115,8 +115,8 @@ def paged_attention_prefill(
         f"{name}: out must be {q.dtype} {shape}, contiguous",
     )
     bf16_products = bf16_products and (pages.key.element_size() == 2 or pages.has_rows_of_codes)
-    arguments = library.attention_arguments(_arguments(q, pages, call, tables, query_start, out, bf16_products))
-    _raise_attention_error(library.paged_attention_prefill(arguments, fewest), name)
+    arguments = kernels.library.attention_arguments(_arguments(q, pages, call, tables, query_start, out, bf16_products))
+    _raise_attention_error(kernels.library.paged_attention_prefill(arguments, fewest), name)
     return out
 
 
@@ -287,7 +287,7 @@ def _outgrows_caches(pages: KVPages, tokens: int) -> bool:
 
 
 def rotate_and_append(
-    library: Library,
+    kernels: HasLibrary,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -314,16 +314,16 @@ def rotate_and_append(
     sizes = pages.num_slots, slots.data_ptr(), tokens, q_heads, k.shape[1], dim
     key, value, key_scale, value_scale = pages.key, pages.value, pages.key_scale, pages.value_scale
     if key_scale is not None and pages.has_rows_of_codes:
-        code = library.rotate_and_append_rows(
+        code = kernels.library.rotate_and_append_rows(
             *(*heads, TYPE_CODES[q.dtype], *angles, key.data_ptr(), key_scale.data_ptr(), *sizes, half)
         )
     elif key_scale is not None and value_scale is not None:
-        code = library.rotate_and_append_int8(
+        code = kernels.library.rotate_and_append_int8(
             *(*heads, *_heads(v), TYPE_CODES[q.dtype], *angles, key.data_ptr(), value.data_ptr()),
             *(key_scale.data_ptr(), value_scale.data_ptr(), pages.block_size, *sizes, v.shape[2], half),
         )
     else:
-        code = library.rotate_and_append(
+        code = kernels.library.rotate_and_append(
             *(*heads, *_heads(v), TYPE_CODES[q.dtype], *angles, key.data_ptr(), value.data_ptr()),
             *(TYPE_CODES[key.dtype], *sizes, v.shape[2], half, int(_outgrows_caches(pages, tokens))),
         )
@@ -339,7 +339,7 @@ def _heads(x: Tensor) -> tuple[int, int, int]:
 
 
 def rerotate_cached_keys(
-    library: Library,
+    kernels: HasLibrary,
     pages: KVPages,
     sources: Tensor,
     targets: Tensor,
@@ -368,12 +368,14 @@ def rerotate_cached_keys(
     key, value, key_scale, value_scale = pages.key, pages.value, pages.key_scale, pages.value_scale
     value_dim = pages.value_dim if values else 0
     if key_scale is not None and pages.has_rows_of_codes:
-        code = library.rerotate_cached_rows(key.data_ptr(), key_scale.data_ptr(), *entries, half)
+        code = kernels.library.rerotate_cached_rows(key.data_ptr(), key_scale.data_ptr(), *entries, half)
     elif key_scale is not None and value_scale is not None:
         scales = key_scale.data_ptr(), value_scale.data_ptr(), pages.block_size
-        code = library.rerotate_cached_keys_int8(key.data_ptr(), value.data_ptr(), *scales, *entries, value_dim, half)
+        code = kernels.library.rerotate_cached_keys_int8(
+            key.data_ptr(), value.data_ptr(), *scales, *entries, value_dim, half
+        )
     else:
-        code = library.rerotate_cached_keys(
+        code = kernels.library.rerotate_cached_keys(
             key.data_ptr(), value.data_ptr(), TYPE_CODES[key.dtype], *entries, value_dim, half
         )
     if code == 1:
@@ -382,14 +384,14 @@ def rerotate_cached_keys(
         raise IndexError("rerotate_cached_keys: a slot is outside the pages")
 
 
-def rotate_queries(library: Library, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_queries(kernels: HasLibrary, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `Backend.rotate_queries`. q: float32, bfloat16 or float16. Dims past d are copied bit by bit."""
     _check_heads(q, "rotate_queries")
     (tokens, heads, dim), count = q.shape, rows.shape[0]
     half = _check_angles(cos, sin, count, dim, "rotate_queries")
     check(vector_ok(rows, torch.int64, count), f"rotate_queries: rows must be int64, contiguous [{count}]")
     out = torch.empty((tokens + count, heads, dim), dtype=q.dtype)
-    code = library.rotate_queries(
+    code = kernels.library.rotate_queries(
         *(*_heads(q), TYPE_CODES[q.dtype], rows.data_ptr()),
         *(cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0)),
         *(out.data_ptr(), tokens, count, heads, dim, half),
@@ -399,7 +401,7 @@ def rotate_queries(library: Library, q: Tensor, rows: Tensor, cos: Tensor, sin: 
     return out
 
 
-def rotary_angles(library: Library, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_angles(kernels: HasLibrary, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """See `Backend.rotary_angles`. Operands are contiguous. Raises ValueError, and IndexError for a row outside the table."""
     check(
         inv_freq.dim() == 3 and inv_freq.dtype == torch.float64 and inv_freq.is_cpu and inv_freq.is_contiguous(),
@@ -413,7 +415,7 @@ def rotary_angles(library: Library, inv_freq: Tensor, rows: Tensor, positions: T
     )
     shape = (groups, tokens, half)
     cos, sin = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
-    code = library.rotary_angles(
+    code = kernels.library.rotary_angles(
         *(inv_freq.data_ptr(), groups, table_rows, half),
         *(rows.data_ptr(), positions.data_ptr(), tokens, cos.data_ptr(), sin.data_ptr()),
     )
@@ -430,7 +432,7 @@ def latent_expansion_cost(pages: KVPages, *, narrow: bool) -> LatentExpansion:
     return LatentExpansion(1.25, 1.25)
 
 
-def latent_queries(library: Library, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
+def latent_queries(kernels: HasLibrary, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
     """See `Backend.latent_queries`. q: [T, H, R + N], any token and head strides. Raises ValueError."""
     _check_latent(q, up, "latent_queries")
     tokens, heads, width = q.shape
@@ -440,14 +442,14 @@ def latent_queries(library: Library, q: Tensor, up: Tensor, rotary_dim: int) -> 
         f"latent_queries: q {tuple(q.shape)} with {rotary_dim} rotated dims does not fit matrices {tuple(up.shape)}",
     )
     out = torch.empty((tokens, heads, rotary_dim + dim), dtype=q.dtype)
-    library.latent_queries(
+    kernels.library.latent_queries(
         *(*_heads(q), TYPE_CODES[q.dtype], up.data_ptr(), TYPE_CODES[up.dtype]),
         *(out.data_ptr(), tokens, heads, rotary_dim, plain, up.shape[1] - plain, dim),
     )
     return out
 
 
-def latent_values(library: Library, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
+def latent_values(kernels: HasLibrary, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
     """See `Backend.latent_values`. attended: [T, H, C], any token and head strides. Raises ValueError."""
     _check_latent(attended, up, "latent_values")
     tokens, heads, dim = attended.shape
@@ -456,7 +458,7 @@ def latent_values(library: Library, attended: Tensor, up: Tensor, value_dim: int
         f"latent_values: {tuple(attended.shape)} for {value_dim} dims does not fit matrices {tuple(up.shape)}",
     )
     out = torch.empty((tokens, heads * value_dim), dtype=attended.dtype)
-    library.latent_values(
+    kernels.library.latent_values(
         *(*_heads(attended), TYPE_CODES[attended.dtype], up.data_ptr(), TYPE_CODES[up.dtype], out.data_ptr()),
         *(tokens, heads, up.shape[1] - value_dim, value_dim, dim),
     )
@@ -480,7 +482,7 @@ WIDTHS = range(2, 9)  # of convolutions
 
 
 def short_convolution(
-    library: Library,
+    kernels: HasLibrary,
     x: Tensor,
     weight: Tensor,
     window: Tensor,
@@ -510,7 +512,7 @@ def short_convolution(
     )
     check(activation in (None, "silu"), f"short_convolution: activation {activation!r} is not silu")
     out = torch.empty((tokens, channels), dtype=x.dtype)
-    code = library.short_convolution(
+    code = kernels.library.short_convolution(
         *(*tensor2(x), weight.data_ptr(), width),
         *(address(bias), int(activation is not None), window.data_ptr(), window.shape[0]),
         *_sequence_addresses(rows, tokens, "short_convolution"),
@@ -521,7 +523,7 @@ def short_convolution(
 
 
 def gated_delta_rule(
-    library: Library,
+    kernels: HasLibrary,
     qkv: Tensor,
     decay: Tensor,
     strength: Tensor,
@@ -546,7 +548,7 @@ def gated_delta_rule(
         f"gated_delta_rule: rate and bias must be float32 [{heads}], contiguous",
     )
     out = torch.empty((tokens, heads * value_dim), dtype=qkv.dtype)
-    code = library.gated_delta_rule(
+    code = kernels.library.gated_delta_rule(
         *(*tensor2(qkv), decay.data_ptr(), decay.stride(0)),
         *(strength.data_ptr(), strength.stride(0), rate.data_ptr(), bias.data_ptr()),
         *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, int(tiled_heads)),
@@ -558,7 +560,7 @@ def gated_delta_rule(
 
 
 def state_space(
-    library: Library,
+    kernels: HasLibrary,
     mixed: Tensor,
     step: Tensor,
     rate: Tensor,
@@ -583,7 +585,7 @@ def state_space(
     )
     check(limits[0] <= limits[1], f"state_space: limits {limits} do not ascend")
     out = torch.empty((tokens, heads * value_dim), dtype=mixed.dtype)
-    code = library.state_space(
+    code = kernels.library.state_space(
         *(*tensor2(mixed), step.data_ptr(), step.stride(0)),
         *(rate.data_ptr(), bias.data_ptr(), skip.data_ptr()),
         *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, *limits),

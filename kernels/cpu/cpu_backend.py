@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from windlass.kernels.layouts.weight_layouts import (
     Part,
     StackedWeight,
 )
-from windlass.kernels.step_recording import Recorder
+from windlass.kernels.step_recording import BufferFiller, PersistentBuffers, Recorder
 from windlass.kernels.token_sampling import TokenSampler, TopLogprobs
 from windlass.kernels.torch import batched_attention, reference
 from windlass.kernels.torch import linear as torch_linear
@@ -48,67 +47,51 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(scale, dtype=dtype))
 
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _binding(
-    function: Callable[Concatenate[library.Library, _P], _R],
-) -> Callable[Concatenate[CompiledBackend, _P], _R]:
-    """A method that calls a binding with the backend's library."""
-
-    def method(self: CompiledBackend, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return function(self._library, *args, **kwargs)
-
-    return method
-
-
 class CompiledBackend(Backend):
     """C++ SIMD kernels where they are fastest, else torch; row-independent throughout if `deterministic`."""
 
-    # Operations that the kernels perform for all operands.
-    repack = _binding(matmul_bindings.repack_blocks)
-    route = _binding(matmul_bindings.route)
-    sum_of_experts = _binding(matmul_bindings.sum_of_experts)
-    rms_norm = _binding(elementwise_bindings.rms_norm)
-    rms_norm_in_place = _binding(elementwise_bindings.rms_norm_in_place)
-    layer_norm = _binding(elementwise_bindings.layer_norm)
-    gated_activation = _binding(elementwise_bindings.gated_activation)
-    activation = _binding(elementwise_bindings.activate)
-    xielu = _binding(elementwise_bindings.xielu)
-    clamped_glu = _binding(elementwise_bindings.clamped_glu)
-    gate_by_sigmoid = _binding(elementwise_bindings.gate_by_sigmoid)
-    soft_cap = _binding(elementwise_bindings.soft_cap)
-    clip = _binding(elementwise_bindings.clip)
-    multiply = _binding(elementwise_bindings.multiply)
-    scale_rows = _binding(elementwise_bindings.scale_rows)
-    scale_columns = _binding(elementwise_bindings.scale_columns)
-    row_maxima = _binding(elementwise_bindings.row_maxima)
-    buffer_filler = _binding(elementwise_bindings.CompiledBufferFiller)
-    rotary_angles = _binding(attention_bindings.rotary_angles)
-    rotate_and_append = _binding(attention_bindings.rotate_and_append)
-    rerotate_cached_keys = _binding(attention_bindings.rerotate_cached_keys)
-    rotate_queries = _binding(attention_bindings.rotate_queries)
-    latent_queries = _binding(attention_bindings.latent_queries)
-    latent_values = _binding(attention_bindings.latent_values)
-    short_convolution = _binding(attention_bindings.short_convolution)
-    gated_delta_rule = _binding(attention_bindings.gated_delta_rule)
-    state_space = _binding(attention_bindings.state_space)
-    _decode = _binding(attention_bindings.paged_attention_decode)
+    # Operations that the kernels perform for all operands: bindings are functions of a backend.
+    repack = matmul_bindings.repack_blocks
+    route = matmul_bindings.route
+    sum_of_experts = matmul_bindings.sum_of_experts
+    rms_norm = elementwise_bindings.rms_norm
+    rms_norm_in_place = elementwise_bindings.rms_norm_in_place
+    layer_norm = elementwise_bindings.layer_norm
+    gated_activation = elementwise_bindings.gated_activation
+    activation = elementwise_bindings.activate
+    xielu = elementwise_bindings.xielu
+    clamped_glu = elementwise_bindings.clamped_glu
+    gate_by_sigmoid = elementwise_bindings.gate_by_sigmoid
+    soft_cap = elementwise_bindings.soft_cap
+    clip = elementwise_bindings.clip
+    multiply = elementwise_bindings.multiply
+    scale_rows = elementwise_bindings.scale_rows
+    scale_columns = elementwise_bindings.scale_columns
+    row_maxima = elementwise_bindings.row_maxima
+    rotary_angles = attention_bindings.rotary_angles
+    rotate_and_append = attention_bindings.rotate_and_append
+    rerotate_cached_keys = attention_bindings.rerotate_cached_keys
+    rotate_queries = attention_bindings.rotate_queries
+    latent_queries = attention_bindings.latent_queries
+    latent_values = attention_bindings.latent_values
+    short_convolution = attention_bindings.short_convolution
+    gated_delta_rule = attention_bindings.gated_delta_rule
+    state_space = attention_bindings.state_space
+    _decode = attention_bindings.paged_attention_decode
 
     def __init__(self, options: BackendOptions) -> None:
         """Raises KernelsUnavailableError where `refusal` says why."""
         super().__init__(options)
-        self._library = library.load()
+        self.library = library.load()
         self._torch = (RowIndependentBackend if options.deterministic else TorchBackend)(replace(options, ranks=None))
-        self.has_bf16_dot = self._library.isa in library.BF16_DOT_ISAS
+        self.has_bf16_dot = self.library.isa in library.BF16_DOT_ISAS
         # Where torch's native bfloat16 products are faster than the kernels, they need the weight in its plain layout.
         self._torch_is_faster_bf16 = (
             options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self.has_bf16_dot
         )
         if options.bf16_prefill and not options.deterministic:
             self.uniform_prefill_min_tokens = attention_bindings.MIN_BF16_QUERIES if self.has_bf16_dot else 2
-        self._amx = AmxProducts(self._library, options)
+        self._amx = AmxProducts(self.library, options)
         if options.dtype not in matmul_bindings.ACTIVATION_TYPES:
             self._most_rows = self._most_bfloat16_rows = -1
         elif options.deterministic:
@@ -131,7 +114,7 @@ class CompiledBackend(Backend):
         return library.unavailable_reason()
 
     def explain(self) -> str:
-        return f"compiled CPU kernels ({self._library.isa})"
+        return f"compiled CPU kernels ({self.library.isa})"
 
     def _plain_matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | PanelWeight:
         native = dtype == torch.bfloat16 and self._torch_is_faster_bf16
@@ -141,9 +124,9 @@ class CompiledBackend(Backend):
 
     def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
         if isinstance(target, PanelRows):
-            matmul_bindings.pack_panels(self._library, target, source)
+            matmul_bindings.pack_panels(self, target, source)
         else:
-            matmul_bindings.pack_blocks(self._library, target, source)
+            matmul_bindings.pack_blocks(self, target, source)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, StackedWeight):
@@ -157,21 +140,21 @@ class CompiledBackend(Backend):
     def _linear_part(self, x: Tensor, weight: Part, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """out: where the result may be written, of its dtype."""
         if isinstance(weight, BlockWeight | PanelWeight) and self._amx.takes(x, weight):
-            return self._amx.linear(self._library, x, weight, bias, out=out)
+            return self._amx.linear(self, x, weight, bias, out=out)
         if isinstance(weight, BlockWeight):
             out = None if x.dtype != torch.float32 else out
             if self.options.activations == "int8":
-                return matmul_bindings.linear_blocks(self._library, x, weight, bias, out=out)
+                return matmul_bindings.linear_blocks(self, x, weight, bias, out=out)
             most = sys.maxsize if self.deterministic else matmul_bindings.LINEAR_MAX_ROWS
-            return matmul_bindings.linear_blocks_widened(self._library, x, weight, bias, most_rows=most, out=out)
+            return matmul_bindings.linear_blocks_widened(self, x, weight, bias, most_rows=most, out=out)
         if isinstance(weight, PanelWeight):
             pairs = self.has_bf16_dot and x.dtype == weight.dtype == torch.bfloat16
             if x.shape[0] > self._most_panel_rows and not pairs:
-                return matmul_bindings.linear_panels_widened(self._library, x, weight, bias)
+                return matmul_bindings.linear_panels_widened(self, x, weight, bias)
             out = None if x.dtype == torch.float16 else out
-            return matmul_bindings.linear_panels(self._library, x, weight, bias, out=out)
+            return matmul_bindings.linear_panels(self, x, weight, bias, out=out)
         if x.shape[0] <= (self._most_bfloat16_rows if weight.dtype == torch.bfloat16 else self._most_rows):
-            return matmul_bindings.linear_small(self._library, x, weight, bias, out=out)
+            return matmul_bindings.linear_small(self, x, weight, bias, out=out)
         return self._torch.linear(x, weight, bias)
 
     def _linear_stacked(self, x: Tensor, weight: StackedWeight, bias: Tensor | None) -> Tensor:
@@ -190,20 +173,20 @@ class CompiledBackend(Backend):
     def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
         if not isinstance(table, matmul_bindings.CompiledLowRankTable):
             raise TypeError("the table is of another backend")
-        matmul_bindings.add_low_rank(self._library, out, x, table, rows.slots)
+        matmul_bindings.add_low_rank(self, out, x, table, rows.slots)
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise_bindings.rms_norm(self._library, x, weight, eps, residual)
+        return elementwise_bindings.rms_norm(self, x, weight, eps, residual)
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
         if isinstance(weight, BlockWeight | PanelWeight) and self._amx.takes(x, weight, activation):
-            return self._amx.linear(self._library, x, weight, bias, activation=activation)
+            return self._amx.linear(self, x, weight, bias, activation=activation)
         if (
             isinstance(weight, BlockWeight)
             and self.options.activations == "int8"
             and matmul_bindings.fuses_gates(x, weight)
         ):
-            return matmul_bindings.linear_blocks(self._library, x, weight, bias, activation=activation)
+            return matmul_bindings.linear_blocks(self, x, weight, bias, activation=activation)
         return super().gated_linear(x, weight, bias, activation)
 
     def add(self, residual: Tensor, x: Tensor) -> None:
@@ -211,7 +194,7 @@ class CompiledBackend(Backend):
         ones = self._ones.get(x.shape[1])
         if ones is None:
             ones = self._ones[x.shape[1]] = torch.ones(x.shape[1], dtype=torch.float32)
-        elementwise_bindings.rms_norm(self._library, x, ones, 1.0, residual)
+        elementwise_bindings.rms_norm(self, x, ones, 1.0, residual)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         return (
@@ -227,27 +210,27 @@ class CompiledBackend(Backend):
         places = self._places.get(x.shape[0])
         if places is None:
             places = self._places[x.shape[0]] = torch.arange(x.shape[0])
-        return elementwise_bindings.embed_rows(self._library, x, places, factor)
+        return elementwise_bindings.embed_rows(self, x, places, factor)
 
     def all_reduce(self, x: Tensor) -> None:
         if self._ranks is not None:
-            self._ranks.all_reduce(self._library, x)
+            self._ranks.all_reduce(self, x)
 
     def gather_columns(self, part: Tensor) -> Tensor:
-        return part if self._ranks is None else self._ranks.gather_columns(self._library, part)
+        return part if self._ranks is None else self._ranks.gather_columns(self, part)
 
     def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
         amx = self._amx
         try:
             return matmul_bindings.CompiledExperts(
-                weights, biases, self._library, amx_blocks=amx.takes_blocks, amx_panels=amx.takes_panels
+                weights, biases, self.library, amx_blocks=amx.takes_blocks, amx_panels=amx.takes_panels
             )
         except ValueError:  # one product call per expert
             return ExpertWeights(weights, biases)
 
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
         if isinstance(experts, matmul_bindings.CompiledExperts) and not self._is_faster_per_expert(experts, chosen):
-            return matmul_bindings.linear_of_experts(self._library, x, experts, chosen)
+            return matmul_bindings.linear_of_experts(self, x, experts, chosen)
         return reference.linear_of_experts(x, experts, chosen, self.linear)
 
     def _is_faster_per_expert(self, experts: matmul_bindings.CompiledExperts, chosen: Tensor) -> bool:
@@ -264,17 +247,22 @@ class CompiledBackend(Backend):
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(table, BlockWeight):
             if self.dtype == torch.float32:
-                return matmul_bindings.embed_blocks(self._library, table, ids, scale)
-            rows = matmul_bindings.embed_blocks(self._library, table, ids).to(self.dtype)
+                return matmul_bindings.embed_blocks(self, table, ids, scale)
+            rows = matmul_bindings.embed_blocks(self, table, ids).to(self.dtype)
             return rows if scale == 1 else rows * torch.tensor(scale, dtype=self.dtype)
         if scale != 1 and self.dtype != torch.float32:
             if table.dtype != self.dtype:  # rows are rounded before the multiplication
                 return self._torch.embed(table, ids, scale)
             scale = _rounded(scale, self.dtype)
-        return elementwise_bindings.embed_rows(self._library, table, ids, scale, dtype=self.dtype)
+        return elementwise_bindings.embed_rows(self, table, ids, scale, dtype=self.dtype)
 
     def log1p(self, counts: Tensor) -> Tensor:
         return self._torch.log1p(counts)
+
+    def buffer_filler(
+        self, rows: PersistentBuffers, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
+    ) -> BufferFiller:
+        return elementwise_bindings.CompiledBufferFiller(self.library, rows, inv_freq, q_scale, score_scale, block_size)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         if attention_bindings.call_refusal(call):
@@ -287,7 +275,7 @@ class CompiledBackend(Backend):
                 q, pages, call, decode=self._decode, prefill=self._prefill_as_decode
             )
         out = attention_bindings.paged_attention_prefill(
-            self._library, q, pages, call, fewest=2, bf16_products=self.uniform_prefill_min_tokens > 0
+            self, q, pages, call, fewest=2, bf16_products=self.uniform_prefill_min_tokens > 0
         )
         singles = call.decode_part()
         if singles is not None:
@@ -307,12 +295,12 @@ class CompiledBackend(Backend):
         # Sums over a larger vocabulary are not exact in float64.
         if vocab_size > elementwise_bindings.MAX_VOCAB:
             return self._torch.token_sampler(vocab_size)
-        return elementwise_bindings.CompiledSampler(vocab_size, self._library)
+        return elementwise_bindings.CompiledSampler(vocab_size, self.library)
 
     def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
         if logits.shape[1] > elementwise_bindings.MAX_VOCAB:
             return self._torch.token_logprobs(logits, rows, targets, k)
-        return elementwise_bindings.token_logprobs(self._library, logits, rows, targets, k)
+        return elementwise_bindings.token_logprobs(self, logits, rows, targets, k)
 
     @property
     def recording_refusal(self) -> str | None:
@@ -324,9 +312,9 @@ class CompiledBackend(Backend):
     @contextmanager
     def record(self, arena: Arena) -> Iterator[call_recording.CompiledRecording]:
         """Record the calls of this backend; see `Recorder`."""
-        ordinary = self._library
-        with call_recording.record(ordinary, arena) as (recorded, self._library):
+        ordinary = self.library
+        with call_recording.record(ordinary, arena) as (recorded, self.library):
             try:
                 yield recorded
             finally:
-                self._library = ordinary
+                self.library = ordinary

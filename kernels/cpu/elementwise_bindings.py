@@ -17,6 +17,7 @@ from torch import Tensor
 
 from windlass.kernels.cpu.library import (
     TYPE_CODES,
+    HasLibrary,
     Library,
     RankGroupFields,
     SamplingRowFields,
@@ -41,7 +42,7 @@ from windlass.kernels.token_sampling import (
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3}
 
 
-def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def rms_norm(kernels: HasLibrary, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """See `Backend.rms_norm`. x: float32, bfloat16 or float16, any strides but the last. With `residual` ([T, D], x's dtype)
     the input is residual + x, which is stored in `residual`. Raises ValueError."""
     shape, dim = x.shape, x.shape[-1]
@@ -58,7 +59,7 @@ def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float, residual: 
         )
     out = torch.empty(shape, dtype=x.dtype)
     group = shape[1] if len(shape) == 3 else 1  # rows of one token
-    library.rms_norm(
+    kernels.library.rms_norm(
         *(x.data_ptr(), x.stride(-2), max(group, 1), x.stride(0)),
         *(address(residual), 0 if residual is None else residual.stride(0), TYPE_CODES[x.dtype]),
         *(weight.data_ptr(), eps, out.data_ptr(), shape[0] * group, dim),
@@ -78,26 +79,26 @@ def _check_gate_up(gate_up: Tensor, name: str) -> None:
     check(gate_up.shape[1] % 2 == 0, f"{name}: gate_up {tuple(gate_up.shape)} is not [T, 2F]")
 
 
-def gated_activation(library: Library, gate_up: Tensor, activation: str) -> Tensor:
+def gated_activation(kernels: HasLibrary, gate_up: Tensor, activation: str) -> Tensor:
     """See `Backend.gated_activation`. gate_up: any row stride. Returns [T, F], contiguous, rounded once. Raises ValueError."""
     _check_gate_up(gate_up, "gated_activation")
     check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, dim), dtype=gate_up.dtype)
-    library.gated_activation(*tensor2(gate_up), ACTIVATIONS[activation], out.data_ptr(), rows, dim)
+    kernels.library.gated_activation(*tensor2(gate_up), ACTIVATIONS[activation], out.data_ptr(), rows, dim)
     return out
 
 
-def clamped_glu(library: Library, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+def clamped_glu(kernels: HasLibrary, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """See `Backend.clamped_glu`. gate_up: [T, 2F], any row stride. Returns [T, F] in its dtype. Raises ValueError."""
     _check_gate_up(gate_up, "clamped_glu")
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, dim), dtype=gate_up.dtype)
-    library.clamped_glu(*tensor2(gate_up), alpha, limit, out.data_ptr(), rows, dim)
+    kernels.library.clamped_glu(*tensor2(gate_up), alpha, limit, out.data_ptr(), rows, dim)
     return out
 
 
-def gate_by_sigmoid(library: Library, x: Tensor, gate: Tensor) -> None:
+def gate_by_sigmoid(kernels: HasLibrary, x: Tensor, gate: Tensor) -> None:
     """x *= sigmoid(gate). x: [T, N]. gate: [T, N] or [T, 1]; both of any float type and row stride. Raises ValueError."""
     check_matrix(x, "gate_by_sigmoid: x")
     check_matrix(gate, "gate_by_sigmoid: gate")
@@ -105,19 +106,19 @@ def gate_by_sigmoid(library: Library, x: Tensor, gate: Tensor) -> None:
         gate.shape in (x.shape, (x.shape[0], 1)),
         f"gate_by_sigmoid: x is {x.dtype} {tuple(x.shape)}, gate {gate.dtype} {tuple(gate.shape)}",
     )
-    library.gate_by_sigmoid(*tensor2(x), *tensor2(gate), gate.shape[1], *x.shape)
+    kernels.library.gate_by_sigmoid(*tensor2(x), *tensor2(gate), gate.shape[1], *x.shape)
 
 
-def soft_cap(library: Library, x: Tensor, cap: float) -> Tensor:
+def soft_cap(kernels: HasLibrary, x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap) of [T, N] float32, any row stride. Returns [T, N], contiguous. Raises ValueError."""
     check_matrix(x, "soft_cap: x", wide=True)
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
-    library.soft_cap(x.data_ptr(), x.stride(0), cap, out.data_ptr(), x.shape[0], x.shape[1])
+    kernels.library.soft_cap(x.data_ptr(), x.stride(0), cap, out.data_ptr(), x.shape[0], x.shape[1])
     return out
 
 
 def embed_rows(
-    library: Library,
+    kernels: HasLibrary,
     table: Tensor,
     ids: Tensor,
     scale: float = 1.0,
@@ -133,7 +134,7 @@ def embed_rows(
     rows, dim = ids.shape[0], table.shape[1]
     check(vector_ok(ids, torch.int64, rows), "embed_rows: ids must be int64, contiguous [T]")
     out = torch.empty((rows, dim), dtype=dtype)
-    code = library.embed_rows(
+    code = kernels.library.embed_rows(
         *tensor2(table), table.shape[0], ids.data_ptr(), scale, out.data_ptr(), TYPE_CODES[dtype], rows, dim
     )
     if code:
@@ -141,7 +142,7 @@ def embed_rows(
     return out
 
 
-def layer_norm(library: Library, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(kernels: HasLibrary, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """See `Backend.layer_norm`. x: [T, D] or [T, H, D], any strides but the last. Raises ValueError."""
     shape, dim = x.shape, x.shape[-1]
     _check_rows(x, "layer_norm")
@@ -151,48 +152,48 @@ def layer_norm(library: Library, x: Tensor, weight: Tensor, bias: Tensor | None,
     )
     out = torch.empty(shape, dtype=x.dtype)
     group = shape[1] if len(shape) == 3 else 1  # rows of one token
-    library.layer_norm(
+    kernels.library.layer_norm(
         *(x.data_ptr(), x.stride(-2), max(group, 1), x.stride(0), TYPE_CODES[x.dtype]),
         *(weight.data_ptr(), address(bias), eps, out.data_ptr(), shape[0] * group, dim),
     )
     return out
 
 
-def activate(library: Library, x: Tensor, activation: str) -> Tensor:
+def activate(kernels: HasLibrary, x: Tensor, activation: str) -> Tensor:
     """See `Backend.activation`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
     check_matrix(x, "activate: x")
     check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
-    library.activate(*tensor2(x), ACTIVATIONS[activation], out.data_ptr(), *x.shape)
+    kernels.library.activate(*tensor2(x), ACTIVATIONS[activation], out.data_ptr(), *x.shape)
     return out
 
 
-def xielu(library: Library, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+def xielu(kernels: HasLibrary, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
     """See `Backend.xielu`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
     check_matrix(x, "xielu: x")
     numbers = (alpha_p, alpha_n, beta, eps)
     check(all(vector_ok(one, torch.float32, 1) for one in numbers), "xielu: its numbers must be float32 [1]")
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
-    library.xielu(*tensor2(x), *(one.data_ptr() for one in numbers), out.data_ptr(), *x.shape)
+    kernels.library.xielu(*tensor2(x), *(one.data_ptr() for one in numbers), out.data_ptr(), *x.shape)
     return out
 
 
-def clip(library: Library, x: Tensor, limit: float) -> None:
+def clip(kernels: HasLibrary, x: Tensor, limit: float) -> None:
     """See `Backend.clip`. x: [T, N], any row stride. Raises ValueError."""
     check_matrix(x, "clip: x")
-    library.clip(*tensor2(x), limit, *x.shape)
+    kernels.library.clip(*tensor2(x), limit, *x.shape)
 
 
-def scale_rows(library: Library, x: Tensor, factors: Tensor) -> None:
+def scale_rows(kernels: HasLibrary, x: Tensor, factors: Tensor) -> None:
     """See `Backend.scale_rows`. x: [T, N], any row stride. Raises ValueError."""
     check_matrix(x, "scale_rows: x")
     check(
         vector_ok(factors, torch.float32, x.shape[0]), f"scale_rows: factors must be float32 [{x.shape[0]}], contiguous"
     )
-    library.scale_rows(*tensor2(x), factors.data_ptr(), *x.shape)
+    kernels.library.scale_rows(*tensor2(x), factors.data_ptr(), *x.shape)
 
 
-def scale_columns(library: Library, x: Tensor, first: Tensor, second: Tensor) -> None:
+def scale_columns(kernels: HasLibrary, x: Tensor, first: Tensor, second: Tensor) -> None:
     """See `Backend.scale_columns`. x: [T, N], any row stride. Raises ValueError."""
     check_matrix(x, "scale_columns: x")
     for factors in (first, second):
@@ -200,10 +201,10 @@ def scale_columns(library: Library, x: Tensor, first: Tensor, second: Tensor) ->
             vector_ok(factors, torch.float32, x.shape[1]),
             f"scale_columns: factors must be float32 [{x.shape[1]}], contiguous",
         )
-    library.scale_columns(*tensor2(x), first.data_ptr(), second.data_ptr(), *x.shape)
+    kernels.library.scale_columns(*tensor2(x), first.data_ptr(), second.data_ptr(), *x.shape)
 
 
-def multiply(library: Library, x: Tensor, by: Tensor) -> None:
+def multiply(kernels: HasLibrary, x: Tensor, by: Tensor) -> None:
     """See `Backend.multiply`. x and a `by` of its shape: any row strides. Raises ValueError."""
     check_matrix(x, "multiply: x")
     single = by.dim() == 1
@@ -212,19 +213,19 @@ def multiply(library: Library, x: Tensor, by: Tensor) -> None:
     else:
         check_matrix(by, "multiply: by")
         check(by.shape == x.shape and by.dtype == x.dtype, f"multiply: by must be {x.dtype} {tuple(x.shape)}")
-    library.multiply(
+    kernels.library.multiply(
         *tensor2(x),
         *((None, 0, by.data_ptr()) if single else (by.data_ptr(), by.stride(0), None)),
         *x.shape,
     )
 
 
-def rms_norm_in_place(library: Library, x: Tensor, weight: Tensor, eps: float) -> None:
+def rms_norm_in_place(kernels: HasLibrary, x: Tensor, weight: Tensor, eps: float) -> None:
     """See `Backend.rms_norm_in_place`. x: [T, D], any row stride. Raises ValueError."""
     check_matrix(x, "rms_norm_in_place: x")
     rows, dim = x.shape
     check(vector_ok(weight, torch.float32, dim), f"rms_norm_in_place: weight must be float32 [{dim}], contiguous")
-    library.rms_norm_in_place(*tensor2(x), weight.data_ptr(), eps, rows, dim)
+    kernels.library.rms_norm_in_place(*tensor2(x), weight.data_ptr(), eps, rows, dim)
 
 
 class CompiledBufferFiller:
@@ -318,7 +319,7 @@ class CompiledBufferFiller:
         return base, group_stride, row_stride, len(tables), blocks, self._block_size
 
 
-def row_maxima(library: Library, logits: Tensor) -> tuple[Tensor, Tensor]:
+def row_maxima(kernels: HasLibrary, logits: Tensor) -> tuple[Tensor, Tensor]:
     """See `Backend.row_maxima`. logits: any row stride. Raises ValueError and MemoryError."""
     rows, vocab = logits.shape
     check(
@@ -326,7 +327,7 @@ def row_maxima(library: Library, logits: Tensor) -> tuple[Tensor, Tensor]:
         f"row_maxima: logits are {logits.dtype} {tuple(logits.shape)}, not float32 [R, V] with adjacent elements",
     )
     ids, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-    if library.row_maxima(logits.data_ptr(), logits.stride(0), rows, vocab, ids.data_ptr(), values.data_ptr()):
+    if kernels.library.row_maxima(logits.data_ptr(), logits.stride(0), rows, vocab, ids.data_ptr(), values.data_ptr()):
         raise MemoryError("row_maxima: no memory")
     return ids, values
 
@@ -389,7 +390,7 @@ def _check_logits(name: str, logits: Tensor) -> None:
     )
 
 
-def sample_tokens(library: Library, logits: Tensor, draws: Sequence[CompiledSamplingRow], memory: Tensor) -> None:
+def sample_tokens(kernels: HasLibrary, logits: Tensor, draws: Sequence[CompiledSamplingRow], memory: Tensor) -> None:
     """Fill token and status of each row to sample.
 
     logits: [R, V] float32, any row stride, not modified. memory: from `sampling_workspace`. A row with NaN or infinity fails
@@ -402,7 +403,7 @@ def sample_tokens(library: Library, logits: Tensor, draws: Sequence[CompiledSamp
     )
     count = len(draws)
     addresses = (ctypes.c_void_p * count)(*map(ctypes.addressof, draws))
-    code = library.sample_tokens(
+    code = kernels.library.sample_tokens(
         logits.data_ptr(),
         logits.stride(0),
         logits.shape[0],
@@ -444,7 +445,7 @@ class CompiledSampler(TokenSampler):
         sample_tokens(self._library, logits, cast(Sequence[CompiledSamplingRow], draws), self._memory)
 
 
-def token_logprobs(library: Library, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
+def token_logprobs(kernels: HasLibrary, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
     """See `Backend.token_logprobs`. Sums are float64. Raises ValueError, and IndexError for a row or token out of range."""
     _check_logits("token_logprobs", logits)
     count, vocab = len(rows), logits.shape[1]
@@ -455,7 +456,7 @@ def token_logprobs(library: Library, logits: Tensor, rows: Tensor, targets: Tens
     chosen, ranks = np.empty(count, np.float32), np.zeros(count, np.int64)
     top_ids, top, normalisers = np.empty((count, k), np.int64), np.empty((count, k), np.float32), np.zeros(count)
     memory = sampling_workspace(vocab, max(1, min(count, torch.get_num_threads())))
-    code = library.token_logprobs(
+    code = kernels.library.token_logprobs(
         logits.data_ptr(),
         logits.stride(0),
         logits.shape[0],
@@ -486,15 +487,15 @@ class SharedMemoryCollectives:
         )
         self._address = ctypes.addressof(self._group)
 
-    def all_reduce(self, library: Library, x: Tensor) -> None:
+    def all_reduce(self, kernels: HasLibrary, x: Tensor) -> None:
         """See `Backend.all_reduce`. Raises RankEndedError."""
         check(
             x.dtype in TYPE_CODES and x.is_cpu and x.is_contiguous(),
             f"all_reduce: x is {x.dtype} {tuple(x.shape)}, not a contiguous float CPU tensor",
         )
-        self._raise_for_code(library.all_reduce(self._address, x.data_ptr(), TYPE_CODES[x.dtype], x.numel()))
+        self._raise_for_code(kernels.library.all_reduce(self._address, x.data_ptr(), TYPE_CODES[x.dtype], x.numel()))
 
-    def gather_columns(self, library: Library, part: Tensor) -> Tensor:
+    def gather_columns(self, kernels: HasLibrary, part: Tensor) -> Tensor:
         """See `Backend.gather_columns`. Raises RankEndedError."""
         bounds, rank = self._ranks.bounds, self._ranks.rank
         columns = bounds[rank + 1] - bounds[rank]
@@ -503,7 +504,9 @@ class SharedMemoryCollectives:
             f"gather_columns: part is {part.dtype} {tuple(part.shape)}, not contiguous float32 [R, {columns}]",
         )
         out = torch.empty((part.shape[0], bounds[-1]), dtype=torch.float32) if rank == 0 else None
-        self._raise_for_code(library.gather_columns(self._address, part.data_ptr(), address(out), part.shape[0]))
+        self._raise_for_code(
+            kernels.library.gather_columns(self._address, part.data_ptr(), address(out), part.shape[0])
+        )
         return part if out is None else out
 
     def _raise_for_code(self, code: int) -> None:

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -269,6 +269,13 @@ class KernelsUnavailableError(RuntimeError):
     """The compiled CPU kernels cannot be used here; the message says why and what to do."""
 
 
+class HasLibrary(Protocol):
+    """First operand of every binding: a `CompiledBackend`, whose methods most bindings are, or a `Library` itself."""
+
+    @property
+    def library(self) -> Library: ...
+
+
 class Library:
     """The kernels bound for one instruction set: a function for every name in SIGNATURES. It returns 0 or an error code.
 
@@ -290,6 +297,10 @@ class Library:
         self.path, self.isa, self.functions, self.addresses = path, isa, functions, addresses
         self.attention_arguments = attention_arguments
         vars(self).update(functions)
+
+    @property
+    def library(self) -> Library:
+        return self
 
     if TYPE_CHECKING:
 

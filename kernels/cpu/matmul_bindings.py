@@ -20,6 +20,7 @@ from windlass.kernels.cpu.library import (
     TYPE_CODES,
     ExpertPartFields,
     ExpertProductsFields,
+    HasLibrary,
     Library,
     LowRankFields,
     LowRankPartFields,
@@ -109,7 +110,7 @@ def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str
 
 
 def linear_small(
-    library: Library,
+    kernels: HasLibrary,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -133,7 +134,7 @@ def linear_small(
     if inner == 0:
         return out.zero_() if bias is None else out.copy_(bias)
     if rows and columns:
-        code = library.linear(
+        code = kernels.library.linear(
             *(*tensor2(x), *tensor2(weight), address(bias), 0 if bias is None else TYPE_CODES[bias.dtype]),
             *(out.data_ptr(), out.stride(0), rows, columns, inner),
         )
@@ -154,7 +155,7 @@ _WIDENED_BYTES = 8 << 20  # float32 weights converted at a time; they stay in th
 
 
 def linear_panels(
-    library: Library,
+    kernels: HasLibrary,
     x: Tensor,
     weight: PanelWeight,
     bias: Tensor | None = None,
@@ -182,7 +183,7 @@ def linear_panels(
     if weight.columns == 0:
         return (out.zero_() if bias is None else out.copy_(bias)).to(x.dtype)
     if rows and columns:
-        code = library.linear_panels(
+        code = kernels.library.linear_panels(
             *(*tensor2(given), weight.data.data_ptr(), TYPE_CODES[weight.dtype]),
             *(address(bias), 0 if bias is None else TYPE_CODES[bias.dtype]),
             *(out.data_ptr(), out.stride(0), rows, columns, weight.columns),
@@ -193,7 +194,7 @@ def linear_panels(
 
 
 def linear_panels_amx(
-    library: Library,
+    kernels: HasLibrary,
     x: Tensor,
     weight: PanelWeight,
     bias: Tensor | None = None,
@@ -208,7 +209,7 @@ def linear_panels_amx(
     ValueError, also on a processor without AMX.
     """
     _check_operands(x, weight, bias)
-    multiply = library.linear_panels_amx
+    multiply = kernels.library.linear_panels_amx
     if multiply is None:
         raise ValueError("linear_panels_amx: this processor has no matrix unit")
     check(x.dtype == weight.dtype == torch.bfloat16, f"linear_panels_amx: {x.dtype} times {weight.dtype}")
@@ -230,7 +231,7 @@ def linear_panels_amx(
     return out
 
 
-def linear_panels_widened(library: Library, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
+def linear_panels_widened(kernels: HasLibrary, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias for many rows: some panels at a time are converted to float32 for torch's product.
 
     x: [M, K] in any float type. The product is float32; returns [M, N] in x's dtype. Extra memory: 8 MiB of converted weights
@@ -246,7 +247,9 @@ def linear_panels_widened(library: Library, x: Tensor, weight: PanelWeight, bias
     for first in range(0, panels, max(step, 1)):
         count = min(step, panels - first)
         block = memory[: inner * count * PANEL].view(inner, count * PANEL)
-        library.widen_panels(weight.data.data_ptr(), TYPE_CODES[weight.dtype], first, count, inner, block.data_ptr())
+        kernels.library.widen_panels(
+            weight.data.data_ptr(), TYPE_CODES[weight.dtype], first, count, inner, block.data_ptr()
+        )
         begin, end = first * PANEL, min((first + count) * PANEL, columns)
         torch.mm(wide, block[:, : end - begin], out=out[:, begin:end])
     if bias is not None:
@@ -254,7 +257,7 @@ def linear_panels_widened(library: Library, x: Tensor, weight: PanelWeight, bias
     return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
-def pack_panels(library: Library, target: PanelRows, source: Tensor) -> None:
+def pack_panels(kernels: HasLibrary, target: PanelRows, source: Tensor) -> None:
     """Store source [count, columns], rounded to the weight's type, in rows of a panel weight. Raises ValueError."""
     weight = target.weight
     check(source.shape == target.shape, f"pack_panels: {tuple(source.shape)} into {tuple(target.shape)}")
@@ -262,7 +265,7 @@ def pack_panels(library: Library, target: PanelRows, source: Tensor) -> None:
     source = source.to(weight.dtype)
     if source.shape[1] > 1 and source.stride(1) != 1:
         source = source.contiguous()
-    library.pack_panels(*tensor2(source), target.first, target.count, weight.columns, weight.data.data_ptr())
+    kernels.library.pack_panels(*tensor2(source), target.first, target.count, weight.columns, weight.data.data_ptr())
 
 
 def _check_operands(x: Tensor, weight: PanelWeight, bias: Tensor | None) -> None:
@@ -282,20 +285,20 @@ _QUANTIZED = ("q8_0", "q4_k", "q5_k", "q6_k")
 MAX_SUPER_GROUPS = 64
 
 
-def repack_blocks(library: Library, target: BlockRows, source: Tensor) -> None:
+def repack_blocks(kernels: HasLibrary, target: BlockRows, source: Tensor) -> None:
     """`Backend.repack`. Raises ValueError."""
     check_blocks(target, source)
     _check_block_weight(target.weight)
     check(source.is_cpu, f"repack_blocks: the blocks are on {source.device}")
     if source.shape[1] > 1 and source.stride(1) != 1:
         source = source.contiguous()
-    library.repack_blocks(
+    kernels.library.repack_blocks(
         *(source.data_ptr(), source.stride(0), _KINDS[target.weight.form.name]),
         *(target.first, target.count, target.weight.columns, *_block_addresses(target.weight)),
     )
 
 
-def pack_blocks(library: Library, target: BlockRows, source: Tensor, weights: Tensor | None = None) -> None:
+def pack_blocks(kernels: HasLibrary, target: BlockRows, source: Tensor, weights: Tensor | None = None) -> None:
     """Quantize source [count, columns] into rows of a weight: the bytes of `block_quantization`. Raises ValueError.
 
     weights: float32 weights of the squared errors of elements, broadcast to the source's shape.
@@ -313,7 +316,7 @@ def pack_blocks(library: Library, target: BlockRows, source: Tensor, weights: Te
         weights = weights.expand(source.shape)
         if source.shape[1] > 1 and weights.stride(1) != 1:
             weights = weights.contiguous()
-    library.pack_blocks(
+    kernels.library.pack_blocks(
         *(*tensor2(source), address(weights), 0 if weights is None else weights.stride(0)),
         *(form.bits, form.group, form.super_groups, form.parts, form.offset),
         *(target.first, target.count, weight.columns, *_block_addresses(weight)),
@@ -348,7 +351,7 @@ def fuses_gates(x: Tensor, weight: BlockWeight) -> bool:
 
 
 def linear_blocks(
-    library: Library,
+    kernels: HasLibrary,
     x: Tensor,
     weight: BlockWeight,
     bias: Tensor | None = None,
@@ -377,7 +380,7 @@ def linear_blocks(
     else:
         check_out(made := out, rows, width, torch.float32)
     if rows and columns:
-        code = library.linear_blocks(
+        code = kernels.library.linear_blocks(
             *(wide.data_ptr(), wide.stride(0), *block_arguments, address(wide_bias), activation_code),
             *(made.data_ptr(), made.stride(0), rows, columns, inner),
         )
@@ -386,7 +389,7 @@ def linear_blocks(
 
 
 def linear_blocks_amx(
-    library: Library,
+    kernels: HasLibrary,
     x: Tensor,
     weight: BlockWeight,
     bias: Tensor | None = None,
@@ -402,7 +405,7 @@ def linear_blocks_amx(
     rows, columns = x.shape[0], weight.rows
     activation_code, width = activation_code_and_width(columns, activation)
     _check_block_operands(x, weight, bias)
-    block_arguments, multiply = _block_arguments(weight), library.linear_blocks_amx
+    block_arguments, multiply = _block_arguments(weight), kernels.library.linear_blocks_amx
     if multiply is None:
         raise ValueError("linear_blocks_amx: this processor has no matrix unit")
     given = x.float() if x.dtype == torch.float16 else x
@@ -431,7 +434,7 @@ def _raise_block_error(code: int, name: str, weight: BlockWeight) -> None:
 
 
 def linear_blocks_widened(
-    library: Library,
+    kernels: HasLibrary,
     x: Tensor,
     weight: BlockWeight,
     bias: Tensor | None = None,
@@ -456,10 +459,10 @@ def linear_blocks_widened(
     for first in range(0, weight.rows, step):
         count = min(step, weight.rows - first)
         block, into = memory[:count], made[:, first : first + count]
-        _widen(weight, None, first, 1.0, block, library)
+        _widen(weight, None, first, 1.0, block, kernels)
         if x.shape[0] <= most_rows:
             own_bias = None if bias is None else bias[first : first + count]
-            linear_small(library, wide, block, own_bias, out=into)
+            linear_small(kernels, wide, block, own_bias, out=into)
         else:
             torch.mm(wide, block.t(), out=into)
     if bias is not None and x.shape[0] > most_rows:
@@ -467,18 +470,20 @@ def linear_blocks_widened(
     return made if out is not None or x.dtype == torch.float32 else made.to(x.dtype)
 
 
-def embed_blocks(library: Library, table: BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+def embed_blocks(kernels: HasLibrary, table: BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
     """table[ids] * scale in float32. ids: [T] int64, contiguous. Returns [T, columns]; with a scale of 1, the bits of
     `BlockWeight.dequantize`. Raises ValueError, and IndexError for an id out of range.
     """
     check(vector_ok(ids, torch.int64, ids.shape[0]), "embed_blocks: ids must be int64, contiguous [T]")
     out = torch.empty((ids.shape[0], table.columns), dtype=torch.float32)
-    _widen(table, ids, 0, scale, out, library)
+    _widen(table, ids, 0, scale, out, kernels)
     return out
 
 
-def _widen(weight: BlockWeight, ids: Tensor | None, first: int, factor: float, out: Tensor, library: Library) -> None:
-    code = library.dequantize_blocks(
+def _widen(
+    weight: BlockWeight, ids: Tensor | None, first: int, factor: float, out: Tensor, kernels: HasLibrary
+) -> None:
+    code = kernels.library.dequantize_blocks(
         *(*_block_arguments(weight), address(ids), first, factor),
         *(out.data_ptr(), out.shape[0], weight.rows, weight.columns),
     )
@@ -529,7 +534,7 @@ class AmxProducts:
 
     def linear(
         self,
-        library: Library,
+        kernels: HasLibrary,
         x: Tensor,
         weight: BlockWeight | PanelWeight,
         bias: Tensor | None,
@@ -540,9 +545,9 @@ class AmxProducts:
         """x @ weight.T + bias, or activation(gate) * up of it. library: with AMX, or one that records calls to it. out: where
         the result may be written."""
         if isinstance(weight, PanelWeight):
-            return linear_panels_amx(library, x, weight, bias, activation=activation, out=out)
+            return linear_panels_amx(kernels, x, weight, bias, activation=activation, out=out)
         out = None if x.dtype == torch.float16 else out
-        return linear_blocks_amx(library, x, weight, bias, activation=activation, out=out)
+        return linear_blocks_amx(kernels, x, weight, bias, activation=activation, out=out)
 
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
@@ -627,7 +632,7 @@ def _expert_fields(part: Part, first: int, bias: Tensor | None) -> ExpertPartFie
 
 
 def route(
-    library: Library, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+    kernels: HasLibrary, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
 ) -> Routed:
     """See `Backend.route`. logits: float32, adjacent in a row. Raises ValueError."""
     rows, count = logits.shape
@@ -643,7 +648,7 @@ def route(
     )
     chosen = torch.empty((rows, routing.top_k), dtype=torch.int64)
     weights = torch.empty((rows, routing.top_k), dtype=torch.float32)
-    library.route_experts(
+    kernels.library.route_experts(
         *(logits.data_ptr(), logits.stride(0), address(bias), address(scales), count),
         *(routing.top_k, routing.groups, routing.top_groups),
         *(_SCORES[routing.scores], int(routing.group_score == "two largest"), int(routing.normalized)),
@@ -653,7 +658,7 @@ def route(
     return Routed(chosen, weights)
 
 
-def linear_of_experts(library: Library, x: Tensor, experts: CompiledExperts, chosen: Tensor) -> Tensor:
+def linear_of_experts(kernels: HasLibrary, x: Tensor, experts: CompiledExperts, chosen: Tensor) -> Tensor:
     """See `Backend.linear_of_experts`. x: in any float type; float32 and bfloat16 need no copy.
 
     Raises ValueError, MemoryError, and IndexError for an expert out of range.
@@ -674,7 +679,7 @@ def linear_of_experts(library: Library, x: Tensor, experts: CompiledExperts, cho
         wide = wide.contiguous()
     out = torch.empty((rows, experts.columns), dtype=wide.dtype)
     if rows:
-        code = library.linear_of_experts(
+        code = kernels.library.linear_of_experts(
             *(*tensor2(wide), experts.address, len(experts), experts.parts, experts.products),
             *(chosen.data_ptr(), rows, rows // x.shape[0], out.data_ptr(), experts.columns, experts.inner),
         )
@@ -685,7 +690,7 @@ def linear_of_experts(library: Library, x: Tensor, experts: CompiledExperts, cho
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
-def sum_of_experts(library: Library, x: Tensor, weights: Tensor) -> Tensor:
+def sum_of_experts(kernels: HasLibrary, x: Tensor, weights: Tensor) -> Tensor:
     """See `Backend.sum_of_experts`. x: contiguous. Raises ValueError."""
     rows, top_k = weights.shape
     check(
@@ -699,7 +704,7 @@ def sum_of_experts(library: Library, x: Tensor, weights: Tensor) -> Tensor:
         f"sum_of_experts: x is {x.dtype} {tuple(x.shape)}, weights {weights.dtype} {tuple(weights.shape)}",
     )
     out = torch.empty((rows, x.shape[1]), dtype=x.dtype)
-    library.sum_of_experts(
+    kernels.library.sum_of_experts(
         x.data_ptr(), TYPE_CODES[x.dtype], weights.data_ptr(), top_k, out.data_ptr(), rows, x.shape[1]
     )
     return out
@@ -759,7 +764,7 @@ def _low_rank_fields(part: LowRankPart) -> LowRankPartFields:
     return LowRankPartFields(part.up.data_ptr(), *sizes, part.scale)
 
 
-def add_low_rank(library: Library, out: Tensor, x: Tensor, table: CompiledLowRankTable, slots: Tensor) -> None:
+def add_low_rank(kernels: HasLibrary, out: Tensor, x: Tensor, table: CompiledLowRankTable, slots: Tensor) -> None:
     """See `Backend.add_low_rank`. out, x: float32, bfloat16 or float16, of one type, with adjacent elements in a row.
 
     Raises ValueError, IndexError for a slot that the table lacks, and MemoryError.
@@ -778,7 +783,7 @@ def add_low_rank(library: Library, out: Tensor, x: Tensor, table: CompiledLowRan
         f"[T, {table.inner}] of one type with adjacent elements",
     )
     check(vector_ok(slots, torch.int64, rows), f"add_low_rank: slots are {slots.dtype} {tuple(slots.shape)}")
-    code = library.add_low_rank(
+    code = kernels.library.add_low_rank(
         *(x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), TYPE_CODES[x.dtype], slots.data_ptr()),
         *(rows, inner, table.address, len(table.changes)),
     )
