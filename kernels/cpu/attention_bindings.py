@@ -1,7 +1,9 @@
 """Attention, rotary and recurrent-layer bindings of the compiled kernels.
 
-Arithmetic is float32 whatever the storage. Each function checks operands before it passes addresses to C. Sequence data of
-recurrent layers is checked by the kernels, since it may differ when a recorded call is repeated.
+Functions named like an operation of `Backend` perform it. Arithmetic is float32 whatever the storage: float32, bfloat16 or
+float16. Queries, keys, values and columns may have any row and head strides; pages and states are contiguous. Operands that
+do not fit raise ValueError before an address is passed to C. Sequence data of recurrent layers is checked by the kernels,
+since it may differ when a recorded call is repeated.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from windlass.kernels.cpu.library import (
     TYPE_CODES,
     HasLibrary,
     address,
+    adjacent,
     check,
     check_matrix,
+    check_vectors,
     pages_refusal,
     table_ok,
     tensor2,
@@ -98,10 +102,8 @@ def paged_attention_prefill(
     name = "paged_attention_prefill"
     query_start, seq_lens, tokens, batch = call.query_start, call.seq_lens, call.num_tokens, call.batch_size
     tables = _checked_tables(q, pages, call, tokens, name)
-    check(
-        vector_ok(seq_lens, torch.int64, batch) and vector_ok(query_start, torch.int64, batch + 1),
-        f"{name}: seq_lens [{batch}] and query_start [{batch + 1}] must be int64, contiguous",
-    )
+    check_vectors(f"{name}: seq_lens", torch.int64, batch, seq_lens)
+    check_vectors(f"{name}: query_start", torch.int64, batch + 1, query_start)
     starts = query_start.tolist()
     check(
         starts[0] >= 0 and starts[-1] <= tokens and all(a <= b for a, b in pairwise(starts)),
@@ -126,20 +128,15 @@ def _checked_tables(q: Tensor, pages: KVPages, call: AttentionCall, tokens: int,
     reason = attention_refusal(q, pages, call)
     check(reason is None, f"{name}: {reason}")
     _check_query_rows(q, call, tokens, name)
-    tables, sinks, heads = call.block_tables, call.sink_logits, q.shape[1]
-    check(
-        tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == call.batch_size and tables.is_cpu,
-        f"{name}: block_tables must be int32 [{call.batch_size}, max_blocks]",
-    )
-    check(
-        vector_ok(call.score_scale, torch.float32, tokens)
-        and (sinks is None or vector_ok(sinks, torch.float32, heads)),
-        f"{name}: score_scale [{tokens}] and sink_logits [{heads}] must be float32, contiguous",
-    )
+    tables = call.block_tables
+    if tables.dtype != torch.int32 or tables.dim() != 2 or tables.shape[0] != call.batch_size or not tables.is_cpu:
+        raise ValueError(f"{name}: block_tables must be int32 [{call.batch_size}, max_blocks]")
+    check_vectors(f"{name}: score_scale", torch.float32, tokens, call.score_scale)
+    check_vectors(f"{name}: sink_logits", torch.float32, q.shape[1], call.sink_logits)
     check(call.window is None or call.window > 0, f"{name}: window must be positive")
     alone = call.chunk is None or (call.chunk > 0 and call.window is None and call.causal)
     check(alone, f"{name}: chunk must be positive, causal, and without a window")
-    return tables.contiguous() if tables.shape[1] > 1 and tables.stride(1) != 1 else tables
+    return adjacent(tables)
 
 
 def _check_query_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) -> None:
@@ -148,9 +145,7 @@ def _check_query_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) ->
     if ranges is None:
         check(q.shape[0] == tokens, f"{name}: q has {q.shape[0]} rows for the {tokens} of score_scale")
         return
-    slopes = call.alibi_slopes
-    fits = slopes is None or vector_ok(slopes, torch.float32, q.shape[1])
-    check(fits, f"{name}: alibi_slopes must be float32 [{q.shape[1]}], contiguous")
+    check_vectors(f"{name}: alibi_slopes", torch.float32, q.shape[1], call.alibi_slopes)
     for part in (ranges.ends, ranges.rows, ranges.reaches, ranges.gaps):
         if part is None:
             continue
@@ -297,18 +292,13 @@ def rotate_and_append(
     pages: KVPages,
     slots: Tensor,
 ) -> None:
-    """q, k, v: float32, bfloat16 or float16, with any token and head strides. pages: contiguous.
-
-    Raises ValueError, and IndexError for a slot past the pages (nothing is written then).
-    """
+    """Raises IndexError for a slot past the pages (nothing is written then)."""
     _check_pages(pages, "rotate_and_append")
     _check_rotated(q, k, v, pages)
     tokens, q_heads, dim = *q.shape[:2], k.shape[2]
     half = _check_angles(cos, sin, tokens, min(q.shape[2], dim), "rotate_and_append")
-    check(
-        vector_ok(q_scale, torch.float32, tokens) and vector_ok(slots, torch.int64, tokens),
-        f"rotate_and_append: q_scale must be float32 and slots int64, contiguous [{tokens}]",
-    )
+    check_vectors("rotate_and_append: q_scale", torch.float32, tokens, q_scale)
+    check_vectors("rotate_and_append: slots", torch.int64, tokens, slots)
     heads = (*_heads(q), *_heads(k))
     angles = cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0), q_scale.data_ptr()
     sizes = pages.num_slots, slots.data_ptr(), tokens, q_heads, k.shape[1], dim
@@ -348,19 +338,12 @@ def rerotate_cached_keys(
     *,
     values: bool = True,
 ) -> None:
-    """pages: contiguous. Dims past d and values are copied bit by bit.
-
-    An int8 key is quantized again as a unit, or copied if it has no rotary dims. Of latent rows, groups with rotary dims are
-    quantized again and the others copied. Raises ValueError, and IndexError for a slot outside the pages (nothing is written
-    then).
-    """
+    """Dims past d are copied bit by bit. An int8 key is quantized again as a unit, or copied if it has no rotary dims. Of
+    latent rows, groups with rotary dims are quantized again and the others copied."""
     _check_pages(pages, "rerotate_cached_keys")
     count, dim = sources.shape[0], pages.key_dim
     half = _check_angles(cos, sin, count, dim, "rerotate_cached_keys")
-    check(
-        vector_ok(sources, torch.int64, count) and vector_ok(targets, torch.int64, count),
-        f"rerotate_cached_keys: sources and targets must be int64, contiguous [{count}]",
-    )
+    check_vectors("rerotate_cached_keys: sources and targets", torch.int64, count, sources, targets)
     entries = (
         *(pages.num_slots, sources.data_ptr(), targets.data_ptr(), count),
         *(cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0), pages.num_kv_heads, dim),
@@ -385,11 +368,11 @@ def rerotate_cached_keys(
 
 
 def rotate_queries(kernels: HasLibrary, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `Backend.rotate_queries`. q: float32, bfloat16 or float16. Dims past d are copied bit by bit."""
+    """Dims past d are copied bit by bit."""
     _check_heads(q, "rotate_queries")
     (tokens, heads, dim), count = q.shape, rows.shape[0]
     half = _check_angles(cos, sin, count, dim, "rotate_queries")
-    check(vector_ok(rows, torch.int64, count), f"rotate_queries: rows must be int64, contiguous [{count}]")
+    check_vectors("rotate_queries: rows", torch.int64, count, rows)
     out = torch.empty((tokens + count, heads, dim), dtype=q.dtype)
     code = kernels.library.rotate_queries(
         *(*_heads(q), TYPE_CODES[q.dtype], rows.data_ptr()),
@@ -402,17 +385,14 @@ def rotate_queries(kernels: HasLibrary, q: Tensor, rows: Tensor, cos: Tensor, si
 
 
 def rotary_angles(kernels: HasLibrary, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """See `Backend.rotary_angles`. Operands are contiguous. Raises ValueError, and IndexError for a row outside the table."""
+    """Operands are contiguous. Raises IndexError for a row outside the table."""
     check(
         inv_freq.dim() == 3 and inv_freq.dtype == torch.float64 and inv_freq.is_cpu and inv_freq.is_contiguous(),
         f"rotary_angles: inv_freq is {inv_freq.dtype} {tuple(inv_freq.shape)}, not contiguous float64 [G, R, d/2]",
     )
     groups, table_rows, half = inv_freq.shape
     tokens = rows.shape[0]
-    check(
-        vector_ok(rows, torch.int64, tokens) and vector_ok(positions, torch.int64, tokens),
-        f"rotary_angles: rows and positions must be int64, contiguous [{tokens}]",
-    )
+    check_vectors("rotary_angles: rows and positions", torch.int64, tokens, rows, positions)
     shape = (groups, tokens, half)
     cos, sin = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
     code = kernels.library.rotary_angles(
@@ -433,7 +413,6 @@ def latent_expansion_cost(pages: KVPages, *, narrow: bool) -> LatentExpansion:
 
 
 def latent_queries(kernels: HasLibrary, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-    """See `Backend.latent_queries`. q: [T, H, R + N], any token and head strides. Raises ValueError."""
     _check_latent(q, up, "latent_queries")
     tokens, heads, width = q.shape
     plain, dim = width - rotary_dim, up.shape[2]
@@ -450,7 +429,6 @@ def latent_queries(kernels: HasLibrary, q: Tensor, up: Tensor, rotary_dim: int) 
 
 
 def latent_values(kernels: HasLibrary, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-    """See `Backend.latent_values`. attended: [T, H, C], any token and head strides. Raises ValueError."""
     _check_latent(attended, up, "latent_values")
     tokens, heads, dim = attended.shape
     check(
@@ -490,10 +468,7 @@ def short_convolution(
     activation: Literal["silu"] | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """See `Backend.short_convolution`. x: float32, bfloat16 or float16. weight, window: contiguous; W: one of WIDTHS.
-
-    Raises ValueError, and IndexError for a block that the window lacks (nothing is written then).
-    """
+    """weight: contiguous; W: one of WIDTHS. Raises IndexError for a block that the window lacks (nothing is written then)."""
     check_matrix(x, "short_convolution: x")
     tokens, channels = x.shape
     width = weight.shape[-1]
@@ -506,10 +481,7 @@ def short_convolution(
         f"short_convolution: window is {window.dtype} {tuple(window.shape)}, not float32 [N, {width - 1}, {channels}], "
         "contiguous",
     )
-    check(
-        bias is None or vector_ok(bias, torch.float32, channels),
-        f"short_convolution: bias must be float32 [{channels}], contiguous",
-    )
+    check_vectors("short_convolution: bias", torch.float32, channels, bias)
     check(activation in (None, "silu"), f"short_convolution: activation {activation!r} is not silu")
     out = torch.empty((tokens, channels), dtype=x.dtype)
     code = kernels.library.short_convolution(
@@ -534,19 +506,13 @@ def gated_delta_rule(
     *,
     tiled_heads: bool = False,
 ) -> Tensor:
-    """See `Backend.gated_delta_rule`. qkv: float32, bfloat16 or float16. memory: contiguous.
-
-    Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
-    """
+    """Raises IndexError for a block that the memory lacks (nothing is written then), and MemoryError."""
     check_matrix(qkv, "gated_delta_rule: qkv")
     key_heads, heads = _head_counts(memory, qkv, "gated_delta_rule", "queries, keys and values")
     tokens, (blocks, _, key_dim, value_dim) = qkv.shape[0], memory.shape
     _check_gate(decay, qkv, heads, "gated_delta_rule: decay")
     _check_gate(strength, qkv, heads, "gated_delta_rule: strength")
-    check(
-        vector_ok(rate, torch.float32, heads) and vector_ok(bias, torch.float32, heads),
-        f"gated_delta_rule: rate and bias must be float32 [{heads}], contiguous",
-    )
+    check_vectors("gated_delta_rule: rate and bias", torch.float32, heads, rate, bias)
     out = torch.empty((tokens, heads * value_dim), dtype=qkv.dtype)
     code = kernels.library.gated_delta_rule(
         *(*tensor2(qkv), decay.data_ptr(), decay.stride(0)),
@@ -571,18 +537,12 @@ def state_space(
     *,
     limits: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
-    """See `Backend.state_space`. mixed: float32, bfloat16 or float16. memory: contiguous. limits: ascending.
-
-    Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
-    """
+    """limits: ascending. Raises IndexError for a block that the memory lacks (nothing is written then), and MemoryError."""
     check_matrix(mixed, "state_space: mixed")
     key_heads, heads = _head_counts(memory, mixed, "state_space", "values, keys and queries")
     tokens, (blocks, _, key_dim, value_dim) = mixed.shape[0], memory.shape
     _check_gate(step, mixed, heads, "state_space: step")
-    check(
-        all(vector_ok(one, torch.float32, heads) for one in (rate, bias, skip)),
-        f"state_space: rate, bias and skip must be float32 [{heads}], contiguous",
-    )
+    check_vectors("state_space: rate, bias and skip", torch.float32, heads, rate, bias, skip)
     check(limits[0] <= limits[1], f"state_space: limits {limits} do not ascend")
     out = torch.empty((tokens, heads * value_dim), dtype=mixed.dtype)
     code = kernels.library.state_space(
@@ -633,10 +593,7 @@ def _sequence_addresses(rows: StateRows, tokens: int, name: str) -> tuple[int, i
         and vector_ok(rows.lengths, torch.int64, sequences),
         f"{name}: blocks, starts and lengths of {sequences} sequences must be int64 [S], [S + 1] and [S], contiguous",
     )
-    check(
-        rows.snapshots is None or vector_ok(rows.snapshots, torch.int64, tokens),
-        f"{name}: snapshots must be int64 [{tokens}], contiguous",
-    )
+    check_vectors(f"{name}: snapshots", torch.int64, tokens, rows.snapshots)
     return (
         *(rows.blocks.data_ptr(), rows.starts.data_ptr(), rows.lengths.data_ptr(), sequences),
         address(rows.snapshots),

@@ -1,6 +1,8 @@
 """Elementwise, norm, embedding, sampling, step-buffer and collective bindings of the compiled kernels.
 
-Arithmetic is float32 whatever the storage. Sampling equals `torch.torch_sampler` bit for bit.
+Functions named like an operation of `Backend` perform it. Arithmetic is float32 whatever the storage: float32, bfloat16 or
+float16. Operands may have any row stride, results are contiguous, and operands that do not fit raise ValueError. Sampling
+equals `torch.torch_sampler` bit for bit.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from windlass.kernels.cpu.library import (
     address,
     check,
     check_matrix,
+    check_vectors,
     tensor2,
-    vector_ok,
 )
 from windlass.kernels.rank_group import SLOT_BYTES, RankEndedError, RankGroup
 from windlass.kernels.step_recording import PersistentBuffers
@@ -43,11 +45,10 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3}
 
 
 def rms_norm(kernels: HasLibrary, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """See `Backend.rms_norm`. x: float32, bfloat16 or float16, any strides but the last. With `residual` ([T, D], x's dtype)
-    the input is residual + x, which is stored in `residual`. Raises ValueError."""
+    """With `residual` ([T, D], x's dtype) the input is residual + x, which is stored in `residual`."""
     shape, dim = x.shape, x.shape[-1]
     _check_rows(x, "rms_norm")
-    check(vector_ok(weight, torch.float32, dim), f"rms_norm: weight must be float32 [{dim}], contiguous")
+    check_vectors("rms_norm: weight", torch.float32, dim, weight)
     if residual is not None:
         check(
             len(shape) == 2
@@ -80,7 +81,6 @@ def _check_gate_up(gate_up: Tensor, name: str) -> None:
 
 
 def gated_activation(kernels: HasLibrary, gate_up: Tensor, activation: str) -> Tensor:
-    """See `Backend.gated_activation`. gate_up: any row stride. Returns [T, F], contiguous, rounded once. Raises ValueError."""
     _check_gate_up(gate_up, "gated_activation")
     check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
@@ -90,7 +90,6 @@ def gated_activation(kernels: HasLibrary, gate_up: Tensor, activation: str) -> T
 
 
 def clamped_glu(kernels: HasLibrary, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """See `Backend.clamped_glu`. gate_up: [T, 2F], any row stride. Returns [T, F] in its dtype. Raises ValueError."""
     _check_gate_up(gate_up, "clamped_glu")
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, dim), dtype=gate_up.dtype)
@@ -99,7 +98,6 @@ def clamped_glu(kernels: HasLibrary, gate_up: Tensor, alpha: float, limit: float
 
 
 def gate_by_sigmoid(kernels: HasLibrary, x: Tensor, gate: Tensor) -> None:
-    """x *= sigmoid(gate). x: [T, N]. gate: [T, N] or [T, 1]; both of any float type and row stride. Raises ValueError."""
     check_matrix(x, "gate_by_sigmoid: x")
     check_matrix(gate, "gate_by_sigmoid: gate")
     check(
@@ -110,7 +108,6 @@ def gate_by_sigmoid(kernels: HasLibrary, x: Tensor, gate: Tensor) -> None:
 
 
 def soft_cap(kernels: HasLibrary, x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap) of [T, N] float32, any row stride. Returns [T, N], contiguous. Raises ValueError."""
     check_matrix(x, "soft_cap: x", wide=True)
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
     kernels.library.soft_cap(x.data_ptr(), x.stride(0), cap, out.data_ptr(), x.shape[0], x.shape[1])
@@ -132,7 +129,7 @@ def embed_rows(
     """
     check_matrix(table, "embed_rows: the table")
     rows, dim = ids.shape[0], table.shape[1]
-    check(vector_ok(ids, torch.int64, rows), "embed_rows: ids must be int64, contiguous [T]")
+    check_vectors("embed_rows: ids", torch.int64, rows, ids)
     out = torch.empty((rows, dim), dtype=dtype)
     code = kernels.library.embed_rows(
         *tensor2(table), table.shape[0], ids.data_ptr(), scale, out.data_ptr(), TYPE_CODES[dtype], rows, dim
@@ -143,13 +140,9 @@ def embed_rows(
 
 
 def layer_norm(kernels: HasLibrary, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """See `Backend.layer_norm`. x: [T, D] or [T, H, D], any strides but the last. Raises ValueError."""
     shape, dim = x.shape, x.shape[-1]
     _check_rows(x, "layer_norm")
-    check(
-        vector_ok(weight, torch.float32, dim) and (bias is None or vector_ok(bias, torch.float32, dim)),
-        f"layer_norm: weight and bias must be float32 [{dim}], contiguous",
-    )
+    check_vectors("layer_norm: weight and bias", torch.float32, dim, weight, bias)
     out = torch.empty(shape, dtype=x.dtype)
     group = shape[1] if len(shape) == 3 else 1  # rows of one token
     kernels.library.layer_norm(
@@ -160,7 +153,6 @@ def layer_norm(kernels: HasLibrary, x: Tensor, weight: Tensor, bias: Tensor | No
 
 
 def activate(kernels: HasLibrary, x: Tensor, activation: str) -> Tensor:
-    """See `Backend.activation`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
     check_matrix(x, "activate: x")
     check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
@@ -169,47 +161,36 @@ def activate(kernels: HasLibrary, x: Tensor, activation: str) -> Tensor:
 
 
 def xielu(kernels: HasLibrary, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-    """See `Backend.xielu`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
     check_matrix(x, "xielu: x")
     numbers = (alpha_p, alpha_n, beta, eps)
-    check(all(vector_ok(one, torch.float32, 1) for one in numbers), "xielu: its numbers must be float32 [1]")
+    check_vectors("xielu: its numbers", torch.float32, 1, *numbers)
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
     kernels.library.xielu(*tensor2(x), *(one.data_ptr() for one in numbers), out.data_ptr(), *x.shape)
     return out
 
 
 def clip(kernels: HasLibrary, x: Tensor, limit: float) -> None:
-    """See `Backend.clip`. x: [T, N], any row stride. Raises ValueError."""
     check_matrix(x, "clip: x")
     kernels.library.clip(*tensor2(x), limit, *x.shape)
 
 
 def scale_rows(kernels: HasLibrary, x: Tensor, factors: Tensor) -> None:
-    """See `Backend.scale_rows`. x: [T, N], any row stride. Raises ValueError."""
     check_matrix(x, "scale_rows: x")
-    check(
-        vector_ok(factors, torch.float32, x.shape[0]), f"scale_rows: factors must be float32 [{x.shape[0]}], contiguous"
-    )
+    check_vectors("scale_rows: factors", torch.float32, x.shape[0], factors)
     kernels.library.scale_rows(*tensor2(x), factors.data_ptr(), *x.shape)
 
 
 def scale_columns(kernels: HasLibrary, x: Tensor, first: Tensor, second: Tensor) -> None:
-    """See `Backend.scale_columns`. x: [T, N], any row stride. Raises ValueError."""
     check_matrix(x, "scale_columns: x")
-    for factors in (first, second):
-        check(
-            vector_ok(factors, torch.float32, x.shape[1]),
-            f"scale_columns: factors must be float32 [{x.shape[1]}], contiguous",
-        )
+    check_vectors("scale_columns: factors", torch.float32, x.shape[1], first, second)
     kernels.library.scale_columns(*tensor2(x), first.data_ptr(), second.data_ptr(), *x.shape)
 
 
 def multiply(kernels: HasLibrary, x: Tensor, by: Tensor) -> None:
-    """See `Backend.multiply`. x and a `by` of its shape: any row strides. Raises ValueError."""
     check_matrix(x, "multiply: x")
     single = by.dim() == 1
     if single:
-        check(vector_ok(by, torch.float32, 1), f"multiply: the factor is {by.dtype} {tuple(by.shape)}, not float32 [1]")
+        check_vectors("multiply: the factor", torch.float32, 1, by)
     else:
         check_matrix(by, "multiply: by")
         check(by.shape == x.shape and by.dtype == x.dtype, f"multiply: by must be {x.dtype} {tuple(x.shape)}")
@@ -221,10 +202,9 @@ def multiply(kernels: HasLibrary, x: Tensor, by: Tensor) -> None:
 
 
 def rms_norm_in_place(kernels: HasLibrary, x: Tensor, weight: Tensor, eps: float) -> None:
-    """See `Backend.rms_norm_in_place`. x: [T, D], any row stride. Raises ValueError."""
     check_matrix(x, "rms_norm_in_place: x")
     rows, dim = x.shape
-    check(vector_ok(weight, torch.float32, dim), f"rms_norm_in_place: weight must be float32 [{dim}], contiguous")
+    check_vectors("rms_norm_in_place: weight", torch.float32, dim, weight)
     kernels.library.rms_norm_in_place(*tensor2(x), weight.data_ptr(), eps, rows, dim)
 
 
@@ -320,7 +300,7 @@ class CompiledBufferFiller:
 
 
 def row_maxima(kernels: HasLibrary, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See `Backend.row_maxima`. logits: any row stride. Raises ValueError and MemoryError."""
+    """Raises MemoryError."""
     rows, vocab = logits.shape
     check(
         logits.dtype == torch.float32 and logits.is_cpu and vocab > 0 and (vocab == 1 or logits.stride(1) == 1),
@@ -446,13 +426,11 @@ class CompiledSampler(TokenSampler):
 
 
 def token_logprobs(kernels: HasLibrary, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
-    """See `Backend.token_logprobs`. Sums are float64. Raises ValueError, and IndexError for a row or token out of range."""
+    """Sums are float64. Raises IndexError for a row or token out of range."""
     _check_logits("token_logprobs", logits)
     count, vocab = len(rows), logits.shape[1]
-    check(
-        vector_ok(rows, torch.int64, count) and vector_ok(targets, torch.int64, count) and 0 <= k <= vocab,
-        f"token_logprobs: rows and targets must be int64, contiguous [{count}], and k 0 to {vocab}",
-    )
+    check_vectors("token_logprobs: rows and targets", torch.int64, count, rows, targets)
+    check(0 <= k <= vocab, f"token_logprobs: k must be 0 to {vocab}; got {k}")
     chosen, ranks = np.empty(count, np.float32), np.zeros(count, np.int64)
     top_ids, top, normalisers = np.empty((count, k), np.int64), np.empty((count, k), np.float32), np.zeros(count)
     memory = sampling_workspace(vocab, max(1, min(count, torch.get_num_threads())))
@@ -488,7 +466,6 @@ class SharedMemoryCollectives:
         self._address = ctypes.addressof(self._group)
 
     def all_reduce(self, kernels: HasLibrary, x: Tensor) -> None:
-        """See `Backend.all_reduce`. Raises RankEndedError."""
         check(
             x.dtype in TYPE_CODES and x.is_cpu and x.is_contiguous(),
             f"all_reduce: x is {x.dtype} {tuple(x.shape)}, not a contiguous float CPU tensor",
@@ -496,7 +473,6 @@ class SharedMemoryCollectives:
         self._raise_for_code(kernels.library.all_reduce(self._address, x.data_ptr(), TYPE_CODES[x.dtype], x.numel()))
 
     def gather_columns(self, kernels: HasLibrary, part: Tensor) -> Tensor:
-        """See `Backend.gather_columns`. Raises RankEndedError."""
         bounds, rank = self._ranks.bounds, self._ranks.rank
         columns = bounds[rank + 1] - bounds[rank]
         check(

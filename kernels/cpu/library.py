@@ -467,7 +467,23 @@ def vector_ok(vector: Tensor, dtype: torch.dtype, length: int) -> bool:
     return vector.dtype == dtype and vector.shape == (length,) and vector.is_cpu and vector.is_contiguous()
 
 
-def check_out(out: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
-    """Raise ValueError unless `out` is a writable matrix of this shape and type, with adjacent elements in a row."""
+def check_vectors(names: str, dtype: torch.dtype, length: int, *vectors: Tensor | None) -> None:
+    """Raise ValueError unless all given vectors are contiguous, of this type and length. names: function and operands."""
+    for vector in vectors:
+        if vector is not None and not vector_ok(vector, dtype, length):
+            raise ValueError(f"{names} must be {str(dtype).removeprefix('torch.')} [{length}], contiguous")
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """A matrix with adjacent elements in a row: x if it is one, else a copy."""
+    return x.contiguous() if x.stride(1) != 1 and x.shape[1] > 1 else x
+
+
+def result_matrix(out: Tensor | None, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """`out`, or a new matrix if it is None. Raises ValueError unless `out` is of this shape and type, with adjacent
+    elements in a row."""
+    if out is None:
+        return torch.empty((rows, columns), dtype=dtype)
     if out.shape != (rows, columns) or out.dtype != dtype or (columns > 1 and out.stride(1) != 1) or not out.is_cpu:
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not {dtype} {(rows, columns)} with adjacent elements")
+    return out

@@ -1,8 +1,8 @@
 """Matrix product bindings of the compiled kernels: plain weights, 16-bit panels, quantized blocks, experts and low-rank
 updates.
 
-Each function checks operands before it passes addresses to C, and raises on bad ones. Row limits are measured crossovers with
-torch.
+Functions named like an operation of `Backend` perform it. Operands that do not fit raise ValueError before an address is
+passed to C. Row limits are measured crossovers with torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from windlass.kernels.cpu.library import (
     LowRankFields,
     LowRankPartFields,
     address,
+    adjacent,
     check,
-    check_out,
+    check_vectors,
+    result_matrix,
     tensor2,
     vector_ok,
 )
@@ -127,10 +129,7 @@ def linear_small(
         raise ValueError(f"linear_small: {reason}")
     rows, inner = x.shape
     columns = weight.shape[0]
-    if out is None:
-        out = torch.empty((rows, columns), dtype=x.dtype)
-    else:
-        check_out(out, rows, columns, x.dtype)
+    out = result_matrix(out, rows, columns, x.dtype)
     if inner == 0:
         return out.zero_() if bias is None else out.copy_(bias)
     if rows and columns:
@@ -170,16 +169,11 @@ def linear_panels(
     """
     _check_operands(x, weight, bias)
     # Called about a hundred times per decode step: copies are made only if needed.
-    given = x if x.dtype != torch.float16 else x.float()
-    if given.stride(1) != 1 and weight.columns > 1:
-        given = given.contiguous()
+    given = adjacent(x if x.dtype != torch.float16 else x.float())
     if bias is not None:
         bias = (bias if bias.dtype in TYPE_CODES else bias.float()).contiguous()
     rows, columns = x.shape[0], weight.rows
-    if out is None:
-        out = torch.empty((rows, columns), dtype=given.dtype)
-    else:
-        check_out(out, rows, columns, given.dtype)
+    out = result_matrix(out, rows, columns, given.dtype)
     if weight.columns == 0:
         return (out.zero_() if bias is None else out.copy_(bias)).to(x.dtype)
     if rows and columns:
@@ -217,10 +211,7 @@ def linear_panels_amx(
     wide_bias = None if bias is None else bias.float().contiguous()
     rows, columns = x.shape[0], weight.rows
     activation_code, width = activation_code_and_width(columns, activation)
-    if out is None:
-        out = torch.empty((rows, width), dtype=torch.bfloat16)
-    else:
-        check_out(out, rows, width, torch.bfloat16)
+    out = result_matrix(out, rows, width, torch.bfloat16)
     if rows and columns:
         code = multiply(
             *(x.data_ptr(), x.stride(0), weight.data.data_ptr(), address(wide_bias), activation_code),
@@ -262,9 +253,7 @@ def pack_panels(kernels: HasLibrary, target: PanelRows, source: Tensor) -> None:
     weight = target.weight
     check(source.shape == target.shape, f"pack_panels: {tuple(source.shape)} into {tuple(target.shape)}")
     check(source.is_cpu and source.is_floating_point(), f"pack_panels: the source is {source.dtype} on {source.device}")
-    source = source.to(weight.dtype)
-    if source.shape[1] > 1 and source.stride(1) != 1:
-        source = source.contiguous()
+    source = adjacent(source.to(weight.dtype))
     kernels.library.pack_panels(*tensor2(source), target.first, target.count, weight.columns, weight.data.data_ptr())
 
 
@@ -290,8 +279,7 @@ def repack_blocks(kernels: HasLibrary, target: BlockRows, source: Tensor) -> Non
     check_blocks(target, source)
     _check_block_weight(target.weight)
     check(source.is_cpu, f"repack_blocks: the blocks are on {source.device}")
-    if source.shape[1] > 1 and source.stride(1) != 1:
-        source = source.contiguous()
+    source = adjacent(source)
     kernels.library.repack_blocks(
         *(source.data_ptr(), source.stride(0), _KINDS[target.weight.form.name]),
         *(target.first, target.count, target.weight.columns, *_block_addresses(target.weight)),
@@ -309,13 +297,10 @@ def pack_blocks(kernels: HasLibrary, target: BlockRows, source: Tensor, weights:
     check(source.shape == target.shape, f"pack_blocks: {tuple(source.shape)} into rows {tuple(target.shape)}")
     check(source.is_cpu and source.dtype in TYPE_CODES, f"pack_blocks: the source is {source.dtype} on {source.device}")
     _check_block_weight(weight)
-    if source.shape[1] > 1 and source.stride(1) != 1:
-        source = source.contiguous()
+    source = adjacent(source)
     if weights is not None:
         check(weights.dtype == torch.float32 and weights.is_cpu, f"pack_blocks: weights of {weights.dtype}")
-        weights = weights.expand(source.shape)
-        if source.shape[1] > 1 and weights.stride(1) != 1:
-            weights = weights.contiguous()
+        weights = adjacent(weights.expand(source.shape))
     kernels.library.pack_blocks(
         *(*tensor2(source), address(weights), 0 if weights is None else weights.stride(0)),
         *(form.bits, form.group, form.super_groups, form.parts, form.offset),
@@ -375,10 +360,7 @@ def linear_blocks(
     wide = x if x.dtype == torch.float32 and (x.stride(1) == 1 or inner == 1) else x.float().contiguous()
     wide_bias = None if bias is None else bias.float().contiguous()
     rows = x.shape[0]
-    if out is None:
-        made = torch.empty((rows, width), dtype=torch.float32)
-    else:
-        check_out(made := out, rows, width, torch.float32)
+    made = result_matrix(out, rows, width, torch.float32)
     if rows and columns:
         code = kernels.library.linear_blocks(
             *(wide.data_ptr(), wide.stride(0), *block_arguments, address(wide_bias), activation_code),
@@ -408,14 +390,9 @@ def linear_blocks_amx(
     block_arguments, multiply = _block_arguments(weight), kernels.library.linear_blocks_amx
     if multiply is None:
         raise ValueError("linear_blocks_amx: this processor has no matrix unit")
-    given = x.float() if x.dtype == torch.float16 else x
-    if given.stride(1) != 1 and weight.columns > 1:
-        given = given.contiguous()
+    given = adjacent(x.float() if x.dtype == torch.float16 else x)
     wide_bias = None if bias is None else bias.float().contiguous()
-    if out is None:
-        made = torch.empty((rows, width), dtype=given.dtype)
-    else:
-        check_out(made := out, rows, width, given.dtype)
+    made = result_matrix(out, rows, width, given.dtype)
     if rows and columns:
         code = multiply(
             *(*tensor2(given), *block_arguments, address(wide_bias), activation_code),
@@ -450,10 +427,7 @@ def linear_blocks_widened(
     """
     _check_block_operands(x, weight, bias)
     wide, inner = x.float(), weight.columns
-    if out is None:
-        made = torch.empty((x.shape[0], weight.rows), dtype=torch.float32)
-    else:
-        check_out(made := out, x.shape[0], weight.rows, torch.float32)
+    made = result_matrix(out, x.shape[0], weight.rows, torch.float32)
     step = max(1, min(weight.rows, _WIDENED // inner))
     memory = torch.empty((step, inner), dtype=torch.float32)
     for first in range(0, weight.rows, step):
@@ -474,7 +448,7 @@ def embed_blocks(kernels: HasLibrary, table: BlockWeight, ids: Tensor, scale: fl
     """table[ids] * scale in float32. ids: [T] int64, contiguous. Returns [T, columns]; with a scale of 1, the bits of
     `BlockWeight.dequantize`. Raises ValueError, and IndexError for an id out of range.
     """
-    check(vector_ok(ids, torch.int64, ids.shape[0]), "embed_blocks: ids must be int64, contiguous [T]")
+    check_vectors("embed_blocks: ids", torch.int64, ids.shape[0], ids)
     out = torch.empty((ids.shape[0], table.columns), dtype=torch.float32)
     _widen(table, ids, 0, scale, out, kernels)
     return out
@@ -634,7 +608,6 @@ def _expert_fields(part: Part, first: int, bias: Tensor | None) -> ExpertPartFie
 def route(
     kernels: HasLibrary, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
 ) -> Routed:
-    """See `Backend.route`. logits: float32, adjacent in a row. Raises ValueError."""
     rows, count = logits.shape
     check(
         logits.dtype == torch.float32
@@ -659,10 +632,7 @@ def route(
 
 
 def linear_of_experts(kernels: HasLibrary, x: Tensor, experts: CompiledExperts, chosen: Tensor) -> Tensor:
-    """See `Backend.linear_of_experts`. x: in any float type; float32 and bfloat16 need no copy.
-
-    Raises ValueError, MemoryError, and IndexError for an expert out of range.
-    """
+    """float32 and bfloat16 rows need no copy. Raises MemoryError, and IndexError for an expert out of range."""
     rows = chosen.numel()
     check(
         x.dim() == 2
@@ -675,8 +645,7 @@ def linear_of_experts(kernels: HasLibrary, x: Tensor, experts: CompiledExperts, 
         f"linear_of_experts: x is {x.dtype} {tuple(x.shape)}, experts of {experts.inner} columns, chosen {tuple(chosen.shape)}",
     )
     wide = x if x.dtype in ACTIVATION_TYPES and not (experts.has_blocks and x.dtype != torch.float32) else x.float()
-    if experts.inner > 1 and wide.stride(1) != 1:
-        wide = wide.contiguous()
+    wide = adjacent(wide)
     out = torch.empty((rows, experts.columns), dtype=wide.dtype)
     if rows:
         code = kernels.library.linear_of_experts(
@@ -691,7 +660,6 @@ def linear_of_experts(kernels: HasLibrary, x: Tensor, experts: CompiledExperts, 
 
 
 def sum_of_experts(kernels: HasLibrary, x: Tensor, weights: Tensor) -> Tensor:
-    """See `Backend.sum_of_experts`. x: contiguous. Raises ValueError."""
     rows, top_k = weights.shape
     check(
         x.dim() == 2
@@ -765,10 +733,7 @@ def _low_rank_fields(part: LowRankPart) -> LowRankPartFields:
 
 
 def add_low_rank(kernels: HasLibrary, out: Tensor, x: Tensor, table: CompiledLowRankTable, slots: Tensor) -> None:
-    """See `Backend.add_low_rank`. out, x: float32, bfloat16 or float16, of one type, with adjacent elements in a row.
-
-    Raises ValueError, IndexError for a slot that the table lacks, and MemoryError.
-    """
+    """out, x: with adjacent elements in a row. Raises IndexError for a slot that the table lacks, and MemoryError."""
     rows, inner = x.shape
     check(
         x.dtype == out.dtype
@@ -782,7 +747,7 @@ def add_low_rank(kernels: HasLibrary, out: Tensor, x: Tensor, table: CompiledLow
         f"add_low_rank: {out.dtype} {tuple(out.shape)} and {x.dtype} {tuple(x.shape)} are not [T, {table.columns}] and "
         f"[T, {table.inner}] of one type with adjacent elements",
     )
-    check(vector_ok(slots, torch.int64, rows), f"add_low_rank: slots are {slots.dtype} {tuple(slots.shape)}")
+    check_vectors("add_low_rank: slots", torch.int64, rows, slots)
     code = kernels.library.add_low_rank(
         *(x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), TYPE_CODES[x.dtype], slots.data_ptr()),
         *(rows, inner, table.address, len(table.changes)),

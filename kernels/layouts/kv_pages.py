@@ -200,7 +200,9 @@ class KVPages:
 
     def holds_keys(self, kv_heads: int, dim: int) -> bool:
         """Whether keys of this shape fit the pages."""
-        return self.num_kv_heads == kv_heads and self.key_dim == (padded_dim(dim) if self.in_panels else dim)
+        if self.in_panels:
+            return (self.key.shape[1], self.key.shape[3]) == (kv_heads, padded_dim(dim) // QUAD)
+        return self.key.shape[2:] == (kv_heads, dim)
 
     def keys_of(self, blocks: Tensor, dim: int) -> Tensor:
         """Keys of some blocks, float32 [N, P, Hkv, dim]. blocks: [N], not negative. dim: D, which padded codes do not show."""

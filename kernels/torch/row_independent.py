@@ -2,7 +2,8 @@
 
 Torch's results differ by shape: products by row count, sums by how they are split, elementary functions between a vector's
 body and its tail. Here each row is computed from a fresh buffer (constant alignment) with shapes that depend on its own
-sequence only. Additions, products and casts round correctly in any shape and may take all rows at once.
+sequence only. Additions, products and casts round correctly in any shape and may take all rows at once. Functions perform
+the operation of the same name of `Backend`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def by_row(operation: _Operation) -> _Operation:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `Backend.linear`. On a CPU the product is float32; a narrower weight is converted in panels of 8 MiB."""
+    """On a CPU the product is float32; a narrower weight is converted in panels of 8 MiB."""
     columns, inner = weight.shape
     compute = torch.float32 if x.is_cpu else x.dtype
     rows = _rows(x.to(compute))
@@ -66,7 +67,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_blocks_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
-    """See `linear.linear_blocks_widened`."""
     wide = x.float()
     out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32, device=x.device)
     for rows, numbers in widened_block_rows(weight):
@@ -77,19 +77,16 @@ def linear_blocks_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.rms_norm`."""
     rows = _rows(x.reshape(-1, x.shape[-1]))
     return torch.cat([reference.rms_norm(row, weight, eps) for row in rows]).view(x.shape) if rows else x.clone()
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
-    """See `Backend.route`."""
     found = [reference.route(row, routing, bias, scales) for row in _rows(logits) or [logits]]
     return Routed(torch.cat([one.chosen for one in found]), torch.cat([one.weights for one in found]))
 
 
 def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-    """See `reference.paged_attention`."""
     if call.has_ranges:
         return _attend_ranges(q, pages, call)
     out = q.new_empty(q.shape[0], q.shape[1], pages.value_dim)
@@ -122,7 +119,7 @@ def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
 
 
 def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """See `reference.rotary_angles`: the same to rounding, from operations that round correctly and nothing else.
+    """The same as the reference to rounding, from operations that round correctly and nothing else.
 
     Cody and Waite's reduction by pi/2 in three parts, whose products with a count below 2^31 are exact, and the
     polynomials of FreeBSD's k_cos.c and k_sin.c.
@@ -172,7 +169,6 @@ _COSINE = (
 
 
 def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
-    """See `Backend.rms_norm_in_place`."""
     for t in range(x.shape[0]):
         row = _row(x, t)
         reference.rms_norm_in_place(row, weight, eps)
@@ -180,18 +176,15 @@ def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def latent_queries(q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-    """See `Backend.latent_queries`."""
     rotated, plain = q[..., :rotary_dim], q[..., rotary_dim:]
     return torch.cat((rotated, _head_products(plain, key_matrices(up, q, rotary_dim))), dim=-1)
 
 
 def latent_values(attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-    """See `Backend.latent_values`."""
     return _head_products(attended, up[:, up.shape[1] - value_dim :].transpose(1, 2)).flatten(1)
 
 
 def _head_products(x: Tensor, matrices: Tensor) -> Tensor:
-    """See `reference.head_products`."""
     wide = matrices.to(torch.float32 if x.is_cpu else x.dtype)
     out = x.new_empty(x.shape[0], x.shape[1], matrices.shape[2])
     for t in range(x.shape[0]):

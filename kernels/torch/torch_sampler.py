@@ -289,8 +289,6 @@ def row_maxima(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 class TorchSamplingRow:
-    """See `SamplingRow`."""
-
     def __init__(self, filters: Filters, penalties: Penalties) -> None:
         self.filters, self.penalties = filters, penalties
         self.row, self.uniform = 0, 0.0
@@ -357,8 +355,6 @@ class TorchSamplingRow:
 
 
 class TorchSampler(TokenSampler):
-    """See `TokenSampler`."""
-
     def new(self, filters: Filters, penalties: Penalties) -> TorchSamplingRow:
         return TorchSamplingRow(filters, penalties)
 
