@@ -146,14 +146,12 @@ def _check_query_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) ->
         check(q.shape[0] == tokens, f"{name}: q has {q.shape[0]} rows for the {tokens} of score_scale")
         return
     check_vectors(f"{name}: alibi_slopes", torch.float32, q.shape[1], call.alibi_slopes)
+    shape = (call.batch_size, ranges.ends.shape[-1])
     for part in (ranges.ends, ranges.rows, ranges.reaches, ranges.gaps):
-        if part is None:
-            continue
-        fits = part.dim() == 2 and part.shape == (call.batch_size, ranges.ends.shape[1]) and part.is_cpu
-        check(
-            fits and part.dtype == torch.int64 and part.is_contiguous(),
-            f"{name}: tensors of ranges must be int64 [{call.batch_size}, R], contiguous",
-        )
+        if part is not None and not (
+            part.dtype == torch.int64 and part.shape == shape and part.is_cpu and part.is_contiguous()
+        ):
+            raise ValueError(f"{name}: tensors of ranges must be int64 [{call.batch_size}, R], contiguous")
 
 
 def _arguments(

@@ -44,6 +44,13 @@ from windlass.kernels.token_sampling import (
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3}
 
 
+def activation_code(activation: str) -> int:
+    """The library's code of an activation. Raises ValueError."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[activation]
+
+
 def rms_norm(kernels: HasLibrary, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """With `residual` ([T, D], x's dtype) the input is residual + x, which is stored in `residual`."""
     shape, dim = x.shape, x.shape[-1]
@@ -75,25 +82,24 @@ def _check_rows(x: Tensor, name: str) -> None:
         )
 
 
-def _check_gate_up(gate_up: Tensor, name: str) -> None:
-    check_matrix(gate_up, f"{name}: gate_up")
-    check(gate_up.shape[1] % 2 == 0, f"{name}: gate_up {tuple(gate_up.shape)} is not [T, 2F]")
+def _half_result(gate_up: Tensor, name: str) -> Tensor:
+    """Memory for a result [T, F] of [T, 2F]."""
+    check_matrix(gate_up, name)
+    rows, columns = gate_up.shape
+    if columns % 2:
+        raise ValueError(f"{name} {tuple(gate_up.shape)} is not [T, 2F]")
+    return torch.empty((rows, columns // 2), dtype=gate_up.dtype)
 
 
 def gated_activation(kernels: HasLibrary, gate_up: Tensor, activation: str) -> Tensor:
-    _check_gate_up(gate_up, "gated_activation")
-    check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
-    rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, dim), dtype=gate_up.dtype)
-    kernels.library.gated_activation(*tensor2(gate_up), ACTIVATIONS[activation], out.data_ptr(), rows, dim)
+    out, code = _half_result(gate_up, "gated_activation: gate_up"), activation_code(activation)
+    kernels.library.gated_activation(*tensor2(gate_up), code, out.data_ptr(), *out.shape)
     return out
 
 
 def clamped_glu(kernels: HasLibrary, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    _check_gate_up(gate_up, "clamped_glu")
-    rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, dim), dtype=gate_up.dtype)
-    kernels.library.clamped_glu(*tensor2(gate_up), alpha, limit, out.data_ptr(), rows, dim)
+    out = _half_result(gate_up, "clamped_glu: gate_up")
+    kernels.library.clamped_glu(*tensor2(gate_up), alpha, limit, out.data_ptr(), *out.shape)
     return out
 
 
@@ -154,9 +160,8 @@ def layer_norm(kernels: HasLibrary, x: Tensor, weight: Tensor, bias: Tensor | No
 
 def activate(kernels: HasLibrary, x: Tensor, activation: str) -> Tensor:
     check_matrix(x, "activate: x")
-    check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
-    out = torch.empty(tuple(x.shape), dtype=x.dtype)
-    kernels.library.activate(*tensor2(x), ACTIVATIONS[activation], out.data_ptr(), *x.shape)
+    out, code = torch.empty(tuple(x.shape), dtype=x.dtype), activation_code(activation)
+    kernels.library.activate(*tensor2(x), code, out.data_ptr(), *x.shape)
     return out
 
 
@@ -302,10 +307,8 @@ class CompiledBufferFiller:
 def row_maxima(kernels: HasLibrary, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Raises MemoryError."""
     rows, vocab = logits.shape
-    check(
-        logits.dtype == torch.float32 and logits.is_cpu and vocab > 0 and (vocab == 1 or logits.stride(1) == 1),
-        f"row_maxima: logits are {logits.dtype} {tuple(logits.shape)}, not float32 [R, V] with adjacent elements",
-    )
+    check_matrix(logits, "row_maxima: logits", wide=True)
+    check(vocab > 0, "row_maxima: logits have no columns")
     ids, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
     if kernels.library.row_maxima(logits.data_ptr(), logits.stride(0), rows, vocab, ids.data_ptr(), values.data_ptr()):
         raise MemoryError("row_maxima: no memory")
@@ -360,14 +363,8 @@ def sampling_workspace(vocab: int, threads: int) -> Tensor:
 
 
 def _check_logits(name: str, logits: Tensor) -> None:
-    check(
-        logits.dim() == 2
-        and logits.dtype == torch.float32
-        and logits.is_cpu
-        and 0 < logits.shape[1] <= MAX_VOCAB
-        and (logits.shape[1] == 1 or logits.stride(1) == 1),
-        f"{name}: logits are {logits.dtype} {tuple(logits.shape)}, not float32 [R, V] with adjacent elements, V <= 2^19",
-    )
+    check_matrix(logits, f"{name}: logits", wide=True)
+    check(0 < logits.shape[1] <= MAX_VOCAB, f"{name}: logits {tuple(logits.shape)} of a vocabulary above 2^19")
 
 
 def sample_tokens(kernels: HasLibrary, logits: Tensor, draws: Sequence[CompiledSamplingRow], memory: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.backend import BackendOptions, Routed, Routing
-from windlass.kernels.cpu.elementwise_bindings import ACTIVATIONS
+from windlass.kernels.cpu.elementwise_bindings import activation_code
 from windlass.kernels.cpu.library import (
     TYPE_CODES,
     ExpertPartFields,
@@ -67,9 +67,9 @@ def activation_code_and_width(rows: int, activation: str | None) -> tuple[int, i
     ValueError."""
     if activation is None:
         return _NO_ACTIVATION, rows
-    check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
+    code = activation_code(activation)
     check(fills_panels(rows), f"{rows} rows of gates and ups do not fill panels of {PANEL}")
-    return ACTIVATIONS[activation], rows // 2
+    return code, rows // 2
 
 
 # Measured on AVX2 with two threads on entire prefill chunks of a 1B Llama: this kernel is faster up to 192 rows, torch's

@@ -20,9 +20,7 @@ from torch import Tensor
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Routed, Routing
 from windlass.kernels.layouts.kv_pages import KVPages
-from windlass.kernels.layouts.weight_layouts import BlockWeight
 from windlass.kernels.torch import batched_attention, reference
-from windlass.kernels.torch.linear import widened_block_rows
 from windlass.kernels.torch.reference import head_products, key_matrices
 
 _PANEL_BYTES = 8 << 20
@@ -63,16 +61,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             out[t, begin : begin + step] = F.linear(row, panel)[0]
     if bias is not None:
         out += bias
-    return out.to(x.dtype)
-
-
-def linear_blocks_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
-    wide = x.float()
-    out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32, device=x.device)
-    for rows, numbers in widened_block_rows(weight):
-        out[:, rows] = linear(wide, numbers)
-    if bias is not None:
-        out += bias.float()
     return out.to(x.dtype)
 
 

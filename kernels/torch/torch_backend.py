@@ -253,7 +253,7 @@ class RowIndependentBackend(TorchBackend):
     def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
         if self.options.activations == "int8":
             return linear.linear_blocks(x, weight, bias)
-        return row_independent.linear_blocks_widened(x, weight, bias)
+        return linear.linear_blocks_widened(x, weight, bias, row_independent.linear)
 
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         for row, own in zip(x, gate, strict=True):
