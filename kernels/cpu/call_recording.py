@@ -168,15 +168,9 @@ class CompiledRecording:
         ends = np.cumsum([len(of_row) for of_row in stop_ids], dtype=np.int64)
         drawn, made = np.empty((passes, len(stop_ids)), dtype=np.int64), ctypes.c_int64()
         self.library.run_decode_steps(
-            *self._addressed(),
-            passes,
-            *rows,
-            maxima[0].data_ptr(),
-            maxima[1].data_ptr(),
-            stops.ctypes.data,
-            ends.ctypes.data,
-            drawn.ctypes.data,
-            ctypes.addressof(made),
+            *(*self._addressed(), passes, *rows),
+            *(maxima[0].data_ptr(), maxima[1].data_ptr(), stops.ctypes.data, ends.ctypes.data),
+            *(drawn.ctypes.data, ctypes.addressof(made)),
         )
         return drawn[: made.value]
 

@@ -121,12 +121,7 @@ def soft_cap(kernels: HasLibrary, x: Tensor, cap: float) -> Tensor:
 
 
 def embed_rows(
-    kernels: HasLibrary,
-    table: Tensor,
-    ids: Tensor,
-    scale: float = 1.0,
-    *,
-    dtype: torch.dtype = torch.float32,
+    kernels: HasLibrary, table: Tensor, ids: Tensor, scale: float = 1.0, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """table[ids] * scale, multiplied in float32.
 
@@ -249,13 +244,8 @@ class CompiledBufferFiller:
         self._library = library
         metadata, positions = rows.metadata.ctypes.data, rows.positions.ctypes.data
         self._count, self._metadata = count, metadata
-        self._own = (
-            positions,
-            rows.lengths.ctypes.data,
-            rows.slots.ctypes.data,
-            rows.tables.ctypes.data,
-            rows.tables.shape[2],
-        )
+        own = (rows.lengths, rows.slots, rows.tables)
+        self._own = (positions, *(array.ctypes.data for array in own), rows.tables.shape[2])
         self._frequencies = inv_freq.data_ptr(), groups, table_rows, half
         self._rotary_rows = rows.metadata[3].ctypes.data, positions, count
         self._angles = rows.cos.data_ptr(), rows.sin.data_ptr()
@@ -381,14 +371,8 @@ def sample_tokens(kernels: HasLibrary, logits: Tensor, draws: Sequence[CompiledS
     count = len(draws)
     addresses = (ctypes.c_void_p * count)(*map(ctypes.addressof, draws))
     code = kernels.library.sample_tokens(
-        logits.data_ptr(),
-        logits.stride(0),
-        logits.shape[0],
-        logits.shape[1],
-        ctypes.addressof(addresses),
-        count,
-        memory.data_ptr(),
-        memory.numel(),
+        *(logits.data_ptr(), logits.stride(0), *logits.shape),
+        *(ctypes.addressof(addresses), count, memory.data_ptr(), memory.numel()),
     )
     if code == 1:
         raise MemoryError(f"sample_tokens: {memory.numel()} bytes are too few for a vocabulary of {logits.shape[1]}")
@@ -432,17 +416,9 @@ def token_logprobs(kernels: HasLibrary, logits: Tensor, rows: Tensor, targets: T
     top_ids, top, normalisers = np.empty((count, k), np.int64), np.empty((count, k), np.float32), np.zeros(count)
     memory = sampling_workspace(vocab, max(1, min(count, torch.get_num_threads())))
     code = kernels.library.token_logprobs(
-        logits.data_ptr(),
-        logits.stride(0),
-        logits.shape[0],
-        vocab,
-        rows.data_ptr(),
-        targets.data_ptr(),
-        count,
-        k,
+        *(logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), targets.data_ptr(), count, k),
         *(array.ctypes.data for array in (chosen, ranks, top_ids, top, normalisers)),
-        memory.data_ptr(),
-        memory.numel(),
+        *(memory.data_ptr(), memory.numel()),
     )
     if code:
         raise IndexError("token_logprobs: a row or a token is outside the logits")

@@ -112,12 +112,7 @@ def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str
 
 
 def linear_small(
-    kernels: HasLibrary,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
+    kernels: HasLibrary, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
@@ -154,12 +149,7 @@ _WIDENED_BYTES = 8 << 20  # float32 weights converted at a time; they stay in th
 
 
 def linear_panels(
-    kernels: HasLibrary,
-    x: Tensor,
-    weight: PanelWeight,
-    bias: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
+    kernels: HasLibrary, x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 

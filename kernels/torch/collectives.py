@@ -105,9 +105,8 @@ def _gloo(ranks: RankGroup) -> Any:
 
 
 def _nccl(ranks: RankGroup) -> Any:
-    os.environ.setdefault(
-        "NCCL_SOCKET_IFNAME", "lo"
-    )  # all ranks are on one machine; otherwise it would listen on the network
+    # All ranks are on one machine; otherwise it would listen on the network.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _WAIT
     return dist.ProcessGroupNCCL(_store(ranks), ranks.rank, ranks.count, options)

@@ -122,17 +122,18 @@ class TritonBackend(TorchBackend):
     def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
         if self._host is None or isinstance(target, PanelRows):
             super().pack(target, source)
-            return
-        staged = BlockWeight.empty(target.count, target.weight.columns, target.weight.form)
-        self._host.pack(staged.narrow(0, target.count), source)
-        copy_rows(target, staged)
+        else:
+            self._fill_from_host(target, self._host.pack, source)
 
     def repack(self, target: BlockRows, source: Tensor) -> None:
         if self._host is None:
             super().repack(target, source)
-            return
+        else:
+            self._fill_from_host(target, self._host.repack, source)
+
+    def _fill_from_host(self, target: BlockRows, fill: Callable[[BlockRows, Tensor], None], source: Tensor) -> None:
         staged = BlockWeight.empty(target.count, target.weight.columns, target.weight.form)
-        self._host.repack(staged.narrow(0, target.count), source)
+        fill(staged.narrow(0, target.count), source)
         copy_rows(target, staged)
 
     # -- products, norms, activations --
