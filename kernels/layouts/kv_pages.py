@@ -38,21 +38,6 @@ def padded_dim(dim: int) -> int:
     return -(-dim // QUAD) * QUAD
 
 
-def pack_keys(rows: Tensor) -> Tensor:
-    """Key codes of rows int8 [num_blocks, P, Hkv, D]."""
-    blocks, size, heads, dim = rows.shape
-    shape = key_shape(blocks, size, heads, dim)
-    padded = F.pad(rows, (0, padded_dim(dim) - dim))
-    return padded.view(blocks, shape[2], PANEL_TOKENS, heads, shape[3], QUAD).permute(0, 3, 1, 4, 2, 5).contiguous()
-
-
-def pack_values(rows: Tensor) -> Tensor:
-    """Value codes of rows int8 [num_blocks, P, Hkv, Dv]."""
-    blocks, size, heads, dim = rows.shape
-    quads = value_shape(blocks, size, heads, dim)[2]
-    return rows.view(blocks, quads, QUAD, heads, dim).permute(0, 3, 1, 4, 2).contiguous()
-
-
 def key_rows(keys: Tensor) -> Tensor:
     """Rows of key codes, padding included: [num_blocks, P, Hkv, 4 * ceil(D / 4)]."""
     blocks, heads, panels, quads, _, _ = keys.shape
@@ -146,17 +131,6 @@ class KVPages:
     value: Tensor
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
-
-    @classmethod
-    def of_codes(cls, keys: Tensor, key_scale: Tensor, values: Tensor, value_scale: Tensor) -> KVPages:
-        """int8 pages that hold these rows: keys [num_blocks, P, Hkv, D], values [num_blocks, P, Hkv, Dv], int8, and
-        their scales [num_blocks, P, Hkv] float32. Raises ValueError for a P that is not a multiple of 16."""
-        return cls(
-            pack_keys(keys),
-            pack_values(values),
-            key_scale.transpose(1, 2).contiguous(),
-            value_scale.transpose(1, 2).contiguous(),
-        )
 
     @property
     def in_panels(self) -> bool:

@@ -209,9 +209,7 @@ class TorchBackend(Backend):
         reference.rerotate_cached_keys(pages, sources, targets, cos, sin, values=values)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-        if batched_attention.attention_refusal(call):
-            return reference.paged_attention(q, pages, call)
-        return batched_attention.paged_attention(q, pages, call)
+        return (reference if call.has_ranges else batched_attention).paged_attention(q, pages, call)
 
     def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         ids, values = torch_sampler.row_maxima(logits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from helpers.code_pages import pages_of_codes
 
 from windlass.kernels import AttentionCall, KVPages, cpu
 from windlass.kernels.cpu.library import Library
@@ -50,7 +51,7 @@ class PrefillCase:
             seen = self.wide[0].isfinite().all(-1)
             codes = [torch.randint(-127, 128, part.shape).to(torch.int8) for part in self.wide]
             scales = [torch.where(seen, torch.rand(seen.shape) / 60, torch.nan) for _ in range(2)]
-            pages = KVPages.of_codes(codes[0], scales[0], codes[1], scales[1])
+            pages = pages_of_codes(codes[0], scales[0], codes[1], scales[1])
             self.pages = [pages.key, pages.value]
             self.scales = {"key_scale": pages.key_scale, "value_scale": pages.value_scale}
             self.wide = [p.float() * s[..., None] for p, s in zip(codes, scales, strict=True)]

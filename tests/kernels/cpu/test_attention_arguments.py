@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import kernels
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu
@@ -98,7 +99,7 @@ def test_every_field_holds_what_it_is_named_for() -> None:
     }
     assert values_of(watched.found) == expected
     call = AttentionCall(tables, torch.tensor([0, 1, 2]), torch.tensor([1, 1]), ones, 0.5)
-    codes = KVPages.of_codes(
+    codes = pages_of_codes(
         *(torch.zeros(5, 16, 3, 8, dtype=torch.int8), torch.zeros(5, 16, 3)),
         *(torch.zeros(5, 16, 3, 4, dtype=torch.int8), torch.zeros(5, 16, 3)),
     )

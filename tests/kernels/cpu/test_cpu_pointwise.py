@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
 from windlass.kernels import KVPages, cpu
@@ -80,7 +81,7 @@ def test_queries_alone(form: Library, page_type: torch.dtype) -> None:
     cos, sin = angles(torch.tensor([0, 7, 4095]), 8)
     if page_type == torch.int8:
         codes, scales = torch.randint(-127, 128, (2, 16, 2, 16)).to(torch.int8), torch.rand(2, 16, 2)
-        pages = KVPages.of_codes(codes, scales, codes, scales)
+        pages = pages_of_codes(codes, scales, codes, scales)
     else:
         pages = KVPages(*torch.randn(2, 2, 16, 2, 16).to(page_type))
     planes = [one for one in (pages.key, pages.value, pages.key_scale, pages.value_scale) if one is not None]

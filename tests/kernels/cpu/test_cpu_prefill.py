@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
+from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, kernels
 from helpers.prefill_case import PrefillCase
 
 from windlass.kernels import AttentionCall, cpu
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts import kv_pages as int8_layout
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -74,7 +74,8 @@ def test_the_largest_sums_of_the_widest_codes_fit(form: Library) -> None:
     assert scales is not None
     codes = (case.q[0, 0].sign() * 127).char().expand(case.wide[0].shape).clone()
     codes[:, ::2] *= -1
-    case.pages[0], case.wide[0] = int8_layout.pack_keys(codes), codes.float() * scales.transpose(1, 2)[..., None]
+    case.pages[0] = pages_of_codes(codes, scales.transpose(1, 2), codes, scales.transpose(1, 2)).key
+    case.wide[0] = codes.float() * scales.transpose(1, 2)[..., None]
     case.check(form)
     call = AttentionCall.for_decode(case.table, case.lengths, case.temperature[-1:], case.scale)
     found = cpu.paged_attention_decode(form, case.q[-1:], case.all_pages, call)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import FORMS, PACKED_FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ def int8_pages(kv_heads: int, dim: int, value_dim: int, blocks: int = 3, size: i
     """Random codes and scales."""
     codes = [torch.randint(-127, 128, (blocks, size, kv_heads, d)).to(torch.int8) for d in (dim, value_dim)]
     scales = [torch.rand(blocks, size, kv_heads) / 60 + 1e-3 for _ in range(2)]
-    return KVPages.of_codes(codes[0], scales[0], codes[1], scales[1])
+    return pages_of_codes(codes[0], scales[0], codes[1], scales[1])
 
 
 def rows_of(pages: KVPages) -> dict[str, torch.Tensor]:
@@ -71,7 +72,7 @@ def test_where_codes_lie(dim: int) -> None:
     """Element by element, as kernels address them."""
     keys, values = (torch.randint(-127, 128, (2, 32, 3, dim)).to(torch.int8) for _ in range(2))
     scale = torch.rand(2, 32, 3)
-    pages = KVPages.of_codes(keys, scale, values, scale)
+    pages = pages_of_codes(keys, scale, values, scale)
     assert (pages.block_size, pages.num_kv_heads, pages.num_slots, pages.value_dim) == (32, 3, 64, dim)
     quads = -(-dim // 4)
     key, value, scales = pages.key.flatten(), pages.value.flatten(), pages.key_scale
