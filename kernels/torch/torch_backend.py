@@ -209,7 +209,9 @@ class TorchBackend(Backend):
         reference.rerotate_cached_keys(pages, sources, targets, cos, sin, values=values)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-        return (reference if call.has_ranges else batched_attention).paged_attention(q, pages, call)
+        if call.has_ranges:
+            return reference.paged_attention(q, pages, call)
+        return batched_attention.paged_attention(q, pages, call)
 
     def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         ids, values = torch_sampler.row_maxima(logits)
