@@ -1,8 +1,8 @@
 """C++ SIMD kernels for CPUs behind one C interface, and their bindings for tensors.
 
 `library` finds and binds the compiled library, or reports why it cannot be used. `*_bindings` check operands and call it;
-`cpu_backend` combines them. Every function takes the library that it calls, so that a recording can replace it. The names
-exported here are those that tests and benchmarks call without a backend.
+`cpu_backend` combines them. The first operand of every function is a backend or a library, which a recording can replace. The
+names imported here are those that tests and benchmarks use without a backend.
 """
 
 from __future__ import annotations

@@ -254,5 +254,5 @@ def test_rows_without_probabilities_have_no_rank(form: Library) -> None:
     for rows, targets in ((ids(4), ids(0)), (ids(0), ids(50)), (ids(-1), ids(0))):
         with pytest.raises(IndexError, match="outside"):
             cpu.token_logprobs(form, logits, rows, targets, 0)
-    with pytest.raises(ValueError, match="k 0 to 50"):
+    with pytest.raises(ValueError, match="k must be 0 to 50"):
         cpu.token_logprobs(form, logits, ids(0), ids(0), 51)
