@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from harness.rates import readable
 
-from windlass.kernels import AttentionCall, KVPages, cpu, select_backend
+from windlass.kernels import AttentionCall, KVPages, cpu, page_tensor_shapes, select_backend
 from windlass.kernels.cpu import load
 from windlass.kernels.device_memory import advise_huge_pages
 from windlass.kernels.torch import batched_attention, reference
@@ -61,9 +61,11 @@ def random_pages(tokens: int, kind: torch.dtype) -> KVPages:
     shape = (-(-tokens // BLOCK), BLOCK, KV_HEADS, DIM)
     if kind != torch.int8:
         return KVPages(*(in_huge_pages(torch.randn(shape).to(kind)) for _ in range(2)))
-    (key, key_scale), (value, value_scale) = (reference.quantize(torch.randn(shape)) for _ in range(2))
-    pages = KVPages.of_codes(key, key_scale, value, value_scale)
-    scales = (in_huge_pages(scale) for scale in pages.scales.values() if scale is not None)
+    shapes = page_tensor_shapes(*shape, DIM, kind)
+    pages, slots = KVPages(*(torch.zeros(s, dtype=dtype) for s, dtype in shapes)), torch.arange(shape[0] * BLOCK)
+    k, v = (torch.randn(len(slots), KV_HEADS, DIM) for _ in range(2))
+    reference.rotate_and_append(k[:, :0], k, v, k[:, 0, :0], k[:, 0, :0], torch.ones(len(slots)), pages, slots)
+    scales = (in_huge_pages(scale) for scale in (pages.key_scale, pages.value_scale) if scale is not None)
     return KVPages(in_huge_pages(pages.key), in_huge_pages(pages.value), *scales)
 
 
@@ -118,7 +120,7 @@ def prefill(shapes: list[tuple[int, int]], repeats: int, clock: Callable[[], flo
         pages = {name: random_pages(length, kind) for name, kind in KINDS.items()}
         contestants: dict[str, Callable[[], object]] = {"matrix": lambda: square @ square}
         for name, own in pages.items():
-            contestants[name] = lambda p=own, q=q, call=call: cpu.paged_attention_prefill(q, p, call, library=load())
+            contestants[name] = lambda p=own, q=q, call=call: cpu.paged_attention_prefill(load(), q, p, call)
         contestants["torch, fp32"] = lambda p=pages["fp32"], q=q, call=call: batched_attention.paged_attention(
             q, p, call
         )

@@ -69,7 +69,7 @@ def linear(rows: list[int], layers: list[str], repeats: int, clock: Timer) -> No
             weights = [torch.randn(columns, inner).to(w_type) for _ in range(max(2, -(-CACHE_BYTES // size)))]
             for count in rows:
                 x = torch.randn(count, inner).to(x_type)
-                contestants = {"ours": alternating(partial(cpu.linear_small, library=load()), x, weights)}
+                contestants = {"ours": alternating(partial(cpu.linear_small, load()), x, weights)}
                 if x_type == w_type:
                     contestants["F.linear"] = alternating(F.linear, x, weights)
                 best = fastest(contestants, repeats, clock)
@@ -90,7 +90,7 @@ def attention(repeats: int, clock: Timer) -> None:
             pages = KVPages(*(torch.randn(batch * per, size, kv_heads, dim).to(kind) for _ in range(2)))
 
             def ours(q=q, pages=pages, call=call) -> Tensor:
-                return cpu.paged_attention_decode(q, pages, call, library=load())
+                return cpu.paged_attention_decode(load(), q, pages, call)
 
             def batched(q=q, pages=pages, call=call) -> Tensor:
                 return paged_attention(q, pages, call)
@@ -113,18 +113,18 @@ def pointwise(repeats: int, clock: Timer) -> None:
         pairs: dict[str, dict[str, Callable[[], object]]] = {
             "rotate_and_append": {
                 "ours": lambda q=q, k=k, v=v, c=cos, s=sin, o=ones, p=pages, i=slots: cpu.rotate_and_append(
-                    q, k, v, c, s, o, p.key, p.value, i, library=load()
+                    load(), q, k, v, c, s, o, p, i
                 ),
                 "torch": lambda q=q, k=k, v=v, c=cos, s=sin, o=ones, p=pages, i=slots: rotate_and_append(
                     q, k, v, c, s, o, p, i
                 ),
             },
             "rms_norm": {
-                "ours": lambda x=x, w=weight: cpu.rms_norm(x, w, 1e-5, library=load()),
+                "ours": lambda x=x, w=weight: cpu.rms_norm(load(), x, w, 1e-5),
                 "torch": lambda x=x, w=weight: rms_norm(x, w, 1e-5),
             },
             "silu_and_mul": {
-                "ours": lambda g=gate_up: cpu.gated_activation(g, "silu", library=load()),
+                "ours": lambda g=gate_up: cpu.gated_activation(load(), g, "silu"),
                 "torch": lambda g=gate_up: gated_activation(g, "silu"),
             },
         }

@@ -67,9 +67,7 @@ def random_weight(columns: int, inner: int, kind: str, memory: WeightMemory) -> 
 
 def product(x: Tensor, weight: Tensor | BlockWeight) -> Tensor:
     return (
-        cpu.linear_blocks(x, weight, library=load())
-        if isinstance(weight, BlockWeight)
-        else cpu.linear_small(x, weight, library=load())
+        cpu.linear_blocks(load(), x, weight) if isinstance(weight, BlockWeight) else cpu.linear_small(load(), x, weight)
     )
 
 

@@ -108,9 +108,7 @@ def append(repeats: int, threads: int) -> dict[str, Any]:
     moved = copied + 2 * cos.numel() * 4
     seconds = take_turns(
         {
-            "rotate_and_append": lambda: cpu.rotate_and_append(
-                q, k, v, cos, sin, ones, pages.key, pages.value, slots, library=load()
-            ),
+            "rotate_and_append": lambda: cpu.rotate_and_append(load(), q, k, v, cos, sin, ones, pages, slots),
             "plain torch": lambda: reference.rotate_and_append(q, k, v, cos, sin, ones, pages, slots),
             "torch copy_": lambda: target.copy_(source),
             "memmove": memmove_on(threads, target, source),
@@ -139,7 +137,7 @@ def angles(repeats: int) -> dict[str, Any]:
         rows, positions = torch.arange(tokens) % 8, torch.randint(0, 10**7, (tokens,))
         seconds = take_turns(
             {
-                "compiled": lambda r=rows, p=positions: cpu.rotary_angles(inv_freq, r, p, library=load()),
+                "compiled": lambda r=rows, p=positions: cpu.rotary_angles(load(), inv_freq, r, p),
                 "torch, float64": lambda r=rows, p=positions: reference.rotary_angles(inv_freq, r, p),
             },
             repeats * 10,

@@ -1,6 +1,7 @@
 """Kernels: a model's tensor operations on the device at hand.
 
 `select_backend` returns a `Backend`. `torch.reference` is the oracle of every operation. Nothing here knows requests or models.
+The engine uses the names that are imported here.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from windlass.kernels.layouts.weight_layouts import (
     PanelWeight,
     StackedWeight,
 )
-from windlass.kernels.rank_group import MOST_RANKS, RankEndedError, RankGroup, shared_memory_bytes
+from windlass.kernels.rank_group import RankEndedError, RankGroup, shared_memory_bytes
 from windlass.kernels.step_recording import (
     BufferFiller,
     Graphs,
@@ -58,67 +59,5 @@ from windlass.kernels.token_sampling import (
     SamplingRow,
     SamplingStatus,
     SamplingTensors,
-    TokenSampler,
     encode_filters,
 )
-
-__all__ = [
-    "FORMS",
-    "LAYOUT_VERSION",
-    "MOST_RANKS",
-    "Activations",
-    "AdapterSlots",
-    "AttentionCall",
-    "Backend",
-    "BlockForm",
-    "BlockRows",
-    "BlockWeight",
-    "BufferFiller",
-    "Copies",
-    "CopyStream",
-    "DeviceEvent",
-    "DeviceMemory",
-    "ExpertWeights",
-    "Filters",
-    "Graphs",
-    "KVPages",
-    "KeyRanges",
-    "LogitsChanges",
-    "LowRankPart",
-    "LowRankTable",
-    "LowRankTarget",
-    "LowRankUpdate",
-    "MultiStepInputs",
-    "PanelRows",
-    "PanelWeight",
-    "Penalties",
-    "PersistentBuffers",
-    "PrefillTotals",
-    "RankEndedError",
-    "RankGroup",
-    "Recorder",
-    "Recording",
-    "Routed",
-    "Routing",
-    "SamplingRow",
-    "SamplingStatus",
-    "SamplingTensors",
-    "SharedWeights",
-    "StackedWeight",
-    "StatePages",
-    "StateRows",
-    "Storage",
-    "TokenSampler",
-    "Weight",
-    "blocks_per_split",
-    "device_refusal",
-    "encode_filters",
-    "has_native_bf16",
-    "is_out_of_memory",
-    "page_tensor_shapes",
-    "ranks_refusal",
-    "reads_16bit_weights",
-    "select_backend",
-    "shared_memory_bytes",
-    "to_device",
-]

@@ -115,12 +115,9 @@ class AttentionCall:
     causal: bool = True  # whether later keys are hidden
     chunk: int | None = None  # a query at index i sees only keys of its chunk i // chunk
     ranges: KeyRanges | None = None
-    alibi_slopes: Tensor | None = (
-        None  # [Hq] float32; slope * distance is subtracted from capped scores (2108.12409); only with gaps of ranges
-    )
-    prompts: PrefillTotals | None = (
-        None  # None: unknown; a call for some of the sequences or tokens keeps the limits of all
-    )
+    # [Hq] float32; slope * distance is subtracted from capped scores (2108.12409); only with gaps of ranges
+    alibi_slopes: Tensor | None = None
+    prompts: PrefillTotals | None = None  # None: unknown; a call for some sequences or tokens keeps the limits of all
 
     def __post_init__(self) -> None:
         if (self.alibi_slopes is None) != (self.ranges is None or self.ranges.gaps is None):
@@ -197,32 +194,25 @@ class AttentionCall:
         start = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
         rows = torch.repeat_interleave(self.query_start[sequences] - start[:-1], counts)
         rows = rows + torch.arange(rows.shape[0], device=rows.device)
-        call = replace(
+        return rows, self._part(sequences, rows, start)
+
+    def _part(self, sequences: Tensor | slice, rows: Tensor | slice, query_start: Tensor) -> AttentionCall:
+        return replace(
             self,
             block_tables=self.block_tables[sequences],
-            query_start=start,
+            query_start=query_start,
             seq_lens=self.seq_lens[sequences],
             score_scale=self.score_scale[rows],
             ranges=None if self.ranges is None else self.ranges.take(sequences),
         )
-        return rows, call
 
     def sequences(self, fewest: int = 1) -> Iterator[tuple[slice, int, AttentionCall]]:
         """Tokens, length and call of every sequence with at least `fewest` new tokens; see `decode_part`."""
         starts, lengths = self.query_start.tolist(), self.seq_lens.tolist()
         for b, length in enumerate(lengths):
-            rows, one = slice(starts[b], starts[b + 1]), slice(b, b + 1)
-            if rows.stop - rows.start < fewest:
-                continue
-            call = replace(
-                self,
-                block_tables=self.block_tables[one],
-                query_start=self.query_start[b : b + 2] - starts[b],
-                seq_lens=self.seq_lens[one],
-                score_scale=self.score_scale[rows],
-                ranges=None if self.ranges is None else self.ranges.take(one),
-            )
-            yield rows, length, call
+            rows = slice(starts[b], starts[b + 1])
+            if rows.stop - rows.start >= fewest:
+                yield rows, length, self._part(slice(b, b + 1), rows, self.query_start[b : b + 2] - starts[b])
 
     def as_single_tokens(self) -> AttentionCall:
         """The same attention with every token as the last one of its own sequence, all with one table.

@@ -100,37 +100,42 @@ def select_backend(
     options = BackendOptions(
         torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, bf16_prefill, shared, ranks
     )
-    own = _NATIVE_BACKENDS.get(options.device.type)
-    refusal = None if own is None else own.refusal(options)
-    if own is not None and refusal is None:
-        return own.make(options)
+    native, refusal = _native(options)
+    if native is not None:
+        return native.make(options)
     return (RowIndependentBackend if deterministic else TorchBackend)(options, refusal)
+
+
+def _native(options: BackendOptions) -> tuple[_NativeBackend | None, str | None]:
+    """The native backend of the device if it can be used, and why it cannot (None if there is none)."""
+    native = _NATIVE_BACKENDS.get(options.device.type)
+    refusal = None if native is None else native.refusal(options)
+    return native if refusal is None else None, refusal
 
 
 def device_refusal(device: torch.device | str) -> str | None:
     """Why the kernels for this kind of device cannot run on this one; None if they can, or if there are none."""
-    options = BackendOptions(torch.device(device))
-    own = _NATIVE_BACKENDS.get(options.device.type)
-    return None if own is None else own.refusal(options)
+    return _native(BackendOptions(torch.device(device)))[1]
 
 
 def reads_16bit_weights(device: torch.device | str) -> bool:
     """Whether `linear` on this device reads bfloat16 or float16 weights directly when multiplying float32 rows."""
-    own = _NATIVE_BACKENDS.get(torch.device(device).type)
-    return own is not None and own.narrow and own.refusal(BackendOptions(torch.device(device))) is None
+    options = BackendOptions(torch.device(device))
+    native = _NATIVE_BACKENDS.get(options.device.type)
+    return native is not None and native.narrow and native.refusal(options) is None
 
 
 def has_native_bf16(device: torch.device | str) -> bool:
     """Whether the kernels for this device use native bfloat16 products for bfloat16 rows and weights."""
     options = BackendOptions(torch.device(device), torch.bfloat16, torch.bfloat16)
-    own = _NATIVE_BACKENDS.get(options.device.type)
-    return own is not None and own.refusal(options) is None and own.pairs(options)
+    native, _ = _native(options)
+    return native is not None and native.pairs(options)
 
 
 def ranks_refusal(device: torch.device | str) -> str | None:
     """Why a rank group is not possible on this kind of device, or None."""
     options = BackendOptions(torch.device(device))
-    own = _NATIVE_BACKENDS.get(options.device.type)
-    if own is not None and own.share_memory and own.refusal(options) is None:
+    native = _NATIVE_BACKENDS.get(options.device.type)
+    if native is not None and native.share_memory and native.refusal(options) is None:
         return None
     return collectives_refusal(options.device)

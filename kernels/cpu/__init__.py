@@ -1,8 +1,8 @@
 """C++ SIMD kernels for CPUs behind one C interface, and their bindings for tensors.
 
 `library` finds and binds the compiled library, or reports why it cannot be used. `*_bindings` check operands and call it;
-`cpu_backend` combines them. Every function takes the library that it calls, so that a recording can replace it. The names
-exported here are those that tests and benchmarks call without a backend.
+`cpu_backend` combines them. The first operand of every function is a backend or a library, which a recording can replace. The
+names imported here are those that tests and benchmarks use without a backend.
 """
 
 from __future__ import annotations
@@ -37,31 +37,3 @@ from windlass.kernels.cpu.matmul_bindings import (
     linear_small,
     pack_panels,
 )
-
-__all__ = [
-    "Arena",
-    "CompiledSamplingRow",
-    "attention_refusal",
-    "embed_blocks",
-    "embed_rows",
-    "gated_activation",
-    "linear_blocks",
-    "linear_blocks_widened",
-    "linear_panels",
-    "linear_panels_widened",
-    "linear_refusal",
-    "linear_small",
-    "load",
-    "pack_panels",
-    "paged_attention_decode",
-    "paged_attention_prefill",
-    "rerotate_cached_keys",
-    "rms_norm",
-    "rotary_angles",
-    "rotate_and_append",
-    "rotate_queries",
-    "sample_tokens",
-    "sampling_workspace",
-    "token_logprobs",
-    "unavailable_reason",
-]

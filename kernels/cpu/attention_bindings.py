@@ -1,7 +1,9 @@
 """Attention, rotary and recurrent-layer bindings of the compiled kernels.
 
-Arithmetic is float32 whatever the storage. Each function checks operands before it passes addresses to C. Sequence data of
-recurrent layers is checked by the kernels, since it may differ when a recorded call is repeated.
+Functions named like an operation of `Backend` perform it. Arithmetic is float32 whatever the storage: float32, bfloat16 or
+float16. Queries, keys, values and columns may have any row and head strides; pages and states are contiguous. Operands that
+do not fit raise ValueError before an address is passed to C. Sequence data of recurrent layers is checked by the kernels,
+since it may differ when a recorded call is repeated.
 """
 
 from __future__ import annotations
@@ -21,14 +23,13 @@ from windlass.kernels.cpu.library import (
     LATENT_PAGES,
     PAGE_CODES,
     TYPE_CODES,
-    Library,
-    PageSizes,
+    HasLibrary,
     address,
+    adjacent,
     check,
     check_matrix,
-    page_sizes,
+    check_vectors,
     pages_refusal,
-    scales_refusal,
     table_ok,
     tensor2,
     vector_ok,
@@ -47,26 +48,20 @@ def call_refusal(call: AttentionCall) -> str | None:
 
 def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | None:
     """Why the functions below do not support these operands, or None."""
-    key_pages, value_pages, key_scales = pages.key, pages.value, pages.key_scale
-    reason = (
-        call_refusal(call)
-        or pages_refusal(key_pages, value_pages)
-        or scales_refusal(key_pages, value_pages, key_scales, pages.value_scale)
-    )
+    reason = call_refusal(call) or pages_refusal(pages)
     if reason is not None:
         return reason
     if q.dtype not in TYPE_CODES or q.dim() != 3 or (q.shape[2] > 1 and q.stride(2) != 1) or not q.is_cpu:
         return f"q is {q.dtype} {tuple(q.shape)} on {q.device}, not a float tensor [T, Hq, D] with adjacent elements"
-    sizes = page_sizes(key_pages, value_pages, key_scales)
-    if pages.has_rows_of_codes and value_pages.data_ptr() != key_pages.data_ptr():
+    if pages.has_rows_of_codes and pages.value.data_ptr() != pages.key.data_ptr():
         return "rows of codes are keys and values at once"
-    fits = sizes.holds_keys(sizes.kv_heads, q.shape[2])
-    if not fits or sizes.kv_heads == 0 or q.shape[1] % sizes.kv_heads:
-        return f"q {tuple(q.shape)} does not fit key pages {tuple(key_pages.shape)}"
+    kv_heads = pages.num_kv_heads
+    if not pages.holds_keys(kv_heads, q.shape[2]) or kv_heads == 0 or q.shape[1] % kv_heads:
+        return f"q {tuple(q.shape)} does not fit key pages {tuple(pages.key.shape)}"
     return None
 
 
-def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, library: Library) -> Tensor:
+def paged_attention_decode(kernels: HasLibrary, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
     """Attention of one new token per sequence over its cached keys, which include its own.
 
     q: [B, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. call: query_start is ignored; seq_lens may be
@@ -74,39 +69,20 @@ def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, li
     of its keys. A row's bits depend on its own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and
     IndexError for a visible block that the table or the pages lack, or a row that q lacks.
     """
-    reason = attention_refusal(q, pages, call)
-    check(reason is None, f"paged_attention_decode: {reason}")
-    tables, seq_lens, sinks = call.block_tables, call.seq_lens, call.sink_logits
-    batch, heads = call.batch_size, q.shape[1]
-    sizes = page_sizes(pages.key, pages.value, pages.key_scale)
-    _check_query_rows(q, call, batch, "paged_attention_decode")
+    name, seq_lens, batch = "paged_attention_decode", call.seq_lens, call.batch_size
+    tables = _checked_tables(q, pages, call, batch, name)
     check(
-        tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
-        f"paged_attention_decode: block_tables must be int32 [{batch}, max_blocks]",
+        seq_lens.dtype in (torch.int32, torch.int64) and vector_ok(seq_lens, seq_lens.dtype, batch),
+        f"{name}: seq_lens must be int32 or int64, contiguous [{batch}]",
     )
-    check(
-        seq_lens.dtype in (torch.int32, torch.int64)
-        and vector_ok(seq_lens, seq_lens.dtype, batch)
-        and vector_ok(call.score_scale, torch.float32, batch)
-        and (sinks is None or vector_ok(sinks, torch.float32, heads)),
-        f"paged_attention_decode: seq_lens (int), score_scale [{batch}] and sink_logits [{heads}] (float32), contiguous",
-    )
-    _check_visibility(call, "paged_attention_decode")
-    if tables.shape[1] > 1 and tables.stride(1) != 1:
-        tables = tables.contiguous()
-    out = torch.empty((batch, heads, sizes.value_dim), dtype=q.dtype)
-    arguments = library.attention_arguments(_arguments(q, pages, call, sizes, tables, None, out))
-    _raise_attention_error(library.paged_attention_decode(arguments), "paged_attention_decode")
+    out = torch.empty((batch, q.shape[1], pages.value_dim), dtype=q.dtype)
+    arguments = kernels.library.attention_arguments(_arguments(q, pages, call, tables, None, out))
+    _raise_attention_error(kernels.library.paged_attention_decode(arguments), name)
     return out
 
 
-def _check_visibility(call: AttentionCall, name: str) -> None:
-    check(call.window is None or call.window > 0, f"{name}: window must be positive")
-    alone = call.chunk is None or (call.chunk > 0 and call.window is None and call.causal)
-    check(alone, f"{name}: chunk must be positive, causal, and without a window")
-
-
 def paged_attention_prefill(
+    kernels: HasLibrary,
     q: Tensor,
     pages: KVPages,
     call: AttentionCall,
@@ -114,7 +90,6 @@ def paged_attention_prefill(
     out: Tensor | None = None,
     fewest: int = 1,
     bf16_products: bool = False,
-    library: Library,
 ) -> Tensor:
     """Attention of the last tokens of several sequences over their cached keys, in blocks (2205.14135).
 
@@ -125,45 +100,43 @@ def paged_attention_prefill(
     out. Raises ValueError, and IndexError for a visible block that the tables or the pages lack, or a row that q lacks.
     """
     name = "paged_attention_prefill"
-    reason = attention_refusal(q, pages, call)
-    check(reason is None, f"{name}: {reason}")
-    tables, query_start, seq_lens, sinks = call.block_tables, call.query_start, call.seq_lens, call.sink_logits
-    tokens, heads = call.num_tokens, q.shape[1]
-    sizes = page_sizes(pages.key, pages.value, pages.key_scale)
-    value_dim = sizes.value_dim
-    batch = seq_lens.shape[0]
-    _check_query_rows(q, call, tokens, name)
-    check(
-        tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
-        f"{name}: block_tables must be int32 [{batch}, max_blocks]",
-    )
-    check(
-        vector_ok(seq_lens, torch.int64, batch) and vector_ok(query_start, torch.int64, batch + 1),
-        f"{name}: seq_lens [{batch}] and query_start [{batch + 1}] must be int64, contiguous",
-    )
+    query_start, seq_lens, tokens, batch = call.query_start, call.seq_lens, call.num_tokens, call.batch_size
+    tables = _checked_tables(q, pages, call, tokens, name)
+    check_vectors(f"{name}: seq_lens", torch.int64, batch, seq_lens)
+    check_vectors(f"{name}: query_start", torch.int64, batch + 1, query_start)
     starts = query_start.tolist()
     check(
         starts[0] >= 0 and starts[-1] <= tokens and all(a <= b for a, b in pairwise(starts)),
         f"{name}: query_start must rise from 0 to at most {tokens}",
     )
-    check(
-        vector_ok(call.score_scale, torch.float32, tokens)
-        and (sinks is None or vector_ok(sinks, torch.float32, heads)),
-        f"{name}: score_scale [{tokens}] and sink_logits [{heads}] must be float32, contiguous",
-    )
-    _check_visibility(call, name)
-    if tables.shape[1] > 1 and tables.stride(1) != 1:
-        tables = tables.contiguous()
+    shape = (tokens, q.shape[1], pages.value_dim)
     if out is None:
-        out = torch.empty((tokens, heads, value_dim), dtype=q.dtype)
+        out = torch.empty(shape, dtype=q.dtype)
     check(
-        out.shape == (tokens, heads, value_dim) and out.dtype == q.dtype and out.is_cpu and out.is_contiguous(),
-        f"{name}: out must be {q.dtype} [{tokens}, {heads}, {value_dim}], contiguous",
+        out.shape == shape and out.dtype == q.dtype and out.is_cpu and out.is_contiguous(),
+        f"{name}: out must be {q.dtype} {shape}, contiguous",
     )
     bf16_products = bf16_products and (pages.key.element_size() == 2 or pages.has_rows_of_codes)
-    arguments = library.attention_arguments(_arguments(q, pages, call, sizes, tables, query_start, out, bf16_products))
-    _raise_attention_error(library.paged_attention_prefill(arguments, fewest), name)
+    arguments = kernels.library.attention_arguments(_arguments(q, pages, call, tables, query_start, out, bf16_products))
+    _raise_attention_error(kernels.library.paged_attention_prefill(arguments, fewest), name)
     return out
+
+
+def _checked_tables(q: Tensor, pages: KVPages, call: AttentionCall, tokens: int, name: str) -> Tensor:
+    """The block tables with adjacent elements in a row. Raises ValueError unless the operands are supported and fit each
+    other and a call for this many tokens."""
+    reason = attention_refusal(q, pages, call)
+    check(reason is None, f"{name}: {reason}")
+    _check_query_rows(q, call, tokens, name)
+    tables = call.block_tables
+    if tables.dtype != torch.int32 or tables.dim() != 2 or tables.shape[0] != call.batch_size or not tables.is_cpu:
+        raise ValueError(f"{name}: block_tables must be int32 [{call.batch_size}, max_blocks]")
+    check_vectors(f"{name}: score_scale", torch.float32, tokens, call.score_scale)
+    check_vectors(f"{name}: sink_logits", torch.float32, q.shape[1], call.sink_logits)
+    check(call.window is None or call.window > 0, f"{name}: window must be positive")
+    alone = call.chunk is None or (call.chunk > 0 and call.window is None and call.causal)
+    check(alone, f"{name}: chunk must be positive, causal, and without a window")
+    return adjacent(tables)
 
 
 def _check_query_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) -> None:
@@ -172,24 +145,19 @@ def _check_query_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) ->
     if ranges is None:
         check(q.shape[0] == tokens, f"{name}: q has {q.shape[0]} rows for the {tokens} of score_scale")
         return
-    slopes = call.alibi_slopes
-    fits = slopes is None or vector_ok(slopes, torch.float32, q.shape[1])
-    check(fits, f"{name}: alibi_slopes must be float32 [{q.shape[1]}], contiguous")
+    check_vectors(f"{name}: alibi_slopes", torch.float32, q.shape[1], call.alibi_slopes)
+    shape = (call.batch_size, ranges.ends.shape[-1])
     for part in (ranges.ends, ranges.rows, ranges.reaches, ranges.gaps):
-        if part is None:
-            continue
-        fits = part.dim() == 2 and part.shape == (call.batch_size, ranges.ends.shape[1]) and part.is_cpu
-        check(
-            fits and part.dtype == torch.int64 and part.is_contiguous(),
-            f"{name}: tensors of ranges must be int64 [{call.batch_size}, R], contiguous",
-        )
+        if part is not None and not (
+            part.dtype == torch.int64 and part.shape == shape and part.is_cpu and part.is_contiguous()
+        ):
+            raise ValueError(f"{name}: tensors of ranges must be int64 [{call.batch_size}, R], contiguous")
 
 
 def _arguments(
     q: Tensor,
     pages: KVPages,
     call: AttentionCall,
-    sizes: PageSizes,
     tables: Tensor,
     query_start: Tensor | None,
     out: Tensor,
@@ -217,11 +185,11 @@ def _arguments(
         "q_rows": q.shape[0],
         "q_row": q.stride(0),
         "q_head": q.stride(1),
-        "num_blocks": sizes.num_blocks,
-        "block_size": sizes.block_size,
-        "kv_heads": sizes.kv_heads,
+        "num_blocks": pages.num_blocks,
+        "block_size": pages.block_size,
+        "kv_heads": pages.num_kv_heads,
         "dim": q.shape[-1],
-        "value_dim": sizes.value_dim,
+        "value_dim": pages.value_dim,
         "table_row": tables.stride(0),
         "table_columns": tables.shape[1],
         "batch": call.seq_lens.shape[0],
@@ -270,9 +238,7 @@ def _cache_bytes() -> int:
         return _DEFAULT_CACHE_BYTES
 
 
-def _check_rotated(
-    q: Tensor, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None
-) -> None:
+def _check_rotated(q: Tensor, k: Tensor, v: Tensor, pages: KVPages) -> None:
     """Raise ValueError unless q, k and v fit each other and these (valid) pages."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype != q.dtype or tensor.dtype not in TYPE_CODES or not tensor.is_cpu:
@@ -281,159 +247,133 @@ def _check_rotated(
             )
         if tensor.dim() != 3 or tensor.shape[0] != q.shape[0] or (tensor.shape[2] > 1 and tensor.stride(2) != 1):
             raise ValueError(f"rotate_and_append: {name} {tuple(tensor.shape)} is not [T, H, D] with adjacent elements")
-    sizes = page_sizes(key_pages, value_pages, key_scales)
-    fits = sizes.holds_keys(k.shape[1] or sizes.kv_heads, k.shape[2])
-    if not fits or v.shape[1:] != (k.shape[1], sizes.value_dim):
+    fits = pages.holds_keys(k.shape[1] or pages.num_kv_heads, k.shape[2])
+    if not fits or v.shape[1:] != (k.shape[1], pages.value_dim):
         raise ValueError(
             f"rotate_and_append: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit the pages"
         )
 
 
-def _check_pages(
-    key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, name: str
-) -> None:
-    reason = pages_refusal(key_pages, value_pages) or scales_refusal(key_pages, value_pages, key_scales, value_scales)
-    if reason is None and key_pages.dtype == torch.int8 and key_pages.dim() == 4 and value_pages.shape[3]:
+def _check_pages(pages: KVPages, name: str) -> None:
+    reason = pages_refusal(pages)
+    if reason is None and pages.has_rows_of_codes and pages.value_dim:
         reason = "rows of codes hold no values"
     check(reason is None, f"{name}: {reason}")
 
 
-def _outgrows_caches(key_pages: Tensor, value_pages: Tensor, tokens: int) -> bool:
+def _check_angles(cos: Tensor, sin: Tensor, count: int, head_dim: int, name: str) -> int:
+    """The number of rotated pairs. Raises ValueError unless these are angles of `count` rows for heads of this size."""
+    half = cos.shape[-1]
+    check(2 * half <= head_dim, f"{name}: {2 * half} rotary dims in heads of {head_dim}")
+    check(
+        table_ok(cos, (count, half)) and table_ok(sin, (count, half)),
+        f"{name}: cos and sin must be float32 [{count}, d/2] with adjacent elements",
+    )
+    return half
+
+
+def _outgrows_caches(pages: KVPages, tokens: int) -> bool:
     """Whether the appended tokens exceed the caches, so that non-temporal stores are better."""
-    per_token = (key_pages.stride(0) + value_pages.stride(0)) // key_pages.shape[1] if key_pages.shape[1] else 0
-    return tokens * per_token * key_pages.element_size() > _cache_bytes() // 2
+    block_size = pages.block_size
+    per_token = (pages.key.stride(0) + pages.value.stride(0)) // block_size if block_size else 0
+    return tokens * per_token * pages.key.element_size() > _cache_bytes() // 2
 
 
 def rotate_and_append(
+    kernels: HasLibrary,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cos: Tensor,
     sin: Tensor,
     q_scale: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
+    pages: KVPages,
     slots: Tensor,
-    *,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-    library: Library,
 ) -> None:
-    """See `Backend.rotate_and_append`. q, k, v: float32, bfloat16 or float16, with any token and head strides.
-
-    key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float dtype, contiguous; or int8 codes with
-    key_scales and value_scales [num_blocks, Hkv, P] float32, or latent rows with Dv 0, in the layouts of `KVPages`. Raises
-    ValueError, and IndexError for a slot past the pages (nothing is written then).
-    """
-    _check_pages(key_pages, value_pages, key_scales, value_scales, "rotate_and_append")
-    _check_rotated(q, k, v, key_pages, value_pages, key_scales)
-    tokens, q_heads, dim, half = *q.shape[:2], k.shape[2], cos.shape[-1]
-    narrowest = min(q.shape[2], dim)
-    check(2 * half <= narrowest, f"rotate_and_append: {2 * half} rotary dims in heads of {narrowest}")
-    check(
-        table_ok(cos, (tokens, half)) and table_ok(sin, (tokens, half)),
-        f"rotate_and_append: cos and sin must be float32 [{tokens}, d/2] with adjacent elements",
-    )
-    check(
-        vector_ok(q_scale, torch.float32, tokens) and vector_ok(slots, torch.int64, tokens),
-        f"rotate_and_append: q_scale must be float32 and slots int64, contiguous [{tokens}]",
-    )
-    pages = page_sizes(key_pages, value_pages, key_scales)
-    # fmt: off
-    rows = (
-        q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0),
-        v.stride(1), TYPE_CODES[q.dtype], cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0),
-        q_scale.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr(),
-    )
-    sizes = (
-        pages.num_blocks * pages.block_size, slots.data_ptr(), tokens, q_heads, k.shape[1], dim, v.shape[2], half,
-    )
-    # fmt: on
-    if key_scales is not None and value_scales is not None and not pages.in_panels:
-        code = library.rotate_and_append_rows(
-            *(*rows[:6], *rows[9:15], key_pages.data_ptr(), key_scales.data_ptr()), *sizes[:6], half
+    """Raises IndexError for a slot past the pages (nothing is written then)."""
+    _check_pages(pages, "rotate_and_append")
+    _check_rotated(q, k, v, pages)
+    tokens, q_heads, dim = *q.shape[:2], k.shape[2]
+    half = _check_angles(cos, sin, tokens, min(q.shape[2], dim), "rotate_and_append")
+    check_vectors("rotate_and_append: q_scale", torch.float32, tokens, q_scale)
+    check_vectors("rotate_and_append: slots", torch.int64, tokens, slots)
+    heads = (*_heads(q), *_heads(k))
+    angles = cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0), q_scale.data_ptr()
+    sizes = pages.num_slots, slots.data_ptr(), tokens, q_heads, k.shape[1], dim
+    key, value, key_scale, value_scale = pages.key, pages.value, pages.key_scale, pages.value_scale
+    if key_scale is not None and pages.has_rows_of_codes:
+        code = kernels.library.rotate_and_append_rows(
+            *(*heads, TYPE_CODES[q.dtype], *angles, key.data_ptr(), key_scale.data_ptr(), *sizes, half)
         )
-    elif key_scales is not None and value_scales is not None:
-        scales = key_scales.data_ptr(), value_scales.data_ptr(), pages.block_size
-        code = library.rotate_and_append_int8(*rows, *scales, *sizes)
+    elif key_scale is not None and value_scale is not None:
+        code = kernels.library.rotate_and_append_int8(
+            *(*heads, *_heads(v), TYPE_CODES[q.dtype], *angles, key.data_ptr(), value.data_ptr()),
+            *(key_scale.data_ptr(), value_scale.data_ptr(), pages.block_size, *sizes, v.shape[2], half),
+        )
     else:
-        past_caches = _outgrows_caches(key_pages, value_pages, tokens)
-        code = library.rotate_and_append(*rows, TYPE_CODES[key_pages.dtype], *sizes, int(past_caches))
+        code = kernels.library.rotate_and_append(
+            *(*heads, *_heads(v), TYPE_CODES[q.dtype], *angles, key.data_ptr(), value.data_ptr()),
+            *(TYPE_CODES[key.dtype], *sizes, v.shape[2], half, int(_outgrows_caches(pages, tokens))),
+        )
     if code == 1:
         raise MemoryError("rotate_and_append: no memory for a head")
     if code:
         raise IndexError("rotate_and_append: a slot is past the pages")
 
 
+def _heads(x: Tensor) -> tuple[int, int, int]:
+    """Address, row stride and head stride of x [T, H, D]."""
+    return x.data_ptr(), x.stride(0), x.stride(1)
+
+
 def rerotate_cached_keys(
-    key_pages: Tensor,
-    value_pages: Tensor,
+    kernels: HasLibrary,
+    pages: KVPages,
     sources: Tensor,
     targets: Tensor,
     cos: Tensor,
     sin: Tensor,
     *,
     values: bool = True,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-    library: Library,
 ) -> None:
-    """See `Backend.rerotate_cached_keys`; pages as in `rotate_and_append`. Dims past d and values are copied bit by bit.
-
-    An int8 key is quantized again as a unit, or copied if it has no rotary dims. Of latent rows, groups with rotary dims are
-    quantized again and the others copied. Raises ValueError, and IndexError for a slot outside the pages (nothing is written
-    then).
-    """
-    _check_pages(key_pages, value_pages, key_scales, value_scales, "rerotate_cached_keys")
-    count, half = sources.shape[0], cos.shape[-1]
-    num_blocks, block_size, kv_heads, dim, value_dim, in_panels = page_sizes(key_pages, value_pages, key_scales)
-    check(2 * half <= dim, f"rerotate_cached_keys: {2 * half} rotary dims in heads of {dim}")
-    check(
-        table_ok(cos, (count, half)) and table_ok(sin, (count, half)),
-        f"rerotate_cached_keys: cos and sin must be float32 [{count}, d/2] with adjacent elements",
-    )
-    check(
-        vector_ok(sources, torch.int64, count) and vector_ok(targets, torch.int64, count),
-        f"rerotate_cached_keys: sources and targets must be int64, contiguous [{count}]",
-    )
-    # fmt: off
+    """Dims past d are copied bit by bit. An int8 key is quantized again as a unit, or copied if it has no rotary dims. Of
+    latent rows, groups with rotary dims are quantized again and the others copied."""
+    _check_pages(pages, "rerotate_cached_keys")
+    count, dim = sources.shape[0], pages.key_dim
+    half = _check_angles(cos, sin, count, dim, "rerotate_cached_keys")
+    check_vectors("rerotate_cached_keys: sources and targets", torch.int64, count, sources, targets)
     entries = (
-        num_blocks * block_size, sources.data_ptr(), targets.data_ptr(), count, cos.data_ptr(), cos.stride(0),
-        sin.data_ptr(), sin.stride(0), kv_heads, dim, value_dim if values else 0, half,
+        *(pages.num_slots, sources.data_ptr(), targets.data_ptr(), count),
+        *(cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0), pages.num_kv_heads, dim),
     )
-    # fmt: on
-    addresses = key_pages.data_ptr(), value_pages.data_ptr()
-    if key_scales is not None and value_scales is not None and not in_panels:
-        code = library.rerotate_cached_rows(
-            key_pages.data_ptr(), key_scales.data_ptr(), *entries[:8], *(kv_heads, dim, half)
+    key, value, key_scale, value_scale = pages.key, pages.value, pages.key_scale, pages.value_scale
+    value_dim = pages.value_dim if values else 0
+    if key_scale is not None and pages.has_rows_of_codes:
+        code = kernels.library.rerotate_cached_rows(key.data_ptr(), key_scale.data_ptr(), *entries, half)
+    elif key_scale is not None and value_scale is not None:
+        scales = key_scale.data_ptr(), value_scale.data_ptr(), pages.block_size
+        code = kernels.library.rerotate_cached_keys_int8(
+            key.data_ptr(), value.data_ptr(), *scales, *entries, value_dim, half
         )
-    elif key_scales is not None and value_scales is not None:
-        scales = key_scales.data_ptr(), value_scales.data_ptr(), block_size
-        code = library.rerotate_cached_keys_int8(*addresses, *scales, *entries)
     else:
-        code = library.rerotate_cached_keys(*addresses, TYPE_CODES[key_pages.dtype], *entries)
+        code = kernels.library.rerotate_cached_keys(
+            key.data_ptr(), value.data_ptr(), TYPE_CODES[key.dtype], *entries, value_dim, half
+        )
     if code == 1:
         raise MemoryError("rerotate_cached_keys: no memory for a head")
     if code:
         raise IndexError("rerotate_cached_keys: a slot is outside the pages")
 
 
-def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: Library) -> Tensor:
-    """See `Backend.rotate_queries`. q: float32, bfloat16 or float16. Dims past d are copied bit by bit."""
-    check(
-        q.dim() == 3 and q.dtype in TYPE_CODES and q.is_cpu and (q.shape[2] < 2 or q.stride(2) == 1),
-        f"rotate_queries: q is {q.dtype} {tuple(q.shape)}, not a float CPU tensor [T, H, D] with adjacent elements",
-    )
-    (tokens, heads, dim), count, half = q.shape, rows.shape[0], cos.shape[-1]
-    check(2 * half <= dim, f"rotate_queries: {2 * half} rotary dims in heads of {dim}")
-    check(vector_ok(rows, torch.int64, count), f"rotate_queries: rows must be int64, contiguous [{count}]")
-    check(
-        table_ok(cos, (count, half)) and table_ok(sin, (count, half)),
-        f"rotate_queries: cos and sin must be float32 [{count}, d/2] with adjacent elements",
-    )
+def rotate_queries(kernels: HasLibrary, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Dims past d are copied bit by bit."""
+    _check_heads(q, "rotate_queries")
+    (tokens, heads, dim), count = q.shape, rows.shape[0]
+    half = _check_angles(cos, sin, count, dim, "rotate_queries")
+    check_vectors("rotate_queries: rows", torch.int64, count, rows)
     out = torch.empty((tokens + count, heads, dim), dtype=q.dtype)
-    code = library.rotate_queries(
-        *(q.data_ptr(), q.stride(0), q.stride(1), TYPE_CODES[q.dtype], rows.data_ptr()),
+    code = kernels.library.rotate_queries(
+        *(*_heads(q), TYPE_CODES[q.dtype], rows.data_ptr()),
         *(cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0)),
         *(out.data_ptr(), tokens, count, heads, dim, half),
     )
@@ -442,21 +382,18 @@ def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library
     return out
 
 
-def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor, *, library: Library) -> tuple[Tensor, Tensor]:
-    """See `Backend.rotary_angles`. Operands are contiguous. Raises ValueError, and IndexError for a row outside the table."""
+def rotary_angles(kernels: HasLibrary, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands are contiguous. Raises IndexError for a row outside the table."""
     check(
         inv_freq.dim() == 3 and inv_freq.dtype == torch.float64 and inv_freq.is_cpu and inv_freq.is_contiguous(),
         f"rotary_angles: inv_freq is {inv_freq.dtype} {tuple(inv_freq.shape)}, not contiguous float64 [G, R, d/2]",
     )
     groups, table_rows, half = inv_freq.shape
     tokens = rows.shape[0]
-    check(
-        vector_ok(rows, torch.int64, tokens) and vector_ok(positions, torch.int64, tokens),
-        f"rotary_angles: rows and positions must be int64, contiguous [{tokens}]",
-    )
+    check_vectors("rotary_angles: rows and positions", torch.int64, tokens, rows, positions)
     shape = (groups, tokens, half)
     cos, sin = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
-    code = library.rotary_angles(
+    code = kernels.library.rotary_angles(
         *(inv_freq.data_ptr(), groups, table_rows, half),
         *(rows.data_ptr(), positions.data_ptr(), tokens, cos.data_ptr(), sin.data_ptr()),
     )
@@ -473,8 +410,7 @@ def latent_expansion_cost(pages: KVPages, *, narrow: bool) -> LatentExpansion:
     return LatentExpansion(1.25, 1.25)
 
 
-def latent_queries(q: Tensor, up: Tensor, rotary_dim: int, *, library: Library) -> Tensor:
-    """See `Backend.latent_queries`. q: [T, H, R + N], any token and head strides. Raises ValueError."""
+def latent_queries(kernels: HasLibrary, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
     _check_latent(q, up, "latent_queries")
     tokens, heads, width = q.shape
     plain, dim = width - rotary_dim, up.shape[2]
@@ -483,15 +419,14 @@ def latent_queries(q: Tensor, up: Tensor, rotary_dim: int, *, library: Library) 
         f"latent_queries: q {tuple(q.shape)} with {rotary_dim} rotated dims does not fit matrices {tuple(up.shape)}",
     )
     out = torch.empty((tokens, heads, rotary_dim + dim), dtype=q.dtype)
-    library.latent_queries(
-        *(q.data_ptr(), q.stride(0), q.stride(1), TYPE_CODES[q.dtype], up.data_ptr(), TYPE_CODES[up.dtype]),
+    kernels.library.latent_queries(
+        *(*_heads(q), TYPE_CODES[q.dtype], up.data_ptr(), TYPE_CODES[up.dtype]),
         *(out.data_ptr(), tokens, heads, rotary_dim, plain, up.shape[1] - plain, dim),
     )
     return out
 
 
-def latent_values(attended: Tensor, up: Tensor, value_dim: int, *, library: Library) -> Tensor:
-    """See `Backend.latent_values`. attended: [T, H, C], any token and head strides. Raises ValueError."""
+def latent_values(kernels: HasLibrary, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
     _check_latent(attended, up, "latent_values")
     tokens, heads, dim = attended.shape
     check(
@@ -499,19 +434,22 @@ def latent_values(attended: Tensor, up: Tensor, value_dim: int, *, library: Libr
         f"latent_values: {tuple(attended.shape)} for {value_dim} dims does not fit matrices {tuple(up.shape)}",
     )
     out = torch.empty((tokens, heads * value_dim), dtype=attended.dtype)
-    library.latent_values(
-        *(attended.data_ptr(), attended.stride(0), attended.stride(1), TYPE_CODES[attended.dtype]),
-        *(up.data_ptr(), TYPE_CODES[up.dtype], out.data_ptr()),
+    kernels.library.latent_values(
+        *(*_heads(attended), TYPE_CODES[attended.dtype], up.data_ptr(), TYPE_CODES[up.dtype], out.data_ptr()),
         *(tokens, heads, up.shape[1] - value_dim, value_dim, dim),
     )
     return out
 
 
+def _check_heads(x: Tensor, name: str) -> None:
+    if x.dim() != 3 or x.dtype not in TYPE_CODES or not x.is_cpu or (x.shape[2] > 1 and x.stride(2) != 1):
+        raise ValueError(
+            f"{name}: {x.dtype} {tuple(x.shape)} is not a float CPU tensor [T, H, D] with adjacent elements"
+        )
+
+
 def _check_latent(x: Tensor, up: Tensor, name: str) -> None:
-    check(
-        x.dim() == 3 and x.dtype in TYPE_CODES and x.is_cpu and (x.shape[2] < 2 or x.stride(2) == 1),
-        f"{name}: {x.dtype} {tuple(x.shape)} is not a float CPU tensor [T, H, D] with adjacent elements",
-    )
+    _check_heads(x, name)
     fits = up.dim() == 3 and up.shape[0] == x.shape[1] and up.is_cpu and up.is_contiguous()
     check(fits and up.dtype in TYPE_CODES, f"{name}: matrices {up.dtype} {tuple(up.shape)} for {x.shape[1]} heads")
 
@@ -520,19 +458,15 @@ WIDTHS = range(2, 9)  # of convolutions
 
 
 def short_convolution(
+    kernels: HasLibrary,
     x: Tensor,
     weight: Tensor,
     window: Tensor,
     rows: StateRows,
     activation: Literal["silu"] | None = None,
     bias: Tensor | None = None,
-    *,
-    library: Library,
 ) -> Tensor:
-    """See `Backend.short_convolution`. x: float32, bfloat16 or float16. weight, window: contiguous; W: one of WIDTHS.
-
-    Raises ValueError, and IndexError for a block that the window lacks (nothing is written then).
-    """
+    """weight: contiguous; W: one of WIDTHS. Raises IndexError for a block that the window lacks (nothing is written then)."""
     check_matrix(x, "short_convolution: x")
     tokens, channels = x.shape
     width = weight.shape[-1]
@@ -545,13 +479,10 @@ def short_convolution(
         f"short_convolution: window is {window.dtype} {tuple(window.shape)}, not float32 [N, {width - 1}, {channels}], "
         "contiguous",
     )
-    check(
-        bias is None or vector_ok(bias, torch.float32, channels),
-        f"short_convolution: bias must be float32 [{channels}], contiguous",
-    )
+    check_vectors("short_convolution: bias", torch.float32, channels, bias)
     check(activation in (None, "silu"), f"short_convolution: activation {activation!r} is not silu")
     out = torch.empty((tokens, channels), dtype=x.dtype)
-    code = library.short_convolution(
+    code = kernels.library.short_convolution(
         *(*tensor2(x), weight.data_ptr(), width),
         *(address(bias), int(activation is not None), window.data_ptr(), window.shape[0]),
         *_sequence_addresses(rows, tokens, "short_convolution"),
@@ -562,6 +493,7 @@ def short_convolution(
 
 
 def gated_delta_rule(
+    kernels: HasLibrary,
     qkv: Tensor,
     decay: Tensor,
     strength: Tensor,
@@ -571,23 +503,16 @@ def gated_delta_rule(
     rows: StateRows,
     *,
     tiled_heads: bool = False,
-    library: Library,
 ) -> Tensor:
-    """See `Backend.gated_delta_rule`. qkv: float32, bfloat16 or float16. memory: contiguous.
-
-    Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
-    """
+    """Raises IndexError for a block that the memory lacks (nothing is written then), and MemoryError."""
     check_matrix(qkv, "gated_delta_rule: qkv")
     key_heads, heads = _head_counts(memory, qkv, "gated_delta_rule", "queries, keys and values")
     tokens, (blocks, _, key_dim, value_dim) = qkv.shape[0], memory.shape
     _check_gate(decay, qkv, heads, "gated_delta_rule: decay")
     _check_gate(strength, qkv, heads, "gated_delta_rule: strength")
-    check(
-        vector_ok(rate, torch.float32, heads) and vector_ok(bias, torch.float32, heads),
-        f"gated_delta_rule: rate and bias must be float32 [{heads}], contiguous",
-    )
+    check_vectors("gated_delta_rule: rate and bias", torch.float32, heads, rate, bias)
     out = torch.empty((tokens, heads * value_dim), dtype=qkv.dtype)
-    code = library.gated_delta_rule(
+    code = kernels.library.gated_delta_rule(
         *(*tensor2(qkv), decay.data_ptr(), decay.stride(0)),
         *(strength.data_ptr(), strength.stride(0), rate.data_ptr(), bias.data_ptr()),
         *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, int(tiled_heads)),
@@ -599,6 +524,7 @@ def gated_delta_rule(
 
 
 def state_space(
+    kernels: HasLibrary,
     mixed: Tensor,
     step: Tensor,
     rate: Tensor,
@@ -608,23 +534,16 @@ def state_space(
     rows: StateRows,
     *,
     limits: tuple[float, float] = (0.0, math.inf),
-    library: Library,
 ) -> Tensor:
-    """See `Backend.state_space`. mixed: float32, bfloat16 or float16. memory: contiguous. limits: ascending.
-
-    Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
-    """
+    """limits: ascending. Raises IndexError for a block that the memory lacks (nothing is written then), and MemoryError."""
     check_matrix(mixed, "state_space: mixed")
     key_heads, heads = _head_counts(memory, mixed, "state_space", "values, keys and queries")
     tokens, (blocks, _, key_dim, value_dim) = mixed.shape[0], memory.shape
     _check_gate(step, mixed, heads, "state_space: step")
-    check(
-        all(vector_ok(one, torch.float32, heads) for one in (rate, bias, skip)),
-        f"state_space: rate, bias and skip must be float32 [{heads}], contiguous",
-    )
+    check_vectors("state_space: rate, bias and skip", torch.float32, heads, rate, bias, skip)
     check(limits[0] <= limits[1], f"state_space: limits {limits} do not ascend")
     out = torch.empty((tokens, heads * value_dim), dtype=mixed.dtype)
-    code = library.state_space(
+    code = kernels.library.state_space(
         *(*tensor2(mixed), step.data_ptr(), step.stride(0)),
         *(rate.data_ptr(), bias.data_ptr(), skip.data_ptr()),
         *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, *limits),
@@ -672,10 +591,7 @@ def _sequence_addresses(rows: StateRows, tokens: int, name: str) -> tuple[int, i
         and vector_ok(rows.lengths, torch.int64, sequences),
         f"{name}: blocks, starts and lengths of {sequences} sequences must be int64 [S], [S + 1] and [S], contiguous",
     )
-    check(
-        rows.snapshots is None or vector_ok(rows.snapshots, torch.int64, tokens),
-        f"{name}: snapshots must be int64 [{tokens}], contiguous",
-    )
+    check_vectors(f"{name}: snapshots", torch.int64, tokens, rows.snapshots)
     return (
         *(rows.blocks.data_ptr(), rows.starts.data_ptr(), rows.lengths.data_ptr(), sequences),
         address(rows.snapshots),

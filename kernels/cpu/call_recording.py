@@ -168,15 +168,9 @@ class CompiledRecording:
         ends = np.cumsum([len(of_row) for of_row in stop_ids], dtype=np.int64)
         drawn, made = np.empty((passes, len(stop_ids)), dtype=np.int64), ctypes.c_int64()
         self.library.run_decode_steps(
-            *self._addressed(),
-            passes,
-            *rows,
-            maxima[0].data_ptr(),
-            maxima[1].data_ptr(),
-            stops.ctypes.data,
-            ends.ctypes.data,
-            drawn.ctypes.data,
-            ctypes.addressof(made),
+            *(*self._addressed(), passes, *rows),
+            *(maxima[0].data_ptr(), maxima[1].data_ptr(), stops.ctypes.data, ends.ctypes.data),
+            *(drawn.ctypes.data, ctypes.addressof(made)),
         )
         return drawn[: made.value]
 
@@ -190,8 +184,8 @@ class CompiledRecording:
         packed, offsets = bytearray(), []
         for name, arguments in self.calls:
             offsets.append(len(packed))
-            kinds = ("d" if kind is ctypes.c_float else "q" for kind in SIGNATURES[name])
-            packed += struct.pack("=" + "".join(kinds), *map(_as_number, arguments))
+            kinds = "".join("d" if letter == "f" else "q" for letter in SIGNATURES[name])
+            packed += struct.pack("=" + kinds, *map(_as_number, arguments))
         data = ctypes.create_string_buffer(bytes(packed), len(packed))
         calls = b"".join(
             RECORDED_CALL.pack(_REPEATABLE.index(name), self.library.addresses[name], ctypes.addressof(data) + offset)
@@ -201,11 +195,11 @@ class CompiledRecording:
 
     def _values(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         found: list[Any] = [self.library.isa, name]
-        for argument, kind in zip(arguments, SIGNATURES[name], strict=True):
+        for argument, letter in zip(arguments, SIGNATURES[name], strict=True):
             if isinstance(argument, ctypes.Structure):
                 found.append(struct_values(argument))
             else:
-                found.append(argument if kind is not ctypes.c_void_p else argument is None)
+                found.append(argument if letter != "P" else argument is None)
         return tuple(found)
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall, LatentExpansion
-from windlass.kernels.backend import Backend, BackendOptions, Routed, Routing, StateRows, Weight
+from windlass.kernels.backend import Backend, BackendOptions, Weight
 from windlass.kernels.cpu import attention_bindings, call_recording, elementwise_bindings, library, matmul_bindings
-from windlass.kernels.cpu.attention_bindings import gated_delta_rule, short_convolution, state_space
 from windlass.kernels.cpu.call_recording import Arena
 from windlass.kernels.cpu.matmul_bindings import AmxProducts
 from windlass.kernels.layouts.kv_pages import KVPages
@@ -53,19 +50,48 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
 class CompiledBackend(Backend):
     """C++ SIMD kernels where they are fastest, else torch; row-independent throughout if `deterministic`."""
 
+    # Operations that the kernels perform for all operands: bindings are functions of a backend.
+    repack = matmul_bindings.repack_blocks
+    route = matmul_bindings.route
+    sum_of_experts = matmul_bindings.sum_of_experts
+    rms_norm = elementwise_bindings.rms_norm
+    rms_norm_in_place = elementwise_bindings.rms_norm_in_place
+    layer_norm = elementwise_bindings.layer_norm
+    gated_activation = elementwise_bindings.gated_activation
+    activation = elementwise_bindings.activate
+    xielu = elementwise_bindings.xielu
+    clamped_glu = elementwise_bindings.clamped_glu
+    gate_by_sigmoid = elementwise_bindings.gate_by_sigmoid
+    soft_cap = elementwise_bindings.soft_cap
+    clip = elementwise_bindings.clip
+    multiply = elementwise_bindings.multiply
+    scale_rows = elementwise_bindings.scale_rows
+    scale_columns = elementwise_bindings.scale_columns
+    row_maxima = elementwise_bindings.row_maxima
+    rotary_angles = attention_bindings.rotary_angles
+    rotate_and_append = attention_bindings.rotate_and_append
+    rerotate_cached_keys = attention_bindings.rerotate_cached_keys
+    rotate_queries = attention_bindings.rotate_queries
+    latent_queries = attention_bindings.latent_queries
+    latent_values = attention_bindings.latent_values
+    short_convolution = attention_bindings.short_convolution
+    gated_delta_rule = attention_bindings.gated_delta_rule
+    state_space = attention_bindings.state_space
+    _decode = attention_bindings.paged_attention_decode
+
     def __init__(self, options: BackendOptions) -> None:
         """Raises KernelsUnavailableError where `refusal` says why."""
         super().__init__(options)
-        self._library = library.load()
+        self.library = library.load()
         self._torch = (RowIndependentBackend if options.deterministic else TorchBackend)(replace(options, ranks=None))
-        self.has_bf16_dot = self._library.isa in library.BF16_DOT_ISAS
+        self.has_bf16_dot = self.library.isa in library.BF16_DOT_ISAS
         # Where torch's native bfloat16 products are faster than the kernels, they need the weight in its plain layout.
         self._torch_is_faster_bf16 = (
             options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self.has_bf16_dot
         )
         if options.bf16_prefill and not options.deterministic:
             self.uniform_prefill_min_tokens = attention_bindings.MIN_BF16_QUERIES if self.has_bf16_dot else 2
-        self._amx = AmxProducts(self._library, options)
+        self._amx = AmxProducts(self.library, options)
         if options.dtype not in matmul_bindings.ACTIVATION_TYPES:
             self._most_rows = self._most_bfloat16_rows = -1
         elif options.deterministic:
@@ -88,7 +114,7 @@ class CompiledBackend(Backend):
         return library.unavailable_reason()
 
     def explain(self) -> str:
-        return f"compiled CPU kernels ({self._library.isa})"
+        return f"compiled CPU kernels ({self.library.isa})"
 
     def _plain_matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | PanelWeight:
         native = dtype == torch.bfloat16 and self._torch_is_faster_bf16
@@ -98,12 +124,9 @@ class CompiledBackend(Backend):
 
     def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
         if isinstance(target, PanelRows):
-            matmul_bindings.pack_panels(target, source, library=self._library)
+            matmul_bindings.pack_panels(self, target, source)
         else:
-            matmul_bindings.pack_blocks(target, source, library=self._library)
-
-    def repack(self, target: BlockRows, source: Tensor) -> None:
-        matmul_bindings.repack_blocks(target, source, library=self._library)
+            matmul_bindings.pack_blocks(self, target, source)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, StackedWeight):
@@ -117,23 +140,21 @@ class CompiledBackend(Backend):
     def _linear_part(self, x: Tensor, weight: Part, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """out: where the result may be written, of its dtype."""
         if isinstance(weight, BlockWeight | PanelWeight) and self._amx.takes(x, weight):
-            return self._amx.linear(x, weight, bias, library=self._library, out=out)
+            return self._amx.linear(self, x, weight, bias, out=out)
         if isinstance(weight, BlockWeight):
             out = None if x.dtype != torch.float32 else out
             if self.options.activations == "int8":
-                return matmul_bindings.linear_blocks(x, weight, bias, out=out, library=self._library)
+                return matmul_bindings.linear_blocks(self, x, weight, bias, out=out)
             most = sys.maxsize if self.deterministic else matmul_bindings.LINEAR_MAX_ROWS
-            return matmul_bindings.linear_blocks_widened(
-                x, weight, bias, most_rows=most, out=out, library=self._library
-            )
+            return matmul_bindings.linear_blocks_widened(self, x, weight, bias, most_rows=most, out=out)
         if isinstance(weight, PanelWeight):
             pairs = self.has_bf16_dot and x.dtype == weight.dtype == torch.bfloat16
             if x.shape[0] > self._most_panel_rows and not pairs:
-                return matmul_bindings.linear_panels_widened(x, weight, bias, library=self._library)
+                return matmul_bindings.linear_panels_widened(self, x, weight, bias)
             out = None if x.dtype == torch.float16 else out
-            return matmul_bindings.linear_panels(x, weight, bias, out=out, library=self._library)
+            return matmul_bindings.linear_panels(self, x, weight, bias, out=out)
         if x.shape[0] <= (self._most_bfloat16_rows if weight.dtype == torch.bfloat16 else self._most_rows):
-            return matmul_bindings.linear_small(x, weight, bias, out=out, library=self._library)
+            return matmul_bindings.linear_small(self, x, weight, bias, out=out)
         return self._torch.linear(x, weight, bias)
 
     def _linear_stacked(self, x: Tensor, weight: StackedWeight, bias: Tensor | None) -> Tensor:
@@ -152,67 +173,28 @@ class CompiledBackend(Backend):
     def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
         if not isinstance(table, matmul_bindings.CompiledLowRankTable):
             raise TypeError("the table is of another backend")
-        matmul_bindings.add_low_rank(out, x, table, rows.slots, library=self._library)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise_bindings.rms_norm(x, weight, eps, library=self._library)
+        matmul_bindings.add_low_rank(self, out, x, table, rows.slots)
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise_bindings.rms_norm(x, weight, eps, residual, library=self._library)
+        return elementwise_bindings.rms_norm(self, x, weight, eps, residual)
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
         if isinstance(weight, BlockWeight | PanelWeight) and self._amx.takes(x, weight, activation):
-            return self._amx.linear(x, weight, bias, library=self._library, activation=activation)
+            return self._amx.linear(self, x, weight, bias, activation=activation)
         if (
             isinstance(weight, BlockWeight)
             and self.options.activations == "int8"
             and matmul_bindings.fuses_gates(x, weight)
         ):
-            return matmul_bindings.linear_blocks(x, weight, bias, activation=activation, library=self._library)
+            return matmul_bindings.linear_blocks(self, x, weight, bias, activation=activation)
         return super().gated_linear(x, weight, bias, activation)
-
-    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
-        return elementwise_bindings.gated_activation(gate_up, activation, library=self._library)
-
-    def activation(self, x: Tensor, activation: str) -> Tensor:
-        return elementwise_bindings.activate(x, activation, library=self._library)
-
-    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-        return elementwise_bindings.xielu(x, alpha_p, alpha_n, beta, eps, library=self._library)
-
-    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        return elementwise_bindings.clamped_glu(gate_up, alpha, limit, library=self._library)
-
-    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
-        elementwise_bindings.gate_by_sigmoid(x, gate, library=self._library)
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return elementwise_bindings.soft_cap(x, cap, library=self._library)
-
-    def clip(self, x: Tensor, limit: float) -> None:
-        elementwise_bindings.clip(x, limit, library=self._library)
-
-    def multiply(self, x: Tensor, by: Tensor) -> None:
-        elementwise_bindings.multiply(x, by, library=self._library)
-
-    def scale_rows(self, x: Tensor, factors: Tensor) -> None:
-        elementwise_bindings.scale_rows(x, factors, library=self._library)
-
-    def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
-        elementwise_bindings.scale_columns(x, first, second, library=self._library)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return elementwise_bindings.layer_norm(x, weight, bias, eps, library=self._library)
 
     def add(self, residual: Tensor, x: Tensor) -> None:
         # The norm's kernel adds x to the residual; unlike torch's addition, it can be recorded.
         ones = self._ones.get(x.shape[1])
         if ones is None:
             ones = self._ones[x.shape[1]] = torch.ones(x.shape[1], dtype=torch.float32)
-        elementwise_bindings.rms_norm(x, ones, 1.0, residual, library=self._library)
-
-    def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        elementwise_bindings.rms_norm_in_place(x, weight, eps, library=self._library)
+        elementwise_bindings.rms_norm(self, x, ones, 1.0, residual)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         return (
@@ -221,12 +203,6 @@ class CompiledBackend(Backend):
             else attention_bindings.latent_expansion_cost(pages, narrow=self._amx.takes_prompts)
         )
 
-    def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-        return attention_bindings.latent_queries(q, up, rotary_dim, library=self._library)
-
-    def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-        return attention_bindings.latent_values(attended, up, value_dim, library=self._library)
-
     def scaled(self, x: Tensor, factor: float) -> Tensor:
         if x.shape[0] > _MAX_SCALED_ROWS:
             return self._torch.scaled(x.float(), factor)
@@ -234,32 +210,27 @@ class CompiledBackend(Backend):
         places = self._places.get(x.shape[0])
         if places is None:
             places = self._places[x.shape[0]] = torch.arange(x.shape[0])
-        return elementwise_bindings.embed_rows(x, places, factor, library=self._library)
+        return elementwise_bindings.embed_rows(self, x, places, factor)
 
     def all_reduce(self, x: Tensor) -> None:
         if self._ranks is not None:
-            self._ranks.all_reduce(x, library=self._library)
+            self._ranks.all_reduce(self, x)
 
     def gather_columns(self, part: Tensor) -> Tensor:
-        return part if self._ranks is None else self._ranks.gather_columns(part, library=self._library)
+        return part if self._ranks is None else self._ranks.gather_columns(self, part)
 
     def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
         amx = self._amx
         try:
             return matmul_bindings.CompiledExperts(
-                weights, biases, self._library, amx_blocks=amx.takes_blocks, amx_panels=amx.takes_panels
+                weights, biases, self.library, amx_blocks=amx.takes_blocks, amx_panels=amx.takes_panels
             )
         except ValueError:  # one product call per expert
             return ExpertWeights(weights, biases)
 
-    def route(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
-    ) -> Routed:
-        return matmul_bindings.route(logits, routing, bias, scales, library=self._library)
-
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
         if isinstance(experts, matmul_bindings.CompiledExperts) and not self._is_faster_per_expert(experts, chosen):
-            return matmul_bindings.linear_of_experts(x, experts, chosen, library=self._library)
+            return matmul_bindings.linear_of_experts(self, x, experts, chosen)
         return reference.linear_of_experts(x, experts, chosen, self.linear)
 
     def _is_faster_per_expert(self, experts: matmul_bindings.CompiledExperts, chosen: Tensor) -> bool:
@@ -273,57 +244,25 @@ class CompiledBackend(Backend):
             most = self._most_bfloat16_rows
         return chosen.numel() > most * len(experts) >= 0
 
-    def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
-        return matmul_bindings.sum_of_experts(x, weights, library=self._library)
-
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(table, BlockWeight):
             if self.dtype == torch.float32:
-                return matmul_bindings.embed_blocks(table, ids, scale, library=self._library)
-            rows = matmul_bindings.embed_blocks(table, ids, library=self._library).to(self.dtype)
+                return matmul_bindings.embed_blocks(self, table, ids, scale)
+            rows = matmul_bindings.embed_blocks(self, table, ids).to(self.dtype)
             return rows if scale == 1 else rows * torch.tensor(scale, dtype=self.dtype)
         if scale != 1 and self.dtype != torch.float32:
             if table.dtype != self.dtype:  # rows are rounded before the multiplication
                 return self._torch.embed(table, ids, scale)
             scale = _rounded(scale, self.dtype)
-        return elementwise_bindings.embed_rows(table, ids, scale, dtype=self.dtype, library=self._library)
+        return elementwise_bindings.embed_rows(self, table, ids, scale, dtype=self.dtype)
 
     def log1p(self, counts: Tensor) -> Tensor:
         return self._torch.log1p(counts)
 
-    def rotary_angles(self, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return attention_bindings.rotary_angles(inv_freq, rows, positions, library=self._library)
-
     def buffer_filler(
         self, rows: PersistentBuffers, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
     ) -> BufferFiller:
-        return elementwise_bindings.CompiledBufferFiller(
-            rows, inv_freq, q_scale, score_scale, block_size, library=self._library
-        )
-
-    def rotate_and_append(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
-    ) -> None:
-        attention_bindings.rotate_and_append(
-            *(q, k, v, cos, sin, q_scale, pages.key, pages.value, slots),
-            key_scales=pages.key_scale,
-            value_scales=pages.value_scale,
-            library=self._library,
-        )
-
-    def rerotate_cached_keys(
-        self, pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
-    ) -> None:
-        attention_bindings.rerotate_cached_keys(
-            *(pages.key, pages.value, sources, targets, cos, sin),
-            key_scales=pages.key_scale,
-            value_scales=pages.value_scale,
-            values=values,
-            library=self._library,
-        )
-
-    def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return attention_bindings.rotate_queries(q, rows, cos, sin, library=self._library)
+        return elementwise_bindings.CompiledBufferFiller(self.library, rows, inv_freq, q_scale, score_scale, block_size)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         if attention_bindings.call_refusal(call):
@@ -336,16 +275,13 @@ class CompiledBackend(Backend):
                 q, pages, call, decode=self._decode, prefill=self._prefill_as_decode
             )
         out = attention_bindings.paged_attention_prefill(
-            q, pages, call, fewest=2, bf16_products=self.uniform_prefill_min_tokens > 0, library=self._library
+            self, q, pages, call, fewest=2, bf16_products=self.uniform_prefill_min_tokens > 0
         )
         singles = call.decode_part()
         if singles is not None:
             rows, own = singles
             out[rows] = self._decode(own.queries(q, rows), pages, own)
         return out
-
-    def _decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-        return attention_bindings.paged_attention_decode(q, pages, call, library=self._library)
 
     def _prefill_as_decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         """Compute each query as the last token of a sequence of its own length, with the bits of decode."""
@@ -355,60 +291,16 @@ class CompiledBackend(Backend):
         parts = [(t, min(t + _RANGE_ROWS, call.num_tokens)) for t in range(0, call.num_tokens, _RANGE_ROWS)]
         return torch.cat([self._decode(q, pages, call.slice_tokens(*part).as_single_tokens()) for part in parts])
 
-    def short_convolution(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        window: Tensor,
-        rows: StateRows,
-        activation: Literal["silu"] | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        return short_convolution(x, weight, window, rows, activation, bias, library=self._library)
-
-    def gated_delta_rule(
-        self,
-        qkv: Tensor,
-        decay: Tensor,
-        strength: Tensor,
-        rate: Tensor,
-        bias: Tensor,
-        memory: Tensor,
-        rows: StateRows,
-        *,
-        tiled_heads: bool = False,
-    ) -> Tensor:
-        operands = qkv, decay, strength, rate, bias, memory, rows
-        return gated_delta_rule(*operands, tiled_heads=tiled_heads, library=self._library)
-
-    def state_space(
-        self,
-        mixed: Tensor,
-        step: Tensor,
-        rate: Tensor,
-        bias: Tensor,
-        skip: Tensor,
-        memory: Tensor,
-        rows: StateRows,
-        *,
-        limits: tuple[float, float] = (0.0, math.inf),
-    ) -> Tensor:
-        operands = mixed, step, rate, bias, skip, memory, rows
-        return state_space(*operands, limits=limits, library=self._library)
-
-    def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return elementwise_bindings.row_maxima(logits, library=self._library)
-
     def token_sampler(self, vocab_size: int) -> TokenSampler:
         # Sums over a larger vocabulary are not exact in float64.
         if vocab_size > elementwise_bindings.MAX_VOCAB:
             return self._torch.token_sampler(vocab_size)
-        return elementwise_bindings.CompiledSampler(vocab_size, self._library)
+        return elementwise_bindings.CompiledSampler(vocab_size, self.library)
 
     def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
         if logits.shape[1] > elementwise_bindings.MAX_VOCAB:
             return self._torch.token_logprobs(logits, rows, targets, k)
-        return elementwise_bindings.token_logprobs(logits, rows, targets, k, library=self._library)
+        return elementwise_bindings.token_logprobs(self, logits, rows, targets, k)
 
     @property
     def recording_refusal(self) -> str | None:
@@ -420,9 +312,9 @@ class CompiledBackend(Backend):
     @contextmanager
     def record(self, arena: Arena) -> Iterator[call_recording.CompiledRecording]:
         """Record the calls of this backend; see `Recorder`."""
-        ordinary = self._library
-        with call_recording.record(ordinary, arena) as (recorded, self._library):
+        ordinary = self.library
+        with call_recording.record(ordinary, arena) as (recorded, self.library):
             try:
                 yield recorded
             finally:
-                self._library = ordinary
+                self.library = ordinary

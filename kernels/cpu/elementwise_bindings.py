@@ -1,6 +1,8 @@
 """Elementwise, norm, embedding, sampling, step-buffer and collective bindings of the compiled kernels.
 
-Arithmetic is float32 whatever the storage. Sampling equals `torch.torch_sampler` bit for bit.
+Functions named like an operation of `Backend` perform it. Arithmetic is float32 whatever the storage: float32, bfloat16 or
+float16. Operands may have any row stride, results are contiguous, and operands that do not fit raise ValueError. Sampling
+equals `torch.torch_sampler` bit for bit.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from torch import Tensor
 
 from windlass.kernels.cpu.library import (
     TYPE_CODES,
+    HasLibrary,
     Library,
     RankGroupFields,
     SamplingRowFields,
     address,
     check,
     check_matrix,
+    check_vectors,
     tensor2,
-    vector_ok,
 )
 from windlass.kernels.rank_group import SLOT_BYTES, RankEndedError, RankGroup
 from windlass.kernels.step_recording import PersistentBuffers
@@ -41,12 +44,18 @@ from windlass.kernels.token_sampling import (
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3}
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, library: Library) -> Tensor:
-    """See `Backend.rms_norm`. x: float32, bfloat16 or float16, any strides but the last. With `residual` ([T, D], x's dtype)
-    the input is residual + x, which is stored in `residual`. Raises ValueError."""
+def activation_code(activation: str) -> int:
+    """The library's code of an activation. Raises ValueError."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[activation]
+
+
+def rms_norm(kernels: HasLibrary, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """With `residual` ([T, D], x's dtype) the input is residual + x, which is stored in `residual`."""
     shape, dim = x.shape, x.shape[-1]
     _check_rows(x, "rms_norm")
-    check(vector_ok(weight, torch.float32, dim), f"rms_norm: weight must be float32 [{dim}], contiguous")
+    check_vectors("rms_norm: weight", torch.float32, dim, weight)
     if residual is not None:
         check(
             len(shape) == 2
@@ -58,7 +67,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         )
     out = torch.empty(shape, dtype=x.dtype)
     group = shape[1] if len(shape) == 3 else 1  # rows of one token
-    library.rms_norm(
+    kernels.library.rms_norm(
         *(x.data_ptr(), x.stride(-2), max(group, 1), x.stride(0)),
         *(address(residual), 0 if residual is None else residual.stride(0), TYPE_CODES[x.dtype]),
         *(weight.data_ptr(), eps, out.data_ptr(), shape[0] * group, dim),
@@ -73,56 +82,46 @@ def _check_rows(x: Tensor, name: str) -> None:
         )
 
 
-def _check_gate_up(gate_up: Tensor, name: str) -> None:
-    check_matrix(gate_up, f"{name}: gate_up")
-    check(gate_up.shape[1] % 2 == 0, f"{name}: gate_up {tuple(gate_up.shape)} is not [T, 2F]")
+def _half_result(gate_up: Tensor, name: str) -> Tensor:
+    """Memory for a result [T, F] of [T, 2F]."""
+    check_matrix(gate_up, name)
+    rows, columns = gate_up.shape
+    if columns % 2:
+        raise ValueError(f"{name} {tuple(gate_up.shape)} is not [T, 2F]")
+    return torch.empty((rows, columns // 2), dtype=gate_up.dtype)
 
 
-def gated_activation(gate_up: Tensor, activation: str, *, library: Library) -> Tensor:
-    """See `Backend.gated_activation`. gate_up: any row stride. Returns [T, F], contiguous, rounded once. Raises ValueError."""
-    _check_gate_up(gate_up, "gated_activation")
-    check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
-    rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, dim), dtype=gate_up.dtype)
-    library.gated_activation(*tensor2(gate_up), ACTIVATIONS[activation], out.data_ptr(), rows, dim)
+def gated_activation(kernels: HasLibrary, gate_up: Tensor, activation: str) -> Tensor:
+    out, code = _half_result(gate_up, "gated_activation: gate_up"), activation_code(activation)
+    kernels.library.gated_activation(*tensor2(gate_up), code, out.data_ptr(), *out.shape)
     return out
 
 
-def clamped_glu(gate_up: Tensor, alpha: float, limit: float, *, library: Library) -> Tensor:
-    """See `Backend.clamped_glu`. gate_up: [T, 2F], any row stride. Returns [T, F] in its dtype. Raises ValueError."""
-    _check_gate_up(gate_up, "clamped_glu")
-    rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, dim), dtype=gate_up.dtype)
-    library.clamped_glu(*tensor2(gate_up), alpha, limit, out.data_ptr(), rows, dim)
+def clamped_glu(kernels: HasLibrary, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    out = _half_result(gate_up, "clamped_glu: gate_up")
+    kernels.library.clamped_glu(*tensor2(gate_up), alpha, limit, out.data_ptr(), *out.shape)
     return out
 
 
-def gate_by_sigmoid(x: Tensor, gate: Tensor, *, library: Library) -> None:
-    """x *= sigmoid(gate). x: [T, N]. gate: [T, N] or [T, 1]; both of any float type and row stride. Raises ValueError."""
+def gate_by_sigmoid(kernels: HasLibrary, x: Tensor, gate: Tensor) -> None:
     check_matrix(x, "gate_by_sigmoid: x")
     check_matrix(gate, "gate_by_sigmoid: gate")
     check(
         gate.shape in (x.shape, (x.shape[0], 1)),
         f"gate_by_sigmoid: x is {x.dtype} {tuple(x.shape)}, gate {gate.dtype} {tuple(gate.shape)}",
     )
-    library.gate_by_sigmoid(*tensor2(x), *tensor2(gate), gate.shape[1], *x.shape)
+    kernels.library.gate_by_sigmoid(*tensor2(x), *tensor2(gate), gate.shape[1], *x.shape)
 
 
-def soft_cap(x: Tensor, cap: float, *, library: Library) -> Tensor:
-    """cap * tanh(x / cap) of [T, N] float32, any row stride. Returns [T, N], contiguous. Raises ValueError."""
+def soft_cap(kernels: HasLibrary, x: Tensor, cap: float) -> Tensor:
     check_matrix(x, "soft_cap: x", wide=True)
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
-    library.soft_cap(x.data_ptr(), x.stride(0), cap, out.data_ptr(), x.shape[0], x.shape[1])
+    kernels.library.soft_cap(x.data_ptr(), x.stride(0), cap, out.data_ptr(), x.shape[0], x.shape[1])
     return out
 
 
 def embed_rows(
-    table: Tensor,
-    ids: Tensor,
-    scale: float = 1.0,
-    *,
-    dtype: torch.dtype = torch.float32,
-    library: Library,
+    kernels: HasLibrary, table: Tensor, ids: Tensor, scale: float = 1.0, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """table[ids] * scale, multiplied in float32.
 
@@ -131,9 +130,9 @@ def embed_rows(
     """
     check_matrix(table, "embed_rows: the table")
     rows, dim = ids.shape[0], table.shape[1]
-    check(vector_ok(ids, torch.int64, rows), "embed_rows: ids must be int64, contiguous [T]")
+    check_vectors("embed_rows: ids", torch.int64, rows, ids)
     out = torch.empty((rows, dim), dtype=dtype)
-    code = library.embed_rows(
+    code = kernels.library.embed_rows(
         *tensor2(table), table.shape[0], ids.data_ptr(), scale, out.data_ptr(), TYPE_CODES[dtype], rows, dim
     )
     if code:
@@ -141,90 +140,72 @@ def embed_rows(
     return out
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, library: Library) -> Tensor:
-    """See `Backend.layer_norm`. x: [T, D] or [T, H, D], any strides but the last. Raises ValueError."""
+def layer_norm(kernels: HasLibrary, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     shape, dim = x.shape, x.shape[-1]
     _check_rows(x, "layer_norm")
-    check(
-        vector_ok(weight, torch.float32, dim) and (bias is None or vector_ok(bias, torch.float32, dim)),
-        f"layer_norm: weight and bias must be float32 [{dim}], contiguous",
-    )
+    check_vectors("layer_norm: weight and bias", torch.float32, dim, weight, bias)
     out = torch.empty(shape, dtype=x.dtype)
     group = shape[1] if len(shape) == 3 else 1  # rows of one token
-    library.layer_norm(
+    kernels.library.layer_norm(
         *(x.data_ptr(), x.stride(-2), max(group, 1), x.stride(0), TYPE_CODES[x.dtype]),
         *(weight.data_ptr(), address(bias), eps, out.data_ptr(), shape[0] * group, dim),
     )
     return out
 
 
-def activate(x: Tensor, activation: str, *, library: Library) -> Tensor:
-    """See `Backend.activation`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
+def activate(kernels: HasLibrary, x: Tensor, activation: str) -> Tensor:
     check_matrix(x, "activate: x")
-    check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
-    out = torch.empty(tuple(x.shape), dtype=x.dtype)
-    library.activate(*tensor2(x), ACTIVATIONS[activation], out.data_ptr(), *x.shape)
+    out, code = torch.empty(tuple(x.shape), dtype=x.dtype), activation_code(activation)
+    kernels.library.activate(*tensor2(x), code, out.data_ptr(), *x.shape)
     return out
 
 
-def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor, *, library: Library) -> Tensor:
-    """See `Backend.xielu`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
+def xielu(kernels: HasLibrary, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
     check_matrix(x, "xielu: x")
     numbers = (alpha_p, alpha_n, beta, eps)
-    check(all(vector_ok(one, torch.float32, 1) for one in numbers), "xielu: its numbers must be float32 [1]")
+    check_vectors("xielu: its numbers", torch.float32, 1, *numbers)
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
-    library.xielu(*tensor2(x), *(one.data_ptr() for one in numbers), out.data_ptr(), *x.shape)
+    kernels.library.xielu(*tensor2(x), *(one.data_ptr() for one in numbers), out.data_ptr(), *x.shape)
     return out
 
 
-def clip(x: Tensor, limit: float, *, library: Library) -> None:
-    """See `Backend.clip`. x: [T, N], any row stride. Raises ValueError."""
+def clip(kernels: HasLibrary, x: Tensor, limit: float) -> None:
     check_matrix(x, "clip: x")
-    library.clip(*tensor2(x), limit, *x.shape)
+    kernels.library.clip(*tensor2(x), limit, *x.shape)
 
 
-def scale_rows(x: Tensor, factors: Tensor, *, library: Library) -> None:
-    """See `Backend.scale_rows`. x: [T, N], any row stride. Raises ValueError."""
+def scale_rows(kernels: HasLibrary, x: Tensor, factors: Tensor) -> None:
     check_matrix(x, "scale_rows: x")
-    check(
-        vector_ok(factors, torch.float32, x.shape[0]), f"scale_rows: factors must be float32 [{x.shape[0]}], contiguous"
-    )
-    library.scale_rows(*tensor2(x), factors.data_ptr(), *x.shape)
+    check_vectors("scale_rows: factors", torch.float32, x.shape[0], factors)
+    kernels.library.scale_rows(*tensor2(x), factors.data_ptr(), *x.shape)
 
 
-def scale_columns(x: Tensor, first: Tensor, second: Tensor, *, library: Library) -> None:
-    """See `Backend.scale_columns`. x: [T, N], any row stride. Raises ValueError."""
+def scale_columns(kernels: HasLibrary, x: Tensor, first: Tensor, second: Tensor) -> None:
     check_matrix(x, "scale_columns: x")
-    for factors in (first, second):
-        check(
-            vector_ok(factors, torch.float32, x.shape[1]),
-            f"scale_columns: factors must be float32 [{x.shape[1]}], contiguous",
-        )
-    library.scale_columns(*tensor2(x), first.data_ptr(), second.data_ptr(), *x.shape)
+    check_vectors("scale_columns: factors", torch.float32, x.shape[1], first, second)
+    kernels.library.scale_columns(*tensor2(x), first.data_ptr(), second.data_ptr(), *x.shape)
 
 
-def multiply(x: Tensor, by: Tensor, *, library: Library) -> None:
-    """See `Backend.multiply`. x and a `by` of its shape: any row strides. Raises ValueError."""
+def multiply(kernels: HasLibrary, x: Tensor, by: Tensor) -> None:
     check_matrix(x, "multiply: x")
     single = by.dim() == 1
     if single:
-        check(vector_ok(by, torch.float32, 1), f"multiply: the factor is {by.dtype} {tuple(by.shape)}, not float32 [1]")
+        check_vectors("multiply: the factor", torch.float32, 1, by)
     else:
         check_matrix(by, "multiply: by")
         check(by.shape == x.shape and by.dtype == x.dtype, f"multiply: by must be {x.dtype} {tuple(x.shape)}")
-    library.multiply(
+    kernels.library.multiply(
         *tensor2(x),
         *((None, 0, by.data_ptr()) if single else (by.data_ptr(), by.stride(0), None)),
         *x.shape,
     )
 
 
-def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float, *, library: Library) -> None:
-    """See `Backend.rms_norm_in_place`. x: [T, D], any row stride. Raises ValueError."""
+def rms_norm_in_place(kernels: HasLibrary, x: Tensor, weight: Tensor, eps: float) -> None:
     check_matrix(x, "rms_norm_in_place: x")
     rows, dim = x.shape
-    check(vector_ok(weight, torch.float32, dim), f"rms_norm_in_place: weight must be float32 [{dim}], contiguous")
-    library.rms_norm_in_place(*tensor2(x), weight.data_ptr(), eps, rows, dim)
+    check_vectors("rms_norm_in_place: weight", torch.float32, dim, weight)
+    kernels.library.rms_norm_in_place(*tensor2(x), weight.data_ptr(), eps, rows, dim)
 
 
 class CompiledBufferFiller:
@@ -232,13 +213,12 @@ class CompiledBufferFiller:
 
     def __init__(
         self,
+        library: Library,
         rows: PersistentBuffers,
         inv_freq: Tensor,
         q_scale: Tensor,
         score_scale: Tensor,
         block_size: int,
-        *,
-        library: Library,
     ) -> None:
         count, (groups, table_rows, half) = rows.metadata.shape[1], inv_freq.shape
         check(
@@ -264,13 +244,8 @@ class CompiledBufferFiller:
         self._library = library
         metadata, positions = rows.metadata.ctypes.data, rows.positions.ctypes.data
         self._count, self._metadata = count, metadata
-        self._own = (
-            positions,
-            rows.lengths.ctypes.data,
-            rows.slots.ctypes.data,
-            rows.tables.ctypes.data,
-            rows.tables.shape[2],
-        )
+        own = (rows.lengths, rows.slots, rows.tables)
+        self._own = (positions, *(array.ctypes.data for array in own), rows.tables.shape[2])
         self._frequencies = inv_freq.data_ptr(), groups, table_rows, half
         self._rotary_rows = rows.metadata[3].ctypes.data, positions, count
         self._angles = rows.cos.data_ptr(), rows.sin.data_ptr()
@@ -319,15 +294,13 @@ class CompiledBufferFiller:
         return base, group_stride, row_stride, len(tables), blocks, self._block_size
 
 
-def row_maxima(logits: Tensor, *, library: Library) -> tuple[Tensor, Tensor]:
-    """See `Backend.row_maxima`. logits: any row stride. Raises ValueError and MemoryError."""
+def row_maxima(kernels: HasLibrary, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Raises MemoryError."""
     rows, vocab = logits.shape
-    check(
-        logits.dtype == torch.float32 and logits.is_cpu and vocab > 0 and (vocab == 1 or logits.stride(1) == 1),
-        f"row_maxima: logits are {logits.dtype} {tuple(logits.shape)}, not float32 [R, V] with adjacent elements",
-    )
+    check_matrix(logits, "row_maxima: logits", wide=True)
+    check(vocab > 0, "row_maxima: logits have no columns")
     ids, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-    if library.row_maxima(logits.data_ptr(), logits.stride(0), rows, vocab, ids.data_ptr(), values.data_ptr()):
+    if kernels.library.row_maxima(logits.data_ptr(), logits.stride(0), rows, vocab, ids.data_ptr(), values.data_ptr()):
         raise MemoryError("row_maxima: no memory")
     return ids, values
 
@@ -380,17 +353,11 @@ def sampling_workspace(vocab: int, threads: int) -> Tensor:
 
 
 def _check_logits(name: str, logits: Tensor) -> None:
-    check(
-        logits.dim() == 2
-        and logits.dtype == torch.float32
-        and logits.is_cpu
-        and 0 < logits.shape[1] <= MAX_VOCAB
-        and (logits.shape[1] == 1 or logits.stride(1) == 1),
-        f"{name}: logits are {logits.dtype} {tuple(logits.shape)}, not float32 [R, V] with adjacent elements, V <= 2^19",
-    )
+    check_matrix(logits, f"{name}: logits", wide=True)
+    check(0 < logits.shape[1] <= MAX_VOCAB, f"{name}: logits {tuple(logits.shape)} of a vocabulary above 2^19")
 
 
-def sample_tokens(logits: Tensor, draws: Sequence[CompiledSamplingRow], memory: Tensor, *, library: Library) -> None:
+def sample_tokens(kernels: HasLibrary, logits: Tensor, draws: Sequence[CompiledSamplingRow], memory: Tensor) -> None:
     """Fill token and status of each row to sample.
 
     logits: [R, V] float32, any row stride, not modified. memory: from `sampling_workspace`. A row with NaN or infinity fails
@@ -403,15 +370,9 @@ def sample_tokens(logits: Tensor, draws: Sequence[CompiledSamplingRow], memory: 
     )
     count = len(draws)
     addresses = (ctypes.c_void_p * count)(*map(ctypes.addressof, draws))
-    code = library.sample_tokens(
-        logits.data_ptr(),
-        logits.stride(0),
-        logits.shape[0],
-        logits.shape[1],
-        ctypes.addressof(addresses),
-        count,
-        memory.data_ptr(),
-        memory.numel(),
+    code = kernels.library.sample_tokens(
+        *(logits.data_ptr(), logits.stride(0), *logits.shape),
+        *(ctypes.addressof(addresses), count, memory.data_ptr(), memory.numel()),
     )
     if code == 1:
         raise MemoryError(f"sample_tokens: {memory.numel()} bytes are too few for a vocabulary of {logits.shape[1]}")
@@ -442,32 +403,22 @@ class CompiledSampler(TokenSampler):
     def sample(self, logits: Tensor, draws: Sequence[SamplingRow]) -> None:
         if self._memory is None:
             self._memory = sampling_workspace(self._vocab, torch.get_num_threads())
-        sample_tokens(logits, cast(Sequence[CompiledSamplingRow], draws), self._memory, library=self._library)
+        sample_tokens(self._library, logits, cast(Sequence[CompiledSamplingRow], draws), self._memory)
 
 
-def token_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, k: int, *, library: Library) -> TopLogprobs:
-    """See `Backend.token_logprobs`. Sums are float64. Raises ValueError, and IndexError for a row or token out of range."""
+def token_logprobs(kernels: HasLibrary, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
+    """Sums are float64. Raises IndexError for a row or token out of range."""
     _check_logits("token_logprobs", logits)
     count, vocab = len(rows), logits.shape[1]
-    check(
-        vector_ok(rows, torch.int64, count) and vector_ok(targets, torch.int64, count) and 0 <= k <= vocab,
-        f"token_logprobs: rows and targets must be int64, contiguous [{count}], and k 0 to {vocab}",
-    )
+    check_vectors("token_logprobs: rows and targets", torch.int64, count, rows, targets)
+    check(0 <= k <= vocab, f"token_logprobs: k must be 0 to {vocab}; got {k}")
     chosen, ranks = np.empty(count, np.float32), np.zeros(count, np.int64)
     top_ids, top, normalisers = np.empty((count, k), np.int64), np.empty((count, k), np.float32), np.zeros(count)
     memory = sampling_workspace(vocab, max(1, min(count, torch.get_num_threads())))
-    code = library.token_logprobs(
-        logits.data_ptr(),
-        logits.stride(0),
-        logits.shape[0],
-        vocab,
-        rows.data_ptr(),
-        targets.data_ptr(),
-        count,
-        k,
+    code = kernels.library.token_logprobs(
+        *(logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), targets.data_ptr(), count, k),
         *(array.ctypes.data for array in (chosen, ranks, top_ids, top, normalisers)),
-        memory.data_ptr(),
-        memory.numel(),
+        *(memory.data_ptr(), memory.numel()),
     )
     if code:
         raise IndexError("token_logprobs: a row or a token is outside the logits")
@@ -487,16 +438,14 @@ class SharedMemoryCollectives:
         )
         self._address = ctypes.addressof(self._group)
 
-    def all_reduce(self, x: Tensor, *, library: Library) -> None:
-        """See `Backend.all_reduce`. Raises RankEndedError."""
+    def all_reduce(self, kernels: HasLibrary, x: Tensor) -> None:
         check(
             x.dtype in TYPE_CODES and x.is_cpu and x.is_contiguous(),
             f"all_reduce: x is {x.dtype} {tuple(x.shape)}, not a contiguous float CPU tensor",
         )
-        self._raise_for_code(library.all_reduce(self._address, x.data_ptr(), TYPE_CODES[x.dtype], x.numel()))
+        self._raise_for_code(kernels.library.all_reduce(self._address, x.data_ptr(), TYPE_CODES[x.dtype], x.numel()))
 
-    def gather_columns(self, part: Tensor, *, library: Library) -> Tensor:
-        """See `Backend.gather_columns`. Raises RankEndedError."""
+    def gather_columns(self, kernels: HasLibrary, part: Tensor) -> Tensor:
         bounds, rank = self._ranks.bounds, self._ranks.rank
         columns = bounds[rank + 1] - bounds[rank]
         check(
@@ -504,7 +453,9 @@ class SharedMemoryCollectives:
             f"gather_columns: part is {part.dtype} {tuple(part.shape)}, not contiguous float32 [R, {columns}]",
         )
         out = torch.empty((part.shape[0], bounds[-1]), dtype=torch.float32) if rank == 0 else None
-        self._raise_for_code(library.gather_columns(self._address, part.data_ptr(), address(out), part.shape[0]))
+        self._raise_for_code(
+            kernels.library.gather_columns(self._address, part.data_ptr(), address(out), part.shape[0])
+        )
         return part if out is None else out
 
     def _raise_for_code(self, code: int) -> None:

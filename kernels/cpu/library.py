@@ -15,19 +15,28 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from windlass.kernels.cpu.sources import fingerprint
-from windlass.kernels.layouts.kv_pages import PANEL_TOKENS, QUAD, num_groups, padded_dim
+from windlass.kernels.layouts.kv_pages import PANEL_TOKENS, QUAD, KVPages, num_groups
 
-_POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+# By the type letters of the struct module; S: the address of `AttentionArguments`.
+_TYPES: dict[str, type] = {
+    "P": ctypes.c_void_p,
+    "l": ctypes.c_long,
+    "f": ctypes.c_float,
+    "i": ctypes.c_int,
+    "q": ctypes.c_int64,
+    "d": ctypes.c_double,
+}
 
-_INT64, _DOUBLE = ctypes.c_int64, ctypes.c_double
 
-_TYPES = {b"P": _POINTER, b"l": _LONG, b"f": _FLOAT, b"i": _INT}  # by the type letters of the struct module
+def _fields(described: str) -> list[tuple[str, type]]:
+    """Fields of a struct from "name:letter name:letter ..."."""
+    return [(name, _TYPES[letter]) for name, letter in (field.split(":") for field in described.split())]
 
 
 class AttentionArguments(ctypes.Structure):
@@ -36,112 +45,57 @@ class AttentionArguments(ctypes.Structure):
     _fields_: ClassVar[Sequence[tuple[str, Any]]] = ()
 
 
+_TYPES["S"] = ctypes.POINTER(AttentionArguments)
+
+
 class SamplingRowFields(ctypes.Structure):
     """`SamplingRow` in src/sampling.h; `elementwise_bindings.CompiledSamplingRow` describes the fields."""
 
-    _fields_ = (
-        ("row", _INT64),
-        ("allowed", _POINTER),
-        ("num_allowed", _INT64),
-        ("forbidden", _POINTER),
-        ("num_forbidden", _INT64),
-        ("biased", _POINTER),
-        ("bias", _POINTER),
-        ("num_biased", _INT64),
-        ("counted", _POINTER),
-        ("in_output", _POINTER),
-        ("num_counted", _INT64),
-        ("decreased", _POINTER),
-        ("decrease", _POINTER),
-        ("num_decreased", _INT64),
-        ("mask", _POINTER),
-        ("repetition", _FLOAT),
-        ("frequency", _FLOAT),
-        ("presence", _FLOAT),
-        ("temperature", _FLOAT),
-        ("floor", _FLOAT),
-        ("status", _INT),
-        ("top_k", _INT64),
-        ("top_p", _DOUBLE),
-        ("typical_p", _DOUBLE),
-        ("exclude_from", _DOUBLE),
-        ("uniform", _DOUBLE),
-        ("token", _INT64),
+    _fields_ = _fields(
+        "row:q allowed:P num_allowed:q forbidden:P num_forbidden:q biased:P bias:P num_biased:q counted:P in_output:P "
+        "num_counted:q decreased:P decrease:P num_decreased:q mask:P repetition:f frequency:f presence:f temperature:f "
+        "floor:f status:i top_k:q top_p:d typical_p:d exclude_from:d uniform:d token:q"
     )
 
 
 class LowRankPartFields(ctypes.Structure):
     """`LowRankPart` in src/low_rank.h; `LowRankPart` in kernels/layouts describes the fields."""
 
-    _fields_ = (
-        ("up", _POINTER),
-        ("type", _INT64),
-        ("first", _INT64),
-        ("columns", _INT64),
-        ("rank_first", _INT64),
-        ("rank", _INT64),
-        ("scale", _DOUBLE),
-    )
+    _fields_ = _fields("up:P type:q first:q columns:q rank_first:q rank:q scale:d")
 
 
 class LowRankFields(ctypes.Structure):
     """`LowRankUpdate` in src/low_rank.h; rank 0 for none."""
 
-    _fields_ = (("down", _POINTER), ("type", _INT64), ("rank", _INT64), ("num_parts", _INT64), ("parts", _POINTER))
+    _fields_ = _fields("down:P type:q rank:q num_parts:q parts:P")
 
 
 class ExpertPartFields(ctypes.Structure):
     """`ExpertPart` in src/experts.h, which describes the fields."""
 
-    _fields_ = (
-        ("data", _POINTER),
-        ("scales", _POINTER),
-        ("supers", _POINTER),
-        ("bias", _POINTER),
-        ("kind", _INT64),
-        ("type", _INT64),
-        ("stride", _INT64),
-        ("bits", _INT64),
-        ("group", _INT64),
-        ("super_groups", _INT64),
-        ("minimum", _INT64),
-        ("offset", _INT64),
-        ("bias_type", _INT64),
-        ("first", _INT64),
-        ("columns", _INT64),
+    _fields_ = _fields(
+        "data:P scales:P supers:P bias:P kind:q type:q stride:q bits:q group:q super_groups:q minimum:q offset:q "
+        "bias_type:q first:q columns:q"
     )
 
 
 class ExpertProductsFields(ctypes.Structure):
     """`ExpertProducts` in src/experts.h: addresses of the products of one instruction set."""
 
-    _fields_ = (
-        ("linear", _POINTER),
-        ("linear_panels", _POINTER),
-        ("linear_blocks", _POINTER),
-        ("linear_blocks_amx", _POINTER),
-        ("linear_panels_amx", _POINTER),
-        ("amx_min_rows_blocks", _INT64),
-        ("amx_min_rows_panels", _INT64),
+    _fields_ = _fields(
+        "linear:P linear_panels:P linear_blocks:P linear_blocks_amx:P linear_panels_amx:P amx_min_rows_blocks:q "
+        "amx_min_rows_panels:q"
     )
 
 
 class RankGroupFields(ctypes.Structure):
     """`RankGroup` in src/collectives.h: the state of one rank."""
 
-    _fields_ = (
-        ("memory", _POINTER),
-        ("bounds", _POINTER),
-        ("rank", _INT64),
-        ("ranks", _INT64),
-        ("slot_bytes", _INT64),
-        ("round", _INT64),
-    )
+    _fields_ = _fields("memory:P bounds:P rank:q ranks:q slot_bytes:q round:q")
 
 
-RECORDED_CALL = struct.Struct(
-    "=qqq"
-)  # `RecordedCall` in src/recorded_calls.h: kind, function, address of its arguments
+# `RecordedCall` in src/recorded_calls.h: kind, function, address of its arguments
+RECORDED_CALL = struct.Struct("=qqq")
 
 # Sizes in bytes of structs that are declared on both sides, by their names in C++.
 SIZES = {
@@ -158,7 +112,7 @@ SIZES = {
 def struct_values(arguments: ctypes.Structure) -> tuple[Any, ...]:
     """The values of all fields; for addresses, whether they are null."""
     return tuple(
-        getattr(arguments, name) if kind is not _POINTER else getattr(arguments, name) is None
+        getattr(arguments, name) if kind is not ctypes.c_void_p else getattr(arguments, name) is None
         for name, kind, *_ in arguments._fields_
     )
 
@@ -166,7 +120,7 @@ def struct_values(arguments: ctypes.Structure) -> tuple[Any, ...]:
 class _AttentionField(ctypes.Structure):
     """`ArgumentField` in src/isa_generic.cpp."""
 
-    _fields_ = (("name", ctypes.c_char_p), ("offset", _LONG), ("type", ctypes.c_char))
+    _fields_ = (("name", ctypes.c_char_p), ("offset", ctypes.c_long), ("type", ctypes.c_char))
 
 
 def attention_packer(handle: ctypes.CDLL) -> Callable[[Mapping[str, float]], AttentionArguments]:
@@ -180,8 +134,8 @@ def attention_packer(handle: ctypes.CDLL) -> Callable[[Mapping[str, float]], Att
     table, fields = table_of(), list[tuple[str, Any]]()
     letters = ""
     while (entry := table[len(fields)]).name is not None:
-        fields.append((entry.name.decode(), _TYPES[entry.type]))
         letters += entry.type.decode()
+        fields.append((entry.name.decode(), _TYPES[letters[-1]]))
     own_struct: type[AttentionArguments] = types.new_class(
         "AttentionArguments", (AttentionArguments,), exec_body=lambda body: body.update(_fields_=fields)
     )
@@ -204,7 +158,7 @@ def differing_structs(handle: ctypes.CDLL) -> list[str]:
     Raises AttributeError for a library that does not report sizes.
     """
     size_of = handle.windlass_struct_size
-    size_of.argtypes, size_of.restype = (ctypes.c_char_p,), _LONG
+    size_of.argtypes, size_of.restype = (ctypes.c_char_p,), ctypes.c_long
     compiled = {name: size_of(name.encode()) for name in SIZES}
     return [f"{name}: {compiled[name]} bytes, not {size}" for name, size in SIZES.items() if compiled[name] != size]
 
@@ -232,165 +186,77 @@ PAGE_CODES = TYPE_CODES | {torch.int8: 3}  # int8 pages come with scales
 
 LATENT_PAGES = 4  # rows of int8 codes for latent attention
 
-_TENSOR2 = [_POINTER, _LONG, _INT]  # address, row stride, type
+_BLOCKS = "PPP iiiii"  # codes, scales, scales of super groups; bits, group, super groups, whether minima, offset
 
-_TENSOR3 = [_POINTER, _LONG, _LONG]  # address, row stride, head stride
+_STATE_ROWS = "PPPl P"  # blocks, starts, lengths, sequences; snapshots
 
-_STATE_ROWS = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]  # blocks, starts, lengths, sequences, snapshots
+_STEP_BUFFERS = (
+    "Pl Pl llll PPPP l"  # metadata, tables, groups and blocks, own arrays, columns: see `CompiledBufferFiller`
+)
 
-# Codes, scales, scales of super groups; bits, group, super groups, whether there are minima, offset.
-_BLOCKS = [_POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT]
-
-SIGNATURES: dict[str, list[type]] = {
-    "linear": [*_TENSOR2, *_TENSOR2, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG],
-    "linear_panels": [*_TENSOR2, _POINTER, _INT, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG],
-    "pack_panels": [_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER],
-    "widen_panels": [_POINTER, _INT, _LONG, _LONG, _LONG, _POINTER],
-    "linear_blocks": [
-        *(_POINTER, _LONG, *_BLOCKS, _POINTER, _INT, _POINTER, _LONG),  # x, the weight, bias, activation, out
-        *(_LONG, _LONG, _LONG),  # rows, columns, inner
-    ],
-    "linear_blocks_amx": [
-        *(*_TENSOR2, *_BLOCKS, _POINTER, _INT, _POINTER, _LONG),  # x, the weight, bias, activation, out
-        *(_LONG, _LONG, _LONG),  # rows, columns, inner
-    ],
-    "linear_panels_amx": [
-        *(_POINTER, _LONG, _POINTER, _POINTER, _INT, _POINTER, _LONG),  # x, the weight, bias, activation, out
-        *(_LONG, _LONG, _LONG),  # rows, columns, inner
-    ],
-    "dequantize_blocks": [
-        *_BLOCKS,
-        _POINTER,
-        _LONG,
-        _FLOAT,
-        _POINTER,
-        _LONG,
-        _LONG,
-        _LONG,
-    ],  # ids or the first, factor, out
-    "repack_blocks": [_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
-    "pack_blocks": [
-        *(_POINTER, _LONG, _INT, _POINTER, _LONG),  # source, weights
-        *(_INT, _INT, _INT, _INT, _INT),  # the form
-        *(_LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER),  # rows, columns, the weight
-    ],
-    "rotate_and_append": [
-        *(*_TENSOR3, *_TENSOR3, *_TENSOR3, _INT),  # q, k, v
-        *(_POINTER, _LONG, _POINTER, _LONG, _POINTER),  # cos, sin, q_scale
-        *(_POINTER, _POINTER, _INT, _LONG, _POINTER),  # pages, slots
-        *(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _INT),  # tokens, heads, kv heads, dim, value dim, half, past caches
-    ],
-    "rerotate_cached_keys": [
-        *(_POINTER, _POINTER, _INT, _LONG, _POINTER, _POINTER, _LONG),  # pages, sources, targets
-        *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
-        *(_LONG, _LONG, _LONG, _LONG),  # kv heads, dim, value dim, half
-    ],
-    "rotate_and_append_int8": [
-        *(*_TENSOR3, *_TENSOR3, *_TENSOR3, _INT),  # q, k, v
-        *(_POINTER, _LONG, _POINTER, _LONG, _POINTER),  # cos, sin, q_scale
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER),  # pages, their scales, block size, slots
-        *(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG),  # tokens, heads, kv heads, dim, value dim, half
-    ],
-    "rerotate_cached_keys_int8": [
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG),  # pages, their scales, block size
-        *(_LONG, _POINTER, _POINTER, _LONG),  # slots, sources, targets
-        *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
-        *(_LONG, _LONG, _LONG, _LONG),  # kv heads, dim, value dim, half
-    ],
-    "rotate_and_append_rows": [
-        *(*_TENSOR3, *_TENSOR3, _INT),  # q, k
-        *(_POINTER, _LONG, _POINTER, _LONG, _POINTER),  # cos, sin, q_scale
-        *(_POINTER, _POINTER, _LONG, _POINTER),  # codes, scales, slots
-        *(_LONG, _LONG, _LONG, _LONG, _LONG),  # tokens, heads, kv heads, dim, half
-    ],
-    "rerotate_cached_rows": [
-        *(_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG),  # codes, scales, slots, sources, targets
-        *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
-        *(_LONG, _LONG, _LONG),  # kv heads, dim, half
-    ],
-    "rotate_queries": [
-        *(*_TENSOR3, _INT, _POINTER, _POINTER, _LONG, _POINTER, _LONG),  # q, rows, cos, sin
-        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # out: tokens, copies, heads, dim, half
-    ],
-    "rotary_angles": [
-        *(_POINTER, _LONG, _LONG, _LONG),  # inverse frequencies: groups, rows, half
-        *(_POINTER, _POINTER, _LONG, _POINTER, _POINTER),  # rows, positions, tokens, cos, sin
-    ],
-    "rms_norm": [
-        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _INT),  # x: rows and groups of rows, residual
-        *(_POINTER, _FLOAT, _POINTER, _LONG, _LONG),  # weight, eps, out
-    ],
-    "gated_activation": [_POINTER, _LONG, _INT, _INT, _POINTER, _LONG, _LONG],
-    "soft_cap": [_POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG],
-    "token_logprobs": [
-        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG),  # logits, rows, targets, count, k
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG),  # out, scratch
-    ],
-    "add_low_rank": [
-        *(_POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER),  # x, out, their type, slots
-        *(_LONG, _LONG, _POINTER, _LONG),  # rows, inner, table
-    ],
-    "latent_queries": [*_TENSOR3, _INT, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG],
-    "latent_values": [*_TENSOR3, _INT, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG],
-    "rms_norm_in_place": [_POINTER, _LONG, _INT, _POINTER, _FLOAT, _LONG, _LONG],
-    "route_experts": [
-        *(_POINTER, _LONG, _POINTER, _POINTER, _LONG),  # logits, bias, scales, experts
-        *(_LONG, _LONG, _LONG),  # chosen, groups, chosen groups
-        *(_INT, _INT, _INT),  # scores, two largest, normalized
-        *(_FLOAT, _FLOAT, _FLOAT, _FLOAT),  # scale, least sum, sum eps, jitter
-        *(_POINTER, _POINTER, _LONG),  # chosen, weights, rows
-    ],
-    "linear_of_experts": [
-        *(*_TENSOR2, _POINTER, _LONG, _LONG, _POINTER),  # x, table, experts, parts, products
-        *(_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG),  # chosen, rows, experts of a row of x, out, columns, inner
-    ],
-    "sum_of_experts": [_POINTER, _INT, _POINTER, _LONG, _POINTER, _LONG, _LONG],
-    "clamped_glu": [_POINTER, _LONG, _INT, _FLOAT, _FLOAT, _POINTER, _LONG, _LONG],
-    "gate_by_sigmoid": [*_TENSOR2, *_TENSOR2, _LONG, _LONG, _LONG],
-    "layer_norm": [
-        *(_POINTER, _LONG, _LONG, _LONG, _INT),  # x: rows and groups of rows
-        *(_POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG),  # weight, bias, eps, out
-    ],
-    "activate": [*_TENSOR2, _INT, _POINTER, _LONG, _LONG],
-    "xielu": [*_TENSOR2, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG],  # its four numbers, out
-    "clip": [*_TENSOR2, _FLOAT, _LONG, _LONG],
-    "scale_rows": [*_TENSOR2, _POINTER, _LONG, _LONG],
-    "scale_columns": [*_TENSOR2, _POINTER, _POINTER, _LONG, _LONG],
-    "multiply": [*_TENSOR2, _POINTER, _LONG, _POINTER, _LONG, _LONG],  # by rows, by one factor
-    "short_convolution": [
-        *(*_TENSOR2, _POINTER, _LONG, _POINTER, _INT, _POINTER, _LONG),  # x, weight, bias, activation, window
-        *(*_STATE_ROWS, _POINTER, _LONG, _LONG),  # rows, out
-    ],
-    "gated_delta_rule": [
-        *(*_TENSOR2, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER),  # qkv, decay, strength, rate, bias
-        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG),  # memory: blocks, key heads, heads, dims, in turns
-        *(*_STATE_ROWS, _POINTER, _LONG),  # rows, out
-    ],
-    "state_space": [
-        *(*_TENSOR2, _POINTER, _LONG, _POINTER, _POINTER, _POINTER),  # mixed, step, rate, bias, skip
-        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # memory: blocks, key heads, heads, dims
-        *(_FLOAT, _FLOAT),  # limits
-        *(*_STATE_ROWS, _POINTER, _LONG),  # rows, out
-    ],
-    "all_reduce": [_POINTER, _POINTER, _INT, _LONG],
-    "gather_columns": [_POINTER, _POINTER, _POINTER, _LONG],
-    "repeat_calls": [_POINTER, _LONG],
-    "run_decode_steps": [
-        *(_POINTER, _LONG, _LONG),  # calls, passes
-        *(_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # as in fill_step_buffers
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG),
-        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER),  # as in rotary_angles
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),  # ids, values, stops, ends, drawn, made
-    ],
-    "sample_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
-    "fill_step_buffers": [
-        *(_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # metadata, tables, groups, blocks, block size
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG),  # positions, lengths, slots, own tables
-    ],
-    "row_maxima": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER],
-    "embed_rows": [_POINTER, _LONG, _INT, _LONG, _POINTER, _FLOAT, _POINTER, _INT, _LONG, _LONG],
-    "paged_attention_decode": [ctypes.POINTER(AttentionArguments)],
-    "paged_attention_prefill": [ctypes.POINTER(AttentionArguments), _LONG],  # fewest queries
+# Types of each function's arguments. "Pli" is a matrix: address, row stride and type; "Pll" has a row and a head stride.
+SIGNATURES = {
+    name: letters.replace(" ", "")
+    for name, letters in {
+        "linear": "Pli Pli Pi Pl lll",  # x, weight, bias, out, sizes
+        "linear_panels": "Pli Pi Pi Pl lll",  # x, weight, bias, out, sizes
+        "pack_panels": "Pli lll P",  # source, rows and columns, weight
+        "widen_panels": "Pi lll P",  # weight, panels and inner size, out
+        "linear_blocks": f"Pl {_BLOCKS} P i Pl lll",  # x, weight, bias, activation, out, sizes
+        "linear_blocks_amx": f"Pli {_BLOCKS} P i Pl lll",
+        "linear_panels_amx": "Pl P P i Pl lll",
+        "dequantize_blocks": f"{_BLOCKS} Pl f P lll",  # weight, ids or the first, factor, out, sizes
+        "repack_blocks": "Pl i lll PPP",  # blocks, form, rows and columns, weight
+        "pack_blocks": "Pli Pl iiiii lll PPP",  # source, weights of errors, form, rows and columns, weight
+        # q, k, v, type, cos, sin, q_scale, pages, slots, tokens, heads, kv heads, dim, value dim, half; past caches
+        "rotate_and_append": "Pll Pll Pll i Pl Pl P PPi lP llllll i",
+        "rotate_and_append_int8": "Pll Pll Pll i Pl Pl P PP PPl lP llllll",  # scales and block size instead of a type
+        "rotate_and_append_rows": "Pll Pll i Pl Pl P PP lP lllll",  # without values
+        # pages, slots, sources, targets, entries, cos, sin, kv heads, dim, value dim, half
+        "rerotate_cached_keys": "PPi lPPl Pl Pl llll",
+        "rerotate_cached_keys_int8": "PP PPl lPPl Pl Pl llll",
+        "rerotate_cached_rows": "PP lPPl Pl Pl lll",
+        "rotate_queries": "Pll i P Pl Pl P lllll",  # q, rows, cos, sin, out, sizes
+        "rotary_angles": "Plll PPl PP",  # inverse frequencies, rows, positions, tokens, cos, sin
+        "rms_norm": "Plll Pl i P f P ll",  # x in groups of rows, residual, type, weight, eps, out, sizes
+        "rms_norm_in_place": "Pli P f ll",
+        "layer_norm": "Plll i PP f P ll",  # x in groups of rows, type, weight, bias, eps, out, sizes
+        "gated_activation": "Pli i P ll",
+        "clamped_glu": "Pli ff P ll",
+        "activate": "Pli i P ll",
+        "xielu": "Pli PPPP P ll",  # x, its four numbers, out, sizes
+        "soft_cap": "Pl f P ll",
+        "clip": "Pli f ll",
+        "gate_by_sigmoid": "Pli Pli lll",
+        "scale_rows": "Pli P ll",
+        "scale_columns": "Pli PP ll",
+        "multiply": "Pli Pl P ll",  # x, rows, or one factor
+        "embed_rows": "Pli l P f Pi ll",  # table, its rows, ids, factor, out, sizes
+        "add_low_rank": "Pl Pl i P ll Pl",  # x, out, their type, slots, sizes, table
+        "latent_queries": "Pll i Pi P llllll",  # q, matrices, out, sizes
+        "latent_values": "Pll i Pi P lllll",
+        # logits, bias, scales, experts, chosen, groups, chosen groups, scores, two largest, normalized; then
+        # scale, least sum, sum eps, jitter, and the results
+        "route_experts": "Pl PPl lll iii ffff PPl",
+        "linear_of_experts": "Pli Pll P Pll P ll",  # x, table, products, chosen, out, sizes
+        "sum_of_experts": "Pi Pl P ll",
+        "short_convolution": f"Pli Pl P i Pl {_STATE_ROWS} P ll",  # x, weight, bias, activation, window, rows, out
+        # qkv, decay, strength, rate, bias, memory with its sizes and the order of heads, rows, out
+        "gated_delta_rule": f"Pli Pl Pl PP Plllll l {_STATE_ROWS} Pl",
+        # mixed, step, rate, bias, skip, memory with its sizes, limits, rows, out
+        "state_space": f"Pli Pl PPP Plllll ff {_STATE_ROWS} Pl",
+        "all_reduce": "P Pi l",
+        "gather_columns": "P PP l",
+        "repeat_calls": "Pl",
+        # calls, passes, buffers, rotary tables, ids, values, stops, ends, drawn, made
+        "run_decode_steps": f"Pl l {_STEP_BUFFERS} Plll PP PPPPPP",
+        "fill_step_buffers": _STEP_BUFFERS,
+        "row_maxima": "Pl ll PP",
+        "sample_tokens": "Pl ll Pl Pl",  # logits, rows to sample, workspace
+        "token_logprobs": "Pl ll PPll PPPPP Pl",  # logits, rows, targets, count and k, results, workspace
+        "paged_attention_decode": "S",
+        "paged_attention_prefill": "S l",  # fewest queries
+    }.items()
 }
 
 # Functions that only some instruction sets have.
@@ -401,6 +267,13 @@ Function = Callable[..., int]
 
 class KernelsUnavailableError(RuntimeError):
     """The compiled CPU kernels cannot be used here; the message says why and what to do."""
+
+
+class HasLibrary(Protocol):
+    """First operand of every binding: a `CompiledBackend`, whose methods most bindings are, or a `Library` itself."""
+
+    @property
+    def library(self) -> Library: ...
 
 
 class Library:
@@ -424,6 +297,10 @@ class Library:
         self.path, self.isa, self.functions, self.addresses = path, isa, functions, addresses
         self.attention_arguments = attention_arguments
         vars(self).update(functions)
+
+    @property
+    def library(self) -> Library:
+        return self
 
     if TYPE_CHECKING:
 
@@ -451,7 +328,7 @@ def bind(path: Path, isa: str) -> Library:
     """
     handle = ctypes.CDLL(str(path))
     functions, addresses = dict[str, Any](), dict[str, int]()
-    for name, arguments in SIGNATURES.items():
+    for name, letters in SIGNATURES.items():
         source = isa
         while not hasattr(handle, f"windlass_{name}_{source}") and source in _EXTENDED:
             source = _EXTENDED[source]
@@ -459,7 +336,7 @@ def bind(path: Path, isa: str) -> Library:
             functions[name] = None
             continue
         function = getattr(handle, f"windlass_{name}_{source}")
-        function.argtypes = arguments
+        function.argtypes = [_TYPES[letter] for letter in letters]
         function.restype = ctypes.c_int
         functions[name] = function
         addresses[name] = ctypes.cast(function, ctypes.c_void_p).value or 0
@@ -524,67 +401,31 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-class PageSizes(NamedTuple):
-    """Sizes derived from the shapes of pages. dim: of a key; for int8 keys in panels rounded up to a multiple of 4."""
-
-    num_blocks: int
-    block_size: int
-    kv_heads: int
-    dim: int
-    value_dim: int
-    in_panels: bool
-
-    def holds_keys(self, kv_heads: int, dim: int) -> bool:
-        """Whether keys of this shape fit the pages."""
-        return self.kv_heads == kv_heads and self.dim == (padded_dim(dim) if self.in_panels else dim)
-
-
-def page_sizes(key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None) -> PageSizes:
-    """The sizes of valid pages (see `pages_refusal`, `scales_refusal`)."""
-    if key_scales is None or key_pages.dim() == 4:
-        num_blocks, block_size, kv_heads, dim = key_pages.shape
-        return PageSizes(num_blocks, block_size, kv_heads, dim, value_pages.shape[3], False)
-    num_blocks, kv_heads, block_size = key_scales.shape
-    return PageSizes(num_blocks, block_size, kv_heads, QUAD * key_pages.shape[3], value_pages.shape[3], True)
-
-
-def pages_refusal(key_pages: Tensor, value_pages: Tensor) -> str | None:
+def pages_refusal(pages: KVPages) -> str | None:
     """Why the kernels do not support these pages, or None."""
-    if key_pages.dtype not in PAGE_CODES or key_pages.dtype != value_pages.dtype:
-        return f"pages are {key_pages.dtype} and {value_pages.dtype}, not one of float32, bfloat16, float16, int8"
-    if key_pages.dtype == torch.int8 and key_pages.dim() != 4:
-        shapes = tuple(key_pages.shape), tuple(value_pages.shape)
-        if key_pages.dim() != 6 or value_pages.dim() != 5:
+    key, value = pages.key, pages.value
+    if key.dtype not in PAGE_CODES or key.dtype != value.dtype:
+        return f"pages are {key.dtype} and {value.dtype}, not one of float32, bfloat16, float16, int8"
+    if key.dtype == torch.int8 and key.dim() != 4:
+        shapes = tuple(key.shape), tuple(value.shape)
+        if key.dim() != 6 or value.dim() != 5:
             return f"int8 pages {shapes} are not codes laid out for the kernels (see int8_layout)"
-        num_blocks, kv_heads, panels, _, tokens, quad = key_pages.shape
-        value_dim = value_pages.shape[3]
-        if (tokens, quad) != (PANEL_TOKENS, QUAD) or value_pages.shape != (
-            num_blocks,
-            kv_heads,
-            panels * PANEL_TOKENS // QUAD,
-            value_dim,
-            QUAD,
-        ):
+        num_blocks, kv_heads, panels, _, tokens, quad = key.shape
+        expected = (num_blocks, kv_heads, panels * PANEL_TOKENS // QUAD, value.shape[3], QUAD)
+        if (tokens, quad) != (PANEL_TOKENS, QUAD) or value.shape != expected:
             return f"int8 pages {shapes} are not the keys and values of the same tokens"
-    elif key_pages.dim() != 4 or key_pages.shape[:3] != value_pages.shape[:3]:
-        return f"pages {tuple(key_pages.shape)} and {tuple(value_pages.shape)} differ before their last dimension"
-    if not (key_pages.is_cpu and key_pages.is_contiguous() and value_pages.is_cpu and value_pages.is_contiguous()):
+    elif key.dim() != 4 or key.shape[:3] != value.shape[:3]:
+        return f"pages {tuple(key.shape)} and {tuple(value.shape)} differ before their last dimension"
+    if not (key.is_cpu and key.is_contiguous() and value.is_cpu and value.is_contiguous()):
         return "the pages are not contiguous CPU tensors"
-    return None
-
-
-def scales_refusal(
-    key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None
-) -> str | None:
-    """Why these are not the scales of such (valid) pages, or None."""
-    for scales, dim in ((key_scales, key_pages.shape[3]), (value_scales, value_pages.shape[3])):
-        if (scales is not None) != (key_pages.dtype == torch.int8):
+    for scales, dim in ((pages.key_scale, key.shape[3]), (pages.value_scale, value.shape[3])):
+        if (scales is not None) != (key.dtype == torch.int8):
             return "int8 pages need scales for keys and values, pages of floats have none"
         if scales is None:
             continue
-        shape: tuple[int, ...] = (key_pages.shape[0], key_pages.shape[1], key_pages.shape[2] * PANEL_TOKENS)
-        if key_pages.dim() == 4:
-            shape = (*key_pages.shape[:3], num_groups(dim))
+        shape: tuple[int, ...] = (key.shape[0], key.shape[1], key.shape[2] * PANEL_TOKENS)
+        if key.dim() == 4:
+            shape = (*key.shape[:3], num_groups(dim))
         if not (scales.dtype == torch.float32 and scales.shape == shape and scales.is_cpu and scales.is_contiguous()):
             return f"scales are {scales.dtype} {tuple(scales.shape)}, not float32 {shape}, contiguous"
     return None
@@ -626,7 +467,23 @@ def vector_ok(vector: Tensor, dtype: torch.dtype, length: int) -> bool:
     return vector.dtype == dtype and vector.shape == (length,) and vector.is_cpu and vector.is_contiguous()
 
 
-def check_out(out: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
-    """Raise ValueError unless `out` is a writable matrix of this shape and type, with adjacent elements in a row."""
+def check_vectors(names: str, dtype: torch.dtype, length: int, *vectors: Tensor | None) -> None:
+    """Raise ValueError unless all given vectors are contiguous, of this type and length. names: function and operands."""
+    for vector in vectors:
+        if vector is not None and not vector_ok(vector, dtype, length):
+            raise ValueError(f"{names} must be {str(dtype).removeprefix('torch.')} [{length}], contiguous")
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """A matrix with adjacent elements in a row: x if it is one, else a copy."""
+    return x.contiguous() if x.stride(1) != 1 and x.shape[1] > 1 else x
+
+
+def result_matrix(out: Tensor | None, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """`out`, or a new matrix if it is None. Raises ValueError unless `out` is of this shape and type, with adjacent
+    elements in a row."""
+    if out is None:
+        return torch.empty((rows, columns), dtype=dtype)
     if out.shape != (rows, columns) or out.dtype != dtype or (columns > 1 and out.stride(1) != 1) or not out.is_cpu:
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not {dtype} {(rows, columns)} with adjacent elements")
+    return out

@@ -1,8 +1,8 @@
 """Matrix product bindings of the compiled kernels: plain weights, 16-bit panels, quantized blocks, experts and low-rank
 updates.
 
-Each function checks operands before it passes addresses to C, and raises on bad ones. Row limits are measured crossovers with
-torch.
+Functions named like an operation of `Backend` perform it. Operands that do not fit raise ValueError before an address is
+passed to C. Row limits are measured crossovers with torch.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.backend import BackendOptions, Routed, Routing
-from windlass.kernels.cpu.elementwise_bindings import ACTIVATIONS
+from windlass.kernels.cpu.elementwise_bindings import activation_code
 from windlass.kernels.cpu.library import (
     TYPE_CODES,
     ExpertPartFields,
     ExpertProductsFields,
+    HasLibrary,
     Library,
     LowRankFields,
     LowRankPartFields,
     address,
+    adjacent,
     check,
-    check_out,
+    check_vectors,
+    result_matrix,
     tensor2,
     vector_ok,
 )
@@ -64,9 +67,9 @@ def activation_code_and_width(rows: int, activation: str | None) -> tuple[int, i
     ValueError."""
     if activation is None:
         return _NO_ACTIVATION, rows
-    check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
+    code = activation_code(activation)
     check(fills_panels(rows), f"{rows} rows of gates and ups do not fill panels of {PANEL}")
-    return ACTIVATIONS[activation], rows // 2
+    return code, rows // 2
 
 
 # Measured on AVX2 with two threads on entire prefill chunks of a 1B Llama: this kernel is faster up to 192 rows, torch's
@@ -109,12 +112,7 @@ def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str
 
 
 def linear_small(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-    library: Library,
+    kernels: HasLibrary, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
@@ -126,14 +124,11 @@ def linear_small(
         raise ValueError(f"linear_small: {reason}")
     rows, inner = x.shape
     columns = weight.shape[0]
-    if out is None:
-        out = torch.empty((rows, columns), dtype=x.dtype)
-    else:
-        check_out(out, rows, columns, x.dtype)
+    out = result_matrix(out, rows, columns, x.dtype)
     if inner == 0:
         return out.zero_() if bias is None else out.copy_(bias)
     if rows and columns:
-        code = library.linear(
+        code = kernels.library.linear(
             *(*tensor2(x), *tensor2(weight), address(bias), 0 if bias is None else TYPE_CODES[bias.dtype]),
             *(out.data_ptr(), out.stride(0), rows, columns, inner),
         )
@@ -154,12 +149,7 @@ _WIDENED_BYTES = 8 << 20  # float32 weights converted at a time; they stay in th
 
 
 def linear_panels(
-    x: Tensor,
-    weight: PanelWeight,
-    bias: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-    library: Library,
+    kernels: HasLibrary, x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
@@ -169,20 +159,15 @@ def linear_panels(
     """
     _check_operands(x, weight, bias)
     # Called about a hundred times per decode step: copies are made only if needed.
-    given = x if x.dtype != torch.float16 else x.float()
-    if given.stride(1) != 1 and weight.columns > 1:
-        given = given.contiguous()
+    given = adjacent(x if x.dtype != torch.float16 else x.float())
     if bias is not None:
         bias = (bias if bias.dtype in TYPE_CODES else bias.float()).contiguous()
     rows, columns = x.shape[0], weight.rows
-    if out is None:
-        out = torch.empty((rows, columns), dtype=given.dtype)
-    else:
-        check_out(out, rows, columns, given.dtype)
+    out = result_matrix(out, rows, columns, given.dtype)
     if weight.columns == 0:
         return (out.zero_() if bias is None else out.copy_(bias)).to(x.dtype)
     if rows and columns:
-        code = library.linear_panels(
+        code = kernels.library.linear_panels(
             *(*tensor2(given), weight.data.data_ptr(), TYPE_CODES[weight.dtype]),
             *(address(bias), 0 if bias is None else TYPE_CODES[bias.dtype]),
             *(out.data_ptr(), out.stride(0), rows, columns, weight.columns),
@@ -193,13 +178,13 @@ def linear_panels(
 
 
 def linear_panels_amx(
+    kernels: HasLibrary,
     x: Tensor,
     weight: PanelWeight,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
     out: Tensor | None = None,
-    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias for many rows, both bfloat16, by AMX.
 
@@ -208,7 +193,7 @@ def linear_panels_amx(
     ValueError, also on a processor without AMX.
     """
     _check_operands(x, weight, bias)
-    multiply = library.linear_panels_amx
+    multiply = kernels.library.linear_panels_amx
     if multiply is None:
         raise ValueError("linear_panels_amx: this processor has no matrix unit")
     check(x.dtype == weight.dtype == torch.bfloat16, f"linear_panels_amx: {x.dtype} times {weight.dtype}")
@@ -216,10 +201,7 @@ def linear_panels_amx(
     wide_bias = None if bias is None else bias.float().contiguous()
     rows, columns = x.shape[0], weight.rows
     activation_code, width = activation_code_and_width(columns, activation)
-    if out is None:
-        out = torch.empty((rows, width), dtype=torch.bfloat16)
-    else:
-        check_out(out, rows, width, torch.bfloat16)
+    out = result_matrix(out, rows, width, torch.bfloat16)
     if rows and columns:
         code = multiply(
             *(x.data_ptr(), x.stride(0), weight.data.data_ptr(), address(wide_bias), activation_code),
@@ -230,7 +212,7 @@ def linear_panels_amx(
     return out
 
 
-def linear_panels_widened(x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, library: Library) -> Tensor:
+def linear_panels_widened(kernels: HasLibrary, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias for many rows: some panels at a time are converted to float32 for torch's product.
 
     x: [M, K] in any float type. The product is float32; returns [M, N] in x's dtype. Extra memory: 8 MiB of converted weights
@@ -246,7 +228,9 @@ def linear_panels_widened(x: Tensor, weight: PanelWeight, bias: Tensor | None = 
     for first in range(0, panels, max(step, 1)):
         count = min(step, panels - first)
         block = memory[: inner * count * PANEL].view(inner, count * PANEL)
-        library.widen_panels(weight.data.data_ptr(), TYPE_CODES[weight.dtype], first, count, inner, block.data_ptr())
+        kernels.library.widen_panels(
+            weight.data.data_ptr(), TYPE_CODES[weight.dtype], first, count, inner, block.data_ptr()
+        )
         begin, end = first * PANEL, min((first + count) * PANEL, columns)
         torch.mm(wide, block[:, : end - begin], out=out[:, begin:end])
     if bias is not None:
@@ -254,15 +238,13 @@ def linear_panels_widened(x: Tensor, weight: PanelWeight, bias: Tensor | None = 
     return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
-def pack_panels(target: PanelRows, source: Tensor, *, library: Library) -> None:
+def pack_panels(kernels: HasLibrary, target: PanelRows, source: Tensor) -> None:
     """Store source [count, columns], rounded to the weight's type, in rows of a panel weight. Raises ValueError."""
     weight = target.weight
     check(source.shape == target.shape, f"pack_panels: {tuple(source.shape)} into {tuple(target.shape)}")
     check(source.is_cpu and source.is_floating_point(), f"pack_panels: the source is {source.dtype} on {source.device}")
-    source = source.to(weight.dtype)
-    if source.shape[1] > 1 and source.stride(1) != 1:
-        source = source.contiguous()
-    library.pack_panels(*tensor2(source), target.first, target.count, weight.columns, weight.data.data_ptr())
+    source = adjacent(source.to(weight.dtype))
+    kernels.library.pack_panels(*tensor2(source), target.first, target.count, weight.columns, weight.data.data_ptr())
 
 
 def _check_operands(x: Tensor, weight: PanelWeight, bias: Tensor | None) -> None:
@@ -282,20 +264,19 @@ _QUANTIZED = ("q8_0", "q4_k", "q5_k", "q6_k")
 MAX_SUPER_GROUPS = 64
 
 
-def repack_blocks(target: BlockRows, blocks: Tensor, *, library: Library) -> None:
-    """Store rows of blocks, uint8 [count, row bytes] in the format of files, in rows of a weight. Raises ValueError."""
-    check_blocks(target, blocks)
+def repack_blocks(kernels: HasLibrary, target: BlockRows, source: Tensor) -> None:
+    """`Backend.repack`. Raises ValueError."""
+    check_blocks(target, source)
     _check_block_weight(target.weight)
-    check(blocks.is_cpu, f"repack_blocks: the blocks are on {blocks.device}")
-    if blocks.shape[1] > 1 and blocks.stride(1) != 1:
-        blocks = blocks.contiguous()
-    library.repack_blocks(
-        *(blocks.data_ptr(), blocks.stride(0), _KINDS[target.weight.form.name]),
+    check(source.is_cpu, f"repack_blocks: the blocks are on {source.device}")
+    source = adjacent(source)
+    kernels.library.repack_blocks(
+        *(source.data_ptr(), source.stride(0), _KINDS[target.weight.form.name]),
         *(target.first, target.count, target.weight.columns, *_block_addresses(target.weight)),
     )
 
 
-def pack_blocks(target: BlockRows, source: Tensor, weights: Tensor | None = None, *, library: Library) -> None:
+def pack_blocks(kernels: HasLibrary, target: BlockRows, source: Tensor, weights: Tensor | None = None) -> None:
     """Quantize source [count, columns] into rows of a weight: the bytes of `block_quantization`. Raises ValueError.
 
     weights: float32 weights of the squared errors of elements, broadcast to the source's shape.
@@ -306,14 +287,11 @@ def pack_blocks(target: BlockRows, source: Tensor, weights: Tensor | None = None
     check(source.shape == target.shape, f"pack_blocks: {tuple(source.shape)} into rows {tuple(target.shape)}")
     check(source.is_cpu and source.dtype in TYPE_CODES, f"pack_blocks: the source is {source.dtype} on {source.device}")
     _check_block_weight(weight)
-    if source.shape[1] > 1 and source.stride(1) != 1:
-        source = source.contiguous()
+    source = adjacent(source)
     if weights is not None:
         check(weights.dtype == torch.float32 and weights.is_cpu, f"pack_blocks: weights of {weights.dtype}")
-        weights = weights.expand(source.shape)
-        if source.shape[1] > 1 and weights.stride(1) != 1:
-            weights = weights.contiguous()
-    library.pack_blocks(
+        weights = adjacent(weights.expand(source.shape))
+    kernels.library.pack_blocks(
         *(*tensor2(source), address(weights), 0 if weights is None else weights.stride(0)),
         *(form.bits, form.group, form.super_groups, form.parts, form.offset),
         *(target.first, target.count, weight.columns, *_block_addresses(weight)),
@@ -348,13 +326,13 @@ def fuses_gates(x: Tensor, weight: BlockWeight) -> bool:
 
 
 def linear_blocks(
+    kernels: HasLibrary,
     x: Tensor,
     weight: BlockWeight,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
     out: Tensor | None = None,
-    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias with x rounded to 8 bits, with a float32 scale for each group of the weight's form.
 
@@ -372,12 +350,9 @@ def linear_blocks(
     wide = x if x.dtype == torch.float32 and (x.stride(1) == 1 or inner == 1) else x.float().contiguous()
     wide_bias = None if bias is None else bias.float().contiguous()
     rows = x.shape[0]
-    if out is None:
-        made = torch.empty((rows, width), dtype=torch.float32)
-    else:
-        check_out(made := out, rows, width, torch.float32)
+    made = result_matrix(out, rows, width, torch.float32)
     if rows and columns:
-        code = library.linear_blocks(
+        code = kernels.library.linear_blocks(
             *(wide.data_ptr(), wide.stride(0), *block_arguments, address(wide_bias), activation_code),
             *(made.data_ptr(), made.stride(0), rows, columns, inner),
         )
@@ -386,13 +361,13 @@ def linear_blocks(
 
 
 def linear_blocks_amx(
+    kernels: HasLibrary,
     x: Tensor,
     weight: BlockWeight,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
     out: Tensor | None = None,
-    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias with x and the dequantized weight rounded to bfloat16, for many rows, by AMX.
 
@@ -402,17 +377,12 @@ def linear_blocks_amx(
     rows, columns = x.shape[0], weight.rows
     activation_code, width = activation_code_and_width(columns, activation)
     _check_block_operands(x, weight, bias)
-    block_arguments, multiply = _block_arguments(weight), library.linear_blocks_amx
+    block_arguments, multiply = _block_arguments(weight), kernels.library.linear_blocks_amx
     if multiply is None:
         raise ValueError("linear_blocks_amx: this processor has no matrix unit")
-    given = x.float() if x.dtype == torch.float16 else x
-    if given.stride(1) != 1 and weight.columns > 1:
-        given = given.contiguous()
+    given = adjacent(x.float() if x.dtype == torch.float16 else x)
     wide_bias = None if bias is None else bias.float().contiguous()
-    if out is None:
-        made = torch.empty((rows, width), dtype=given.dtype)
-    else:
-        check_out(made := out, rows, width, given.dtype)
+    made = result_matrix(out, rows, width, given.dtype)
     if rows and columns:
         code = multiply(
             *(*tensor2(given), *block_arguments, address(wide_bias), activation_code),
@@ -431,13 +401,13 @@ def _raise_block_error(code: int, name: str, weight: BlockWeight) -> None:
 
 
 def linear_blocks_widened(
+    kernels: HasLibrary,
     x: Tensor,
     weight: BlockWeight,
     bias: Tensor | None = None,
     *,
     most_rows: int,
     out: Tensor | None = None,
-    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias without rounding x: some rows of the weight at a time are converted to float32.
 
@@ -447,19 +417,16 @@ def linear_blocks_widened(
     """
     _check_block_operands(x, weight, bias)
     wide, inner = x.float(), weight.columns
-    if out is None:
-        made = torch.empty((x.shape[0], weight.rows), dtype=torch.float32)
-    else:
-        check_out(made := out, x.shape[0], weight.rows, torch.float32)
+    made = result_matrix(out, x.shape[0], weight.rows, torch.float32)
     step = max(1, min(weight.rows, _WIDENED // inner))
     memory = torch.empty((step, inner), dtype=torch.float32)
     for first in range(0, weight.rows, step):
         count = min(step, weight.rows - first)
         block, into = memory[:count], made[:, first : first + count]
-        _widen(weight, None, first, 1.0, block, library)
+        _widen(weight, None, first, 1.0, block, kernels)
         if x.shape[0] <= most_rows:
             own_bias = None if bias is None else bias[first : first + count]
-            linear_small(wide, block, own_bias, out=into, library=library)
+            linear_small(kernels, wide, block, own_bias, out=into)
         else:
             torch.mm(wide, block.t(), out=into)
     if bias is not None and x.shape[0] > most_rows:
@@ -467,18 +434,20 @@ def linear_blocks_widened(
     return made if out is not None or x.dtype == torch.float32 else made.to(x.dtype)
 
 
-def embed_blocks(table: BlockWeight, ids: Tensor, scale: float = 1.0, *, library: Library) -> Tensor:
+def embed_blocks(kernels: HasLibrary, table: BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
     """table[ids] * scale in float32. ids: [T] int64, contiguous. Returns [T, columns]; with a scale of 1, the bits of
     `BlockWeight.dequantize`. Raises ValueError, and IndexError for an id out of range.
     """
-    check(vector_ok(ids, torch.int64, ids.shape[0]), "embed_blocks: ids must be int64, contiguous [T]")
+    check_vectors("embed_blocks: ids", torch.int64, ids.shape[0], ids)
     out = torch.empty((ids.shape[0], table.columns), dtype=torch.float32)
-    _widen(table, ids, 0, scale, out, library)
+    _widen(table, ids, 0, scale, out, kernels)
     return out
 
 
-def _widen(weight: BlockWeight, ids: Tensor | None, first: int, factor: float, out: Tensor, library: Library) -> None:
-    code = library.dequantize_blocks(
+def _widen(
+    weight: BlockWeight, ids: Tensor | None, first: int, factor: float, out: Tensor, kernels: HasLibrary
+) -> None:
+    code = kernels.library.dequantize_blocks(
         *(*_block_arguments(weight), address(ids), first, factor),
         *(out.data_ptr(), out.shape[0], weight.rows, weight.columns),
     )
@@ -529,20 +498,20 @@ class AmxProducts:
 
     def linear(
         self,
+        kernels: HasLibrary,
         x: Tensor,
         weight: BlockWeight | PanelWeight,
         bias: Tensor | None,
         *,
-        library: Library,
         activation: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """x @ weight.T + bias, or activation(gate) * up of it. library: with AMX, or one that records calls to it. out: where
         the result may be written."""
         if isinstance(weight, PanelWeight):
-            return linear_panels_amx(x, weight, bias, activation=activation, out=out, library=library)
+            return linear_panels_amx(kernels, x, weight, bias, activation=activation, out=out)
         out = None if x.dtype == torch.float16 else out
-        return linear_blocks_amx(x, weight, bias, activation=activation, out=out, library=library)
+        return linear_blocks_amx(kernels, x, weight, bias, activation=activation, out=out)
 
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
@@ -627,9 +596,8 @@ def _expert_fields(part: Part, first: int, bias: Tensor | None) -> ExpertPartFie
 
 
 def route(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None, *, library: Library
+    kernels: HasLibrary, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
 ) -> Routed:
-    """See `Backend.route`. logits: float32, adjacent in a row. Raises ValueError."""
     rows, count = logits.shape
     check(
         logits.dtype == torch.float32
@@ -643,7 +611,7 @@ def route(
     )
     chosen = torch.empty((rows, routing.top_k), dtype=torch.int64)
     weights = torch.empty((rows, routing.top_k), dtype=torch.float32)
-    library.route_experts(
+    kernels.library.route_experts(
         *(logits.data_ptr(), logits.stride(0), address(bias), address(scales), count),
         *(routing.top_k, routing.groups, routing.top_groups),
         *(_SCORES[routing.scores], int(routing.group_score == "two largest"), int(routing.normalized)),
@@ -653,11 +621,8 @@ def route(
     return Routed(chosen, weights)
 
 
-def linear_of_experts(x: Tensor, experts: CompiledExperts, chosen: Tensor, *, library: Library) -> Tensor:
-    """See `Backend.linear_of_experts`. x: in any float type; float32 and bfloat16 need no copy.
-
-    Raises ValueError, MemoryError, and IndexError for an expert out of range.
-    """
+def linear_of_experts(kernels: HasLibrary, x: Tensor, experts: CompiledExperts, chosen: Tensor) -> Tensor:
+    """float32 and bfloat16 rows need no copy. Raises MemoryError, and IndexError for an expert out of range."""
     rows = chosen.numel()
     check(
         x.dim() == 2
@@ -670,11 +635,10 @@ def linear_of_experts(x: Tensor, experts: CompiledExperts, chosen: Tensor, *, li
         f"linear_of_experts: x is {x.dtype} {tuple(x.shape)}, experts of {experts.inner} columns, chosen {tuple(chosen.shape)}",
     )
     wide = x if x.dtype in ACTIVATION_TYPES and not (experts.has_blocks and x.dtype != torch.float32) else x.float()
-    if experts.inner > 1 and wide.stride(1) != 1:
-        wide = wide.contiguous()
+    wide = adjacent(wide)
     out = torch.empty((rows, experts.columns), dtype=wide.dtype)
     if rows:
-        code = library.linear_of_experts(
+        code = kernels.library.linear_of_experts(
             *(*tensor2(wide), experts.address, len(experts), experts.parts, experts.products),
             *(chosen.data_ptr(), rows, rows // x.shape[0], out.data_ptr(), experts.columns, experts.inner),
         )
@@ -685,8 +649,7 @@ def linear_of_experts(x: Tensor, experts: CompiledExperts, chosen: Tensor, *, li
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
-def sum_of_experts(x: Tensor, weights: Tensor, *, library: Library) -> Tensor:
-    """See `Backend.sum_of_experts`. x: contiguous. Raises ValueError."""
+def sum_of_experts(kernels: HasLibrary, x: Tensor, weights: Tensor) -> Tensor:
     rows, top_k = weights.shape
     check(
         x.dim() == 2
@@ -699,7 +662,7 @@ def sum_of_experts(x: Tensor, weights: Tensor, *, library: Library) -> Tensor:
         f"sum_of_experts: x is {x.dtype} {tuple(x.shape)}, weights {weights.dtype} {tuple(weights.shape)}",
     )
     out = torch.empty((rows, x.shape[1]), dtype=x.dtype)
-    library.sum_of_experts(
+    kernels.library.sum_of_experts(
         x.data_ptr(), TYPE_CODES[x.dtype], weights.data_ptr(), top_k, out.data_ptr(), rows, x.shape[1]
     )
     return out
@@ -759,11 +722,8 @@ def _low_rank_fields(part: LowRankPart) -> LowRankPartFields:
     return LowRankPartFields(part.up.data_ptr(), *sizes, part.scale)
 
 
-def add_low_rank(out: Tensor, x: Tensor, table: CompiledLowRankTable, slots: Tensor, *, library: Library) -> None:
-    """See `Backend.add_low_rank`. out, x: float32, bfloat16 or float16, of one type, with adjacent elements in a row.
-
-    Raises ValueError, IndexError for a slot that the table lacks, and MemoryError.
-    """
+def add_low_rank(kernels: HasLibrary, out: Tensor, x: Tensor, table: CompiledLowRankTable, slots: Tensor) -> None:
+    """out, x: with adjacent elements in a row. Raises IndexError for a slot that the table lacks, and MemoryError."""
     rows, inner = x.shape
     check(
         x.dtype == out.dtype
@@ -777,8 +737,8 @@ def add_low_rank(out: Tensor, x: Tensor, table: CompiledLowRankTable, slots: Ten
         f"add_low_rank: {out.dtype} {tuple(out.shape)} and {x.dtype} {tuple(x.shape)} are not [T, {table.columns}] and "
         f"[T, {table.inner}] of one type with adjacent elements",
     )
-    check(vector_ok(slots, torch.int64, rows), f"add_low_rank: slots are {slots.dtype} {tuple(slots.shape)}")
-    code = library.add_low_rank(
+    check_vectors("add_low_rank: slots", torch.int64, rows, slots)
+    code = kernels.library.add_low_rank(
         *(x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), TYPE_CODES[x.dtype], slots.data_ptr()),
         *(rows, inner, table.address, len(table.changes)),
     )

@@ -38,21 +38,6 @@ def padded_dim(dim: int) -> int:
     return -(-dim // QUAD) * QUAD
 
 
-def pack_keys(rows: Tensor) -> Tensor:
-    """Key codes of rows int8 [num_blocks, P, Hkv, D]."""
-    blocks, size, heads, dim = rows.shape
-    shape = key_shape(blocks, size, heads, dim)
-    padded = F.pad(rows, (0, padded_dim(dim) - dim))
-    return padded.view(blocks, shape[2], PANEL_TOKENS, heads, shape[3], QUAD).permute(0, 3, 1, 4, 2, 5).contiguous()
-
-
-def pack_values(rows: Tensor) -> Tensor:
-    """Value codes of rows int8 [num_blocks, P, Hkv, Dv]."""
-    blocks, size, heads, dim = rows.shape
-    quads = value_shape(blocks, size, heads, dim)[2]
-    return rows.view(blocks, quads, QUAD, heads, dim).permute(0, 3, 1, 4, 2).contiguous()
-
-
 def key_rows(keys: Tensor) -> Tensor:
     """Rows of key codes, padding included: [num_blocks, P, Hkv, 4 * ceil(D / 4)]."""
     blocks, heads, panels, quads, _, _ = keys.shape
@@ -147,17 +132,6 @@ class KVPages:
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
 
-    @classmethod
-    def of_codes(cls, keys: Tensor, key_scale: Tensor, values: Tensor, value_scale: Tensor) -> KVPages:
-        """int8 pages that hold these rows: keys [num_blocks, P, Hkv, D], values [num_blocks, P, Hkv, Dv], int8, and
-        their scales [num_blocks, P, Hkv] float32. Raises ValueError for a P that is not a multiple of 16."""
-        return cls(
-            pack_keys(keys),
-            pack_values(values),
-            key_scale.transpose(1, 2).contiguous(),
-            value_scale.transpose(1, 2).contiguous(),
-        )
-
     @property
     def in_panels(self) -> bool:
         """Whether these are int8 codes of heads."""
@@ -177,8 +151,12 @@ class KVPages:
         return self.key.shape[1] if self.in_panels else self.key.shape[2]
 
     @property
+    def num_blocks(self) -> int:
+        return self.key.shape[0]
+
+    @property
     def num_slots(self) -> int:
-        return self.key.shape[0] * self.block_size
+        return self.num_blocks * self.block_size
 
     @property
     def with_keys_as_values(self) -> KVPages:
@@ -186,13 +164,19 @@ class KVPages:
         return KVPages(self.key, self.key, self.key_scale, self.key_scale)
 
     @property
+    def key_dim(self) -> int:
+        """Numbers of a key; int8 codes of heads include their padding."""
+        return self.key.shape[3] * QUAD if self.in_panels else self.key.shape[3]
+
+    @property
     def value_dim(self) -> int:
         return self.value.shape[3]
 
-    @property
-    def scales(self) -> dict[str, Tensor | None]:
-        """The scales as keyword arguments of the compiled kernels."""
-        return {"key_scales": self.key_scale, "value_scales": self.value_scale}
+    def holds_keys(self, kv_heads: int, dim: int) -> bool:
+        """Whether keys of this shape fit the pages."""
+        if self.in_panels:
+            return (self.key.shape[1], self.key.shape[3]) == (kv_heads, padded_dim(dim) // QUAD)
+        return self.key.shape[2:] == (kv_heads, dim)
 
     def keys_of(self, blocks: Tensor, dim: int) -> Tensor:
         """Keys of some blocks, float32 [N, P, Hkv, dim]. blocks: [N], not negative. dim: D, which padded codes do not show."""

@@ -84,8 +84,28 @@ def allocate_default(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
+class _InPanels:
+    """What weights in panels have in common."""
+
+    __slots__ = ()
+
+    rows: int
+    columns: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.rows, self.columns))
+
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    def _check_rows(self, first: int, count: int) -> None:
+        if first < 0 or count < 0 or first + count > self.rows:
+            raise IndexError(f"rows {first} .. {first + count} of a weight of {self.rows}")
+
+
 @dataclass(frozen=True, slots=True)
-class BlockWeight:
+class BlockWeight(_InPanels):
     """A weight [rows, columns] in panels.
 
     codes: uint8 [panels, groups, lines, 16, 4]. scales: [panels, groups, parts, 16] float16, or with super groups uint8 (int8
@@ -119,15 +139,8 @@ class BlockWeight:
         return cls(form, rows, columns, codes, scales, supers)
 
     @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.rows, self.columns))
-
-    @property
     def device(self) -> torch.device:
         return self.codes.device
-
-    def numel(self) -> int:
-        return self.rows * self.columns
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the weight, by name."""
@@ -141,8 +154,7 @@ class BlockWeight:
 
     def narrow(self, first: int, count: int) -> BlockRows:
         """Rows first .. first + count, for writing. Raises IndexError for rows out of range."""
-        if first < 0 or count < 0 or first + count > self.rows:
-            raise IndexError(f"rows {first} .. {first + count} of a weight of {self.rows}")
+        self._check_rows(first, count)
         return BlockRows(self, first, count)
 
     def panels(self, first: int, count: int) -> BlockWeight:
@@ -282,7 +294,7 @@ PANEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class PanelWeight:
+class PanelWeight(_InPanels):
     """A bfloat16 or float16 weight [rows, columns] in panels.
 
     data: [panels, lines, 16, 2] (bfloat16) or [panels, lines, 2, 16] (float16).
@@ -311,19 +323,12 @@ class PanelWeight:
         return self.data.permute(0, 2, 1, 3) if self.dtype == torch.bfloat16 else self.data.permute(0, 3, 1, 2)
 
     @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.rows, self.columns))
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
     @property
     def device(self) -> torch.device:
         return self.data.device
-
-    def numel(self) -> int:
-        return self.rows * self.columns
 
     @property
     def nbytes(self) -> int:
@@ -332,8 +337,7 @@ class PanelWeight:
 
     def narrow(self, first: int, count: int) -> PanelRows:
         """Rows first .. first + count, for writing. Raises IndexError for rows out of range."""
-        if first < 0 or count < 0 or first + count > self.rows:
-            raise IndexError(f"rows {first} .. {first + count} of a weight of {self.rows}")
+        self._check_rows(first, count)
         return PanelRows(self, first, count)
 
     def unpack(self) -> Tensor:

@@ -22,18 +22,6 @@ _QUERY_BLOCK = 256
 Attention = Callable[[Tensor, KVPages, AttentionCall], Tensor]
 
 
-def attention_refusal(call: AttentionCall) -> str | None:
-    """Why the functions below do not support a call, or None."""
-    return "keys in ranges" if call.has_ranges else None
-
-
-def check(call: AttentionCall) -> None:
-    """Raise ValueError with the reason for a refusal."""
-    reason = attention_refusal(call)
-    if reason is not None:
-        raise ValueError(f"paged_attention: {reason}")
-
-
 def paged_attention(
     q: Tensor,
     pages: KVPages,
@@ -42,14 +30,14 @@ def paged_attention(
     decode: Attention | None = None,
     prefill: Attention | None = None,
 ) -> Tensor:
-    """See `Backend.paged_attention`. Raises ValueError with `attention_refusal`, unless both `decode` and `prefill` are given.
+    """See `Backend.paged_attention`. Raises ValueError for keys in ranges, unless both `decode` and `prefill` are given.
 
     Decode rows take memory in proportion to B * max(seq_lens); prefill rows a mask of 256 * seq_len bytes, or 64 MiB of scores
     with a soft cap or sinks. decode, prefill: functions for single-token rows and for longer runs of one sequence, by default
     `decode_attention` and `prefill_attention`.
     """
-    if decode is None or prefill is None:
-        check(call)
+    if call.has_ranges and (decode is None or prefill is None):
+        raise ValueError("paged_attention: keys in ranges")
     decode, prefill = decode or decode_attention, prefill or prefill_attention
     if call.is_decode:
         return decode(q, pages, call)

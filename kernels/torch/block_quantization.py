@@ -9,6 +9,7 @@ NaN, infinity or an overflow of float16 is NaN.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -53,20 +54,21 @@ def check_blocks(target: BlockRows, blocks: Tensor) -> None:
         )
 
 
-def repack_gguf_blocks(target: BlockRows, blocks: Tensor) -> None:
-    """Store rows of blocks, uint8 [count, row bytes] in the format of files, in rows of a weight. Raises ValueError."""
-    check_blocks(target, blocks)
-    weight = target.weight
-    read, step = _READERS[weight.form.name], max(1, _REPACK_ELEMENTS // weight.columns)
+def repack_gguf_blocks(target: BlockRows, source: Tensor) -> None:
+    """`Backend.repack`. Raises ValueError."""
+    check_blocks(target, source)
+    weight, form = target.weight, target.weight.form
+    read = _READERS[form.name] if form.super_groups else functools.partial(_read_single_group, form=form)
+    step = max(1, _REPACK_ELEMENTS // weight.columns)
     for begin in range(0, target.count, step):
-        part = blocks[begin : begin + step]
+        part = source[begin : begin + step]
         rows = BlockRows(weight, target.first + begin, len(part))
-        per_row = weight.columns // block_elements(weight.form)
+        per_row = weight.columns // block_elements(form)
         codes, scales, supers = read(part.reshape(len(part) * per_row, -1))
         store_block_rows(
             rows,
             codes.reshape(len(part), weight.columns),
-            scales.reshape(len(part), -1, weight.form.parts),
+            scales.reshape(len(part), -1, form.parts),
             None if supers is None else supers.reshape(len(part), per_row, -1),
         )
 
@@ -82,30 +84,21 @@ def _nibbles(packed: Tensor, run: int) -> Tensor:
     return torch.stack((runs & 0x0F, runs >> 4), dim=2).flatten(1)
 
 
-def _read_q4_0(blocks: Tensor) -> Parts:
-    return _nibbles(blocks[:, 2:], 16), _halves(blocks[:, :2])[:, None], None
-
-
-def _read_q4_1(blocks: Tensor) -> Parts:
-    return _nibbles(blocks[:, 4:], 16), _halves(blocks[:, :4])[:, None], None
-
-
 def _fifth_bits(packed: Tensor) -> Tensor:
     """Bit i of four bytes belongs to code i. [n, 4] -> [n, 32], as 16 or 0."""
     bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8)
     return (bits & 1).flatten(1) << 4
 
 
-def _read_q5_0(blocks: Tensor) -> Parts:
-    return _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6]), _halves(blocks[:, :2])[:, None], None
-
-
-def _read_q5_1(blocks: Tensor) -> Parts:
-    return _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8]), _halves(blocks[:, :4])[:, None], None
-
-
-def _read_q8_0(blocks: Tensor) -> Parts:
-    return blocks[:, 2:], _halves(blocks[:, :2])[:, None], None
+def _read_single_group(blocks: Tensor, form: BlockForm) -> Parts:
+    """Blocks of a form without super groups: scale and minimum, fifth bits, codes."""
+    end = 2 * form.parts
+    scales, codes = _halves(blocks[:, :end])[:, None], blocks[:, end:]
+    if form.bits == 4:
+        codes = _nibbles(codes, 16)
+    elif form.bits == 5:
+        codes = _nibbles(codes[:, 4:], 16) | _fifth_bits(codes[:, :4])
+    return codes, scales, None
 
 
 def _scales_of_six_bits(packed: Tensor) -> Tensor:
@@ -138,16 +131,8 @@ def _read_q6_k(blocks: Tensor) -> Parts:
     return codes, blocks[:, 192:208].contiguous().view(torch.int8), _halves(blocks[:, 208:])
 
 
-_READERS: dict[str, Callable[[Tensor], Parts]] = {
-    "q4_0": _read_q4_0,
-    "q4_1": _read_q4_1,
-    "q5_0": _read_q5_0,
-    "q5_1": _read_q5_1,
-    "q8_0": _read_q8_0,
-    "q4_k": _read_q4_k,
-    "q5_k": _read_q5_k,
-    "q6_k": _read_q6_k,
-}
+# Of forms with super groups.
+_READERS: dict[str, Callable[[Tensor], Parts]] = {"q4_k": _read_q4_k, "q5_k": _read_q5_k, "q6_k": _read_q6_k}
 
 TINY, HUGE = 2.0**-100, 2.0**100
 
@@ -307,9 +292,8 @@ def _store_scales(wanted: Tensor, finite: Tensor, form: BlockForm) -> tuple[Tens
     most = 255.0 if form.minimum else 127.0
     spare = -wanted.shape[1] % form.super_groups
     wanted = F.pad(wanted, (0, 0, 0, spare)).view(len(wanted), -1, form.super_groups, form.parts)
-    finite = (
-        F.pad(finite, (0, spare), value=True).view(len(finite), -1, form.super_groups).all(2)[:, :, None]
-    )  # [R, S, 1]
+    finite = F.pad(finite, (0, spare), value=True).view(len(finite), -1, form.super_groups)
+    finite = finite.all(2)[:, :, None]  # [R, S, 1]
     top = wanted.abs().amax(2)
     exact = top / torch.full_like(top, most)
     # Rounded up, so that the largest byte is at most `most` whatever the precision of float16.

@@ -46,7 +46,6 @@ class TorchCollectives:
         self._group: Any = None
 
     def all_reduce(self, x: Tensor) -> None:
-        """See `Backend.all_reduce`. Raises RankEndedError."""
         with self._joined_group() as group:
             if self._in_order:
                 parts = [torch.empty_like(x) for _ in range(self._ranks.count)]
@@ -61,7 +60,6 @@ class TorchCollectives:
                 x.copy_(total)
 
     def gather_columns(self, part: Tensor) -> Tensor:
-        """See `Backend.gather_columns`. Raises RankEndedError."""
         ranks, first = self._ranks, self._ranks.rank == 0
         sent = torch.nn.functional.pad(part, (0, max(self._columns) - part.shape[1])).contiguous()  # all of one shape
         parts = [torch.empty_like(sent) for _ in range(ranks.count)] if first else []
@@ -107,9 +105,8 @@ def _gloo(ranks: RankGroup) -> Any:
 
 
 def _nccl(ranks: RankGroup) -> Any:
-    os.environ.setdefault(
-        "NCCL_SOCKET_IFNAME", "lo"
-    )  # all ranks are on one machine; otherwise it would listen on the network
+    # All ranks are on one machine; otherwise it would listen on the network.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _WAIT
     return dist.ProcessGroupNCCL(_store(ranks), ranks.rank, ranks.count, options)

@@ -8,7 +8,7 @@ The rest is float32, group by group, in the order of the compiled kernels, which
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -104,23 +104,26 @@ def linear_blocks(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) ->
     return out.to(x.dtype)
 
 
-def linear_blocks_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias without rounding x: some rows of the weight at a time are converted to float32 for torch's product.
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(x, weight.t())
 
-    x: [M, K]; returns [M, N] in x's dtype.
+
+def linear_blocks_widened(
+    x: Tensor,
+    weight: BlockWeight,
+    bias: Tensor | None = None,
+    product: Callable[[Tensor, Tensor], Tensor] = _product,
+) -> Tensor:
+    """x @ weight.T + bias without rounding x: 8 MiB of the weight at a time are converted to float32 for a product.
+
+    x: [M, K]; returns [M, N] in x's dtype. product: of float32 [M, K] and [n, K], [M, n].
     """
     wide = x.float()
     out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32, device=x.device)
-    for rows, numbers in widened_block_rows(weight):
-        torch.mm(wide, numbers.t(), out=out[:, rows])
+    step = max(1, _WIDENED // weight.columns)
+    for begin in range(0, weight.rows, step):
+        rows = torch.arange(begin, min(begin + step, weight.rows), device=weight.device)
+        out[:, begin : begin + len(rows)] = product(wide, weight.dequantize(rows))
     if bias is not None:
         out += bias.float()
     return out.to(x.dtype)
-
-
-def widened_block_rows(weight: BlockWeight) -> Iterator[tuple[slice, Tensor]]:
-    """All rows of a weight in order, 8 MiB at a time: their range, and float32 [rows, columns]."""
-    step = max(1, _WIDENED // weight.columns)
-    for begin in range(0, weight.rows, step):
-        end = min(begin + step, weight.rows)
-        yield slice(begin, end), weight.dequantize(torch.arange(begin, end, device=weight.device))

@@ -1,6 +1,7 @@
 """Reference implementations in plain torch: the oracle of all other backends. Clarity before speed.
 
-Recurrent layers run token by token, so that elementary functions and sums always have the shape of one token.
+Functions named like an operation of `Backend` perform it. Recurrent layers run token by token, so that elementary functions
+and sums always have the shape of one token.
 """
 
 from __future__ import annotations
@@ -103,7 +104,6 @@ def _store_values(pages: KVPages, slots: Tensor, x: Tensor) -> None:
 def rotate_and_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
 ) -> None:
-    """See `Backend.rotate_and_append`."""
     rotary_dim = 2 * cos.shape[-1]
     rotated = rotate_half_split(q, cos, sin)
     rotated[..., :rotary_dim] *= q_scale[:, None, None]
@@ -120,7 +120,7 @@ def rotate_and_append(
 def rerotate_cached_keys(
     pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
 ) -> None:
-    """See `Backend.rerotate_cached_keys`. Slots are not checked. Groups of latent rows without rotary dims are copied bit by
+    """Slots are not checked. Groups of latent rows without rotary dims are copied bit by
     bit."""
     if pages.has_rows_of_codes:
         _rerotate_rows(pages, sources, targets, cos, sin)
@@ -157,7 +157,6 @@ def _rerotate_rows(pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor
 
 
 def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `Backend.rotate_queries`. Raises IndexError for a row that q lacks."""
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < q.shape[0]:
         raise IndexError(f"rotate_queries: a row is not one of {q.shape[0]}")
     return torch.cat((q, rotate_half_split(q[rows], cos, sin).to(q.dtype)))
@@ -170,13 +169,12 @@ def rounded(factor: float, dtype: torch.dtype) -> float:
 
 
 def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """See `Backend.rotary_angles`."""
     angles = inv_freq.index_select(1, rows) * positions.unsqueeze(-1)
     return angles.cos().float(), angles.sin().float()
 
 
 def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-    """See `Backend.paged_attention`; every field of `AttentionCall` is supported.
+    """Every field of `AttentionCall` is supported.
 
     With ranges, queries are processed in blocks whose scores take at most 64 MiB. Raises ValueError if q and the call disagree
     about tokens or the ranges end before the last key, and IndexError for a row that q lacks.
@@ -258,25 +256,21 @@ def _weigh(scores: Tensor, values: Tensor, hidden: Tensor, call: AttentionCall, 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dim, in float32. weight: [D] float32. Returns x's dtype."""
     return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up of [T, 2F] holding (gate, up), see `Backend`. Returns [T, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return activated(gate, activation) * up
 
 
 def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """See `Backend.clamped_glu`; in float32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
-    """activation(x) of [T, F], see `Backend`."""
     if activation == "silu":
         return F.silu(x)
     if activation == "gelu_tanh":
@@ -289,7 +283,6 @@ def activated(x: Tensor, activation: str) -> Tensor:
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-    """See `Backend.xielu`; in float32."""
     wide = x.float()
     above = F.softplus(alpha_p) * wide * wide + beta * wide
     below = (beta + F.softplus(alpha_n)) * (torch.expm1(torch.minimum(wide, eps)) - wide) + beta * wide
@@ -297,28 +290,23 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Norm around the mean over the last dim, in float32. weight, bias: [D] float32. Returns x's dtype."""
     return F.layer_norm(x.float(), (x.shape[-1],), weight, bias, eps).to(x.dtype)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap) of [T, N] float32."""
     return cap * torch.tanh(x / cap)
 
 
 def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
-    """See `Backend.rms_norm_in_place`."""
     wide = x.float()
     x.copy_(wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight)
 
 
 def latent_queries(q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-    """See `Backend.latent_queries`."""
     return torch.cat((q[..., :rotary_dim], head_products(q[..., rotary_dim:], key_matrices(up, q, rotary_dim))), dim=-1)
 
 
 def latent_values(attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-    """See `Backend.latent_values`."""
     return head_products(attended, up[:, up.shape[1] - value_dim :].transpose(1, 2)).flatten(1)
 
 
@@ -442,7 +430,6 @@ Linear: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor]  # see `Backe
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
-    """See `Backend.route`."""
     found = _sparsemixer(logits, routing) if routing.scores == "sparsemixer" else _largest(logits, routing, bias)
     return found if scales is None else Routed(found.chosen, found.weights * scales[found.chosen])
 
@@ -481,7 +468,7 @@ def _sparsemixer(logits: Tensor, routing: Routing) -> Routed:
 
 
 def linear_of_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, linear: Linear) -> Tensor:
-    """See `Backend.linear_of_experts`: one `linear` for each chosen expert."""
+    """One `linear` for each chosen expert."""
     per_row = chosen.numel() // max(x.shape[0], 1)  # experts per row of x
     out = torch.empty((chosen.numel(), experts.columns), dtype=x.dtype, device=x.device)
     ordered = chosen.flatten().sort(stable=True)
@@ -494,7 +481,7 @@ def linear_of_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, linear:
 
 
 def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
-    """See `Backend.sum_of_experts`: summed in the order of the experts, in float32."""
+    """`Backend.sum_of_experts`."""
     tokens, count = weights.shape
     parts = x.view(tokens, count, x.shape[1])
     total = parts[:, 0].float() * weights[:, :1]

@@ -2,13 +2,16 @@
 
 Torch's results differ by shape: products by row count, sums by how they are split, elementary functions between a vector's
 body and its tail. Here each row is computed from a fresh buffer (constant alignment) with shapes that depend on its own
-sequence only. Additions, products and casts round correctly in any shape and may take all rows at once.
+sequence only. Additions, products and casts round correctly in any shape and may take all rows at once. Functions perform
+the operation of the same name of `Backend`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +20,7 @@ from torch import Tensor
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Routed, Routing
 from windlass.kernels.layouts.kv_pages import KVPages
-from windlass.kernels.layouts.weight_layouts import BlockWeight
 from windlass.kernels.torch import batched_attention, reference
-from windlass.kernels.torch.linear import widened_block_rows
 from windlass.kernels.torch.reference import head_products, key_matrices
 
 _PANEL_BYTES = 8 << 20
@@ -34,13 +35,21 @@ def _rows(x: Tensor) -> list[Tensor]:
     return [_row(x, t) for t in range(x.shape[0])]
 
 
-def by_row(operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The operation applied to each row of x alone, the results concatenated."""
-    return torch.cat([operation(row) for row in _rows(x) or [x]])
+_Operation = TypeVar("_Operation", bound=Callable[..., Tensor])
+
+
+def by_row(operation: _Operation) -> _Operation:
+    """The operation applied to each row of its first operand alone, the results concatenated."""
+
+    @functools.wraps(operation)
+    def alone(x: Tensor, *others: Any) -> Tensor:
+        return torch.cat([operation(row, *others) for row in _rows(x) or [x]])
+
+    return cast(_Operation, alone)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `Backend.linear`. On a CPU the product is float32; a narrower weight is converted in panels of 8 MiB."""
+    """On a CPU the product is float32; a narrower weight is converted in panels of 8 MiB."""
     columns, inner = weight.shape
     compute = torch.float32 if x.is_cpu else x.dtype
     rows = _rows(x.to(compute))
@@ -55,31 +64,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.to(x.dtype)
 
 
-def linear_blocks_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
-    """See `linear.linear_blocks_widened`."""
-    wide = x.float()
-    out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32, device=x.device)
-    for rows, numbers in widened_block_rows(weight):
-        out[:, rows] = linear(wide, numbers)
-    if bias is not None:
-        out += bias.float()
-    return out.to(x.dtype)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.rms_norm`."""
     rows = _rows(x.reshape(-1, x.shape[-1]))
     return torch.cat([reference.rms_norm(row, weight, eps) for row in rows]).view(x.shape) if rows else x.clone()
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
-    """See `Backend.route`."""
     found = [reference.route(row, routing, bias, scales) for row in _rows(logits) or [logits]]
     return Routed(torch.cat([one.chosen for one in found]), torch.cat([one.weights for one in found]))
 
 
 def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-    """See `reference.paged_attention`."""
     if call.has_ranges:
         return _attend_ranges(q, pages, call)
     out = q.new_empty(q.shape[0], q.shape[1], pages.value_dim)
@@ -112,7 +107,7 @@ def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
 
 
 def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """See `reference.rotary_angles`: the same to rounding, from operations that round correctly and nothing else.
+    """The same as the reference to rounding, from operations that round correctly and nothing else.
 
     Cody and Waite's reduction by pi/2 in three parts, whose products with a count below 2^31 are exact, and the
     polynomials of FreeBSD's k_cos.c and k_sin.c.
@@ -162,7 +157,6 @@ _COSINE = (
 
 
 def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
-    """See `Backend.rms_norm_in_place`."""
     for t in range(x.shape[0]):
         row = _row(x, t)
         reference.rms_norm_in_place(row, weight, eps)
@@ -170,18 +164,15 @@ def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def latent_queries(q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-    """See `Backend.latent_queries`."""
     rotated, plain = q[..., :rotary_dim], q[..., rotary_dim:]
     return torch.cat((rotated, _head_products(plain, key_matrices(up, q, rotary_dim))), dim=-1)
 
 
 def latent_values(attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-    """See `Backend.latent_values`."""
     return _head_products(attended, up[:, up.shape[1] - value_dim :].transpose(1, 2)).flatten(1)
 
 
 def _head_products(x: Tensor, matrices: Tensor) -> Tensor:
-    """See `reference.head_products`."""
     wide = matrices.to(torch.float32 if x.is_cpu else x.dtype)
     out = x.new_empty(x.shape[0], x.shape[1], matrices.shape[2])
     for t in range(x.shape[0]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall, LatentExpansion
-from windlass.kernels.backend import Backend, BackendOptions, Routed, Routing, StateRows, Weight
+from windlass.kernels.backend import Backend, BackendOptions, Weight
 from windlass.kernels.layouts.kv_pages import KVPages
 from windlass.kernels.layouts.low_rank_weights import AdapterSlots, LowRankTable, LowRankUpdate
 from windlass.kernels.layouts.weight_layouts import (
@@ -70,6 +69,25 @@ def buffer_filler(
 class TorchBackend(Backend):
     """Batched torch calls. refusal: why the faster backend of this kind of device cannot be used; None if there is none."""
 
+    repack = staticmethod(block_quantization.repack_gguf_blocks)
+    rms_norm = staticmethod(reference.rms_norm)
+    rms_norm_in_place = staticmethod(reference.rms_norm_in_place)
+    layer_norm = staticmethod(reference.layer_norm)
+    activation = staticmethod(reference.activated)
+    gated_activation = staticmethod(reference.gated_activation)
+    clamped_glu = staticmethod(reference.clamped_glu)
+    xielu = staticmethod(reference.xielu)
+    soft_cap = staticmethod(reference.soft_cap)
+    route = staticmethod(reference.route)
+    sum_of_experts = staticmethod(reference.weighted_sum)
+    rotate_and_append = staticmethod(reference.rotate_and_append)
+    rotate_queries = staticmethod(reference.rotate_queries)
+    latent_queries = staticmethod(reference.latent_queries)
+    latent_values = staticmethod(reference.latent_values)
+    short_convolution = staticmethod(reference.short_convolution)
+    gated_delta_rule = staticmethod(reference.gated_delta_rule)
+    state_space = staticmethod(reference.state_space)
+
     def __init__(self, options: BackendOptions, refusal: str | None = None) -> None:
         super().__init__(options)
         self._refusal = refusal
@@ -88,9 +106,6 @@ class TorchBackend(Backend):
         if isinstance(target, PanelRows):
             raise TypeError("panel weights are for the compiled kernels only")
         block_quantization.quantize_into_blocks(target, source)
-
-    def repack(self, target: BlockRows, source: Tensor) -> None:
-        block_quantization.repack_gguf_blocks(target, source)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, StackedWeight):
@@ -128,79 +143,19 @@ class TorchBackend(Backend):
             else:
                 view.index_add_(0, rows, added)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return reference.rms_norm(x, weight, eps)
-
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         residual += x
         return self.rms_norm(residual, weight, eps)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return reference.layer_norm(x, weight, bias, eps)
-
-    def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        reference.rms_norm_in_place(x, weight, eps)
-
-    def short_convolution(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        window: Tensor,
-        rows: StateRows,
-        activation: Literal["silu"] | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        return reference.short_convolution(x, weight, window, rows, activation, bias)
-
-    def gated_delta_rule(
-        self,
-        qkv: Tensor,
-        decay: Tensor,
-        strength: Tensor,
-        rate: Tensor,
-        bias: Tensor,
-        memory: Tensor,
-        rows: StateRows,
-        *,
-        tiled_heads: bool = False,
-    ) -> Tensor:
-        return reference.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows, tiled_heads=tiled_heads)
-
-    def state_space(
-        self,
-        mixed: Tensor,
-        step: Tensor,
-        rate: Tensor,
-        bias: Tensor,
-        skip: Tensor,
-        memory: Tensor,
-        rows: StateRows,
-        *,
-        limits: tuple[float, float] = (0.0, math.inf),
-    ) -> Tensor:
-        return reference.state_space(mixed, step, rate, bias, skip, memory, rows, limits=limits)
-
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         # On other devices the host does not know the lengths of sequences.
         return None if self.deterministic or self.device.type != "cpu" else LatentExpansion(1.0, 1.0)
-
-    def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-        return reference.latent_queries(q, up, rotary_dim)
-
-    def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-        return reference.latent_values(attended, up, value_dim)
 
     def add(self, residual: Tensor, x: Tensor) -> None:
         residual += x
 
     def scaled(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
-
-    def activation(self, x: Tensor, activation: str) -> Tensor:
-        return reference.activated(x, activation)
-
-    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-        return reference.xielu(x, alpha_p, alpha_n, beta, eps)
 
     def clip(self, x: Tensor, limit: float) -> None:
         x.clamp_(-limit, limit)
@@ -214,12 +169,6 @@ class TorchBackend(Backend):
     def multiply(self, x: Tensor, by: Tensor) -> None:
         x.mul_(by)  # computed in float32 for narrow types too, rounded once
 
-    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
-        return reference.gated_activation(gate_up, activation)
-
-    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        return reference.clamped_glu(gate_up, alpha, limit)
-
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         x.mul_(gate.float().sigmoid())
 
@@ -230,19 +179,8 @@ class TorchBackend(Backend):
     def gather_columns(self, part: Tensor) -> Tensor:
         return part if self._ranks is None else self._ranks.gather_columns(part)
 
-    def route(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
-    ) -> Routed:
-        return reference.route(logits, routing, bias, scales)
-
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
         return reference.linear_of_experts(x, experts, chosen, self.linear)
-
-    def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
-        return reference.weighted_sum(x, weights)
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return reference.soft_cap(x, cap)
 
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         rows = table.index_select(0, ids) if isinstance(table, Tensor) else table.dequantize(ids)
@@ -262,11 +200,6 @@ class TorchBackend(Backend):
     ) -> BufferFiller:
         return buffer_filler(rows, q_scale, score_scale, block_size, functools.partial(self.rotary_angles, inv_freq))
 
-    def rotate_and_append(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
-    ) -> None:
-        reference.rotate_and_append(q, k, v, cos, sin, q_scale, pages, slots)
-
     def rerotate_cached_keys(
         self, pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
     ) -> None:
@@ -275,11 +208,8 @@ class TorchBackend(Backend):
             raise IndexError("rerotate_cached_keys: a slot is outside the pages")
         reference.rerotate_cached_keys(pages, sources, targets, cos, sin, values=values)
 
-    def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return reference.rotate_queries(q, rows, cos, sin)
-
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-        if batched_attention.attention_refusal(call):
+        if call.has_ranges:
             return reference.paged_attention(q, pages, call)
         return batched_attention.paged_attention(q, pages, call)
 
@@ -304,56 +234,31 @@ class TorchBackend(Backend):
 class RowIndependentBackend(TorchBackend):
     """Torch calls with independent rows (see `row_independent`): deterministic and slow."""
 
+    rms_norm = staticmethod(row_independent.rms_norm)
+    rms_norm_in_place = staticmethod(row_independent.rms_norm_in_place)
+    layer_norm = staticmethod(by_row(reference.layer_norm))
+    activation = staticmethod(by_row(reference.activated))
+    gated_activation = staticmethod(by_row(reference.gated_activation))
+    clamped_glu = staticmethod(by_row(reference.clamped_glu))
+    xielu = staticmethod(by_row(reference.xielu))
+    soft_cap = staticmethod(by_row(reference.soft_cap))
+    route = staticmethod(row_independent.route)
+    latent_queries = staticmethod(row_independent.latent_queries)
+    latent_values = staticmethod(row_independent.latent_values)
+    paged_attention = staticmethod(row_independent.paged_attention)
+
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return row_independent.linear(x, weight, bias)
 
     def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
         if self.options.activations == "int8":
             return linear.linear_blocks(x, weight, bias)
-        return row_independent.linear_blocks_widened(x, weight, bias)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return row_independent.rms_norm(x, weight, eps)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return by_row(lambda row: reference.layer_norm(row, weight, bias, eps), x)
-
-    def activation(self, x: Tensor, activation: str) -> Tensor:
-        return by_row(lambda row: reference.activated(row, activation), x)
-
-    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-        return by_row(lambda row: reference.xielu(row, alpha_p, alpha_n, beta, eps), x)
-
-    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
-        return by_row(lambda row: reference.gated_activation(row, activation), gate_up)
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return by_row(lambda row: reference.soft_cap(row, cap), x)
-
-    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        return by_row(lambda row: reference.clamped_glu(row, alpha, limit), gate_up)
+        return linear.linear_blocks_widened(x, weight, bias, row_independent.linear)
 
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         for row, own in zip(x, gate, strict=True):
             super().gate_by_sigmoid(row, own.clone())
 
-    def route(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
-    ) -> Routed:
-        return row_independent.route(logits, routing, bias, scales)
-
-    def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        row_independent.rms_norm_in_place(x, weight, eps)
-
-    def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-        return row_independent.latent_queries(q, up, rotary_dim)
-
-    def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-        return row_independent.latent_values(attended, up, value_dim)
-
     def log1p(self, counts: Tensor) -> Tensor:
         # Torch's log1p differs between a vector's body and its tail.
         return torch.tensor([math.log1p(n) for n in counts.tolist()], dtype=torch.float32, device=counts.device)
-
-    def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-        return row_independent.paged_attention(q, pages, call)

@@ -228,9 +228,8 @@ def _typical(logits: Tensor, weights: Tensor, typical_p: Sequence[float]) -> Ten
     Surprise less entropy is the mean logit less the token's own: no logarithm is taken.
     """
     logits = logits.double()
-    shift = (
-        1.5 * 2.0**18
-    )  # adding it rounds to multiples of 2^-34, as products of a weight and its logarithm lie above -1
+    # Adding it rounds to multiples of 2^-34, as products of a weight and its logarithm are above -1.
+    shift = 1.5 * 2.0**18
     moments = (weights * logits.masked_fill(weights == 0, 0.0)).add_(shift).sub_(shift)
     keys = (logits - moments.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)).abs_()
     return weights.masked_fill(keys > _reach_mass(keys, weights, typical_p), 0.0)
@@ -289,8 +288,6 @@ def row_maxima(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 class TorchSamplingRow:
-    """See `SamplingRow`."""
-
     def __init__(self, filters: Filters, penalties: Penalties) -> None:
         self.filters, self.penalties = filters, penalties
         self.row, self.uniform = 0, 0.0
@@ -357,8 +354,6 @@ class TorchSamplingRow:
 
 
 class TorchSampler(TokenSampler):
-    """See `TokenSampler`."""
-
     def new(self, filters: Filters, penalties: Penalties) -> TorchSamplingRow:
         return TorchSamplingRow(filters, penalties)
 

@@ -235,10 +235,8 @@ def state_space_kernel(
 
 _CHANNELS = 512
 
-_TOKENS, _MOST_PARTS = (
-    4,
-    64,
-)  # per sequence: tokens of a program when evenly spread, and the number of programs
+# Per sequence: tokens of a program when evenly spread, and the number of programs.
+_TOKENS, _MOST_PARTS = 4, 64
 
 _COLUMNS = 16  # of a memory, per program
 

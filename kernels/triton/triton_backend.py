@@ -5,15 +5,14 @@ No operation of a layer waits for the device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall, LatentExpansion
-from windlass.kernels.backend import Backend, BackendOptions, Routed, Routing, StateRows, Weight
+from windlass.kernels.backend import Backend, BackendOptions, Routed, Routing, Weight
 from windlass.kernels.device_memory import CudaEvent, DeviceEvent
 from windlass.kernels.layouts.kv_pages import KVPages
 from windlass.kernels.layouts.low_rank_weights import AdapterSlots, LowRankTable, LowRankTarget
@@ -88,6 +87,22 @@ class TritonBackend(TorchBackend):
     device.
     """
 
+    rms_norm = staticmethod(norms.rms_norm)
+    add_rms_norm = staticmethod(norms.add_rms_norm)
+    rms_norm_in_place = staticmethod(norms.rms_norm_in_place)
+    layer_norm = staticmethod(norms.layer_norm)
+    clamped_glu = staticmethod(elementwise.clamped_glu)
+    gate_by_sigmoid = staticmethod(elementwise.gate_by_sigmoid)
+    soft_cap = staticmethod(elementwise.soft_cap)
+    sum_of_experts = staticmethod(elementwise.sum_of_experts)
+    short_convolution = staticmethod(recurrent_layers.short_convolution)
+    gated_delta_rule = staticmethod(recurrent_layers.gated_delta_rule)
+    state_space = staticmethod(recurrent_layers.state_space)
+    rotate_and_append = staticmethod(rotary_embedding.rotate_and_append)
+    rerotate_cached_keys = staticmethod(rotary_embedding.rerotate_cached_keys)
+    rotate_queries = staticmethod(rotary_embedding.rotate_queries)
+    row_maxima = staticmethod(triton_sampler.row_maxima)
+
     def __init__(self, options: BackendOptions, host: Backend | None = None) -> None:
         super().__init__(options)
         self._host = host
@@ -107,17 +122,18 @@ class TritonBackend(TorchBackend):
     def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
         if self._host is None or isinstance(target, PanelRows):
             super().pack(target, source)
-            return
-        staged = BlockWeight.empty(target.count, target.weight.columns, target.weight.form)
-        self._host.pack(staged.narrow(0, target.count), source)
-        copy_rows(target, staged)
+        else:
+            self._fill_from_host(target, self._host.pack, source)
 
     def repack(self, target: BlockRows, source: Tensor) -> None:
         if self._host is None:
             super().repack(target, source)
-            return
+        else:
+            self._fill_from_host(target, self._host.repack, source)
+
+    def _fill_from_host(self, target: BlockRows, fill: Callable[[BlockRows, Tensor], None], source: Tensor) -> None:
         staged = BlockWeight.empty(target.count, target.weight.columns, target.weight.form)
-        self._host.repack(staged.narrow(0, target.count), source)
+        fill(staged.narrow(0, target.count), source)
         copy_rows(target, staged)
 
     # -- products, norms, activations --
@@ -146,73 +162,11 @@ class TritonBackend(TorchBackend):
         slots = rows.on(self.device)
         low_rank.add_low_rank(out, x, table, slots, fixed=self.deterministic, device=self._device)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norms.rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norms.add_rms_norm(residual, x, weight, eps)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return norms.layer_norm(x, weight, bias, eps)
-
-    def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        norms.rms_norm_in_place(x, weight, eps)
-
     def activation(self, x: Tensor, activation: str) -> Tensor:
         return elementwise.activation(x, activation)
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return elementwise.activation(gate_up, activation, gated=True)
-
-    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        return elementwise.clamped_glu(gate_up, alpha, limit)
-
-    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
-        elementwise.gate_by_sigmoid(x, gate)
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return elementwise.soft_cap(x, cap)
-
-    def short_convolution(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        window: Tensor,
-        rows: StateRows,
-        activation: Literal["silu"] | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        return recurrent_layers.short_convolution(x, weight, window, rows, activation, bias)
-
-    def gated_delta_rule(
-        self,
-        qkv: Tensor,
-        decay: Tensor,
-        strength: Tensor,
-        rate: Tensor,
-        bias: Tensor,
-        memory: Tensor,
-        rows: StateRows,
-        *,
-        tiled_heads: bool = False,
-    ) -> Tensor:
-        return recurrent_layers.gated_delta_rule(
-            qkv, decay, strength, rate, bias, memory, rows, tiled_heads=tiled_heads
-        )
-
-    def state_space(
-        self,
-        mixed: Tensor,
-        step: Tensor,
-        rate: Tensor,
-        bias: Tensor,
-        skip: Tensor,
-        memory: Tensor,
-        rows: StateRows,
-        *,
-        limits: tuple[float, float] = (0.0, math.inf),
-    ) -> Tensor:
-        return recurrent_layers.state_space(mixed, step, rate, bias, skip, memory, rows, limits=limits)
 
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(table, BlockWeight):
@@ -250,23 +204,7 @@ class TritonBackend(TorchBackend):
             return grouped_gemm.feed_forward_of_experts(x, gate_up, down, routed, activation, self._device)
         return super().feed_forward_of_experts(x, gate_up, down, routed, activation)
 
-    def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
-        return elementwise.sum_of_experts(x, weights)
-
     # -- rotation and attention --
-
-    def rotate_and_append(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
-    ) -> None:
-        rotary_embedding.rotate_and_append(q, k, v, cos, sin, q_scale, pages, slots)
-
-    def rerotate_cached_keys(
-        self, pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
-    ) -> None:
-        rotary_embedding.rerotate_cached_keys(pages, sources, targets, cos, sin, values=values)
-
-    def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotary_embedding.rotate_queries(q, rows, cos, sin)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         return attention.paged_attention(q, pages, call, deterministic=self.deterministic, device=self._device)
@@ -284,9 +222,6 @@ class TritonBackend(TorchBackend):
         return matmul.by_head(attended, matrices, fixed=self.deterministic).flatten(1)
 
     # -- sampling --
-
-    def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return triton_sampler.row_maxima(logits)
 
     def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
         return torch_sampler.token_logprobs(logits, rows, targets, k, triton_sampler.log_sums)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from helpers.code_pages import pages_of_codes
 
 from windlass.kernels import AttentionCall, KVPages, cpu
 from windlass.kernels.cpu.library import Library
@@ -50,8 +51,9 @@ class PrefillCase:
             seen = self.wide[0].isfinite().all(-1)
             codes = [torch.randint(-127, 128, part.shape).to(torch.int8) for part in self.wide]
             scales = [torch.where(seen, torch.rand(seen.shape) / 60, torch.nan) for _ in range(2)]
-            pages = KVPages.of_codes(codes[0], scales[0], codes[1], scales[1])
-            self.pages, self.scales = [pages.key, pages.value], pages.scales
+            pages = pages_of_codes(codes[0], scales[0], codes[1], scales[1])
+            self.pages = [pages.key, pages.value]
+            self.scales = {"key_scale": pages.key_scale, "value_scale": pages.value_scale}
             self.wide = [p.float() * s[..., None] for p, s in zip(codes, scales, strict=True)]
         else:
             self.pages = [part.to(page_type) for part in self.wide]
@@ -103,9 +105,9 @@ class PrefillCase:
             causal=self.causal,
             chunk=self.chunk,
         )
-        return cpu.paged_attention_prefill(self.q, self.all_pages, call, library=library, **options)
+        return cpu.paged_attention_prefill(library, self.q, self.all_pages, call, **options)
 
     @property
     def all_pages(self) -> KVPages:
         """With their scales."""
-        return KVPages(*self.pages, self.scales.get("key_scales"), self.scales.get("value_scales"))
+        return KVPages(*self.pages, **self.scales)

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass, field
 
 import torch
+from helpers.code_pages import pages_of_codes
 from torch import Tensor
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages
@@ -149,7 +150,7 @@ class RangeCase:
             else:
                 key[place], value[place] = self.keys[b][keys], self.values[b][keys]
         if self.page_type == torch.int8:
-            return KVPages.of_codes(key, scales[0], value, scales[1]), table
+            return pages_of_codes(key, scales[0], value, scales[1]), table
         return KVPages(key, value), table
 
     def versions(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import kernels
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu
@@ -83,7 +84,7 @@ def test_every_field_holds_what_it_is_named_for() -> None:
         torch.ones(6),
     )
     call = AttentionCall.for_decode(tables[:, :6], lengths, ones, 0.25, window=11, soft_cap=3.0, sink_logits=sinks)
-    out = cpu.paged_attention_decode(q, pages, call, library=watched.library)
+    out = cpu.paged_attention_decode(watched.library, q, pages, call)
     assert set(watched.values) == set(names_of(watched.found))
     expected: dict[str, object] = {
         **{"q": q.data_ptr(), "keys": pages.key.data_ptr(), "values": pages.value.data_ptr(), "out": out.data_ptr()},
@@ -98,11 +99,11 @@ def test_every_field_holds_what_it_is_named_for() -> None:
     }
     assert values_of(watched.found) == expected
     call = AttentionCall(tables, torch.tensor([0, 1, 2]), torch.tensor([1, 1]), ones, 0.5)
-    codes = KVPages.of_codes(
+    codes = pages_of_codes(
         *(torch.zeros(5, 16, 3, 8, dtype=torch.int8), torch.zeros(5, 16, 3)),
         *(torch.zeros(5, 16, 3, 4, dtype=torch.int8), torch.zeros(5, 16, 3)),
     )
-    out = cpu.paged_attention_prefill(q, codes, call, library=watched.library)
+    out = cpu.paged_attention_prefill(watched.library, q, codes, call)
     assert codes.key_scale is not None and codes.value_scale is not None
     expected |= {"keys": codes.key.data_ptr(), "values": codes.value.data_ptr(), "out": out.data_ptr()}
     expected |= {"key_scales": codes.key_scale.data_ptr(), "value_scales": codes.value_scale.data_ptr()}
@@ -111,7 +112,7 @@ def test_every_field_holds_what_it_is_named_for() -> None:
     assert values_of(watched.found) == expected
     ends, plain, all_of_it = torch.tensor([[1, 1]] * 2), torch.tensor([[0, 0], [1, 1]]), torch.full((2, 2), 9)
     call = replace(call, ranges=KeyRanges(ends, plain, all_of_it, gaps=ends), alibi_slopes=sinks)
-    out = cpu.paged_attention_prefill(torch.zeros(5, 6, 8), codes, call, library=watched.library)
+    out = cpu.paged_attention_prefill(watched.library, torch.zeros(5, 6, 8), codes, call)
     found = watched.found
     assert found.bf16_products == 0
     addresses = (found.range_ends, found.range_rows, found.range_reaches)

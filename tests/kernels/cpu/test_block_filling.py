@@ -39,7 +39,7 @@ def test_repacking(form: Library, block_form: BlockForm) -> None:
         blocks = random_blocks(rows, columns, block_form)
         got, want = BlockWeight.empty(rows, columns, block_form), BlockWeight.empty(rows, columns, block_form)
         block_quantization.repack_gguf_blocks(want.narrow(0, rows), blocks)
-        repack_blocks(got.narrow(0, rows), blocks, library=form)
+        repack_blocks(form, got.narrow(0, rows), blocks)
         assert_same(got, want)
 
 
@@ -51,7 +51,7 @@ def test_repacking_rows_in_pieces_from_parts_of_other_rows(form: Library, block_
     whole, parts = BlockWeight.empty(53, columns, block_form), BlockWeight.empty(53, columns, block_form)
     block_quantization.repack_gguf_blocks(whole.narrow(0, 53), blocks)
     for first, count in ((40, 13), (0, 7), (7, 20), (27, 13), (5, 0)):
-        repack_blocks(parts.narrow(first, count), blocks[first : first + count], library=form)
+        repack_blocks(form, parts.narrow(first, count), blocks[first : first + count])
     assert_same(parts, whole)
 
 
@@ -60,9 +60,9 @@ def test_threads_do_not_change_the_bytes(block_form: BlockForm) -> None:
     kernels("generic")
     rows, columns = 1030, 2048  # enough for several threads
     blocks, source = random_blocks(rows, columns, block_form), torch.randn(rows, columns)
-    fillings = [lambda weight: repack_blocks(weight.narrow(0, rows), blocks, library=load())]
+    fillings = [lambda weight: repack_blocks(load(), weight.narrow(0, rows), blocks)]
     if block_form in QUANTIZED:
-        fillings.append(lambda weight: pack_blocks(weight.narrow(0, rows), source, library=load()))
+        fillings.append(lambda weight: pack_blocks(load(), weight.narrow(0, rows), source))
     before = torch.get_num_threads()
     for fill in fillings:
         found = [BlockWeight.empty(rows, columns, block_form) for _ in range(3)]
@@ -80,7 +80,7 @@ def test_quantizing(form: Library, block_form: BlockForm, kind: torch.dtype) -> 
     for rows, columns in ((1, 1), (16, 32), (17, 256), (33, 300), (5, 1041)):
         source = (torch.randn(rows, columns) * torch.exp2(torch.randint(-12, 3, (rows, 1)).float())).to(kind)
         got = BlockWeight.empty(rows, columns, block_form)
-        pack_blocks(got.narrow(0, rows), source, library=form)
+        pack_blocks(form, got.narrow(0, rows), source)
         assert_same(got, wanted(source, block_form))
 
 
@@ -100,7 +100,7 @@ def test_quantizing_what_is_seldom_seen(form: Library, block_form: BlockForm, ki
     source[30, :32], source[31, 64:96] = 1e-6, 2e-8
     source = source.to(kind)
     got = BlockWeight.empty(48, 330, block_form)
-    pack_blocks(got.narrow(0, 48), source, library=form)
+    pack_blocks(form, got.narrow(0, 48), source)
     assert_same(got, wanted(source, block_form))
 
 
@@ -109,7 +109,7 @@ def test_quantizing_rows_in_pieces_from_parts_of_other_rows(form: Library, block
     source = torch.randn(53, 900)[:, 100:170]
     parts = BlockWeight.empty(53, 70, block_form)
     for first, count in ((40, 13), (0, 7), (7, 20), (27, 13), (5, 0)):
-        pack_blocks(parts.narrow(first, count), source[first : first + count], library=form)
+        pack_blocks(form, parts.narrow(first, count), source[first : first + count])
     assert_same(parts, wanted(source, block_form))
 
 
@@ -118,7 +118,7 @@ def test_weighted_errors(form: Library, block_form: BlockForm) -> None:
     source = torch.randn(18, 300)
     for weights in (torch.rand(300) * 1e-3, torch.rand(18, 300) ** 8, torch.zeros(300)):
         got = BlockWeight.empty(18, 300, block_form)
-        pack_blocks(got.narrow(0, 18), source, weights, library=form)
+        pack_blocks(form, got.narrow(0, 18), source, weights)
         assert_same(got, wanted(source, block_form, weights))
 
 
@@ -126,7 +126,7 @@ def test_other_numbers_of_groups(form: Library) -> None:
     for groups in (1, 4, 64):
         own = replace(FORMS["q4_k"], super_groups=groups)
         source, got = torch.randn(20, 500), BlockWeight.empty(20, 500, own)
-        pack_blocks(got.narrow(0, 20), source, library=form)
+        pack_blocks(form, got.narrow(0, 20), source)
         assert_same(got, wanted(source, own))
 
 
@@ -138,26 +138,24 @@ def test_nothing_past_the_operands_is_touched(form: Library) -> None:
             None if part is None else at_the_end_of_memory(part) for part in (parts.codes, parts.scales, parts.supers)
         ]
         weight = BlockWeight(block_form, rows, columns, *guarded)
-        repack_blocks(
-            weight.narrow(0, rows), at_the_end_of_memory(random_blocks(rows, columns, block_form)), library=form
-        )
+        repack_blocks(form, weight.narrow(0, rows), at_the_end_of_memory(random_blocks(rows, columns, block_form)))
         if block_form in QUANTIZED:
-            pack_blocks(weight.narrow(0, rows), at_the_end_of_memory(torch.randn(rows, columns)), library=form)
+            pack_blocks(form, weight.narrow(0, rows), at_the_end_of_memory(torch.randn(rows, columns)))
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:
     kernels("generic")
     weight = BlockWeight.empty(3, 64, FORMS["q4_0"])
     with pytest.raises(ValueError, match="q4_0 wants"):
-        repack_blocks(weight.narrow(0, 3), torch.zeros(3, 35, dtype=torch.uint8), library=load())
+        repack_blocks(load(), weight.narrow(0, 3), torch.zeros(3, 35, dtype=torch.uint8))
     with pytest.raises(ValueError, match="not into q4_0"):
-        pack_blocks(weight.narrow(0, 3), torch.randn(3, 64), library=load())
+        pack_blocks(load(), weight.narrow(0, 3), torch.randn(3, 64))
     weight = BlockWeight.empty(3, 64, FORMS["q4_k"])
     for source in (torch.randn(2, 64), torch.randn(3, 64).double()):
         with pytest.raises(ValueError, match="pack_blocks"):
-            pack_blocks(weight.narrow(0, 3), source, library=load())
+            pack_blocks(load(), weight.narrow(0, 3), source)
     with pytest.raises(ValueError, match="weights"):
-        pack_blocks(weight.narrow(0, 3), torch.randn(3, 64), torch.ones(64).half(), library=load())
+        pack_blocks(load(), weight.narrow(0, 3), torch.randn(3, 64), torch.ones(64).half())
     many = BlockWeight.empty(3, 64, replace(FORMS["q4_k"], super_groups=65))
     with pytest.raises(ValueError, match="65"):
-        pack_blocks(many.narrow(0, 3), torch.randn(3, 64), library=load())
+        pack_blocks(load(), many.narrow(0, 3), torch.randn(3, 64))

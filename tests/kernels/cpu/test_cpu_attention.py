@@ -90,7 +90,7 @@ class Case:
 
     def got(self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> torch.Tensor:
         call = self.call(sink_logits=sinks, soft_cap=soft_cap)
-        return cpu.paged_attention_decode(self.q, self.pages, call, library=library)
+        return cpu.paged_attention_decode(library, self.q, self.pages, call)
 
     @property
     def pages(self) -> KVPages:
@@ -186,7 +186,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(form: Library) -> Non
     for b in range(5):
         one = slice(b, b + 1)
         call = AttentionCall.for_decode(case.table[one], case.seq_lens[one], case.score_scale[one], case.scale)
-        alone = cpu.paged_attention_decode(case.q[one], case.pages, call, library=form)
+        alone = cpu.paged_attention_decode(form, case.q[one], case.pages, call)
         assert torch.equal(alone[0], whole[b])
 
 
@@ -268,7 +268,7 @@ def test_refusals_say_why() -> None:
     assert refusal(causal=False) == ""
     assert refusal(chunk=8) == ""
     with pytest.raises(ValueError, match="block_table"):
-        cpu.paged_attention_decode(case.q, pages, replace(call, block_tables=case.table.long()), library=load())
+        cpu.paged_attention_decode(load(), case.q, pages, replace(call, block_tables=case.table.long()))
     with pytest.raises(ValueError, match="window"):
         case.window = 0
         case.got(kernels("generic"))
@@ -281,6 +281,6 @@ def test_an_empty_batch(form: Library) -> None:
     case = Case([4], dim=16)
     empty = torch.zeros(0, dtype=torch.int64)
     call = AttentionCall.for_decode(case.table[:0], empty, case.score_scale[:0], 1.0)
-    out = cpu.paged_attention_decode(case.q[:0], case.pages, call, library=form)
+    out = cpu.paged_attention_decode(form, case.q[:0], case.pages, call)
     assert out.shape == (0, 4, 16)
     assert math.prod(out.shape) == 0

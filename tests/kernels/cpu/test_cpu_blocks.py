@@ -76,11 +76,11 @@ def test_gates_are_opened_to_the_same_bits(library_of: Library, form: BlockForm)
         (1, 7, 8, 9, 17, 64, 65, 131), itertools.cycle(elementwise_bindings.ACTIVATIONS), strict=False
     ):
         x, own = torch.randn(rows, 130), bias if rows % 2 else None
-        both = cpu.linear_blocks(x, weight, own, library=library_of)
-        want = elementwise_bindings.gated_activation(both, activation, library=library_of)
-        assert torch.equal(cpu.linear_blocks(x, weight, own, activation=activation, library=library_of), want), rows
+        both = cpu.linear_blocks(library_of, x, weight, own)
+        want = elementwise_bindings.gated_activation(library_of, both, activation)
+        assert torch.equal(cpu.linear_blocks(library_of, x, weight, own, activation=activation), want), rows
     with pytest.raises(ValueError, match="do not fill panels"):
-        cpu.linear_blocks(torch.randn(2, 8), random_blocks(40, 8, form), activation="silu", library=library_of)
+        cpu.linear_blocks(library_of, torch.randn(2, 8), random_blocks(40, 8, form), activation="silu")
 
 
 @EVERY_FORM
@@ -88,7 +88,7 @@ def test_shapes(library_of: Library, form: BlockForm) -> None:
     for rows, columns, inner in SHAPES:
         x, weight = torch.randn(rows, inner), random_blocks(columns, inner, form)
         bias = torch.randn(columns) if columns % 2 else None
-        assert_linear(x, weight, bias, cpu.linear_blocks(x, weight, bias, library=library_of))
+        assert_linear(x, weight, bias, cpu.linear_blocks(library_of, x, weight, bias))
 
 
 @EVERY_FORM
@@ -116,7 +116,7 @@ def test_extremes_do_not_saturate(library_of: Library, form: BlockForm) -> None:
         x = torch.full((rows, inner), 127.0)
         x[1::3] = -127.0
         x[2::3, ::2] = -127.0
-        got = cpu.linear_blocks(x, weight, library=library_of)
+        got = cpu.linear_blocks(library_of, x, weight)
         assert torch.equal(got, (x.double() @ numbers.double().T).float())
 
 
@@ -137,16 +137,16 @@ def test_every_pair_of_bytes(library_of: Library) -> None:
             x[:, place] = torch.arange(-127, 128)
             x[:, (place + 1) % form.group] = 127  # fixes the scale at one
             want = torch.arange(-127.0, 128)[:, None] * (torch.arange(low, high) - form.offset)
-            assert torch.equal(cpu.linear_blocks(x, weight, library=library_of), want)
+            assert torch.equal(cpu.linear_blocks(library_of, x, weight), want)
 
 
 @EVERY_FORM
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(library_of: Library, form: BlockForm) -> None:
     x, weight, bias = torch.randn(210, 1100), random_blocks(37, 1100, form), torch.randn(37)
-    whole = cpu.linear_blocks(x, weight, bias, library=library_of)
+    whole = cpu.linear_blocks(library_of, x, weight, bias)
     for rows in (1, 2, 3, 5, 6, 7, 8, 12, 13, 24, 48, 49, 97):
-        assert torch.equal(cpu.linear_blocks(x[:rows], weight, bias, library=library_of), whole[:rows]), rows
-    assert torch.equal(cpu.linear_blocks(x[200:203], weight, bias, library=library_of), whole[200:203])
+        assert torch.equal(cpu.linear_blocks(library_of, x[:rows], weight, bias), whole[:rows]), rows
+    assert torch.equal(cpu.linear_blocks(library_of, x[200:203], weight, bias), whole[200:203])
 
 
 @EVERY_FORM
@@ -158,7 +158,7 @@ def test_threads_do_not_change_the_bits(form: BlockForm) -> None:
         results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(cpu.linear_blocks(x, weight, library=load()))
+            results.append(cpu.linear_blocks(load(), x, weight))
         torch.set_num_threads(before)
         assert torch.equal(results[0], results[1])
         assert torch.equal(results[0], results[2])
@@ -172,23 +172,23 @@ def test_nothing_past_the_operands_is_read(library_of: Library, form: BlockForm)
         codes, scales = at_the_end_of_memory(weight.codes), at_the_end_of_memory(weight.scales)
         guarded = BlockWeight(form, columns, inner, codes, scales, supers)
         x, bias = at_the_end_of_memory(torch.randn(rows, inner)), at_the_end_of_memory(torch.randn(columns))
-        assert_linear(x, weight, bias, cpu.linear_blocks(x, guarded, bias, library=library_of))
+        assert_linear(x, weight, bias, cpu.linear_blocks(library_of, x, guarded, bias))
         ids = at_the_end_of_memory(torch.tensor([columns - 1, 0]))
-        assert torch.equal(cpu.embed_blocks(guarded, ids, library=library_of), weight.dequantize(ids))
+        assert torch.equal(cpu.embed_blocks(library_of, guarded, ids), weight.dequantize(ids))
 
 
 def test_strided_rows_other_types_and_a_place_for_the_result(library_of: Library) -> None:
     weight, x = random_blocks(20, 100, FORMS["q5_1"]), torch.full((6, 300), torch.nan)
     x[:, 13:113] = torch.randn(6, 100)
-    assert_linear(x[:, 13:113], weight, None, cpu.linear_blocks(x[:, 13:113], weight, library=library_of))
+    assert_linear(x[:, 13:113], weight, None, cpu.linear_blocks(library_of, x[:, 13:113], weight))
     for kind in (torch.bfloat16, torch.float16):
         narrow = x[:, 13:113].to(kind)
-        got = cpu.linear_blocks(narrow, weight, torch.ones(20, dtype=kind), library=library_of)
+        got = cpu.linear_blocks(library_of, narrow, weight, torch.ones(20, dtype=kind))
         assert got.dtype == kind
-        assert torch.equal(got, cpu.linear_blocks(narrow.float(), weight, torch.ones(20), library=library_of).to(kind))
+        assert torch.equal(got, cpu.linear_blocks(library_of, narrow.float(), weight, torch.ones(20)).to(kind))
     room = torch.full((6, 50), -1.0)
-    cpu.linear_blocks(x[:, 13:113], weight, out=room[:, 7:27], library=library_of)
-    assert torch.equal(room[:, 7:27], cpu.linear_blocks(x[:, 13:113], weight, library=library_of))
+    cpu.linear_blocks(library_of, x[:, 13:113], weight, out=room[:, 7:27])
+    assert torch.equal(room[:, 7:27], cpu.linear_blocks(library_of, x[:, 13:113], weight))
     assert (room[:, :7] == -1).all() and (room[:, 27:] == -1).all()
 
 
@@ -198,7 +198,7 @@ def test_zero_rows_tiny_rows_and_rows_that_are_not_numbers(library_of: Library, 
     x = torch.rand(20, 130) + 0.5
     x[1], x[2, 129], x[4, 0], x[6] = 0.0, torch.nan, -torch.inf, 1e-38
     x[7, :], x[8, 5], x[9, :64] = 1e-25, 3e30, 0.0
-    got = cpu.linear_blocks(x, weight, library=library_of)
+    got = cpu.linear_blocks(library_of, x, weight)
     bad = torch.zeros(20, dtype=torch.bool)
     bad[[2, 4]] = True
     assert torch.equal(got.isnan(), bad[:, None].expand(20, 19))
@@ -210,7 +210,7 @@ def test_zero_rows_tiny_rows_and_rows_that_are_not_numbers(library_of: Library, 
 def test_a_scale_that_is_no_number_spoils_its_row_of_the_weight() -> None:
     weight, library_of = random_blocks(19, 70, FORMS["q4_1"]), kernels("generic")
     weight.scales[0, 1, 0, 5], weight.scales[1, 2, 1, 1] = torch.nan, torch.nan
-    bad = cpu.linear_blocks(torch.randn(3, 70), weight, library=library_of).isnan().all(0)
+    bad = cpu.linear_blocks(library_of, torch.randn(3, 70), weight).isnan().all(0)
     assert bad.nonzero().flatten().tolist() == [5, 17]
 
 
@@ -218,12 +218,12 @@ def test_a_scale_that_is_no_number_spoils_its_row_of_the_weight() -> None:
 def test_rows_come_out_as_they_dequantize(library_of: Library, form: BlockForm) -> None:
     table = random_blocks(53, 300, form)
     ids = torch.tensor([52, 0, 17, 17, 31])
-    assert torch.equal(cpu.embed_blocks(table, ids, library=library_of), table.dequantize(ids))
-    scaled = cpu.embed_blocks(table, ids, 0.3, library=library_of)
+    assert torch.equal(cpu.embed_blocks(library_of, table, ids), table.dequantize(ids))
+    scaled = cpu.embed_blocks(library_of, table, ids, 0.3)
     assert torch.equal(scaled, table.dequantize(ids) * torch.tensor(0.3))
     for wrong in (-1, 53):
         with pytest.raises(IndexError, match="not a row"):
-            cpu.embed_blocks(table, torch.tensor([0, wrong]), library=library_of)
+            cpu.embed_blocks(library_of, table, torch.tensor([0, wrong]))
 
 
 @EVERY_FORM
@@ -234,9 +234,9 @@ def test_products_in_which_nothing_is_rounded(
     x, weight, bias = torch.randn(9, 300), random_blocks(37, 300, form), torch.randn(37)
     want = x.double() @ weight.dequantize().double().T + bias
     for most in (0, 100):
-        got = cpu.linear_blocks_widened(x, weight, bias, most_rows=most, library=library_of)
+        got = cpu.linear_blocks_widened(library_of, x, weight, bias, most_rows=most)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
-    alone = cpu.linear_blocks_widened(x[3:4], weight, bias, most_rows=100, library=library_of)
+    alone = cpu.linear_blocks_widened(library_of, x[3:4], weight, bias, most_rows=100)
     assert torch.equal(alone, got[3:4])
 
 
@@ -290,10 +290,10 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     weight = random_blocks(3, 8, FORMS["q4_0"])
     for x, bias in ((torch.randn(2, 7), None), (torch.randn(8), None), (torch.randn(2, 8), torch.randn(4))):
         with pytest.raises(ValueError, match="linear_blocks"):
-            cpu.linear_blocks(x, weight, bias, library=load())
+            cpu.linear_blocks(load(), x, weight, bias)
     with pytest.raises(ValueError, match="float64"):
-        cpu.linear_blocks(torch.randn(2, 8).double(), weight, library=load())
+        cpu.linear_blocks(load(), torch.randn(2, 8).double(), weight)
     with pytest.raises(ValueError, match="out is"):
-        cpu.linear_blocks(torch.randn(2, 8), weight, out=torch.empty(2, 4), library=load())
+        cpu.linear_blocks(load(), torch.randn(2, 8), weight, out=torch.empty(2, 4))
     with pytest.raises(ValueError, match="no product"):
-        cpu.linear_blocks(torch.randn(2, 8), random_blocks(3, 8, BlockForm("odd", bits=8, group=16)), library=load())
+        cpu.linear_blocks(load(), torch.randn(2, 8), random_blocks(3, 8, BlockForm("odd", bits=8, group=16)))

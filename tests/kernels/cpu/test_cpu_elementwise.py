@@ -37,8 +37,8 @@ def test_activations(form: Library, name: str, type_: torch.dtype) -> None:
     for rows, dim in SHAPES:
         x, up = rows_of(rows, dim, type_), rows_of(rows, dim, type_, 1.0)
         want = ACTIVATIONS[name](x.double())
-        assert_near(elementwise_bindings.activate(x, name, library=form), want, 3e-6)
-        got = elementwise_bindings.gated_activation(torch.cat((x, up), dim=1), name, library=form)
+        assert_near(elementwise_bindings.activate(form, x, name), want, 3e-6)
+        got = elementwise_bindings.gated_activation(form, torch.cat((x, up), dim=1), name)
         assert_near(got, want * up.double(), 8e-6)
 
 
@@ -47,14 +47,12 @@ def test_activations_at_the_ends_of_the_range(form: Library, name: str) -> None:
     x = torch.tensor([[0.0, -0.0, 1e-30, -1e-30, 40.0, -40.0, 1e4, -1e4, torch.inf, torch.nan]])
     want = ACTIVATIONS[name](x.double()).float()
     want = torch.where(x == -torch.inf, torch.zeros(()), want)
-    torch.testing.assert_close(
-        elementwise_bindings.activate(x, name, library=form), want, rtol=3e-6, atol=1e-7, equal_nan=True
-    )
+    torch.testing.assert_close(elementwise_bindings.activate(form, x, name), want, rtol=3e-6, atol=1e-7, equal_nan=True)
 
 
 def test_gelu_is_close_over_the_whole_range(form: Library) -> None:
     x = torch.linspace(-12, 12, 40_001)[None]
-    assert (elementwise_bindings.activate(x, "gelu", library=form).double() - F.gelu(x.double())).abs().max() < 1e-6
+    assert (elementwise_bindings.activate(form, x, "gelu").double() - F.gelu(x.double())).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("type_", TYPES)
@@ -68,7 +66,7 @@ def test_xielu(form: Library, type_: torch.dtype) -> None:
             wide = x.double()
             below = (b + F.softplus(n)) * (torch.expm1(torch.minimum(wide, e)) - wide) + b * wide
             want = torch.where(wide > 0, F.softplus(p) * wide * wide + b * wide, below)
-            assert_near(elementwise_bindings.xielu(x, *numbers, library=form), want, 2e-5 if alpha_n > 20 else 3e-6)
+            assert_near(elementwise_bindings.xielu(form, x, *numbers), want, 2e-5 if alpha_n > 20 else 3e-6)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -77,10 +75,10 @@ def test_layer_norm(form: Library, type_: torch.dtype, bias: bool) -> None:
     for rows, dim in SHAPES:
         x, weight, more = rows_of(rows, dim, type_) + 3, torch.randn(dim), torch.randn(dim)
         want = F.layer_norm(x.double(), (dim,), weight.double(), more.double() if bias else None, 1e-5)
-        assert_near(elementwise_bindings.layer_norm(x, weight, more if bias else None, 1e-5, library=form), want, 5e-6)
+        assert_near(elementwise_bindings.layer_norm(form, x, weight, more if bias else None, 1e-5), want, 5e-6)
     heads = torch.randn(5, 4, 24).to(type_)[:, 1:3]
     want = F.layer_norm(heads.double(), (24,), torch.ones(24).double(), None, 1e-5)
-    assert_near(elementwise_bindings.layer_norm(heads, torch.ones(24), None, 1e-5, library=form), want, 5e-6)
+    assert_near(elementwise_bindings.layer_norm(form, heads, torch.ones(24), None, 1e-5), want, 5e-6)
 
 
 @pytest.mark.parametrize("type_", TYPES)
@@ -88,17 +86,17 @@ def test_limits_and_factors_are_written_in_place(form: Library, type_: torch.dty
     for rows, dim in SHAPES:
         whole = (torch.randn(rows, dim + 3) * 2).to(type_)
         before, x = whole.clone(), whole[:, :dim]
-        elementwise_bindings.clip(x, 0.75, library=form)
+        elementwise_bindings.clip(form, x, 0.75)
         assert torch.equal(x, before[:, :dim].clamp(-0.75, 0.75)) and torch.equal(whole[:, dim:], before[:, dim:])
         factors, clipped = torch.randn(rows), x.clone()
-        elementwise_bindings.scale_rows(x, factors, library=form)
+        elementwise_bindings.scale_rows(form, x, factors)
         assert_near(x, clipped.double() * factors.double()[:, None])
         first, second, scaled = torch.randn(dim), torch.randn(dim), x.clone()
-        elementwise_bindings.scale_columns(x, first, second, library=form)
+        elementwise_bindings.scale_columns(form, x, first, second)
         assert_near(x, scaled.double() * first.double() * second.double())
         assert torch.equal(whole[:, dim:], before[:, dim:])
     poisoned = torch.tensor([[torch.nan, torch.inf]])
-    elementwise_bindings.clip(poisoned, 2.0, library=form)
+    elementwise_bindings.clip(form, poisoned, 2.0)
     assert poisoned[0, 0].isnan() and poisoned[0, 1] == 2
 
 
@@ -108,23 +106,23 @@ def test_multiplies_in_place_by_rows_of_a_wider_tensor_and_by_one_factor(form: L
     for rows, dim in SHAPES:
         whole, wide, factor = rows_of(rows, 2 * dim, type_), rows_of(rows, 3 * dim, type_), torch.tensor([0.3])
         before, x, other = whole.clone(), whole[:, :dim], wide[:, dim : 2 * dim]
-        elementwise_bindings.multiply(x, other, library=form)
+        elementwise_bindings.multiply(form, x, other)
         want = (before[:, :dim].float() * other.float()).to(type_)
         assert torch.equal(x, want) and torch.equal(whole[:, dim:], before[:, dim:])
-        elementwise_bindings.multiply(x, factor, library=form)
+        elementwise_bindings.multiply(form, x, factor)
         assert torch.equal(x, (want.float() * factor).to(type_)) and torch.equal(whole[:, dim:], before[:, dim:])
     x, other = torch.randn(6, 37).to(type_), torch.randn(6, 37).to(type_)
     found = at_the_end_of_memory(x)
-    elementwise_bindings.multiply(found, at_the_end_of_memory(other), library=form)
+    elementwise_bindings.multiply(form, found, at_the_end_of_memory(other))
     assert torch.equal(found, (x.float() * other.float()).to(type_))
-    elementwise_bindings.multiply(x[:0], other[:0], library=form)
+    elementwise_bindings.multiply(form, x[:0], other[:0])
 
 
 def test_a_row_does_not_depend_on_others_and_nothing_past_it_is_read(form: Library) -> None:
     x, weight = torch.randn(6, 37), torch.randn(37)
     for call in (
-        lambda one: elementwise_bindings.layer_norm(one, weight, weight, 1e-5, library=form),
-        lambda one: elementwise_bindings.activate(one, "gelu", library=form),
+        lambda one: elementwise_bindings.layer_norm(form, one, weight, weight, 1e-5),
+        lambda one: elementwise_bindings.activate(form, one, "gelu"),
     ):
         whole = call(at_the_end_of_memory(x))
         assert all(torch.equal(whole[i : i + 1], call(x[i : i + 1])) for i in range(6))
@@ -133,22 +131,22 @@ def test_a_row_does_not_depend_on_others_and_nothing_past_it_is_read(form: Libra
 def test_operands_that_do_not_fit_are_refused() -> None:
     form, x = kernels("generic"), torch.randn(3, 8)
     for call, says in (
-        (lambda: elementwise_bindings.activate(x, "tanh", library=form), "unknown activation"),
-        (lambda: elementwise_bindings.activate(x.double(), "silu", library=form), "float64"),
-        (lambda: elementwise_bindings.clip(x.t(), 1.0, library=form), "adjacent"),
-        (lambda: elementwise_bindings.scale_rows(x, torch.ones(4), library=form), r"\[3\]"),
-        (lambda: elementwise_bindings.scale_columns(x, torch.ones(8), torch.ones(7), library=form), r"\[8\]"),
-        (lambda: elementwise_bindings.multiply(x, torch.ones(3, 7), library=form), r"\(3, 8\)"),
-        (lambda: elementwise_bindings.multiply(x, x.bfloat16(), library=form), r"float32 \(3, 8\)"),
-        (lambda: elementwise_bindings.multiply(x, torch.ones(8), library=form), r"float32 \[1\]"),
-        (lambda: elementwise_bindings.multiply(x, torch.ones(1).half(), library=form), r"float32 \[1\]"),
-        (lambda: elementwise_bindings.multiply(x, torch.ones(8, 3).t(), library=form), "adjacent"),
-        (lambda: elementwise_bindings.layer_norm(x, torch.ones(7), None, 1e-5, library=form), r"float32 \[8\]"),
+        (lambda: elementwise_bindings.activate(form, x, "tanh"), "unknown activation"),
+        (lambda: elementwise_bindings.activate(form, x.double(), "silu"), "float64"),
+        (lambda: elementwise_bindings.clip(form, x.t(), 1.0), "adjacent"),
+        (lambda: elementwise_bindings.scale_rows(form, x, torch.ones(4)), r"\[3\]"),
+        (lambda: elementwise_bindings.scale_columns(form, x, torch.ones(8), torch.ones(7)), r"\[8\]"),
+        (lambda: elementwise_bindings.multiply(form, x, torch.ones(3, 7)), r"\(3, 8\)"),
+        (lambda: elementwise_bindings.multiply(form, x, x.bfloat16()), r"float32 \(3, 8\)"),
+        (lambda: elementwise_bindings.multiply(form, x, torch.ones(8)), r"float32 \[1\]"),
+        (lambda: elementwise_bindings.multiply(form, x, torch.ones(1).half()), r"float32 \[1\]"),
+        (lambda: elementwise_bindings.multiply(form, x, torch.ones(8, 3).t()), "adjacent"),
+        (lambda: elementwise_bindings.layer_norm(form, x, torch.ones(7), None, 1e-5), r"float32 \[8\]"),
         (
-            lambda: elementwise_bindings.layer_norm(x, torch.ones(8), torch.ones(7), 1e-5, library=form),
+            lambda: elementwise_bindings.layer_norm(form, x, torch.ones(8), torch.ones(7), 1e-5),
             r"float32 \[8\]",
         ),
-        (lambda: elementwise_bindings.xielu(x, *[torch.ones(2)] * 4, library=form), r"float32 \[1\]"),
+        (lambda: elementwise_bindings.xielu(form, x, *[torch.ones(2)] * 4), r"float32 \[1\]"),
     ):
         with pytest.raises(ValueError, match=says):
             call()

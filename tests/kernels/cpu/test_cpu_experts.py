@@ -31,7 +31,7 @@ def test_routes_as_plain_torch(form: Library, routing: Routing, experts: int) ->
     for bias in (None, 0.5 * torch.randn(experts)) if routing.scores != "sparsemixer" else (None,):
         expected, found = (
             reference.route(logits, routing, bias),
-            matmul_bindings.route(logits, routing, bias, library=form),
+            matmul_bindings.route(form, logits, routing, bias),
         )
         assert torch.equal(found.chosen, expected.chosen)
         torch.testing.assert_close(found.weights, expected.weights, rtol=3e-6, atol=1e-7)
@@ -41,19 +41,19 @@ def test_routes_as_plain_torch(form: Library, routing: Routing, experts: int) ->
 def test_weights_are_multiplied_by_the_factors_of_their_experts_last_of_all(form: Library, routing: Routing) -> None:
     """With the bits of weights without factors times those."""
     logits, scales = 2 * torch.randn(9, 60), torch.randn(60)
-    for route in (reference.route, row_independent.route, functools.partial(matmul_bindings.route, library=form)):
+    for route in (reference.route, row_independent.route, functools.partial(matmul_bindings.route, form)):
         plain, found = route(logits, routing), route(logits, routing, scales=scales)
         assert torch.equal(found.chosen, plain.chosen)
         assert torch.equal(found.weights, plain.weights * scales[plain.chosen])
     with pytest.raises(ValueError, match="logits"):
-        matmul_bindings.route(logits, routing, scales=scales[:59], library=form)
+        matmul_bindings.route(form, logits, routing, scales=scales[:59])
 
 
 def test_of_equal_scores_the_first_wins_and_nan_takes_no_place_that_is_none(form: Library) -> None:
-    equal = matmul_bindings.route(torch.zeros(2, 6), Routing(3), library=form)
+    equal = matmul_bindings.route(form, torch.zeros(2, 6), Routing(3))
     assert equal.chosen.tolist() == [[0, 1, 2]] * 2
     assert torch.equal(reference.route(torch.zeros(2, 6), Routing(3)).chosen, equal.chosen)
-    broken = matmul_bindings.route(torch.full((1, 6), torch.nan), Routing(3, groups=3, top_groups=2), library=form)
+    broken = matmul_bindings.route(form, torch.full((1, 6), torch.nan), Routing(3, groups=3, top_groups=2))
     assert all(0 <= one < 6 for one in broken.chosen[0].tolist())
 
 
@@ -87,13 +87,11 @@ def test_products_are_those_of_single_experts(form: Library, storage: str, rows:
     x = torch.randn(tokens, inner)
     chosen = torch.stack([torch.randperm(count)[:3] for _ in range(tokens)])
     chosen[:, 0] = 2  # many rows of one expert, and none of some other, perhaps
-    found = matmul_bindings.linear_of_experts(x, experts, chosen, library=form).view(tokens, 3, rows)
-    again = matmul_bindings.linear_of_experts(x.repeat_interleave(3, 0), experts, chosen, library=form).view(
-        tokens, 3, rows
-    )
+    found = matmul_bindings.linear_of_experts(form, x, experts, chosen).view(tokens, 3, rows)
+    again = matmul_bindings.linear_of_experts(form, x.repeat_interleave(3, 0), experts, chosen).view(tokens, 3, rows)
     assert torch.equal(found, again)
     for t in range(0, tokens, tokens // 9):
-        alone = matmul_bindings.linear_of_experts(x[t : t + 1], experts, chosen[t : t + 1].clone(), library=form)
+        alone = matmul_bindings.linear_of_experts(form, x[t : t + 1], experts, chosen[t : t + 1].clone())
         assert torch.equal(alone, found[t])
         for j, expert in enumerate(chosen[t].tolist()):
             expected = backend.linear(x[t : t + 1], weights[expert], biases[expert])[0]  # type: ignore[arg-type]
@@ -107,8 +105,8 @@ def test_narrow_rows(form: Library, dtype: torch.dtype) -> None:
         weights = [made(backend, storage, 32, 64, seed) for seed in range(3)]
         experts = matmul_bindings.CompiledExperts(weights, None, form)  # type: ignore[arg-type]
         x, chosen = torch.randn(4, 64).to(dtype), torch.tensor([[0, 2], [1, 2], [0, 1], [2, 0]])
-        found = matmul_bindings.linear_of_experts(x, experts, chosen, library=form)
-        expected = matmul_bindings.linear_of_experts(x.float(), experts, chosen, library=form)
+        found = matmul_bindings.linear_of_experts(form, x, experts, chosen)
+        expected = matmul_bindings.linear_of_experts(form, x.float(), experts, chosen)
         assert found.dtype == dtype
         torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
 
@@ -117,7 +115,7 @@ def test_an_expert_that_is_none_is_an_error(form: Library) -> None:
     experts = matmul_bindings.CompiledExperts([torch.randn(8, 8), torch.randn(8, 8)], None, form)
     for wrong in (2, -1):
         with pytest.raises(IndexError, match="not one of 2"):
-            matmul_bindings.linear_of_experts(torch.randn(1, 8), experts, torch.tensor([[0, wrong]]), library=form)
+            matmul_bindings.linear_of_experts(form, torch.randn(1, 8), experts, torch.tensor([[0, wrong]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,12 +123,12 @@ def test_what_goes_with_them(form: Library, dtype: torch.dtype) -> None:
     """Sums, gates and gpt-oss's activation against plain torch, in shapes that end within a vector."""
     exact = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     parts, weights = torch.randn(21, 53).to(dtype), torch.rand(7, 3)
-    total = matmul_bindings.sum_of_experts(parts, weights, library=form)
+    total = matmul_bindings.sum_of_experts(form, parts, weights)
     torch.testing.assert_close(total, reference.weighted_sum(parts, weights), **exact)
     for gate in (torch.randn(21, 1), torch.randn(21, 53).to(dtype)):
         own = parts.clone()
-        elementwise_bindings.gate_by_sigmoid(own, gate, library=form)
+        elementwise_bindings.gate_by_sigmoid(form, own, gate)
         torch.testing.assert_close(own, (parts.float() * gate.float().sigmoid()).to(dtype), **exact)
     gate_up = 4 * torch.randn(5, 74).to(dtype)
-    found = elementwise_bindings.clamped_glu(gate_up, 1.7, 3.0, library=form)
+    found = elementwise_bindings.clamped_glu(form, gate_up, 1.7, 3.0)
     torch.testing.assert_close(found, reference.clamped_glu(gate_up, 1.7, 3.0), **exact)

@@ -51,10 +51,8 @@ def test_products_by_head(
 ) -> None:
     rotary, _, values, _ = shape
     q, attended, up = operands(shape, x_type, up_type)
-    assert_near(attention_bindings.latent_queries(q, up, rotary, library=form), expected_queries(q, up, rotary))
-    assert_near(
-        attention_bindings.latent_values(attended, up, values, library=form), expected_values(attended, up, values)
-    )
+    assert_near(attention_bindings.latent_queries(form, q, up, rotary), expected_queries(q, up, rotary))
+    assert_near(attention_bindings.latent_values(form, attended, up, values), expected_values(attended, up, values))
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, RowIndependentBackend])
@@ -69,25 +67,21 @@ def test_plain_torch_means_the_same(backend: type[TorchBackend]) -> None:
 def test_a_token_has_the_bits_that_it_has_alone(form: Library) -> None:
     for shape in SHAPES:
         q, attended, up = operands(shape, torch.float32, torch.bfloat16, tokens=11)
-        queries = attention_bindings.latent_queries(q, up, shape[0], library=form)
-        values = attention_bindings.latent_values(attended, up, shape[2], library=form)
+        queries = attention_bindings.latent_queries(form, q, up, shape[0])
+        values = attention_bindings.latent_values(form, attended, up, shape[2])
         for t in range(11):
-            assert torch.equal(
-                attention_bindings.latent_queries(q[t : t + 1], up, shape[0], library=form)[0], queries[t]
-            )
-            assert torch.equal(
-                attention_bindings.latent_values(attended[t : t + 1], up, shape[2], library=form)[0], values[t]
-            )
+            assert torch.equal(attention_bindings.latent_queries(form, q[t : t + 1], up, shape[0])[0], queries[t])
+            assert torch.equal(attention_bindings.latent_values(form, attended[t : t + 1], up, shape[2])[0], values[t])
 
 
 @pytest.mark.parametrize("type_", TYPES)
 def test_nothing_behind_an_operand_is_read(form: Library, type_: torch.dtype) -> None:
     for shape in SHAPES[1:]:
         q, attended, up = (at_the_end_of_memory(x.contiguous()) for x in operands(shape, type_, type_))
-        attention_bindings.latent_queries(q, up, shape[0], library=form)
-        attention_bindings.latent_values(attended, up, shape[2], library=form)
+        attention_bindings.latent_queries(form, q, up, shape[0])
+        attention_bindings.latent_values(form, attended, up, shape[2])
         x = at_the_end_of_memory(torch.randn(3, shape[3]).to(type_))
-        elementwise_bindings.rms_norm_in_place(x, at_the_end_of_memory(torch.ones(shape[3])), 1e-6, library=form)
+        elementwise_bindings.rms_norm_in_place(form, x, at_the_end_of_memory(torch.ones(shape[3])), 1e-6)
 
 
 @pytest.mark.parametrize("type_", TYPES)
@@ -97,7 +91,7 @@ def test_a_norm_in_place_leaves_the_rest_of_a_row(form: Library, type_: torch.dt
     weight, before = torch.rand(dim) + 0.5, rows.clone()
     x = before[:, 8 : 8 + dim].double()
     want = x / (x.square().mean(dim=1, keepdim=True) + 1e-3).sqrt() * weight.double()
-    elementwise_bindings.rms_norm_in_place(rows[:, 8 : 8 + dim], weight, 1e-3, library=form)
+    elementwise_bindings.rms_norm_in_place(form, rows[:, 8 : 8 + dim], weight, 1e-3)
     assert_near(rows[:, 8 : 8 + dim], want)
     assert torch.equal(rows[:, :8], before[:, :8]) and torch.equal(rows[:, 8 + dim :], before[:, 8 + dim :])
     plain = before.clone()
@@ -119,11 +113,11 @@ def test_attention_whose_keys_are_its_values(form: Library, heads: int, dim: int
     call = AttentionCall(tables, start, torch.tensor(lengths), torch.rand(13) + 0.5, dim**-0.5)
     seen = pages.with_keys_as_values
     want = reference.paged_attention(q, seen, call)
-    got = attention_bindings.paged_attention_prefill(q, seen, call, library=form)
+    got = attention_bindings.paged_attention_prefill(form, q, seen, call)
     assert (got - want).abs().max() < 1e-5
     rows, own = call.decode_part() or (None, None)
     assert rows is not None and own is not None
-    decoded = attention_bindings.paged_attention_decode(q[rows], seen, own, library=form)
+    decoded = attention_bindings.paged_attention_decode(form, q[rows], seen, own)
     assert (decoded - want[rows]).abs().max() < 1e-5
     versions = torch.cat((q, torch.randn(13, heads, dim)))
     first = torch.tensor([[16, 300], [16, 70], [16, 33]])
@@ -134,7 +128,7 @@ def test_attention_whose_keys_are_its_values(form: Library, heads: int, dim: int
         ),
     )
     want = reference.paged_attention(versions, seen, ranged)
-    got = attention_bindings.paged_attention_prefill(versions, seen, ranged, library=form)
+    got = attention_bindings.paged_attention_prefill(form, versions, seen, ranged)
     assert (got - want).abs().max() < 1e-5
 
 
@@ -147,12 +141,12 @@ def test_appending_and_rotating_anew_leave_latent_dims_as_they_are(form: Library
     slots, moved = torch.tensor([7, 20, 33]), torch.tensor([50, 51, 52])
     own, theirs = q.clone(), q.clone()
     operands_ = (k[:, :, :0], angle.cos(), angle.sin(), torch.full((3,), 1.5))
-    cpu.rotate_and_append(own, k, *operands_, pages.key, pages.value, slots, library=form)
+    cpu.rotate_and_append(form, own, k, *operands_, pages, slots)
     reference.rotate_and_append(theirs, k, *operands_, other, slots)
     assert (own - theirs).abs().max() < 1e-6 and torch.equal(own[..., 8:], q[..., 8:])
     rows = pages.key.view(-1, 40)
     assert torch.equal(rows[slots][:, 8:], k[:, 0, 8:].bfloat16())
-    cpu.rerotate_cached_keys(pages.key, pages.value, slots, moved, angle.cos(), angle.sin(), library=form)
+    cpu.rerotate_cached_keys(form, pages, slots, moved, angle.cos(), angle.sin())
     reference.rerotate_cached_keys(other, slots, moved, angle.cos(), angle.sin())
     assert torch.equal(rows[moved][:, 8:], rows[slots][:, 8:])
     assert (rows[moved].float() - other.key.view(-1, 40)[moved].float()).abs().max() < 0.05
@@ -161,10 +155,10 @@ def test_appending_and_rotating_anew_leave_latent_dims_as_they_are(form: Library
 def test_operands_that_do_not_fit_are_refused() -> None:
     q, attended, up = operands(SHAPES[1], torch.float32, torch.float32)
     with pytest.raises(ValueError, match="does not fit"):
-        attention_bindings.latent_queries(q, up, 21, library=load())
+        attention_bindings.latent_queries(load(), q, up, 21)
     with pytest.raises(ValueError, match="does not fit"):
-        attention_bindings.latent_values(attended[:, :, :20], up, 10, library=load())
+        attention_bindings.latent_values(load(), attended[:, :, :20], up, 10)
     with pytest.raises(ValueError, match="for 2 heads"):
-        attention_bindings.latent_values(attended[:, :2], up, 10, library=load())
+        attention_bindings.latent_values(load(), attended[:, :2], up, 10)
     with pytest.raises(ValueError, match="weight"):
-        elementwise_bindings.rms_norm_in_place(torch.randn(2, 8), torch.ones(7), 1e-6, library=load())
+        elementwise_bindings.rms_norm_in_place(load(), torch.randn(2, 8), torch.ones(7), 1e-6)

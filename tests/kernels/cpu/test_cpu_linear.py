@@ -52,16 +52,16 @@ def test_shapes_and_types(form: Library, x_type: torch.dtype, weight_type: torch
     for rows, columns, inner in [*shapes, (13, 11, 1041), (32, 6, 200), (49, 10, 40), (100, 3, 17)]:
         x, weight = torch.randn(rows, inner).to(x_type), torch.randn(columns, inner).to(weight_type)
         bias = torch.randn(columns).to(weight_type) if columns % 2 else None
-        assert_linear(x, weight, bias, cpu.linear_small(x, weight, bias, library=form))
+        assert_linear(x, weight, bias, cpu.linear_small(form, x, weight, bias))
 
 
 @pytest.mark.parametrize("weight_type", TYPES)
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(form: Library, weight_type: torch.dtype) -> None:
     x, weight = torch.randn(56, 1100), torch.randn(37, 1100).to(weight_type)
-    whole = cpu.linear_small(x, weight, library=form)
+    whole = cpu.linear_small(form, x, weight)
     for rows in (1, 2, 3, 4, 5, 7, 8, 11, 24, 48):
-        assert torch.equal(cpu.linear_small(x[:rows], weight, library=form), whole[:rows]), rows
-    part = cpu.linear_small(x[20:21], weight[5:11], library=form)
+        assert torch.equal(cpu.linear_small(form, x[:rows], weight), whole[:rows]), rows
+    part = cpu.linear_small(form, x[20:21], weight[5:11])
     assert torch.equal(part, whole[20:21, 5:11])
 
 
@@ -71,7 +71,7 @@ def test_threads_do_not_change_the_bits() -> None:
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(cpu.linear_small(x, weight, library=load()))
+        results.append(cpu.linear_small(load(), x, weight))
     torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -81,7 +81,7 @@ def test_threads_do_not_change_the_bits() -> None:
 def test_strided_rows_and_mixed_bias(form: Library) -> None:
     x, weight = torch.randn(6, 300)[:, 13:113], torch.randn(40, 150)[::2, 50:]
     bias = torch.randn(20).to(torch.float16)
-    assert_linear(x, weight, bias, cpu.linear_small(x, weight, bias, library=form))
+    assert_linear(x, weight, bias, cpu.linear_small(form, x, weight, bias))
 
 
 @pytest.mark.parametrize("weight_type", TYPES)
@@ -90,20 +90,20 @@ def test_nothing_past_the_operands_is_read(form: Library, weight_type: torch.dty
         x = at_the_end_of_memory(torch.randn(rows, inner))
         weight = at_the_end_of_memory(torch.randn(columns, inner).to(weight_type))
         bias = at_the_end_of_memory(torch.randn(columns))
-        assert_linear(x, weight, bias, cpu.linear_small(x, weight, bias, library=form))
+        assert_linear(x, weight, bias, cpu.linear_small(form, x, weight, bias))
 
 
 def test_rows_beside_the_operands_do_not_leak_in(form: Library) -> None:
     """NaN after each row's end, in x and in the weight, must not reach the result through padding."""
     x, weight = torch.full((5, 64), torch.nan), torch.full((9, 64), torch.nan)
     x[:, :37], weight[:, :37] = torch.randn(5, 37), torch.randn(9, 37)
-    assert_linear(x[:, :37], weight[:, :37], None, cpu.linear_small(x[:, :37], weight[:, :37], library=form))
+    assert_linear(x[:, :37], weight[:, :37], None, cpu.linear_small(form, x[:, :37], weight[:, :37]))
 
 
 def test_nan_and_infinity_stay_in_their_row_and_column(form: Library) -> None:
     x, weight = torch.rand(7, 130) + 0.5, torch.rand(10, 130) + 0.5
     x[2, 129], x[4, 0], weight[3, 64] = torch.nan, torch.inf, -torch.inf
-    got = cpu.linear_small(x, weight, library=form)
+    got = cpu.linear_small(form, x, weight)
     want = x.double() @ weight.double().T
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0, equal_nan=True)
 
@@ -112,12 +112,12 @@ def test_every_float16_and_bfloat16_value_is_widened_exactly(form: Library) -> N
     patterns = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
     for kind in (torch.float16, torch.bfloat16):
         weight = patterns.view(kind)[:, None].clone()
-        got = cpu.linear_small(torch.ones(1, 1), weight, library=form)[0]
+        got = cpu.linear_small(form, torch.ones(1, 1), weight)[0]
         want = weight.float()[:, 0]
         assert torch.equal(got.nan_to_num(7.0, 8.0, 9.0), want.nan_to_num(7.0, 8.0, 9.0))
         assert torch.equal(got.isnan(), want.isnan())
         # A bias goes through the conversion of single elements.
-        got = cpu.linear_small(torch.ones(1, 1), torch.zeros(65536, 1), weight[:, 0].contiguous(), library=form)[0]
+        got = cpu.linear_small(form, torch.ones(1, 1), torch.zeros(65536, 1), weight[:, 0].contiguous())[0]
         assert torch.equal(got.nan_to_num(7.0, 8.0, 9.0), want.nan_to_num(7.0, 8.0, 9.0))
 
 
@@ -125,16 +125,16 @@ def test_bfloat16_results_round_to_nearest_even(form: Library) -> None:
     values = torch.randn(5000) * torch.exp2(torch.randint(-120, 120, (5000,)).float())
     halfway = (torch.arange(1, 2001, dtype=torch.int32) * 0x18000 + 0x3F808000).view(torch.float32)
     weight = torch.cat((values, halfway))[:, None]
-    got = cpu.linear_small(torch.ones(1, 1, dtype=torch.bfloat16), weight, library=form)[0]
+    got = cpu.linear_small(form, torch.ones(1, 1, dtype=torch.bfloat16), weight)[0]
     assert torch.equal(got, weight[:, 0].to(torch.bfloat16))
 
 
 def test_empty_operands(form: Library) -> None:
-    assert cpu.linear_small(torch.randn(0, 8), torch.randn(3, 8), library=form).shape == (0, 3)
-    assert cpu.linear_small(torch.randn(2, 8), torch.randn(0, 8), library=form).shape == (2, 0)
+    assert cpu.linear_small(form, torch.randn(0, 8), torch.randn(3, 8)).shape == (0, 3)
+    assert cpu.linear_small(form, torch.randn(2, 8), torch.randn(0, 8)).shape == (2, 0)
     bias = torch.randn(3)
-    assert torch.equal(cpu.linear_small(torch.randn(2, 0), torch.randn(3, 0), bias, library=form), bias.expand(2, 3))
-    assert torch.equal(cpu.linear_small(torch.randn(2, 0), torch.randn(3, 0), library=form), torch.zeros(2, 3))
+    assert torch.equal(cpu.linear_small(form, torch.randn(2, 0), torch.randn(3, 0), bias), bias.expand(2, 3))
+    assert torch.equal(cpu.linear_small(form, torch.randn(2, 0), torch.randn(3, 0)), torch.zeros(2, 3))
 
 
 def test_refusals_say_why() -> None:
@@ -155,7 +155,7 @@ def test_refusals_say_why() -> None:
         assert reason is not None
         assert word in reason
         with pytest.raises(ValueError, match=word):
-            cpu.linear_small(wrong_x, wrong_weight, bias, library=load())
+            cpu.linear_small(load(), wrong_x, wrong_weight, bias)
 
 
 @pytest.mark.parametrize(("rows", "times"), [(2, 1), (192, 1), (193, 0), (4096, 0)])

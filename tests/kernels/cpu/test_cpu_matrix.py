@@ -38,12 +38,12 @@ def library_of(request: pytest.FixtureRequest) -> Library:
 
 def filled_panels(numbers: torch.Tensor) -> PanelWeight:
     weight = PanelWeight.empty(*numbers.shape, numbers.dtype)
-    matmul_bindings.pack_panels(weight.narrow(0, numbers.shape[0]), numbers, library=load())
+    matmul_bindings.pack_panels(load(), weight.narrow(0, numbers.shape[0]), numbers)
     return weight
 
 
 def product(x: torch.Tensor, weight: BlockWeight, library_of: Library, **options: torch.Tensor) -> torch.Tensor:
-    return matmul_bindings.linear_blocks_amx(x, weight, library=library_of, **options)  # type: ignore[arg-type]
+    return matmul_bindings.linear_blocks_amx(library_of, x, weight, **options)  # type: ignore[arg-type]
 
 
 def assert_product(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None, got: torch.Tensor) -> None:
@@ -133,20 +133,20 @@ def test_panels_of_bfloat16(library_of: Library) -> None:
         x, numbers = torch.randn(rows, inner).bfloat16(), torch.randn(columns, inner).bfloat16()
         weight = filled_panels(numbers)
         bias = torch.randn(columns).bfloat16() if columns % 2 else None
-        got = matmul_bindings.linear_panels_amx(x, weight, bias, library=library_of)
+        got = matmul_bindings.linear_panels_amx(library_of, x, weight, bias)
         want = x.double() @ numbers.double().T + (0.0 if bias is None else bias.double())
         size = x.double().abs() @ numbers.double().abs().T + 2
         assert got.dtype == torch.bfloat16
         assert ((got.double() - want).abs() <= 2**-8 * want.abs() + 2e-6 * size).all()
         guarded = PanelWeight(columns, inner, at_the_end_of_memory(weight.data))
         given = at_the_end_of_memory(x) if rows else x
-        assert torch.equal(matmul_bindings.linear_panels_amx(given, guarded, bias, library=library_of), got)
+        assert torch.equal(matmul_bindings.linear_panels_amx(library_of, given, guarded, bias), got)
     room = torch.full((70, 200), -1.0).bfloat16()
     x, weight = torch.randn(70, 1100).bfloat16(), filled_panels(torch.randn(150, 1100).bfloat16())
-    whole = matmul_bindings.linear_panels_amx(x, weight, library=library_of)
-    matmul_bindings.linear_panels_amx(x, weight, out=room[:, 20:170], library=library_of)
+    whole = matmul_bindings.linear_panels_amx(library_of, x, weight)
+    matmul_bindings.linear_panels_amx(library_of, x, weight, out=room[:, 20:170])
     assert torch.equal(room[:, 20:170], whole) and (room[:, :20] == -1).all() and (room[:, 170:] == -1).all()
-    assert torch.equal(matmul_bindings.linear_panels_amx(x[40:50], weight, library=library_of), whole[40:50])
+    assert torch.equal(matmul_bindings.linear_panels_amx(library_of, x[40:50], weight), whole[40:50])
 
 
 GATED_SHAPES = [(1, 32, 8), (17, 64, 100), (49, 96, 700), (530, 32, 1300)]
@@ -161,21 +161,19 @@ def test_gates_and_ups(library_of: Library, activation: str) -> None:
             weight = random_blocks(columns, inner, form)
             given = {} if bias is None else {"bias": bias}
             plain = product(x, weight, library_of, **given)
-            want = cpu.gated_activation(plain, activation, library=library_of)
-            got = matmul_bindings.linear_blocks_amx(x, weight, bias, activation=activation, library=library_of)
+            want = cpu.gated_activation(library_of, plain, activation)
+            got = matmul_bindings.linear_blocks_amx(library_of, x, weight, bias, activation=activation)
             assert got.shape == (rows, columns // 2) and torch.allclose(
                 got, want, rtol=1e-6, atol=1e-6 * float(want.abs().max())
             )
             room = torch.full((rows, columns), -1.0)
             into = room[:, 7 : 7 + columns // 2]
-            matmul_bindings.linear_blocks_amx(x, weight, bias, activation=activation, out=into, library=library_of)
+            matmul_bindings.linear_blocks_amx(library_of, x, weight, bias, activation=activation, out=into)
             assert torch.equal(into, got) and (room[:, :7] == -1).all() and (room[:, 7 + columns // 2 :] == -1).all()
         narrow, numbers = x.bfloat16(), (torch.randn(columns, inner) / inner**0.5).bfloat16()
         wide = narrow.float() @ numbers.float().T + (0.0 if bias is None else bias)
-        want = cpu.gated_activation(wide, activation, library=load())
-        got = matmul_bindings.linear_panels_amx(
-            narrow, filled_panels(numbers), bias, activation=activation, library=library_of
-        )
+        want = cpu.gated_activation(load(), wide, activation)
+        got = matmul_bindings.linear_panels_amx(library_of, narrow, filled_panels(numbers), bias, activation=activation)
         assert got.dtype == torch.bfloat16
         assert torch.allclose(got.float(), want, rtol=2**-8, atol=1e-5)
 
@@ -195,13 +193,13 @@ def test_experts_with_many_rows_in_blocks(library_of: Library, form: BlockForm, 
         chosen = chosen[torch.randperm(len(chosen))][:, None].contiguous()
         x = torch.randn(len(chosen), inner)
         own = matmul_bindings.CompiledExperts(experts, biases, library_of, amx_blocks=True)
-        got = matmul_bindings.linear_of_experts(x, own, chosen, library=library_of)
+        got = matmul_bindings.linear_of_experts(library_of, x, own, chosen)
         for expert, n in enumerate(counts):
             mine = chosen[:, 0] == expert
             multiply = matmul_bindings.linear_blocks_amx if n >= few else matmul_bindings.linear_blocks
             parts = experts[expert].spans() if stacked else [(weights[expert], 0, rows)]
             for part, begin, end in parts:
-                want = multiply(x[mine], part, biases[expert][begin:end].contiguous(), library=library_of)
+                want = multiply(library_of, x[mine], part, biases[expert][begin:end].contiguous())
                 assert torch.equal(got[mine][:, begin:end], want), (counts, expert)
 
 
@@ -213,11 +211,11 @@ def test_experts_with_many_rows_in_panels(library_of: Library) -> None:
         chosen = chosen[torch.randperm(len(chosen))][:, None].contiguous()
         x = torch.randn(len(chosen), 330).bfloat16()
         own = matmul_bindings.CompiledExperts(weights, None, library_of, amx_panels=True)
-        got = matmul_bindings.linear_of_experts(x, own, chosen, library=library_of)
+        got = matmul_bindings.linear_of_experts(library_of, x, own, chosen)
         for expert, n in enumerate(counts):
             mine = chosen[:, 0] == expert
             multiply = matmul_bindings.linear_panels_amx if n >= few else matmul_bindings.linear_panels
-            assert torch.equal(got[mine], multiply(x[mine], weights[expert], library=library_of)), (counts, expert)
+            assert torch.equal(got[mine], multiply(library_of, x[mine], weights[expert])), (counts, expert)
 
 
 def test_who_rounds_experts(library_of: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,17 +232,17 @@ def test_who_rounds_experts(library_of: Library, monkeypatch: pytest.MonkeyPatch
         own = select_backend("cpu", **options)
         got = own.linear_of_experts(x, own.experts(weights), chosen)
         assert torch.equal(got[:60], own.linear(x[:60], weights[0]))
-        assert torch.equal(got[60:], matmul_bindings.linear_blocks(x[60:], weights[1], library=library_of))
-        plain = matmul_bindings.linear_blocks(x[:60], weights[0], library=library_of)
+        assert torch.equal(got[60:], matmul_bindings.linear_blocks(library_of, x[60:], weights[1]))
+        plain = matmul_bindings.linear_blocks(library_of, x[:60], weights[0])
         assert torch.equal(got[:60], plain) is not rounds
 
 
 def test_what_is_refused(library_of: Library) -> None:
     weight = random_blocks(20, 64, FORMS["q8_0"])
     with pytest.raises(ValueError, match="do not fill panels of 16"):
-        matmul_bindings.linear_blocks_amx(torch.randn(3, 64), weight, activation="silu", library=library_of)
+        matmul_bindings.linear_blocks_amx(library_of, torch.randn(3, 64), weight, activation="silu")
     with pytest.raises(ValueError, match="unknown activation 'tanh'"):
-        matmul_bindings.linear_blocks_amx(torch.randn(3, 64), weight, activation="tanh", library=library_of)
+        matmul_bindings.linear_blocks_amx(library_of, torch.randn(3, 64), weight, activation="tanh")
     odd = BlockWeight(replace(weight.form, offset=3), 20, 64, weight.codes, weight.scales, None)
     with pytest.raises(ValueError, match="no product for the form"):
         product(torch.randn(3, 64), odd, library_of)
@@ -254,11 +252,11 @@ def test_what_is_refused(library_of: Library) -> None:
         product(torch.randn(3, 64), weight, kernels("generic"))
     narrow = filled_panels(torch.randn(20, 64).bfloat16())
     with pytest.raises(ValueError, match="float32 times"):
-        matmul_bindings.linear_panels_amx(torch.randn(3, 64), narrow, library=library_of)
+        matmul_bindings.linear_panels_amx(library_of, torch.randn(3, 64), narrow)
     with pytest.raises(ValueError, match="elements of a row are apart"):
-        matmul_bindings.linear_panels_amx(torch.randn(64, 3).bfloat16().t(), narrow, library=library_of)
+        matmul_bindings.linear_panels_amx(library_of, torch.randn(64, 3).bfloat16().t(), narrow)
     with pytest.raises(ValueError, match="no matrix unit"):
-        matmul_bindings.linear_panels_amx(torch.randn(3, 64).bfloat16(), narrow, library=kernels("generic"))
+        matmul_bindings.linear_panels_amx(kernels("generic"), torch.randn(3, 64).bfloat16(), narrow)
 
 
 def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
@@ -267,12 +265,12 @@ def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
         pytest.skip("another set of instructions was asked for")
     weight, few = random_blocks(40, 320, FORMS["q4_k"]), matmul_bindings.BLOCK_TILE_MIN_ROWS - 1
     x = torch.randn(few + 1, 320)
-    bytes_of = {rows: cpu.linear_blocks(x[:rows], weight, library=load()) for rows in (few, few + 1)}
+    bytes_of = {rows: cpu.linear_blocks(load(), x[:rows], weight) for rows in (few, few + 1)}
     rounded = select_backend("cpu", torch.float32, activations="int8", bf16_prefill=True)
     assert torch.equal(rounded.linear(x[:few], weight), bytes_of[few])
     assert torch.equal(rounded.linear(x, weight), product(x, weight, library.load()))
     gates = random_blocks(64, 320, FORMS["q4_k"])
-    opened = matmul_bindings.linear_blocks_amx(x, gates, activation="gelu", library=library.load())
+    opened = matmul_bindings.linear_blocks_amx(library.load(), x, gates, activation="gelu")
     assert torch.equal(rounded.gated_linear(x, gates, None, "gelu"), opened)
     for few_or_odd in ((x[:few], gates), (x, weight)):  # too few rows, and gates that end within a panel
         want = rounded.gated_activation(rounded.linear(*few_or_odd), "gelu")
@@ -283,12 +281,10 @@ def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
     panel_weight, many = filled_panels(numbers), x[: matmul_bindings.PANEL_TILE_MIN_ROWS].bfloat16()
     assert torch.equal(
         narrow.linear(many, panel_weight),
-        matmul_bindings.linear_panels_amx(many, panel_weight, library=library.load()),
+        matmul_bindings.linear_panels_amx(library.load(), many, panel_weight),
     )
     exact = select_backend("cpu", torch.bfloat16, deterministic=True)
-    assert torch.equal(
-        exact.linear(many, panel_weight), matmul_bindings.linear_panels(many, panel_weight, library=load())
-    )
+    assert torch.equal(exact.linear(many, panel_weight), matmul_bindings.linear_panels(load(), many, panel_weight))
     for options in ({"bf16_prefill": False}, {"bf16_prefill": True, "deterministic": True}):
         exact = select_backend("cpu", torch.float32, activations="int8", **options)
         assert torch.equal(exact.linear(x, weight), bytes_of[few + 1])

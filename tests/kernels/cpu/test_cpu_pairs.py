@@ -71,9 +71,7 @@ def test_chunks_of_sixteen_and_more_do_not_change_the_bits(form: Library) -> Non
     for begin, end in itertools.pairwise([0, 16, 146, 163, 284, 300]):
         start, lengths = torch.tensor([0, end - begin]), torch.tensor([37 + end])
         call = AttentionCall(case.table, start, lengths, case.temperature[begin:end], case.scale)
-        parts.append(
-            cpu.paged_attention_prefill(case.q[begin:end], case.all_pages, call, bf16_products=True, library=form)
-        )
+        parts.append(cpu.paged_attention_prefill(form, case.q[begin:end], case.all_pages, call, bf16_products=True))
     assert torch.equal(torch.cat(parts), whole)
 
 

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
+from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, kernels
 from helpers.prefill_case import PrefillCase
 
 from windlass.kernels import AttentionCall, cpu
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts import kv_pages as int8_layout
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -74,10 +74,11 @@ def test_the_largest_sums_of_the_widest_codes_fit(form: Library) -> None:
     assert scales is not None
     codes = (case.q[0, 0].sign() * 127).char().expand(case.wide[0].shape).clone()
     codes[:, ::2] *= -1
-    case.pages[0], case.wide[0] = int8_layout.pack_keys(codes), codes.float() * scales.transpose(1, 2)[..., None]
+    case.pages[0] = pages_of_codes(codes, scales.transpose(1, 2), codes, scales.transpose(1, 2)).key
+    case.wide[0] = codes.float() * scales.transpose(1, 2)[..., None]
     case.check(form)
     call = AttentionCall.for_decode(case.table, case.lengths, case.temperature[-1:], case.scale)
-    found = cpu.paged_attention_decode(case.q[-1:], case.all_pages, call, library=form)
+    found = cpu.paged_attention_decode(form, case.q[-1:], case.all_pages, call)
     torch.testing.assert_close(found.double(), case.expected()[-1:], rtol=2e-4, atol=2e-4)
 
 
@@ -151,7 +152,7 @@ def test_chunks_do_not_change_the_bits(
         for begin, end in itertools.pairwise(cuts):
             start, lengths = torch.tensor([0, end - begin]), torch.tensor([old + end])
             call = AttentionCall(case.table, start, lengths, case.temperature[begin:end], case.scale, window=window)
-            parts.append(cpu.paged_attention_prefill(case.q[begin:end], case.all_pages, call, library=form))
+            parts.append(cpu.paged_attention_prefill(form, case.q[begin:end], case.all_pages, call))
         assert torch.equal(torch.cat(parts), whole)
 
 
@@ -195,7 +196,7 @@ def test_a_poisoned_key_shows_in_every_later_row_and_in_no_row_that_comes_tiles_
     assert torch.isfinite(got[:60]).all()
 
 
-@pytest.mark.parametrize("which", ["key_scales", "value_scales"])
+@pytest.mark.parametrize("which", ["key_scale", "value_scale"])
 def test_a_poisoned_int8_token_shows_in_every_row_that_sees_it_and_in_no_other(form: Library, which: str) -> None:
     case = Case([(0, 300)], dim=32, heads=2, page_type=torch.int8)
     case.scales[which][int(case.table[0, 5]), 1, 0] = torch.nan  # key 80 of the second head

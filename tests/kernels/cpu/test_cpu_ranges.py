@@ -26,11 +26,11 @@ SINGLE, MIXED = [(300, 1), (0, 1), (700, 1)], [(300, 1), (40, 60), (0, 9), (600,
 
 
 def decode(q: Tensor, pages: KVPages, call: AttentionCall, form: Library) -> Tensor:
-    return cpu.paged_attention_decode(q, pages, call, library=form)
+    return cpu.paged_attention_decode(form, q, pages, call)
 
 
 def prefill(q: Tensor, pages: KVPages, call: AttentionCall, form: Library) -> Tensor:
-    return cpu.paged_attention_prefill(q, pages, call, library=form)
+    return cpu.paged_attention_prefill(form, q, pages, call)
 
 
 def case_of(shapes: list[tuple[int, int]], count: int, seed: int = 1, **options: Any) -> RangeCase:
@@ -135,10 +135,10 @@ def test_slopes_of_rounded_prompts(name: str, page_type: torch.dtype) -> None:
     for count in (1, 9):
         case = case_of(MIXED, count, slopes=SLOPES, page_type=page_type)
         q, pages, call = case.operands()
-        found = cpu.paged_attention_prefill(q, pages, call, bf16_products=True, library=form).double()
+        found = cpu.paged_attention_prefill(form, q, pages, call, bf16_products=True).double()
         torch.testing.assert_close(found, case.expected(), rtol=0.03, atol=0.03)
         flat = replace(call, alibi_slopes=torch.zeros(4))
-        other = cpu.paged_attention_prefill(q, pages, flat, bf16_products=True, library=form).double()
+        other = cpu.paged_attention_prefill(form, q, pages, flat, bf16_products=True).double()
         assert (other - case.expected()).abs().max() > 0.1
 
 
@@ -263,14 +263,14 @@ def test_turned_queries(form: Library, dtype: torch.dtype, dim: int, pairs: int)
     q = torch.randn(5, 6, dim + 8).to(dtype)[:, 1:5, 3 : dim + 3]
     rows = torch.tensor([4, 0, 0, 2, 4, 1, 3])
     angles = torch.randn(7, pairs)
-    found = cpu.rotate_queries(q, rows, angles.cos(), angles.sin(), library=form)
+    found = cpu.rotate_queries(form, q, rows, angles.cos(), angles.sin())
     want = reference.rotate_queries(q, rows, angles.cos(), angles.sin())
     assert found.shape == (12, 4, dim) and found.dtype == dtype and found.is_contiguous()
     assert torch.equal(found[:5], q) and torch.equal(found[5:, :, 2 * pairs :], q[rows][..., 2 * pairs :])
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(found, want, rtol=step, atol=step)
     # A row has the bits it has alone.
-    alone = cpu.rotate_queries(q[4:], torch.tensor([0]), angles.cos()[4:5], angles.sin()[4:5], library=form)
+    alone = cpu.rotate_queries(form, q[4:], torch.tensor([0]), angles.cos()[4:5], angles.sin()[4:5])
     assert torch.equal(alone[1], found[9])
 
 
@@ -278,7 +278,7 @@ def test_turned_queries_refuse_what_is_none(form: Library) -> None:
     q, angles = torch.randn(3, 2, 8), torch.zeros(1, 4)
     for row in (-1, 3, FAR):
         with pytest.raises(IndexError, match="row"):
-            cpu.rotate_queries(q, torch.tensor([row]), angles, angles, library=form)
+            cpu.rotate_queries(form, q, torch.tensor([row]), angles, angles)
         with pytest.raises(IndexError, match="row"):
             reference.rotate_queries(q, torch.tensor([row]), angles, angles)
     for rows, table in (
@@ -287,7 +287,7 @@ def test_turned_queries_refuse_what_is_none(form: Library) -> None:
         (torch.tensor([0]), torch.zeros(1, 5)),
     ):
         with pytest.raises(ValueError, match="rotate_queries"):
-            cpu.rotate_queries(q, rows, table, table, library=form)
+            cpu.rotate_queries(form, q, rows, table, table)
 
 
 @pytest.mark.parametrize("name", PACKED_FORMS)

@@ -34,13 +34,13 @@ Change = Callable[..., torch.Tensor]
 
 def change_of(operands: Operands, library: Library) -> Change:
     if isinstance(operands, StateSpace):
-        return lambda own, rows: attention_bindings.state_space(*own.operands(rows), limits=own.limits, library=library)
+        return lambda own, rows: attention_bindings.state_space(library, *own.operands(rows), limits=own.limits)
     found = (
         attention_bindings.short_convolution
         if isinstance(operands, Convolution)
         else attention_bindings.gated_delta_rule
     )
-    return lambda own, rows: found(*own.operands(rows), library=library)
+    return lambda own, rows: found(library, *own.operands(rows))
 
 
 def some_operands(rows: StateRows) -> list[Operands]:
@@ -58,7 +58,7 @@ def test_convolution(form: Library, dtype: torch.dtype, channels: int, width: in
     operands = Convolution.random(rows, channels, width, dtype)
     for own in (operands, replace(operands.copy(), activation=None), operands.copy().plain):
         expected, state = own.expected(rows)
-        found = attention_bindings.short_convolution(*own.operands(rows), library=form)
+        found = attention_bindings.short_convolution(form, *own.operands(rows))
         assert found.dtype == dtype and found.is_contiguous()
         assert_near(found, expected)
         assert torch.equal(own.window, state.float())  # unchanged inputs, and blocks of no sequence
@@ -75,7 +75,7 @@ def test_delta_rule(
     own = DeltaRule.random(rows, key_heads, heads, key_dim, value_dim, dtype)
     before = own.memory.clone()
     expected, state = own.expected(rows)
-    found = attention_bindings.gated_delta_rule(*own.operands(rows), library=form)
+    found = attention_bindings.gated_delta_rule(form, *own.operands(rows))
     assert found.dtype == dtype and found.is_contiguous()
     assert_near(found, expected)
     assert_near(own.memory, state)
@@ -86,8 +86,8 @@ def test_heads_of_keys_met_in_turns(form: Library) -> None:
     rows = some_rows()
     own = DeltaRule.random(rows, 2, 6, 12, 20)
     turned, order = own.tiled_heads()
-    expected = attention_bindings.gated_delta_rule(*own.operands(rows), library=form)
-    found = attention_bindings.gated_delta_rule(*turned.operands(rows), tiled_heads=True, library=form)
+    expected = attention_bindings.gated_delta_rule(form, *own.operands(rows))
+    found = attention_bindings.gated_delta_rule(form, *turned.operands(rows), tiled_heads=True)
     assert torch.equal(found.unflatten(1, (6, 20)), expected.unflatten(1, (6, 20))[:, order])
     assert torch.equal(turned.memory.nan_to_num(-1.0), own.memory[:, order].nan_to_num(-1.0))
 
@@ -101,7 +101,7 @@ def test_gates_at_their_ends(form: Library) -> None:
     own.rate.copy_(torch.tensor([1e-3, 0.04]))
     own.qkv[3, :16] = 0
     expected, state = own.expected(rows)
-    assert_near(attention_bindings.gated_delta_rule(*own.operands(rows), library=form), expected)
+    assert_near(attention_bindings.gated_delta_rule(form, *own.operands(rows)), expected)
     assert_near(own.memory, state)
     assert expected.abs().max() > 0.1
 
@@ -116,7 +116,7 @@ def test_gates_are_right_to_rounding(form: Library) -> None:
     own.memory[:] = 1
     x = own.decay[0].double() + own.bias.double()
     gates = torch.exp(-own.rate.double() * (torch.exp(x).log1p()))
-    attention_bindings.gated_delta_rule(*own.operands(rows), library=form)
+    attention_bindings.gated_delta_rule(form, *own.operands(rows))
     left = own.memory[0, :, 0, 0].double()
     big = gates > 1e-30
     assert ((left - gates).abs() <= (2e-6 + 2e-7 * gates.log().abs()) * gates)[big].all()
@@ -175,16 +175,16 @@ def test_nothing_outside_is_read(form: Library) -> None:
     assert own.bias is not None
     x, weight, window, bias = map(at_the_end_of_memory, (own.x, own.weight, own.window, own.bias))
     end = Convolution(x, weight, window, None, bias)
-    expected = attention_bindings.short_convolution(*own.operands(rows), library=form)
-    assert torch.equal(attention_bindings.short_convolution(*end.operands(rows), library=form), expected)
+    expected = attention_bindings.short_convolution(form, *own.operands(rows))
+    assert torch.equal(attention_bindings.short_convolution(form, *end.operands(rows)), expected)
     rule = DeltaRule.random(rows, 1, 3, 10, 19)
     ends = DeltaRule(*map(at_the_end_of_memory, rule.operands(rows)[:-1]))
-    expected = attention_bindings.gated_delta_rule(*rule.operands(rows), library=form)
-    assert torch.equal(attention_bindings.gated_delta_rule(*ends.operands(rows), library=form), expected)
+    expected = attention_bindings.gated_delta_rule(form, *rule.operands(rows))
+    assert torch.equal(attention_bindings.gated_delta_rule(form, *ends.operands(rows)), expected)
     space = StateSpace.random(rows, 1, 3, 10, 19)
     last = StateSpace(*map(at_the_end_of_memory, space.operands(rows)[:-1]))
-    expected = attention_bindings.state_space(*space.operands(rows), library=form)
-    assert torch.equal(attention_bindings.state_space(*last.operands(rows), library=form), expected)
+    expected = attention_bindings.state_space(form, *space.operands(rows))
+    assert torch.equal(attention_bindings.state_space(form, *last.operands(rows)), expected)
 
 
 def test_a_step_without_tokens_changes_nothing(form: Library) -> None:
@@ -245,7 +245,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         ((x, weight, window, rows, "gelu"), "activation 'gelu' is not silu"),
     ):
         with pytest.raises(ValueError, match=message):
-            attention_bindings.short_convolution(*operands, library=library)
+            attention_bindings.short_convolution(library, *operands)
     qkv, decay, strength, rate, bias, memory, _ = DeltaRule.random(rows, 2, 4, 8, 8).operands(rows)
     gates = decay, strength, rate, bias
     for changed, message in (
@@ -261,7 +261,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         ((qkv, *gates, memory, rows._replace(blocks=rows.blocks[:, None])), "blocks, starts and lengths"),
     ):
         with pytest.raises(ValueError, match=message):
-            attention_bindings.gated_delta_rule(*changed, library=library)
+            attention_bindings.gated_delta_rule(library, *changed)
 
 
 def test_the_backend_agrees_with_plain_torch(form: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def test_angles_at_ten_million_tokens_and_beyond(form: Library) -> None:
     inv_freq = (5e5 ** -(torch.arange(31, dtype=torch.float64) / 31)).view(1, 1, 31)
     for limit in (10**7, 2**31):
         positions = torch.cat((torch.arange(8), torch.randint(limit // 2, limit, (64,))))
-        cos, sin = cpu.rotary_angles(inv_freq, torch.zeros_like(positions), positions, library=form)
+        cos, sin = cpu.rotary_angles(form, inv_freq, torch.zeros_like(positions), positions)
         plain = row_independent.rotary_angles(inv_freq, torch.zeros_like(positions), positions)
         assert torch.equal(cos, plain[0])
         assert torch.equal(sin, plain[1])
@@ -46,7 +46,7 @@ def test_angles_in_every_quarter_turn(form: Library) -> None:
     quarter = math.pi / 4 * torch.arange(1, 65, dtype=torch.float64)
     inv_freq = torch.cat((quarter, quarter + 1e-9, quarter - 1e-9, torch.tensor([1e-300, 0.0, 1e9, 3e9, 1e15])))
     positions = torch.tensor([0, 1, 3, 1023])
-    cos, sin = cpu.rotary_angles(inv_freq.view(1, 1, -1), torch.zeros_like(positions), positions, library=form)
+    cos, sin = cpu.rotary_angles(form, inv_freq.view(1, 1, -1), torch.zeros_like(positions), positions)
     for t, position in enumerate(positions.tolist()):
         for j, frequency in enumerate(inv_freq.tolist()):
             angle = frequency * position
@@ -57,29 +57,29 @@ def test_angles_in_every_quarter_turn(form: Library) -> None:
 def test_angles_pick_rows_and_groups(form: Library) -> None:
     inv_freq = torch.rand(3, 4, 10, dtype=torch.float64)
     rows, positions = torch.tensor([3, 0, 3, 1, 2]), torch.tensor([5, 6, 1000, 0, 9])
-    got = cpu.rotary_angles(inv_freq, rows, positions, library=form)
+    got = cpu.rotary_angles(form, inv_freq, rows, positions)
     want = reference.rotary_angles(inv_freq, rows, positions)
     for mine, theirs in zip(got, want, strict=True):
         assert mine.shape == (3, 5, 10)
         torch.testing.assert_close(mine, theirs, rtol=0, atol=6e-8)
-    assert cpu.rotary_angles(inv_freq, rows[:0], positions[:0], library=form)[0].shape == (3, 0, 10)
-    assert cpu.rotary_angles(inv_freq[:, :, :0].contiguous(), rows, positions, library=form)[0].shape == (3, 5, 0)
+    assert cpu.rotary_angles(form, inv_freq, rows[:0], positions[:0])[0].shape == (3, 0, 10)
+    assert cpu.rotary_angles(form, inv_freq[:, :, :0].contiguous(), rows, positions)[0].shape == (3, 5, 0)
     for bad in (4, -1):
         with pytest.raises(IndexError, match="table of 4"):
-            cpu.rotary_angles(inv_freq, torch.tensor([bad]), positions[:1], library=form)
+            cpu.rotary_angles(form, inv_freq, torch.tensor([bad]), positions[:1])
 
 
 def test_angles_refuse_wrong_operands() -> None:
     kernels("generic")
     inv_freq, index = torch.rand(1, 2, 8, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="float32"):
-        cpu.rotary_angles(inv_freq.float(), index, index, library=load())
+        cpu.rotary_angles(load(), inv_freq.float(), index, index)
     with pytest.raises(ValueError, match="float64"):
-        cpu.rotary_angles(inv_freq[..., ::2], index, index, library=load())
+        cpu.rotary_angles(load(), inv_freq[..., ::2], index, index)
     with pytest.raises(ValueError, match="int64"):
-        cpu.rotary_angles(inv_freq, index, index.int(), library=load())
+        cpu.rotary_angles(load(), inv_freq, index, index.int())
     with pytest.raises(ValueError, match=r"\[3\]"):
-        cpu.rotary_angles(inv_freq, index, index[:2], library=load())
+        cpu.rotary_angles(load(), inv_freq, index, index[:2])
 
 
 # -- re-rotation ---------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def copy_of(pages: KVPages) -> KVPages:
 
 
 def rerotate(form: Library, pages: KVPages, sources, targets, cos, sin) -> None:  # type: ignore[no-untyped-def]
-    cpu.rerotate_cached_keys(pages.key, pages.value, sources, targets, cos, sin, library=form)
+    cpu.rerotate_cached_keys(form, pages, sources, targets, cos, sin)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -223,9 +223,9 @@ def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
         key, value = (at_the_end_of_memory(torch.randn(2, 4, 1, 19).to(type_)) for _ in range(2))
         cos, sin = (at_the_end_of_memory(torch.rand(8, 7)) for _ in range(2))
         index = at_the_end_of_memory(torch.arange(8))
-        cpu.rerotate_cached_keys(key, value, index, index, cos, sin, library=form)
+        cpu.rerotate_cached_keys(form, KVPages(key, value), index, index, cos, sin)
         inv_freq = at_the_end_of_memory(torch.rand(1, 8, 19, dtype=torch.float64))
-        assert torch.isfinite(cpu.rotary_angles(inv_freq, index, index, library=form)[0]).all()
+        assert torch.isfinite(cpu.rotary_angles(form, inv_freq, index, index)[0]).all()
 
 
 def test_values_stay_where_they_are_unless_asked_along() -> None:
@@ -234,9 +234,7 @@ def test_values_stay_where_they_are_unless_asked_along() -> None:
         before = copy_of(pages)
         sources, targets, angle = torch.arange(3), torch.arange(3) + 8, torch.rand(3, 8)
         if form == "cpu":
-            cpu.rerotate_cached_keys(
-                pages.key, pages.value, sources, targets, angle.cos(), angle.sin(), values=False, library=load()
-            )
+            cpu.rerotate_cached_keys(load(), pages, sources, targets, angle.cos(), angle.sin(), values=False)
         else:
             reference.rerotate_cached_keys(pages, sources, targets, angle.cos(), angle.sin(), values=False)
         assert torch.equal(bits(pages.value), bits(before.value))
@@ -246,19 +244,18 @@ def test_values_stay_where_they_are_unless_asked_along() -> None:
 def test_rerotate_refusals_say_why() -> None:
     kernels("generic")
     pages, index, half = pages_of(2, 16, 16, torch.float32), torch.arange(2), torch.ones(2, 8)
-    codes = pages.key.to(torch.int8), pages.value.to(torch.int8)
+    codes = KVPages(pages.key.to(torch.int8), pages.value.to(torch.int8))
     with pytest.raises(ValueError, match="int8"):
-        cpu.rerotate_cached_keys(*codes, index, index, half, half, library=load())
+        cpu.rerotate_cached_keys(load(), codes, index, index, half, half)
     with pytest.raises(ValueError, match="18 rotary dims"):
-        cpu.rerotate_cached_keys(
-            pages.key, pages.value, index, index, torch.ones(2, 9), torch.ones(2, 9), library=load()
-        )
+        cpu.rerotate_cached_keys(load(), pages, index, index, torch.ones(2, 9), torch.ones(2, 9))
     with pytest.raises(ValueError, match="cos and sin"):
-        cpu.rerotate_cached_keys(pages.key, pages.value, index, index, half, half[:1], library=load())
+        cpu.rerotate_cached_keys(load(), pages, index, index, half, half[:1])
     with pytest.raises(ValueError, match="int64"):
-        cpu.rerotate_cached_keys(pages.key, pages.value, index, index.int(), half, half, library=load())
+        cpu.rerotate_cached_keys(load(), pages, index, index.int(), half, half)
     with pytest.raises(ValueError, match="contiguous"):
-        cpu.rerotate_cached_keys(pages.key[:, ::2], pages.value[:, ::2], index, index, half, half, library=load())
+        apart = KVPages(pages.key[:, ::2], pages.value[:, ::2])
+        cpu.rerotate_cached_keys(load(), apart, index, index, half, half)
 
 
 # -- large appends go past the caches ------------------------------------------------------------------------------
@@ -277,17 +274,17 @@ def test_writing_past_the_caches_gives_the_same_bits(
         monkeypatch.setattr(attention_bindings, "_cache_bytes", lambda size=cache_bytes: size)
         key, value = (torch.zeros(room + 16)[shift : shift + room].view(6, 8, heads, dim) for _ in range(2))
         turned = q.clone()
-        operands = turned, k, v, angle.cos(), angle.sin(), torch.full((tokens,), 1.5), key, value, slots
-        cpu.rotate_and_append(*operands, library=form)
+        operands = turned, k, v, angle.cos(), angle.sin(), torch.full((tokens,), 1.5), KVPages(key, value), slots
+        cpu.rotate_and_append(form, *operands)
         found.append(torch.stack((key.view(-1, heads, dim)[slots], value.view(-1, heads, dim)[slots], turned)))
     assert torch.equal(*found)
 
 
 def test_only_what_outgrows_half_the_cache_goes_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    key, value = torch.empty(4, 16, 4, 64), torch.empty(4, 16, 4, 32)
+    pages = KVPages(torch.empty(4, 16, 4, 64), torch.empty(4, 16, 4, 32))
     monkeypatch.setattr(attention_bindings, "_cache_bytes", lambda: 200 * 4 * (64 + 32) * 4)
-    assert not attention_bindings._outgrows_caches(key, value, 100)
-    assert attention_bindings._outgrows_caches(key, value, 101)
+    assert not attention_bindings._outgrows_caches(pages, 100)
+    assert attention_bindings._outgrows_caches(pages, 101)
 
 
 def test_the_cache_size_is_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def rows_of(kind: str, vocab: int) -> torch.Tensor:
 
 
 def compiled(form: Library, logits: torch.Tensor, draws: list[cpu.CompiledSamplingRow]) -> list[int]:
-    cpu.sample_tokens(logits, draws, cpu.sampling_workspace(logits.shape[1], 2), library=form)
+    cpu.sample_tokens(form, logits, draws, cpu.sampling_workspace(logits.shape[1], 2))
     assert [d.status for d in draws] == [SamplingStatus.OK] * len(draws)
     return [d.token for d in draws]
 
@@ -184,7 +184,7 @@ def test_rows_fail_alone(form: Library) -> None:
     nothing, kept = changed(row=4, temperature=1.0, forbidden=everything)
     outside, also = changed(row=4, temperature=1.0, biased=ids(300), bias=torch.ones(1))
     draws += [nothing, outside]
-    cpu.sample_tokens(logits, draws, cpu.sampling_workspace(300, 1), library=form)
+    cpu.sample_tokens(form, logits, draws, cpu.sampling_workspace(300, 1))
     bad = SamplingStatus.BAD_LOGITS
     statuses = [0, bad, bad, bad, 0, SamplingStatus.NOTHING_LEFT, SamplingStatus.NO_SUCH_ID]
     assert [d.status for d in draws] == statuses
@@ -207,14 +207,14 @@ def test_what_is_handed_over_is_checked(form: Library) -> None:
     logits, memory = torch.zeros(2, 40), cpu.sampling_workspace(40, 1)
     one = described(Filters(), 0, 0.0, 40)
     with pytest.raises(ValueError, match="float32"):
-        cpu.sample_tokens(logits.double(), [one], memory, library=form)
+        cpu.sample_tokens(form, logits.double(), [one], memory)
     with pytest.raises(ValueError, match="adjacent"):
-        cpu.sample_tokens(logits.t(), [one], memory, library=form)
+        cpu.sample_tokens(form, logits.t(), [one], memory)
     with pytest.raises(MemoryError, match="too few"):
-        cpu.sample_tokens(torch.zeros(1, 9000), [one], memory, library=form)
+        cpu.sample_tokens(form, torch.zeros(1, 9000), [one], memory)
     with pytest.raises(IndexError, match="row"):
-        cpu.sample_tokens(logits, [one, described(Filters(), 2, 0.0, 40)], memory, library=form)
-    cpu.sample_tokens(logits, [], memory, library=form)
+        cpu.sample_tokens(form, logits, [one, described(Filters(), 2, 0.0, 40)], memory)
+    cpu.sample_tokens(form, logits, [], memory)
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 16, 129, 700, 20_003])
@@ -225,7 +225,7 @@ def test_token_logprobs(form: Library, kind: str, vocab: int) -> None:
     targets[0] = logits[0].argmax()
     exact = torch.log_softmax(logits.double(), -1)
     for k in {0, 1, min(3, vocab), min(40, vocab), vocab}:
-        found = cpu.token_logprobs(logits, rows, targets, k, library=form)
+        found = cpu.token_logprobs(form, logits, rows, targets, k)
         want = exact[rows, targets]
         finite = want.isfinite()
         chosen = torch.from_numpy(found.chosen)
@@ -242,17 +242,17 @@ def test_token_logprobs(form: Library, kind: str, vocab: int) -> None:
 
 def test_signed_zeros_are_equal(form: Library) -> None:
     logits = torch.tensor([[-0.0, 0.0, -0.0, -1.0]])
-    found = cpu.token_logprobs(logits, ids(0), ids(1), 2, library=form)
+    found = cpu.token_logprobs(form, logits, ids(0), ids(1), 2)
     assert found.top_ids.tolist() == [[0, 1]] and found.ranks.tolist() == [1]
 
 
 def test_rows_without_probabilities_have_no_rank(form: Library) -> None:
     logits = torch.randn(4, 50)
     logits[0, 49], logits[1, 3], logits[2] = math.nan, math.inf, -math.inf
-    found = cpu.token_logprobs(logits, torch.arange(4), torch.zeros(4, dtype=torch.int64), 3, library=form)
+    found = cpu.token_logprobs(form, logits, torch.arange(4), torch.zeros(4, dtype=torch.int64), 3)
     assert (found.ranks > 0).tolist() == [False, False, False, True]
     for rows, targets in ((ids(4), ids(0)), (ids(0), ids(50)), (ids(-1), ids(0))):
         with pytest.raises(IndexError, match="outside"):
-            cpu.token_logprobs(logits, rows, targets, 0, library=form)
-    with pytest.raises(ValueError, match="k 0 to 50"):
-        cpu.token_logprobs(logits, ids(0), ids(0), 51, library=form)
+            cpu.token_logprobs(form, logits, rows, targets, 0)
+    with pytest.raises(ValueError, match="k must be 0 to 50"):
+        cpu.token_logprobs(form, logits, ids(0), ids(0), 51)

@@ -31,7 +31,7 @@ def test_state_space(
     own = StateSpace.random(rows, key_heads, heads, key_dim, value_dim, dtype)
     before = own.memory.clone()
     expected, state = own.expected(rows)
-    found = attention_bindings.state_space(*own.operands(rows), limits=own.limits, library=form)
+    found = attention_bindings.state_space(form, *own.operands(rows), limits=own.limits)
     assert found.dtype == dtype and found.is_contiguous()
     assert_near(found, expected)
     assert_near(own.memory, state)
@@ -45,7 +45,7 @@ def test_single_tokens(form: Library, value_dim: int) -> None:
     own = StateSpace.random(rows, 1, 2, 20, value_dim)
     before = own.memory.clone()
     expected, state = own.expected(rows)
-    assert_near(attention_bindings.state_space(*own.operands(rows), limits=own.limits, library=form), expected)
+    assert_near(attention_bindings.state_space(form, *own.operands(rows), limits=own.limits), expected)
     assert_near(own.memory, state)
     assert torch.equal(own.memory[[2, 3, 5]], before[[2, 3, 5]])
 
@@ -57,17 +57,15 @@ def test_steps_at_their_ends(form: Library) -> None:
     own.step[:] = torch.tensor([30.0, 1e4, -1e4, 20.5, -9.0, -16.5])[:, None]
     own.rate.copy_(torch.tensor([1e-3, 0.04, 0.1]))
     expected, state = own.expected(rows)
-    assert_near(
-        attention_bindings.state_space(*own.operands(rows), library=form), expected, 1e-6 * float(expected.abs().max())
-    )
+    assert_near(attention_bindings.state_space(form, *own.operands(rows)), expected, 1e-6 * float(expected.abs().max()))
     assert_near(own.memory, state, 1e-6 * float(state.abs().max()))
     small = replace(StateSpace.random(rows, 1, 1, 4, 4), memory=torch.zeros(1, 1, 4, 4), limits=(0.0, math.inf))
     small.step[:], small.bias[:], small.skip[:] = torch.linspace(-17, -5, 6)[:, None], 0, 0
     expected, _ = small.expected(rows)
-    found = attention_bindings.state_space(*small.operands(rows), library=form)
+    found = attention_bindings.state_space(form, *small.operands(rows))
     assert ((found - expected).abs() <= 2e-6 * expected.abs().amax(1, keepdim=True)).all()
     own.step[0, 1] = torch.nan
-    found = attention_bindings.state_space(*own.operands(rows), library=form)
+    found = attention_bindings.state_space(form, *own.operands(rows))
     assert found.view(6, 3, 8).isnan().any(2).tolist() == [[False, True, False]] * 6
 
 
@@ -94,10 +92,10 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         ((mixed, step, *of_heads, memory, rows._replace(starts=rows.starts[:2])), "blocks, starts and lengths"),
     ):
         with pytest.raises(ValueError, match=message):
-            attention_bindings.state_space(*operands, library=library)
+            attention_bindings.state_space(library, *operands)
     for limits in ((1.0, 0.5), (math.nan, 1.0), (0.0, math.nan)):
         with pytest.raises(ValueError, match="do not ascend"):
-            attention_bindings.state_space(mixed, step, *of_heads, memory, rows, limits=limits, library=library)
+            attention_bindings.state_space(library, mixed, step, *of_heads, memory, rows, limits=limits)
 
 
 def test_recorded_calls_read_rows_and_states_anew(form: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def test_every_rank_and_odd_shapes(form: Library, rank: int) -> None:
             x, out = torch.randn(len(slots), inner), torch.randn(len(slots), columns)
             wanted = expected(out, x, changes, slots)
             before = out.clone()
-            add_low_rank(out, x, table, torch.tensor(slots), library=form)
+            add_low_rank(form, out, x, table, torch.tensor(slots))
             assert close(out, wanted, torch.float32), (columns, inner, slots)
             for row, slot in enumerate(slots):
                 if slot != 0:
@@ -58,7 +58,7 @@ def test_every_type_and_parts_of_their_own_ranks(
     slots = torch.randint(-1, len(changes), (rows,), generator=generator)
     x, out = torch.randn(rows, inner).to(dtype), torch.randn(rows, sum(columns)).to(dtype)
     wanted = expected(out, x, changes, slots.tolist())
-    add_low_rank(out, x, table, slots, library=form)
+    add_low_rank(form, out, x, table, slots)
     assert close(out, wanted, dtype)
 
 
@@ -72,19 +72,19 @@ def test_the_bits_of_a_row_depend_on_that_row_alone(form: Library) -> None:
     for threads in (1, 2, 3, 4):
         torch.set_num_threads(threads)
         together = out.clone()
-        add_low_rank(together, x, table, slots, library=form)
+        add_low_rank(form, together, x, table, slots)
         found.append(together)
     torch.set_num_threads(1)
     assert all(torch.equal(other, found[0]) for other in found)
     for row in range(rows):
         alone = out[row : row + 1].clone()
-        add_low_rank(alone, x[row : row + 1], table, slots[row : row + 1], library=form)
+        add_low_rank(form, alone, x[row : row + 1], table, slots[row : row + 1])
         assert torch.equal(alone[0], found[0][row])
     strided = torch.zeros(rows, 2 * inner)[:, :inner]
     strided.copy_(x)
     target = torch.zeros(rows, sum(columns) + 5)[:, 5:]
     target.copy_(out)
-    add_low_rank(target, strided, table, slots, library=form)
+    add_low_rank(form, target, strided, table, slots)
     assert torch.equal(target, found[0])
 
 
@@ -99,7 +99,7 @@ def test_nothing_is_read_or_written_past_the_ends(form: Library) -> None:
         )
         x, out = at_the_end_of_memory(torch.randn(2, inner)), at_the_end_of_memory(torch.randn(2, columns))
         wanted = expected(out, x, [own], [0, 0])
-        add_low_rank(out, x, table_of([own], columns, inner), torch.tensor([0, 0]), library=form)
+        add_low_rank(form, out, x, table_of([own], columns, inner), torch.tensor([0, 0]))
         assert close(out, wanted, torch.float32)
 
 
@@ -110,7 +110,7 @@ def test_a_table_is_written_between_steps() -> None:
 
     def added() -> torch.Tensor:
         out = zeros.clone()
-        add_low_rank(out, x, table, slots, library=load())
+        add_low_rank(load(), out, x, table, slots)
         return out
 
     assert torch.equal(added(), zeros)
@@ -128,14 +128,14 @@ def test_what_does_not_fit_is_refused() -> None:
     x, out = torch.randn(2, 24), torch.randn(2, 40)
     for slots in ([0, 1], [-2, 0]):
         with pytest.raises(IndexError, match="slot"):
-            add_low_rank(out, x, table, torch.tensor(slots), library=load())
+            add_low_rank(load(), out, x, table, torch.tensor(slots))
     slots = torch.tensor([0, 0])
     for bad in (x.double(), x[:, :20], x.to(torch.bfloat16), x.t().contiguous().t()):
         with pytest.raises(ValueError, match="add_low_rank"):
-            add_low_rank(out, bad, table, slots, library=load())
+            add_low_rank(load(), out, bad, table, slots)
     for bad in (slots.int(), slots[:1]):
         with pytest.raises(ValueError, match="add_low_rank"):
-            add_low_rank(out, x, table, bad, library=load())
+            add_low_rank(load(), out, x, table, bad)
     for other in ([41], 24), ([40], 25):
         with pytest.raises(ValueError, match="low rank"):
             table.put(0, change(other[0], other[1], [3], down=torch.float32, up=torch.float32))
@@ -155,5 +155,5 @@ def test_torch_adds_the_same(deterministic: bool, monkeypatch: pytest.MonkeyPatc
         x, out = torch.randn(5, inner), torch.randn(5, 70)
         other = out.clone()
         plain.add_low_rank(out, x, tables[0], AdapterSlots(torch.tensor(slots)))
-        add_low_rank(other, x, tables[1], torch.tensor(slots), library=load())
+        add_low_rank(load(), other, x, tables[1], torch.tensor(slots))
         assert torch.allclose(out, other, atol=2e-5 * float(other.abs().max()), rtol=0)

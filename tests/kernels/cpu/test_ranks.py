@@ -48,7 +48,7 @@ def test_sums_are_in_the_order_of_ranks_on_every_rank(
         parts = [torch.randn(1, count).to(dtype) for _ in ranks]
         expected = ((parts[0].float() + parts[1].float()) + parts[2].float()).to(dtype)
         calls = [
-            threading.Thread(target=group.all_reduce, args=(part,), kwargs={"library": library})
+            threading.Thread(target=group.all_reduce, args=(library, part))
             for group, part in zip(groups, parts, strict=True)
         ]
         together(calls)
@@ -61,7 +61,7 @@ def test_columns_of_all_ranks_come_to_the_first(library: Library, ranks: list[Ra
     found: dict[int, torch.Tensor] = {}
 
     def gather(rank: int) -> None:
-        found[rank] = SharedMemoryCollectives(ranks[rank]).gather_columns(parts[rank], library=library)
+        found[rank] = SharedMemoryCollectives(ranks[rank]).gather_columns(library, parts[rank])
 
     together([threading.Thread(target=gather, args=(rank,)) for rank in range(3)])
     assert torch.equal(found[0], torch.cat(parts, dim=1))
@@ -73,7 +73,7 @@ def test_whoever_waits_for_a_rank_that_ended_is_told(library: Library, ranks: li
 
     def wait(rank: int) -> None:
         try:
-            SharedMemoryCollectives(ranks[rank]).all_reduce(torch.zeros(8), library=library)
+            SharedMemoryCollectives(ranks[rank]).all_reduce(library, torch.zeros(8))
         except RankEndedError as error:
             told.append(str(error))
 
@@ -85,4 +85,4 @@ def test_whoever_waits_for_a_rank_that_ended_is_told(library: Library, ranks: li
         thread.join(60)
     assert sorted(told) == ["a rank of the model has ended", "rank 2 ended: killed by SIGKILL"]
     with pytest.raises(ValueError, match="contiguous"):
-        SharedMemoryCollectives(ranks[0]).all_reduce(torch.zeros(4, 8).t(), library=library)
+        SharedMemoryCollectives(ranks[0]).all_reduce(library, torch.zeros(4, 8).t())

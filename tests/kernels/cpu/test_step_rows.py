@@ -36,7 +36,7 @@ def test_rows_are_filled_as_numpy_does_it(groups: int, rows: int, block_size: in
     scale, whole = torch.rand(2, 6), torch.rand(6)
     blocks = 7
     ours, theirs = (PersistentBuffers.zeros(groups, rows, 64, 2, 12) for _ in range(2))
-    fill = elementwise_bindings.CompiledBufferFiller(ours, inv_freq, scale, whole, block_size, library=load())
+    fill = elementwise_bindings.CompiledBufferFiller(load(), ours, inv_freq, scale, whole, block_size)
 
     def angles(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return reference.rotary_angles(inv_freq, ids, positions)
@@ -69,7 +69,7 @@ def test_what_has_no_place_is_refused(make: object) -> None:
     if make is None:
         fill = plain_filler(rows, scale, torch.ones(3), 16, lambda ids, at: reference.rotary_angles(inv_freq, ids, at))
     else:
-        fill = elementwise_bindings.CompiledBufferFiller(rows, inv_freq, scale, torch.ones(3), 16, library=load())
+        fill = elementwise_bindings.CompiledBufferFiller(load(), rows, inv_freq, scale, torch.ones(3), 16)
     tables = np.full((1, 4, 64), 9, dtype=np.int32)
     rows.metadata[1], rows.metadata[4] = (15, 31), (2, 3)
     fill(tables, 2)
@@ -90,13 +90,13 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         pytest.skip("no compiled kernels")
     rows, scale = PersistentBuffers.zeros(1, 2, 64, 1, 4), torch.ones(1, 3)
     with pytest.raises(ValueError, match="float64"):
-        elementwise_bindings.CompiledBufferFiller(rows, torch.rand(1, 3, 4), scale, torch.ones(3), 16, library=load())
+        elementwise_bindings.CompiledBufferFiller(load(), rows, torch.rand(1, 3, 4), scale, torch.ones(3), 16)
     with pytest.raises(ValueError, match="do not fit"):
         elementwise_bindings.CompiledBufferFiller(
-            rows, torch.rand(1, 3, 5, dtype=torch.float64), scale, torch.ones(3), 16, library=load()
+            load(), rows, torch.rand(1, 3, 5, dtype=torch.float64), scale, torch.ones(3), 16
         )
     fill = elementwise_bindings.CompiledBufferFiller(
-        rows, torch.rand(1, 3, 4, dtype=torch.float64), scale, torch.ones(3), 16, library=load()
+        load(), rows, torch.rand(1, 3, 4, dtype=torch.float64), scale, torch.ones(3), 16
     )
     with pytest.raises(ValueError, match="tables"):
         fill(np.zeros((1, 4, 64), dtype=np.int64), 1)  # type: ignore[arg-type]
@@ -113,10 +113,10 @@ def test_maxima_are_the_first_of_the_largest(vocab: int) -> None:
     logits[4, [vocab // 3, vocab - 1]] = 50.0  # two of them
     logits[5, vocab - 1] = math.nan
     logits[5, vocab // 2] = math.nan
-    ids, values = elementwise_bindings.row_maxima(logits, library=load())
+    ids, values = elementwise_bindings.row_maxima(load(), logits)
     assert ids.tolist() == np.argmax(logits.numpy(), axis=1).tolist()
     assert ids[4] == vocab // 3 and ids[1] == ids[2] == 0
     largest = logits.numpy()[np.arange(6), ids.numpy()]
     assert np.array_equal(values.numpy(), largest, equal_nan=True)
     with pytest.raises(ValueError, match="adjacent"):
-        elementwise_bindings.row_maxima(torch.zeros(4, 6)[:, ::2], library=load())
+        elementwise_bindings.row_maxima(load(), torch.zeros(4, 6)[:, ::2])

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import FORMS, PACKED_FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ def int8_pages(kv_heads: int, dim: int, value_dim: int, blocks: int = 3, size: i
     """Random codes and scales."""
     codes = [torch.randint(-127, 128, (blocks, size, kv_heads, d)).to(torch.int8) for d in (dim, value_dim)]
     scales = [torch.rand(blocks, size, kv_heads) / 60 + 1e-3 for _ in range(2)]
-    return KVPages.of_codes(codes[0], scales[0], codes[1], scales[1])
+    return pages_of_codes(codes[0], scales[0], codes[1], scales[1])
 
 
 def rows_of(pages: KVPages) -> dict[str, torch.Tensor]:
@@ -63,7 +64,7 @@ def append(form: Library | None, pages: KVPages, q, k, v, cos, sin, q_scale, slo
     if form is None:
         reference.rotate_and_append(q, k, v, cos, sin, q_scale, pages, slots)
     else:
-        cpu.rotate_and_append(q, k, v, cos, sin, q_scale, pages.key, pages.value, slots, library=form, **pages.scales)
+        cpu.rotate_and_append(form, q, k, v, cos, sin, q_scale, pages, slots)
 
 
 @pytest.mark.parametrize("dim", [6, 16, 33])
@@ -71,10 +72,10 @@ def test_where_codes_lie(dim: int) -> None:
     """Element by element, as kernels address them."""
     keys, values = (torch.randint(-127, 128, (2, 32, 3, dim)).to(torch.int8) for _ in range(2))
     scale = torch.rand(2, 32, 3)
-    pages = KVPages.of_codes(keys, scale, values, scale)
+    pages = pages_of_codes(keys, scale, values, scale)
     assert (pages.block_size, pages.num_kv_heads, pages.num_slots, pages.value_dim) == (32, 3, 64, dim)
     quads = -(-dim // 4)
-    key, value, scales = pages.key.flatten(), pages.value.flatten(), pages.scales["key_scales"]
+    key, value, scales = pages.key.flatten(), pages.value.flatten(), pages.key_scale
     assert scales is not None
     for b, t, h, d in itertools.product(range(2), range(0, 32, 5), range(3), range(dim)):
         tokens = (b * 3 + h) * 32
@@ -87,7 +88,7 @@ def test_where_codes_lie(dim: int) -> None:
     slots = torch.randperm(64)[:9]
     assert torch.equal(int8_layout.take_keys(pages.key, slots)[..., :dim], keys.flatten(0, 1)[slots])
     assert torch.equal(int8_layout.take_values(pages.value, slots), values.flatten(0, 1)[slots])
-    assert torch.equal(int8_layout.take_scales(pages.scales["key_scales"], slots), scale.flatten(0, 1)[slots])
+    assert torch.equal(int8_layout.take_scales(pages.key_scale, slots), scale.flatten(0, 1)[slots])
 
 
 @settings(max_examples=20, deadline=None)
@@ -194,7 +195,7 @@ def test_rerotations(name, seed, kv_heads, dims, half, elsewhere, in_place):  # 
     if form is None:
         reference.rerotate_cached_keys(pages, sources, targets, cos, sin)
     else:
-        cpu.rerotate_cached_keys(pages.key, pages.value, sources, targets, cos, sin, library=form, **pages.scales)
+        cpu.rerotate_cached_keys(form, pages, sources, targets, cos, sin)
     old, new = wide(before, dim)[0], wide(pages, dim)[0]
     first, second = old[sources][..., :half], old[sources][..., half : 2 * half]
     c, s = angle.cos()[:, None], angle.sin()[:, None]
@@ -220,7 +221,7 @@ def test_values_stay_where_they_are_unless_asked_along(name: str) -> None:
         reference.rerotate_cached_keys(pages, *operands, values=False)
     else:
         form = kernels(name)
-        cpu.rerotate_cached_keys(pages.key, pages.value, *operands, values=False, library=form, **pages.scales)
+        cpu.rerotate_cached_keys(form, pages, *operands, values=False)
     assert torch.equal(pages.value, before.value)
     assert torch.equal(pages.value_scale, before.value_scale)
     assert not torch.equal(pages.key, before.key)
@@ -235,7 +236,7 @@ def test_huge_positions_and_back(form: Library) -> None:
     slots, aside = torch.arange(16), torch.arange(20, 36)
     for source, target, sign in ((slots, aside, 1), (aside, slots, -1)):
         cos, sin = angle.cos().float(), (sign * angle).sin().float()
-        cpu.rerotate_cached_keys(pages.key, pages.value, source, target, cos, sin, library=form, **pages.scales)
+        cpu.rerotate_cached_keys(form, pages, source, target, cos, sin)
     after = wide(pages, 64)[0]
     step = math.sqrt(2) * before[slots].abs().amax(dim=-1, keepdim=True) / 127
     assert ((after - before)[slots].abs() <= 1.5 * step).all()
@@ -281,8 +282,8 @@ def test_decode(name, seed, lengths, heads, dims, size, window, soft_cap, sinks)
     call = AttentionCall.for_decode(
         table, torch.tensor(lengths), temperature, dim**-0.5, window=window, sink_logits=extra, soft_cap=soft_cap
     )
-    got = cpu.paged_attention_decode(q, pages, call, library=form)
-    want = cpu.paged_attention_decode(q, KVPages(keys, values), call, library=form)
+    got = cpu.paged_attention_decode(form, q, pages, call)
+    want = cpu.paged_attention_decode(form, q, KVPages(keys, values), call)
     # With vpdpbusd queries and weights are rounded to 16 bits; values here reach 2.3, codes have lost 1e-2 of that.
     lanes = {"avx2_vnni": 8, "8 lanes vnni": 8, "avx512_vnni": 16, "16 lanes vnni": 16, "neon_dot": 4}.get(name)
     tolerance = 1e-4 if lanes and value_dim % lanes == 0 else 2e-5
@@ -302,10 +303,10 @@ def test_rows_of_one_prompt_have_the_bits_they_have_alone(name: str) -> None:
         seen[table[0].long()[at // 16], at % 16] = True
         poison(pages, seen)
         call = AttentionCall.for_decode(table.expand(17, -1), lengths, torch.ones(17), dim**-0.5, window=window)
-        packed = cpu.paged_attention_decode(q, pages, call, library=form)
+        packed = cpu.paged_attention_decode(form, q, pages, call)
         for b in range(17):
             one = AttentionCall.for_decode(table, lengths[b : b + 1], torch.ones(1), dim**-0.5, window=window)
-            alone = cpu.paged_attention_decode(q[b : b + 1], pages, one, library=form)
+            alone = cpu.paged_attention_decode(form, q[b : b + 1], pages, one)
             assert torch.equal(alone[0], packed[b])
 
 
@@ -318,7 +319,7 @@ def test_poison_shows_where_it_is_seen_and_nowhere_else(name: str) -> None:
 
     def got(window: int | None = None) -> torch.Tensor:
         call = AttentionCall.for_decode(table, lengths, torch.ones(3), 0.25, window=window)
-        return cpu.paged_attention_decode(q, pages, call, library=form)
+        return cpu.paged_attention_decode(form, q, pages, call)
 
     clean = got()
     for scale in (pages.key_scale, pages.value_scale):
@@ -349,7 +350,7 @@ def test_threads_do_not_change_the_bits_of_decoding(name: str, kv_heads: int, le
     for threads in (1, 3, 6):
         torch.set_num_threads(threads)
         call = AttentionCall.for_decode(table, lengths, torch.ones(2), 0.125)
-        found.append(cpu.paged_attention_decode(q, pages, call, library=form))
+        found.append(cpu.paged_attention_decode(form, q, pages, call))
     torch.set_num_threads(before)
     assert all(torch.equal(found[0], other) for other in found[1:])
 
@@ -376,12 +377,12 @@ def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
         x = at_the_end_of_memory(torch.randn(32, 1, dim))
         cos, sin = (at_the_end_of_memory(torch.rand(32, dim // 2)) for _ in range(2))
         append(form, pages, x, x.clone(), at_the_end_of_memory(x), cos, sin, torch.ones(32), index)
-        cpu.rerotate_cached_keys(pages.key, pages.value, index, index, cos, sin, library=form, **pages.scales)
+        cpu.rerotate_cached_keys(form, pages, index, index, cos, sin)
         table = at_the_end_of_memory(torch.arange(2, dtype=torch.int32)[None])
         single = AttentionCall.for_decode(table, torch.tensor([32]), torch.ones(1), 1.0)
         rows = AttentionCall(table, torch.tensor([0, 32]), torch.tensor([32]), torch.ones(32), 1.0)
-        assert torch.isfinite(cpu.paged_attention_decode(x[:1], pages, single, library=form)).all()
-        assert torch.isfinite(cpu.paged_attention_prefill(x, pages, rows, library=form)).all()
+        assert torch.isfinite(cpu.paged_attention_decode(form, x[:1], pages, single)).all()
+        assert torch.isfinite(cpu.paged_attention_prefill(form, x, pages, rows)).all()
 
 
 def vars_of(pages: KVPages) -> list[torch.Tensor]:
@@ -396,18 +397,18 @@ def test_slots_outside_touch_nothing(form: Library) -> None:
     with pytest.raises(IndexError, match="past"):
         append(form, pages, x.clone(), x, x, half, half, torch.ones(2), torch.tensor([1, 48]))
     for source, target in ((48, 0), (0, 48), (-1, 0), (0, -1)):
-        operands = (pages.key, pages.value, torch.tensor([3, source]), torch.tensor([9, target]), half, half)
+        operands = (pages, torch.tensor([3, source]), torch.tensor([9, target]), half, half)
         with pytest.raises(IndexError, match="outside"):
-            cpu.rerotate_cached_keys(*operands, library=form, **pages.scales)
+            cpu.rerotate_cached_keys(form, *operands)
     append(form, pages, x.clone(), x, x, half, half, torch.ones(2), torch.tensor([-1, -5]))  # padding
     for got, had in zip(vars_of(pages), vars_of(before), strict=True):
         assert torch.equal(got, had)
 
 
-def rerotate_nothing(key: torch.Tensor, value: torch.Tensor, **scales: torch.Tensor | None) -> None:
+def rerotate_nothing(pages: KVPages) -> None:
     """A call without entries: only its pages are checked."""
     none, half = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
-    cpu.rerotate_cached_keys(key, value, none, none, half, half, library=cpu.load(), **scales)
+    cpu.rerotate_cached_keys(cpu.load(), pages, none, none, half, half)
 
 
 def test_scales_that_do_not_fit_are_refused() -> None:
@@ -420,16 +421,16 @@ def test_scales_that_do_not_fit_are_refused() -> None:
     for bad in (None, scale.double(), scale[:, :, :1], scale[:2], scale.transpose(0, 1).contiguous().transpose(0, 1)):
         assert "scales" in (cpu.attention_refusal(q, KVPages(key, value, scale, bad), call) or "")
         with pytest.raises(ValueError, match="scales"):
-            rerotate_nothing(key, value, key_scales=bad, value_scales=scale)
+            rerotate_nothing(KVPages(key, value, bad, scale))
     floats = torch.zeros(3, 16, 2, 16)
     with pytest.raises(ValueError, match="floats have none"):
-        rerotate_nothing(floats, floats, key_scales=scale, value_scales=scale)
+        rerotate_nothing(KVPages(floats, floats, scale, scale))
 
 
 def test_codes_that_are_not_laid_out_are_refused() -> None:
     kernels("generic")
     pages, other = int8_pages(2, 16, 16), int8_pages(2, 20, 16, blocks=2)
-    rerotate_nothing(pages.key, pages.value, **pages.scales)
+    rerotate_nothing(pages)
     rows = torch.zeros(3, 16, 2, 16, dtype=torch.int8)
     for key, value, words in (
         (rows, rows, "scales"),
@@ -438,7 +439,7 @@ def test_codes_that_are_not_laid_out_are_refused() -> None:
         (pages.key.transpose(0, 1), pages.value.transpose(0, 1), "contiguous"),
     ):
         with pytest.raises(ValueError, match=words):
-            rerotate_nothing(key, value, **pages.scales)
+            rerotate_nothing(KVPages(key, value, pages.key_scale, pages.value_scale))
     k, v = torch.zeros(1, 2, 14), torch.zeros(1, 2, 16)  # 14 dims would take the same quads
     half, ones, slots = torch.zeros(1, 4), torch.ones(1), torch.tensor([-1])
     append(cpu.load(), pages, k, k, v, half, half, ones, slots)

@@ -55,16 +55,14 @@ def append(form: Library | None, pages: KVPages, q, k, cos, sin, q_scale, slots)
     if form is None:
         reference.rotate_and_append(q, k, k[:, :, :0], cos, sin, q_scale, pages, slots)
     else:
-        cpu.rotate_and_append(
-            q, k, k[:, :, :0], cos, sin, q_scale, pages.key, pages.value, slots, library=form, **pages.scales
-        )
+        cpu.rotate_and_append(form, q, k, k[:, :, :0], cos, sin, q_scale, pages, slots)
 
 
 def rerotate(form: Library | None, pages: KVPages, *operands: torch.Tensor) -> None:
     if form is None:
         reference.rerotate_cached_keys(pages, *operands)
     else:
-        cpu.rerotate_cached_keys(pages.key, pages.value, *operands, library=form, **pages.scales)
+        cpu.rerotate_cached_keys(form, pages, *operands)
 
 
 def turned(rows: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
@@ -232,8 +230,8 @@ def test_decode(name, seed, lengths, shape, size, window):  # type: ignore[no-un
     form = kernels(name)
     torch.manual_seed(seed)
     q, coded, floats, call = case_of(shape[1], shape[0], [(length, 1) for length in lengths], window, size)
-    got = cpu.paged_attention_decode(q, coded, call, library=form)
-    assert torch.equal(got, cpu.paged_attention_decode(q, floats, call, library=form))
+    got = cpu.paged_attention_decode(form, q, coded, call)
+    assert torch.equal(got, cpu.paged_attention_decode(form, q, floats, call))
     torch.testing.assert_close(got, exact(q, coded, call), rtol=2e-5, atol=2e-5)
 
 
@@ -243,8 +241,8 @@ def test_decode(name, seed, lengths, shape, size, window):  # type: ignore[no-un
 def test_prompts(name: str, heads: int, dim: int, window: int | None) -> None:
     form = kernels(name)
     q, coded, floats, call = case_of(dim, heads, [(300, 9), (0, 40), (513, 30), (20, 1)], window)
-    got = cpu.paged_attention_prefill(q, coded, call, library=form)
-    assert torch.equal(got, cpu.paged_attention_prefill(q, floats, call, library=form))
+    got = cpu.paged_attention_prefill(form, q, coded, call)
+    assert torch.equal(got, cpu.paged_attention_prefill(form, q, floats, call))
     torch.testing.assert_close(got, exact(q, coded, call), rtol=2e-5, atol=2e-5)
 
 
@@ -254,8 +252,8 @@ def test_prompts_rounded_to_bfloat16(name: str) -> None:
     form = kernels(name)
     for heads, dim in ((16, 576), (5, 29), (7, 96)):
         q, coded, floats, call = case_of(dim, heads, [(300, 20), (0, 40), (513, 30)])
-        got = cpu.paged_attention_prefill(q, coded, call, bf16_products=True, library=form)
-        want = cpu.paged_attention_prefill(q, floats, call, library=form)
+        got = cpu.paged_attention_prefill(form, q, coded, call, bf16_products=True)
+        want = cpu.paged_attention_prefill(form, q, floats, call)
         assert not torch.equal(got, want)
         assert float((got - want).norm() / want.norm()) < 6e-3
 
@@ -277,8 +275,8 @@ def test_versions_of_queries_meet_their_ranges(name: str) -> None:
             scale_of(coded)[call.block_tables[b, 2:4].long()] = torch.nan
             call.block_tables[b, 2:4] = -1
         versions = torch.cat((q, torch.randn_like(q)))
-        got = attention(versions, coded, call, library=form)
-        assert torch.equal(got, attention(versions, floats, call, library=form))
+        got = attention(form, versions, coded, call)
+        assert torch.equal(got, attention(form, versions, floats, call))
         torch.testing.assert_close(got, reference.paged_attention(versions, coded, call), rtol=2e-5, atol=2e-5)
 
 
@@ -286,10 +284,10 @@ def test_versions_of_queries_meet_their_ranges(name: str) -> None:
 def test_poison_shows_where_it_is_seen(name: str) -> None:
     form = kernels(name)
     q, coded, _, call = case_of(64, 3, [(150, 1), (200, 1)])
-    clean = cpu.paged_attention_decode(q, coded, call, library=form)
+    clean = cpu.paged_attention_decode(form, q, coded, call)
     place = int(call.block_tables[1, 10]), 3, 0, 1  # the second group of token 163
     scale_of(coded)[place] = torch.nan
-    got = cpu.paged_attention_decode(q, coded, call, library=form)
+    got = cpu.paged_attention_decode(form, q, coded, call)
     assert got[1].isnan().all() and torch.equal(got[0], clean[0])
 
 
@@ -313,7 +311,7 @@ def test_threads_do_not_change_the_bits(shapes: list[tuple[int, int]]) -> None:
     q, coded, _, call = case_of(576, 16, shapes)
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        found.append(cpu.paged_attention_decode(q, coded, call, library=form))
+        found.append(cpu.paged_attention_decode(form, q, coded, call))
     torch.set_num_threads(before)
     assert torch.equal(*found)
 
@@ -335,9 +333,9 @@ def test_nothing_past_the_operands_is_read_or_written(name: str) -> None:
         single = AttentionCall.for_decode(table, torch.tensor([32]), torch.ones(1), 1.0)
         rows = AttentionCall(table, torch.tensor([0, 32]), torch.tensor([32]), torch.ones(32), 1.0)
         seen = pages.with_keys_as_values
-        assert torch.isfinite(cpu.paged_attention_decode(x[:1], seen, single, library=form)).all()
+        assert torch.isfinite(cpu.paged_attention_decode(form, x[:1], seen, single)).all()
         for rounds in (False, True):
-            assert torch.isfinite(cpu.paged_attention_prefill(x, seen, rows, bf16_products=rounds, library=form)).all()
+            assert torch.isfinite(cpu.paged_attention_prefill(form, x, seen, rows, bf16_products=rounds)).all()
 
 
 def test_what_does_not_fit_is_refused(form: Library) -> None:

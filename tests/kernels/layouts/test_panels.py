@@ -23,7 +23,7 @@ def form(request: pytest.FixtureRequest) -> Library:
 def panels(weight: torch.Tensor) -> PanelWeight:
     """By the generic kernels; `test_rows_come_out_as_they_went_in` holds the others to the same bytes."""
     result = PanelWeight.empty(*weight.shape, weight.dtype)
-    cpu.pack_panels(result.narrow(0, weight.shape[0]), weight, library=kernels("generic"))
+    cpu.pack_panels(kernels("generic"), result.narrow(0, weight.shape[0]), weight)
     return result
 
 
@@ -59,7 +59,7 @@ def test_shapes_and_types(form: Library, x_type: torch.dtype, dtype: torch.dtype
         x, weight = torch.randn(rows, inner).to(x_type), torch.randn(columns, inner).to(dtype)
         bias = torch.randn(columns).to(dtype) if columns % 2 else None
         for product in PRODUCTS:
-            assert_linear(x, weight, bias, product(x, panels(weight), bias, library=form))
+            assert_linear(x, weight, bias, product(form, x, panels(weight), bias))
 
 
 def test_every_number_of_rows(form: Library) -> None:
@@ -67,17 +67,17 @@ def test_every_number_of_rows(form: Library) -> None:
     laid_out = panels(weight)
     for rows in (*range(1, 71), 96, 97, 193):
         for x in (torch.randn(rows, 70), torch.randn(rows, 70).bfloat16()):
-            assert_linear(x, weight, None, cpu.linear_panels(x, laid_out, library=form))
+            assert_linear(x, weight, None, cpu.linear_panels(form, x, laid_out))
 
 
 @pytest.mark.parametrize("dtype", PANEL_DTYPES)
 @pytest.mark.parametrize("x_type", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(form: Library, x_type: torch.dtype, dtype: torch.dtype) -> None:
     x, weight = torch.randn(110, 2100).to(x_type), torch.randn(53, 2100).to(dtype)
-    whole = cpu.linear_panels(x, panels(weight), library=form)
+    whole = cpu.linear_panels(form, x, panels(weight))
     for rows in (1, 2, 3, 4, 5, 7, 8, 11, 24, 48, 97):
-        assert torch.equal(cpu.linear_panels(x[:rows], panels(weight), library=form), whole[:rows]), rows
-    part = cpu.linear_panels(x[20:21], panels(weight[5:30]), library=form)
+        assert torch.equal(cpu.linear_panels(form, x[:rows], panels(weight)), whole[:rows]), rows
+    part = cpu.linear_panels(form, x[20:21], panels(weight[5:30]))
     assert torch.equal(part, whole[20:21, 5:30])
 
 
@@ -88,7 +88,7 @@ def test_threads_do_not_change_the_bits() -> None:
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(cpu.linear_panels(x, weight, library=load()))
+        results.append(cpu.linear_panels(load(), x, weight))
     torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -101,7 +101,7 @@ def test_rows_come_out_as_they_went_in(form: Library, dtype: torch.dtype) -> Non
         # Every bit pattern may occur, NaN with any payload too.
         source = torch.randint(-32768, 32768, (columns, inner), dtype=torch.int32).to(torch.int16).view(dtype)
         got = PanelWeight.empty(columns, inner, dtype)
-        cpu.pack_panels(got.narrow(0, columns), source, library=form)
+        cpu.pack_panels(form, got.narrow(0, columns), source)
         assert torch.equal(got.unpack().view(torch.int16), source.view(torch.int16))
         assert torch.equal(got.data.view(torch.int16), panels(source).data.view(torch.int16))
         padding = got.data.view(torch.int16).count_nonzero() - source.view(torch.int16).count_nonzero()
@@ -114,7 +114,7 @@ def test_parts_of_any_size_fill_a_weight(form: Library, dtype: torch.dtype) -> N
     got = PanelWeight.empty(90, 71, dtype)
     first = 0
     for count in (3, 13, 16, 40, 1, 17):
-        cpu.pack_panels(got.narrow(first, count), source[first : first + count], library=form)
+        cpu.pack_panels(form, got.narrow(first, count), source[first : first + count])
         first += count
     assert first == 90
     assert torch.equal(got.data, panels(source).data)
@@ -124,7 +124,7 @@ def test_sources_are_rounded_and_may_have_strides(form: Library) -> None:
     source = torch.randn(80, 40)
     for view in (source, source[::2, 3:], source.T, source.T[:, 1::2]):
         got = PanelWeight.empty(*view.shape, torch.bfloat16)
-        cpu.pack_panels(got.narrow(0, view.shape[0]), view, library=form)
+        cpu.pack_panels(form, got.narrow(0, view.shape[0]), view)
         assert torch.equal(got.unpack(), view.bfloat16())
 
 
@@ -134,7 +134,7 @@ def test_strided_rows_and_mixed_bias(form: Library) -> None:
     for given in (x, x[::2], transposed):
         for bias in (torch.randn(20).half(), torch.randn(40, dtype=torch.float64)[::2]):
             for product in PRODUCTS:
-                assert_linear(given, weight, bias, product(given, panels(weight), bias, library=form))
+                assert_linear(given, weight, bias, product(form, given, panels(weight), bias))
 
 
 @pytest.mark.parametrize("dtype", PANEL_DTYPES)
@@ -143,10 +143,10 @@ def test_nothing_past_the_operands_is_read_or_written(form: Library, dtype: torc
         weight = at_the_end_of_memory(torch.randn(columns, inner).to(dtype))
         empty = PanelWeight.empty(columns, inner, dtype)
         guarded = PanelWeight(columns, inner, at_the_end_of_memory(empty.data))
-        cpu.pack_panels(guarded.narrow(0, columns), weight, library=form)
+        cpu.pack_panels(form, guarded.narrow(0, columns), weight)
         x, bias = at_the_end_of_memory(torch.randn(rows, inner)), at_the_end_of_memory(torch.randn(columns))
         for product in PRODUCTS:
-            assert_linear(x, weight, bias, product(x, guarded, bias, library=form))
+            assert_linear(x, weight, bias, product(form, x, guarded, bias))
 
 
 def test_rows_beside_the_operands_do_not_leak_in(form: Library) -> None:
@@ -154,7 +154,7 @@ def test_rows_beside_the_operands_do_not_leak_in(form: Library) -> None:
     x, weight = torch.full((5, 64), torch.nan), torch.full((9, 64), torch.nan).bfloat16()
     x[:, :37], weight[:, :37] = torch.randn(5, 37), torch.randn(9, 37).bfloat16()
     for product in PRODUCTS:
-        assert_linear(x[:, :37], weight[:, :37], None, product(x[:, :37], panels(weight[:, :37]), library=form))
+        assert_linear(x[:, :37], weight[:, :37], None, product(form, x[:, :37], panels(weight[:, :37])))
 
 
 @pytest.mark.parametrize("dtype", PANEL_DTYPES)
@@ -169,7 +169,7 @@ def test_nan_and_infinity_stay_in_their_row_and_column(form: Library, dtype: tor
     )
     want = x.double() @ weight.double().T
     for product in PRODUCTS:
-        got = product(x, panels(weight), library=form)
+        got = product(form, x, panels(weight))
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0, equal_nan=True)
 
 
@@ -179,7 +179,7 @@ def test_every_value_is_widened_exactly(form: Library, dtype: torch.dtype) -> No
     weight = patterns.view(dtype)[:, None].clone()
     want = weight.float()[:, 0]
     for product in PRODUCTS:
-        got = product(torch.ones(1, 1), panels(weight), library=form)[0]
+        got = product(form, torch.ones(1, 1), panels(weight))[0]
         assert torch.equal(got.nan_to_num(7.0, 8.0, 9.0), want.nan_to_num(7.0, 8.0, 9.0))
         assert torch.equal(got.isnan(), want.isnan())
 
@@ -188,10 +188,10 @@ def test_empty_operands(form: Library) -> None:
     weight, none, bias = panels(torch.randn(3, 8).bfloat16()), PanelWeight.empty(0, 8, torch.bfloat16), torch.randn(3)
     flat = PanelWeight.empty(3, 0, torch.bfloat16)
     for product in PRODUCTS:
-        assert product(torch.randn(0, 8), weight, library=form).shape == (0, 3)
-        assert product(torch.randn(2, 8), none, library=form).shape == (2, 0)
-        assert torch.equal(product(torch.randn(2, 0), flat, bias, library=form), bias.expand(2, 3))
-        assert torch.equal(product(torch.randn(2, 0), flat, library=form), torch.zeros(2, 3))
+        assert product(form, torch.randn(0, 8), weight).shape == (0, 3)
+        assert product(form, torch.randn(2, 8), none).shape == (2, 0)
+        assert torch.equal(product(form, torch.randn(2, 0), flat, bias), bias.expand(2, 3))
+        assert torch.equal(product(form, torch.randn(2, 0), flat), torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("dtype", PANEL_DTYPES)
@@ -199,7 +199,7 @@ def test_widened_block_by_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     kernels("generic")
     monkeypatch.setattr("windlass.kernels.cpu.matmul_bindings._WIDENED_BYTES", 4 * 97 * 80)  # the last block is partial
     x, weight, bias = torch.randn(40, 97), torch.randn(203, 97).to(dtype), torch.randn(203)
-    assert_linear(x, weight, bias, cpu.linear_panels_widened(x, panels(weight), bias, library=load()))
+    assert_linear(x, weight, bias, cpu.linear_panels_widened(load(), x, panels(weight), bias))
 
 
 @pytest.mark.parametrize("rows", [1, 12, 512, 513, 600])
@@ -247,9 +247,9 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(IndexError):
         weight.narrow(10, 11)
     with pytest.raises(ValueError, match="into"):
-        cpu.pack_panels(weight.narrow(0, 10), torch.randn(11, 8), library=load())
+        cpu.pack_panels(load(), weight.narrow(0, 10), torch.randn(11, 8))
     with pytest.raises(ValueError, match="int32"):
-        cpu.pack_panels(weight.narrow(0, 10), torch.zeros(10, 8, dtype=torch.int32), library=load())
+        cpu.pack_panels(load(), weight.narrow(0, 10), torch.zeros(10, 8, dtype=torch.int32))
     for x, bias, word in (
         (torch.randn(2, 7), None, "columns"),
         (torch.randn(8), None, "columns"),
@@ -259,6 +259,6 @@ def test_misuse_is_refused() -> None:
     ):
         for product in PRODUCTS:
             with pytest.raises(ValueError, match=word):
-                product(x, weight, bias, library=load())
+                product(load(), x, weight, bias)
     assert weight.nbytes == 2 * 32 * 8
     assert (weight.numel(), weight.shape, weight.device.type) == (160, (20, 8), "cpu")
