@@ -35,21 +35,9 @@ import torch
 from windlass.engine.cache.block_store import BlockStore
 from windlass.engine.cache.kv_cache_budget import check_tier_options
 from windlass.engine.core.adapter_manager import AdapterManager
-from windlass.engine.core.engine_builder import (
-    allocate_cache,
-    describe,
-    load_models,
-    make_blocks,
-    make_context_limits,
-    make_planner,
-    make_runner,
-    make_scheduler,
-    open_block_store,
-    rotary_rows,
-)
+from windlass.engine.core.engine_builder import EngineBuilder
 from windlass.engine.core.flight_recorder import PlanWatcher
 from windlass.engine.core.introspection import inspect
-from windlass.engine.core.memory_budget import plan_kv_cache
 from windlass.engine.core.messages import ANNOUNCE_SECONDS, Announce, picklable_error
 from windlass.engine.core.oom_recovery import (
     device_memory_guard,
@@ -57,7 +45,7 @@ from windlass.engine.core.oom_recovery import (
     start_async_step,
     start_step,
 )
-from windlass.engine.core.ranks import RankProcesses, group_kv_memory
+from windlass.engine.core.ranks import RankProcesses
 from windlass.engine.errors import EngineError, QueueFullError, RequestError
 from windlass.engine.execution.cuda_graphs import StepFuture
 from windlass.engine.execution.dummy_runs import warm_up
@@ -73,7 +61,6 @@ from windlass.engine.model.loading.weights import Progress
 from windlass.engine.model.lora import Adapter
 from windlass.engine.rotary.rotary_policy import RotaryPlan
 from windlass.engine.sampling.grammar import CompiledGrammar, GrammarCompiler, GrammarMasks
-from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 
@@ -246,45 +233,20 @@ class EngineCore:
             raise
 
     def _load(self, config: EngineConfig, progress: Progress | None, started: float) -> None:
-        others = self._rank_group
-        models = load_models(config, progress, others)
-        model, spec = models.model, models.model.decoder.spec
-        plan = plan_kv_cache(config, model, models.draft, group_kv_memory(config, model, models.draft, others))
+        builder = EngineBuilder(config, progress, self._rank_group)
+        spec = builder.model.decoder.spec
         self._deterministic = config.compute.deterministic
-        self._planner = make_planner(config, model, plan)
-        tensors = allocate_cache(config, models, plan)
+        self._planner = builder.planner
         self._grammars = GrammarCompiler(Path(config.model), spec.vocab_size, spec.eos_token_ids)
         self._grammar_queue = GrammarQueue(self._grammars, config.scheduling.max_waiting)
-        self.adapters = AdapterManager(config.adapters, model)
-        self._store = open_block_store(config, models, tensors)
-        self.runner = make_runner(
-            config,
-            model,
-            plan,
-            tensors,
-            sampler=Sampler(spec.vocab_size, model.decoder.backend, GrammarMasks(self._grammars)),
-            adapters=self.adapters.loaded,
-            store=self._store,
-            send_command=None if others is None else others.send_command,
-        )
-        if others is not None:
-            others.allocate_cache(plan, rotary_rows(config))
-        self.blocks = make_blocks(config, spec, plan, self._store)
-        self._limits = make_context_limits(config, spec, plan)
-        self.scheduler = make_scheduler(
-            config,
-            models,
-            self._limits,
-            self.blocks,
-            tables=tensors.tables,
-            adapters=self.adapters.loaded,
-            store=self._store,
-            alone=others is None,
-        )
+        self.adapters = AdapterManager(config.adapters, builder.model)
+        adapters = self.adapters.loaded
+        self._store = builder.open_block_store()
+        self.runner = builder.make_runner(adapters, GrammarMasks(self._grammars), self._store)
+        self.blocks = builder.make_blocks(self._store)
+        self.info = builder.describe(adapters.infos, time.perf_counter() - started)
+        self.scheduler = builder.make_scheduler(self.info, self.blocks, adapters, self._store)
         self._steps = StepExecutor(self.scheduler, self.runner)
-        self.info = describe(
-            config, models, plan, self._limits, self._planner, self.adapters.loaded.infos, time.perf_counter() - started
-        )
 
     def warm_up(self, max_seconds: float = 0.5) -> None:
         """Run a few dummy steps before the first request: see `windlass.engine.execution.dummy_runs`.
@@ -337,7 +299,7 @@ class EngineCore:
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotary plan of this request from its first to its last token. Raises RequestError if it does not fit."""
-        context_limits = self._limits.size(request.context)
+        context_limits = self.info.size(request.context)
         longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, context_limits.rotary_length)
         return self._planner.plan(longest, request.rope_scaling, request.rope_update, exact=request.rope_exact)
 
