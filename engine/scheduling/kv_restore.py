@@ -22,7 +22,7 @@ State of a waiting sequence, in fields of `Sequence` written only here (preempti
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from windlass.engine.cache.block_manager import BlockManager, ReuseLimits
@@ -69,14 +69,15 @@ class _PendingRestore:
     is_shared: bool
 
 
+@dataclass(slots=True)
 class KVRestorer:
     """Reads blocks of waiting sequences from `store` into the cache. clock: seconds, the same as that of `Fetch`."""
 
-    def __init__(
-        self, blocks: BlockManager, store: BlockStore, reuse: NonPrefixReuse, clock: abc.Callable[[], float]
-    ) -> None:
-        self._blocks, self._store, self._reuse, self._clock = blocks, store, reuse, clock
-        self._waiting: list[_PendingRestore] = []
+    _blocks: BlockManager
+    _store: BlockStore
+    _reuse: NonPrefixReuse
+    _clock: abc.Callable[[], float]
+    _waiting: list[_PendingRestore] = field(default_factory=list)
 
     @property
     def fetches(self) -> list[Fetch]:
@@ -264,12 +265,12 @@ def _parts(seq: Sequence) -> list[SequenceCache]:
     return [seq.cache] if seq.cache.second_keys is None else [seq.cache.second_keys, seq.cache]
 
 
+@dataclass(slots=True)
 class NonPrefixReuse:
     """Attaches cached passages to prompts."""
 
-    def __init__(self, blocks: BlockManager, counters: SchedulerCounters) -> None:
-        self._blocks = blocks
-        self._counters = counters
+    _blocks: BlockManager
+    _counters: SchedulerCounters
 
     def find_passages(self, seq: Sequence) -> None:
         """Let a sequence whose cached prefix was just attached, and is not complete, hold the passages that it will reuse."""

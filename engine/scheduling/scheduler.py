@@ -109,7 +109,7 @@ class Scheduler:
         seeds = fresh_seed or (lambda: random.SystemRandom().getrandbits(63))
         self._fair_queue = FairQueue()
         self._requests = LiveRequests(
-            eos_token_ids, seeds, self._frequency_changes.new_cache, limits.size, self._fair_queue
+            frozenset(eos_token_ids), seeds, self._frequency_changes.new_cache, limits.size, self._fair_queue
         )
         self._queues = SchedulerQueues(
             config.max_num_seqs, blocks, rotary, self._frequency_changes, self._output_builder, counters
@@ -125,7 +125,7 @@ class Scheduler:
         speculates = config.speculation.max_proposed_tokens > 0
         self._multi_step = MultiStepDecoding(0.0 if speculates else config.burst_seconds, blocks)
         self.async_scheduling = AsyncScheduling(
-            self._requests, self._queues, blocks, self._multi_step, self._output_builder, counters, proposes=speculates
+            self._requests, self._queues, blocks, self._multi_step, self._output_builder, counters, speculates
         )
         # The waiting sequence that did not fit last, the step, and the blocks that were available.
         self._blocked: tuple[int, int, list[int]] | None = None
