@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from windlass.engine.core.messages import (
@@ -31,7 +31,7 @@ from windlass.engine.core.messages import (
     Stats,
     StepDone,
 )
-from windlass.engine.errors import EngineError, RequestError, SlowConsumerError
+from windlass.engine.errors import EngineDeadError, EngineError, RequestError, SlowConsumerError
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.interface.introspection import A, IntrospectionQuery
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
@@ -131,18 +131,24 @@ def _size(output: RequestOutput) -> int:
     return 4 + len(output.token_ids) + sum(2 + len(each.top) for each in output.logprobs or ())
 
 
-class RequestRouter:
-    """The requests in flight.
+@dataclass
+class _EngineCalls:
+    """Calls of one kind.
 
     send: passes a message to the engine without waiting. require_engine: raises EngineDeadError while there is none. All methods
     run in the client's event loop.
     """
 
-    def __init__(self, send: Callable[[Message], None], require_engine: Callable[[], None]) -> None:
-        self._send = send
-        self._require_engine = require_engine
-        self._streams: dict[str, _RequestStream] = {}
-        self._aborting: dict[str, asyncio.Future[None]] = {}
+    _send: Callable[[Message], None]
+    _require_engine: Callable[[], None]
+
+
+@dataclass
+class RequestRouter(_EngineCalls):
+    """The requests in flight."""
+
+    _streams: dict[str, _RequestStream] = field(default_factory=dict)
+    _aborting: dict[str, asyncio.Future[None]] = field(default_factory=dict)
 
     @property
     def in_flight(self) -> int:
@@ -155,7 +161,6 @@ class RequestRouter:
         return [stream.request for stream in self._streams.values() if not stream.finished]
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
-        """See `EngineClient.generate`."""
         request_id = request.request_id
         self._require_engine()
         # Until the abort of a previous request with this id is confirmed, its outputs may arrive; they must not be mixed up.
@@ -181,7 +186,6 @@ class RequestRouter:
             self._send(Abort(request_id))
 
     def end_sample(self, request_id: str, index: int) -> None:
-        """See `EngineClient.end_sample`."""
         stream = self._streams.get(request_id)
         if stream is not None and stream.end(index):
             self._send(EndSample(request_id, index))
@@ -240,13 +244,13 @@ class _Loading:
         self.result.exception()
 
 
-class AdapterCalls:
-    """Loads and drops adapters. send, require_engine: see `RequestRouter`. config: lists those loaded at start."""
+class AdapterCalls(_EngineCalls):
+    """Loads and drops adapters. config: lists those loaded at start."""
 
     def __init__(
         self, send: Callable[[Message], None], require_engine: Callable[[], None], config: EngineConfig
     ) -> None:
-        self._send, self._require_engine = send, require_engine
+        super().__init__(send, require_engine)
         self._loaded = {source.adapter_id: source for source in config.adapters.sources}
         self._loading: dict[int, _Loading] = {}
 
@@ -256,7 +260,7 @@ class AdapterCalls:
         return frozenset(self._loaded)
 
     async def load(self, source: AdapterSource) -> AdapterInfo:
-        """See `EngineClient.load_adapter`. Several callers can wait for the same adapter."""
+        """Several callers can wait for the same adapter."""
         self._require_engine()
         loading = self._loading.get(source.adapter_id)
         if loading is None:
@@ -273,7 +277,6 @@ class AdapterCalls:
             raise
 
     def drop(self, adapter_id: int) -> None:
-        """See `EngineClient.drop_adapter`."""
         if (loading := self._loading.pop(adapter_id, None)) is not None:
             loading.end(RequestError("the adapter was unloaded while it was loaded", "lora_name", "model_not_found"))
         self._loaded.pop(adapter_id, None)
@@ -296,11 +299,11 @@ class AdapterCalls:
             loading.end(message.result)
         return True
 
-    def fail_all(self, make_error: Callable[[], EngineError]) -> None:
+    def fail_all(self, reason: str) -> None:
         """Fail all loads because the engine is gone."""
         gone, self._loading = self._loading, {}
         for loading in gone.values():
-            loading.end(make_error())
+            loading.end(EngineDeadError(reason))
 
     def restart_config(self, config: EngineConfig) -> EngineConfig:
         """The configuration of the next engine, with the adapters of the last one if their files still exist."""
@@ -309,13 +312,12 @@ class AdapterCalls:
 
 
 # -- introspection -----------------------------------------------------------------------------------------------------
-class InspectionCalls:
-    """Introspection queries. send, require_engine: see `RequestRouter`."""
+@dataclass
+class InspectionCalls(_EngineCalls):
+    """Introspection queries."""
 
-    def __init__(self, send: Callable[[Message], None], require_engine: Callable[[], None]) -> None:
-        self._send, self._require_engine = send, require_engine
-        self._ids = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+    _ids: Iterator[int] = field(default_factory=itertools.count)
+    _waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
 
     @property
     def waiting(self) -> int:
@@ -323,7 +325,6 @@ class InspectionCalls:
         return len(self._waiting)
 
     async def inspect(self, query: IntrospectionQuery[A]) -> A:
-        """See `EngineClient.inspect`."""
         self._require_engine()
         inspection_id = next(self._ids)
         waiter = self._waiting[inspection_id] = asyncio.get_running_loop().create_future()
@@ -345,27 +346,28 @@ class InspectionCalls:
                 waiter.set_result(message.result)
         return True
 
-    def fail_all(self, make_error: Callable[[], EngineError]) -> None:
+    def fail_all(self, reason: str) -> None:
         """Fail all queries because the engine is gone."""
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting.values():
             if not waiter.done():
-                waiter.set_exception(make_error())
+                waiter.set_exception(EngineDeadError(reason))
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
-class StatsCalls:
-    """Statistics, joined so that every sample of `*_seconds` is returned exactly once. send, require_engine: see `RequestRouter`.
+@dataclass
+class StatsCalls(_EngineCalls):
+    """Statistics, joined so that every sample of `*_seconds` is returned exactly once.
 
     The engine drains its samples into each snapshot, whether requested or sent with a step. Until they are read, the last
     MAX_TIMING_SAMPLES of each kind are stored and older ones dropped; counters and gauges are not affected.
     """
 
-    def __init__(self, send: Callable[[Message], None], require_engine: Callable[[], None]) -> None:
-        self._send, self._require_engine = send, require_engine
-        self._latest: EngineStats | None = None
-        self._samples: dict[str, deque[float]] = {name: deque(maxlen=MAX_TIMING_SAMPLES) for name in _SAMPLED}
-        self._waiter: asyncio.Future[None] | None = None
+    _latest: EngineStats | None = None
+    _samples: dict[str, deque[float]] = field(
+        default_factory=lambda: {name: deque(maxlen=MAX_TIMING_SAMPLES) for name in _SAMPLED}
+    )
+    _waiter: asyncio.Future[None] | None = None
 
     async def ask(self) -> EngineStats:
         """Current statistics, or the last known ones while a step takes longer than STATS_TIMEOUT. Raises EngineDeadError.

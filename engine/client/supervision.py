@@ -241,7 +241,24 @@ class CrashReports:
             stack = child.stacks.read()
             if self._folder is None:
                 return f"; its stack: {stack}" if stack else ""
-            report = _report(child, reason, config, info, requests, memory, stack)
+            code = child.process.poll()
+            report = {
+                "windlass_crash": 1,
+                "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "reason": reason,
+                "end": child.describe_end(),
+                "exit_code": code if code is not None and code >= 0 else None,
+                "signal": signal_name(code),
+                "pid": child.process.pid,
+                "versions": _versions(),
+                "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
+                "memory": {"engine": memory, **_system_memory()},
+                "configuration": asdict(config),
+                "model": None if info is None else {name: getattr(info, name) for name in _INFO},
+                "plans": child.recorder.read(),
+                "requests": [_shape(request) for request in requests],
+                "stack": stack.splitlines(),
+            }
             path = await asyncio.wait_for(asyncio.to_thread(_write, self._folder, report), WRITE_SECONDS)
         except Exception as error:  # for example, no thread can be started: restarting the engine matters more
             cause = "the disk is too slow" if isinstance(error, TimeoutError) else str(error) or repr(error)
@@ -249,35 +266,6 @@ class CrashReports:
             return ""
         self.last = path
         return f"; crash report: {path}"
-
-
-def _report(
-    child: ChildProcess,
-    reason: str,
-    config: EngineConfig,
-    info: ModelInfo | None,
-    requests: Sequence[EngineRequest],
-    memory: int | None,
-    stack: str,
-) -> dict[str, Any]:
-    code = child.process.poll()
-    return {
-        "windlass_crash": 1,
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "reason": reason,
-        "end": child.describe_end(),
-        "exit_code": code if code is not None and code >= 0 else None,
-        "signal": signal_name(code),
-        "pid": child.process.pid,
-        "versions": _versions(),
-        "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
-        "memory": {"engine": memory, **_system_memory()},
-        "configuration": asdict(config),
-        "model": None if info is None else {name: getattr(info, name) for name in _INFO},
-        "plans": child.recorder.read(),
-        "requests": [_shape(request) for request in requests],
-        "stack": stack.splitlines(),
-    }
 
 
 def _shape(request: EngineRequest) -> dict[str, Any]:

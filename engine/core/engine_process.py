@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -131,9 +131,7 @@ class EngineLoop:
     """Runs `core` until a `Close` message arrives. `emit` must never block."""
 
     def __init__(self, core: Core, inbox: SimpleQueue[Any], emit: Callable[[Message], None]) -> None:
-        self._core = core
-        self._inbox = inbox
-        self._emit = emit
+        self._core, self._inbox, self._emit = core, inbox, emit
         self._pushed_stats_at = -STATS_INTERVAL
         self._prepared = False
 
@@ -214,9 +212,7 @@ class EngineLoop:
 
     def _snapshot(self) -> EngineStats:
         self._pushed_stats_at = time.monotonic()
-        stats = self._core.stats()
-        # Another thread pickles the snapshot while the core continues: copy the dictionary.
-        return replace(stats, recomputed_tokens=dict(stats.recomputed_tokens))
+        return self._core.stats()
 
 
 def _result_or_error(failure: str, compute: Callable[[], T]) -> T | EngineError:

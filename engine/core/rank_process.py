@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from windlass.engine.core.messages import AllocateCache, LoadShard, ProfileMemory, ShardFailed, ShardLoaded
+from windlass.engine.core.messages import AllocateCache, LoadFailed, LoadShard, ProfileMemory, ShardLoaded
 from windlass.engine.errors import LoadError
 from windlass.engine.process_setup import configure_logging
 
@@ -73,7 +73,7 @@ def _serve(pipe: Connection, first: LoadShard, memory: int, store: int) -> int:
         shard.allocate_cache(message.plan, message.rotary_rows)
         pipe.send(ShardLoaded(shard.weight_bytes))
     except LoadError as error:
-        pipe.send(ShardFailed(str(error)))
+        pipe.send(LoadFailed(str(error)))
         return 1
     while True:
         shard.run(pipe.recv())

@@ -29,9 +29,9 @@ from windlass.engine.core.memory_budget import (
 from windlass.engine.core.messages import (
     AllocateCache,
     AvailableMemory,
+    LoadFailed,
     LoadShard,
     ProfileMemory,
-    ShardFailed,
     ShardLoaded,
 )
 from windlass.engine.errors import LoadError
@@ -157,7 +157,7 @@ class RankProcesses:
         answer = other.answers.get()
         if isinstance(answer, kind):
             return answer
-        if isinstance(answer, ShardFailed):
+        if isinstance(answer, LoadFailed):
             raise LoadError(answer.message)
         raise LoadError(f"rank {other.rank} ended while it loaded: {other.describe_end()}")
 
