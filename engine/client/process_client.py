@@ -59,9 +59,9 @@ class SupervisedClient(EngineClient):
     """
 
     info: ModelInfo | None = None
+    progress: ProgressCallback | None = None
 
-    def __init__(self, progress: ProgressCallback | None = None) -> None:
-        self.progress = progress
+    def __init__(self) -> None:
         self._failure = ""
         self._state_changed = asyncio.Event()
 
@@ -137,7 +137,8 @@ class ProcessClient(SupervisedClient):
         child: ChildProcess | None = None,
         crash_folder: Path | None = None,
     ) -> None:
-        super().__init__(progress)
+        super().__init__()
+        self.progress = progress
         self.config = config  # of engines that are started, without adapters that were loaded later
         self._spawner = ChildSpawner(core, log_level, lambda: self._placement, child)
         self._hang_seconds = hang_seconds

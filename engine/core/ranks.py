@@ -52,7 +52,7 @@ T = TypeVar("T")
 class _RankHandle:
     """A rank process, the pipe to it, and its answers, which end with None once it is gone."""
 
-    def __init__(self, rank: int, memory: int, store: int, log_level: str) -> None:
+    def __init__(self, rank: int, memory: int, store: int) -> None:
         self.rank = rank
         self.pipe, theirs = Pipe()
         output = child_output_fd()
@@ -60,8 +60,7 @@ class _RankHandle:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "windlass.engine.core.rank_process"),
-                    *(f"--fd={theirs.fileno()}", f"--memory={memory}", f"--store={store}"),
-                    *(f"--parent={os.getpid()}", f"--log-level={log_level}"),
+                    *(f"--fd={theirs.fileno()}", f"--memory={memory}", f"--store={store}", f"--parent={os.getpid()}"),
                 ],
                 pass_fds=[theirs.fileno(), memory, store],
                 env={**os.environ, **thread_wait_environment(os.environ)},
@@ -81,7 +80,7 @@ class _RankHandle:
 class RankProcesses:
     """All ranks but the first. They start to load at once, and run until `close` or the end of this process."""
 
-    def __init__(self, config: EngineConfig, log_level: str = "warning") -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.count = config.compute.tensor_parallel
         self.memory, self.store = create_memory_file(shared_memory_bytes(self.count)), create_memory_file(0)
         self._gone: Gone | None = None
@@ -91,7 +90,7 @@ class RankProcesses:
         self._ranks: list[_RankHandle] = []
         try:
             for rank in range(1, self.count):
-                other = _RankHandle(rank, self.memory, self.store, log_level)
+                other = _RankHandle(rank, self.memory, self.store)
                 self._ranks.append(other)
                 other.pipe.send(LoadShard(config, rank))
                 threading.Thread(target=self._read, args=(other,), name=f"rank-{rank}", daemon=True).start()

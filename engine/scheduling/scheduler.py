@@ -115,11 +115,7 @@ class Scheduler:
             config.max_num_seqs, blocks, rotary, self._frequency_changes, self._output_builder, counters
         )
         self._speculation = Speculation(
-            config.speculation,
-            blocks,
-            counters,
-            config.max_num_batched_tokens,
-            draft_tracks_all_tokens=draft_tracks_all_tokens,
+            config.speculation, blocks, counters, config.max_num_batched_tokens, draft_tracks_all_tokens
         )
         # Proposals are the other way to compute several tokens per step, and need the result of each step.
         speculates = config.speculation.max_proposed_tokens > 0
@@ -160,10 +156,6 @@ class Scheduler:
         prompt, sampling, limits = len(request.prompt_token_ids), request.sampling, self.limits.size(request.context)
         if prompt == 0:
             raise RequestError("the prompt is empty: send at least one token", "prompt", "empty_prompt")
-        if sampling.n < 1:
-            raise RequestError("n must be at least 1", "n", "invalid_value")
-        if sampling.max_tokens < 0:
-            raise RequestError("max_tokens must be at least 0", "max_tokens", "invalid_value")
         if prompt + min(sampling.max_tokens, 1) > limits.longest_prompt:
             raise RequestError(
                 f"the prompt has {prompt} tokens and the context holds {limits.longest_prompt}, "
