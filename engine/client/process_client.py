@@ -24,19 +24,9 @@ from windlass.engine.client.child_process import (
 from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.client.request_router import AdapterCalls, InspectionCalls, RequestRouter, StatsCalls
 from windlass.engine.client.supervision import STACK_SECONDS, CrashReports, Watchdog
+from windlass.engine.core import messages
 from windlass.engine.core.flight_recorder import recorded_request_id
-from windlass.engine.core.messages import (
-    Close,
-    Crashed,
-    FrameReader,
-    LoadFailed,
-    Message,
-    Progress,
-    ProgressCallback,
-    Ready,
-    StepStarted,
-    encode,
-)
+from windlass.engine.core.messages import FrameReader, Message, ProgressCallback, encode
 from windlass.engine.errors import EngineDeadError, LoadError
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.interface.introspection import A, IntrospectionQuery
@@ -193,7 +183,7 @@ class ProcessClient(SupervisedClient):
         """End the engine; requests in flight fail with EngineDeadError. Safe to call twice and before the start."""
         self._set_state("closed")
         self._closing.set()
-        self._send(Close())
+        self._send(messages.Close())
         self._router.fail_all(lambda _: EngineDeadError("the engine was closed", begun=True))
         self._adapters.fail_all("the engine was closed")
         self._inspections.fail_all("the engine was closed")
@@ -343,18 +333,18 @@ class ProcessClient(SupervisedClient):
         if any(part.deliver(message) for part in (self._stats, self._router, self._adapters, self._inspections)):
             return
         match message:
-            case StepStarted():
+            case messages.StepStarted():
                 pass
-            case Progress(stage, done, total):
+            case messages.Progress(stage, done, total):
                 if self.progress is not None:
                     self.progress(stage, done, total)
-            case Ready(info):
+            case messages.Ready(info):
                 if not self._closing.is_set():
                     if self.info is not None:
                         _logger.warning("the engine is ready again")
                     self.info = info
                     self._set_state("ready")
-            case LoadFailed(reason) | Crashed(reason):
+            case messages.LoadFailed(reason) | messages.Crashed(reason):
                 self._reported = reason
             case _:
                 raise TypeError(f"an engine does not send {type(message).__name__} messages")

@@ -13,24 +13,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from windlass.engine.core.messages import (
-    Abort,
-    Aborted,
-    AdapterLoaded,
-    Add,
-    AskStats,
-    DropAdapter,
-    EndSample,
-    InspectRequest,
-    InspectResult,
-    LoadAdapter,
-    Message,
-    PromptLogprobs,
-    Ready,
-    Rejected,
-    Stats,
-    StepDone,
-)
+from windlass.engine.core import messages
+from windlass.engine.core.messages import Message
 from windlass.engine.errors import EngineDeadError, EngineError, RequestError, SlowConsumerError
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.interface.introspection import A, IntrospectionQuery
@@ -171,7 +155,7 @@ class RequestRouter(_EngineCalls):
             raise RequestError(f"a request with the id {request_id!r} is already running", "request_id")
         stream = self._streams[request_id] = _RequestStream(request)
         try:
-            self._send(Add(request))
+            self._send(messages.Add(request))
             while (output := await stream.get()) is not None:
                 yield output
         finally:
@@ -183,17 +167,17 @@ class RequestRouter(_EngineCalls):
         del self._streams[request_id]
         if abort:
             self._aborting[request_id] = asyncio.get_running_loop().create_future()
-            self._send(Abort(request_id))
+            self._send(messages.Abort(request_id))
 
     def end_sample(self, request_id: str, index: int) -> None:
         stream = self._streams.get(request_id)
         if stream is not None and stream.end(index):
-            self._send(EndSample(request_id, index))
+            self._send(messages.EndSample(request_id, index))
 
     def deliver(self, message: Message) -> bool:
         """Take a message about requests; False if it is about something else."""
         match message:
-            case StepDone(outputs):
+            case messages.StepDone(outputs):
                 for output in outputs:
                     stream = self._streams.get(output.request_id)
                     if stream is not None:
@@ -201,13 +185,13 @@ class RequestRouter(_EngineCalls):
                         if stream.buffered_size > MAX_BUFFERED_OUTPUT:
                             self._forget(output.request_id, abort=not stream.finished)
                             stream.discard_and_fail(SlowConsumerError(_TOO_SLOW))
-            case PromptLogprobs(request_id, entries):
+            case messages.PromptLogprobs(request_id, entries):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.put_prompt_part(entries)
-            case Rejected(request_id, error):
+            case messages.Rejected(request_id, error):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.fail(error)
-            case Aborted(request_id):
+            case messages.Aborted(request_id):
                 self._abort_confirmed(request_id)
             case _:
                 return False
@@ -265,7 +249,7 @@ class AdapterCalls(_EngineCalls):
         loading = self._loading.get(source.adapter_id)
         if loading is None:
             loading = self._loading[source.adapter_id] = _Loading(source, asyncio.get_running_loop().create_future())
-            self._send(LoadAdapter(source))
+            self._send(messages.LoadAdapter(source))
         loading.callers += 1
         try:
             return await asyncio.shield(loading.result)
@@ -280,18 +264,18 @@ class AdapterCalls(_EngineCalls):
         if (loading := self._loading.pop(adapter_id, None)) is not None:
             loading.end(RequestError("the adapter was unloaded while it was loaded", "lora_name", "model_not_found"))
         self._loaded.pop(adapter_id, None)
-        self._send(DropAdapter(adapter_id))
+        self._send(messages.DropAdapter(adapter_id))
 
     def deliver(self, message: Message) -> bool:
         """Take a message about adapters; False if it is (also) about something else."""
-        if isinstance(message, Ready):  # a restarted engine may have failed to read some of them
+        if isinstance(message, messages.Ready):  # a restarted engine may have failed to read some of them
             ids = {info.adapter_id for info in message.info.adapters}
             self._loaded = {adapter_id: source for adapter_id, source in self._loaded.items() if adapter_id in ids}
-        if not isinstance(message, AdapterLoaded):
+        if not isinstance(message, messages.AdapterLoaded):
             return False
         loading = self._loading.pop(message.adapter_id, None)
         if loading is None:  # its callers were cancelled
-            self._send(DropAdapter(message.adapter_id))
+            self._send(messages.DropAdapter(message.adapter_id))
         elif isinstance(message.result, AdapterInfo):
             self._loaded[message.adapter_id] = loading.source
             loading.result.set_result(message.result)
@@ -329,14 +313,14 @@ class InspectionCalls(_EngineCalls):
         inspection_id = next(self._ids)
         waiter = self._waiting[inspection_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(InspectRequest(inspection_id, query))
+            self._send(messages.InspectRequest(inspection_id, query))
             return cast(A, await waiter)
         finally:
             self._waiting.pop(inspection_id, None)
 
     def deliver(self, message: Message) -> bool:
         """Take an answer; False if the message is about something else."""
-        if not isinstance(message, InspectResult):
+        if not isinstance(message, messages.InspectResult):
             return False
         waiter = self._waiting.pop(message.inspection_id, None)
         if waiter is not None and not waiter.done():
@@ -377,7 +361,7 @@ class StatsCalls(_EngineCalls):
         self._require_engine()
         if self._waiter is None:
             self._waiter = asyncio.get_running_loop().create_future()
-            self._send(AskStats())
+            self._send(messages.AskStats())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._waiter), STATS_TIMEOUT)
         self._require_engine()
@@ -385,11 +369,11 @@ class StatsCalls(_EngineCalls):
 
     def deliver(self, message: Message) -> bool:
         """Take the statistics of a message; False if it is (also) about something else."""
-        if isinstance(message, StepDone):
+        if isinstance(message, messages.StepDone):
             if message.stats is not None:
                 self.add(message.stats)
             return False
-        if not isinstance(message, Stats):
+        if not isinstance(message, messages.Stats):
             return False
         self.add(message.stats)
         self._resolve()

@@ -20,19 +20,12 @@ from typing import Any, TypeVar
 import torch
 
 from windlass.engine.cache.kv_cache_budget import CachePlan
+from windlass.engine.core import messages
 from windlass.engine.core.memory_budget import (
     allocate_kv_cache,
     kv_bytes_per_token,
     make_rotary_tables,
     profile_kv_memory,
-)
-from windlass.engine.core.messages import (
-    AllocateCache,
-    AvailableMemory,
-    LoadFailed,
-    LoadShard,
-    ProfileMemory,
-    ShardLoaded,
 )
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.model_runner import ApplyPlan, ExecutePlan, RankCommand, RankRunner
@@ -92,7 +85,7 @@ class RankProcesses:
             for rank in range(1, self.count):
                 other = _RankHandle(rank, self.memory, self.store)
                 self._ranks.append(other)
-                other.pipe.send(LoadShard(config, rank))
+                other.pipe.send(messages.LoadShard(config, rank))
                 threading.Thread(target=self._read, args=(other,), name=f"rank-{rank}", daemon=True).start()
         except OSError as error:
             self.close()
@@ -110,23 +103,23 @@ class RankProcesses:
         if self._fault is not None and ranks is not None:
             ranks.end(self._fault)
 
-    def loaded(self) -> list[ShardLoaded]:
+    def loaded(self) -> list[messages.ShardLoaded]:
         """Wait until all ranks have loaded. Raises LoadError."""
-        return [self._answer(other, ShardLoaded) for other in self._ranks]
+        return [self._answer(other, messages.ShardLoaded) for other in self._ranks]
 
     def profile_memory(self) -> None:
         """Start memory profiling on all ranks; the first rank must run the same step at the same time."""
-        self.send_command(ProfileMemory())
+        self.send_command(messages.ProfileMemory())
 
-    def available_memory_of_ranks(self) -> list[AvailableMemory]:
+    def available_memory_of_ranks(self) -> list[messages.AvailableMemory]:
         """Wait for the results of `profile_memory`. Raises LoadError."""
-        return [self._answer(other, AvailableMemory) for other in self._ranks]
+        return [self._answer(other, messages.AvailableMemory) for other in self._ranks]
 
     def allocate_cache(self, plan: CachePlan, rotary_rows: int) -> None:
         """Allocate the KV cache and the rotary tables of all ranks. Raises LoadError."""
-        self.send_command(AllocateCache(plan, rotary_rows))
+        self.send_command(messages.AllocateCache(plan, rotary_rows))
         for other in self._ranks:
-            self._answer(other, ShardLoaded)
+            self._answer(other, messages.ShardLoaded)
 
     def send_command(self, command: object) -> None:
         """Send a command to all ranks. Raises RuntimeError if one has ended."""
@@ -156,7 +149,7 @@ class RankProcesses:
         answer = other.answers.get()
         if isinstance(answer, kind):
             return answer
-        if isinstance(answer, LoadFailed):
+        if isinstance(answer, messages.LoadFailed):
             raise LoadError(answer.message)
         raise LoadError(f"rank {other.rank} ended while it loaded: {other.describe_end()}")
 
@@ -178,11 +171,11 @@ class RankProcesses:
 
 def rank_available_memory(
     config: EngineConfig, model: LoadedModel, draft: LoadedModel | None = None
-) -> AvailableMemory:
+) -> messages.AvailableMemory:
     """Available KV memory on the device of one rank; all ranks must call this at the same time. Raises LoadError."""
     memory = model.decoder.backend.device_memory
     assert memory is not None
-    return AvailableMemory(profile_kv_memory(config, model, draft, memory), kv_bytes_per_token(model, draft))
+    return messages.AvailableMemory(profile_kv_memory(config, model, draft, memory), kv_bytes_per_token(model, draft))
 
 
 def group_kv_memory(
@@ -221,7 +214,7 @@ class RankShard:
     def weight_bytes(self) -> int:
         return self._model.decoder.weight_bytes()
 
-    def profile_memory(self) -> AvailableMemory:
+    def profile_memory(self) -> messages.AvailableMemory:
         """Available KV memory, measured by a step that all ranks compute together. Raises LoadError."""
         return rank_available_memory(self._config, self._model)
 
