@@ -39,7 +39,7 @@ def processor_quota() -> float | None:
     """Processor time that the process may use, in processors; None if unlimited."""
     quotas = []
     for folder in _folders("cpu"):
-        limit, period = _words(folder / "cpu.max"), 0
+        limit, period = _text(folder / "cpu.max").split(), 0
         if len(limit) == 2:
             quota, period = _whole(limit[0]), _whole(limit[1]) or 0
         else:
@@ -88,10 +88,6 @@ def _table(path: Path) -> dict[str, int]:
     return {
         words[0].rstrip(":"): number for words in lines if len(words) > 1 and (number := _whole(words[1])) is not None
     }
-
-
-def _words(path: Path) -> list[str]:
-    return _text(path).split()
 
 
 def _number(path: Path) -> int | None:

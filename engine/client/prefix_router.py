@@ -14,6 +14,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from typing import Generic, TypeVar
@@ -36,15 +37,13 @@ MAX_KEY_BLOCKS = 4096  # of a prompt that are compared
 _MAX_CACHED_ROTATIONS = 256
 
 
+@dataclass(slots=True)
 class _TrackedPrefixes:
     """The blocks that one replica should have cached, least recently used first."""
 
-    __slots__ = ("_blocks", "_most", "last_chosen")
-
-    def __init__(self, most: int) -> None:
-        self._blocks: OrderedDict[bytes, None] = OrderedDict()
-        self._most = most
-        self.last_chosen = 0
+    _most: int
+    _blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    last_chosen: int = 0
 
     def __len__(self) -> int:
         return len(self._blocks)

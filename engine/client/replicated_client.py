@@ -340,8 +340,9 @@ class ReplicatedClient(SupervisedClient):
         first.progress = self.progress
         first.start_nowait()
         info = await first.wait_ready()
-        for replica in self._replicas:
-            replica.client.config = replica_config(replica.client.config, info)
+        for client in self.engines:
+            cache = replace(client.config.cache, memory=info.kv_cache_bytes)
+            client.config = replace(client.config, replicas=1, max_model_len=info.max_model_len, cache=cache)
         for client in others:
             client.start_nowait()
         waiting = [asyncio.ensure_future(client.wait_ready()) for client in others]
@@ -387,9 +388,3 @@ class ReplicatedClient(SupervisedClient):
         if self.state != "ready" or not usable:
             raise self._unavailable()
         return usable
-
-
-def replica_config(config: EngineConfig, info: ModelInfo) -> EngineConfig:
-    """The configuration of an engine with the cache size and context length of one that has loaded."""
-    cache = replace(config.cache, memory=info.kv_cache_bytes)
-    return replace(config, replicas=1, max_model_len=info.max_model_len, cache=cache)

@@ -19,7 +19,13 @@ from windlass.engine.errors import EngineDeadError, EngineError, RequestError, S
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.interface.introspection import A, IntrospectionQuery
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
-from windlass.engine.interface.outputs import MAX_TIMING_SAMPLES, EngineStats, RequestOutput, TokenLogprobs
+from windlass.engine.interface.outputs import (
+    MAX_TIMING_SAMPLES,
+    TIMED_FIELDS,
+    EngineStats,
+    RequestOutput,
+    TokenLogprobs,
+)
 from windlass.engine.interface.request import EngineRequest
 
 _TOO_SLOW = (
@@ -28,7 +34,6 @@ _TOO_SLOW = (
 
 MAX_BUFFERED_OUTPUT = 2**19  # buffered numbers of one request's outputs, some 100 bytes each
 STATS_TIMEOUT = 1.0  # seconds to wait for new statistics before the last known ones are returned
-_SAMPLED = ("queue_seconds", "prefill_seconds", "decode_seconds", "inference_seconds")
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -81,14 +86,12 @@ class _RequestStream:
         self._wake()
         return True
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, *, discard: bool = False) -> None:
+        """End the stream with an error. discard: drop all buffered outputs."""
+        if discard:
+            self._outputs.clear()
         self.error = self.error or error
         self._wake()
-
-    def discard_and_fail(self, error: Exception) -> None:
-        """Fail and drop all buffered outputs."""
-        self._outputs.clear()
-        self.fail(error)
 
     async def get(self) -> RequestOutput | None:
         """The next output; None after the last. Raises the request's error after all outputs before it."""
@@ -184,7 +187,7 @@ class RequestRouter(_EngineCalls):
                         stream.put(output)
                         if stream.buffered_size > MAX_BUFFERED_OUTPUT:
                             self._forget(output.request_id, abort=not stream.finished)
-                            stream.discard_and_fail(SlowConsumerError(_TOO_SLOW))
+                            stream.fail(SlowConsumerError(_TOO_SLOW), discard=True)
             case messages.PromptLogprobs(request_id, entries):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.put_prompt_part(entries)
@@ -349,7 +352,7 @@ class StatsCalls(_EngineCalls):
 
     _latest: EngineStats | None = None
     _samples: dict[str, deque[float]] = field(
-        default_factory=lambda: {name: deque(maxlen=MAX_TIMING_SAMPLES) for name in _SAMPLED}
+        default_factory=lambda: {name: deque(maxlen=MAX_TIMING_SAMPLES) for name in TIMED_FIELDS}
     )
     _waiter: asyncio.Future[None] | None = None
 

@@ -14,7 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -217,12 +217,12 @@ _INFO = (
 )
 
 
+@dataclass
 class CrashReports:
     """Writes crash reports to `folder`, None for none. last: path of the last report."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self.last: Path | None = None
+    _folder: Path | None
+    last: Path | None = None
 
     async def write(
         self,

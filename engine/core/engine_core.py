@@ -73,142 +73,6 @@ _CAPTURE_SECONDS = 60.0  # for capturing decode steps; the last capture starts b
 _CLOSE_SECONDS = 3.0  # for saving blocks; the client waits five seconds for the engine to close
 
 
-# -- parts of the core -------------------------------------------------------------------------------------------------
-class StepTimeEstimator:
-    """The slowest step of each size; 2^k to 2^(k+1) - 1 tokens are one size."""
-
-    __slots__ = ("_slowest",)
-
-    def __init__(self) -> None:
-        self._slowest: dict[int, float] = {}
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step."""
-        size = num_tokens.bit_length()
-        self._slowest[size] = max(seconds, self._slowest.get(size, 0.0))
-
-    def announce(self, num_tokens: int, emit: Announce | None) -> None:
-        """Call `emit` with the expected seconds of a step if they are unknown or more than ANNOUNCE_SECONDS."""
-        seconds = self.seconds(num_tokens)
-        if emit is not None and (seconds is None or seconds > ANNOUNCE_SECONDS):
-            emit(seconds)
-
-    def seconds(self, num_tokens: int) -> float | None:
-        """The slowest step of this or a smaller size, or, if that is more, the slowest step of the nearest smaller size, doubled
-        for each size in between. None if no step of this or a smaller size has been seen.
-        """
-        size = num_tokens.bit_length()
-        known = [(seen, seconds) for seen, seconds in self._slowest.items() if seen <= size]
-        if not known:
-            return None
-        nearest, seconds = max(known)
-        return max(seconds * (1 << (size - nearest)), max(seconds for _, seconds in known))
-
-
-class GrammarQueue:
-    """Requests that wait for their grammar to be compiled, at most `max_waiting` at once."""
-
-    def __init__(self, compiler: GrammarCompiler, max_waiting: int) -> None:
-        self._compiler, self._max_waiting = compiler, max_waiting
-        self._waiting: dict[str, tuple[EngineRequest, Future[CompiledGrammar]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def requests(self) -> list[EngineRequest]:
-        """The waiting requests."""
-        return [request for request, _ in self._waiting.values()]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all waiting prompts."""
-        return sum(len(request.prompt_token_ids) for request, _ in self._waiting.values())
-
-    def add(self, request: EngineRequest, grammar: str) -> None:
-        """Start to compile a request's grammar. Raises QueueFullError, and RequestError for an id that is waiting already."""
-        if request.request_id in self._waiting:
-            raise RequestError(f"request id {request.request_id!r} is in use", "request_id", "duplicate_request_id")
-        if len(self._waiting) >= self._max_waiting:
-            raise QueueFullError(f"{len(self._waiting)} requests wait for their grammars already: try again later")
-        self._waiting[request.request_id] = (request, self._compiler.compile_in_background(grammar))
-
-    def drop(self, request_id: str) -> None:
-        """Remove a request; unknown ids are ignored."""
-        if request_id in self._waiting:
-            self._waiting.pop(request_id)[1].cancel()
-
-    def finished(self, *, pause: bool) -> Iterator[tuple[EngineRequest, CompiledGrammar | EngineError]]:
-        """Remove and yield the requests whose grammar is compiled or failed, oldest first.
-
-        pause: wait a moment for the oldest one, since there is nothing else to do.
-        """
-        if pause and self._waiting:
-            wait([next(iter(self._waiting.values()))[1]], _GRAMMAR_WAIT_SECONDS)
-        for request_id, (request, compiled) in list(self._waiting.items()):
-            if compiled.done():
-                del self._waiting[request_id]
-                yield request, _result_of(compiled)
-
-
-def _result_of(compiled: Future[CompiledGrammar]) -> CompiledGrammar | EngineError:
-    error = compiled.exception()
-    if error is None:
-        return compiled.result()
-    if isinstance(error, EngineError):
-        return error
-    return EngineError(f"the grammar could not be compiled: {type(error).__name__}")
-
-
-class StepExecutor:
-    """Runs steps. With async scheduling it starts the next one before it takes the results of the current one."""
-
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
-        self._scheduler, self._runner = scheduler, runner
-        self._estimator = StepTimeEstimator()
-        self._in_flight: StepFuture | None = None
-        self._started_at = 0.0  # seconds; when the device began to compute only the step in flight
-
-    def step(self, announce: Announce | None, watcher: PlanWatcher | None) -> list[RequestOutput]:
-        """Outputs of one step. watcher: called with each plan before it is computed.
-
-        The next step may be in flight afterwards, even if all its sequences have ended.
-        """
-        scheduler, started = self._scheduler, self._in_flight
-        self._in_flight = None
-        if started is not None and scheduler.async_scheduling.is_surplus(started.plan):
-            started = None
-        plan = scheduler.schedule() if started is None else started.plan
-        self._estimator.announce(plan.num_tokens, announce)
-        if started is None:
-            self._started_at = time.perf_counter()
-            self._notify_watcher(plan, watcher)
-            started = start_step(plan, self._runner, scheduler)
-        following = scheduler.async_scheduling.plan(started.plan) if started.in_flight else None
-        if following is not None:
-            self._notify_watcher(following, watcher)
-            self._in_flight = start_async_step(following, self._runner, scheduler)
-        results = started.results()
-        now = time.perf_counter()
-        seconds, self._started_at = now - self._started_at, now
-        self._estimator.observe(started.plan.num_tokens, seconds)
-        scheduler.observe(started.plan, seconds)
-        plan, results = scheduler.async_scheduling.drop_surplus(started.plan, results)
-        outputs: list[RequestOutput] = []
-        for result in results:
-            if result.error is not None:
-                outputs += scheduler.fail_sequence(result.seq_id, result.error)
-        outputs += started.failed + scheduler.update(plan, results)
-        if following is not None and self._in_flight is None:
-            restart_sequences(following, self._runner, scheduler)
-        return outputs
-
-    def _notify_watcher(self, plan: SchedulerOutput, watcher: PlanWatcher | None) -> None:
-        if watcher is not None:
-            watcher(plan, self._scheduler.live_sequences)
-
-
-# -- the core ----------------------------------------------------------------------------------------------------------
 class EngineCore:
     """A loaded model that serves requests, described by `info`. Raises LoadError if it cannot be served as configured."""
 
@@ -388,7 +252,7 @@ class EngineCore:
                 "unsupported_value",
             )
         with device_memory_guard("this picture"):
-            return inspect(query, self.scheduler, self.blocks, self.runner, self._planner)
+            return inspect(query, self.scheduler, self.runner, self._planner)
 
     def read_adapter(self, source: AdapterSource) -> Future[Adapter]:
         """Read and check an adapter in the background; pass the result to `add_adapter`. The future may fail with RequestError
@@ -423,3 +287,138 @@ class EngineCore:
             self.runner.join()
             waiting = [request.adapter for request in self._grammar_queue.requests]
             self.adapters.unload_unused(waiting + [seq.request.adapter for seq in self.scheduler.live_sequences()])
+
+
+# -- parts of the core -------------------------------------------------------------------------------------------------
+class StepTimeEstimator:
+    """The slowest step of each size; 2^k to 2^(k+1) - 1 tokens are one size."""
+
+    __slots__ = ("_slowest",)
+
+    def __init__(self) -> None:
+        self._slowest: dict[int, float] = {}
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Record the duration of a step."""
+        size = num_tokens.bit_length()
+        self._slowest[size] = max(seconds, self._slowest.get(size, 0.0))
+
+    def announce(self, num_tokens: int, emit: Announce | None) -> None:
+        """Call `emit` with the expected seconds of a step if they are unknown or more than ANNOUNCE_SECONDS."""
+        seconds = self.seconds(num_tokens)
+        if emit is not None and (seconds is None or seconds > ANNOUNCE_SECONDS):
+            emit(seconds)
+
+    def seconds(self, num_tokens: int) -> float | None:
+        """The slowest step of this or a smaller size, or, if that is more, the slowest step of the nearest smaller size, doubled
+        for each size in between. None if no step of this or a smaller size has been seen.
+        """
+        size = num_tokens.bit_length()
+        known = [(seen, seconds) for seen, seconds in self._slowest.items() if seen <= size]
+        if not known:
+            return None
+        nearest, seconds = max(known)
+        return max(seconds * (1 << (size - nearest)), max(seconds for _, seconds in known))
+
+
+class GrammarQueue:
+    """Requests that wait for their grammar to be compiled, at most `max_waiting` at once."""
+
+    def __init__(self, compiler: GrammarCompiler, max_waiting: int) -> None:
+        self._compiler, self._max_waiting = compiler, max_waiting
+        self._waiting: dict[str, tuple[EngineRequest, Future[CompiledGrammar]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def requests(self) -> list[EngineRequest]:
+        """The waiting requests."""
+        return [request for request, _ in self._waiting.values()]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all waiting prompts."""
+        return sum(len(request.prompt_token_ids) for request, _ in self._waiting.values())
+
+    def add(self, request: EngineRequest, grammar: str) -> None:
+        """Start to compile a request's grammar. Raises QueueFullError, and RequestError for an id that is waiting already."""
+        if request.request_id in self._waiting:
+            raise RequestError(f"request id {request.request_id!r} is in use", "request_id", "duplicate_request_id")
+        if len(self._waiting) >= self._max_waiting:
+            raise QueueFullError(f"{len(self._waiting)} requests wait for their grammars already: try again later")
+        self._waiting[request.request_id] = (request, self._compiler.compile_in_background(grammar))
+
+    def drop(self, request_id: str) -> None:
+        """Remove a request; unknown ids are ignored."""
+        if request_id in self._waiting:
+            self._waiting.pop(request_id)[1].cancel()
+
+    def finished(self, *, pause: bool) -> Iterator[tuple[EngineRequest, CompiledGrammar | EngineError]]:
+        """Remove and yield the requests whose grammar is compiled or failed, oldest first.
+
+        pause: wait a moment for the oldest one, since there is nothing else to do.
+        """
+        if pause and self._waiting:
+            wait([next(iter(self._waiting.values()))[1]], _GRAMMAR_WAIT_SECONDS)
+        for request_id, (request, compiled) in list(self._waiting.items()):
+            if compiled.done():
+                del self._waiting[request_id]
+                yield request, _result_of(compiled)
+
+
+def _result_of(compiled: Future[CompiledGrammar]) -> CompiledGrammar | EngineError:
+    error = compiled.exception()
+    if error is None:
+        return compiled.result()
+    if isinstance(error, EngineError):
+        return error
+    return EngineError(f"the grammar could not be compiled: {type(error).__name__}")
+
+
+class StepExecutor:
+    """Runs steps. With async scheduling it starts the next one before it takes the results of the current one."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self._scheduler, self._runner = scheduler, runner
+        self._estimator = StepTimeEstimator()
+        self._in_flight: StepFuture | None = None
+        self._started_at = 0.0  # seconds; when the device began to compute only the step in flight
+
+    def step(self, announce: Announce | None, watcher: PlanWatcher | None) -> list[RequestOutput]:
+        """Outputs of one step. watcher: called with each plan before it is computed.
+
+        The next step may be in flight afterwards, even if all its sequences have ended.
+        """
+        scheduler, started = self._scheduler, self._in_flight
+        self._in_flight = None
+        if started is not None and scheduler.async_scheduling.is_surplus(started.plan):
+            started = None
+        plan = scheduler.schedule() if started is None else started.plan
+        self._estimator.announce(plan.num_tokens, announce)
+        if started is None:
+            self._started_at = time.perf_counter()
+            self._notify_watcher(plan, watcher)
+            started = start_step(plan, self._runner, scheduler)
+        following = scheduler.async_scheduling.plan(started.plan) if started.in_flight else None
+        if following is not None:
+            self._notify_watcher(following, watcher)
+            self._in_flight = start_async_step(following, self._runner, scheduler)
+        results = started.results()
+        now = time.perf_counter()
+        seconds, self._started_at = now - self._started_at, now
+        self._estimator.observe(started.plan.num_tokens, seconds)
+        scheduler.observe(started.plan, seconds)
+        plan, results = scheduler.async_scheduling.drop_surplus(started.plan, results)
+        outputs: list[RequestOutput] = []
+        for result in results:
+            if result.error is not None:
+                outputs += scheduler.fail_sequence(result.seq_id, result.error)
+        outputs += started.failed + scheduler.update(plan, results)
+        if following is not None and self._in_flight is None:
+            restart_sequences(following, self._runner, scheduler)
+        return outputs
+
+    def _notify_watcher(self, plan: SchedulerOutput, watcher: PlanWatcher | None) -> None:
+        if watcher is not None:
+            watcher(plan, self._scheduler.live_sequences)

@@ -6,7 +6,7 @@ Enough for the server to validate requests and to describe itself. Free of torch
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from windlass.engine.interface.context import ContextSizes
 from windlass.engine.rotary.auto_scaling import AutoScalingThresholds
@@ -89,7 +89,7 @@ class ModelInfo(ContextSizes):
 # prefers one token over another as the continuation.
 PoolingKind = Literal["last", "mean", "first", "all", "classify", "classify tokens", "answer"]
 
-POOLING_KINDS: tuple[PoolingKind, ...] = ("last", "mean", "first", "all", "classify", "classify tokens", "answer")
+POOLING_KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
 
 Activation = Literal["softmax", "sigmoid", "none"]
 

@@ -59,6 +59,7 @@ class RequestOutput:
 
 
 MAX_TIMING_SAMPLES = 1 << 16  # of each duration, stored until they are read: some MB, hours of a busy server
+TIMED_FIELDS = ("queue_seconds", "prefill_seconds", "decode_seconds", "inference_seconds")  # of EngineStats
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 

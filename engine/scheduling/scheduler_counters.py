@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from windlass.engine.interface.outputs import MAX_TIMING_SAMPLES, STEP_TOKENS, EngineStats
+from windlass.engine.interface.outputs import MAX_TIMING_SAMPLES, STEP_TOKENS, TIMED_FIELDS, EngineStats
 from windlass.engine.scheduling.sequence import Sequence
 
 _RECOMPUTE_REASONS = ("preemption", "full_prefix_hit", "rope_update", "cache_reuse")
@@ -68,14 +68,9 @@ class SchedulerCounters(EngineStats):
 
     def snapshot(self, **gauges: Any) -> EngineStats:
         """The counters together with the given gauges, which are fields of `EngineStats`. Removes the durations it returns."""
-        values: dict[str, Any] = {}
-        for counter in fields(self):
-            value = getattr(self, counter.name)
-            if isinstance(value, dict):
-                value = dict(value)
-            elif isinstance(value, list | deque):
-                value = tuple(value)
-            values[counter.name] = value
-        for samples in (self.queue_seconds, self.prefill_seconds, self.decode_seconds, self.inference_seconds):
+        values: dict[str, Any] = {counter.name: getattr(self, counter.name) for counter in fields(self)}
+        values |= {"recomputed_tokens": dict(self.recomputed_tokens), "step_tokens": tuple(self.step_tokens)}
+        for name in TIMED_FIELDS:
+            samples, values[name] = values[name], tuple(values[name])
             samples.clear()
         return EngineStats(**values | gauges)
