@@ -233,7 +233,7 @@ class ProcessClient(SupervisedClient):
             if self.info is None:
                 self._fail(self._reported or f"the engine process ended while loading: {self._child.describe_end()}")
                 return
-            memory = None if self._watchdog is None else self._watchdog.memory
+            memory = None if self._watchdog is None else self._watchdog.activity.memory
             report_note = await self._crashes.write(
                 self._child, reason, self.config, self.info, self._failed_requests, memory
             )
@@ -323,7 +323,7 @@ class ProcessClient(SupervisedClient):
             asyncio.get_running_loop().call_later(0.5, writer.transport.abort)
             return
         self._reported = f"{reason}; it was killed"
-        if not watchdog.stopped:
+        if not watchdog.activity.stopped:
             await wait_for_stacks(child, STACK_SECONDS)
         child.process.kill()
 

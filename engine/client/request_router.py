@@ -71,7 +71,7 @@ class _RequestStream:
         self.buffered_size += _size(output)
         if output.finish_reason is not None:
             self._unfinished.discard(output.index)
-        self._wake()
+        _end_wait(self._waiter)
 
     def put_prompt_part(self, entries: Sequence[TokenLogprobs | None]) -> None:
         """Store these log-probabilities for the output that brings the last of them."""
@@ -83,7 +83,7 @@ class _RequestStream:
             return False
         self._unfinished.discard(index)
         self.ended_early = True
-        self._wake()
+        _end_wait(self._waiter)
         return True
 
     def fail(self, error: Exception, *, discard: bool = False) -> None:
@@ -91,7 +91,7 @@ class _RequestStream:
         if discard:
             self._outputs.clear()
         self.error = self.error or error
-        self._wake()
+        _end_wait(self._waiter)
 
     async def get(self) -> RequestOutput | None:
         """The next output; None after the last. Raises the request's error after all outputs before it."""
@@ -109,13 +109,19 @@ class _RequestStream:
         self.buffered_size -= _size(output)
         return output
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
 
 def _size(output: RequestOutput) -> int:
     return 4 + len(output.token_ids) + sum(2 + len(each.top) for each in output.logprobs or ())
+
+
+def _end_wait(waiter: asyncio.Future[Any] | None, result: Any = None) -> None:
+    """Give a waiting call its result or error, if there is one and it was not cancelled."""
+    if waiter is None or waiter.done():
+        return
+    if isinstance(result, EngineError):
+        waiter.set_exception(result)
+    else:
+        waiter.set_result(result)
 
 
 @dataclass
@@ -210,9 +216,7 @@ class RequestRouter(_EngineCalls):
             self._abort_confirmed(request_id)
 
     def _abort_confirmed(self, request_id: str) -> None:
-        aborting = self._aborting.pop(request_id, None)
-        if aborting is not None and not aborting.done():
-            aborting.set_result(None)
+        _end_wait(self._aborting.pop(request_id, None))
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -226,8 +230,7 @@ class _Loading:
 
     def end(self, error: EngineError | None = None) -> None:
         """Fail. There may be no caller left to retrieve the error."""
-        if not self.result.done():
-            self.result.set_exception(error or EngineError("the call to load this adapter was cancelled"))
+        _end_wait(self.result, error or EngineError("the call to load this adapter was cancelled"))
         self.result.exception()
 
 
@@ -325,20 +328,14 @@ class InspectionCalls(_EngineCalls):
         """Take an answer; False if the message is about something else."""
         if not isinstance(message, messages.InspectResult):
             return False
-        waiter = self._waiting.pop(message.inspection_id, None)
-        if waiter is not None and not waiter.done():
-            if isinstance(message.result, EngineError):
-                waiter.set_exception(message.result)
-            else:
-                waiter.set_result(message.result)
+        _end_wait(self._waiting.pop(message.inspection_id, None), message.result)
         return True
 
     def fail_all(self, reason: str) -> None:
         """Fail all queries because the engine is gone."""
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting.values():
-            if not waiter.done():
-                waiter.set_exception(EngineDeadError(reason))
+            _end_wait(waiter, EngineDeadError(reason))
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
@@ -401,7 +398,5 @@ class StatsCalls(_EngineCalls):
         self._resolve()
 
     def _resolve(self) -> None:
-        if self._waiter is not None:
-            if not self._waiter.done():
-                self._waiter.set_result(None)
-            self._waiter = None
+        _end_wait(self._waiter)
+        self._waiter = None

@@ -173,9 +173,7 @@ def rank_available_memory(
     config: EngineConfig, model: LoadedModel, draft: LoadedModel | None = None
 ) -> messages.AvailableMemory:
     """Available KV memory on the device of one rank; all ranks must call this at the same time. Raises LoadError."""
-    memory = model.decoder.backend.device_memory
-    assert memory is not None
-    return messages.AvailableMemory(profile_kv_memory(config, model, draft, memory), kv_bytes_per_token(model, draft))
+    return messages.AvailableMemory(profile_kv_memory(config, model, draft), kv_bytes_per_token(model, draft))
 
 
 def group_kv_memory(
