@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -40,14 +40,15 @@ STATS_TIMEOUT = 1.0  # seconds to wait for new statistics before the last known 
 class _RequestStream:
     """Outputs of one request that its consumer has not read yet. The engine never waits for a consumer.
 
-    buffered_size: their size; a log-probability with its token counts as one.
+    buffered_size: their size; a log-probability with its token counts as one. prompt_parts: log-probabilities of the prompt that
+    wait for the output with the last of them.
     """
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
         self._outputs: deque[RequestOutput] = deque()
         self.buffered_size = 0
-        self._prompt_parts: list[TokenLogprobs | None] = []
+        self.prompt_parts: list[TokenLogprobs | None] = []
         self._unfinished = set(range(request.sampling.n))
         self._waiter: asyncio.Future[None] | None = None
         self.ended_early = False  # the consumer ended a sample, so outputs may be in flight after all have finished
@@ -64,18 +65,14 @@ class _RequestStream:
             return
         if output.index not in self._unfinished:
             return  # computed before the engine received the end of this sample
-        if self._prompt_parts and output.prompt_logprobs is not None:
-            output = replace(output, prompt_logprobs=(*self._prompt_parts, *output.prompt_logprobs))
-            self._prompt_parts = []
+        if self.prompt_parts and output.prompt_logprobs is not None:
+            output = replace(output, prompt_logprobs=(*self.prompt_parts, *output.prompt_logprobs))
+            self.prompt_parts = []
         self._outputs.append(output)
         self.buffered_size += _size(output)
         if output.finish_reason is not None:
             self._unfinished.discard(output.index)
         _end_wait(self._waiter)
-
-    def put_prompt_part(self, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Store these log-probabilities for the output that brings the last of them."""
-        self._prompt_parts += entries
 
     def end(self, index: int) -> bool:
         """Expect no further outputs of a sample; False if it has finished already."""
@@ -196,7 +193,7 @@ class RequestRouter(_EngineCalls):
                             stream.fail(SlowConsumerError(_TOO_SLOW), discard=True)
             case messages.PromptLogprobs(request_id, entries):
                 if (stream := self._streams.get(request_id)) is not None:
-                    stream.put_prompt_part(entries)
+                    stream.prompt_parts += entries
             case messages.Rejected(request_id, error):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.fail(error)

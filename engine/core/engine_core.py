@@ -6,19 +6,8 @@ blocks while a step computes or, without other work, for files.
 Async scheduling: while the device computes a step, the next one is planned and started if it needs nothing that the first one
 samples. At most one started step has results that are not yet processed, and while there is one, nothing else is planned.
 
-The life of a plan (see `oom_recovery` and `ModelRunner`):
-
-* `start_step` starts a plan when none is in progress. It calls `ModelRunner.start` once, which applies the plan's one-time
-  changes. On a device that runs asynchronously the returned step is in progress; otherwise its tokens are already sampled.
-* If there is not enough memory after those changes (`can_retry`), `start_step` removes the newest request and calls
-  `ModelRunner.retry` with the rest of the plan, as often as needed. If recurrent state may have changed (`has_changed_states`),
-  the rest is not computed again: its sequences restart in later steps.
-* `start_async_step` starts a plan whose `num_inflight_passes` is not 0 while another step is in progress. It calls `start` once;
-  without memory the plan is abandoned and its tokens are planned again after the other step's results. If recurrent state may
-  have changed, its sequences restart once those results are processed.
-* `results` of a step are taken once, before anything else is planned.
-
-`ModelRunner.execute` is `start` and its results at once; `ModelRunner.apply` applies a plan without tokens to compute.
+`ModelRunner.start` applies the one-time changes of a plan and starts its step. A step that finds no memory is continued by
+`oom_recovery`.
 """
 
 from __future__ import annotations

@@ -47,10 +47,6 @@ class SchedulerQueues:
         seq.status = SequenceStatus.WAITING
         insort(self.waiting, seq, key=rank_key)
 
-    def sort_waiting(self) -> None:
-        """Restore the order of the waiting queue after ranks have changed."""
-        self.waiting.sort(key=rank_key)
-
     def start(self, seq: Sequence) -> None:
         """Move a waiting or forked sequence to the running queue."""
         if seq.status is SequenceStatus.WAITING:

@@ -397,7 +397,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Move waiting sequences to the running queue, best rank first, until one does not fit."""
         if self._fair_queue.order_changed():
-            self._queues.sort_waiting()
+            self._queues.waiting.sort(key=rank_key)
         while self._queues.has_capacity and (chosen := self._choose_waiting()):
             seq, full = chosen
             self._queues.start(seq)
