@@ -59,10 +59,7 @@ def _measure(
             core.add(EngineRequest(request_id, prompt, sampling))
         return ids
 
-    def report(stage: str, done: int, total: int) -> None:
-        if progress:
-            progress(stage, done, total)
-
+    report = progress or (lambda stage, done, total: None)
     start("warm-up", min(batch_size, 2), min(input_len, 64), min(4, context - min(input_len, 64)))
     while core.has_work():
         core.step()

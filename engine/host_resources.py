@@ -51,7 +51,7 @@ def processor_quota() -> float | None:
 
 def available_memory() -> int | None:
     """Bytes of main memory that the process may still use; None if the system does not report it."""
-    free = _table(Path("/proc/meminfo")).get("MemAvailable")
+    free = read_table(Path("/proc/meminfo")).get("MemAvailable")
     left = [] if free is None else [free * 1024]
     for folder in _folders("memory"):
         limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
@@ -60,7 +60,7 @@ def available_memory() -> int | None:
         if limit is None or used is None:
             continue
         # Cached file pages count as used here, but the kernel frees them on demand.
-        files = _table(folder / "memory.stat")
+        files = read_table(folder / "memory.stat")
         cached = [files.get(f"total_{name}", files.get(name, 0)) for name in ("active_file", "inactive_file")]
         left.append(max(0, limit - used + sum(cached)))
     return min(left, default=None)
@@ -82,7 +82,7 @@ def _folders(controller: str) -> Iterator[Path]:
     yield from sorted(folders)
 
 
-def _table(path: Path) -> dict[str, int]:
+def read_table(path: Path) -> dict[str, int]:
     """Lines of a name and a number, by name; empty if there is no such file."""
     lines = [line.split() for line in _text(path).splitlines()]
     return {

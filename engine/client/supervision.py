@@ -22,6 +22,7 @@ from typing import Any
 from windlass._version import __version__
 from windlass.engine.client.child_process import ChildProcess
 from windlass.engine.core.messages import ANNOUNCE_SECONDS, Message, StepDone, StepStarted
+from windlass.engine.host_resources import read_table
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest
@@ -284,16 +285,9 @@ def _versions() -> dict[str, str | None]:
 
 def _system_memory() -> dict[str, int]:
     """Bytes, as far as the system reports them."""
-    wanted = {"MemTotal": "total", "MemAvailable": "available", "SwapFree": "free_swap"}
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    return {
-        wanted[name]: int(rest.split()[0]) * 1024
-        for name, _, rest in (line.partition(":") for line in lines)
-        if name in wanted
-    }
+    found = read_table(Path("/proc/meminfo"))
+    names = {"MemTotal": "total", "MemAvailable": "available", "SwapFree": "free_swap"}
+    return {name: found[field] * 1024 for field, name in names.items() if field in found}
 
 
 def _write(folder: Path, report: dict[str, Any]) -> Path:

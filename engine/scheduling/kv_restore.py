@@ -23,10 +23,9 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from windlass.engine.cache.block_manager import BlockManager, ReuseLimits
-from windlass.engine.cache.block_store import ArrivedBlock, Fetch, WantedBlock
+from windlass.engine.cache.block_store import ArrivedBlock, BlockStore, Fetch, WantedBlock
 from windlass.engine.cache.cache_operations import LoadedBlock
 from windlass.engine.cache.non_prefix_reuse import PassageSearch
 from windlass.engine.cache.prefix_cache import BlockKey, first_visible_block, longest_hit
@@ -35,10 +34,6 @@ from windlass.engine.cache.sequence_cache import SequenceCache
 from windlass.engine.interface.context import MIN_PASSAGE_TOKENS
 from windlass.engine.scheduling.scheduler_counters import SchedulerCounters
 from windlass.engine.scheduling.sequence import EVICTION_RETRIED, Sequence
-
-if TYPE_CHECKING:
-    from windlass.engine.cache.block_store import BlockStore
-
 
 _GRACE_SECONDS = 1.0  # reading is never cancelled as slow before this time
 

@@ -167,7 +167,7 @@ class LiveRequests:
         if retained is not None and len(self._retained) < MAX_RETAINED:
             self._retained[request.request_id] = retained
         if request.deadline is not None:
-            self._deadlines.add(request.deadline, request.request_id, self._samples, len(self._samples))
+            self._deadlines.add(request.deadline, request.request_id, self._samples)
         return seq
 
     def add_children(self, parent: Sequence) -> list[Sequence]:
@@ -240,9 +240,9 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, deadline: float, request_id: str, live: abc.Container[str], num_live: int) -> None:
+    def add(self, deadline: float, request_id: str, live: abc.Collection[str]) -> None:
         heapq.heappush(self._heap, (deadline, request_id))
-        if len(self._heap) > 2 * num_live + 64:
+        if len(self._heap) > 2 * len(live) + 64:
             # Most entries belong to ended requests with late deadlines; removing them bounds the heap by the live ones.
             self._heap = [entry for entry in self._heap if entry[1] in live]
             heapq.heapify(self._heap)

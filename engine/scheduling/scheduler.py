@@ -28,9 +28,9 @@ import random
 import time
 from collections import abc
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.cache.block_store import BlockStore
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.interface.config import SchedulerConfig
 from windlass.engine.interface.context import ContextSizes
@@ -60,9 +60,6 @@ from windlass.engine.scheduling.scheduler_output import (
 )
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus, rank_key
 from windlass.engine.scheduling.speculation import Speculation
-
-if TYPE_CHECKING:
-    from windlass.engine.cache.block_store import BlockStore
 
 _RETRY_STEPS = 8  # steps after which a sequence that did not fit is matched against the prefix cache again
 
@@ -515,13 +512,11 @@ class Scheduler:
             seq = live.get(item.seq_id)
             if seq is None:
                 continue
-            if item.num_proposed:
+            if item.num_proposed or output.num_passes > 1 or output.num_inflight_passes:
                 result = _result(by_id, seq)
-                self._speculation.observe(seq, item, len(result.token_ids) - 1)
+                if item.num_proposed:
+                    self._speculation.observe(seq, item, len(result.token_ids) - 1)
                 outputs.append(self._take_tokens(seq, result, now, start=item.start))
-                continue
-            if output.num_passes > 1 or output.num_inflight_passes:
-                outputs.append(self._take_tokens(seq, _result(by_id, seq), now, start=item.start))
                 continue
             self._mark_computed(seq, item.start + item.num_tokens)
             if item.prompt_logprobs is not None:
