@@ -275,7 +275,9 @@ class Scheduler:
         if not self._queues.waiting:
             self._multi_step.extend(step)
         # Rows of one token are adjacent, as attention kernels prefer; otherwise by rank.
-        step.chunks.sort(key=lambda chunk: (len(chunk.seq.token_ids) - chunk.start > 1, chunk.num_proposed > 0))
+        step.chunks.sort(
+            key=lambda chunk: (len(chunk.seq.token_ids) - chunk.start > 1, bool(chunk.num_drafted or chunk.draft))
+        )
         if step.chunks or step.rerotations:
             self.counters.count_step(step.num_passes * sum(chunk.num_tokens for chunk in step.chunks))
         return step.build()
