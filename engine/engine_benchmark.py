@@ -6,6 +6,7 @@ separate batches: in one batch, prompts that finish early would decode while oth
 
 from __future__ import annotations
 
+import contextlib
 import random
 import resource
 import time
@@ -33,11 +34,8 @@ def run_engine_benchmark(
     most = config.scheduling.max_num_seqs
     if batch_size > most:
         raise LoadError(f"`batch_size={batch_size}` needs `scheduling.max_num_seqs={batch_size}` or more, it is {most}")
-    core = EngineCore(config, progress)
-    try:
+    with contextlib.closing(EngineCore(config, progress)) as core:
         return _measure(core, config, batch_size, input_len, output_len, progress)
-    finally:
-        core.close()
 
 
 def _measure(
@@ -61,10 +59,7 @@ def _measure(
             core.add(EngineRequest(request_id, prompt, sampling))
         return ids
 
-    def report(stage: str, done: int, total: int) -> None:
-        if progress:
-            progress(stage, done, total)
-
+    report = progress or (lambda stage, done, total: None)
     start("warm-up", min(batch_size, 2), min(input_len, 64), min(4, context - min(input_len, 64)))
     while core.has_work():
         core.step()

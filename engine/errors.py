@@ -35,9 +35,6 @@ class RequestError(EngineError, ValueError):
         self.param = param
         self.code = code
 
-    def __reduce__(self) -> tuple[type[RequestError], tuple[str, str | None, str | None]]:
-        return type(self), (self.message, self.param, self.code)
-
 
 class QueueFullError(EngineError):
     """The waiting queue is full; try again in `retry_after` seconds."""
@@ -45,9 +42,6 @@ class QueueFullError(EngineError):
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-
-    def __reduce__(self) -> tuple[type[QueueFullError], tuple[str, float]]:
-        return type(self), (str(self), self.retry_after)
 
 
 class EngineDeadError(EngineError):

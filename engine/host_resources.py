@@ -39,7 +39,7 @@ def processor_quota() -> float | None:
     """Processor time that the process may use, in processors; None if unlimited."""
     quotas = []
     for folder in _folders("cpu"):
-        limit, period = _words(folder / "cpu.max"), 0
+        limit, period = _text(folder / "cpu.max").split(), 0
         if len(limit) == 2:
             quota, period = _whole(limit[0]), _whole(limit[1]) or 0
         else:
@@ -51,7 +51,7 @@ def processor_quota() -> float | None:
 
 def available_memory() -> int | None:
     """Bytes of main memory that the process may still use; None if the system does not report it."""
-    free = _table(Path("/proc/meminfo")).get("MemAvailable")
+    free = read_table(Path("/proc/meminfo")).get("MemAvailable")
     left = [] if free is None else [free * 1024]
     for folder in _folders("memory"):
         limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
@@ -60,7 +60,7 @@ def available_memory() -> int | None:
         if limit is None or used is None:
             continue
         # Cached file pages count as used here, but the kernel frees them on demand.
-        files = _table(folder / "memory.stat")
+        files = read_table(folder / "memory.stat")
         cached = [files.get(f"total_{name}", files.get(name, 0)) for name in ("active_file", "inactive_file")]
         left.append(max(0, limit - used + sum(cached)))
     return min(left, default=None)
@@ -82,16 +82,12 @@ def _folders(controller: str) -> Iterator[Path]:
     yield from sorted(folders)
 
 
-def _table(path: Path) -> dict[str, int]:
+def read_table(path: Path) -> dict[str, int]:
     """Lines of a name and a number, by name; empty if there is no such file."""
     lines = [line.split() for line in _text(path).splitlines()]
     return {
         words[0].rstrip(":"): number for words in lines if len(words) > 1 and (number := _whole(words[1])) is not None
     }
-
-
-def _words(path: Path) -> list[str]:
-    return _text(path).split()
 
 
 def _number(path: Path) -> int | None:

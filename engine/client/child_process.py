@@ -145,21 +145,17 @@ class ChildProcess:
         return f"{text}: perhaps the machine ran out of memory" if text == "killed by SIGKILL" else text
 
 
+@dataclass
 class ChildSpawner:
     """Starts child processes. core, log_level: see `ChildProcess`. process_placement: returns where the next one runs.
 
     standby: a child that has been started already and is used first.
     """
 
-    def __init__(
-        self,
-        core: str | None,
-        log_level: str,
-        process_placement: Callable[[], ProcessPlacement],
-        standby: ChildProcess | None = None,
-    ) -> None:
-        self._core, self._log_level, self._placement = core, log_level, process_placement
-        self.standby = standby
+    _core: str | None
+    _log_level: str
+    _placement: Callable[[], ProcessPlacement]
+    standby: ChildProcess | None = None
 
     def spawn(self) -> ChildProcess:
         """The standby child or a new one. Raises OSError if the system has no memory, process or descriptor left."""

@@ -14,6 +14,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from typing import Generic, TypeVar
@@ -21,7 +22,6 @@ from typing import Generic, TypeVar
 from windlass.engine.cache.prefix_cache import root_digest
 from windlass.engine.errors import EngineError
 from windlass.engine.interface.config import RotaryConfig
-from windlass.engine.interface.context import context_sizes_of
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.rotary.rope_scaling import DISTANCE_KINDS, RopeScaling
@@ -37,15 +37,13 @@ MAX_KEY_BLOCKS = 4096  # of a prompt that are compared
 _MAX_CACHED_ROTATIONS = 256
 
 
+@dataclass(slots=True)
 class _TrackedPrefixes:
     """The blocks that one replica should have cached, least recently used first."""
 
-    __slots__ = ("_blocks", "_most", "last_chosen")
-
-    def __init__(self, most: int) -> None:
-        self._blocks: OrderedDict[bytes, None] = OrderedDict()
-        self._most = most
-        self.last_chosen = 0
+    _most: int
+    _blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    last_chosen: int = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -121,7 +119,7 @@ class PrefixKeys:
         self.block_tokens = -(-MIN_KEY_BLOCK_TOKENS // info.block_size) * info.block_size
         self._namespace = info.fingerprint.encode()
         self._planner = RotaryPlanner(info.rotary_groups, rotary.update, info.rotary_ladder, info.rotary_auto)
-        self._sizes = context_sizes_of(info)
+        self._info = info
         self._fingerprints = lru_cache(_MAX_CACHED_ROTATIONS)(self._resolve)
 
     def root(self, request: EngineRequest) -> bytes:
@@ -129,7 +127,7 @@ class PrefixKeys:
         prompt, rule = len(request.prompt_token_ids), request.context
         window = None if rule.attention_window is None else (rule.attention_window, rule.attention_sinks)
         try:
-            longest = min(prompt + request.sampling.max_tokens, self._sizes.size(rule).rotary_length)
+            longest = min(prompt + request.sampling.max_tokens, self._info.size(rule).rotary_length)
             scaling = request.rope_scaling
             if not self._depends_on_length(scaling):
                 prompt = longest = 1  # one cached entry for all lengths

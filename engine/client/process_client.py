@@ -24,19 +24,9 @@ from windlass.engine.client.child_process import (
 from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.client.request_router import AdapterCalls, InspectionCalls, RequestRouter, StatsCalls
 from windlass.engine.client.supervision import STACK_SECONDS, CrashReports, Watchdog
+from windlass.engine.core import messages
 from windlass.engine.core.flight_recorder import recorded_request_id
-from windlass.engine.core.messages import (
-    Close,
-    Crashed,
-    FrameReader,
-    LoadFailed,
-    Message,
-    Progress,
-    ProgressCallback,
-    Ready,
-    StepStarted,
-    encode,
-)
+from windlass.engine.core.messages import FrameReader, Message, ProgressCallback, encode
 from windlass.engine.errors import EngineDeadError, LoadError
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.interface.introspection import A, IntrospectionQuery
@@ -58,15 +48,12 @@ class SupervisedClient(EngineClient):
     progress: called in the event loop with (stage, done, total) while the model loads.
     """
 
-    def __init__(self, progress: ProgressCallback | None = None) -> None:
-        self.progress = progress
-        self._info: ModelInfo | None = None
+    info: ModelInfo | None = None
+    progress: ProgressCallback | None = None
+
+    def __init__(self) -> None:
         self._failure = ""
         self._state_changed = asyncio.Event()
-
-    @property
-    def info(self) -> ModelInfo | None:
-        return self._info
 
     @property
     def failure(self) -> str:
@@ -80,9 +67,9 @@ class SupervisedClient(EngineClient):
     async def wait_ready(self) -> ModelInfo:
         """Wait until requests are served. Raises LoadError if that will not happen."""
         state = await self.wait_state("ready", "failed", "closed")
-        if state != "ready" or self._info is None:
+        if state != "ready" or self.info is None:
             raise LoadError(self._failure or "the engine was closed before it was ready")
-        return self._info
+        return self.info
 
     async def start(self) -> ModelInfo:
         """start_nowait, then wait_ready."""
@@ -124,6 +111,9 @@ class ProcessClient(SupervisedClient):
     client from now on.
     """
 
+    state = "starting"
+    restarts = 0
+
     def __init__(
         self,
         config: EngineConfig,
@@ -137,7 +127,8 @@ class ProcessClient(SupervisedClient):
         child: ChildProcess | None = None,
         crash_folder: Path | None = None,
     ) -> None:
-        super().__init__(progress)
+        super().__init__()
+        self.progress = progress
         self.config = config  # of engines that are started, without adapters that were loaded later
         self._spawner = ChildSpawner(core, log_level, lambda: self._placement, child)
         self._hang_seconds = hang_seconds
@@ -145,10 +136,7 @@ class ProcessClient(SupervisedClient):
         self._backoff = backoff
         self._crashes = CrashReports(crash_folder)
         self._failed_requests: list[EngineRequest] = []  # that failed with the last engine
-
-        self._state = "starting"
         self._closing = asyncio.Event()
-        self._restarts = 0
         self._child: ChildProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -160,14 +148,6 @@ class ProcessClient(SupervisedClient):
         self._watchdog: Watchdog | None = None
 
     # -- the EngineClient protocol -------------------------------------------------------------------------------------
-    @property
-    def state(self) -> str:
-        return self._state
-
-    @property
-    def restarts(self) -> int:
-        return self._restarts
-
     @property
     def crash_report(self) -> Path | None:
         return self._crashes.last
@@ -197,19 +177,18 @@ class ProcessClient(SupervisedClient):
         return await self._inspections.inspect(query)
 
     async def stats(self) -> EngineStats:
-        """See `StatsCalls.ask`."""
         return await self._stats.ask()
 
     async def close(self) -> None:
         """End the engine; requests in flight fail with EngineDeadError. Safe to call twice and before the start."""
         self._set_state("closed")
         self._closing.set()
-        self._send(Close())
+        self._send(messages.Close())
         self._router.fail_all(lambda _: EngineDeadError("the engine was closed", begun=True))
-        self._adapters.fail_all(lambda: EngineDeadError("the engine was closed"))
-        self._inspections.fail_all(lambda: EngineDeadError("the engine was closed"))
+        self._adapters.fail_all("the engine was closed")
+        self._inspections.fail_all("the engine was closed")
         if self._supervisor is not None:
-            if self._info is None and self._child is not None:
+            if self.info is None and self._child is not None:
                 self._child.process.kill()  # it might otherwise load for minutes
             await asyncio.wait({self._supervisor}, timeout=CLOSE_TIMEOUT)
             self._supervisor.cancel()
@@ -251,12 +230,12 @@ class ProcessClient(SupervisedClient):
             if self._closing.is_set():
                 return
             reason = self._reported or f"the engine process ended: {self._child.describe_end()}"
-            if self._info is None:
+            if self.info is None:
                 self._fail(self._reported or f"the engine process ended while loading: {self._child.describe_end()}")
                 return
-            memory = None if self._watchdog is None else self._watchdog.memory
+            memory = None if self._watchdog is None else self._watchdog.activity.memory
             report_note = await self._crashes.write(
-                self._child, reason, self.config, self._info, self._failed_requests, memory
+                self._child, reason, self.config, self.info, self._failed_requests, memory
             )
             self._failed_requests = []  # prompts may be long
             now = time.monotonic()
@@ -279,7 +258,7 @@ class ProcessClient(SupervisedClient):
                     return
             self._child = child
             self._child.load(self._adapters.restart_config(self.config))
-            self._restarts += 1
+            self.restarts += 1
 
     def _next_child(self) -> ChildProcess | None:
         try:
@@ -317,9 +296,9 @@ class ProcessClient(SupervisedClient):
                 _logger.exception("a message of the engine could not be processed")
                 self._reported = f"a message of the engine could not be processed ({error!r}); it was killed"
                 child.process.kill()
-            loaded = self._state == "ready"
+            loaded = self.state == "ready"
             self._on_engine_exit()
-            if self._info is not None and not self._closing.is_set():
+            if self.info is not None and not self._closing.is_set():
                 self._spawner.set_standby(True)  # it starts while the old one is reaped and its crash report written
             if not await wait_ended(child, 2.0):  # an orderly child ends within moments of closing its socket
                 child.process.kill()
@@ -344,7 +323,7 @@ class ProcessClient(SupervisedClient):
             asyncio.get_running_loop().call_later(0.5, writer.transport.abort)
             return
         self._reported = f"{reason}; it was killed"
-        if not watchdog.stopped:
+        if not watchdog.activity.stopped:
             await wait_for_stacks(child, STACK_SECONDS)
         child.process.kill()
 
@@ -354,18 +333,18 @@ class ProcessClient(SupervisedClient):
         if any(part.deliver(message) for part in (self._stats, self._router, self._adapters, self._inspections)):
             return
         match message:
-            case StepStarted():
+            case messages.StepStarted():
                 pass
-            case Progress(stage, done, total):
+            case messages.Progress(stage, done, total):
                 if self.progress is not None:
                     self.progress(stage, done, total)
-            case Ready(info):
+            case messages.Ready(info):
                 if not self._closing.is_set():
-                    if self._info is not None:
+                    if self.info is not None:
                         _logger.warning("the engine is ready again")
-                    self._info = info
+                    self.info = info
                     self._set_state("ready")
-            case LoadFailed(reason) | Crashed(reason):
+            case messages.LoadFailed(reason) | messages.Crashed(reason):
                 self._reported = reason
             case _:
                 raise TypeError(f"an engine does not send {type(message).__name__} messages")
@@ -377,14 +356,14 @@ class ProcessClient(SupervisedClient):
             self._writer.write(encode(message))
 
     def _require_engine(self) -> None:
-        if self._state != "ready":
+        if self.state != "ready":
             raise self._unavailable()
 
     def _on_engine_exit(self) -> None:
         """Fail all calls at once, before the process is reaped and another one started."""
         self._writer = None
         self._failed_requests = self._router.requests
-        if self._info is not None and not self._closing.is_set():
+        if self.info is not None and not self._closing.is_set():
             self._set_state("restarting")
         last = None if self._child is None else self._child.last_requests()
         self._router.fail_all(
@@ -393,8 +372,8 @@ class ProcessClient(SupervisedClient):
                 begun=last is None or recorded_request_id(request_id) in last,
             )
         )
-        self._adapters.fail_all(lambda: EngineDeadError("the engine process ended while it loaded this adapter"))
-        self._inspections.fail_all(lambda: EngineDeadError("the engine process ended before it answered; ask again"))
+        self._adapters.fail_all("the engine process ended while it loaded this adapter")
+        self._inspections.fail_all("the engine process ended before it answered; ask again")
         self._stats.engine_gone()
 
     def _fail(self, reason: str) -> None:
@@ -403,5 +382,5 @@ class ProcessClient(SupervisedClient):
         self._set_state("failed")
 
     def _set_state(self, state: str) -> None:
-        self._state = state
+        self.state = state
         self._notify()

@@ -153,6 +153,8 @@ class ReplicatedClient(SupervisedClient):
     load with its cache size and context length, and share its weights. `progress` reports the first one.
     """
 
+    has_replicas = True
+
     def __init__(self, clients: Sequence[ProcessClient], config: EngineConfig) -> None:
         super().__init__()
         self._config = config
@@ -170,17 +172,13 @@ class ReplicatedClient(SupervisedClient):
         return tuple(replica.client for replica in self._replicas)
 
     @property
-    def has_replicas(self) -> bool:
-        return True
-
-    @property
     def state(self) -> str:
         """The state of the engines, "ready" if any of them is."""
         if self._closed:
             return "closed"
         if self._failure:
             return "failed"
-        if self._info is None:
+        if self.info is None:
             return "starting"
         states = {replica.client.state for replica in self._replicas}
         return next((state for state in ("ready", "restarting", "failed") if state in states), "restarting")
@@ -207,7 +205,7 @@ class ReplicatedClient(SupervisedClient):
         return max(reports, key=lambda report: report.name, default=None)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
-        """See `EngineClient.generate`. A request that its replica has not started when it dies moves to another one."""
+        """A request that its replica has not started when it dies moves to another one."""
         request_id, samples = request.request_id, request.sampling.n
         if request_id in self._replica_of:
             raise RequestError(f"a request with the id {request_id!r} is already running", "request_id")
@@ -283,7 +281,7 @@ class ReplicatedClient(SupervisedClient):
         return concat_cache_snapshots(snapshots)  # type: ignore[return-value]
 
     async def stats(self) -> EngineStats:
-        """The sum over all engines, with each one's statistics in `engines`; see `ProcessClient.stats`."""
+        """The sum over all engines, with each one's statistics in `engines`."""
         self._usable()
         results = await asyncio.gather(*(replica.client.stats() for replica in self._replicas), return_exceptions=True)
         for error in results:
@@ -292,7 +290,6 @@ class ReplicatedClient(SupervisedClient):
         return sum_stats([part if isinstance(part, EngineStats) else None for part in results])
 
     async def close(self) -> None:
-        """End all engines; see `ProcessClient.close`."""
         self._closed = True
         self._notify()
         await asyncio.gather(*(replica.client.close() for replica in self._replicas))
@@ -330,7 +327,7 @@ class ReplicatedClient(SupervisedClient):
             self._router = PrefixRouter(self._keys.block_tokens, tokens // self._keys.block_tokens)
         for replica in self._replicas:
             await replica.prepare(self._adapters)
-        self._info = replace(info, replicas=len(self._replicas))
+        self.info = replace(info, replicas=len(self._replicas))
         self._notify()
         create_task = asyncio.get_running_loop().create_task
         self._tasks += [
@@ -343,8 +340,9 @@ class ReplicatedClient(SupervisedClient):
         first.progress = self.progress
         first.start_nowait()
         info = await first.wait_ready()
-        for replica in self._replicas:
-            replica.client.config = replica_config(replica.client.config, info)
+        for client in self.engines:
+            cache = replace(client.config.cache, memory=info.kv_cache_bytes)
+            client.config = replace(client.config, replicas=1, max_model_len=info.max_model_len, cache=cache)
         for client in others:
             client.start_nowait()
         waiting = [asyncio.ensure_future(client.wait_ready()) for client in others]
@@ -390,9 +388,3 @@ class ReplicatedClient(SupervisedClient):
         if self.state != "ready" or not usable:
             raise self._unavailable()
         return usable
-
-
-def replica_config(config: EngineConfig, info: ModelInfo) -> EngineConfig:
-    """The configuration of an engine with the cache size and context length of one that has loaded."""
-    cache = replace(config.cache, memory=info.kv_cache_bytes)
-    return replace(config, replicas=1, max_model_len=info.max_model_len, cache=cache)

@@ -9,33 +9,23 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from windlass.engine.core.messages import (
-    Abort,
-    Aborted,
-    AdapterLoaded,
-    Add,
-    AskStats,
-    DropAdapter,
-    EndSample,
-    InspectRequest,
-    InspectResult,
-    LoadAdapter,
-    Message,
-    PromptLogprobs,
-    Ready,
-    Rejected,
-    Stats,
-    StepDone,
-)
-from windlass.engine.errors import EngineError, RequestError, SlowConsumerError
+from windlass.engine.core import messages
+from windlass.engine.core.messages import Message
+from windlass.engine.errors import EngineDeadError, EngineError, RequestError, SlowConsumerError
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.interface.introspection import A, IntrospectionQuery
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
-from windlass.engine.interface.outputs import MAX_TIMING_SAMPLES, EngineStats, RequestOutput, TokenLogprobs
+from windlass.engine.interface.outputs import (
+    MAX_TIMING_SAMPLES,
+    TIMED_FIELDS,
+    EngineStats,
+    RequestOutput,
+    TokenLogprobs,
+)
 from windlass.engine.interface.request import EngineRequest
 
 _TOO_SLOW = (
@@ -44,21 +34,21 @@ _TOO_SLOW = (
 
 MAX_BUFFERED_OUTPUT = 2**19  # buffered numbers of one request's outputs, some 100 bytes each
 STATS_TIMEOUT = 1.0  # seconds to wait for new statistics before the last known ones are returned
-_SAMPLED = ("queue_seconds", "prefill_seconds", "decode_seconds", "inference_seconds")
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 class _RequestStream:
     """Outputs of one request that its consumer has not read yet. The engine never waits for a consumer.
 
-    buffered_size: their size; a log-probability with its token counts as one.
+    buffered_size: their size; a log-probability with its token counts as one. prompt_parts: log-probabilities of the prompt that
+    wait for the output with the last of them.
     """
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
         self._outputs: deque[RequestOutput] = deque()
         self.buffered_size = 0
-        self._prompt_parts: list[TokenLogprobs | None] = []
+        self.prompt_parts: list[TokenLogprobs | None] = []
         self._unfinished = set(range(request.sampling.n))
         self._waiter: asyncio.Future[None] | None = None
         self.ended_early = False  # the consumer ended a sample, so outputs may be in flight after all have finished
@@ -75,18 +65,14 @@ class _RequestStream:
             return
         if output.index not in self._unfinished:
             return  # computed before the engine received the end of this sample
-        if self._prompt_parts and output.prompt_logprobs is not None:
-            output = replace(output, prompt_logprobs=(*self._prompt_parts, *output.prompt_logprobs))
-            self._prompt_parts = []
+        if self.prompt_parts and output.prompt_logprobs is not None:
+            output = replace(output, prompt_logprobs=(*self.prompt_parts, *output.prompt_logprobs))
+            self.prompt_parts = []
         self._outputs.append(output)
         self.buffered_size += _size(output)
         if output.finish_reason is not None:
             self._unfinished.discard(output.index)
-        self._wake()
-
-    def put_prompt_part(self, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Store these log-probabilities for the output that brings the last of them."""
-        self._prompt_parts += entries
+        _end_wait(self._waiter)
 
     def end(self, index: int) -> bool:
         """Expect no further outputs of a sample; False if it has finished already."""
@@ -94,17 +80,15 @@ class _RequestStream:
             return False
         self._unfinished.discard(index)
         self.ended_early = True
-        self._wake()
+        _end_wait(self._waiter)
         return True
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, *, discard: bool = False) -> None:
+        """End the stream with an error. discard: drop all buffered outputs."""
+        if discard:
+            self._outputs.clear()
         self.error = self.error or error
-        self._wake()
-
-    def discard_and_fail(self, error: Exception) -> None:
-        """Fail and drop all buffered outputs."""
-        self._outputs.clear()
-        self.fail(error)
+        _end_wait(self._waiter)
 
     async def get(self) -> RequestOutput | None:
         """The next output; None after the last. Raises the request's error after all outputs before it."""
@@ -122,27 +106,39 @@ class _RequestStream:
         self.buffered_size -= _size(output)
         return output
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
 
 def _size(output: RequestOutput) -> int:
     return 4 + len(output.token_ids) + sum(2 + len(each.top) for each in output.logprobs or ())
 
 
-class RequestRouter:
-    """The requests in flight.
+def _end_wait(waiter: asyncio.Future[Any] | None, result: Any = None) -> None:
+    """Give a waiting call its result or error, if there is one and it was not cancelled."""
+    if waiter is None or waiter.done():
+        return
+    if isinstance(result, EngineError):
+        waiter.set_exception(result)
+    else:
+        waiter.set_result(result)
+
+
+@dataclass
+class _EngineCalls:
+    """Calls of one kind.
 
     send: passes a message to the engine without waiting. require_engine: raises EngineDeadError while there is none. All methods
     run in the client's event loop.
     """
 
-    def __init__(self, send: Callable[[Message], None], require_engine: Callable[[], None]) -> None:
-        self._send = send
-        self._require_engine = require_engine
-        self._streams: dict[str, _RequestStream] = {}
-        self._aborting: dict[str, asyncio.Future[None]] = {}
+    _send: Callable[[Message], None]
+    _require_engine: Callable[[], None]
+
+
+@dataclass
+class RequestRouter(_EngineCalls):
+    """The requests in flight."""
+
+    _streams: dict[str, _RequestStream] = field(default_factory=dict)
+    _aborting: dict[str, asyncio.Future[None]] = field(default_factory=dict)
 
     @property
     def in_flight(self) -> int:
@@ -155,7 +151,6 @@ class RequestRouter:
         return [stream.request for stream in self._streams.values() if not stream.finished]
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
-        """See `EngineClient.generate`."""
         request_id = request.request_id
         self._require_engine()
         # Until the abort of a previous request with this id is confirmed, its outputs may arrive; they must not be mixed up.
@@ -166,7 +161,7 @@ class RequestRouter:
             raise RequestError(f"a request with the id {request_id!r} is already running", "request_id")
         stream = self._streams[request_id] = _RequestStream(request)
         try:
-            self._send(Add(request))
+            self._send(messages.Add(request))
             while (output := await stream.get()) is not None:
                 yield output
         finally:
@@ -178,32 +173,31 @@ class RequestRouter:
         del self._streams[request_id]
         if abort:
             self._aborting[request_id] = asyncio.get_running_loop().create_future()
-            self._send(Abort(request_id))
+            self._send(messages.Abort(request_id))
 
     def end_sample(self, request_id: str, index: int) -> None:
-        """See `EngineClient.end_sample`."""
         stream = self._streams.get(request_id)
         if stream is not None and stream.end(index):
-            self._send(EndSample(request_id, index))
+            self._send(messages.EndSample(request_id, index))
 
     def deliver(self, message: Message) -> bool:
         """Take a message about requests; False if it is about something else."""
         match message:
-            case StepDone(outputs):
+            case messages.StepDone(outputs):
                 for output in outputs:
                     stream = self._streams.get(output.request_id)
                     if stream is not None:
                         stream.put(output)
                         if stream.buffered_size > MAX_BUFFERED_OUTPUT:
                             self._forget(output.request_id, abort=not stream.finished)
-                            stream.discard_and_fail(SlowConsumerError(_TOO_SLOW))
-            case PromptLogprobs(request_id, entries):
+                            stream.fail(SlowConsumerError(_TOO_SLOW), discard=True)
+            case messages.PromptLogprobs(request_id, entries):
                 if (stream := self._streams.get(request_id)) is not None:
-                    stream.put_prompt_part(entries)
-            case Rejected(request_id, error):
+                    stream.prompt_parts += entries
+            case messages.Rejected(request_id, error):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.fail(error)
-            case Aborted(request_id):
+            case messages.Aborted(request_id):
                 self._abort_confirmed(request_id)
             case _:
                 return False
@@ -219,9 +213,7 @@ class RequestRouter:
             self._abort_confirmed(request_id)
 
     def _abort_confirmed(self, request_id: str) -> None:
-        aborting = self._aborting.pop(request_id, None)
-        if aborting is not None and not aborting.done():
-            aborting.set_result(None)
+        _end_wait(self._aborting.pop(request_id, None))
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -235,18 +227,17 @@ class _Loading:
 
     def end(self, error: EngineError | None = None) -> None:
         """Fail. There may be no caller left to retrieve the error."""
-        if not self.result.done():
-            self.result.set_exception(error or EngineError("the call to load this adapter was cancelled"))
+        _end_wait(self.result, error or EngineError("the call to load this adapter was cancelled"))
         self.result.exception()
 
 
-class AdapterCalls:
-    """Loads and drops adapters. send, require_engine: see `RequestRouter`. config: lists those loaded at start."""
+class AdapterCalls(_EngineCalls):
+    """Loads and drops adapters. config: lists those loaded at start."""
 
     def __init__(
         self, send: Callable[[Message], None], require_engine: Callable[[], None], config: EngineConfig
     ) -> None:
-        self._send, self._require_engine = send, require_engine
+        super().__init__(send, require_engine)
         self._loaded = {source.adapter_id: source for source in config.adapters.sources}
         self._loading: dict[int, _Loading] = {}
 
@@ -256,12 +247,12 @@ class AdapterCalls:
         return frozenset(self._loaded)
 
     async def load(self, source: AdapterSource) -> AdapterInfo:
-        """See `EngineClient.load_adapter`. Several callers can wait for the same adapter."""
+        """Several callers can wait for the same adapter."""
         self._require_engine()
         loading = self._loading.get(source.adapter_id)
         if loading is None:
             loading = self._loading[source.adapter_id] = _Loading(source, asyncio.get_running_loop().create_future())
-            self._send(LoadAdapter(source))
+            self._send(messages.LoadAdapter(source))
         loading.callers += 1
         try:
             return await asyncio.shield(loading.result)
@@ -273,22 +264,21 @@ class AdapterCalls:
             raise
 
     def drop(self, adapter_id: int) -> None:
-        """See `EngineClient.drop_adapter`."""
         if (loading := self._loading.pop(adapter_id, None)) is not None:
             loading.end(RequestError("the adapter was unloaded while it was loaded", "lora_name", "model_not_found"))
         self._loaded.pop(adapter_id, None)
-        self._send(DropAdapter(adapter_id))
+        self._send(messages.DropAdapter(adapter_id))
 
     def deliver(self, message: Message) -> bool:
         """Take a message about adapters; False if it is (also) about something else."""
-        if isinstance(message, Ready):  # a restarted engine may have failed to read some of them
+        if isinstance(message, messages.Ready):  # a restarted engine may have failed to read some of them
             ids = {info.adapter_id for info in message.info.adapters}
             self._loaded = {adapter_id: source for adapter_id, source in self._loaded.items() if adapter_id in ids}
-        if not isinstance(message, AdapterLoaded):
+        if not isinstance(message, messages.AdapterLoaded):
             return False
         loading = self._loading.pop(message.adapter_id, None)
         if loading is None:  # its callers were cancelled
-            self._send(DropAdapter(message.adapter_id))
+            self._send(messages.DropAdapter(message.adapter_id))
         elif isinstance(message.result, AdapterInfo):
             self._loaded[message.adapter_id] = loading.source
             loading.result.set_result(message.result)
@@ -296,11 +286,11 @@ class AdapterCalls:
             loading.end(message.result)
         return True
 
-    def fail_all(self, make_error: Callable[[], EngineError]) -> None:
+    def fail_all(self, reason: str) -> None:
         """Fail all loads because the engine is gone."""
         gone, self._loading = self._loading, {}
         for loading in gone.values():
-            loading.end(make_error())
+            loading.end(EngineDeadError(reason))
 
     def restart_config(self, config: EngineConfig) -> EngineConfig:
         """The configuration of the next engine, with the adapters of the last one if their files still exist."""
@@ -309,13 +299,12 @@ class AdapterCalls:
 
 
 # -- introspection -----------------------------------------------------------------------------------------------------
-class InspectionCalls:
-    """Introspection queries. send, require_engine: see `RequestRouter`."""
+@dataclass
+class InspectionCalls(_EngineCalls):
+    """Introspection queries."""
 
-    def __init__(self, send: Callable[[Message], None], require_engine: Callable[[], None]) -> None:
-        self._send, self._require_engine = send, require_engine
-        self._ids = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+    _ids: Iterator[int] = field(default_factory=itertools.count)
+    _waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
 
     @property
     def waiting(self) -> int:
@@ -323,49 +312,43 @@ class InspectionCalls:
         return len(self._waiting)
 
     async def inspect(self, query: IntrospectionQuery[A]) -> A:
-        """See `EngineClient.inspect`."""
         self._require_engine()
         inspection_id = next(self._ids)
         waiter = self._waiting[inspection_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(InspectRequest(inspection_id, query))
+            self._send(messages.InspectRequest(inspection_id, query))
             return cast(A, await waiter)
         finally:
             self._waiting.pop(inspection_id, None)
 
     def deliver(self, message: Message) -> bool:
         """Take an answer; False if the message is about something else."""
-        if not isinstance(message, InspectResult):
+        if not isinstance(message, messages.InspectResult):
             return False
-        waiter = self._waiting.pop(message.inspection_id, None)
-        if waiter is not None and not waiter.done():
-            if isinstance(message.result, EngineError):
-                waiter.set_exception(message.result)
-            else:
-                waiter.set_result(message.result)
+        _end_wait(self._waiting.pop(message.inspection_id, None), message.result)
         return True
 
-    def fail_all(self, make_error: Callable[[], EngineError]) -> None:
+    def fail_all(self, reason: str) -> None:
         """Fail all queries because the engine is gone."""
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting.values():
-            if not waiter.done():
-                waiter.set_exception(make_error())
+            _end_wait(waiter, EngineDeadError(reason))
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
-class StatsCalls:
-    """Statistics, joined so that every sample of `*_seconds` is returned exactly once. send, require_engine: see `RequestRouter`.
+@dataclass
+class StatsCalls(_EngineCalls):
+    """Statistics, joined so that every sample of `*_seconds` is returned exactly once.
 
     The engine drains its samples into each snapshot, whether requested or sent with a step. Until they are read, the last
     MAX_TIMING_SAMPLES of each kind are stored and older ones dropped; counters and gauges are not affected.
     """
 
-    def __init__(self, send: Callable[[Message], None], require_engine: Callable[[], None]) -> None:
-        self._send, self._require_engine = send, require_engine
-        self._latest: EngineStats | None = None
-        self._samples: dict[str, deque[float]] = {name: deque(maxlen=MAX_TIMING_SAMPLES) for name in _SAMPLED}
-        self._waiter: asyncio.Future[None] | None = None
+    _latest: EngineStats | None = None
+    _samples: dict[str, deque[float]] = field(
+        default_factory=lambda: {name: deque(maxlen=MAX_TIMING_SAMPLES) for name in TIMED_FIELDS}
+    )
+    _waiter: asyncio.Future[None] | None = None
 
     async def ask(self) -> EngineStats:
         """Current statistics, or the last known ones while a step takes longer than STATS_TIMEOUT. Raises EngineDeadError.
@@ -375,7 +358,7 @@ class StatsCalls:
         self._require_engine()
         if self._waiter is None:
             self._waiter = asyncio.get_running_loop().create_future()
-            self._send(AskStats())
+            self._send(messages.AskStats())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._waiter), STATS_TIMEOUT)
         self._require_engine()
@@ -383,11 +366,11 @@ class StatsCalls:
 
     def deliver(self, message: Message) -> bool:
         """Take the statistics of a message; False if it is (also) about something else."""
-        if isinstance(message, StepDone):
+        if isinstance(message, messages.StepDone):
             if message.stats is not None:
                 self.add(message.stats)
             return False
-        if not isinstance(message, Stats):
+        if not isinstance(message, messages.Stats):
             return False
         self.add(message.stats)
         self._resolve()
@@ -412,7 +395,5 @@ class StatsCalls:
         self._resolve()
 
     def _resolve(self) -> None:
-        if self._waiter is not None:
-            if not self._waiter.done():
-                self._waiter.set_result(None)
-            self._waiter = None
+        _end_wait(self._waiter)
+        self._waiter = None

@@ -14,7 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from windlass._version import __version__
 from windlass.engine.client.child_process import ChildProcess
 from windlass.engine.core.messages import ANNOUNCE_SECONDS, Message, StepDone, StepStarted
+from windlass.engine.host_resources import read_table
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest
@@ -103,39 +104,26 @@ BUSY_SECONDS = 10.0  # a computing step may take this long, whatever its expecte
 SLOW_STEP_FACTOR = 20.0  # and this multiple of its expected duration
 
 
+@dataclass
 class Watchdog:
     """Watches one child.
 
     hang_seconds: maximum silence if the expected duration of the step is unknown. has_pending_work: whether the child has work.
     has_inspections: whether it has introspection queries to answer, which the expected duration does not include.
-    suspect: called at every check with whether the child may soon have to be replaced.
+    suspect: called at every check with whether the child may soon have to be replaced. activity: of the child at the last check.
     """
 
-    def __init__(
-        self,
-        child: ChildProcess,
-        hang_seconds: float,
-        *,
-        has_pending_work: Callable[[], bool],
-        has_inspections: Callable[[], bool],
-        suspect: Callable[[bool], None],
-    ) -> None:
-        self._child = child
-        self._hang_seconds = hang_seconds
-        self._has_pending_work, self._has_inspections, self._suspect = has_pending_work, has_inspections, suspect
-        self._activity = ProcessActivity(child.process.pid)
+    child: ChildProcess
+    hang_seconds: float
+    _: KW_ONLY
+    has_pending_work: Callable[[], bool]
+    has_inspections: Callable[[], bool]
+    suspect: Callable[[bool], None]
+
+    def __post_init__(self) -> None:
+        self.activity = ProcessActivity(self.child.process.pid)
         self._silent_seconds = 0.0
         self._expected: float | None = None  # seconds of the running step; None: unknown
-
-    @property
-    def memory(self) -> int | None:
-        """Resident bytes of the child at the last check."""
-        return self._activity.memory
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a signal had stopped the child at the last check."""
-        return self._activity.stopped
 
     def on_message(self, message: Message) -> None:
         """Reset the silence, and note the expected duration of the next step."""
@@ -151,27 +139,27 @@ class Watchdog:
         Silence is counted in ticks of this loop instead of clock time, so that a parent that was itself stopped or busy does not
         blame the engine.
         """
-        tick = min(TICK, self._hang_seconds / 10)
+        tick = min(TICK, self.hang_seconds / 10)
         inactive = used_before = 0.0
         stopped, stopped_before = 0.0, False
         while True:
             await asyncio.sleep(tick)
-            if self._child.ended:
+            if self.child.ended:
                 return None
-            self._activity.refresh()
-            if not self._has_pending_work():
+            self.activity.refresh()
+            if not self.has_pending_work():
                 self._silent_seconds = inactive = stopped = 0.0
                 stopped_before = False
-                self._suspect(False)
+                self.suspect(False)
                 continue
-            used = self._activity.used_seconds or 0.0
+            used = self.activity.used_seconds or 0.0
             if self._silent_seconds == 0.0:
                 used_before = used
             self._silent_seconds += tick
-            inactive = inactive + tick if self._activity.inactive and self._silent_seconds > tick else 0.0
+            inactive = inactive + tick if self.activity.inactive and self._silent_seconds > tick else 0.0
             # The first check that finds the child stopped does not count: it is unknown since when.
-            stopped = stopped + tick if stopped_before and self._activity.stopped and self._activity.inactive else 0.0
-            stopped_before = self._activity.stopped
+            stopped = stopped + tick if stopped_before and self.activity.stopped and self.activity.inactive else 0.0
+            stopped_before = self.activity.stopped
             if stopped >= STOPPED_SECONDS:
                 return f"the engine was stopped by a signal for {stopped:g} seconds with requests to answer"
             if inactive >= INACTIVE_SECONDS:
@@ -179,17 +167,17 @@ class Watchdog:
             limit = self._silence_limit(used - used_before)
             if self._silent_seconds >= limit:
                 return f"no step of the engine finished for {limit:g} seconds"
-            self._suspect(self._activity.stopped or inactive >= SUSPECT_SECONDS)
+            self.suspect(self.activity.stopped or inactive >= SUSPECT_SECONDS)
 
     def _silence_limit(self, used: float) -> float:
         """Maximum silence in seconds, given the CPU time used during the silence.
 
         hang_seconds applies if the duration of the step is unknown, or if the engine gets no CPU time, which is not its fault.
         """
-        if self._expected is None or self._has_inspections():
-            return self._hang_seconds
+        if self._expected is None or self.has_inspections():
+            return self.hang_seconds
         limit = max(BUSY_SECONDS, SLOW_STEP_FACTOR * self._expected)
-        return limit if used >= limit / 2 else max(limit, self._hang_seconds)
+        return limit if used >= limit / 2 else max(limit, self.hang_seconds)
 
 
 # -- crash reports -----------------------------------------------------------------------------------------------------
@@ -217,12 +205,12 @@ _INFO = (
 )
 
 
+@dataclass
 class CrashReports:
     """Writes crash reports to `folder`, None for none. last: path of the last report."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self.last: Path | None = None
+    _folder: Path | None
+    last: Path | None = None
 
     async def write(
         self,
@@ -241,7 +229,24 @@ class CrashReports:
             stack = child.stacks.read()
             if self._folder is None:
                 return f"; its stack: {stack}" if stack else ""
-            report = _report(child, reason, config, info, requests, memory, stack)
+            code = child.process.poll()
+            report = {
+                "windlass_crash": 1,
+                "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "reason": reason,
+                "end": child.describe_end(),
+                "exit_code": code if code is not None and code >= 0 else None,
+                "signal": signal_name(code),
+                "pid": child.process.pid,
+                "versions": _versions(),
+                "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
+                "memory": {"engine": memory, **_system_memory()},
+                "configuration": asdict(config),
+                "model": None if info is None else {name: getattr(info, name) for name in _INFO},
+                "plans": child.recorder.read(),
+                "requests": [_shape(request) for request in requests],
+                "stack": stack.splitlines(),
+            }
             path = await asyncio.wait_for(asyncio.to_thread(_write, self._folder, report), WRITE_SECONDS)
         except Exception as error:  # for example, no thread can be started: restarting the engine matters more
             cause = "the disk is too slow" if isinstance(error, TimeoutError) else str(error) or repr(error)
@@ -249,35 +254,6 @@ class CrashReports:
             return ""
         self.last = path
         return f"; crash report: {path}"
-
-
-def _report(
-    child: ChildProcess,
-    reason: str,
-    config: EngineConfig,
-    info: ModelInfo | None,
-    requests: Sequence[EngineRequest],
-    memory: int | None,
-    stack: str,
-) -> dict[str, Any]:
-    code = child.process.poll()
-    return {
-        "windlass_crash": 1,
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "reason": reason,
-        "end": child.describe_end(),
-        "exit_code": code if code is not None and code >= 0 else None,
-        "signal": signal_name(code),
-        "pid": child.process.pid,
-        "versions": _versions(),
-        "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
-        "memory": {"engine": memory, **_system_memory()},
-        "configuration": asdict(config),
-        "model": None if info is None else {name: getattr(info, name) for name in _INFO},
-        "plans": child.recorder.read(),
-        "requests": [_shape(request) for request in requests],
-        "stack": stack.splitlines(),
-    }
 
 
 def _shape(request: EngineRequest) -> dict[str, Any]:
@@ -309,16 +285,9 @@ def _versions() -> dict[str, str | None]:
 
 def _system_memory() -> dict[str, int]:
     """Bytes, as far as the system reports them."""
-    wanted = {"MemTotal": "total", "MemAvailable": "available", "SwapFree": "free_swap"}
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    return {
-        wanted[name]: int(rest.split()[0]) * 1024
-        for name, _, rest in (line.partition(":") for line in lines)
-        if name in wanted
-    }
+    found = read_table(Path("/proc/meminfo"))
+    names = {"MemTotal": "total", "MemAvailable": "available", "SwapFree": "free_swap"}
+    return {name: found[field] * 1024 for field, name in names.items() if field in found}
 
 
 def _write(folder: Path, report: dict[str, Any]) -> Path:

@@ -7,8 +7,7 @@ value, or its layout.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -26,8 +25,7 @@ from windlass.engine.cache.host_tier import (
     pinned_rows_within,
     planes_of,
 )
-from windlass.engine.cache.kv_cache import KVCache
-from windlass.engine.cache.kv_cache_budget import CachePlan, check_tier_support, gib
+from windlass.engine.cache.kv_cache_budget import check_tier_support, gib
 from windlass.engine.cache.kv_cache_spec import KVGroupLayout, KVGroupSpec
 from windlass.engine.core.memory_budget import (
     allocate_kv_cache,
@@ -36,11 +34,12 @@ from windlass.engine.core.memory_budget import (
     largest_decode_step,
     make_draft_model,
     make_rotary_tables,
+    plan_kv_cache,
 )
-from windlass.engine.core.ranks import RankProcesses
+from windlass.engine.core.ranks import RankProcesses, group_kv_memory
 from windlass.engine.errors import LoadError
-from windlass.engine.execution.model_runner import ModelRunner, RankCommand
-from windlass.engine.execution.proposers import DraftModel, DraftModelProposer
+from windlass.engine.execution.model_runner import ModelRunner
+from windlass.engine.execution.proposers import DraftModelProposer
 from windlass.engine.interface.config import PERSIST_SIZE, EngineConfig, SpeculationConfig
 from windlass.engine.interface.context import ContextSizes
 from windlass.engine.interface.model_info import AdapterInfo, DraftInfo, ModelInfo
@@ -51,7 +50,7 @@ from windlass.engine.model.lora import LoadedAdapters
 from windlass.engine.model.model_spec import ModelSpec, context_refusals
 from windlass.engine.rotary.auto_scaling import AUTO, make_thresholds
 from windlass.engine.rotary.rotary_policy import RotaryPlanner
-from windlass.engine.rotary.rotary_tables import RotaryTables
+from windlass.engine.sampling.grammar import GrammarMasks
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.chunked_prefill import ChunkBoundaries
 from windlass.engine.scheduling.scheduler import Scheduler
@@ -61,81 +60,228 @@ _STORED_BLOCK_VERSION = 2  # increase it when the meaning of a stored block chan
 _LAYOUT_VERSION = 1  # part of every cache key: increase it when the meaning of a cached block changes
 
 
-# -- description of the loaded model -----------------------------------------------------------------------------------
+class EngineBuilder:
+    """A loaded model with its caches, from which the other parts of the engine are made. Raises LoadError, and so do the methods.
+
+    model, draft: with other ranks, which load at the same time, the first rank's shard of the model. plan: sizes of the cache.
+    draft_model: the draft model with its own KV cache and rotary tables.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None, ranks: RankProcesses | None) -> None:
+        placement = None if ranks is None else RankPlacement(0, ranks.memory, ranks.store)
+        model = load_model(config, progress, placement)
+        draft = load_draft(config, model, progress)
+        weight_bytes = model.decoder.weight_bytes()
+        if ranks is not None:
+            ranks.attach_collectives(model.decoder.backend.options.ranks)
+            weight_bytes += sum(shard.weight_bytes for shard in ranks.loaded())
+        plan = plan_kv_cache(config, model, draft, group_kv_memory(config, model, draft, ranks))
+        self._config, self._ranks, self._weight_bytes = config, ranks, weight_bytes
+        self.model, self.draft, self.plan = model, draft, plan
+        self.planner = self._make_planner()
+        # Two per sequence, since its frequencies may change in a step.
+        self._rotary_rows = rows = 2 * config.scheduling.max_num_seqs + 2
+        self.cache, self.tables = allocate_kv_cache(config, model, model, plan), make_rotary_tables(model.decoder, rows)
+        self.draft_model = None if draft is None else make_draft_model(config, model, draft, plan, rows)
+
+    def _make_planner(self) -> RotaryPlanner:
+        """The planner of rotary scalings, unless this model does not support the thresholds."""
+        own, rotary = self.model.rotary_groups, self._config.rotary
+        thresholds = make_thresholds(own, rotary.ladder, self.plan.max_model_len, "`rotary.ladder`") if own else None
+        if thresholds is None and rotary.scaling == AUTO:
+            raise LoadError(
+                "`rotary.scaling` is auto, and this model has no rotation that could be scaled: leave it out"
+            )
+        return RotaryPlanner(self.model.decoder.spec.rotary_groups, rotary.update, thresholds, rotary.scaling == AUTO)
+
+    def open_block_store(self) -> BlockStore | None:
+        """The disk and host tiers; None if neither is configured. The folder exists: see `check_tier_options`."""
+        config, decoder = self._config, self.model.decoder
+        cache = config.cache
+        if cache.persist is None and cache.host_memory is None:
+            return None
+        copies = decoder.backend.make_copies()
+        planes = planes_of([self.cache] if self.draft_model is None else [self.cache, self.draft_model.cache])
+        sizes = bytes_of_blocks(planes)
+        check_tier_support(
+            config,
+            sum(sizes) // cache.block_size,
+            is_bidirectional=decoder.spec.is_bidirectional,
+            on_device=copies is not None,
+        )
+        folder = None
+        if cache.persist is not None:
+            folder = self._persist_folder(Path(cache.persist))
+        if copies is None:
+            return BlockStore(folder, CPUBlockTransfer(planes), cache.block_size)
+        tier = None
+        if cache.host_memory is not None:
+            tier = HostTier(pinned_rows_within(cache.host_memory, sizes), sizes, cache.block_size, PersistCounters())
+        try:
+            transfer = DeviceBlockTransfer(planes, copies, tier)
+        except (MemoryError, RuntimeError) as error:
+            raise LoadError(_out_of_memory_text(config, error, on_device=is_out_of_memory(error))) from None
+        return BlockStore(folder, transfer, cache.block_size)
+
+    def _persist_folder(self, root: Path) -> PersistFolder:
+        config = self._config
+        identity: list[object] = [_STORED_BLOCK_VERSION, __version__, torch.__version__, config.cache.block_size]
+        files: list[Path] = []
+        read: list[tuple[Path, bytes]] = []
+        sources = [(config.model, self.model)]
+        if self.draft is not None:
+            sources.append((config.scheduling.speculation.model or config.model, self.draft))
+        for path, model in sources:
+            directory, decoder = Path(path), model.decoder
+            # Each chain's key covers its scaling. Threads and cores change results no more than the division into steps does.
+            spec = replace(decoder.spec, rotary_groups=(), notices=())
+            compute = replace(config.compute, cores=None, threads=None)
+            plan = sorted((name, [(part.rows, part.storage) for part in parts]) for name, parts in decoder.plan.items())
+            identity += [spec, compute, plan, decoder.dtype, decoder.weight_dtype, model.cache_dtype]
+            identity += [model.quantization, decoder.backend.explain()]
+            if config.loading.format == "dummy":
+                identity.append(model.digest)
+            else:
+                files += weight_files(directory)
+                read.append((directory, model.digest))
+
+        def is_current() -> bool:
+            return all(weights_digest(directory) == digest for directory, digest in read)
+
+        return PersistFolder(root, config.cache.persist_size or PERSIST_SIZE, files, repr(identity), is_current)
+
+    def make_runner(self, adapters: LoadedAdapters, masks: GrammarMasks, store: BlockStore | None) -> ModelRunner:
+        """The model runner, with CUDA graphs if enabled. The other ranks allocate their caches."""
+        config, decoder, ranks = self._config, self.model.decoder, self._ranks
+        runner = ModelRunner(
+            decoder,
+            self.cache,
+            self.tables,
+            Sampler(decoder.spec.vocab_size, decoder.backend, masks),
+            config.cache.block_size,
+            draft=self.draft_model,
+            adapters=adapters,
+            persisted=None if store is None else store.transfer,
+            send_command=None if ranks is None else ranks.send_command,
+        )
+        if config.compute.cuda_graphs:
+            largest = largest_decode_step(config, self.plan.max_model_len)
+            runner.make_graph_runner(*largest)
+            if isinstance(runner.proposer, DraftModelProposer):
+                runner.proposer.make_graph_runner(*largest)
+        if ranks is not None:
+            ranks.allocate_cache(self.plan, self._rotary_rows)
+        return runner
+
+    def make_blocks(self, store: BlockStore | None) -> BlockManager:
+        config, spec, plan = self._config, self.model.decoder.spec, self.plan
+        layouts = [
+            KVGroupLayout(n, group.window, _rotary_groups_of(spec, group))
+            for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
+        ]
+        if spec.state_group is not None:
+            layouts.append(KVGroupLayout.of_states(plan.num_states))
+        # With bidirectional attention the keys of a prefix depend on the rest of the text, so they cannot be shared.
+        prefix_caching = config.cache.prefix_caching and not spec.is_bidirectional
+        return BlockManager(layouts, config.cache.block_size, prefix_caching, listener=store)
+
+    def make_scheduler(
+        self, limits: ContextSizes, blocks: BlockManager, adapters: LoadedAdapters, store: BlockStore | None
+    ) -> Scheduler:
+        config, draft, decoder = self._config, self.draft, self.model.decoder
+        spec, scheduling = decoder.spec, config.scheduling
+        if self._ranks is not None or spec.state_group is not None:
+            # No multi-step decoding: only the first rank knows sampled tokens until the next plan contains them, and a
+            # recurrent state that a failed pass has changed cannot be restored.
+            scheduling = replace(scheduling, burst_seconds=0.0)
+        return Scheduler(
+            config=scheduling,
+            limits=limits,
+            blocks=blocks,
+            rotary=self.tables,
+            namespace=cache_namespace(self.model),
+            eos_token_ids=spec.eos_token_ids,
+            whole_prompts=spec.is_bidirectional,
+            chunk_boundaries=ChunkBoundaries(
+                decoder.backend.uniform_prefill_min_tokens,
+                config.cache.block_size,
+                align_to_blocks=spec.state_group is not None and config.cache.prefix_caching,
+            ),
+            adapter_key=lambda adapter_id: adapters.digest_of(adapter_id).encode(),
+            store=store,
+            draft_tracks_all_tokens=draft is not None
+            and (draft.spec.mtp_input is not None or draft.spec.state_group is not None),
+        )
+
+    def describe(self, adapters: tuple[AdapterInfo, ...], seconds: float) -> ModelInfo:
+        """Description of the loaded model. Raises LoadError if `context.shift_context` exceeds the context.
+
+        seconds: duration of loading.
+        """
+        config, model, draft, plan = self._config, self.model, self.draft, self.plan
+        decoder, spec = model.decoder, model.spec
+        shift_context = config.context.shift_context
+        if shift_context is not None and shift_context > plan.max_model_len:
+            raise LoadError(
+                f"`context.shift_context` is {shift_context}, the context is {plan.max_model_len} tokens: lower it"
+            )
+        backend = decoder.backend
+        kernel_notice = (backend.explain(),) if backend.is_fallback else ()
+        return ModelInfo(
+            path=config.model,
+            architecture=spec.architecture,
+            vocab_size=spec.vocab_size,
+            max_model_len=plan.max_model_len,
+            trained_len=spec.trained_len,
+            dtype=dtype_name(decoder.dtype),
+            weight_dtype=dtype_name(decoder.weight_dtype),
+            kv_cache_dtype=dtype_name(model.cache_dtype),
+            quantization=model.quantization,
+            device=str(decoder.device),
+            num_parameters=sum(prod(weight.shape) for weight in spec.weights()),
+            num_layers=len(spec.layers),
+            block_size=config.cache.block_size,
+            num_kv_blocks=plan.num_blocks,
+            num_states=plan.num_states,
+            state_bytes=spec.state_bytes + (0 if draft is None else draft.spec.state_bytes),
+            kv_cache_bytes=plan.num_bytes,
+            kv_bytes_per_token=kv_bytes_per_token(model, draft, all_ranks=True),
+            max_num_seqs=config.scheduling.max_num_seqs,
+            max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
+            eos_token_ids=spec.eos_token_ids,
+            rotary_groups=spec.rotary_groups,
+            model_rotary_groups=model.rotary_groups,
+            weight_bytes=self._weight_bytes,
+            load_seconds=seconds,
+            rotary_ladder=self.planner.ladder,
+            rotary_auto=self.planner.auto,
+            shift_context=shift_context or plan.max_model_len,
+            max_total_tokens=config.context.max_total_tokens,
+            cut_blocks=blocks_per_split(config.cache.block_size) if config.compute.deterministic else 1,
+            **context_refusals(decoder.spec),
+            adapters=adapters,
+            fingerprint=fingerprint(config, model),
+            hidden_size=spec.hidden_size,
+            pooling=model.pooling,
+            classifier=spec.classifier,
+            generates=spec.generates,
+            is_bidirectional=spec.is_bidirectional,
+            ranks=config.compute.tensor_parallel,
+            notices=model.notices + plan.notices + kernel_notice + (() if draft is None else draft.notices),
+            draft_model=None if draft is None else _describe_draft(config.scheduling.speculation, draft),
+        )
+
+
 def fingerprint(config: EngineConfig, model: LoadedModel) -> str:
     """A digest of everything that logits depend on. Prefix caching and proposed tokens do not change logits."""
     decoder = model.decoder
     groups = [(group.name, group.scaling.to_dict()) for group in decoder.spec.rotary_groups]
     compute = replace(config.compute, cores=None)  # the choice of cores does not change results
-    parts: tuple[object, ...] = (
-        __version__,
-        model.digest,
-        compute,
-        decoder.dtype,
-        decoder.weight_dtype,
-        model.cache_dtype,
-    )
+    parts: tuple[object, ...] = (__version__, model.digest, compute)
+    parts += (decoder.dtype, decoder.weight_dtype, model.cache_dtype)
     parts += (model.quantization, decoder.backend.explain(), groups, config.rotary.update)
     parts += (config.rotary.scaling == AUTO, config.rotary.ladder)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def describe(
-    config: EngineConfig,
-    models: LoadedModels,
-    plan: CachePlan,
-    limits: ContextSizes,
-    planner: RotaryPlanner,
-    adapters: tuple[AdapterInfo, ...],
-    seconds: float,
-) -> ModelInfo:
-    """Description of the loaded model. seconds: duration of loading."""
-    model, draft = models.model, models.draft
-    decoder, spec = model.decoder, model.spec
-    backend = decoder.backend
-    kernel_notice = (backend.explain(),) if backend.is_fallback else ()
-    return ModelInfo(
-        path=config.model,
-        architecture=spec.architecture,
-        vocab_size=spec.vocab_size,
-        max_model_len=plan.max_model_len,
-        trained_len=spec.trained_len,
-        dtype=dtype_name(decoder.dtype),
-        weight_dtype=dtype_name(decoder.weight_dtype),
-        kv_cache_dtype=dtype_name(model.cache_dtype),
-        quantization=model.quantization,
-        device=str(decoder.device),
-        num_parameters=sum(prod(weight.shape) for weight in spec.weights()),
-        num_layers=len(spec.layers),
-        block_size=config.cache.block_size,
-        num_kv_blocks=plan.num_blocks,
-        num_states=plan.num_states,
-        state_bytes=spec.state_bytes + (0 if draft is None else draft.spec.state_bytes),
-        kv_cache_bytes=plan.num_bytes,
-        kv_bytes_per_token=kv_bytes_per_token(model, draft, all_ranks=True),
-        max_num_seqs=config.scheduling.max_num_seqs,
-        max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
-        eos_token_ids=spec.eos_token_ids,
-        rotary_groups=spec.rotary_groups,
-        model_rotary_groups=model.rotary_groups,
-        weight_bytes=models.weight_bytes,
-        load_seconds=seconds,
-        rotary_ladder=planner.ladder,
-        rotary_auto=planner.auto,
-        shift_context=limits.shift_context,
-        max_total_tokens=limits.max_total_tokens,
-        **context_refusals(decoder.spec),
-        adapters=adapters,
-        fingerprint=fingerprint(config, model),
-        hidden_size=spec.hidden_size,
-        pooling=model.pooling,
-        classifier=spec.classifier,
-        generates=spec.generates,
-        is_bidirectional=spec.is_bidirectional,
-        ranks=config.compute.tensor_parallel,
-        notices=model.notices + plan.notices + kernel_notice + (() if draft is None else draft.notices),
-        draft_model=None if draft is None else _describe_draft(config.scheduling.speculation, draft),
-    )
 
 
 def _describe_draft(speculation: SpeculationConfig, draft: LoadedModel) -> DraftInfo:
@@ -151,57 +297,6 @@ def _describe_draft(speculation: SpeculationConfig, draft: LoadedModel) -> Draft
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModels:
-    """The model and its draft model. weight_bytes: of the model, on all ranks together."""
-
-    model: LoadedModel
-    draft: LoadedModel | None
-    weight_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheTensors:
-    """KV cache and rotary tables. draft: the draft model with its own."""
-
-    cache: KVCache
-    tables: RotaryTables
-    draft: DraftModel | None
-
-
-# -- the block store ---------------------------------------------------------------------------------------------------
-def open_block_store(config: EngineConfig, models: LoadedModels, tensors: CacheTensors) -> BlockStore | None:
-    """The disk and host tiers; None if neither is configured. Raises LoadError that states what to change.
-
-    The folder exists: see `check_tier_options`.
-    """
-    cache, decoder = config.cache, models.model.decoder
-    if cache.persist is None and cache.host_memory is None:
-        return None
-    copies = decoder.backend.make_copies()
-    planes = planes_of([tensors.cache] if tensors.draft is None else [tensors.cache, tensors.draft.cache])
-    sizes = bytes_of_blocks(planes)
-    check_tier_support(
-        config,
-        sum(sizes) // cache.block_size,
-        is_bidirectional=decoder.spec.is_bidirectional,
-        on_device=copies is not None,
-    )
-    folder = None
-    if cache.persist is not None:
-        folder = _persist_folder(config, models, Path(cache.persist))
-    if copies is None:
-        return BlockStore(folder, CPUBlockTransfer(planes), cache.block_size)
-    tier = None
-    if cache.host_memory is not None:
-        tier = HostTier(pinned_rows_within(cache.host_memory, sizes), sizes, cache.block_size, PersistCounters())
-    try:
-        transfer = DeviceBlockTransfer(planes, copies, tier)
-    except (MemoryError, RuntimeError) as error:
-        raise LoadError(_out_of_memory_text(config, error, on_device=is_out_of_memory(error))) from None
-    return BlockStore(folder, transfer, cache.block_size)
-
-
 def _out_of_memory_text(config: EngineConfig, error: Exception, *, on_device: bool) -> str:
     if on_device and config.cache.host_memory is None:
         return "no memory is left on the device for the copies of `cache.persist`: lower `cache.memory` or `cache.device_share`"
@@ -209,168 +304,6 @@ def _out_of_memory_text(config: EngineConfig, error: Exception, *, on_device: bo
     return (
         f"`cache.host_memory`: the system does not provide {size} of locked memory, or the device has no memory for the "
         f"copies ({str(error).splitlines()[0]}): lower it, or raise the limit of locked memory"
-    )
-
-
-def _persist_folder(config: EngineConfig, models: LoadedModels, root: Path) -> PersistFolder:
-    identity: list[object] = [_STORED_BLOCK_VERSION, __version__, torch.__version__, config.cache.block_size]
-    files: list[Path] = []
-    read: list[tuple[Path, bytes]] = []
-    sources = [(config.model, models.model)]
-    if models.draft is not None:
-        sources.append((config.scheduling.speculation.model or config.model, models.draft))
-    for path, model in sources:
-        directory, decoder = Path(path), model.decoder
-        # Each chain's key covers its scaling. Threads and cores change results no more than the division into steps does.
-        spec = replace(decoder.spec, rotary_groups=(), notices=())
-        compute = replace(config.compute, cores=None, threads=None)
-        plan = sorted((name, [(part.rows, part.storage) for part in parts]) for name, parts in decoder.plan.items())
-        identity += [spec, compute, plan, decoder.dtype, decoder.weight_dtype, model.cache_dtype, model.quantization]
-        identity.append(decoder.backend.explain())
-        if config.loading.format == "dummy":
-            identity.append(model.digest)
-        else:
-            files += weight_files(directory)
-            read.append((directory, model.digest))
-
-    def is_current() -> bool:
-        return all(weights_digest(directory) == digest for directory, digest in read)
-
-    return PersistFolder(root, config.cache.persist_size or PERSIST_SIZE, files, repr(identity), is_current)
-
-
-# -- the parts of an engine --------------------------------------------------------------------------------------------
-def load_models(config: EngineConfig, progress: Progress | None, others: RankProcesses | None) -> LoadedModels:
-    """Load the model and its draft model. With other ranks, which load at the same time: the first rank's shard.
-
-    Raises LoadError.
-    """
-    model = load_model(config, progress, None if others is None else RankPlacement(0, others.memory, others.store))
-    draft = load_draft(config, model, progress)
-    weight_bytes = model.decoder.weight_bytes()
-    if others is not None:
-        others.attach_collectives(model.decoder.backend.options.ranks)
-        weight_bytes += sum(shard.weight_bytes for shard in others.loaded())
-    return LoadedModels(model, draft, weight_bytes)
-
-
-def make_planner(config: EngineConfig, model: LoadedModel, plan: CachePlan) -> RotaryPlanner:
-    """The planner of rotary scalings. Raises LoadError for thresholds that this model does not support."""
-    own, rotary = model.rotary_groups, config.rotary
-    thresholds = make_thresholds(own, rotary.ladder, plan.max_model_len, "`rotary.ladder`") if own else None
-    if thresholds is None and rotary.scaling == AUTO:
-        raise LoadError("`rotary.scaling` is auto, and this model has no rotation that could be scaled: leave it out")
-    return RotaryPlanner(model.decoder.spec.rotary_groups, rotary.update, thresholds, rotary.scaling == AUTO)
-
-
-def rotary_rows(config: EngineConfig) -> int:
-    """Rows of the rotary tables: two per sequence, since its frequencies may change in a step."""
-    return 2 * config.scheduling.max_num_seqs + 2
-
-
-def allocate_cache(config: EngineConfig, models: LoadedModels, plan: CachePlan) -> CacheTensors:
-    """Allocate KV caches and rotary tables. Raises LoadError if there is not enough memory."""
-    model, draft, rows = models.model, models.draft, rotary_rows(config)
-    cache, tables = allocate_kv_cache(config, model, model, plan), make_rotary_tables(model.decoder, rows)
-    return CacheTensors(cache, tables, None if draft is None else make_draft_model(config, model, draft, plan, rows))
-
-
-def make_runner(
-    config: EngineConfig,
-    model: LoadedModel,
-    plan: CachePlan,
-    tensors: CacheTensors,
-    *,
-    sampler: Sampler,
-    adapters: LoadedAdapters,
-    store: BlockStore | None,
-    send_command: Callable[[RankCommand], None] | None,
-) -> ModelRunner:
-    """The model runner, with CUDA graphs if enabled. send_command: see `ModelRunner`."""
-    runner = ModelRunner(
-        model.decoder,
-        tensors.cache,
-        tensors.tables,
-        sampler,
-        config.cache.block_size,
-        draft=tensors.draft,
-        adapters=adapters,
-        persisted=None if store is None else store.transfer,
-        send_command=send_command,
-    )
-    if config.compute.cuda_graphs:
-        largest = largest_decode_step(config, plan.max_model_len)
-        runner.make_graph_runner(*largest)
-        if isinstance(runner.proposer, DraftModelProposer):
-            runner.proposer.make_graph_runner(*largest)
-    return runner
-
-
-def make_blocks(config: EngineConfig, spec: ModelSpec, plan: CachePlan, store: BlockStore | None) -> BlockManager:
-    layouts = [
-        KVGroupLayout(n, group.window, _rotary_groups_of(spec, group))
-        for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
-    ]
-    if spec.state_group is not None:
-        layouts.append(KVGroupLayout.of_states(plan.num_states))
-    # With bidirectional attention the keys of a prefix depend on the rest of the text, so they cannot be shared.
-    prefix_caching = config.cache.prefix_caching and not spec.is_bidirectional
-    return BlockManager(layouts, config.cache.block_size, prefix_caching, listener=store)
-
-
-def make_context_limits(config: EngineConfig, spec: ModelSpec, plan: CachePlan) -> ContextSizes:
-    """The context limits. Raises LoadError if `context.shift_context` exceeds the context."""
-    shift_context = config.context.shift_context
-    if shift_context is not None and shift_context > plan.max_model_len:
-        raise LoadError(
-            f"`context.shift_context` is {shift_context}, the context is {plan.max_model_len} tokens: lower it"
-        )
-    return ContextSizes(
-        max_model_len=plan.max_model_len,
-        block_size=config.cache.block_size,
-        shift_context=shift_context or plan.max_model_len,
-        max_total_tokens=config.context.max_total_tokens,
-        cut_blocks=blocks_per_split(config.cache.block_size) if config.compute.deterministic else 1,
-        **context_refusals(spec),
-    )
-
-
-def make_scheduler(
-    config: EngineConfig,
-    models: LoadedModels,
-    limits: ContextSizes,
-    blocks: BlockManager,
-    *,
-    tables: RotaryTables,
-    adapters: LoadedAdapters,
-    store: BlockStore | None,
-    alone: bool,
-) -> Scheduler:
-    """The scheduler. alone: the model has no other ranks."""
-    model, draft = models.model, models.draft
-    decoder, spec = model.decoder, model.decoder.spec
-    scheduling = config.scheduling
-    if not alone or spec.state_group is not None:
-        # No multi-step decoding: only the first rank knows sampled tokens until the next plan contains them, and a recurrent
-        # state that a failed pass has changed cannot be restored.
-        scheduling = replace(scheduling, burst_seconds=0.0)
-    return Scheduler(
-        config=scheduling,
-        limits=limits,
-        blocks=blocks,
-        rotary=tables,
-        namespace=cache_namespace(model),
-        eos_token_ids=spec.eos_token_ids,
-        whole_prompts=spec.is_bidirectional,
-        chunk_boundaries=ChunkBoundaries(
-            decoder.backend.uniform_prefill_min_tokens,
-            config.cache.block_size,
-            align_to_blocks=spec.state_group is not None and config.cache.prefix_caching,
-        ),
-        adapter_key=lambda adapter_id: adapters.digest_of(adapter_id).encode(),
-        store=store,
-        draft_tracks_all_tokens=draft is not None
-        and (draft.spec.mtp_input is not None or draft.spec.state_group is not None),
     )
 
 

@@ -6,19 +6,8 @@ blocks while a step computes or, without other work, for files.
 Async scheduling: while the device computes a step, the next one is planned and started if it needs nothing that the first one
 samples. At most one started step has results that are not yet processed, and while there is one, nothing else is planned.
 
-The life of a plan (see `oom_recovery` and `ModelRunner`):
-
-* `start_step` starts a plan when none is in progress. It calls `ModelRunner.start` once, which applies the plan's one-time
-  changes. On a device that runs asynchronously the returned step is in progress; otherwise its tokens are already sampled.
-* If there is not enough memory after those changes (`can_retry`), `start_step` removes the newest request and calls
-  `ModelRunner.retry` with the rest of the plan, as often as needed. If recurrent state may have changed (`has_changed_states`),
-  the rest is not computed again: its sequences restart in later steps.
-* `start_async_step` starts a plan whose `num_inflight_passes` is not 0 while another step is in progress. It calls `start` once;
-  without memory the plan is abandoned and its tokens are planned again after the other step's results. If recurrent state may
-  have changed, its sequences restart once those results are processed.
-* `results` of a step are taken once, before anything else is planned.
-
-`ModelRunner.execute` is `start` and its results at once; `ModelRunner.apply` applies a plan without tokens to compute.
+`ModelRunner.start` applies the one-time changes of a plan and starts its step. A step that finds no memory is continued by
+`oom_recovery`.
 """
 
 from __future__ import annotations
@@ -35,21 +24,9 @@ import torch
 from windlass.engine.cache.block_store import BlockStore
 from windlass.engine.cache.kv_cache_budget import check_tier_options
 from windlass.engine.core.adapter_manager import AdapterManager
-from windlass.engine.core.engine_builder import (
-    allocate_cache,
-    describe,
-    load_models,
-    make_blocks,
-    make_context_limits,
-    make_planner,
-    make_runner,
-    make_scheduler,
-    open_block_store,
-    rotary_rows,
-)
+from windlass.engine.core.engine_builder import EngineBuilder
 from windlass.engine.core.flight_recorder import PlanWatcher
 from windlass.engine.core.introspection import inspect
-from windlass.engine.core.memory_budget import plan_kv_cache
 from windlass.engine.core.messages import ANNOUNCE_SECONDS, Announce, picklable_error
 from windlass.engine.core.oom_recovery import (
     device_memory_guard,
@@ -57,7 +34,7 @@ from windlass.engine.core.oom_recovery import (
     start_async_step,
     start_step,
 )
-from windlass.engine.core.ranks import RankProcesses, group_kv_memory
+from windlass.engine.core.ranks import RankProcesses
 from windlass.engine.errors import EngineError, QueueFullError, RequestError
 from windlass.engine.execution.cuda_graphs import StepFuture
 from windlass.engine.execution.dummy_runs import warm_up
@@ -73,7 +50,6 @@ from windlass.engine.model.loading.weights import Progress
 from windlass.engine.model.lora import Adapter
 from windlass.engine.rotary.rotary_policy import RotaryPlan
 from windlass.engine.sampling.grammar import CompiledGrammar, GrammarCompiler, GrammarMasks
-from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 
@@ -84,6 +60,222 @@ _RESTORE_WAIT_SECONDS = 0.005  # that an engine without other work waits for fil
 _STORE_SCAN_SECONDS = 2.0  # that a start may wait for the scan of stored blocks, while gigabytes of weights are hashed
 _CAPTURE_SECONDS = 60.0  # for capturing decode steps; the last capture starts before they are over
 _CLOSE_SECONDS = 3.0  # for saving blocks; the client waits five seconds for the engine to close
+
+
+class EngineCore:
+    """A loaded model that serves requests, described by `info`. Raises LoadError if it cannot be served as configured."""
+
+    _store: BlockStore | None = None
+    _rank_group: RankProcesses | None = None
+    _plan_watcher: PlanWatcher | None = None
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        started = time.perf_counter()
+        has_ranks = config.compute.tensor_parallel > 1
+        usual = torch.get_num_threads()
+        threads = threads_per_rank(config.compute, None if has_ranks else usual)
+        if threads != usual:
+            torch.set_num_threads(threads)
+        check_tier_options(config)
+        if has_ranks:
+            self._rank_group = RankProcesses(config)
+        try:
+            self._load(config, progress, started)
+        except BaseException:
+            self._close_ranks()
+            raise
+
+    def _load(self, config: EngineConfig, progress: Progress | None, started: float) -> None:
+        builder = EngineBuilder(config, progress, self._rank_group)
+        spec = builder.model.decoder.spec
+        self._deterministic = config.compute.deterministic
+        self._planner = builder.planner
+        self._grammars = GrammarCompiler(Path(config.model), spec.vocab_size, spec.eos_token_ids)
+        self._grammar_queue = GrammarQueue(self._grammars, config.scheduling.max_waiting)
+        self.adapters = AdapterManager(config.adapters, builder.model)
+        adapters = self.adapters.loaded
+        self._store = builder.open_block_store()
+        self.runner = builder.make_runner(adapters, GrammarMasks(self._grammars), self._store)
+        self.blocks = builder.make_blocks(self._store)
+        self.info = builder.describe(adapters.infos, time.perf_counter() - started)
+        self.scheduler = builder.make_scheduler(self.info, self.blocks, adapters, self._store)
+        self._steps = StepExecutor(self.scheduler, self.runner)
+
+    def warm_up(self, max_seconds: float = 0.5) -> None:
+        """Run a few dummy steps before the first request: see `windlass.engine.execution.dummy_runs`.
+
+        On a device with CUDA graphs decode steps are captured, in addition to `max_seconds`. Waits for the scan of stored blocks,
+        so that the first request finds them.
+        """
+        max_length = min(self.info.max_model_len, min(self.info.num_kv_blocks) * self.info.block_size)
+        specs = self._planner.plan(1 if self._planner.auto else max_length, update="frozen").stage(1).specs
+        warm_up(
+            self.runner,
+            specs,
+            num_groups=len(self.blocks.pools),
+            block_size=self.info.block_size,
+            max_length=max_length,
+            max_seconds=max_seconds,
+        )
+        proposer = self.runner.proposer
+        for graphs in (self.runner.graphs, None if proposer is None else proposer.graphs):
+            if graphs is not None:
+                graphs.capture(graphs.sizes, _CAPTURE_SECONDS)
+        if self._store is not None:
+            self._store.wait_scanned(_STORE_SCAN_SECONDS)
+
+    def prepare_in_idle_time(self) -> None:
+        """Prepare the vocabulary for grammars in the background, which would delay other streams with the first grammar."""
+        self._grammars.prepare_in_background()
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises RequestError if it cannot run as given, QueueFullError if too many wait."""
+        validate_request(request, vocab_size=self.info.vocab_size)
+        validate_task(request, self.info)
+        self.adapters.check(request.adapter)
+        if self._deterministic and request.reuse is not None and request.reuse.is_enabled:
+            raise RequestError(
+                "cache_reuse: this server is deterministic, and reused keys depend on the text before a passage when it was "
+                "computed: leave it out",
+                "cache_reuse",
+                "unsupported_value",
+            )
+        rotation = self.plan_rotation(request)
+        validate_distance_rules(request, rotation)
+        grammar = request.sampling.grammar
+        compiled = None if grammar is None else self._grammars.known(grammar)
+        if grammar is not None and compiled is None:
+            self.scheduler.check_waiting_tokens(request, self._grammar_queue.num_tokens)
+            self._grammar_queue.add(request, grammar)
+        else:
+            self.scheduler.add(request, rotation, compiled, self._grammar_queue.num_tokens)
+
+    def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
+        """The rotary plan of this request from its first to its last token. Raises RequestError if it does not fit."""
+        context_limits = self.info.size(request.context)
+        longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, context_limits.rotary_length)
+        return self._planner.plan(longest, request.rope_scaling, request.rope_update, exact=request.rope_exact)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request with all its samples and free its blocks at once; unknown ids are ignored."""
+        self._grammar_queue.drop(request_id)
+        self.scheduler.abort(request_id)
+        self._release_finished()
+
+    def end_sample(self, request_id: str, index: int) -> None:
+        """End one sample without an output and free its blocks at once; the others continue. Unknown ones are ignored."""
+        self.scheduler.end_sample(request_id, index)
+        self._release_finished()
+
+    def has_work(self) -> bool:
+        return len(self._grammar_queue) > 0 or self.scheduler.has_work()
+
+    def step(self, announce: Announce | None = None) -> list[RequestOutput]:
+        """Plan and run one step, and process its results. Outputs of expired requests come first.
+
+        announce: called with the expected seconds before a step that may take more than a second; None: unknown.
+        """
+        self.scheduler.wait_for_restore(_RESTORE_WAIT_SECONDS)
+        outputs = self._admit_with_grammar() + self.scheduler.expire(time.monotonic())
+        if not self.scheduler.has_work():
+            self._release_finished()
+            return outputs
+        outputs += self._steps.step(announce, self._plan_watcher)
+        self._release_finished()
+        return outputs
+
+    def _admit_with_grammar(self) -> list[RequestOutput]:
+        """Queue the requests whose grammars are compiled. The outputs hold the errors of those that cannot run."""
+        refused = []
+        for request, compiled in self._grammar_queue.finished(pause=not self.scheduler.has_work()):
+            try:
+                if isinstance(compiled, EngineError):
+                    raise compiled
+                self.scheduler.add(request, self.plan_rotation(request), compiled, self._grammar_queue.num_tokens)
+            except EngineError as error:
+                refused.append(RequestOutput(request.request_id, error=error))
+            except Exception as error:  # a defect triggered by one request must not end the others, as in `EngineLoop`
+                extra = {"request_id": request.request_id}
+                _logger.exception("request %s could not be added", request.request_id, extra=extra)
+                self.scheduler.abort(request.request_id)
+                refused.append(RequestOutput(request.request_id, error=picklable_error(error)))
+        return refused
+
+    def stats(self) -> EngineStats:
+        """A snapshot that drains the `*_seconds` samples."""
+        stats = self.scheduler.stats()
+        return replace(
+            stats,
+            rotary_specs_live=self.runner.tables.num_live,
+            num_waiting=stats.num_waiting + len(self._grammar_queue),
+            adapters_loaded=len(self.adapters.loaded),
+            adapter_bytes=self.adapters.loaded.num_bytes,
+            persist=PersistStats() if self._store is None else self._store.stats(),
+        )
+
+    def close(self) -> None:
+        """Write cached blocks that are not stored yet, within seconds, and end the ranks. Nothing may be called afterwards."""
+        if self._store is not None:
+            self._store.close(_CLOSE_SECONDS)
+        self._close_ranks()
+
+    def watch_plans(self, watcher: PlanWatcher) -> None:
+        """Call `watcher` with each plan before it is computed."""
+        self._plan_watcher = watcher
+
+    def watch_ranks(self, gone: Callable[[str], None]) -> None:
+        """Call `gone` from another thread, with the reason, when a rank has ended; no step succeeds from then on."""
+        if self._rank_group is not None:
+            self._rank_group.watch(gone)
+
+    def _close_ranks(self) -> None:
+        if self._rank_group is not None:
+            self._rank_group.close()
+
+    def inspect(self, query: IntrospectionQuery[A]) -> A:
+        """Answer a query. Raises RequestError and DeviceMemoryError."""
+        if self._rank_group is not None and isinstance(query, AttentionQuery):
+            raise RequestError(
+                "attention is not shown for a model that is split over ranks: start without `compute.tensor_parallel`",
+                "prompt",
+                "unsupported_value",
+            )
+        with device_memory_guard("this picture"):
+            return inspect(query, self.scheduler, self.runner, self._planner)
+
+    def read_adapter(self, source: AdapterSource) -> Future[Adapter]:
+        """Read and check an adapter in the background; pass the result to `add_adapter`. The future may fail with RequestError
+        or DeviceMemoryError."""
+        if self._rank_group is not None:
+            refused: Future[Adapter] = Future()
+            refused.set_exception(
+                RequestError(
+                    "adapters are not split over ranks: start without `compute.tensor_parallel`",
+                    "model",
+                    "unsupported_value",
+                )
+            )
+            return refused
+        return self.adapters.read_in_background(source)
+
+    def add_adapter(self, adapter: Adapter) -> AdapterInfo:
+        """Make an adapter available to requests. Raises RequestError if too many are loaded."""
+        self.runner.join()
+        return self.adapters.add(adapter)
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Refuse further requests for an adapter, and drop it as soon as none runs; unknown ids are ignored."""
+        self.adapters.unload(adapter_id)
+        self._release_finished()
+
+    def _release_finished(self) -> None:
+        """Without work no step informs the runner of ended sequences: do so now, and drop unused adapters."""
+        if len(self.runner.input_batch) > 0 and not self.scheduler.has_work():
+            self.runner.apply(self.scheduler.schedule())
+        if self.adapters.has_unloading:
+            self.runner.join()
+            waiting = [request.adapter for request in self._grammar_queue.requests]
+            self.adapters.unload_unused(waiting + [seq.request.adapter for seq in self.scheduler.live_sequences()])
 
 
 # -- parts of the core -------------------------------------------------------------------------------------------------
@@ -219,245 +411,3 @@ class StepExecutor:
     def _notify_watcher(self, plan: SchedulerOutput, watcher: PlanWatcher | None) -> None:
         if watcher is not None:
             watcher(plan, self._scheduler.live_sequences)
-
-
-# -- the core ----------------------------------------------------------------------------------------------------------
-class EngineCore:
-    """A loaded model that serves requests, described by `info`. Raises LoadError if it cannot be served as configured."""
-
-    _store: BlockStore | None = None
-    _rank_group: RankProcesses | None = None
-    _plan_watcher: PlanWatcher | None = None
-
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
-        started = time.perf_counter()
-        has_ranks = config.compute.tensor_parallel > 1
-        usual = torch.get_num_threads()
-        threads = threads_per_rank(config.compute, None if has_ranks else usual)
-        if threads != usual:
-            torch.set_num_threads(threads)
-        check_tier_options(config)
-        if has_ranks:
-            self._rank_group = RankProcesses(config)
-        try:
-            self._load(config, progress, started)
-        except BaseException:
-            self._close_ranks()
-            raise
-
-    def _load(self, config: EngineConfig, progress: Progress | None, started: float) -> None:
-        others = self._rank_group
-        models = load_models(config, progress, others)
-        model, spec = models.model, models.model.decoder.spec
-        plan = plan_kv_cache(config, model, models.draft, group_kv_memory(config, model, models.draft, others))
-        self._deterministic = config.compute.deterministic
-        self._planner = make_planner(config, model, plan)
-        tensors = allocate_cache(config, models, plan)
-        self._grammars = GrammarCompiler(Path(config.model), spec.vocab_size, spec.eos_token_ids)
-        self._grammar_queue = GrammarQueue(self._grammars, config.scheduling.max_waiting)
-        self.adapters = AdapterManager(config.adapters, model)
-        self._store = open_block_store(config, models, tensors)
-        self.runner = make_runner(
-            config,
-            model,
-            plan,
-            tensors,
-            sampler=Sampler(spec.vocab_size, model.decoder.backend, GrammarMasks(self._grammars)),
-            adapters=self.adapters.loaded,
-            store=self._store,
-            send_command=None if others is None else others.send_command,
-        )
-        if others is not None:
-            others.allocate_cache(plan, rotary_rows(config))
-        self.blocks = make_blocks(config, spec, plan, self._store)
-        self._limits = make_context_limits(config, spec, plan)
-        self.scheduler = make_scheduler(
-            config,
-            models,
-            self._limits,
-            self.blocks,
-            tables=tensors.tables,
-            adapters=self.adapters.loaded,
-            store=self._store,
-            alone=others is None,
-        )
-        self._steps = StepExecutor(self.scheduler, self.runner)
-        self.info = describe(
-            config, models, plan, self._limits, self._planner, self.adapters.loaded.infos, time.perf_counter() - started
-        )
-
-    def warm_up(self, max_seconds: float = 0.5) -> None:
-        """Run a few dummy steps before the first request: see `windlass.engine.execution.dummy_runs`.
-
-        On a device with CUDA graphs decode steps are captured, in addition to `max_seconds`. Waits for the scan of stored blocks,
-        so that the first request finds them.
-        """
-        max_length = min(self.info.max_model_len, min(self.info.num_kv_blocks) * self.info.block_size)
-        specs = self._planner.plan(1 if self._planner.auto else max_length, update="frozen").stage(1).specs
-        warm_up(
-            self.runner,
-            specs,
-            num_groups=len(self.blocks.pools),
-            block_size=self.info.block_size,
-            max_length=max_length,
-            max_seconds=max_seconds,
-        )
-        proposer = self.runner.proposer
-        for graphs in (self.runner.graphs, None if proposer is None else proposer.graphs):
-            if graphs is not None:
-                graphs.capture(graphs.sizes, _CAPTURE_SECONDS)
-        if self._store is not None:
-            self._store.wait_scanned(_STORE_SCAN_SECONDS)
-
-    def prepare_in_idle_time(self) -> None:
-        """Prepare the vocabulary for grammars in the background, which would delay other streams with the first grammar."""
-        self._grammars.prepare_in_background()
-
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises RequestError if it cannot run as given, QueueFullError if too many wait."""
-        validate_request(request, vocab_size=self.info.vocab_size)
-        validate_task(request, self.info)
-        self.adapters.check(request.adapter)
-        if self._deterministic and request.reuse is not None and request.reuse.is_enabled:
-            raise RequestError(
-                "cache_reuse: this server is deterministic, and reused keys depend on the text before a passage when it was "
-                "computed: leave it out",
-                "cache_reuse",
-                "unsupported_value",
-            )
-        rotation = self.plan_rotation(request)
-        validate_distance_rules(request, rotation)
-        grammar = request.sampling.grammar
-        compiled = None if grammar is None else self._grammars.known(grammar)
-        if grammar is not None and compiled is None:
-            self.scheduler.check_waiting_tokens(request, self._grammar_queue.num_tokens)
-            self._grammar_queue.add(request, grammar)
-        else:
-            self.scheduler.add(request, rotation, compiled, self._grammar_queue.num_tokens)
-
-    def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
-        """The rotary plan of this request from its first to its last token. Raises RequestError if it does not fit."""
-        context_limits = self._limits.size(request.context)
-        longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, context_limits.rotary_length)
-        return self._planner.plan(longest, request.rope_scaling, request.rope_update, exact=request.rope_exact)
-
-    def abort(self, request_id: str) -> None:
-        """Drop a request with all its samples and free its blocks at once; unknown ids are ignored."""
-        self._grammar_queue.drop(request_id)
-        self.scheduler.abort(request_id)
-        self._release_finished()
-
-    def end_sample(self, request_id: str, index: int) -> None:
-        """End one sample without an output and free its blocks at once; the others continue. Unknown ones are ignored."""
-        self.scheduler.end_sample(request_id, index)
-        self._release_finished()
-
-    def has_work(self) -> bool:
-        return len(self._grammar_queue) > 0 or self.scheduler.has_work()
-
-    def step(self, announce: Announce | None = None) -> list[RequestOutput]:
-        """Plan and run one step, and process its results. Outputs of expired requests come first.
-
-        announce: called with the expected seconds before a step that may take more than a second; None: unknown.
-        """
-        self.scheduler.wait_for_restore(_RESTORE_WAIT_SECONDS)
-        outputs = self._admit_with_grammar() + self.scheduler.expire(time.monotonic())
-        if not self.scheduler.has_work():
-            self._release_finished()
-            return outputs
-        outputs += self._steps.step(announce, self._plan_watcher)
-        self._release_finished()
-        return outputs
-
-    def _admit_with_grammar(self) -> list[RequestOutput]:
-        """Queue the requests whose grammars are compiled. The outputs hold the errors of those that cannot run."""
-        refused = []
-        for request, compiled in self._grammar_queue.finished(pause=not self.scheduler.has_work()):
-            try:
-                if isinstance(compiled, EngineError):
-                    raise compiled
-                self.scheduler.add(request, self.plan_rotation(request), compiled, self._grammar_queue.num_tokens)
-            except EngineError as error:
-                refused.append(RequestOutput(request.request_id, error=error))
-            except Exception as error:  # a defect triggered by one request must not end the others, as in `EngineLoop`
-                extra = {"request_id": request.request_id}
-                _logger.exception("request %s could not be added", request.request_id, extra=extra)
-                self.scheduler.abort(request.request_id)
-                refused.append(RequestOutput(request.request_id, error=picklable_error(error)))
-        return refused
-
-    def stats(self) -> EngineStats:
-        """A snapshot that drains the `*_seconds` samples."""
-        stats = self.scheduler.stats()
-        return replace(
-            stats,
-            rotary_specs_live=self.runner.tables.num_live,
-            num_waiting=stats.num_waiting + len(self._grammar_queue),
-            adapters_loaded=len(self.adapters.loaded),
-            adapter_bytes=self.adapters.loaded.num_bytes,
-            persist=PersistStats() if self._store is None else self._store.stats(),
-        )
-
-    def close(self) -> None:
-        """Write cached blocks that are not stored yet, within seconds, and end the ranks. Nothing may be called afterwards."""
-        if self._store is not None:
-            self._store.close(_CLOSE_SECONDS)
-        self._close_ranks()
-
-    def watch_plans(self, watcher: PlanWatcher) -> None:
-        """Call `watcher` with each plan before it is computed."""
-        self._plan_watcher = watcher
-
-    def watch_ranks(self, gone: Callable[[str], None]) -> None:
-        """Call `gone` from another thread, with the reason, when a rank has ended; no step succeeds from then on."""
-        if self._rank_group is not None:
-            self._rank_group.watch(gone)
-
-    def _close_ranks(self) -> None:
-        if self._rank_group is not None:
-            self._rank_group.close()
-
-    def inspect(self, query: IntrospectionQuery[A]) -> A:
-        """Answer a query. Raises RequestError and DeviceMemoryError."""
-        if self._rank_group is not None and isinstance(query, AttentionQuery):
-            raise RequestError(
-                "attention is not shown for a model that is split over ranks: start without `compute.tensor_parallel`",
-                "prompt",
-                "unsupported_value",
-            )
-        with device_memory_guard("this picture"):
-            return inspect(query, self.scheduler, self.blocks, self.runner, self._planner)
-
-    def read_adapter(self, source: AdapterSource) -> Future[Adapter]:
-        """Read and check an adapter in the background; pass the result to `add_adapter`. The future may fail with RequestError
-        or DeviceMemoryError."""
-        if self._rank_group is not None:
-            refused: Future[Adapter] = Future()
-            refused.set_exception(
-                RequestError(
-                    "adapters are not split over ranks: start without `compute.tensor_parallel`",
-                    "model",
-                    "unsupported_value",
-                )
-            )
-            return refused
-        return self.adapters.read_in_background(source)
-
-    def add_adapter(self, adapter: Adapter) -> AdapterInfo:
-        """Make an adapter available to requests. Raises RequestError if too many are loaded."""
-        self.runner.join()
-        return self.adapters.add(adapter)
-
-    def drop_adapter(self, adapter_id: int) -> None:
-        """Refuse further requests for an adapter, and drop it as soon as none runs; unknown ids are ignored."""
-        self.adapters.unload(adapter_id)
-        self._release_finished()
-
-    def _release_finished(self) -> None:
-        """Without work no step informs the runner of ended sequences: do so now, and drop unused adapters."""
-        if len(self.runner.input_batch) > 0 and not self.scheduler.has_work():
-            self.runner.apply(self.scheduler.schedule())
-        if self.adapters.has_unloading:
-            self.runner.join()
-            waiting = [request.adapter for request in self._grammar_queue.requests]
-            self.adapters.unload_unused(waiting + [seq.request.adapter for seq in self.scheduler.live_sequences()])

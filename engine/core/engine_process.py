@@ -24,39 +24,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from windlass.engine.core import messages
 from windlass.engine.core.flight_recorder import STACK_BYTES, FlightRecorder, PlanWatcher
-from windlass.engine.core.messages import (
-    Abort,
-    Aborted,
-    AdapterLoaded,
-    Add,
-    Announce,
-    AskStats,
-    Close,
-    Crashed,
-    DropAdapter,
-    EndSample,
-    FrameReader,
-    InspectRequest,
-    InspectResult,
-    Load,
-    LoadAdapter,
-    LoadFailed,
-    Message,
-    Progress,
-    ProgressCallback,
-    Ready,
-    Rejected,
-    Stats,
-    StepDone,
-    StepStarted,
-    encode,
-    picklable_error,
-)
+from windlass.engine.core.messages import Announce, FrameReader, Message, ProgressCallback, encode, picklable_error
 from windlass.engine.errors import EngineError, LoadError
 from windlass.engine.host_resources import apply_thread_settings
 from windlass.engine.interface.config import EngineConfig
@@ -131,9 +105,7 @@ class EngineLoop:
     """Runs `core` until a `Close` message arrives. `emit` must never block."""
 
     def __init__(self, core: Core, inbox: SimpleQueue[Any], emit: Callable[[Message], None]) -> None:
-        self._core = core
-        self._inbox = inbox
-        self._emit = emit
+        self._core, self._inbox, self._emit = core, inbox, emit
         self._pushed_stats_at = -STATS_INTERVAL
         self._prepared = False
 
@@ -144,7 +116,7 @@ class EngineLoop:
             # Between steps handle all waiting messages; without work sleep until one arrives.
             block = not self._core.has_work()
             while (message := self._next(block)) is not None:
-                if isinstance(message, Close):
+                if isinstance(message, messages.Close):
                     self._core.close()
                     return
                 self._handle(message)
@@ -165,28 +137,28 @@ class EngineLoop:
     def _handle(self, message: Message | _AdapterRead | _RankGone) -> None:
         core = self._core
         match message:
-            case Add(request):
+            case messages.Add(request):
                 self._add(request)
-            case Abort(request_id):
+            case messages.Abort(request_id):
                 core.abort(request_id)
-                self._emit(Aborted(request_id))
-            case EndSample(request_id, index):
+                self._emit(messages.Aborted(request_id))
+            case messages.EndSample(request_id, index):
                 core.end_sample(request_id, index)
-            case LoadAdapter(source):
+            case messages.LoadAdapter(source):
                 reading = core.read_adapter(source)
                 reading.add_done_callback(lambda done: self._inbox.put(_AdapterRead(source.adapter_id, done)))
             case _AdapterRead(adapter_id, adapter):
                 result = _result_or_error("an adapter could not be loaded", lambda: core.add_adapter(adapter.result()))
-                self._emit(AdapterLoaded(adapter_id, result))
-            case DropAdapter(adapter_id):
+                self._emit(messages.AdapterLoaded(adapter_id, result))
+            case messages.DropAdapter(adapter_id):
                 core.drop_adapter(adapter_id)
-            case InspectRequest(inspection_id, query):
+            case messages.InspectRequest(inspection_id, query):
                 answer = _result_or_error("an introspection query failed", lambda: core.inspect(query))
-                self._emit(InspectResult(inspection_id, answer))
+                self._emit(messages.InspectResult(inspection_id, answer))
             case _RankGone(reason):
                 raise RuntimeError(reason)
-            case AskStats():
-                self._emit(Stats(self._snapshot()))
+            case messages.AskStats():
+                self._emit(messages.Stats(self._snapshot()))
             case _:
                 raise TypeError(f"an engine does not take {type(message).__name__} messages")
 
@@ -194,12 +166,12 @@ class EngineLoop:
         try:
             self._core.add(request)
         except EngineError as error:
-            self._emit(Rejected(request.request_id, picklable_error(error)))
+            self._emit(messages.Rejected(request.request_id, picklable_error(error)))
         except Exception as error:  # a defect triggered by one request must not end the others
             extra = {"request_id": request.request_id}
             _logger.exception("request %s could not be added", request.request_id, extra=extra)
             self._core.abort(request.request_id)
-            self._emit(Rejected(request.request_id, picklable_error(error)))
+            self._emit(messages.Rejected(request.request_id, picklable_error(error)))
 
     def _step(self) -> None:
         start = time.monotonic()
@@ -207,16 +179,14 @@ class EngineLoop:
         now = time.monotonic()
         due = now - self._pushed_stats_at >= STATS_INTERVAL
         if outputs or due:
-            self._emit(StepDone(tuple(outputs), now - start, self._snapshot() if due else None))
+            self._emit(messages.StepDone(tuple(outputs), now - start, self._snapshot() if due else None))
 
     def _announce(self, seconds: float | None) -> None:
-        self._emit(StepStarted(seconds))
+        self._emit(messages.StepStarted(seconds))
 
     def _snapshot(self) -> EngineStats:
         self._pushed_stats_at = time.monotonic()
-        stats = self._core.stats()
-        # Another thread pickles the snapshot while the core continues: copy the dictionary.
-        return replace(stats, recomputed_tokens=dict(stats.recomputed_tokens))
+        return self._core.stats()
 
 
 def _result_or_error(failure: str, compute: Callable[[], T]) -> T | EngineError:
@@ -267,7 +237,7 @@ class ParentSocket:
                     self.inbox.put(message)
         except OSError:
             pass  # the parent died before it read all our frames
-        self.inbox.put(Close())
+        self.inbox.put(messages.Close())
         # No parent is left to serve, and the main thread may not notice while it loads or runs a long step.
         time.sleep(ORPHAN_GRACE)
         os._exit(0)
@@ -304,7 +274,7 @@ class _ProgressFrames:
         now = time.monotonic()
         if stage != self._stage or done >= total or now - self._sent_at >= PROGRESS_INTERVAL:
             self._stage, self._sent_at = stage, now
-            self._connection.emit(Progress(stage, done, total))
+            self._connection.emit(messages.Progress(stage, done, total))
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -355,7 +325,7 @@ def serve(
     recorder, stacks (a descriptor): where the last plans and the stack of an exception are left for the parent.
     """
     first = connection.inbox.get()
-    if not isinstance(first, Load):
+    if not isinstance(first, messages.Load):
         return 0  # closed before it began
     core = _load(factory, first.config, connection)
     if core is None:
@@ -363,14 +333,14 @@ def serve(
         return 1
     if recorder is not None:
         core.watch_plans(recorder.write)
-    connection.emit(Ready(core.info))
+    connection.emit(messages.Ready(core.info))
     try:
         EngineLoop(core, connection.inbox, connection.emit).run()
     except Exception as error:
         _logger.exception("the engine failed in a step")
         if stacks is not None:
             os.pwrite(stacks, traceback.format_exc().encode("utf-8", "replace")[-STACK_BYTES:], 0)
-        connection.emit(Crashed(f"{type(error).__name__}: {_first_line(error)}"))
+        connection.emit(messages.Crashed(f"{type(error).__name__}: {_first_line(error)}"))
         connection.flush(5.0)
         return 1
     connection.flush(1.0)
@@ -391,7 +361,7 @@ def _load(factory: CoreFactory, config: EngineConfig, connection: ParentConnecti
             if not isinstance(error, (OSError, ImportError)):
                 _logger.exception("loading failed unexpectedly")
             message = f"cannot load {config.model}: {type(error).__name__}: {text}"
-    connection.emit(LoadFailed(" ".join(message.split())))
+    connection.emit(messages.LoadFailed(" ".join(message.split())))
     return None
 
 

@@ -33,17 +33,11 @@ from windlass.engine.scheduling.sequence import Sequence
 _MIN_BLOCKS_SHOWN = 256  # with fewer, the scale of the picture would change with every prompt
 
 
-def inspect(
-    query: IntrospectionQuery[A],
-    scheduler: Scheduler,
-    blocks: BlockManager,
-    runner: ModelRunner,
-    planner: RotaryPlanner,
-) -> A:
+def inspect(query: IntrospectionQuery[A], scheduler: Scheduler, runner: ModelRunner, planner: RotaryPlanner) -> A:
     """Answer a query. Raises RequestError if the attention cannot be computed."""
     match query:
         case CacheQuery():
-            answer: CacheSnapshot | AttentionSnapshot = _snapshot_engine(scheduler, blocks)
+            answer: CacheSnapshot | AttentionSnapshot = _snapshot_engine(scheduler)
         case AttentionQuery(token_ids, _, _, scaling):
             sequence_runner = SingleSequenceRunner(runner.decoder, runner.cache.dtype)
             answer = snapshot_attention(sequence_runner, query, planner.plan(max(1, len(token_ids)), scaling, "frozen"))
@@ -52,12 +46,12 @@ def inspect(
     return cast(A, answer)
 
 
-def _snapshot_engine(scheduler: Scheduler, blocks: BlockManager) -> CacheSnapshot:
+def _snapshot_engine(scheduler: Scheduler) -> CacheSnapshot:
     started_at = time.perf_counter()
     running = list(scheduler.running)[:MAX_CACHE_SEQUENCES]
-    groups = snapshot_cache(blocks, [seq.cache for seq in running])
+    groups = snapshot_cache(scheduler.blocks, [seq.cache for seq in running])
     sequences = tuple(map(_sequence, running))
-    return CacheSnapshot(blocks.block_size, groups, sequences, time.perf_counter() - started_at)
+    return CacheSnapshot(scheduler.blocks.block_size, groups, sequences, time.perf_counter() - started_at)
 
 
 def _sequence(seq: Sequence) -> CacheSequenceSnapshot:

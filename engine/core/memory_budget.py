@@ -28,7 +28,6 @@ from windlass.engine.model.loading.loader import LoadedModel
 from windlass.engine.model.loading.preflight import kv_cache_too_large
 from windlass.engine.rotary.rope_scaling import DraftRotaryMapper
 from windlass.engine.rotary.rotary_tables import RotaryTables
-from windlass.kernels import DeviceMemory
 
 _MAX_PROPOSED_ROWS = 512  # every further row needs memory: its logits are half a megabyte
 
@@ -52,12 +51,13 @@ def largest_decode_step(config: EngineConfig, length: int) -> tuple[int, int]:
     return min(rows, scheduling.max_num_batched_tokens), -(-length // config.cache.block_size)
 
 
-def profile_kv_memory(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, memory: DeviceMemory) -> int:
+def profile_kv_memory(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None) -> int:
     """Available KV memory in bytes, measured by running the largest step once and, if enabled, capturing decode steps.
 
-    Raises LoadError if the memory does not suffice for that, or none is left.
+    The device must have its own memory. Raises LoadError if it does not suffice for that, or none is left.
     """
-    decoder, scheduling = model.decoder, config.scheduling
+    decoder, scheduling, memory = model.decoder, config.scheduling, model.decoder.backend.device_memory
+    assert memory is not None
     weights, tokens = gib(decoder.weight_bytes()), scheduling.max_num_batched_tokens
     length = config.max_model_len or model.spec.trained_len
     models, step = [model], 0
@@ -141,11 +141,10 @@ def plan_kv_cache(
 ) -> CachePlan:
     """Blocks per KV group for the memory budget: the operator's, else a share of the free main memory, or what is left of the
     engine's share of a GPU. available: available KV memory of all ranks, if measured already."""
-    memory = model.decoder.backend.device_memory
     if config.cache.memory is not None:
         budget = config.cache.memory
-    elif memory is not None:
-        budget = profile_kv_memory(config, model, draft, memory) if available is None else available
+    elif model.decoder.backend.device_memory is not None:
+        budget = profile_kv_memory(config, model, draft) if available is None else available
     else:
         budget = default_kv_budget(free_memory(model.decoder.device), config.replicas)
     return model.prepared.unsharded.plan_cache(config, budget)

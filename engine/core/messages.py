@@ -32,28 +32,34 @@ PROMPT_LOGPROBS_PER_FRAME = 512  # prompt tokens: some milliseconds of the reade
 _LENGTH = struct.Struct("!I")
 
 
+class Message:
+    """Base of the messages between parent and child."""
+
+    __slots__ = ()
+
+
 # -- parent to child ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(Message):
     """The first message: the configuration to load."""
 
     config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class Add(Message):
     request: EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Message):
     """Drop a request. The engine answers `Aborted`, and sends no output of this id after that."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class EndSample:
+class EndSample(Message):
     """Finish one sample of a request; its other samples continue. Not answered."""
 
     request_id: str
@@ -61,12 +67,12 @@ class EndSample:
 
 
 @dataclass(frozen=True, slots=True)
-class AskStats:
+class AskStats(Message):
     """Answered by `Stats` between two steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class InspectRequest:
+class InspectRequest(Message):
     """An introspection query, answered by `InspectResult` between two steps."""
 
     inspection_id: int
@@ -74,46 +80,46 @@ class InspectRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadAdapter:
+class LoadAdapter(Message):
     """Answered by `AdapterLoaded` once the adapter has been read in the background."""
 
     source: AdapterSource
 
 
 @dataclass(frozen=True, slots=True)
-class DropAdapter:
+class DropAdapter(Message):
     """Not answered: no request uses the adapter afterwards."""
 
     adapter_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class Close(Message):
     """End the loop. A closed socket means the same."""
 
 
 # -- child to parent ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Message):
     stage: str
     done: int
     total: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Message):
     info: ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
-class LoadFailed:
-    """Loading failed with this one-line message; the child exits."""
+class LoadFailed(Message):
+    """Loading the model, or a rank's shard, failed with this one-line message; the process exits."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Message):
     """`add` refused this request (RequestError, QueueFullError)."""
 
     request_id: str
@@ -121,12 +127,12 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Aborted:
+class Aborted(Message):
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterLoaded:
+class AdapterLoaded(Message):
     """A loaded adapter, or why it cannot be used."""
 
     adapter_id: int
@@ -134,7 +140,7 @@ class AdapterLoaded:
 
 
 @dataclass(frozen=True, slots=True)
-class InspectResult:
+class InspectResult(Message):
     """The answer to an `InspectRequest`, or an EngineError."""
 
     inspection_id: int
@@ -142,19 +148,19 @@ class InspectResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(Message):
     stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
-class StepStarted:
+class StepStarted(Message):
     """A step that may take long has started. seconds: its expected duration; None if unknown."""
 
     seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(Message):
     """All outputs of one step. The watchdog waits for it.
 
     seconds: duration of the step. stats: a snapshot, on some steps only.
@@ -166,7 +172,7 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PromptLogprobs(Message):
     """A part of a long prompt's log-probabilities; the output that they belong to follows with the last part."""
 
     request_id: str
@@ -174,35 +180,10 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Crashed:
+class Crashed(Message):
     """A step raised an unexpected error; the child is about to exit."""
 
     reason: str
-
-
-Message = (
-    Load
-    | Add
-    | Abort
-    | EndSample
-    | AskStats
-    | InspectRequest
-    | LoadAdapter
-    | DropAdapter
-    | Close
-    | Progress
-    | Ready
-    | LoadFailed
-    | Rejected
-    | Aborted
-    | AdapterLoaded
-    | InspectResult
-    | Stats
-    | StepStarted
-    | StepDone
-    | PromptLogprobs
-    | Crashed
-)
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------
@@ -291,7 +272,7 @@ class FrameReader:
 # -- first rank to and from the other ranks ----------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class LoadShard:
-    """The first message: load this rank's shard. Answered by `ShardLoaded` or `ShardFailed`."""
+    """The first message: load this rank's shard. Answered by `ShardLoaded` or `LoadFailed`."""
 
     config: EngineConfig
     rank: int
@@ -305,16 +286,9 @@ class ShardLoaded:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardFailed:
-    """One line: why the shard cannot be loaded."""
-
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class ProfileMemory:
     """Run the largest step, which all ranks compute together, and report the available KV memory. Answered by `AvailableMemory`
-    or `ShardFailed`; sent if each rank has a device with its own memory."""
+    or `LoadFailed`; sent if each rank has a device with its own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +301,7 @@ class AvailableMemory:
 
 @dataclass(frozen=True, slots=True)
 class AllocateCache:
-    """Allocate the KV cache and the rotary tables. Answered by `ShardLoaded` or `ShardFailed`.
+    """Allocate the KV cache and the rotary tables. Answered by `ShardLoaded` or `LoadFailed`.
 
     The commands of `windlass.engine.execution.model_runner` follow, which are not answered.
     """

@@ -20,6 +20,7 @@ from windlass.engine.execution.model_runner import ModelRunner
 from windlass.engine.interface.outputs import RequestOutput
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput
+from windlass.engine.scheduling.sequence import Sequence
 from windlass.kernels import is_out_of_memory
 
 _logger = logging.getLogger("windlass.engine")
@@ -102,12 +103,7 @@ def _fail_unrotated(runner: ModelRunner, scheduler: Scheduler) -> list[RequestOu
     failed: list[RequestOutput] = []
     for seq in scheduler.live_sequences():
         if seq.seq_id in runner.failed_rerotations:
-            request_id = seq.request.request_id
-            extra = {"request_id": request_id}
-            _logger.warning(
-                "no memory on the device to rotate the keys of request %s: it fails", request_id, extra=extra
-            )
-            failed += scheduler.fail(request_id, DeviceMemoryError(OUT_OF_MEMORY_ROTATING))
+            failed += _fail(seq, scheduler, OUT_OF_MEMORY_ROTATING, "to rotate its keys")
     return failed
 
 
@@ -116,11 +112,11 @@ def _fail_newest(plan: SchedulerOutput, scheduler: Scheduler) -> list[RequestOut
     newest = max(
         (seq for seq in scheduler.live_sequences() if seq.seq_id in planned), key=lambda seq: seq.arrival_number
     )
-    request_id = newest.request.request_id
-    _logger.warning(
-        "no memory on the device for a step of %d tokens: its newest request %s fails",
-        plan.num_tokens,
-        request_id,
-        extra={"request_id": request_id},
-    )
-    return scheduler.fail(request_id, DeviceMemoryError(OUT_OF_MEMORY))
+    return _fail(newest, scheduler, OUT_OF_MEMORY, f"for a step of {plan.num_tokens} tokens in which it is the newest")
+
+
+def _fail(seq: Sequence, scheduler: Scheduler, error: str, purpose: str) -> list[RequestOutput]:
+    request_id = seq.request.request_id
+    extra = {"request_id": request_id}
+    _logger.warning("request %s fails: no memory on the device %s", request_id, purpose, extra=extra)
+    return scheduler.fail(request_id, DeviceMemoryError(error))

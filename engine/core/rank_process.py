@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from windlass.engine.core.messages import AllocateCache, LoadShard, ProfileMemory, ShardFailed, ShardLoaded
+from windlass.engine.core.messages import AllocateCache, LoadFailed, LoadShard, ProfileMemory, ShardLoaded
 from windlass.engine.errors import LoadError
 from windlass.engine.process_setup import configure_logging
 
@@ -29,11 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="windlass.engine.core.rank_process", description="internal: started by the engine"
     )
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--memory", type=int, required=True)
-    parser.add_argument("--store", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--log-level", default="warning")
+    for name in ("--fd", "--memory", "--store", "--parent"):
+        parser.add_argument(name, type=int, required=True)
     options = parser.parse_args(argv)
     _die_with_parent(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -41,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pipe = Connection(options.fd)
     try:
         first: LoadShard = pipe.recv()
-        configure_logging(f"rank-{first.rank}", options.log_level)
+        configure_logging(f"rank-{first.rank}", "warning")
         return _serve(pipe, first, options.memory, options.store)
     except (EOFError, ConnectionError):
         return 0
@@ -73,7 +70,7 @@ def _serve(pipe: Connection, first: LoadShard, memory: int, store: int) -> int:
         shard.allocate_cache(message.plan, message.rotary_rows)
         pipe.send(ShardLoaded(shard.weight_bytes))
     except LoadError as error:
-        pipe.send(ShardFailed(str(error)))
+        pipe.send(LoadFailed(str(error)))
         return 1
     while True:
         shard.run(pipe.recv())

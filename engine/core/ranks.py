@@ -20,19 +20,12 @@ from typing import Any, TypeVar
 import torch
 
 from windlass.engine.cache.kv_cache_budget import CachePlan
+from windlass.engine.core import messages
 from windlass.engine.core.memory_budget import (
     allocate_kv_cache,
     kv_bytes_per_token,
     make_rotary_tables,
     profile_kv_memory,
-)
-from windlass.engine.core.messages import (
-    AllocateCache,
-    AvailableMemory,
-    LoadShard,
-    ProfileMemory,
-    ShardFailed,
-    ShardLoaded,
 )
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.model_runner import ApplyPlan, ExecutePlan, RankCommand, RankRunner
@@ -52,7 +45,7 @@ T = TypeVar("T")
 class _RankHandle:
     """A rank process, the pipe to it, and its answers, which end with None once it is gone."""
 
-    def __init__(self, rank: int, memory: int, store: int, log_level: str) -> None:
+    def __init__(self, rank: int, memory: int, store: int) -> None:
         self.rank = rank
         self.pipe, theirs = Pipe()
         output = child_output_fd()
@@ -60,8 +53,7 @@ class _RankHandle:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "windlass.engine.core.rank_process"),
-                    *(f"--fd={theirs.fileno()}", f"--memory={memory}", f"--store={store}"),
-                    *(f"--parent={os.getpid()}", f"--log-level={log_level}"),
+                    *(f"--fd={theirs.fileno()}", f"--memory={memory}", f"--store={store}", f"--parent={os.getpid()}"),
                 ],
                 pass_fds=[theirs.fileno(), memory, store],
                 env={**os.environ, **thread_wait_environment(os.environ)},
@@ -81,7 +73,7 @@ class _RankHandle:
 class RankProcesses:
     """All ranks but the first. They start to load at once, and run until `close` or the end of this process."""
 
-    def __init__(self, config: EngineConfig, log_level: str = "warning") -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.count = config.compute.tensor_parallel
         self.memory, self.store = create_memory_file(shared_memory_bytes(self.count)), create_memory_file(0)
         self._gone: Gone | None = None
@@ -91,9 +83,9 @@ class RankProcesses:
         self._ranks: list[_RankHandle] = []
         try:
             for rank in range(1, self.count):
-                other = _RankHandle(rank, self.memory, self.store, log_level)
+                other = _RankHandle(rank, self.memory, self.store)
                 self._ranks.append(other)
-                other.pipe.send(LoadShard(config, rank))
+                other.pipe.send(messages.LoadShard(config, rank))
                 threading.Thread(target=self._read, args=(other,), name=f"rank-{rank}", daemon=True).start()
         except OSError as error:
             self.close()
@@ -111,23 +103,23 @@ class RankProcesses:
         if self._fault is not None and ranks is not None:
             ranks.end(self._fault)
 
-    def loaded(self) -> list[ShardLoaded]:
+    def loaded(self) -> list[messages.ShardLoaded]:
         """Wait until all ranks have loaded. Raises LoadError."""
-        return [self._answer(other, ShardLoaded) for other in self._ranks]
+        return [self._answer(other, messages.ShardLoaded) for other in self._ranks]
 
     def profile_memory(self) -> None:
         """Start memory profiling on all ranks; the first rank must run the same step at the same time."""
-        self.send_command(ProfileMemory())
+        self.send_command(messages.ProfileMemory())
 
-    def available_memory_of_ranks(self) -> list[AvailableMemory]:
+    def available_memory_of_ranks(self) -> list[messages.AvailableMemory]:
         """Wait for the results of `profile_memory`. Raises LoadError."""
-        return [self._answer(other, AvailableMemory) for other in self._ranks]
+        return [self._answer(other, messages.AvailableMemory) for other in self._ranks]
 
     def allocate_cache(self, plan: CachePlan, rotary_rows: int) -> None:
         """Allocate the KV cache and the rotary tables of all ranks. Raises LoadError."""
-        self.send_command(AllocateCache(plan, rotary_rows))
+        self.send_command(messages.AllocateCache(plan, rotary_rows))
         for other in self._ranks:
-            self._answer(other, ShardLoaded)
+            self._answer(other, messages.ShardLoaded)
 
     def send_command(self, command: object) -> None:
         """Send a command to all ranks. Raises RuntimeError if one has ended."""
@@ -157,7 +149,7 @@ class RankProcesses:
         answer = other.answers.get()
         if isinstance(answer, kind):
             return answer
-        if isinstance(answer, ShardFailed):
+        if isinstance(answer, messages.LoadFailed):
             raise LoadError(answer.message)
         raise LoadError(f"rank {other.rank} ended while it loaded: {other.describe_end()}")
 
@@ -179,11 +171,9 @@ class RankProcesses:
 
 def rank_available_memory(
     config: EngineConfig, model: LoadedModel, draft: LoadedModel | None = None
-) -> AvailableMemory:
+) -> messages.AvailableMemory:
     """Available KV memory on the device of one rank; all ranks must call this at the same time. Raises LoadError."""
-    memory = model.decoder.backend.device_memory
-    assert memory is not None
-    return AvailableMemory(profile_kv_memory(config, model, draft, memory), kv_bytes_per_token(model, draft))
+    return messages.AvailableMemory(profile_kv_memory(config, model, draft), kv_bytes_per_token(model, draft))
 
 
 def group_kv_memory(
@@ -222,7 +212,7 @@ class RankShard:
     def weight_bytes(self) -> int:
         return self._model.decoder.weight_bytes()
 
-    def profile_memory(self) -> AvailableMemory:
+    def profile_memory(self) -> messages.AvailableMemory:
         """Available KV memory, measured by a step that all ranks compute together. Raises LoadError."""
         return rank_available_memory(self._config, self._model)
 

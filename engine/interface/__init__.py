@@ -1,3 +1,1 @@
 """Engine interface: requests, outputs, configuration and validation. Plain data without torch."""
-
-from __future__ import annotations

@@ -31,6 +31,8 @@ MAX_ADAPTERS = 1024  # each one reserves an entry in the table of every weight, 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16"}
 
 _CACHE_DTYPE_NAMES = {"int8": "int8"} | dict.fromkeys(("fp8", "fp8_e4m3", "float8", "float8_e4m3fn"), "float8_e4m3fn")
@@ -138,19 +140,13 @@ class SpeculationConfig:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_tokens <= MAX_SPECULATIVE_TOKENS:
-            raise LoadError(
-                f"`scheduling.speculation.num_tokens` must lie between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.num_tokens}"
-            )
+        _check_range("scheduling.speculation.num_tokens", self.num_tokens, 0, MAX_SPECULATIVE_TOKENS)
         if not 1 <= self.min_match <= self.max_match:
             raise LoadError(
                 "`scheduling.speculation.min_match` must be at least 1 and at most `scheduling.speculation.max_match`, got "
                 f"{self.min_match} and {self.max_match}"
             )
-        if not 1 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
-            raise LoadError(
-                f"`scheduling.speculation.draft_tokens` must lie between 1 and {MAX_DRAFT_TOKENS}, got {self.draft_tokens}"
-            )
+        _check_range("scheduling.speculation.draft_tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
         if not self.drafts and self.quantization != "none":
             raise LoadError(
                 f"`scheduling.speculation.quantization={self.quantization}` is that of a draft model: name one with "
@@ -200,10 +196,7 @@ class SchedulerConfig:
             raise LoadError(
                 f"`scheduling.target_step_seconds` must be finite and not negative, got {self.target_step_seconds}"
             )
-        if not 0 <= self.burst_seconds <= MAX_BURST_SECONDS:
-            raise LoadError(
-                f"`scheduling.burst_seconds` must lie between 0 and {MAX_BURST_SECONDS}, got {self.burst_seconds}"
-            )
+        _check_range("scheduling.burst_seconds", self.burst_seconds, 0, MAX_BURST_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,27 +280,27 @@ def _check_count(field: str, value: int | None, most: float = math.inf) -> None:
         raise LoadError(f"`{field}` must be at most {most}, got {value}")
 
 
+def _check_range(field: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also false for NaN
+        raise LoadError(f"`{field}` must lie between {low} and {high}, got {value}")
+
+
 def parse_dtype(name: str) -> str:
     """Normalise a dtype name ("bf16", "bfloat16", "auto", …). Raises LoadError that lists the allowed names."""
-    full = _DTYPE_NAMES.get(name.lower(), name.lower())
-    known = ("auto", "float32", "bfloat16", "float16")
-    if full not in known:
-        meant = did_you_mean(name, known)
-        raise LoadError(f"unknown dtype {name!r}{meant}: use auto, float32, bfloat16 or float16")
-    return full
+    return _parse_dtype(name, "dtype", _DTYPES)
 
 
 def parse_cache_dtype(name: str) -> str:
     """Like `parse_dtype`, for cached keys and values, which may also be int8 or, on a GPU, float8."""
-    if name.lower() in _CACHE_DTYPE_NAMES:
-        return _CACHE_DTYPE_NAMES[name.lower()]
-    try:
-        return parse_dtype(name)
-    except LoadError:
-        meant = did_you_mean(name, ("auto", "float32", "bfloat16", "float16", "int8", "fp8"))
-        raise LoadError(
-            f"unknown cache dtype {name!r}{meant}: use auto, float32, bfloat16, float16, int8 or fp8"
-        ) from None
+    return _CACHE_DTYPE_NAMES.get(name.lower()) or _parse_dtype(name, "cache dtype", (*_DTYPES, "int8", "fp8"))
+
+
+def _parse_dtype(name: str, what: str, known: tuple[str, ...]) -> str:
+    full = _DTYPE_NAMES.get(name.lower(), name.lower())
+    if full not in known:
+        names = f"{', '.join(known[:-1])} or {known[-1]}"
+        raise LoadError(f"unknown {what} {name!r}{did_you_mean(name, known)}: use {names}")
+    return full
 
 
 def parse_size(text: str) -> int:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from windlass.engine.errors import RequestError
-from windlass.engine.interface.model_info import ModelInfo
 
 DEFAULT_KEEP_TOKENS = 16
 MIN_PASSAGE_TOKENS = 32  # shortest passage that a request may reuse
@@ -136,7 +135,7 @@ class ContextSize:
 
 @dataclass(frozen=True, slots=True)
 class ContextSizes:
-    """Context limits of all sequences of a server, in tokens.
+    """Context limits of all sequences of a server, in tokens; a loaded model's `ModelInfo` has them too.
 
     max_model_len: limit without context shift. shift_context: tokens held at once under context shift, which may continue up to
     max_total_tokens (None: unlimited). shift_refusal, reuse_refusal, window_refusal, sinks_refusal: why the model does not
@@ -193,17 +192,3 @@ class ContextSizes:
                 "invalid_value",
             )
         return ContextSize(longest, size, window, -(-rule.keep_tokens // size))
-
-
-def context_sizes_of(info: ModelInfo) -> ContextSizes:
-    """Context limits of a loaded model."""
-    return ContextSizes(
-        info.max_model_len,
-        info.block_size,
-        info.shift_context or info.max_model_len,
-        info.max_total_tokens,
-        info.shift_refusal,
-        info.reuse_refusal,
-        info.window_refusal,
-        info.sinks_refusal,
-    )

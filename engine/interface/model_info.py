@@ -6,8 +6,9 @@ Enough for the server to validate requests and to describe itself. Free of torch
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
+from windlass.engine.interface.context import ContextSizes
 from windlass.engine.rotary.auto_scaling import AutoScalingThresholds
 from windlass.engine.rotary.rope_scaling import RotaryGroup
 
@@ -41,14 +42,13 @@ class PoolingDefaults:
     refusal: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """Description of the loaded model. Sizes are totals over all ranks."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo(ContextSizes):
+    """Description of the loaded model, with its context limits. Sizes are totals over all ranks."""
 
     path: str
     architecture: str
     vocab_size: int
-    max_model_len: int
     trained_len: int  # M: the model's own context length
     dtype: str  # compute dtype: float32 | bfloat16 | float16
     weight_dtype: str
@@ -57,7 +57,6 @@ class ModelInfo:
     device: str
     num_parameters: int
     num_layers: int
-    block_size: int
     num_kv_blocks: tuple[int, ...]  # per KV group
     kv_cache_bytes: int
     kv_bytes_per_token: int
@@ -70,12 +69,6 @@ class ModelInfo:
     load_seconds: float
     rotary_ladder: AutoScalingThresholds | None = None  # automatic scaling thresholds
     rotary_auto: bool = False  # they apply to requests without a scaling of their own
-    shift_context: int = 0  # tokens that a sequence holds at once under context shift
-    max_total_tokens: int | None = None  # prompt and output of such a sequence together
-    shift_refusal: str | None = None  # why the model does not support context shift
-    reuse_refusal: str | None = None  # why it does not support non-prefix KV reuse
-    window_refusal: str | None = None  # why it does not support attention windows
-    sinks_refusal: str | None = None  # why it does not support attention sinks
     num_states: int = 0  # blocks of recurrent state
     state_bytes: int = 0  # of one such block
     draft_model: DraftInfo | None = None
@@ -96,7 +89,7 @@ class ModelInfo:
 # prefers one token over another as the continuation.
 PoolingKind = Literal["last", "mean", "first", "all", "classify", "classify tokens", "answer"]
 
-POOLING_KINDS: tuple[PoolingKind, ...] = ("last", "mean", "first", "all", "classify", "classify tokens", "answer")
+POOLING_KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
 
 Activation = Literal["softmax", "sigmoid", "none"]
 

@@ -5,6 +5,7 @@ Everything here is picklable and free of torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -58,6 +59,7 @@ class RequestOutput:
 
 
 MAX_TIMING_SAMPLES = 1 << 16  # of each duration, stored until they are read: some MB, hours of a busy server
+TIMED_FIELDS = ("queue_seconds", "prefill_seconds", "decode_seconds", "inference_seconds")  # of EngineStats
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -88,7 +90,7 @@ class PersistStats:
     host_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
     """A snapshot of gauges and counters. All counters start at 0 with the engine process and only increase."""
 
@@ -117,11 +119,11 @@ class EngineStats:
     spec_decode_model_num_drafts: int = 0  # the part of these that the draft model proposed
     spec_decode_model_num_draft_tokens: int = 0
     spec_decode_model_num_accepted_tokens: int = 0
-    queue_seconds: tuple[float, ...] = ()  # per request since the last snapshot: arrival to first schedule
-    prefill_seconds: tuple[float, ...] = ()  # first schedule to first token
-    decode_seconds: tuple[float, ...] = ()  # first token to the end
-    inference_seconds: tuple[float, ...] = ()  # first schedule to the end
-    step_tokens: tuple[int, ...] = ()  # histogram of steps by computed tokens, bounds STEP_TOKENS; () for none
+    queue_seconds: Sequence[float] = ()  # per request since the last snapshot: arrival to first schedule
+    prefill_seconds: Sequence[float] = ()  # first schedule to first token
+    decode_seconds: Sequence[float] = ()  # first token to the end
+    inference_seconds: Sequence[float] = ()  # first schedule to the end
+    step_tokens: Sequence[int] = ()  # histogram of steps by computed tokens, bounds STEP_TOKENS; () for none
     step_tokens_sum: int = 0
     adapters_loaded: int = 0
     adapter_bytes: int = 0  # of memory

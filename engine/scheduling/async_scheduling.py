@@ -12,7 +12,7 @@ passed in by the caller.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.scheduling.context_shift import drop_blocks_early
@@ -30,23 +30,19 @@ from windlass.engine.scheduling.scheduler_output import (
 FIRST_PAUSE, LONGEST_PAUSE = 32, 4096  # steps
 
 
+@dataclass(slots=True)
 class AsyncScheduling:
     """Plans steps from the scheduler's state. proposes: whether streams propose tokens, for which results must be known."""
 
-    def __init__(
-        self,
-        requests: LiveRequests,
-        queues: SchedulerQueues,
-        blocks: BlockManager,
-        multi_step: MultiStepDecoding,
-        output_builder: SchedulerOutputBuilder,
-        counters: SchedulerCounters,
-        *,
-        proposes: bool,
-    ) -> None:
-        self._requests, self._queues, self._blocks, self._multi_step = requests, queues, blocks, multi_step
-        self._output_builder, self._counters, self._proposes = output_builder, counters, proposes
-        self._pause, self._not_before = FIRST_PAUSE, 0
+    _requests: LiveRequests
+    _queues: SchedulerQueues
+    _blocks: BlockManager
+    _multi_step: MultiStepDecoding
+    _output_builder: SchedulerOutputBuilder
+    _counters: SchedulerCounters
+    _proposes: bool
+    _num_cancelled: int = 0
+    _not_before: int = 0  # the step before which none is planned here
 
     def plan(self, output: SchedulerOutput) -> SchedulerOutput | None:
         """Plan the step after `output`, whose results are not known yet. Returns None if it has to wait for them."""
@@ -90,7 +86,8 @@ class AsyncScheduling:
         changed recurrent states, so its sequences will be restarted, and their tokens count as in flight until then.
         """
         self._counters.count_step(output.num_tokens, -1)
-        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        pause = min(FIRST_PAUSE << self._num_cancelled, LONGEST_PAUSE)
+        self._num_cancelled += 1
         self._not_before = self._counters.num_steps + pause
         for item in () if has_changed_states else output.sequences:
             seq = self._requests.by_id.get(item.seq_id)

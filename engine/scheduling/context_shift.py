@@ -11,6 +11,7 @@ are dropped once per step, and positions do not change.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.cache.sequence_cache import SequenceCache
@@ -55,14 +56,13 @@ def context_report(limits: ContextSize, cache: SequenceCache, dropped_early: int
 
     dropped_early: tokens dropped last, for a token that was never computed.
     """
-    reused = cache.num_reused_tokens, cache.num_reused_passages
-    retained = limits.retained_blocks * limits.block_size
+    nothing = ContextReport()
+    report = limits.report(0) or nothing
     if limits.window is not None:
         dropped, shifts = cache.layout.num_dropped - dropped_early, cache.num_shifts - bool(dropped_early)
-        return ContextReport(limits.window, retained, dropped, shifts, *reused)
-    if limits.attention_window is not None:
-        return ContextReport(limits.attention_window, retained, 0, 0, *reused)
-    return ContextReport(None, 0, 0, 0, *reused) if any(reused) else None
+        report = replace(report, dropped_tokens=dropped, shifts=shifts)
+    report = replace(report, reused_tokens=cache.num_reused_tokens, reused_passages=cache.num_reused_passages)
+    return None if report == nothing else report
 
 
 def _blocks_to_drop(limits: ContextSize, cache: SequenceCache, slot: int) -> tuple[int, int] | None:

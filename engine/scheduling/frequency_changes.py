@@ -7,7 +7,7 @@ on the sequence's own tokens only (see `rotary.rotary_policy`), so a preempted s
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.cache.prefix_cache import HashChain, root_digest
@@ -21,24 +21,16 @@ from windlass.engine.scheduling.scheduler_output import SchedulerOutputBuilder
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 
 
+@dataclass(slots=True)
 class FrequencyChanges:
     """namespace: digest of all that keys depend on apart from the request. adapter_key: digest of an adapter, by its id."""
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        rotary: RotaryRows,
-        counters: SchedulerCounters,
-        namespace: bytes,
-        limits: ContextSizes,
-        adapter_key: abc.Callable[[int], bytes],
-    ) -> None:
-        self._adapter_key = adapter_key
-        self._limits = limits
-        self._blocks = blocks
-        self._rotary = rotary
-        self._counters = counters
-        self._namespace = namespace
+    _blocks: BlockManager
+    _rotary: RotaryRows
+    _counters: SchedulerCounters
+    _namespace: bytes
+    _limits: ContextSizes
+    _adapter_key: abc.Callable[[int], bytes]
 
     def new_cache(self, request: EngineRequest, stage: RotaryStage) -> SequenceCache:
         """An empty cache for a sample whose keys are computed under `stage` from the first token."""

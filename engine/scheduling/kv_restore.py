@@ -22,11 +22,10 @@ State of a waiting sequence, in fields of `Sequence` written only here (preempti
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
 from windlass.engine.cache.block_manager import BlockManager
-from windlass.engine.cache.block_store import ArrivedBlock, Fetch, WantedBlock
+from windlass.engine.cache.block_store import ArrivedBlock, BlockStore, Fetch, WantedBlock
 from windlass.engine.cache.cache_operations import LoadedBlock
 from windlass.engine.cache.non_prefix_reuse import PassageSearch
 from windlass.engine.cache.prefix_cache import BlockKey, first_visible_block, longest_hit
@@ -35,10 +34,6 @@ from windlass.engine.cache.sequence_cache import SequenceCache
 from windlass.engine.interface.context import MIN_PASSAGE_TOKENS
 from windlass.engine.scheduling.scheduler_counters import SchedulerCounters
 from windlass.engine.scheduling.sequence import EVICTION_RETRIED, Sequence
-
-if TYPE_CHECKING:
-    from windlass.engine.cache.block_store import BlockStore
-
 
 _GRACE_SECONDS = 1.0  # reading is never cancelled as slow before this time
 
@@ -69,14 +64,15 @@ class _PendingRestore:
     is_shared: bool
 
 
+@dataclass(slots=True)
 class KVRestorer:
     """Reads blocks of waiting sequences from `store` into the cache. clock: seconds, the same as that of `Fetch`."""
 
-    def __init__(
-        self, blocks: BlockManager, store: BlockStore, reuse: NonPrefixReuse, clock: abc.Callable[[], float]
-    ) -> None:
-        self._blocks, self._store, self._reuse, self._clock = blocks, store, reuse, clock
-        self._waiting: list[_PendingRestore] = []
+    _blocks: BlockManager
+    _store: BlockStore
+    _reuse: NonPrefixReuse
+    _clock: abc.Callable[[], float]
+    _waiting: list[_PendingRestore] = field(default_factory=list)
 
     @property
     def fetches(self) -> list[Fetch]:
@@ -263,12 +259,12 @@ def _parts(seq: Sequence) -> list[SequenceCache]:
     return [seq.cache] if seq.cache.second_keys is None else [seq.cache.second_keys, seq.cache]
 
 
+@dataclass(slots=True)
 class NonPrefixReuse:
     """Attaches cached passages to prompts."""
 
-    def __init__(self, blocks: BlockManager, counters: SchedulerCounters) -> None:
-        self._blocks = blocks
-        self._counters = counters
+    _blocks: BlockManager
+    _counters: SchedulerCounters
 
     def find_passages(self, seq: Sequence) -> None:
         """Let a sequence whose cached prefix was just attached, and is not complete, hold the passages that it will reuse."""

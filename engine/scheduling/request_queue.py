@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import abc
+from dataclasses import dataclass, field
+from itertools import count
 
 from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.cache.sequence_cache import SequenceCache
@@ -22,25 +24,18 @@ from windlass.engine.scheduling.scheduler_output import SchedulerOutputBuilder
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus, rank_key
 
 
+@dataclass(slots=True)
 class SchedulerQueues:
     """Waiting and running sequences, each in order of rank, best first. max_num_seqs: sequences that may run at once."""
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        blocks: BlockManager,
-        rotary: RotaryRows,
-        frequency_changes: FrequencyChanges,
-        output_builder: SchedulerOutputBuilder,
-        counters: SchedulerCounters,
-    ) -> None:
-        self._max_num_seqs = max_num_seqs
-        self._blocks, self._rotary = blocks, rotary
-        self._frequency_changes = frequency_changes
-        self._output_builder = output_builder
-        self._counters = counters
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+    _max_num_seqs: int
+    _blocks: BlockManager
+    _rotary: RotaryRows
+    _frequency_changes: FrequencyChanges
+    _output_builder: SchedulerOutputBuilder
+    _counters: SchedulerCounters
+    waiting: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
 
     @property
     def has_capacity(self) -> bool:
@@ -51,10 +46,6 @@ class SchedulerQueues:
         """Add a sequence that holds nothing to the waiting queue."""
         seq.status = SequenceStatus.WAITING
         insort(self.waiting, seq, key=rank_key)
-
-    def sort_waiting(self) -> None:
-        """Restore the order of the waiting queue after ranks have changed."""
-        self.waiting.sort(key=rank_key)
 
     def start(self, seq: Sequence) -> None:
         """Move a waiting or forked sequence to the running queue."""
@@ -119,6 +110,7 @@ class SchedulerQueues:
 MAX_RETAINED = 256  # requests that retain an object; it may be large, and is created again if it was not retained
 
 
+@dataclass(slots=True)
 class LiveRequests:
     """Sequences by request and id.
 
@@ -126,25 +118,17 @@ class LiveRequests:
     context_limits: the limits of a request's context rule.
     """
 
-    def __init__(
-        self,
-        eos_token_ids: abc.Iterable[int],
-        fresh_seed: abc.Callable[[], int],
-        new_cache: abc.Callable[[EngineRequest, RotaryStage], SequenceCache],
-        context_limits: abc.Callable[[ContextRule], ContextSize],
-        fair_queue: FairQueue,
-    ) -> None:
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._fresh_seed = fresh_seed
-        self._new_cache = new_cache
-        self._context_limits = context_limits
-        self._fair_queue = fair_queue
-        self._samples: dict[str, list[Sequence]] = {}  # live ones of each request, sample 0 first
-        self.by_id: dict[int, Sequence] = {}
-        self._retained: dict[str, object] = {}  # by request
-        self._deadlines = Deadlines()
-        self._num_sequences = 0  # created in total
-        self._num_requests = 0
+    _eos_token_ids: frozenset[int]
+    _fresh_seed: abc.Callable[[], int]
+    _new_cache: abc.Callable[[EngineRequest, RotaryStage], SequenceCache]
+    _context_limits: abc.Callable[[ContextRule], ContextSize]
+    _fair_queue: FairQueue
+    _samples: dict[str, list[Sequence]] = field(default_factory=dict)  # live ones of each request, sample 0 first
+    by_id: dict[int, Sequence] = field(default_factory=dict)
+    _retained: dict[str, object] = field(default_factory=dict)  # by request
+    _deadlines: Deadlines = field(default_factory=lambda: Deadlines())
+    _seq_ids: abc.Iterator[int] = field(default_factory=count)
+    _arrival_numbers: abc.Iterator[int] = field(default_factory=count)
 
     def __len__(self) -> int:
         """Live samples."""
@@ -162,7 +146,7 @@ class LiveRequests:
         sampling, stage = request.sampling, rotation.stage(len(request.prompt_token_ids))
         stop_ids = frozenset(sampling.stop_token_ids)
         seq = Sequence(
-            seq_id=self._new_id(),
+            seq_id=next(self._seq_ids),
             request=request,
             index=0,
             token_ids=list(request.prompt_token_ids),
@@ -175,16 +159,15 @@ class LiveRequests:
             # A grammar allows eos only where the output may end, and nothing else where it is complete.
             stop_ids=stop_ids if sampling.ignore_eos and sampling.grammar is None else stop_ids | self._eos_token_ids,
             queue_entry=self._fair_queue.enqueue(request.caller, _max_request_tokens(request), request.share),
-            arrival_number=self._num_requests,
+            arrival_number=next(self._arrival_numbers),
             arrival_time=now,
         )
-        self._num_requests += 1
         self.by_id[seq.seq_id] = seq
         self._samples[request.request_id] = [seq]
         if retained is not None and len(self._retained) < MAX_RETAINED:
             self._retained[request.request_id] = retained
         if request.deadline is not None:
-            self._deadlines.add(request.deadline, request.request_id, self._samples, len(self._samples))
+            self._deadlines.add(request.deadline, request.request_id, self._samples)
         return seq
 
     def add_children(self, parent: Sequence) -> list[Sequence]:
@@ -216,7 +199,7 @@ class LiveRequests:
 
     def _new_child(self, parent: Sequence, index: int) -> Sequence:
         return Sequence(
-            seq_id=self._new_id(),
+            seq_id=next(self._seq_ids),
             request=parent.request,
             index=index,
             token_ids=list(parent.token_ids),
@@ -234,10 +217,6 @@ class LiveRequests:
             cached_tokens=parent.cached_tokens,
             first_scheduled_time=parent.first_scheduled_time,
         )
-
-    def _new_id(self) -> int:
-        self._num_sequences += 1
-        return self._num_sequences - 1
 
 
 def _max_request_tokens(request: EngineRequest) -> int:
@@ -261,9 +240,9 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, deadline: float, request_id: str, live: abc.Container[str], num_live: int) -> None:
+    def add(self, deadline: float, request_id: str, live: abc.Collection[str]) -> None:
         heapq.heappush(self._heap, (deadline, request_id))
-        if len(self._heap) > 2 * num_live + 64:
+        if len(self._heap) > 2 * len(live) + 64:
             # Most entries belong to ended requests with late deadlines; removing them bounds the heap by the live ones.
             self._heap = [entry for entry in self._heap if entry[1] in live]
             heapq.heapify(self._heap)

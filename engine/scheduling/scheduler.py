@@ -28,9 +28,9 @@ import random
 import time
 from collections import abc
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.cache.block_store import BlockStore
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.interface.config import SchedulerConfig
 from windlass.engine.interface.context import ContextSizes
@@ -60,9 +60,6 @@ from windlass.engine.scheduling.scheduler_output import (
 )
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus, rank_key
 from windlass.engine.scheduling.speculation import Speculation
-
-if TYPE_CHECKING:
-    from windlass.engine.cache.block_store import BlockStore
 
 _RETRY_STEPS = 8  # steps after which a sequence that did not fit is matched against the prefix cache again
 
@@ -109,23 +106,19 @@ class Scheduler:
         seeds = fresh_seed or (lambda: random.SystemRandom().getrandbits(63))
         self._fair_queue = FairQueue()
         self._requests = LiveRequests(
-            eos_token_ids, seeds, self._frequency_changes.new_cache, limits.size, self._fair_queue
+            frozenset(eos_token_ids), seeds, self._frequency_changes.new_cache, limits.size, self._fair_queue
         )
         self._queues = SchedulerQueues(
             config.max_num_seqs, blocks, rotary, self._frequency_changes, self._output_builder, counters
         )
         self._speculation = Speculation(
-            config.speculation,
-            blocks,
-            counters,
-            config.max_num_batched_tokens,
-            draft_tracks_all_tokens=draft_tracks_all_tokens,
+            config.speculation, blocks, counters, config.max_num_batched_tokens, draft_tracks_all_tokens
         )
         # Proposals are the other way to compute several tokens per step, and need the result of each step.
         speculates = config.speculation.max_proposed_tokens > 0
         self._multi_step = MultiStepDecoding(0.0 if speculates else config.burst_seconds, blocks)
         self.async_scheduling = AsyncScheduling(
-            self._requests, self._queues, blocks, self._multi_step, self._output_builder, counters, proposes=speculates
+            self._requests, self._queues, blocks, self._multi_step, self._output_builder, counters, speculates
         )
         # The waiting sequence that did not fit last, the step, and the blocks that were available.
         self._blocked: tuple[int, int, list[int]] | None = None
@@ -160,10 +153,6 @@ class Scheduler:
         prompt, sampling, limits = len(request.prompt_token_ids), request.sampling, self.limits.size(request.context)
         if prompt == 0:
             raise RequestError("the prompt is empty: send at least one token", "prompt", "empty_prompt")
-        if sampling.n < 1:
-            raise RequestError("n must be at least 1", "n", "invalid_value")
-        if sampling.max_tokens < 0:
-            raise RequestError("max_tokens must be at least 0", "max_tokens", "invalid_value")
         if prompt + min(sampling.max_tokens, 1) > limits.longest_prompt:
             raise RequestError(
                 f"the prompt has {prompt} tokens and the context holds {limits.longest_prompt}, "
@@ -286,7 +275,9 @@ class Scheduler:
         if not self._queues.waiting:
             self._multi_step.extend(step)
         # Rows of one token are adjacent, as attention kernels prefer; otherwise by rank.
-        step.chunks.sort(key=lambda chunk: (len(chunk.seq.token_ids) - chunk.start > 1, chunk.num_proposed > 0))
+        step.chunks.sort(
+            key=lambda chunk: (len(chunk.seq.token_ids) - chunk.start > 1, bool(chunk.num_drafted or chunk.draft))
+        )
         if step.chunks or step.rerotations:
             self.counters.count_step(step.num_passes * sum(chunk.num_tokens for chunk in step.chunks))
         return step.build()
@@ -405,7 +396,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Move waiting sequences to the running queue, best rank first, until one does not fit."""
         if self._fair_queue.order_changed():
-            self._queues.sort_waiting()
+            self._queues.waiting.sort(key=rank_key)
         while self._queues.has_capacity and (chosen := self._choose_waiting()):
             seq, full = chosen
             self._queues.start(seq)
@@ -523,13 +514,11 @@ class Scheduler:
             seq = live.get(item.seq_id)
             if seq is None:
                 continue
-            if item.num_proposed:
+            if item.num_proposed or output.num_passes > 1 or output.num_inflight_passes:
                 result = _result(by_id, seq)
-                self._speculation.observe(seq, item, len(result.token_ids) - 1)
+                if item.num_proposed:
+                    self._speculation.observe(seq, item, len(result.token_ids) - 1)
                 outputs.append(self._take_tokens(seq, result, now, start=item.start))
-                continue
-            if output.num_passes > 1 or output.num_inflight_passes:
-                outputs.append(self._take_tokens(seq, _result(by_id, seq), now, start=item.start))
                 continue
             self._mark_computed(seq, item.start + item.num_tokens)
             if item.prompt_logprobs is not None:

@@ -1,4 +1,4 @@
-"""Scheduler counters. Each field is the source of the `EngineStats` field of the same name."""
+"""Scheduler counters: the part of the statistics that the scheduler counts."""
 
 from __future__ import annotations
 
@@ -7,40 +7,26 @@ from collections import deque
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from windlass.engine.interface.outputs import MAX_TIMING_SAMPLES, STEP_TOKENS, EngineStats
+from windlass.engine.interface.outputs import MAX_TIMING_SAMPLES, STEP_TOKENS, TIMED_FIELDS, EngineStats
 from windlass.engine.scheduling.sequence import Sequence
 
 _RECOMPUTE_REASONS = ("preemption", "full_prefix_hit", "rope_update", "cache_reuse")
 
 
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Counters that only grow, and the last MAX_TIMING_SAMPLES per-request durations in seconds until a snapshot takes them."""
+def _samples() -> deque[float]:
+    return deque(maxlen=MAX_TIMING_SAMPLES)
 
-    num_steps: int = 0
-    num_preemptions: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
+
+@dataclass(slots=True)
+class SchedulerCounters(EngineStats):
+    """The statistics while they are counted. Gauges stay 0, and durations are held until a snapshot takes them."""
+
     recomputed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_RECOMPUTE_REASONS, 0))
-    key_moves: int = 0
-    context_shifts: int = 0
-    dropped_tokens: int = 0
-    reused_passages: int = 0
-    reused_tokens: int = 0
-    spec_decode_num_drafts: int = 0
-    spec_decode_num_draft_tokens: int = 0
-    spec_decode_num_accepted_tokens: int = 0
-    spec_decode_model_num_drafts: int = 0
-    spec_decode_model_num_draft_tokens: int = 0
-    spec_decode_model_num_accepted_tokens: int = 0
-    queue_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
-    prefill_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
-    decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
-    inference_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
+    queue_seconds: deque[float] = field(default_factory=_samples)
+    prefill_seconds: deque[float] = field(default_factory=_samples)
+    decode_seconds: deque[float] = field(default_factory=_samples)
+    inference_seconds: deque[float] = field(default_factory=_samples)
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    step_tokens_sum: int = 0
 
     def count_step(self, num_tokens: int, count: int = 1) -> None:
         """Count a step of `num_tokens` tokens. count: -1 if the step is cancelled."""
@@ -82,14 +68,9 @@ class SchedulerCounters:
 
     def snapshot(self, **gauges: Any) -> EngineStats:
         """The counters together with the given gauges, which are fields of `EngineStats`. Removes the durations it returns."""
-        values: dict[str, Any] = {}
-        for counter in fields(self):
-            value = getattr(self, counter.name)
-            if isinstance(value, dict):
-                value = dict(value)
-            elif isinstance(value, list | deque):
-                value = tuple(value)
-            values[counter.name] = value
-        for samples in (self.queue_seconds, self.prefill_seconds, self.decode_seconds, self.inference_seconds):
+        values: dict[str, Any] = {counter.name: getattr(self, counter.name) for counter in fields(self)}
+        values |= {"recomputed_tokens": dict(self.recomputed_tokens), "step_tokens": tuple(self.step_tokens)}
+        for name in TIMED_FIELDS:
+            samples, values[name] = values[name], tuple(values[name])
             samples.clear()
-        return EngineStats(**gauges, **values)
+        return EngineStats(**values | gauges)

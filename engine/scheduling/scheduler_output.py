@@ -174,10 +174,6 @@ class PlannedChunk:
     num_drafted: int = 0
 
     @property
-    def num_proposed(self) -> int:
-        return self.num_drafted or len(self.draft)
-
-    @property
     def is_next_token(self) -> bool:
         """Whether this is the next token of a running stream, and nothing else."""
         return self.num_tokens == 1 and len(self.samples) == 1 and self.seq.num_output_tokens > 0

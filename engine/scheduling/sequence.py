@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 
 from windlass.engine.cache.block_store import Fetch
 from windlass.engine.cache.cache_operations import KeyRerotation
@@ -215,5 +216,4 @@ class Sequence:
         return len(token_ids), None, None
 
 
-def rank_key(seq: Sequence) -> tuple[int, float, int, int]:
-    return seq.rank
+rank_key = attrgetter("rank")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.interface.config import SpeculationConfig
@@ -27,6 +27,7 @@ _INDEXED_PER_STEP = 2048
 _MAX_DRAFT_LAG = 64
 
 
+@dataclass(slots=True)
 class Speculation:
     """Adds proposals to planned steps. max_num_batched_tokens: the scheduler's limit.
 
@@ -34,22 +35,13 @@ class Speculation:
     as an MTP layer and a model with recurrent states do.
     """
 
-    def __init__(
-        self,
-        config: SpeculationConfig,
-        blocks: BlockManager,
-        counters: SchedulerCounters,
-        max_num_batched_tokens: int,
-        *,
-        draft_tracks_all_tokens: bool = False,
-    ) -> None:
-        self._config = config
-        self._max_draft_lag = sys.maxsize if draft_tracks_all_tokens else _MAX_DRAFT_LAG
-        self._blocks = blocks
-        self._counters = counters
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._payoff = DraftPayoff()
-        self._states: dict[int, _DraftState] = {}  # by sequence
+    _config: SpeculationConfig
+    _blocks: BlockManager
+    _counters: SchedulerCounters
+    _max_num_batched_tokens: int
+    _draft_tracks_all_tokens: bool
+    _payoff: DraftPayoff = field(default_factory=lambda: DraftPayoff())
+    _states: dict[int, _DraftState] = field(default_factory=dict)  # by sequence
 
     def extend(self, step: SchedulerOutputBuilder) -> None:
         """Add proposed tokens to streams of a planned step, from the budget and blocks it leaves unused.
@@ -60,6 +52,7 @@ class Speculation:
         if config.max_proposed_tokens == 0:
             return
         budget = self._max_num_batched_tokens - sum(chunk.num_tokens for chunk in step.chunks)
+        max_draft_lag = sys.maxsize if self._draft_tracks_all_tokens else _MAX_DRAFT_LAG
         uses_draft_model = None  # decided once per step, when the first stream needs it
         for chunk in step.chunks:
             if budget <= 0:
@@ -82,7 +75,7 @@ class Speculation:
                 continue
             draft = _propose_ngram(seq, state, max_proposed) if config.num_tokens else ()
             count = len(draft)
-            if not draft and config.drafts and state.draft_lag <= self._max_draft_lag:
+            if not draft and config.drafts and state.draft_lag <= max_draft_lag:
                 if uses_draft_model is None:
                     uses_draft_model = not config.adaptive or self._payoff.allows(len(step.chunks))
                 if uses_draft_model:

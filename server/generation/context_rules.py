@@ -14,7 +14,6 @@ from windlass.engine.interface.context import (
     ContextRule,
     ContextSize,
     NonPrefixReuseParams,
-    context_sizes_of,
 )
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.errors import bad_request
@@ -74,7 +73,7 @@ def reuse_of(body: GenerationRequest, scope: str, settings: ServerSettings, *, c
 
 def size_of(rule: ContextRule, info: ModelInfo) -> ContextSize:
     """What the rule comes to on this model; raises RequestError for one that cannot be."""
-    return context_sizes_of(info).size(rule)
+    return info.size(rule)
 
 
 def keeping(rule: ContextRule, head: Sequence[int], prompt: Sequence[int], info: ModelInfo) -> ContextRule:

@@ -25,7 +25,6 @@ from windlass.clients.terminal.loading_display import LoadingDisplay
 from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.errors import LoadError
 from windlass.engine.host_resources import pin_to_cores, split_cores
-from windlass.engine.interface.context import context_sizes_of
 from windlass.engine.model.loading.preflight import check_start, expect_device
 from windlass.engine.process_setup import gc_paused_imports
 from windlass.server.generation.request_rotation import check_profiles
@@ -357,7 +356,7 @@ async def _follow(app: FastAPI, client: SupervisedEngine, loading: LoadingDispla
     loading.stop()
     state, settings = app.state.windlass, app.state.windlass.settings
     check_profiles(settings.rope_profiles, info.rotary_groups)
-    check_own_rule(settings, context_sizes_of(info))
+    check_own_rule(settings, info)
     profiles, sampling = tuple(settings.rope_profiles), settings.sampling.described(settings.sampling_sources)
     names, chats = ", ".join(settings.model_names), state.text.renders_chats
     for line in summary(info, names, url, profiles, shown, sampling, chats=chats):

@@ -181,6 +181,7 @@ def scripted_info(config: EngineConfig) -> ModelInfo:
         architecture="ScriptedForCausalLM",
         vocab_size=int(os.environ.get("SCRIPT_VOCAB_SIZE", "4096")),
         max_model_len=config.max_model_len or 512,
+        shift_context=config.max_model_len or 512,
         trained_len=512,
         dtype="float32",
         weight_dtype="float32",

@@ -23,7 +23,6 @@ from windlass.engine.errors import EngineError, RequestError
 from windlass.engine.execution.input_batch import InputBatch
 from windlass.engine.execution.model_runner import MultiStepState
 from windlass.engine.interface.config import EngineConfig
-from windlass.engine.interface.context import ContextSizes
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.model.lora import LoadedAdapters
@@ -48,10 +47,10 @@ class SimulatedCore(EngineCore):
         self._grammar_queue = GrammarQueue(self._grammars, config.scheduling.max_waiting)
         self.blocks = BlockManager([KVGroupLayout(plan.num_blocks, None)], plan.block_size)
         self.rows = CountedRows(2 * config.scheduling.max_num_seqs + 2)
-        self._limits = ContextSizes(plan.max_model_len, plan.block_size, plan.max_model_len)
+        self.info = _info(config, plan)
         self.scheduler = Scheduler(
             config=config.scheduling,
-            limits=self._limits,
+            limits=self.info,
             blocks=self.blocks,
             rotary=self.rows,
             namespace=b"simulated",
@@ -64,8 +63,7 @@ class SimulatedCore(EngineCore):
             self.adapters.add(adapter_of(source))
         self.runner = SimulatedRunner(process, plan.num_blocks, plan.block_size, self.rows)  # type: ignore[assignment]
         self._steps = StepExecutor(self.scheduler, self.runner)
-        info = _info(config, plan)
-        self.info = replace(info, adapters=self.adapters.loaded.infos)
+        self.info = replace(self.info, adapters=self.adapters.loaded.infos)
 
     def add(self, request: EngineRequest) -> None:
         if self._process.world.happens("request has no memory", request.request_id):

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from windlass.clients.terminal.loading_display import LoadingDisplay
 from windlass.clients.terminal.streams import on_terminal
-from windlass.engine.interface.context import context_sizes_of
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.options.engine import EngineOptions
@@ -83,7 +82,7 @@ async def _load(client: SupervisedEngine, settings: ServerSettings) -> ModelInfo
     finally:
         display.stop()
     check_profiles(settings.rope_profiles, info.rotary_groups)
-    check_own_rule(settings, context_sizes_of(info))
+    check_own_rule(settings, info)
     return info
 
 

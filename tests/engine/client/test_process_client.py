@@ -696,7 +696,7 @@ async def test_an_engine_that_dies_after_a_sample_was_ended_owes_nothing():
         await client.wait_ready()
         await asyncio.sleep(1.0)  # an idle engine is silent and does not count as hung
         assert client.restarts == 1 and client.state == "ready"
-        client._watchdog._hang_seconds = 60.0  # its steps may be late
+        client._watchdog.hang_seconds = 60.0  # its steps may be late
         assert await tokens(client, request("a", max_tokens=3)) == [100, 101, 102]
 
 
