@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, local_layers_rotate, read_flag
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family, Multipliers
+from windlass.engine.model.config_json.config_rules import ConfigRules, local_layers_rotate
+from windlass.engine.model.families.family import ATTENTION_BIASES, ConfigFlag, Family, Multipliers
 from windlass.engine.model.model_spec import LayerNorms
 from windlass.engine.model.norm import NormSpec
 
@@ -21,26 +21,19 @@ _RULES = ConfigRules(
 
 _CENTERED = NormSpec(centered=True)
 
-
-def _with_head_norms(family: Family, config: Config) -> Family:
-    """Command R+ norms queries and keys, each head with its own weights."""
-    wanted = read_flag(config, "use_qk_norm")
-    return replace(family, qk_norm="by head", qk_norm_form=_CENTERED) if wanted else family
-
-
 COHERE = Family(
     architecture="CohereForCausalLM",
     title="Cohere Command R and R+",
     model_type="cohere",
     rules=_RULES,
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     interleaved=True,
     multipliers=Multipliers(logits="logit_scale", logits_default=0.0625),
     norms=LayerNorms(feed_forward=None, form=_CENTERED, parallel=True),
     norm_eps_key="layer_norm_eps",
-    variant=_with_head_norms,
-    extra_keys=frozenset({"use_qk_norm"}),
+    qk_norm="by head",  # in Command R+
+    qk_norm_form=_CENTERED,
+    qk_norm_flag=ConfigFlag("use_qk_norm"),
 )
 
 # Its global layers do not rotate.
@@ -49,7 +42,7 @@ COHERE2 = replace(
     architecture="Cohere2ForCausalLM",
     title="Cohere Command R7B (Cohere 2)",
     model_type="cohere2",
-    variant=None,
-    extra_keys=frozenset(),
+    qk_norm=None,
+    qk_norm_flag=None,
     rules=replace(_RULES, layer_pattern=local_layers_rotate, sliding_window=4096, rope_theta=10_000.0),
 )

@@ -9,13 +9,18 @@ from dataclasses import replace
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.config_rules import Config, ConfigRules
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family, LatentSizes, Multipliers
+from windlass.engine.model.families.family import (
+    ATTENTION_BIASES,
+    LLAMA_BIASES,
+    ConfigFlag,
+    Family,
+    LatentSizes,
+    Multipliers,
+)
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, first_layers_dense
 from windlass.engine.model.families.mtp import with_appended_mtp_layer
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
 from windlass.engine.model.feed_forward.moe import MoENames, RouterSpec
-
-ROPE_INTERLEAVE = ConfigFlag("rope_interleave", default=True)
 
 DEEPSEEK_SHARED = GatedMLPNames(
     "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", down="mlp.shared_experts.down_proj"
@@ -23,6 +28,9 @@ DEEPSEEK_SHARED = GatedMLPNames(
 
 # Names of DeepSeek V3, which many models follow.
 DEEPSEEK_NAMES = MoENames(choice_bias="mlp.gate.e_score_correction_bias", shared=DEEPSEEK_SHARED)
+
+_RULES = ConfigRules(max_position_embeddings=2048, head_dim=64, head_dim_key="qk_rope_head_dim", scales_scores=True)
+_SIZES = LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128)
 
 DEEPSEEK_LAYER_KEYS = frozenset(
     {"first_k_dense_replace", "mlp_layer_types", "moe_layer_freq", "scoring_func", "topk_method"}
@@ -46,14 +54,8 @@ DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     title="DeepSeek V2",
     model_type="deepseek_v2",
-    rules=ConfigRules(
-        max_position_embeddings=2048,
-        head_dim=64,
-        head_dim_key="qk_rope_head_dim",
-        scales_scores=True,
-    ),
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    rules=_RULES,
+    biases=LLAMA_BIASES,
     interleaved=True,
     variant=_checked_router,
     extra_keys=frozenset({"n_group", "topk_group", "norm_topk_prob"}),
@@ -69,7 +71,7 @@ DEEPSEEK_V2 = Family(
         names=MoENames(shared=DEEPSEEK_SHARED),
         more_keys=DEEPSEEK_LAYER_KEYS,
     ),
-    latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
+    latent=_SIZES,
 )
 
 DEEPSEEK_V3_EXPERTS = MoERules(
@@ -91,21 +93,19 @@ DEEPSEEK_V3 = Family(
     title="DeepSeek V3, R1; Kimi K2",
     model_type="deepseek_v3",
     other_model_types=("kimi_k2",),
-    rules=ConfigRules(
+    rules=replace(
+        _RULES,
         max_position_embeddings=4096,
         hidden_size=7168,
         num_hidden_layers=61,
         num_attention_heads=128,
         num_key_value_heads=128,
-        head_dim=64,
-        head_dim_key="qk_rope_head_dim",
-        scales_scores=True,
     ),
-    out_bias=ATTENTION_BIAS,
-    interleaved=ROPE_INTERLEAVE,
+    biases=ATTENTION_BIASES,
+    interleaved=ConfigFlag("rope_interleave", default=True),
     refine=with_appended_mtp_layer,
     experts=DEEPSEEK_V3_EXPERTS,
-    latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
+    latent=_SIZES,
 )
 
 YOUTU = replace(
@@ -113,15 +113,13 @@ YOUTU = replace(
     architecture="YoutuForCausalLM",
     title="Youtu-LLM",
     model_type="youtu",
-    rules=ConfigRules(
+    rules=replace(
+        _RULES,
         max_position_embeddings=131_072,
         hidden_size=2048,
         num_attention_heads=16,
         num_key_value_heads=16,
-        head_dim=64,
-        head_dim_key="qk_rope_head_dim",
         tie_word_embeddings=True,
-        scales_scores=True,
     ),
     other_model_types=(),
     refine=None,
@@ -131,20 +129,18 @@ YOUTU = replace(
 MINICPM3 = Family(
     architecture="MiniCPM3ForCausalLM",
     model_type="minicpm3",
-    rules=ConfigRules(
+    rules=replace(
+        _RULES,
         max_position_embeddings=32_768,
         hidden_size=2560,
         num_hidden_layers=62,
         num_attention_heads=40,
         num_key_value_heads=40,
         head_dim=32,
-        head_dim_key="qk_rope_head_dim",
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        scales_scores=True,
     ),
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    biases=LLAMA_BIASES,
     multipliers=Multipliers(
         embedding="scale_emb",
         embedding_default=12.0,

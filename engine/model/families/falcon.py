@@ -22,9 +22,9 @@ from windlass.engine.model.config_json.config_rules import (
     renamed,
 )
 from windlass.engine.model.families.family import (
-    ATTENTION_BIAS,
     CLASSIFIER_HEAD,
-    MLP_BIAS,
+    LLAMA_BIASES,
+    Biases,
     ConfigFlag,
     Family,
     Multipliers,
@@ -41,7 +41,6 @@ _ONE_NORM = LayerNorms(feed_forward=None, form=LAYER_NORM, parallel=True)
 _TWO_NORMS = LayerNorms(mixer="ln_attn", feed_forward="ln_mlp", form=LAYER_NORM, parallel=True)
 _SEQUENTIAL = LayerNorms(form=LAYER_NORM)
 _FUSED = AttentionNames(qkv="self_attention.query_key_value", out="self_attention.dense")
-_BIAS = ConfigFlag("bias")
 
 _rename_keys = renamed({"num_kv_heads": "num_key_value_heads", "ffn_hidden_size": "intermediate_size"})
 
@@ -80,9 +79,7 @@ FALCON = Family(
         intermediate_factor=4,
         rewrite=_rewrite,
     ),
-    qkv_bias=_BIAS,
-    out_bias=_BIAS,
-    feed_forward_bias=_BIAS,
+    biases=Biases.everywhere(ConfigFlag("bias")),
     activation="gelu",
     activation_key="activation",
     attention_names=_FUSED,
@@ -193,9 +190,7 @@ FALCON_H1 = Family(
     title="Falcon H1",
     model_type="falcon_h1",
     rules=ConfigRules(max_position_embeddings=8192, num_key_value_heads=8, rms_norm_eps=1e-5, eos_token_id=(2,)),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    biases=LLAMA_BIASES,
     multipliers=Multipliers(embedding="embedding_multiplier", logits="lm_head_multiplier"),
     feed_forward_names=GatedMLPNames("feed_forward.gate_proj", "feed_forward.up_proj", down="feed_forward.down_proj"),
     norms=LayerNorms(feed_forward="pre_ff_layernorm"),

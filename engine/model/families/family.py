@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.classification_head import ClassificationHeadNames, HeadPooling
@@ -30,7 +30,10 @@ class ConfigFlag:
     default: bool = False
 
 
-def is_set(config: Config, switch: bool | ConfigFlag) -> bool:
+Switch: TypeAlias = bool | ConfigFlag
+
+
+def is_set(config: Config, switch: Switch) -> bool:
     return read_flag(config, switch.key, switch.default) if isinstance(switch, ConfigFlag) else switch
 
 
@@ -46,6 +49,23 @@ def reject_unsupported_values(config: Config, known: Mapping[str, tuple[object, 
 
 ATTENTION_BIAS = ConfigFlag("attention_bias")
 MLP_BIAS = ConfigFlag("mlp_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """Projections with biases. out: of attention; with latent attention, of all projections from and to the hidden state."""
+
+    qkv: Switch = False
+    out: Switch = False
+    feed_forward: Switch = False
+
+    @classmethod
+    def everywhere(cls, switch: Switch) -> Biases:
+        return cls(switch, switch, switch)
+
+
+ATTENTION_BIASES = Biases(ATTENTION_BIAS, ATTENTION_BIAS)
+LLAMA_BIASES = Biases(ATTENTION_BIAS, ATTENTION_BIAS, MLP_BIAS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +117,8 @@ class FamilyClassificationHead:
     pooling: HeadPooling = "last"  # unless config.json has `pooling_key`
     pooling_key: str | None = None
     poolings: Mapping[str, HeadPooling] = field(default_factory=dict)  # by value of `pooling_key`
-    out_bias: bool | ConfigFlag = False
-    dense_bias: bool | ConfigFlag = False
+    out_bias: Switch = False
+    dense_bias: Switch = False
     activation: str = "gelu"  # of the dense layer, unless config.json has `activation_key`
     activation_key: str | None = None
 
@@ -114,10 +134,9 @@ class Family:
     architecture: str
     model_type: str
     rules: ConfigRules
-    qkv_bias: bool | ConfigFlag = False
-    out_bias: bool | ConfigFlag = False
-    feed_forward_bias: bool | ConfigFlag = False
+    biases: Biases = Biases()
     qk_norm: Literal["before", "after", "all heads", "by head"] | None = None  # see `AttentionSpec`
+    qk_norm_flag: ConfigFlag | None = None  # without it, queries and keys are not normed
     qk_norm_form: NormSpec = field(default_factory=NormSpec)
     clip_key: str | None = None  # key of the limit of queries, keys and values
     embedding_norm: NormSpec | None = None
@@ -132,7 +151,7 @@ class Family:
     soft_caps: SoftCaps | None = None  # None: soft caps in config.json are not read
     multipliers: Multipliers | None = None
     gelu_by_tanh: bool = False  # "gelu" in config.json means the tanh approximation
-    interleaved: bool | ConfigFlag = False  # rotated pairs are stored as (2j, 2j + 1)
+    interleaved: Switch = False  # rotated pairs are stored as (2j, 2j + 1)
     latent: LatentSizes | None = None
     other_model_types: tuple[str, ...] = ()
     attention_names: AttentionNames = field(default_factory=AttentionNames)
@@ -142,7 +161,7 @@ class Family:
     parallel_norms: LayerNorms | None = None
     norm_eps_key: str | None = "rms_norm_eps"  # None: always the default
     outer_names: OuterNames = field(default_factory=OuterNames)
-    head_bias: bool | ConfigFlag = False
+    head_bias: Switch = False
     text_part: str = ""  # follows the stem in the architecture names of its classifiers
     title: str = ""  # usual name of its models, if it differs from the stem
     other_names: tuple[str, ...] = ()  # further architecture names
@@ -173,15 +192,14 @@ class Family:
     @property
     def own_keys(self) -> frozenset[str]:
         """Keys of config.json that the family reads in addition to the common ones, or whose value is fixed."""
-        multipliers = frozenset[str]() if self.multipliers is None else self.multipliers.keys
-        always = frozenset[str]() if self.qk_norm is None else _QK_NORM_KEYS
-        return (
-            self.extra_keys
-            | frozenset(self.fixed_values)
-            | multipliers
-            | always
-            | (frozenset() if self.experts is None else self.experts.keys)
-        )
+        keys = self.extra_keys | frozenset(self.fixed_values)
+        if self.multipliers is not None:
+            keys |= self.multipliers.keys
+        if self.qk_norm is not None:
+            keys |= _QK_NORM_KEYS
+        if self.qk_norm_flag is not None:
+            keys |= {self.qk_norm_flag.key}
+        return keys if self.experts is None else keys | self.experts.keys
 
     @property
     def models(self) -> str:

@@ -23,7 +23,7 @@ from windlass.engine.model.config_json.config_rules import (
     read_object,
     read_size,
 )
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family, SoftCaps
+from windlass.engine.model.families.family import ATTENTION_BIASES, Family, SoftCaps
 from windlass.engine.model.families.moe_rules import MoERules, read_count, read_experts
 from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
 from windlass.engine.model.feed_forward.moe import ExpertStacks, MoENames, ParallelExpertsSpec
@@ -46,35 +46,29 @@ GEMMA = Family(
         head_dim=256,
         tie_word_embeddings=True,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     norm_offset=1.0,
     activation="gelu_pytorch_tanh",
     gelu_by_tanh=True,  # as "gelu" in its first files
     scaled_embeddings=True,
 )
 
-GEMMA2 = Family(
+GEMMA2 = replace(
+    GEMMA,
     architecture="Gemma2ForCausalLM",
     title="Gemma 2",
     model_type="gemma2",
-    rules=ConfigRules(
+    rules=replace(
+        GEMMA.rules,
         layer_pattern=every_nth_full(2),
-        max_position_embeddings=8192,
         hidden_size=2304,
         num_hidden_layers=26,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=256,
-        tie_word_embeddings=True,
         sliding_window=4096,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    norm_offset=1.0,
-    activation="gelu_pytorch_tanh",
     activation_key="hidden_activation",
-    scaled_embeddings=True,
+    gelu_by_tanh=False,
     query_pre_attn_scalar=256.0,
     soft_caps=SoftCaps(attention=50.0, logits=30.0),
     norms=LayerNorms(
@@ -110,16 +104,10 @@ GEMMA3 = replace(
     title="Gemma 3 (text)",
     model_type="gemma3_text",
     text_part="Text",
-    rules=ConfigRules(
+    rules=replace(
+        GEMMA2.rules,
         layer_pattern=_gemma3_layer_pattern,
         max_position_embeddings=131_072,
-        hidden_size=2304,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
-        tie_word_embeddings=True,
-        sliding_window=4096,
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
     ),
@@ -300,21 +288,14 @@ GEMMA4 = replace(
     other_names=("Gemma4UnifiedForCausalLM",),
     model_type="gemma4_text",
     other_model_types=(_UNIFIED,),
-    rules=ConfigRules(
+    rules=replace(
+        GEMMA3.rules,
         layer_pattern=_gemma4_layer_pattern,
-        max_position_embeddings=131_072,
-        hidden_size=2304,
         num_hidden_layers=30,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
         full_head_dim=512,
         full_head_dim_key=_WIDTH,
-        tie_word_embeddings=True,
         eos_token_id=(1,),
         sliding_window=512,
-        rope_theta=1_000_000.0,
-        local_rope_theta=10_000.0,
         rope_parameters={
             FULL_ATTENTION: {
                 "rope_type": "proportional",

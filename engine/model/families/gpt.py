@@ -10,26 +10,14 @@ from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
     nope_layers,
-    read_flag,
     read_size,
     renamed,
 )
-from windlass.engine.model.families.family import CLASSIFIER_HEAD, Family
+from windlass.engine.model.families.family import CLASSIFIER_HEAD, Biases, Family
 from windlass.engine.model.feed_forward.mlp import PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
 from windlass.engine.model.norm import LAYER_NORM
-
-
-def _gpt2(family: Family, config: Config) -> Family:
-    """Reject scores that are scaled by anything but the square root of the head size."""
-    for key, usual in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-        if read_flag(config, key, usual) != usual:
-            raise LoadError(
-                f"config.json sets {key}={not usual}: published GPT-2 models do not, and it is not supported"
-            )
-    return family
-
 
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
@@ -48,9 +36,7 @@ GPT2 = Family(
         intermediate_factor=4,
         rewrite=renamed(GPT_NAMES),
     ),
-    qkv_bias=True,
-    out_bias=True,
-    feed_forward_bias=True,
+    biases=Biases.everywhere(True),
     activation="gelu_new",
     activation_key="activation_function",
     attention_names=AttentionNames(qkv="attn.c_attn", out="attn.c_proj", transposed=True),
@@ -59,25 +45,23 @@ GPT2 = Family(
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("transformer.wte", "transformer.h", "transformer.ln_f", positions="transformer.wpe"),
     token_head=CLASSIFIER_HEAD,
-    variant=_gpt2,
-    extra_keys=frozenset({"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"}),
+    fixed_values={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
+    extra_keys=frozenset({"reorder_and_upcast_attn"}),
 )
 
-BLOOM = Family(
+BLOOM = replace(
+    GPT2,
     architecture="BloomForCausalLM",
     title="BLOOM",
     model_type="bloom",
     positions="alibi",
-    rules=ConfigRules(
-        layer_pattern=nope_layers,
+    rules=replace(
+        GPT2.rules,
         max_position_embeddings=2048,
         hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=8,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
         eos_token_id=(2,),
-        intermediate_factor=4,
         rewrite=renamed(
             {
                 "n_embed": "hidden_size",
@@ -87,24 +71,20 @@ BLOOM = Family(
             }
         ),
     ),
-    qkv_bias=True,
-    out_bias=True,
-    feed_forward_bias=True,
-    activation="gelu_new",
+    activation_key="hidden_act",
     attention_names=AttentionNames(
         qkv="self_attention.query_key_value", qkv_order="groups", out="self_attention.dense"
     ),
     feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
     norms=LayerNorms(form=LAYER_NORM),
     embedding_norm=LAYER_NORM,
-    norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames(
         "transformer.word_embeddings",
         "transformer.h",
         "transformer.ln_f",
         embedding_norm="transformer.word_embeddings_layernorm",
     ),
-    token_head=CLASSIFIER_HEAD,
+    fixed_values={},
     extra_keys=frozenset(
         "slow_but_exact attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi "
         "skip_bias_add skip_bias_add_qkv".split()
@@ -126,7 +106,7 @@ GPTJ = Family(
     title="GPT-J",
     model_type="gptj",
     rules=_RULES,
-    feed_forward_bias=True,
+    biases=Biases(feed_forward=True),
     activation="gelu_new",
     activation_key="activation_function",
     interleaved=True,

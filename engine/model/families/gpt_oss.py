@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from windlass.engine.model.config_json.config_rules import ConfigRules, every_nth_full
-from windlass.engine.model.families.family import ConfigFlag, Family
+from windlass.engine.model.families.family import Biases, ConfigFlag, Family
 from windlass.engine.model.families.moe_rules import MoERules
 from windlass.engine.model.feed_forward.moe import ExpertStacks, MoENames
 
+_BIAS = ConfigFlag("attention_bias", default=True)
 _EXPERTS = "mlp.experts"
 
 GPT_OSS = Family(
@@ -34,8 +35,7 @@ GPT_OSS = Family(
             "original_max_position_embeddings": 4096,
         },
     ),
-    qkv_bias=ConfigFlag("attention_bias", default=True),
-    out_bias=ConfigFlag("attention_bias", default=True),
+    biases=Biases(_BIAS, _BIAS),
     sinks=True,
     experts=MoERules(
         experts=128,

@@ -20,8 +20,8 @@ from windlass.engine.model.config_json.config_rules import (
     read_size,
 )
 from windlass.engine.model.families.family import (
-    ATTENTION_BIAS,
-    MLP_BIAS,
+    ATTENTION_BIASES,
+    LLAMA_BIASES,
     Family,
     Multipliers,
     reject_unsupported_values,
@@ -46,9 +46,7 @@ GRANITE = Family(
     title="Granite (dense)",
     model_type="granite",
     rules=ConfigRules(max_position_embeddings=2048),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    biases=LLAMA_BIASES,
     multipliers=Multipliers(
         embedding="embedding_multiplier",
         residual="residual_multiplier",
@@ -69,8 +67,7 @@ GRANITE_MOE = replace(
     architecture="GraniteMoeForCausalLM",
     title="Granite MoE",
     model_type="granitemoe",
-    rules=ConfigRules(max_position_embeddings=2048),
-    feed_forward_bias=False,
+    biases=ATTENTION_BIASES,
     experts=MoERules(experts=8, top_k=2, width_keys=("intermediate_size",), names=_GRANITE_NAMES),
 )
 
@@ -163,12 +160,7 @@ GRANITE4 = replace(
     architecture="GraniteMoeHybridForCausalLM",
     title="Granite 4",
     model_type="granitemoehybrid",
-    rules=ConfigRules(
-        layer_pattern=_layer_pattern,
-        max_position_embeddings=2048,
-        other_layers=(STATE_SPACE,),
-        rewrite=_rewrite,
-    ),
+    rules=replace(GRANITE.rules, layer_pattern=_layer_pattern, other_layers=(STATE_SPACE,), rewrite=_rewrite),
     variant=_configured_variant,
     refine=_refine,
     extra_keys=frozenset(

@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.config_rules import Config, ConfigRules
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family
+from windlass.engine.model.families.family import ATTENTION_BIASES, Family
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
 from windlass.engine.model.feed_forward.moe import MoENames
@@ -19,8 +19,7 @@ HUNYUAN = Family(
     title="HunYuan V1 (dense)",
     model_type="hunyuan_v1_dense",
     rules=ConfigRules(max_position_embeddings=2048, rms_norm_eps=1e-5),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="after",
     attention_names=AttentionNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
 )

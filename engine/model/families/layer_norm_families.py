@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag, sliding_window_layers
-from windlass.engine.model.families.family import ATTENTION_BIAS, CLASSIFIER_HEAD, MLP_BIAS, ConfigFlag, Family
+from windlass.engine.model.config_json.config_rules import ConfigRules, sliding_window_layers
+from windlass.engine.model.families.family import CLASSIFIER_HEAD, LLAMA_BIASES, Biases, ConfigFlag, Family
 from windlass.engine.model.feed_forward.mlp import PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
 from windlass.engine.model.norm import LAYER_NORM, NormSpec
 
-_BIAS = ConfigFlag("use_bias", default=True)
 _ATTENTION_BIAS = ConfigFlag("attention_bias", default=True)
-_QK_LAYERNORM_KEY = frozenset({"qk_layernorm"})
-
-
-def _head_norms(default: bool) -> Callable[[Family, Config], Family]:
-    """Queries and keys are normed where `qk_layernorm` says so."""
-
-    def variant(family: Family, config: Config) -> Family:
-        return family if read_flag(config, "qk_layernorm", default) else replace(family, qk_norm=None)
-
-    return variant
+_QK_LAYERNORM = ConfigFlag("qk_layernorm")
+_DENSE = PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
+_NORMS = LayerNorms(form=LAYER_NORM)
+_ONE_NORM = LayerNorms(feed_forward=None, form=LAYER_NORM, parallel=True)
 
 
 STARCODER2 = Family(
@@ -40,12 +30,10 @@ STARCODER2 = Family(
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
     ),
-    qkv_bias=_BIAS,
-    out_bias=_BIAS,
-    feed_forward_bias=_BIAS,
+    biases=Biases.everywhere(ConfigFlag("use_bias", default=True)),
     activation="gelu_pytorch_tanh",
     feed_forward_names=PlainMLPNames(up="mlp.c_fc", down="mlp.c_proj"),
-    norms=LayerNorms(form=LAYER_NORM),
+    norms=_NORMS,
     norm_eps_key="norm_epsilon",
 )
 
@@ -60,17 +48,16 @@ STABLELM = Family(
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.25,
     ),
-    qkv_bias=ConfigFlag("use_qkv_bias"),
+    biases=Biases(qkv=ConfigFlag("use_qkv_bias")),
     qk_norm="by head",
     qk_norm_form=NormSpec(centered=True),
     attention_names=AttentionNames(
         q_norm="self_attn.q_layernorm.norms.{head}", k_norm="self_attn.k_layernorm.norms.{head}"
     ),
-    variant=_head_norms(default=False),
-    extra_keys=_QK_LAYERNORM_KEY,
-    norms=LayerNorms(form=LAYER_NORM),
+    qk_norm_flag=_QK_LAYERNORM,
+    norms=_NORMS,
     parallel=ConfigFlag("use_parallel_residual"),
-    parallel_norms=LayerNorms(feed_forward=None, form=LAYER_NORM, parallel=True),
+    parallel_norms=_ONE_NORM,
     norm_eps_key="layer_norm_eps",
 )
 
@@ -85,19 +72,16 @@ PHI = Family(
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
-    qkv_bias=True,
-    out_bias=True,
-    feed_forward_bias=True,
+    biases=Biases.everywhere(True),
     activation="gelu_new",
     qk_norm="before",
     qk_norm_form=LAYER_NORM,
     attention_names=AttentionNames(
         out="self_attn.dense", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"
     ),
-    variant=_head_norms(default=False),
-    extra_keys=_QK_LAYERNORM_KEY,
+    qk_norm_flag=_QK_LAYERNORM,
     feed_forward_names=PlainMLPNames(up="mlp.fc1", down="mlp.fc2"),
-    norms=LayerNorms(feed_forward=None, form=LAYER_NORM, parallel=True),
+    norms=_ONE_NORM,
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames(final_norm="model.final_layernorm"),
     head_bias=True,
@@ -113,13 +97,11 @@ NEMOTRON = Family(
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    biases=LLAMA_BIASES,
     norm_offset=1.0,
     activation="relu2",
     feed_forward_names=PlainMLPNames(),
-    norms=LayerNorms(form=LAYER_NORM),
+    norms=_NORMS,
     norm_eps_key="norm_eps",
 )
 
@@ -135,13 +117,11 @@ GPT_NEOX = Family(
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.25,
     ),
-    qkv_bias=_ATTENTION_BIAS,
-    out_bias=_ATTENTION_BIAS,
-    feed_forward_bias=True,
+    biases=Biases(_ATTENTION_BIAS, _ATTENTION_BIAS, True),
     activation="gelu",
     attention_names=AttentionNames(qkv="attention.query_key_value", qkv_order="groups", out="attention.dense"),
-    feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
-    norms=LayerNorms(form=LAYER_NORM),
+    feed_forward_names=_DENSE,
+    norms=_NORMS,
     parallel=ConfigFlag("use_parallel_residual", default=True),
     parallel_norms=LayerNorms(form=LAYER_NORM, parallel=True),
     norm_eps_key="layer_norm_eps",
@@ -160,9 +140,7 @@ PERSIMMON = Family(
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
-    qkv_bias=True,
-    out_bias=True,
-    feed_forward_bias=True,
+    biases=Biases.everywhere(True),
     qk_norm="before",
     qk_norm_form=LAYER_NORM,
     activation="relu2",
@@ -173,12 +151,11 @@ PERSIMMON = Family(
         q_norm="self_attn.q_layernorm",
         k_norm="self_attn.k_layernorm",
     ),
-    feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
-    norms=LayerNorms(form=LAYER_NORM),
+    feed_forward_names=_DENSE,
+    norms=_NORMS,
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames(final_norm="model.final_layernorm"),
-    variant=_head_norms(default=True),
-    extra_keys=_QK_LAYERNORM_KEY,
+    qk_norm_flag=ConfigFlag("qk_layernorm", default=True),
 )
 
 JAIS2 = Family(
@@ -186,11 +163,9 @@ JAIS2 = Family(
     title="Jais 2",
     model_type="jais2",
     rules=ConfigRules(max_position_embeddings=8192, hidden_size=3328, num_attention_heads=26, rms_norm_eps=1e-5),
-    qkv_bias=_ATTENTION_BIAS,
-    out_bias=_ATTENTION_BIAS,
-    feed_forward_bias=ConfigFlag("mlp_bias", default=True),
+    biases=Biases(_ATTENTION_BIAS, _ATTENTION_BIAS, ConfigFlag("mlp_bias", default=True)),
     activation="relu2",
     feed_forward_names=PlainMLPNames(),
-    norms=LayerNorms(form=LAYER_NORM),
+    norms=_NORMS,
     norm_eps_key="layer_norm_eps",
 )

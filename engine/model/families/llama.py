@@ -6,19 +6,11 @@ fourth layer does neither, attends to everything, and scales its queries by thei
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.config_rules import (
-    Config,
-    ConfigRules,
-    LayerFacts,
-    read_flag,
-    read_number,
-    read_size,
-)
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, LayerFacts, read_number, read_size
+from windlass.engine.model.families.family import ATTENTION_BIASES, LLAMA_BIASES, ConfigFlag, Family
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
 from windlass.engine.model.feed_forward.moe import ExpertStacks, MoENames, RouterSpec
@@ -30,9 +22,7 @@ LLAMA = Family(
     title="Llama 1 to 3.3",
     model_type="llama",
     rules=ConfigRules(max_position_embeddings=2048),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    biases=LLAMA_BIASES,
 )
 
 _PART = "feed_forward"
@@ -77,10 +67,6 @@ def _temperature(config: Config) -> tuple[float, int] | None:
     return read_number(config, "attn_scale") or 0.1, read_size(config, "floor_scale", 8192)
 
 
-def _optional_qk_norm(family: Family, config: Config) -> Family:
-    return family if read_flag(config, "use_qk_norm", default=True) else replace(family, qk_norm=None)
-
-
 LLAMA4 = Family(
     architecture="Llama4ForCausalLM",
     title="Llama 4 (text)",
@@ -99,17 +85,16 @@ LLAMA4 = Family(
         no_rope_layer_interval=4,
         rewrite=_rewrite,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="after",
     qk_norm_form=NormSpec(weight=False),
+    qk_norm_flag=ConfigFlag("use_qk_norm", default=True),
     norms_rotated=True,
     interleaved=True,
     chunked=True,
     unrotated_temperature=_temperature,
     feed_forward_names=GatedMLPNames(f"{_PART}.gate_proj", f"{_PART}.up_proj", down=f"{_PART}.down_proj"),
-    variant=_optional_qk_norm,
-    extra_keys=frozenset({"use_qk_norm", "attn_temperature_tuning", "attn_scale", "floor_scale", "for_llm_compressor"}),
+    extra_keys=frozenset({"attn_temperature_tuning", "attn_scale", "floor_scale", "for_llm_compressor"}),
     experts=MoERules(
         experts=16,
         top_k=1,

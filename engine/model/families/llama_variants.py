@@ -1,16 +1,37 @@
-"""Families that differ from Llama in a few switches: Seed-OSS, CWM, Arcee, Apertus, BitNet, Helium 1, SmolLM 3.
+"""Families that differ from Llama in a few switches: defaults, biases, windows, activations, norms, order of rotated pairs.
 
-Defaults, biases, windows, activations, interleaved pairs (Helium), layers without rotation (SmolLM 3), or an additional norm.
+Apertus, Arcee, Baichuan, BitNet, CWM, EXAONE 4, Helium 1, InternLM, NanoChat, Seed-OSS, SmolLM 3.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, LayerFacts, every_nth_full, read_flag
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family
+from windlass.engine.model.config_json.config_rules import (
+    Config,
+    ConfigRules,
+    LayerFacts,
+    every_nth_full,
+    nope_layers,
+    read_size,
+    renamed,
+)
+from windlass.engine.model.families.family import (
+    ATTENTION_BIAS,
+    ATTENTION_BIASES,
+    LLAMA_BIASES,
+    MLP_BIAS,
+    Biases,
+    ConfigFlag,
+    Family,
+    SoftCaps,
+)
+from windlass.engine.model.families.olmo import NORMS_BEHIND
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames, PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
-from windlass.engine.model.model_spec import LayerNorms
+from windlass.engine.model.model_spec import LayerNorms, OuterNames
+from windlass.engine.model.norm import NormSpec
 from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 HELIUM = Family(
@@ -26,8 +47,7 @@ HELIUM = Family(
         rms_norm_eps=1e-8,
         rope_theta=100_000.0,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    biases=Biases(qkv=ATTENTION_BIAS, feed_forward=MLP_BIAS),
     interleaved=True,
 )
 
@@ -55,9 +75,7 @@ SMOLLM3 = Family(
         rope_theta=2_000_000.0,
         no_rope_layer_interval=4,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    biases=LLAMA_BIASES,
 )
 
 SEED_OSS = Family(
@@ -71,9 +89,7 @@ SEED_OSS = Family(
         num_key_value_heads=8,
         head_dim=128,
     ),
-    qkv_bias=ConfigFlag("attention_bias", default=True),
-    out_bias=ConfigFlag("attention_out_bias"),
-    feed_forward_bias=MLP_BIAS,
+    biases=Biases(ConfigFlag("attention_bias", default=True), ConfigFlag("attention_out_bias"), MLP_BIAS),
 )
 
 CWM = Family(
@@ -101,31 +117,17 @@ CWM = Family(
             "original_max_position_embeddings": 8192,
         },
     ),
-    feed_forward_bias=MLP_BIAS,
+    biases=Biases(feed_forward=MLP_BIAS),
 )
 
 ARCEE = Family(
     architecture="ArceeForCausalLM",
     model_type="arcee",
-    rules=ConfigRules(
-        max_position_embeddings=4096,
-        hidden_size=2560,
-        rms_norm_eps=1e-5,
-    ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    rules=ConfigRules(max_position_embeddings=4096, hidden_size=2560, rms_norm_eps=1e-5),
+    biases=LLAMA_BIASES,
     activation="relu2",
     feed_forward_names=PlainMLPNames(),
 )
-
-
-def _check_published(family: Family, config: Config) -> Family:
-    """Reject values of keys that its files have but its class in transformers no longer reads."""
-    if not read_flag(config, "qk_norm", default=True) or read_flag(config, "post_norm"):
-        raise LoadError("config.json sets qk_norm or post_norm otherwise than published Apertus models: not supported")
-    return family
-
 
 APERTUS = Family(
     architecture="ApertusForCausalLM",
@@ -144,14 +146,12 @@ APERTUS = Family(
             "high_freq_factor": 4.0,
         },
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="before",
     activation="xielu",
     feed_forward_names=PlainMLPNames(),
     norms=LayerNorms(mixer="attention_layernorm", feed_forward="feedforward_layernorm"),
-    variant=_check_published,
-    extra_keys=frozenset({"qk_norm", "post_norm"}),
+    fixed_values={"qk_norm": (True,), "post_norm": (False,)},  # in its files, and no longer read by its class
 )
 
 # Unquantized files only: packed weights, and the rounding of activations, are not part of the family.
@@ -168,9 +168,116 @@ BITNET = Family(
         rms_norm_eps=1e-5,
         rope_theta=500_000.0,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     activation="relu2",
     attention_names=AttentionNames(output_norm="self_attn.attn_sub_norm"),
     feed_forward_names=GatedMLPNames(inner_norm="mlp.ffn_sub_norm"),
+)
+
+_ALIBI_HEADS = 40  # of the 13B models, which differ by nothing else
+_SECOND_VOCAB = 125_696
+
+
+def _baichuan_variant(family: Family, config: Config) -> Family:
+    if read_size(config, "num_attention_heads", family.rules.num_attention_heads) == _ALIBI_HEADS:
+        family = replace(family, positions="alibi", rules=replace(family.rules, layer_pattern=nope_layers))
+    second = config.get("vocab_size") == _SECOND_VOCAB or "z_loss_weight" in config
+    return replace(family, unit_head=second)
+
+
+# Its class is not in transformers but next to the weights; defaults are from its configuration there. Baichuan 2 has a
+# head of unit rows; the 13B models have ALiBi instead of rotation.
+BAICHUAN = Family(
+    architecture="BaichuanForCausalLM",
+    other_names=("BaiChuanForCausalLM",),
+    title="Baichuan 1 and 2",
+    model_type="baichuan",
+    rules=ConfigRules(max_position_embeddings=4096),
+    attention_names=AttentionNames(qkv="self_attn.W_pack"),
+    variant=_baichuan_variant,
+    extra_keys=frozenset({"z_loss_weight", "model_max_length"}),
+)
+
+# Projections are fused by key head. Its class is not in transformers but next to the weights; defaults are from its
+# configuration there.
+INTERNLM2 = Family(
+    architecture="InternLM2ForCausalLM",
+    title="InternLM 2 and 2.5",
+    model_type="internlm2",
+    rules=ConfigRules(max_position_embeddings=2048),
+    biases=Biases(ConfigFlag("bias", default=True), ConfigFlag("bias", default=True)),
+    attention_names=AttentionNames(qkv="attention.wqkv", qkv_order="groups", out="attention.wo"),
+    feed_forward_names=GatedMLPNames(gate="feed_forward.w1", up="feed_forward.w3", down="feed_forward.w2"),
+    norms=LayerNorms(mixer="attention_norm", feed_forward="ffn_norm"),
+    outer_names=OuterNames(embedding="model.tok_embeddings", head="output"),
+)
+
+INTERNLM3 = Family(
+    architecture="InternLM3ForCausalLM",
+    title="InternLM 3",
+    model_type="internlm3",
+    rules=ConfigRules(
+        max_position_embeddings=32_768,
+        num_hidden_layers=48,
+        num_key_value_heads=2,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rewrite=renamed({"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
+    ),
+    biases=Biases(ATTENTION_BIAS, MLP_BIAS, MLP_BIAS),
+)
+
+# No norm has weights, and the rotation has the opposite sign.
+_WITHOUT_WEIGHT = NormSpec(weight=False)
+
+NANOCHAT = Family(
+    architecture="NanoChatForCausalLM",
+    title="NanoChat",
+    model_type="nanochat",
+    rules=ConfigRules(max_position_embeddings=2048, hidden_size=768, num_hidden_layers=12, num_attention_heads=6),
+    biases=ATTENTION_BIASES,
+    qk_norm="after",
+    qk_norm_form=_WITHOUT_WEIGHT,
+    embedding_norm=_WITHOUT_WEIGHT,
+    swapped=True,
+    activation="relu2",
+    soft_caps=SoftCaps(logits=15.0),
+    feed_forward_names=PlainMLPNames(up="mlp.fc1", down="mlp.fc2"),
+    norms=LayerNorms(form=_WITHOUT_WEIGHT),
+)
+
+
+def _exaone4_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
+    """`sliding_window_pattern` is a number n, where every n-th layer is global, or letters L and G that repeat."""
+    full = [FULL_ATTENTION] * facts.count
+    kinds = facts.given or _exaone4_kinds(config, facts)
+    if not facts.windowed:
+        return full, list(full)
+    return kinds, [FULL_ATTENTION if kind == SLIDING_ATTENTION else None for kind in kinds]
+
+
+def _exaone4_kinds(config: Config, facts: LayerFacts) -> list[str]:
+    given = config.get("sliding_window_pattern", 4)
+    if isinstance(given, str):
+        if not given or set(given) - set("LG"):
+            raise LoadError("config.json: sliding_window_pattern must be a number or letters L and G")
+        letters = (given * facts.count)[: facts.count]
+        return [SLIDING_ATTENTION if letter == "L" else FULL_ATTENTION for letter in letters]
+    interval = read_size(config, "sliding_window_pattern", 4) if facts.windowed else 1
+    return [SLIDING_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(facts.count)]
+
+
+EXAONE4 = Family(
+    architecture="Exaone4ForCausalLM",
+    title="EXAONE 4",
+    model_type="exaone4",
+    rules=ConfigRules(
+        layer_pattern=_exaone4_layers,
+        max_position_embeddings=2048,
+        num_key_value_heads=32,
+        rms_norm_eps=1e-5,
+        sliding_window=4096,
+    ),
+    qk_norm="before",
+    norms=NORMS_BEHIND,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from windlass.engine.model.config_json.config_rules import ConfigRules, layer_types_pattern, sliding_window_layers
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.moe_rules import MoERules
@@ -22,12 +24,7 @@ MISTRAL = Family(
 MINISTRAL = Family(
     architecture="MinistralForCausalLM",
     model_type="ministral",
-    rules=ConfigRules(
-        layer_pattern=layer_types_pattern,
-        max_position_embeddings=131_072,
-        num_key_value_heads=8,
-        sliding_window=4096,
-    ),
+    rules=replace(MISTRAL.rules, layer_pattern=layer_types_pattern),
 )
 
 MINISTRAL3 = Family(
@@ -61,12 +58,6 @@ MIXTRAL_NAMES = MoENames(
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
-    rules=ConfigRules(
-        layer_pattern=sliding_window_layers,
-        max_position_embeddings=131_072,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        rope_theta=1_000_000.0,
-    ),
+    rules=replace(MISTRAL.rules, sliding_window=None, rms_norm_eps=1e-5, rope_theta=1_000_000.0),
     experts=MoERules(experts=8, top_k=2, width_keys=("intermediate_size",), names=MIXTRAL_NAMES),
 )

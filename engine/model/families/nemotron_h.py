@@ -11,7 +11,7 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.config_rules import Config, ConfigRules, LayerFacts, read_flag, read_number
-from windlass.engine.model.families.family import MLP_BIAS, Family
+from windlass.engine.model.families.family import MLP_BIAS, Biases, Family
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, read_count
 from windlass.engine.model.families.mtp import nemotron_mtp
 from windlass.engine.model.families.recurrent_layers import (
@@ -183,7 +183,7 @@ NEMOTRON_H = Family(
         other_layers=(STATE_SPACE, FEED_FORWARD, EXPERTS),
         rewrite=_rewrite,
     ),
-    feed_forward_bias=MLP_BIAS,
+    biases=Biases(feed_forward=MLP_BIAS),
     activation="relu2",
     activation_key="mlp_hidden_act",
     attention_names=AttentionNames(q="mixer.q_proj", k="mixer.k_proj", v="mixer.v_proj", out="mixer.o_proj"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from windlass.engine.model.config_json.config_rules import ConfigRules, every_nth_full
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family
+from windlass.engine.model.families.family import ATTENTION_BIASES, Family
 from windlass.engine.model.families.moe_rules import UNNORMALIZED_ROUTER, MoERules
 from windlass.engine.model.model_spec import LayerNorms
 from windlass.engine.model.norm import NormSpec
@@ -24,8 +24,7 @@ OLMO = Family(
     title="OLMo 1",
     model_type="olmo",
     rules=_RULES,
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     clip_key="clip_qkv",
     extra_keys=frozenset({"clip_qkv"}),
     norms=LayerNorms(form=NormSpec(centered=True, weight=False)),
@@ -37,8 +36,7 @@ OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
     rules=_RULES,
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="all heads",
     norms=NORMS_BEHIND,
 )
@@ -69,8 +67,7 @@ OLMOE = Family(
         rms_norm_eps=1e-5,
         eos_token_id=(50_279,),
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="all heads",
     experts=MoERules(
         experts=64,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from windlass.engine.model.config_json.config_rules import ConfigRules, sliding_window_layers
-from windlass.engine.model.families.family import ATTENTION_BIAS, ConfigFlag, Family
-from windlass.engine.model.families.mistral import MIXTRAL_NAMES
+from windlass.engine.model.families.family import ATTENTION_BIASES, ConfigFlag, Family
+from windlass.engine.model.families.mistral import MIXTRAL, MIXTRAL_NAMES
 from windlass.engine.model.families.moe_rules import MoERules
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
 from windlass.engine.model.feed_forward.moe import RouterSpec
@@ -33,15 +33,8 @@ PHI_MOE = Family(
     other_names=("PhiMoEForCausalLM",),
     title="Phi 3.5 MoE",
     model_type="phimoe",
-    rules=ConfigRules(
-        layer_pattern=sliding_window_layers,
-        max_position_embeddings=131_072,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        rope_theta=1_000_000.0,
-    ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    rules=MIXTRAL.rules,
+    biases=ATTENTION_BIASES,
     head_bias=ConfigFlag("lm_head_bias"),
     norms=LayerNorms(form=LAYER_NORM),
     extra_keys=frozenset({"lm_head_bias"}),

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.config_rules import Config, ConfigRules, LayerFacts, read_flag, read_size
-from windlass.engine.model.families.family import ATTENTION_BIAS, ConfigFlag, Family
+from windlass.engine.model.families.family import ATTENTION_BIASES, Biases, ConfigFlag, Family
 from windlass.engine.model.families.moe_rules import UNNORMALIZED_ROUTER, MoERules, SharedExpert, every_nth_layer
 from windlass.engine.model.families.mtp import qwen_mtp
 from windlass.engine.model.families.recurrent_layers import (
@@ -45,7 +45,7 @@ QWEN2 = Family(
         num_key_value_heads=32,
         sliding_window=4096,
     ),
-    qkv_bias=True,
+    biases=Biases(qkv=True),
 )
 
 QWEN3 = Family(
@@ -53,15 +53,8 @@ QWEN3 = Family(
     title="Qwen 3",
     model_type="qwen3",
     other_model_types=("qwen3_vl_text",),
-    rules=ConfigRules(
-        layer_pattern=_windows_above,
-        max_position_embeddings=32_768,
-        num_key_value_heads=32,
-        head_dim=128,
-        sliding_window=4096,
-    ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    rules=replace(QWEN2.rules, head_dim=128),
+    biases=ATTENTION_BIASES,
     qk_norm="before",
 )
 
@@ -89,50 +82,50 @@ _SHARED_EXPERT_NAMES = MoENames(
     shared_gate="mlp.shared_expert_gate",
 )
 
+_EXPERTS = MoERules(
+    experts=60,
+    top_k=4,
+    width=1408,
+    router=UNNORMALIZED_ROUTER,
+    normalized_key="norm_topk_prob",
+    dense=every_nth_layer,
+    more_keys=frozenset({"decoder_sparse_step", "mlp_only_layers"}),
+)
+
 QWEN2_MOE = replace(
     QWEN2,
     architecture="Qwen2MoeForCausalLM",
     title="Qwen 1.5 and 2 MoE",
     model_type="qwen2_moe",
-    rules=ConfigRules(
+    rules=replace(
+        QWEN2.rules,
         layer_pattern=_alternate_windows,
-        max_position_embeddings=32_768,
         hidden_size=2048,
         num_hidden_layers=24,
         num_attention_heads=16,
         num_key_value_heads=16,
-        sliding_window=4096,
     ),
-    qkv_bias=ConfigFlag("qkv_bias", default=True),
+    biases=Biases(qkv=ConfigFlag("qkv_bias", default=True)),
     extra_keys=frozenset({"qkv_bias"}),
-    experts=MoERules(
-        experts=60,
-        top_k=4,
-        width=1408,
-        router=UNNORMALIZED_ROUTER,
-        normalized_key="norm_topk_prob",
+    experts=replace(
+        _EXPERTS,
         shared=SharedExpert(width_key="shared_expert_intermediate_size", default=5632),
-        dense=every_nth_layer,
         names=_SHARED_EXPERT_NAMES,
-        more_keys=frozenset({"decoder_sparse_step", "mlp_only_layers"}),
     ),
 )
 
 
 def _qwen3_vl_variant(family: Family, config: Config) -> Family:
     """Text parts of Qwen 3 VL have all experts of a layer in one tensor, and the experts' weights always add up to 1."""
-    if config.get("model_type") != "qwen3_vl_moe_text" or family.experts is None:
+    if config.get("model_type") != "qwen3_vl_moe_text":
         return family
     stacks = ExpertStacks("mlp.experts.gate_up_proj", "mlp.experts.down_proj", transposed=True)
     experts = replace(
-        family.experts,
-        experts=60,
-        top_k=4,
-        width=1408,
+        _EXPERTS,
         router=RouterSpec(),
         normalized_key=None,
         names=MoENames(stacks=stacks),
-        more_keys=family.experts.more_keys | {"norm_topk_prob"},
+        more_keys=_EXPERTS.more_keys | {"norm_topk_prob"},
     )
     return replace(family, experts=experts)
 
@@ -144,23 +137,14 @@ QWEN3_MOE = replace(
     model_type="qwen3_moe",
     other_model_types=("qwen3_vl_moe_text",),
     variant=_qwen3_vl_variant,
-    rules=ConfigRules(
+    rules=replace(
+        QWEN2.rules,
         layer_pattern=_windows_everywhere,
-        max_position_embeddings=32_768,
         hidden_size=2048,
         num_hidden_layers=24,
         num_key_value_heads=4,
-        sliding_window=4096,
     ),
-    experts=MoERules(
-        experts=128,
-        top_k=8,
-        width=768,
-        router=UNNORMALIZED_ROUTER,
-        normalized_key="norm_topk_prob",
-        dense=every_nth_layer,
-        more_keys=frozenset({"decoder_sparse_step", "mlp_only_layers"}),
-    ),
+    experts=replace(_EXPERTS, experts=128, top_k=8, width=768),
 )
 
 LINEAR_ATTENTION = "linear_attention"
@@ -242,8 +226,7 @@ QWEN3_5 = Family(
         partial_rotary_factor=0.25,
         other_layers=(LINEAR_ATTENTION,),
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="before",
     norm_offset=1.0,
     fixed_values=_FIXED_VALUES,
@@ -252,7 +235,7 @@ QWEN3_5 = Family(
     unused_tensors=("mtp.",),
 )
 
-_EXPERTS = MoERules(
+_GATED_DELTA_EXPERTS = MoERules(
     experts=256,
     top_k=8,
     width=512,
@@ -266,7 +249,7 @@ QWEN3_5_MOE = replace(
     title="Qwen 3.5 MoE",
     model_type="qwen3_5_moe_text",
     rules=replace(QWEN3_5.rules, hidden_size=2048, num_hidden_layers=40, num_key_value_heads=2),
-    experts=replace(_EXPERTS, more_keys=frozenset({"mlp_only_layers", "norm_topk_prob"})),
+    experts=replace(_GATED_DELTA_EXPERTS, more_keys=frozenset({"mlp_only_layers", "norm_topk_prob"})),
 )
 
 QWEN3_NEXT = replace(
@@ -278,11 +261,11 @@ QWEN3_NEXT = replace(
     rules=replace(QWEN3_5.rules, hidden_size=2048, num_hidden_layers=48, num_key_value_heads=2),
     refine=_refine(GatedDeltaNetNames(qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_ba")),
     experts=replace(
-        _EXPERTS,
+        _GATED_DELTA_EXPERTS,
         experts=512,
         top_k=10,
         normalized_key="norm_topk_prob",
         dense=every_nth_layer,
-        more_keys=frozenset({"decoder_sparse_step", "mlp_only_layers"}),
+        more_keys=_EXPERTS.more_keys,
     ),
 )

@@ -13,7 +13,7 @@ from windlass.engine.model.config_json.config_rules import (
     read_size,
 )
 from windlass.engine.model.families.deepseek import DEEPSEEK_EXPERTS, DEEPSEEK_SHARED, SIGMOID_ROUTER
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family
+from windlass.engine.model.families.family import ATTENTION_BIASES, Family
 from windlass.engine.model.families.mistral import MIXTRAL_NAMES
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, first_layers_dense
 from windlass.engine.model.feed_forward.moe import MoENames, RouterSpec
@@ -42,8 +42,7 @@ DOTS1 = Family(
         num_key_value_heads=32,
         sliding_window=4096,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="before",
     experts=replace(
         DEEPSEEK_EXPERTS,
@@ -107,8 +106,7 @@ AFMOE = Family(
         rms_norm_eps=1e-5,
         sliding_window=1024,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="before",
     variant=_optional_embedding_scale,
     attention_names=AttentionNames(gate="self_attn.gate_proj"),

@@ -180,6 +180,8 @@ def _names_of(family: Family) -> tuple[str, ...]:
 def _adapted_family(family: Family, config: Config) -> Family:
     """The family adapted to config.json. Raises LoadError for values that would make it another model."""
     reject_unsupported_values(config, family.fixed_values)
+    if family.qk_norm_flag is not None and not is_set(config, family.qk_norm_flag):
+        family = replace(family, qk_norm=None)
     return family if family.variant is None else family.variant(family, config)
 
 
@@ -259,8 +261,8 @@ def _layers(
                 kv_group=windows.index(layer.window) if family.causal else 0,
                 window=layer.window,
                 soft_cap=None if caps is None else _soft_cap(config, "attn_logit_softcapping", caps.attention),
-                qkv_bias=is_set(config, family.qkv_bias),
-                out_bias=is_set(config, family.out_bias),
+                qkv_bias=is_set(config, family.biases.qkv),
+                out_bias=is_set(config, family.biases.out),
                 qk_norm=None if family.norms_rotated and group is None else family.qk_norm,
                 qk_norm_form=family.qk_norm_form,
                 clip=None if family.clip_key is None else read_number(config, family.clip_key),
@@ -294,7 +296,7 @@ def _layers(
 
 def _feed_forwards(config: Config, family: Family, count: int) -> list[FeedForwardSpec]:
     """Feed-forward of each layer."""
-    activation, bias = _activation(config, family), is_set(config, family.feed_forward_bias)
+    activation, bias = _activation(config, family), is_set(config, family.biases.feed_forward)
     rules = family.experts
     if rules is None:
         return [_dense(config, family, activation, bias)] * count
@@ -403,6 +405,6 @@ def read_latent(config: Config, family: Family, sizes: LatentSizes, layout: Rota
         value_dim=read_size(config, "v_head_dim", sizes.v_head_dim or hidden // heads),
         scale=float(plain + base.rotary_dim) ** -0.5,
         query_rank=None if without_rank else read_size(config, "q_lora_rank", sizes.q_lora_rank),
-        bias=is_set(config, family.out_bias),
+        bias=is_set(config, family.biases.out),
         interleaved=is_set(config, family.interleaved),
     )
