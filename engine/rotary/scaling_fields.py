@@ -16,47 +16,26 @@ Value = float | int | bool | tuple[float, ...]
 
 Reader = Callable[[Any, str], Value]  # of a value and the name of its field
 
+_YARN = "factor original_max_position_embeddings attention_factor beta_fast beta_slow"
+
 KINDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "ntk": ("factor",),
-    "dynamic": ("factor", "alpha"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": (
-        "short_factor",
-        "long_factor",
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "short_mscale",
-        "long_mscale",
-    ),
-    "proportional": ("factor",),
-    "learned": (),
-    "dual_chunk": (
-        "chunk_size",
-        "local_size",
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "log_n",
-        "length_scores",
-    ),
-    "self_extend": ("group_size", "window", "original_max_position_embeddings", "log_n"),
-    "rerope": ("window", "factor", "original_max_position_embeddings", "log_n"),
-    "log_n": ("original_max_position_embeddings",),
+    kind: tuple(fields.split())
+    for kind, fields in {
+        "default": "",
+        "linear": "factor",
+        "ntk": "factor",
+        "dynamic": "factor alpha",
+        "yarn": f"{_YARN} mscale mscale_all_dim truncate",
+        "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+        "longrope": "short_factor long_factor factor original_max_position_embeddings attention_factor "
+        "short_mscale long_mscale",
+        "proportional": "factor",
+        "learned": "",
+        "dual_chunk": f"chunk_size local_size {_YARN} log_n length_scores",
+        "self_extend": "group_size window original_max_position_embeddings log_n",
+        "rerope": "window factor original_max_position_embeddings log_n",
+        "log_n": "original_max_position_embeddings",
+    }.items()
 }
 
 ALIASES = {"su": "longrope", "mrope": "default"}

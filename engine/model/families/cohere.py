@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from windlass.engine.model.config_json.config_rules import ConfigRules, local_layers_rotate
-from windlass.engine.model.families.family import ATTENTION_BIASES, ConfigFlag, Family, Multipliers
+from windlass.engine.model.families.family import ATTENTION_BIASES, ConfigFlag, ConfigNumber, Family, Multipliers
 from windlass.engine.model.model_spec import LayerNorms
 from windlass.engine.model.norm import NormSpec
 
@@ -28,7 +28,7 @@ COHERE = Family(
     rules=_RULES,
     biases=ATTENTION_BIASES,
     interleaved=True,
-    multipliers=Multipliers(logits="logit_scale", logits_default=0.0625),
+    multipliers=Multipliers(logits=ConfigNumber("logit_scale", 0.0625)),
     norms=LayerNorms(feed_forward=None, form=_CENTERED, parallel=True),
     norm_eps_key="layer_norm_eps",
     qk_norm="by head",  # in Command R+

@@ -13,6 +13,7 @@ from windlass.engine.model.families.family import (
     ATTENTION_BIASES,
     LLAMA_BIASES,
     ConfigFlag,
+    ConfigNumber,
     Family,
     LatentSizes,
     Multipliers,
@@ -22,9 +23,7 @@ from windlass.engine.model.families.mtp import with_appended_mtp_layer
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
 from windlass.engine.model.feed_forward.moe import MoENames, RouterSpec
 
-DEEPSEEK_SHARED = GatedMLPNames(
-    "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", down="mlp.shared_experts.down_proj"
-)
+DEEPSEEK_SHARED = GatedMLPNames.under("mlp.shared_experts")
 
 # Names of DeepSeek V3, which many models follow.
 DEEPSEEK_NAMES = MoENames(choice_bias="mlp.gate.e_score_correction_bias", shared=DEEPSEEK_SHARED)
@@ -142,12 +141,9 @@ MINICPM3 = Family(
     ),
     biases=LLAMA_BIASES,
     multipliers=Multipliers(
-        embedding="scale_emb",
-        embedding_default=12.0,
-        depth="scale_depth",
-        depth_default=1.4,
-        base_width="dim_model_base",
-        base_width_default=256.0,
+        embedding=ConfigNumber("scale_emb", 12.0),
+        depth=ConfigNumber("scale_depth", 1.4),
+        base_width=ConfigNumber("dim_model_base", 256.0),
     ),
     latent=LatentSizes(kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64, v_head_dim=None),
 )

@@ -26,6 +26,7 @@ from windlass.engine.model.families.family import (
     LLAMA_BIASES,
     Biases,
     ConfigFlag,
+    ConfigNumber,
     Family,
     Multipliers,
 )
@@ -58,12 +59,13 @@ def _variant(family: Family, config: Config) -> Family:
     if read_flag(config, "alibi"):
         rules = replace(family.rules, layer_pattern=nope_layers)
         family = replace(family, positions="alibi", scaled_alibi=True, rules=rules)
-    if read_flag(config, "new_decoder_architecture"):
+    grouped = read_flag(config, "new_decoder_architecture")
+    if grouped:
         norms = _ONE_NORM if read_size(config, "num_ln_in_parallel_attn", 2) == 1 else _TWO_NORMS
-        return replace(family, attention_names=replace(_FUSED, qkv_order="groups"), norms=norms)
-    norms = _ONE_NORM if read_flag(config, "parallel_attn", default=True) else _SEQUENTIAL
-    one = read_flag(config, "multi_query", default=True)
-    return replace(family, attention_names=replace(_FUSED, qkv_order="parts" if one else "groups"), norms=norms)
+    else:
+        norms = _ONE_NORM if read_flag(config, "parallel_attn", default=True) else _SEQUENTIAL
+        grouped = not read_flag(config, "multi_query", default=True)
+    return replace(family, attention_names=replace(_FUSED, qkv_order="groups" if grouped else "parts"), norms=norms)
 
 
 FALCON = Family(
@@ -123,14 +125,8 @@ def _refine(spec: ModelSpec, config: Config) -> ModelSpec:
         attention, feed_forward = layer.mixer, layer.feed_forward
         assert isinstance(attention, AttentionSpec) and isinstance(feed_forward, GatedMLPSpec)
         mixer = replace(attention, scale=attention.scale * attention_in**2 * key)
-        layers.append(
-            replace(
-                layer,
-                mixer=mixer,
-                feed_forward=replace(feed_forward, factors=factors),
-                parallel_state_space=parallel_state_space,
-            )
-        )
+        feed_forward = replace(feed_forward, factors=factors)
+        layers.append(replace(layer, mixer=mixer, feed_forward=feed_forward, parallel_state_space=parallel_state_space))
     return replace(spec, layers=tuple(layers), state_group=state.state_group(tuple(range(len(layers)))))
 
 
@@ -191,8 +187,8 @@ FALCON_H1 = Family(
     model_type="falcon_h1",
     rules=ConfigRules(max_position_embeddings=8192, num_key_value_heads=8, rms_norm_eps=1e-5, eos_token_id=(2,)),
     biases=LLAMA_BIASES,
-    multipliers=Multipliers(embedding="embedding_multiplier", logits="lm_head_multiplier"),
-    feed_forward_names=GatedMLPNames("feed_forward.gate_proj", "feed_forward.up_proj", down="feed_forward.down_proj"),
+    multipliers=Multipliers(embedding=ConfigNumber("embedding_multiplier"), logits=ConfigNumber("lm_head_multiplier")),
+    feed_forward_names=GatedMLPNames.under("feed_forward"),
     norms=LayerNorms(feed_forward="pre_ff_layernorm"),
     outer_names=OuterNames(final_norm="model.final_layernorm"),
     fixed_values={"hidden_act": ("silu", "swish"), "mamba_use_mlp": (True,), "attn_layer_indices": ([],)},

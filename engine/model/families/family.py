@@ -6,12 +6,12 @@ Each family is an instance in a file of its own; `registry` lists them. Imports 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Literal, NamedTuple, TypeAlias
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.classification_head import ClassificationHeadNames, HeadPooling
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag, read_number
 from windlass.engine.model.families.moe_rules import MoERules
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames, PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
@@ -86,27 +86,32 @@ class LatentSizes:
     v_head_dim: int | None  # None: hidden_size / num_attention_heads
 
 
+class ConfigNumber(NamedTuple):
+    """A positive number under `key` in config.json."""
+
+    key: str
+    default: float = 1.0
+
+    def read(self, config: Config) -> float:
+        return read_number(config, self.key) or self.default
+
+
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Keys of multipliers in config.json; a missing one is 1. `depth` and `base_width` are ignored if config.json has
-    null."""
+    """Multipliers in config.json. `depth` and `base_width` are ignored if config.json has null."""
 
-    embedding: str | None = None
-    residual: str | None = None  # multiplies the outputs of a layer's parts
-    attention: str | None = None  # multiplies q·k
-    logits_divided_by: str | None = None
-    logits: str | None = None
-    logits_default: float = 1.0
-    embedding_default: float = 1.0
-    depth: str | None = None  # outputs of parts are multiplied by depth / sqrt(layers)
-    depth_default: float = 1.0
-    base_width: str | None = None  # logits are divided by hidden_size / base_width
-    base_width_default: float = 1.0
+    embedding: ConfigNumber | None = None
+    residual: ConfigNumber | None = None  # multiplies the outputs of a layer's parts
+    attention: ConfigNumber | None = None  # multiplies q·k
+    logits_divided_by: ConfigNumber | None = None
+    logits: ConfigNumber | None = None
+    depth: ConfigNumber | None = None  # outputs of parts are multiplied by depth / sqrt(layers)
+    base_width: ConfigNumber | None = None  # logits are divided by hidden_size / base_width
 
     @property
     def keys(self) -> frozenset[str]:
-        found = (self.embedding, self.residual, self.attention, self.logits_divided_by, self.logits)
-        return frozenset(key for key in found if key is not None)
+        numbers = (getattr(self, field.name) for field in fields(self))
+        return frozenset(number.key for number in numbers if number is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,7 @@ class Family:
     # Default of the key; its inverse root scales q·k; None: the head's dimension
     query_pre_attn_scalar: float | None = None
     soft_caps: SoftCaps | None = None  # None: soft caps in config.json are not read
-    multipliers: Multipliers | None = None
+    multipliers: Multipliers = Multipliers()
     gelu_by_tanh: bool = False  # "gelu" in config.json means the tanh approximation
     interleaved: Switch = False  # rotated pairs are stored as (2j, 2j + 1)
     latent: LatentSizes | None = None
@@ -192,9 +197,7 @@ class Family:
     @property
     def own_keys(self) -> frozenset[str]:
         """Keys of config.json that the family reads in addition to the common ones, or whose value is fixed."""
-        keys = self.extra_keys | frozenset(self.fixed_values)
-        if self.multipliers is not None:
-            keys |= self.multipliers.keys
+        keys = self.extra_keys | frozenset(self.fixed_values) | self.multipliers.keys
         if self.qk_norm is not None:
             keys |= _QK_NORM_KEYS
         if self.qk_norm_flag is not None:

@@ -88,13 +88,16 @@ VAULT_GEMMA = replace(
 )
 
 
-def _gemma3_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Every `sliding_window_pattern`-th layer, by default the sixth, is global, or those that `layer_types` lists."""
+def _local_layers(facts: LayerFacts, interval: int) -> list[str]:
+    """Every `interval`-th layer is global, or those that `layer_types` lists."""
     if not facts.windowed:
         # Without a window, local layers would still rotate by their own theta, but nothing says which layers are local.
         raise LoadError("config.json: sliding_window is null, and local layers need one: give its size")
-    interval = read_size(config, "sliding_window_pattern", 6)
-    kinds = facts.given or [SLIDING_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(facts.count)]
+    return facts.given or [SLIDING_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(facts.count)]
+
+
+def _gemma3_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    kinds = _local_layers(facts, read_size(config, "sliding_window_pattern", 6))
     return kinds, kinds
 
 
@@ -177,11 +180,8 @@ def _drop_default_partial_rotary_factor(config: Config) -> Any:
 
 
 def _gemma4_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Every sixth layer is global, or those that `layer_types` lists; the last one always is."""
-    if not facts.windowed:
-        raise LoadError("config.json: sliding_window is null, and local layers need one: give its size")
-    kinds = facts.given or [FULL_ATTENTION if (i + 1) % 6 == 0 else SLIDING_ATTENTION for i in range(facts.count)]
-    kinds = [*kinds[:-1], FULL_ATTENTION]
+    """The last layer is always global."""
+    kinds = [*_local_layers(facts, 6)[:-1], FULL_ATTENTION]
     return kinds, kinds
 
 
@@ -267,18 +267,15 @@ def _mixer(spec: ModelSpec, config: Config, plain: AttentionSpec) -> AttentionSp
 
 def _kv_groups(layers: tuple[LayerSpec, ...]) -> tuple[KVGroupSpec, ...]:
     """One group per kind of layer, in the order of `AttentionSpec.kv_group`, without layers that share keys."""
-    groups: dict[int, list[int]] = {}
-    mixers = [layer.mixer for layer in layers]
-    for index, mixer in enumerate(mixers):
+    groups: dict[int, KVGroupSpec] = {}
+    for index, layer in enumerate(layers):
+        mixer = layer.mixer
         assert isinstance(mixer, AttentionSpec)
         if mixer.kv_source_layer is None:
-            groups.setdefault(mixer.kv_group, []).append(index)
-    result = []
-    for group in sorted(groups):
-        first = mixers[groups[group][0]]
-        assert isinstance(first, AttentionSpec)
-        result.append(KVGroupSpec(tuple(groups[group]), first.num_kv_heads, first.head_dim, first.window))
-    return tuple(result)
+            before = groups[mixer.kv_group].layers if mixer.kv_group in groups else ()
+            group = KVGroupSpec((*before, index), mixer.num_kv_heads, mixer.head_dim, mixer.window)
+            groups[mixer.kv_group] = group
+    return tuple(groups[group] for group in sorted(groups))
 
 
 GEMMA4 = replace(

@@ -22,6 +22,7 @@ from windlass.engine.model.config_json.config_rules import (
 from windlass.engine.model.families.family import (
     ATTENTION_BIASES,
     LLAMA_BIASES,
+    ConfigNumber,
     Family,
     Multipliers,
     reject_unsupported_values,
@@ -48,10 +49,10 @@ GRANITE = Family(
     rules=ConfigRules(max_position_embeddings=2048),
     biases=LLAMA_BIASES,
     multipliers=Multipliers(
-        embedding="embedding_multiplier",
-        residual="residual_multiplier",
-        attention="attention_multiplier",
-        logits_divided_by="logits_scaling",
+        embedding=ConfigNumber("embedding_multiplier"),
+        residual=ConfigNumber("residual_multiplier"),
+        attention=ConfigNumber("attention_multiplier"),
+        logits_divided_by=ConfigNumber("logits_scaling"),
     ),
 )
 

@@ -53,10 +53,7 @@ HUNYUAN_MOE = replace(
         top_k_keys=("moe_topk", "num_experts_per_tok"),
         width_keys=("moe_intermediate_size", "intermediate_size"),
         shared=SharedExpert(count_key="num_shared_expert"),
-        names=MoENames(
-            router="mlp.gate.wg",
-            shared=GatedMLPNames("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj", down="mlp.shared_mlp.down_proj"),
-        ),
+        names=MoENames(router="mlp.gate.wg", shared=GatedMLPNames.under("mlp.shared_mlp")),
         more_keys=frozenset({"use_mixed_mlp_moe"}),
     ),
 )

@@ -93,7 +93,7 @@ LLAMA4 = Family(
     interleaved=True,
     chunked=True,
     unrotated_temperature=_temperature,
-    feed_forward_names=GatedMLPNames(f"{_PART}.gate_proj", f"{_PART}.up_proj", down=f"{_PART}.down_proj"),
+    feed_forward_names=GatedMLPNames.under(_PART),
     extra_keys=frozenset({"attn_temperature_tuning", "attn_scale", "floor_scale", "for_llm_compressor"}),
     experts=MoERules(
         experts=16,
@@ -105,11 +105,7 @@ LLAMA4 = Family(
         dense=_is_dense,
         names=MoENames(
             router=f"{_PART}.router",
-            shared=GatedMLPNames(
-                f"{_PART}.shared_expert.gate_proj",
-                f"{_PART}.shared_expert.up_proj",
-                down=f"{_PART}.shared_expert.down_proj",
-            ),
+            shared=GatedMLPNames.under(f"{_PART}.shared_expert"),
             stacks=ExpertStacks(f"{_PART}.experts.gate_up_proj", f"{_PART}.experts.down_proj", transposed=True),
         ),
         more_keys=frozenset({"moe_layers", "interleave_moe_layer_step"}),

@@ -63,20 +63,9 @@ _OTHER_PARTS = tuple(
     prefix + name
     for prefix in ("", "model.")
     for name in (
-        "vision_tower.",
-        "vision_model.",
-        "visual.",
-        "visual_embeddings_table.",
-        "vision_embedder.",
-        "embed_vision.",
-        "audio_tower.",
-        "audio_embedder.",
-        "embed_audio.",
-        "multi_modal_projector.",
-        "connector.",
-        "image_newline",
-        "mtp.",
-    )
+        "vision_tower. vision_model. visual. visual_embeddings_table. vision_embedder. embed_vision. audio_tower. "
+        "audio_embedder. embed_audio. multi_modal_projector. connector. image_newline mtp."
+    ).split()
 )
 
 # Module name prefixes of text parts, in place of "model.".

@@ -75,12 +75,7 @@ def _windows_everywhere(config: Config, facts: LayerFacts) -> tuple[list[str], l
     return ([SLIDING_ATTENTION] * facts.count if read_flag(config, "use_sliding_window") else full), full
 
 
-_SHARED_EXPERT_NAMES = MoENames(
-    shared=GatedMLPNames(
-        "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", down="mlp.shared_expert.down_proj"
-    ),
-    shared_gate="mlp.shared_expert_gate",
-)
+_SHARED_EXPERT_NAMES = MoENames(shared=GatedMLPNames.under("mlp.shared_expert"), shared_gate="mlp.shared_expert_gate")
 
 _EXPERTS = MoERules(
     experts=60,

@@ -22,11 +22,18 @@ from windlass.engine.model.config_json.unsupported import (
     describe_quantized,
     unknown_key_notices,
 )
-from windlass.engine.model.families.family import Family, LatentSizes, Multipliers, is_set, reject_unsupported_values
+from windlass.engine.model.families.family import (
+    ConfigNumber,
+    Family,
+    LatentSizes,
+    Multipliers,
+    is_set,
+    reject_unsupported_values,
+)
 from windlass.engine.model.families.moe_rules import read_count, read_experts
 from windlass.engine.model.families.multimodal import text_config_of
 from windlass.engine.model.families.registry import FAMILIES
-from windlass.engine.model.feed_forward.mlp import Activation, GatedMLPNames, GatedMLPSpec, PlainMLPSpec
+from windlass.engine.model.feed_forward.mlp import Activation, MLPSpec, mlp_spec
 from windlass.engine.model.mixers.attention import AttentionSpec
 from windlass.engine.model.mixers.latent_attention import LatentSpec
 from windlass.engine.model.model_spec import FeedForwardSpec, LayerSpec, ModelSpec
@@ -70,7 +77,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     quantized = describe_quantized(config)
     if quantized is not None:
         raise LoadError(quantized)
-    multipliers = family.multipliers or Multipliers()
+    multipliers = family.multipliers
     check_unsupported_keys(config, family.own_keys | (frozenset() if family.causal else {"is_causal"}))
     layout = read_rotary_layout({**config, "model_type": family.model_type}, family.rules)
     if not family.causal:
@@ -99,16 +106,12 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         norm_eps=_norm_eps(config, family) / residual**2,
         norm_offset=family.norm_offset,
         embedding_scale=(
-            (
-                float(hidden) ** 0.5
-                if family.scaled_embeddings
-                else _multiplier(config, multipliers.embedding, multipliers.embedding_default)
-            )
-            / residual
-        ),
+            float(hidden) ** 0.5 if family.scaled_embeddings else _multiplier(config, multipliers.embedding)
+        )
+        / residual,
         tied_embeddings=read_flag(config, "tie_word_embeddings", family.rules.tie_word_embeddings),
         logit_soft_cap=None if caps is None else _soft_cap(config, "final_logit_softcapping", caps.logits),
-        logit_scale=_multiplier(config, multipliers.logits, multipliers.logits_default)
+        logit_scale=_multiplier(config, multipliers.logits)
         / _multiplier(config, multipliers.logits_divided_by)
         * _base_width(config, multipliers, hidden)
         / hidden,
@@ -242,8 +245,8 @@ def _layers(
     if family.query_pre_attn_scalar is not None:
         scaled_by = read_number(config, "query_pre_attn_scalar") or family.query_pre_attn_scalar
     scale = scaled_by**-0.5
-    if family.multipliers is not None and family.multipliers.attention is not None:
-        scale = _multiplier(config, family.multipliers.attention)
+    if family.multipliers.attention is not None:
+        scale = family.multipliers.attention.read(config)
     caps, norms = family.soft_caps, family.norms
     if family.parallel is not None and family.parallel_norms is not None and is_set(config, family.parallel):
         norms = family.parallel_norms
@@ -306,13 +309,11 @@ def _feed_forwards(config: Config, family: Family, count: int) -> list[FeedForwa
     return [other if one else experts for one in dense]
 
 
-def _dense(config: Config, family: Family, activation: Activation, bias: bool) -> GatedMLPSpec | PlainMLPSpec:
+def _dense(config: Config, family: Family, activation: Activation, bias: bool) -> MLPSpec:
     factor, names = family.rules.intermediate_factor, family.feed_forward_names
     hidden = read_size(config, "hidden_size")
     width = read_size(config, "intermediate_size", None if factor is None else factor * hidden)
-    if isinstance(names, GatedMLPNames):
-        return GatedMLPSpec(width, activation, bias, names)
-    return PlainMLPSpec(width, activation, bias, names)
+    return mlp_spec(width, activation, bias, names)
 
 
 def _unused_tensors(config: Config, family: Family, layers: int) -> tuple[str, ...]:
@@ -325,23 +326,24 @@ def _norm_eps(config: Config, family: Family) -> float:
     return given or family.rules.rms_norm_eps
 
 
-def _multiplier(config: Config, key: str | None, default: float = 1.0) -> float:
-    return default if key is None else read_number(config, key) or default
+def _multiplier(config: Config, number: ConfigNumber | None) -> float:
+    return 1.0 if number is None else number.read(config)
+
+
+def _is_ignored(config: Config, number: ConfigNumber) -> bool:
+    return number.key in config and config[number.key] is None
 
 
 def _residual(config: Config, multipliers: Multipliers, layers: int) -> float:
     """Factor of the outputs of a layer's parts."""
-    found = _multiplier(config, multipliers.residual)
-    if multipliers.depth is None or (multipliers.depth in config and config[multipliers.depth] is None):
-        return found
-    return found * _multiplier(config, multipliers.depth, multipliers.depth_default) / math.sqrt(layers)
+    found, depth = _multiplier(config, multipliers.residual), multipliers.depth
+    return found if depth is None or _is_ignored(config, depth) else found * depth.read(config) / math.sqrt(layers)
 
 
 def _base_width(config: Config, multipliers: Multipliers, hidden: int) -> float:
     """Width at which the logits are not scaled."""
-    if multipliers.base_width is None or (multipliers.base_width in config and config[multipliers.base_width] is None):
-        return float(hidden)
-    return _multiplier(config, multipliers.base_width, multipliers.base_width_default)
+    width = multipliers.base_width
+    return float(hidden) if width is None or _is_ignored(config, width) else width.read(config)
 
 
 def _soft_cap(config: Config, key: str, default: float | None) -> float | None:
