@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from windlass.engine.model.config_json.config_rules import ConfigRules, local_layers_rotate
+from windlass.engine.model.config_json.config_rules import ConfigRules, Sizes, local_layers_rotate
 from windlass.engine.model.families.family import ATTENTION_BIASES, ConfigFlag, ConfigNumber, Family, Multipliers
 from windlass.engine.model.model_spec import LayerNorms
 from windlass.engine.model.norm import NormSpec
 
 _RULES = ConfigRules(
-    max_position_embeddings=8192,
-    hidden_size=8192,
-    num_hidden_layers=40,
-    num_attention_heads=64,
+    sizes=Sizes(context=8192, hidden=8192, layers=40, heads=64),
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
     rope_theta=500_000.0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, Sizes
 from windlass.engine.model.families.family import (
     ATTENTION_BIASES,
     LLAMA_BIASES,
@@ -28,7 +28,7 @@ DEEPSEEK_SHARED = GatedMLPNames.under("mlp.shared_experts")
 # Names of DeepSeek V3, which many models follow.
 DEEPSEEK_NAMES = MoENames(choice_bias="mlp.gate.e_score_correction_bias", shared=DEEPSEEK_SHARED)
 
-_RULES = ConfigRules(max_position_embeddings=2048, head_dim=64, head_dim_key="qk_rope_head_dim", scales_scores=True)
+_RULES = ConfigRules(Sizes(context=2048, head_dim=64), head_dim_key="qk_rope_head_dim", scales_scores=True)
 _SIZES = LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128)
 
 DEEPSEEK_LAYER_KEYS = frozenset(
@@ -94,11 +94,7 @@ DEEPSEEK_V3 = Family(
     other_model_types=("kimi_k2",),
     rules=replace(
         _RULES,
-        max_position_embeddings=4096,
-        hidden_size=7168,
-        num_hidden_layers=61,
-        num_attention_heads=128,
-        num_key_value_heads=128,
+        sizes=Sizes(context=4096, hidden=7168, layers=61, heads=128, kv_heads=128, head_dim=64),
     ),
     biases=ATTENTION_BIASES,
     interleaved=ConfigFlag("rope_interleave", default=True),
@@ -114,10 +110,7 @@ YOUTU = replace(
     model_type="youtu",
     rules=replace(
         _RULES,
-        max_position_embeddings=131_072,
-        hidden_size=2048,
-        num_attention_heads=16,
-        num_key_value_heads=16,
+        sizes=Sizes(context=131_072, hidden=2048, heads=16, kv_heads=16, head_dim=64),
         tie_word_embeddings=True,
     ),
     other_model_types=(),
@@ -130,12 +123,7 @@ MINICPM3 = Family(
     model_type="minicpm3",
     rules=replace(
         _RULES,
-        max_position_embeddings=32_768,
-        hidden_size=2560,
-        num_hidden_layers=62,
-        num_attention_heads=40,
-        num_key_value_heads=40,
-        head_dim=32,
+        sizes=Sizes(context=32_768, hidden=2560, layers=62, heads=40, kv_heads=40, head_dim=32),
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
     ),

@@ -12,6 +12,7 @@ from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
     LayerFacts,
+    Sizes,
     read_flag,
     read_size,
     renamed,
@@ -32,10 +33,7 @@ from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTIO
 
 # The defaults of BERT, with RoFormer's context length.
 _RULES = ConfigRules(
-    max_position_embeddings=1536,
-    hidden_size=768,
-    num_hidden_layers=12,
-    num_attention_heads=12,
+    sizes=Sizes(context=1536, hidden=768, layers=12, heads=12),
     rms_norm_eps=1e-12,
     tie_word_embeddings=True,
 )
@@ -79,8 +77,7 @@ MODERNBERT = Family(
     rules=replace(
         _RULES,
         layer_pattern=_every_nth_global,
-        max_position_embeddings=8192,
-        num_hidden_layers=22,
+        sizes=Sizes(context=8192, hidden=768, layers=22, heads=12),
         rms_norm_eps=1e-5,
         rope_theta=160_000.0,
         local_rope_theta=10_000.0,
@@ -115,7 +112,7 @@ EUROBERT = Family(
     causal=False,
     rules=replace(
         _RULES,
-        max_position_embeddings=8192,
+        sizes=Sizes(context=8192, hidden=768, layers=12, heads=12),
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         rewrite=renamed({"clf_pooling": "classifier_pooling"}),
@@ -137,7 +134,7 @@ EUROBERT = Family(
 
 def _roformer(family: Family, config: Config) -> Family:
     """Reject embeddings narrower than the hidden state."""
-    hidden = read_size(config, "hidden_size", family.rules.hidden_size)
+    hidden = read_size(config, "hidden_size", family.rules.sizes.hidden)
     if (narrow := read_size(config, "embedding_size", hidden)) != hidden:
         raise LoadError(
             f"config.json: embedding_size {narrow} is not hidden_size {hidden}: embeddings that are widened are not supported"
@@ -205,7 +202,11 @@ NOMIC_BERT = Family(
     other_names=("NomicBertForMaskedLM", "NomicBertForPreTraining"),
     causal=False,
     rules=replace(
-        _RULES, max_position_embeddings=2048, rope_theta=1000.0, intermediate_factor=4, rewrite=_rewrite_nomic
+        _RULES,
+        sizes=Sizes(context=2048, hidden=768, layers=12, heads=12),
+        rope_theta=1000.0,
+        intermediate_factor=4,
+        rewrite=_rewrite_nomic,
     ),
     attention_names=AttentionNames(qkv="attn.Wqkv", out="attn.out_proj"),
     feed_forward_names=GatedMLPNames(gate="mlp.fc12", up="mlp.fc11", down="mlp.fc2"),

@@ -15,6 +15,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
+    Sizes,
     nope_layers,
     read_flag,
     read_number,
@@ -73,9 +74,7 @@ FALCON = Family(
     title="Falcon, Falcon-RW",
     model_type="falcon",
     rules=ConfigRules(
-        max_position_embeddings=2048,
-        hidden_size=4544,
-        num_attention_heads=71,
+        sizes=Sizes(context=2048, hidden=4544, heads=71),
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         intermediate_factor=4,
@@ -185,7 +184,7 @@ FALCON_H1 = Family(
     architecture="FalconH1ForCausalLM",
     title="Falcon H1",
     model_type="falcon_h1",
-    rules=ConfigRules(max_position_embeddings=8192, num_key_value_heads=8, rms_norm_eps=1e-5, eos_token_id=(2,)),
+    rules=ConfigRules(Sizes(context=8192, kv_heads=8), rms_norm_eps=1e-5, eos_token_id=(2,)),
     biases=LLAMA_BIASES,
     multipliers=Multipliers(embedding=ConfigNumber("embedding_multiplier"), logits=ConfigNumber("lm_head_multiplier")),
     feed_forward_names=GatedMLPNames.under("feed_forward"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag, read_size, renamed
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, Sizes, read_flag, read_size, renamed
 from windlass.engine.model.families.deepseek import DEEPSEEK_EXPERTS, DEEPSEEK_V3, DEEPSEEK_V3_EXPERTS
 from windlass.engine.model.families.family import ATTENTION_BIAS, Biases, ConfigFlag, Family, LatentSizes
 from windlass.engine.model.families.moe_rules import first_layers_dense
@@ -22,10 +22,7 @@ from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
 
 _RULES = ConfigRules(
-    max_position_embeddings=131_072,
-    num_hidden_layers=40,
-    num_key_value_heads=2,
-    head_dim=128,
+    sizes=Sizes(context=131_072, layers=40, kv_heads=2, head_dim=128),
     rms_norm_eps=1.5625e-7,
     eos_token_id=(151_329, 151_336, 151_338),
     partial_rotary_factor=0.5,
@@ -95,9 +92,7 @@ CHATGLM = Family(
     title="ChatGLM 2 and 3, GLM-4 (older files)",
     model_type="chatglm",
     rules=ConfigRules(
-        max_position_embeddings=2048,
-        num_hidden_layers=28,
-        head_dim=128,
+        sizes=Sizes(context=2048, layers=28, head_dim=128),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
         rewrite=_rewrite_chatglm,
@@ -131,10 +126,7 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     other_model_types=("glm4v_moe_text",),
     rules=ConfigRules(
-        max_position_embeddings=131_072,
-        num_hidden_layers=46,
-        num_attention_heads=96,
-        num_key_value_heads=8,
+        sizes=Sizes(context=131_072, layers=46, heads=96, kv_heads=8),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
@@ -153,11 +145,7 @@ GLM4_MOE_LITE = replace(
     other_model_types=(),
     rules=replace(
         DEEPSEEK_V3.rules,
-        max_position_embeddings=202_752,
-        hidden_size=2048,
-        num_hidden_layers=47,
-        num_attention_heads=20,
-        num_key_value_heads=20,
+        sizes=Sizes(context=202_752, hidden=2048, layers=47, heads=20, kv_heads=20, head_dim=64),
         rms_norm_eps=1e-5,
     ),
     experts=replace(

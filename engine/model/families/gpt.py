@@ -9,6 +9,7 @@ from windlass.engine.model.config_json.config_rules import (
     GPT_NAMES,
     Config,
     ConfigRules,
+    Sizes,
     nope_layers,
     read_size,
     renamed,
@@ -26,10 +27,7 @@ GPT2 = Family(
     positions="learned",
     rules=ConfigRules(
         layer_pattern=nope_layers,
-        max_position_embeddings=1024,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
+        sizes=Sizes(context=1024, hidden=768, layers=12, heads=12),
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         eos_token_id=(50_256,),
@@ -57,10 +55,7 @@ BLOOM = replace(
     positions="alibi",
     rules=replace(
         GPT2.rules,
-        max_position_embeddings=2048,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=8,
+        sizes=Sizes(context=2048, hidden=64, layers=2, heads=8),
         eos_token_id=(2,),
         rewrite=renamed(
             {
@@ -92,9 +87,7 @@ BLOOM = replace(
 )
 
 _RULES = ConfigRules(
-    max_position_embeddings=2048,
-    num_hidden_layers=28,
-    num_attention_heads=16,
+    sizes=Sizes(context=2048, layers=28, heads=16),
     rms_norm_eps=1e-5,
     intermediate_factor=4,
     partial_rotary_factor=0.25,
@@ -120,7 +113,7 @@ GPTJ = Family(
 
 
 def _check_head_quarters(family: Family, config: Config) -> Family:
-    heads = read_size(config, "num_attention_heads", family.rules.num_attention_heads)
+    heads = read_size(config, "num_attention_heads", family.rules.sizes.heads)
     if heads % 4:
         raise LoadError(
             f"config.json: n_head {heads} is not a multiple of 4, which CodeGen's projections are stored by"

@@ -15,6 +15,7 @@ from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
     LayerFacts,
+    Sizes,
     read_flag,
     read_number,
     read_size,
@@ -46,7 +47,7 @@ GRANITE = Family(
     architecture="GraniteForCausalLM",
     title="Granite (dense)",
     model_type="granite",
-    rules=ConfigRules(max_position_embeddings=2048),
+    rules=ConfigRules(Sizes(context=2048)),
     biases=LLAMA_BIASES,
     multipliers=Multipliers(
         embedding=ConfigNumber("embedding_multiplier"),

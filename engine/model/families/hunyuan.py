@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, Sizes
 from windlass.engine.model.families.family import ATTENTION_BIASES, Family
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
@@ -18,7 +18,7 @@ HUNYUAN = Family(
     architecture="HunYuanDenseV1ForCausalLM",
     title="HunYuan V1 (dense)",
     model_type="hunyuan_v1_dense",
-    rules=ConfigRules(max_position_embeddings=2048, rms_norm_eps=1e-5),
+    rules=ConfigRules(Sizes(context=2048), rms_norm_eps=1e-5),
     biases=ATTENTION_BIASES,
     qk_norm="after",
     attention_names=AttentionNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.config_rules import ConfigRules, sliding_window_layers
+from windlass.engine.model.config_json.config_rules import ConfigRules, Sizes, sliding_window_layers
 from windlass.engine.model.families.family import CLASSIFIER_HEAD, LLAMA_BIASES, Biases, ConfigFlag, Family
 from windlass.engine.model.feed_forward.mlp import PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
@@ -22,11 +22,7 @@ STARCODER2 = Family(
     model_type="starcoder2",
     rules=ConfigRules(
         layer_pattern=sliding_window_layers,
-        max_position_embeddings=4096,
-        hidden_size=3072,
-        num_hidden_layers=30,
-        num_attention_heads=24,
-        num_key_value_heads=2,
+        sizes=Sizes(context=4096, hidden=3072, layers=30, heads=24, kv_heads=2),
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
     ),
@@ -42,9 +38,7 @@ STABLELM = Family(
     title="StableLM",
     model_type="stablelm",
     rules=ConfigRules(
-        max_position_embeddings=4096,
-        hidden_size=2560,
-        num_key_value_heads=32,
+        sizes=Sizes(context=4096, hidden=2560, kv_heads=32),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.25,
     ),
@@ -66,9 +60,7 @@ PHI = Family(
     title="Phi 1, 1.5 and 2",
     model_type="phi",
     rules=ConfigRules(
-        max_position_embeddings=2048,
-        hidden_size=2048,
-        num_hidden_layers=24,
+        sizes=Sizes(context=2048, hidden=2048, layers=24),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
@@ -91,9 +83,7 @@ NEMOTRON = Family(
     architecture="NemotronForCausalLM",
     model_type="nemotron",
     rules=ConfigRules(
-        max_position_embeddings=4096,
-        hidden_size=6144,
-        num_attention_heads=48,
+        sizes=Sizes(context=4096, hidden=6144, heads=48),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
@@ -110,10 +100,7 @@ GPT_NEOX = Family(
     title="GPT-NeoX, Pythia",
     model_type="gpt_neox",
     rules=ConfigRules(
-        max_position_embeddings=2048,
-        hidden_size=6144,
-        num_hidden_layers=44,
-        num_attention_heads=64,
+        sizes=Sizes(context=2048, hidden=6144, layers=44, heads=64),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.25,
     ),
@@ -134,9 +121,7 @@ PERSIMMON = Family(
     title="Persimmon",
     model_type="persimmon",
     rules=ConfigRules(
-        max_position_embeddings=16_384,
-        num_hidden_layers=36,
-        num_attention_heads=64,
+        sizes=Sizes(context=16_384, layers=36, heads=64),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
@@ -162,7 +147,7 @@ JAIS2 = Family(
     architecture="Jais2ForCausalLM",
     title="Jais 2",
     model_type="jais2",
-    rules=ConfigRules(max_position_embeddings=8192, hidden_size=3328, num_attention_heads=26, rms_norm_eps=1e-5),
+    rules=ConfigRules(Sizes(context=8192, hidden=3328, heads=26), rms_norm_eps=1e-5),
     biases=Biases(_ATTENTION_BIAS, _ATTENTION_BIAS, ConfigFlag("mlp_bias", default=True)),
     activation="relu2",
     feed_forward_names=PlainMLPNames(),

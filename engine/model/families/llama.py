@@ -9,7 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, LayerFacts, read_number, read_size
+from windlass.engine.model.config_json.config_rules import (
+    Config,
+    ConfigRules,
+    LayerFacts,
+    Sizes,
+    read_number,
+    read_size,
+)
 from windlass.engine.model.families.family import ATTENTION_BIASES, LLAMA_BIASES, ConfigFlag, Family
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
@@ -21,7 +28,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     title="Llama 1 to 3.3",
     model_type="llama",
-    rules=ConfigRules(max_position_embeddings=2048),
+    rules=ConfigRules(Sizes(context=2048)),
     biases=LLAMA_BIASES,
 )
 
@@ -73,12 +80,7 @@ LLAMA4 = Family(
     model_type="llama4_text",
     rules=ConfigRules(
         layer_pattern=_chunks_rotate,
-        max_position_embeddings=131_072,
-        hidden_size=5120,
-        num_hidden_layers=48,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        head_dim=128,
+        sizes=Sizes(context=131_072, hidden=5120, layers=48, heads=40, kv_heads=8, head_dim=128),
         rms_norm_eps=1e-5,
         sliding_window=8192,
         rope_theta=500_000.0,

@@ -12,6 +12,7 @@ from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
     LayerFacts,
+    Sizes,
     every_nth_full,
     nope_layers,
     read_size,
@@ -38,12 +39,7 @@ HELIUM = Family(
     architecture="HeliumForCausalLM",
     model_type="helium",
     rules=ConfigRules(
-        max_position_embeddings=4096,
-        hidden_size=2560,
-        num_hidden_layers=24,
-        num_attention_heads=20,
-        num_key_value_heads=20,
-        head_dim=128,
+        sizes=Sizes(context=4096, hidden=2560, layers=24, heads=20, kv_heads=20, head_dim=128),
         rms_norm_eps=1e-8,
         rope_theta=100_000.0,
     ),
@@ -66,11 +62,7 @@ SMOLLM3 = Family(
     model_type="smollm3",
     rules=ConfigRules(
         layer_pattern=_windows_without_rotation,
-        max_position_embeddings=32_768,
-        hidden_size=2048,
-        num_hidden_layers=36,
-        num_attention_heads=16,
-        num_key_value_heads=4,
+        sizes=Sizes(context=32_768, hidden=2048, layers=36, heads=16, kv_heads=4),
         tie_word_embeddings=True,
         rope_theta=2_000_000.0,
         no_rope_layer_interval=4,
@@ -83,11 +75,7 @@ SEED_OSS = Family(
     title="Seed-OSS",
     model_type="seed_oss",
     rules=ConfigRules(
-        max_position_embeddings=524_288,
-        num_hidden_layers=64,
-        num_attention_heads=80,
-        num_key_value_heads=8,
-        head_dim=128,
+        sizes=Sizes(context=524_288, layers=64, heads=80, kv_heads=8, head_dim=128),
     ),
     biases=Biases(ConfigFlag("attention_bias", default=True), ConfigFlag("attention_out_bias"), MLP_BIAS),
 )
@@ -98,12 +86,7 @@ CWM = Family(
     model_type="cwm",
     rules=ConfigRules(
         layer_pattern=every_nth_full(4, first=True),
-        max_position_embeddings=131_072,
-        hidden_size=6144,
-        num_hidden_layers=64,
-        num_attention_heads=48,
-        num_key_value_heads=8,
-        head_dim=128,
+        sizes=Sizes(context=131_072, hidden=6144, layers=64, heads=48, kv_heads=8, head_dim=128),
         rms_norm_eps=1e-5,
         eos_token_id=(128_001, 128_008, 128_009),
         sliding_window=8192,
@@ -123,7 +106,7 @@ CWM = Family(
 ARCEE = Family(
     architecture="ArceeForCausalLM",
     model_type="arcee",
-    rules=ConfigRules(max_position_embeddings=4096, hidden_size=2560, rms_norm_eps=1e-5),
+    rules=ConfigRules(Sizes(context=4096, hidden=2560), rms_norm_eps=1e-5),
     biases=LLAMA_BIASES,
     activation="relu2",
     feed_forward_names=PlainMLPNames(),
@@ -134,7 +117,7 @@ APERTUS = Family(
     title="Apertus",
     model_type="apertus",
     rules=ConfigRules(
-        max_position_embeddings=65_536,
+        sizes=Sizes(context=65_536),
         rms_norm_eps=1e-5,
         rope_theta=12_000_000.0,
         rope_parameters={
@@ -160,11 +143,7 @@ BITNET = Family(
     title="BitNet",
     model_type="bitnet",
     rules=ConfigRules(
-        max_position_embeddings=2048,
-        hidden_size=2560,
-        num_hidden_layers=30,
-        num_attention_heads=20,
-        num_key_value_heads=5,
+        sizes=Sizes(context=2048, hidden=2560, layers=30, heads=20, kv_heads=5),
         rms_norm_eps=1e-5,
         rope_theta=500_000.0,
     ),
@@ -179,7 +158,7 @@ _SECOND_VOCAB = 125_696
 
 
 def _baichuan_variant(family: Family, config: Config) -> Family:
-    if read_size(config, "num_attention_heads", family.rules.num_attention_heads) == _ALIBI_HEADS:
+    if read_size(config, "num_attention_heads", family.rules.sizes.heads) == _ALIBI_HEADS:
         family = replace(family, positions="alibi", rules=replace(family.rules, layer_pattern=nope_layers))
     second = config.get("vocab_size") == _SECOND_VOCAB or "z_loss_weight" in config
     return replace(family, unit_head=second)
@@ -192,7 +171,7 @@ BAICHUAN = Family(
     other_names=("BaiChuanForCausalLM",),
     title="Baichuan 1 and 2",
     model_type="baichuan",
-    rules=ConfigRules(max_position_embeddings=4096),
+    rules=ConfigRules(Sizes(context=4096)),
     attention_names=AttentionNames(qkv="self_attn.W_pack"),
     variant=_baichuan_variant,
     extra_keys=frozenset({"z_loss_weight", "model_max_length"}),
@@ -204,7 +183,7 @@ INTERNLM2 = Family(
     architecture="InternLM2ForCausalLM",
     title="InternLM 2 and 2.5",
     model_type="internlm2",
-    rules=ConfigRules(max_position_embeddings=2048),
+    rules=ConfigRules(Sizes(context=2048)),
     biases=Biases(ConfigFlag("bias", default=True), ConfigFlag("bias", default=True)),
     attention_names=AttentionNames(qkv="attention.wqkv", qkv_order="groups", out="attention.wo"),
     feed_forward_names=GatedMLPNames(gate="feed_forward.w1", up="feed_forward.w3", down="feed_forward.w2"),
@@ -217,10 +196,7 @@ INTERNLM3 = Family(
     title="InternLM 3",
     model_type="internlm3",
     rules=ConfigRules(
-        max_position_embeddings=32_768,
-        num_hidden_layers=48,
-        num_key_value_heads=2,
-        head_dim=128,
+        sizes=Sizes(context=32_768, layers=48, kv_heads=2, head_dim=128),
         rms_norm_eps=1e-5,
         rewrite=renamed({"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
     ),
@@ -234,7 +210,7 @@ NANOCHAT = Family(
     architecture="NanoChatForCausalLM",
     title="NanoChat",
     model_type="nanochat",
-    rules=ConfigRules(max_position_embeddings=2048, hidden_size=768, num_hidden_layers=12, num_attention_heads=6),
+    rules=ConfigRules(Sizes(context=2048, hidden=768, layers=12, heads=6)),
     biases=ATTENTION_BIASES,
     qk_norm="after",
     qk_norm_form=_WITHOUT_WEIGHT,
@@ -273,8 +249,7 @@ EXAONE4 = Family(
     model_type="exaone4",
     rules=ConfigRules(
         layer_pattern=_exaone4_layers,
-        max_position_embeddings=2048,
-        num_key_value_heads=32,
+        sizes=Sizes(context=2048, kv_heads=32),
         rms_norm_eps=1e-5,
         sliding_window=4096,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.config_rules import ConfigRules, sliding_window_layers
+from windlass.engine.model.config_json.config_rules import ConfigRules, Sizes, sliding_window_layers
 from windlass.engine.model.families.family import ATTENTION_BIASES, ConfigFlag, Family
 from windlass.engine.model.families.mistral import MIXTRAL, MIXTRAL_NAMES
 from windlass.engine.model.families.moe_rules import MoERules
@@ -18,8 +18,7 @@ PHI3 = Family(
     model_type="phi3",
     rules=ConfigRules(
         layer_pattern=sliding_window_layers,
-        max_position_embeddings=4096,
-        hidden_size=3072,
+        sizes=Sizes(context=4096, hidden=3072),
         rms_norm_eps=1e-5,
         original_max_position_embeddings=4096,
         longrope_names=("su", "yarn"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, LayerFacts, read_flag, read_size
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, LayerFacts, Sizes, read_flag, read_size
 from windlass.engine.model.families.family import ATTENTION_BIASES, Biases, ConfigFlag, Family
 from windlass.engine.model.families.moe_rules import UNNORMALIZED_ROUTER, MoERules, SharedExpert, every_nth_layer
 from windlass.engine.model.families.mtp import qwen_mtp
@@ -41,8 +41,7 @@ QWEN2 = Family(
     other_model_types=("qwen2_vl_text", "qwen2_5_vl_text"),  # positions have three parts, equal for text
     rules=ConfigRules(
         layer_pattern=_windows_above,
-        max_position_embeddings=32_768,
-        num_key_value_heads=32,
+        sizes=Sizes(context=32_768, kv_heads=32),
         sliding_window=4096,
     ),
     biases=Biases(qkv=True),
@@ -53,7 +52,7 @@ QWEN3 = Family(
     title="Qwen 3",
     model_type="qwen3",
     other_model_types=("qwen3_vl_text",),
-    rules=replace(QWEN2.rules, head_dim=128),
+    rules=replace(QWEN2.rules, sizes=Sizes(context=32_768, kv_heads=32, head_dim=128)),
     biases=ATTENTION_BIASES,
     qk_norm="before",
 )
@@ -95,10 +94,7 @@ QWEN2_MOE = replace(
     rules=replace(
         QWEN2.rules,
         layer_pattern=_alternate_windows,
-        hidden_size=2048,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        num_key_value_heads=16,
+        sizes=Sizes(context=32_768, hidden=2048, layers=24, heads=16, kv_heads=16),
     ),
     biases=Biases(qkv=ConfigFlag("qkv_bias", default=True)),
     extra_keys=frozenset({"qkv_bias"}),
@@ -135,9 +131,7 @@ QWEN3_MOE = replace(
     rules=replace(
         QWEN2.rules,
         layer_pattern=_windows_everywhere,
-        hidden_size=2048,
-        num_hidden_layers=24,
-        num_key_value_heads=4,
+        sizes=Sizes(context=32_768, hidden=2048, layers=24, kv_heads=4),
     ),
     experts=replace(_EXPERTS, experts=128, top_k=8, width=768),
 )
@@ -214,10 +208,7 @@ QWEN3_5 = Family(
     text_part="Text",
     rules=ConfigRules(
         layer_pattern=_layer_pattern,
-        max_position_embeddings=32_768,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=256,
+        sizes=Sizes(context=32_768, heads=16, kv_heads=4, head_dim=256),
         partial_rotary_factor=0.25,
         other_layers=(LINEAR_ATTENTION,),
     ),
@@ -243,7 +234,9 @@ QWEN3_5_MOE = replace(
     architecture="Qwen3_5MoeForCausalLM",
     title="Qwen 3.5 MoE",
     model_type="qwen3_5_moe_text",
-    rules=replace(QWEN3_5.rules, hidden_size=2048, num_hidden_layers=40, num_key_value_heads=2),
+    rules=replace(
+        QWEN3_5.rules, sizes=Sizes(context=32_768, hidden=2048, layers=40, heads=16, kv_heads=2, head_dim=256)
+    ),
     experts=replace(_GATED_DELTA_EXPERTS, more_keys=frozenset({"mlp_only_layers", "norm_topk_prob"})),
 )
 
@@ -253,7 +246,9 @@ QWEN3_NEXT = replace(
     title="Qwen3-Next",
     model_type="qwen3_next",
     text_part="",
-    rules=replace(QWEN3_5.rules, hidden_size=2048, num_hidden_layers=48, num_key_value_heads=2),
+    rules=replace(
+        QWEN3_5.rules, sizes=Sizes(context=32_768, hidden=2048, layers=48, heads=16, kv_heads=2, head_dim=256)
+    ),
     refine=_refine(GatedDeltaNetNames(qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_ba")),
     experts=replace(
         _GATED_DELTA_EXPERTS,

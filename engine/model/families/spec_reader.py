@@ -90,6 +90,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     hidden = read_size(config, "hidden_size")
     # Instead of scaling the outputs of parts by r, the hidden state is scaled by 1 / r, which the norms remove.
     residual = _residual(config, multipliers, len(layers))
+    embedding_scale = float(hidden) ** 0.5 if family.scaled_embeddings else _multiplier(config, multipliers.embedding)
     caps, head = family.soft_caps, _head(config, family, architecture)
     vocab_size = read_size(config, "vocab_size")
     ends, unknown_ends = _eos(config, generation_config or {}, family, vocab_size)
@@ -105,10 +106,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         trained_len=layout.groups[0].base.trained_len,
         norm_eps=_norm_eps(config, family) / residual**2,
         norm_offset=family.norm_offset,
-        embedding_scale=(
-            float(hidden) ** 0.5 if family.scaled_embeddings else _multiplier(config, multipliers.embedding)
-        )
-        / residual,
+        embedding_scale=embedding_scale / residual,
         tied_embeddings=read_flag(config, "tie_word_embeddings", family.rules.tie_word_embeddings),
         logit_soft_cap=None if caps is None else _soft_cap(config, "final_logit_softcapping", caps.logits),
         logit_scale=_multiplier(config, multipliers.logits)
@@ -232,7 +230,7 @@ def _layers(
 ) -> tuple[tuple[LayerSpec, ...], tuple[KVGroupSpec, ...]]:
     hidden, heads = read_size(config, "hidden_size"), read_size(config, "num_attention_heads")
     read_size(config, "num_hidden_layers")  # required, although the rotation has a default
-    kv_heads = read_size(config, "num_key_value_heads", family.rules.num_key_value_heads or heads)
+    kv_heads = read_size(config, "num_key_value_heads", family.rules.sizes.kv_heads or heads)
     dim = layout.groups[0].base.head_dim
     if heads % kv_heads:
         raise LoadError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
