@@ -97,10 +97,7 @@ class RopeScaling:
 
     def get(self, name: str) -> Any:
         """The value of a given field, or None."""
-        for key, value in self.parameters:
-            if key == name:
-                return value
-        return None
+        return next((value for key, value in self.parameters if key == name), None)
 
     def without(self, name: str) -> RopeScaling:
         """The same scaling without one field."""

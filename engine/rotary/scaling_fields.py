@@ -243,30 +243,16 @@ def format_value(value: Any) -> str:
 
 
 _READERS: dict[str, Reader] = {
+    **dict.fromkeys(("factor", "alpha", "attention_factor", "beta_fast", "beta_slow"), _positive),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale"), _positive),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), _not_negative),
+    **dict.fromkeys(("original_max_position_embeddings", "chunk_size"), _length),
+    **dict.fromkeys(("local_size", "window"), _tokens),
+    **dict.fromkeys(("short_factor", "long_factor"), _positives),
+    **dict.fromkeys(("truncate", "log_n", "length_scores", "mrope_interleaved"), _flag),
     "rope_theta": _above(1),
-    "factor": _positive,
-    "alpha": _positive,
-    "original_max_position_embeddings": _length,
-    "attention_factor": _positive,
-    "beta_fast": _positive,
-    "beta_slow": _positive,
-    "mscale": _not_negative,
-    "mscale_all_dim": _not_negative,
-    "truncate": _flag,
-    "chunk_size": _length,
-    "local_size": _tokens,
-    "window": _tokens,
     "group_size": _whole(2, 2**31),
-    "log_n": _flag,
-    "length_scores": _flag,
-    "low_freq_factor": _positive,
-    "high_freq_factor": _positive,
-    "short_factor": _positives,
-    "long_factor": _positives,
-    "short_mscale": _positive,
-    "long_mscale": _positive,
     "mrope_section": _sections,
-    "mrope_interleaved": _flag,
 }
 
 

@@ -31,7 +31,7 @@ from windlass.engine.model.families.family import (
     Family,
     Multipliers,
 )
-from windlass.engine.model.families.recurrent_layers import MAX_SIZE, read_limits, read_mamba_shape
+from windlass.engine.model.families.recurrent_layers import MAMBA_KEYS, MAX_SIZE, read_limits, read_mamba_shape
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames, GatedMLPSpec, PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames, AttentionSpec
 from windlass.engine.model.mixers.state_space import ParallelStateSpaceSpec, StateSpaceSpec
@@ -98,12 +98,10 @@ FALCON = Family(
 _IN, _STATE_IN, _BIASES = "attention_in_multiplier", "ssm_in_multiplier", ("mamba_proj_bias", "projectors_bias")
 _MAX_FACTOR = 1e6  # far above any model's; products stay finite
 
-_READ = frozenset(
+_READ = MAMBA_KEYS | frozenset(
     "attention_in_multiplier attention_out_multiplier key_multiplier mlp_multipliers ssm_in_multiplier ssm_multipliers "
-    "ssm_out_multiplier mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_expand "
-    "mamba_n_groups mamba_n_heads mamba_norm_before_gate mamba_proj_bias mamba_rms_norm mamba_use_mlp projectors_bias "
-    "time_step_limit time_step_floor time_step_min time_step_max time_step_rank num_logits_to_keep layers_block_type "
-    "attn_layer_indices".split()
+    "ssm_out_multiplier mamba_d_ssm mamba_norm_before_gate mamba_rms_norm projectors_bias time_step_floor time_step_min "
+    "time_step_max time_step_rank num_logits_to_keep layers_block_type".split()
 )
 
 

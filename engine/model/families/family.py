@@ -49,6 +49,7 @@ def reject_unsupported_values(config: Config, known: Mapping[str, tuple[object, 
 
 ATTENTION_BIAS = ConfigFlag("attention_bias")
 MLP_BIAS = ConfigFlag("mlp_bias")
+TOKEN_HEAD_BIAS = ConfigFlag("token_classification_bias", default=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +181,8 @@ class Family:
     extra_keys: frozenset[str] = frozenset()  # further config.json keys that it reads
     causal: bool = True  # False: an encoder, which generates nothing
     first_norms: LayerNorms | None = None  # of the first layer, if they differ
-    text_head: FamilyClassificationHead = field(default_factory=FamilyClassificationHead)
-    token_head: FamilyClassificationHead = field(
-        default_factory=lambda: FamilyClassificationHead(out_bias=ConfigFlag("token_classification_bias", default=True))
-    )
+    text_head: FamilyClassificationHead = FamilyClassificationHead()
+    token_head: FamilyClassificationHead = FamilyClassificationHead(out_bias=TOKEN_HEAD_BIAS)
     token_types: bool = False  # there is a token type embedding
     positions: Literal["rotary", "learned", "alibi", "states"] = "rotary"  # where position information comes from
     scaled_alibi: bool = False  # ALiBi slopes are multiplied by the scale of q·k

@@ -30,6 +30,7 @@ from windlass.engine.model.families.family import (
 )
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, read_count
 from windlass.engine.model.families.recurrent_layers import (
+    MAMBA_KEYS,
     MAX_SIZE,
     check_layer_types,
     read_limits,
@@ -165,8 +166,5 @@ GRANITE4 = replace(
     rules=replace(GRANITE.rules, layer_pattern=_layer_pattern, other_layers=(STATE_SPACE,), rewrite=_rewrite),
     variant=_configured_variant,
     refine=_refine,
-    extra_keys=frozenset(
-        "position_embedding_type mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand "
-        "mamba_n_groups mamba_n_heads mamba_proj_bias time_step_limit normalization_function init_method".split()
-    ),
+    extra_keys=MAMBA_KEYS | {_POSITIONS, "normalization_function", "init_method"},
 )

@@ -1,9 +1,26 @@
-"""Families with LayerNorm and biases: StarCoder 2, StableLM, Phi 1 and 2, Nemotron, GPT-NeoX (Pythia), Persimmon, Jais 2."""
+"""Families with LayerNorm: Cohere's Command R and R7B, GPT-NeoX (Pythia), Jais 2, Nemotron, Persimmon, Phi 1 and 2, StableLM,
+StarCoder 2."""
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.config_rules import ConfigRules, Sizes, sliding_window_layers
-from windlass.engine.model.families.family import CLASSIFIER_HEAD, LLAMA_BIASES, Biases, ConfigFlag, Family
+from dataclasses import replace
+
+from windlass.engine.model.config_json.config_rules import (
+    ConfigRules,
+    Sizes,
+    local_layers_rotate,
+    sliding_window_layers,
+)
+from windlass.engine.model.families.family import (
+    ATTENTION_BIASES,
+    CLASSIFIER_HEAD,
+    LLAMA_BIASES,
+    Biases,
+    ConfigFlag,
+    ConfigNumber,
+    Family,
+    Multipliers,
+)
 from windlass.engine.model.feed_forward.mlp import PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
@@ -12,6 +29,7 @@ from windlass.engine.model.norm import LAYER_NORM, NormSpec
 _ATTENTION_BIAS = ConfigFlag("attention_bias", default=True)
 _QK_LAYERNORM = ConfigFlag("qk_layernorm")
 _DENSE = PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
+_CENTERED = NormSpec(centered=True)
 _NORMS = LayerNorms(form=LAYER_NORM)
 _ONE_NORM = LayerNorms(feed_forward=None, form=LAYER_NORM, parallel=True)
 
@@ -44,7 +62,7 @@ STABLELM = Family(
     ),
     biases=Biases(qkv=ConfigFlag("use_qkv_bias")),
     qk_norm="by head",
-    qk_norm_form=NormSpec(centered=True),
+    qk_norm_form=_CENTERED,
     attention_names=AttentionNames(
         q_norm="self_attn.q_layernorm.norms.{head}", k_norm="self_attn.k_layernorm.norms.{head}"
     ),
@@ -116,7 +134,8 @@ GPT_NEOX = Family(
     token_head=CLASSIFIER_HEAD,
 )
 
-PERSIMMON = Family(
+PERSIMMON = replace(
+    PHI,
     architecture="PersimmonForCausalLM",
     title="Persimmon",
     model_type="persimmon",
@@ -125,21 +144,11 @@ PERSIMMON = Family(
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
-    biases=Biases.everywhere(True),
-    qk_norm="before",
-    qk_norm_form=LAYER_NORM,
     activation="relu2",
-    attention_names=AttentionNames(
-        qkv="self_attn.query_key_value",
-        qkv_order="groups",
-        out="self_attn.dense",
-        q_norm="self_attn.q_layernorm",
-        k_norm="self_attn.k_layernorm",
-    ),
+    attention_names=replace(PHI.attention_names, qkv="self_attn.query_key_value", qkv_order="groups"),
     feed_forward_names=_DENSE,
     norms=_NORMS,
-    norm_eps_key="layer_norm_eps",
-    outer_names=OuterNames(final_norm="model.final_layernorm"),
+    head_bias=False,
     qk_norm_flag=ConfigFlag("qk_layernorm", default=True),
 )
 
@@ -153,4 +162,38 @@ JAIS2 = Family(
     feed_forward_names=PlainMLPNames(),
     norms=_NORMS,
     norm_eps_key="layer_norm_eps",
+)
+
+_COHERE_RULES = ConfigRules(
+    sizes=Sizes(context=8192, hidden=8192, layers=40, heads=64),
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    rope_theta=500_000.0,
+)
+
+# Mixer and feed-forward in parallel, interleaved pairs, scaled logits.
+COHERE = Family(
+    architecture="CohereForCausalLM",
+    title="Cohere Command R and R+",
+    model_type="cohere",
+    rules=_COHERE_RULES,
+    biases=ATTENTION_BIASES,
+    interleaved=True,
+    multipliers=Multipliers(logits=ConfigNumber("logit_scale", 0.0625)),
+    norms=LayerNorms(feed_forward=None, form=_CENTERED, parallel=True),
+    norm_eps_key="layer_norm_eps",
+    qk_norm="by head",  # in Command R+
+    qk_norm_form=_CENTERED,
+    qk_norm_flag=ConfigFlag("use_qk_norm"),
+)
+
+# Its global layers do not rotate.
+COHERE2 = replace(
+    COHERE,
+    architecture="Cohere2ForCausalLM",
+    title="Cohere Command R7B (Cohere 2)",
+    model_type="cohere2",
+    qk_norm=None,
+    qk_norm_flag=None,
+    rules=replace(_COHERE_RULES, layer_pattern=local_layers_rotate, sliding_window=4096, rope_theta=10_000.0),
 )

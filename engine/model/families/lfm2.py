@@ -37,10 +37,7 @@ _FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "block_use_swiglu": (True,),
     "use_pos_enc": (True,),
     "hidden_act": ("silu", "swish"),
-    "block_use_xavier_init": None,
-    "block_mlp_init_scale": None,
-    "block_out_init_scale": None,
-    "conv_use_xavier_init": None,
+    **dict.fromkeys("block_use_xavier_init block_mlp_init_scale block_out_init_scale conv_use_xavier_init".split()),
 }
 
 # Second names of other keys, which must agree.

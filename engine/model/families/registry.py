@@ -6,7 +6,6 @@ Defaults follow the configuration classes of transformers 5.23, since checkpoint
 from __future__ import annotations
 
 from windlass.engine.model.families import (
-    cohere,
     deepseek,
     encoders,
     ernie,
@@ -42,7 +41,6 @@ _MODULES = (
     olmo,
     granite,
     layer_norm_families,
-    cohere,
     gpt,
     falcon,
     ernie,

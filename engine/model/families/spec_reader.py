@@ -157,7 +157,7 @@ def _family_of_architecture(config: Config) -> tuple[Family, str]:
             '"architectures": ["LlamaForCausalLM"]'
         )
     architecture = str(found)
-    family = next((family for family in FAMILIES if architecture in _names_of(family)), None)
+    family = next((one for one in FAMILIES if architecture in (*one.names, one.classifier, one.token_classifier)), None)
     if family is not None and family.causal and architecture == family.classifier and has_classifier_tokens(config):
         return family, family.architecture  # its head consists of two rows of the language-model head
     headless = next((family for family in FAMILIES if architecture == family.headless), None)
@@ -172,10 +172,6 @@ def _family_of_architecture(config: Config) -> tuple[Family, str]:
             f"use one of {', '.join(sorted(family.architecture for family in FAMILIES))}"
         )
     return family, architecture if architecture in (family.classifier, family.token_classifier) else family.architecture
-
-
-def _names_of(family: Family) -> tuple[str, ...]:
-    return *family.names, family.classifier, family.token_classifier
 
 
 def _adapted_family(family: Family, config: Config) -> Family:
