@@ -101,6 +101,7 @@ class Decoder:
         if spec.per_layer_embeddings is not None:
             self.per_layer_embeddings = PerLayerEmbeddings(spec.per_layer_embeddings, weights, hidden, eps, backend)
         self.first_kv_sharing_layer = spec.first_kv_sharing_layer
+        self._norms_follow_rotation = spec.norms_follow_rotation
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
         self._attention = AttentionMetadataBuilder([mixer.kind for mixer in spec.attention.values()], rotary_dims)
         self._kinds = dict(zip(spec.attention, self._attention.kind_by_layer, strict=True))
@@ -200,7 +201,7 @@ class Decoder:
             x = self._mtp_input.forward(x, batch.hidden)
         if self.per_layer_embeddings is not None:
             batch = replace(batch, per_layer_embeddings=self.per_layer_embeddings.lookup(batch.input_ids))
-        if self.spec.norms_follow_rotation:  # the attention factor is applied before the norm, see `Attention.forward`
+        if self._norms_follow_rotation:  # the attention factor is applied before the norm, see `Attention.forward`
             batch = replace(batch, pre_norm_scale=batch.q_scale.sqrt(), q_scale=torch.ones_like(batch.q_scale))
         if self.spec.temperature is not None:
             beta, length = self.spec.temperature

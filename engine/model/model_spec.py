@@ -175,14 +175,18 @@ class ModelSpec:
         return None if self.head is None else self.head.classes
 
     @property
+    def _self_attention(self) -> list[AttentionSpec]:
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
+
+    @property
     def is_bidirectional(self) -> bool:
         """Whether tokens attend to later ones, so that a text must be computed in one step."""
-        return any(isinstance(layer.mixer, AttentionSpec) and not layer.mixer.causal for layer in self.layers)
+        return any(not mixer.causal for mixer in self._self_attention)
 
     @property
     def norms_follow_rotation(self) -> bool:
         """Whether layers norm queries and keys after the rotation."""
-        return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.qk_norm == "after" for layer in self.layers)
+        return any(mixer.qk_norm == "after" for mixer in self._self_attention)
 
     @property
     def scales_queries(self) -> bool:
@@ -199,12 +203,12 @@ class ModelSpec:
     @property
     def has_chunked_attention(self) -> bool:
         """Whether layers attend within chunks that begin at multiples of a length."""
-        return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.chunked for layer in self.layers)
+        return any(mixer.chunked for mixer in self._self_attention)
 
     @property
     def uses_alibi(self) -> bool:
         """Whether scores decrease with distance (ALiBi), so that no rotation is needed."""
-        return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.alibi for layer in self.layers)
+        return any(mixer.alibi for mixer in self._self_attention)
 
     @property
     def head_tensors(self) -> tuple[str, ...]:
@@ -235,8 +239,7 @@ class ModelSpec:
     @property
     def scores_by_absolute_position(self) -> bool:
         """Whether a score changes when query and key move by the same number of positions."""
-        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
-        return any(mixer.qk_norm == "after" and mixer.qk_norm_form.weight for mixer in mixers)
+        return any(mixer.qk_norm == "after" and mixer.qk_norm_form.weight for mixer in self._self_attention)
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """All weights of the model, each once, named by layer and field, such as "layers.0.qkv"."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.feed_forward.mlp import GatedMLPSpec, PlainMLPSpec
+from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
 from windlass.engine.model.feed_forward.moe import MoESpec, ParallelExpertsSpec
 from windlass.engine.model.mixers.attention import AttentionSpec
 from windlass.engine.model.mixers.latent_attention import LatentSpec
@@ -124,19 +124,16 @@ def shard_feed_forward(
         return _shard_experts(spec, placement, unit_of)
     size = spec.intermediate_size
     own = _inner_range(size, placement, unit_of("down"))
-    if isinstance(spec, PlainMLPSpec):
-        return replace(spec, intermediate_size=own[1]), _inner_slices(own, size, gated=False)
-    if spec.names.inner_norm is not None:
+    gated = isinstance(spec, GatedMLPSpec)
+    if isinstance(spec, GatedMLPSpec) and spec.names.inner_norm is not None:
         raise unsupported("a norm within the feed-forward is not split")
-    return replace(spec, intermediate_size=own[1]), _inner_slices(own, size, gated=True)
+    return replace(spec, intermediate_size=own[1]), _inner_slices(own, size, gated=gated)
 
 
 def shard_parallel_experts(
-    spec: ParallelExpertsSpec | None, placement: TensorParallelRank, unit_of: UnitOf
-) -> tuple[ParallelExpertsSpec | None, dict[str, WeightSlice]]:
+    spec: ParallelExpertsSpec, placement: TensorParallelRank, unit_of: UnitOf
+) -> tuple[ParallelExpertsSpec, dict[str, WeightSlice]]:
     """Same as `shard_attention`, for parallel experts. Their norms are replicated."""
-    if spec is None:
-        return None, {}
     experts, slices = _shard_experts(spec.experts, placement, lambda name: unit_of(f"beside.{name}"))
     return replace(spec, experts=experts), {f"beside.{name}": part for name, part in slices.items()}
 
@@ -204,16 +201,13 @@ _VOCABULARY_UNIT = 16  # rows of a panel, so that a shard of a panel weight is c
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """One rank's part of a model. full_spec: of the whole model. spec, plan: of the part.
-
-    slices: by the names of weights; other weights are held whole. columns: number of logits that each rank computes.
-    """
+    """One rank's part of a model."""
 
     rank: int
     ranks: int
     full_spec: ModelSpec
-    spec: ModelSpec
-    plan: StoragePlan
+    spec: ModelSpec  # of the part
+    plan: StoragePlan  # of the part
     slices: Mapping[str, WeightSlice]  # by name of the weight; the others are replicated
     columns: tuple[int, ...]  # number of logits of each rank
 
@@ -238,12 +232,16 @@ def shard_model(
             raise unsupported("a layer of one part alone is not split")
         if layer.parallel_state_space is not None:
             raise unsupported("a layer that carries a state is not split")
-        mixer, of_mixer = shard_attention(layer.mixer, placement, unit_of)
+        mixer, own_slices = shard_attention(layer.mixer, placement, unit_of)
         feed_forward, of_feed_forward = shard_feed_forward(layer.feed_forward, placement, unit_of)
-        slices |= {prefix + name: part for name, part in (of_mixer | of_feed_forward).items()}
-        parallel_experts, expert_slices = shard_parallel_experts(layer.parallel_experts, placement, unit_of)
-        slices |= {prefix + name: part for name, part in expert_slices.items()}
-        layers.append(replace(layer, mixer=mixer, feed_forward=feed_forward, parallel_experts=parallel_experts))
+        own_slices |= of_feed_forward
+        layer = replace(layer, mixer=mixer, feed_forward=feed_forward)
+        if layer.parallel_experts is not None:
+            experts, of_experts = shard_parallel_experts(layer.parallel_experts, placement, unit_of)
+            own_slices |= of_experts
+            layer = replace(layer, parallel_experts=experts)
+        slices |= {prefix + name: part for name, part in own_slices.items()}
+        layers.append(layer)
     vocabulary = [shard_range(spec.vocab_size, each, ranks, _VOCABULARY_UNIT) for each in range(ranks)]
     own = vocabulary[rank]
     if spec.generates:

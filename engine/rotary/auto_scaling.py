@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary import frequencies
@@ -82,7 +82,7 @@ def model_thresholds(groups: tuple[RotaryGroup, ...], longest: int) -> AutoScali
     steps = [ScalingThreshold(reach, least)]
     while reach < longest and len(steps) < MAX_STEPS:
         reach *= 2
-        growing = _with(growing, name, 2 * cast(float, growing.get(name)))
+        growing = _with(growing, name, 2 * growing.get(name))
         steps.append(ScalingThreshold(reach, growing))
     return AutoScalingThresholds(groups, tuple(steps))
 
@@ -153,15 +153,15 @@ def _with(scaling: RopeScaling, name: str, value: Any) -> RopeScaling:
 
 def _stretch(scaling: RopeScaling, base: RotaryBase, up_to: int | None) -> float:
     """The factor by which a flat scaling slows the slowest pairs, for requests of `up_to` tokens."""
-    factor = cast("float | None", scaling.get("factor"))
+    factor: float | None = scaling.get("factor")
     match scaling.rope_type:
         case "dynamic":
-            alpha = cast("float | None", scaling.get("alpha"))
+            alpha: float | None = scaling.get("alpha")
             if alpha is not None:
                 return alpha
-            length = base.trained_len if up_to is None else up_to
-            reach = cast(float, effective_length(scaling, base, length))
-            return frequencies.dynamic_stretch(cast(float, factor), reach / base.trained_len)
+            reach = effective_length(scaling, base, base.trained_len if up_to is None else up_to)
+            assert factor is not None and reach is not None
+            return frequencies.dynamic_stretch(factor, reach / base.trained_len)
         case "longrope":
             original = original_len(scaling, base)
             return 1.0 if up_to is not None and up_to <= original else factor or base.trained_len / original

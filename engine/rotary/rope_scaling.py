@@ -97,10 +97,7 @@ class RopeScaling:
 
     def get(self, name: str) -> Any:
         """The value of a given field, or None."""
-        for key, value in self.parameters:
-            if key == name:
-                return value
-        return None
+        return next((value for key, value in self.parameters if key == name), None)
 
     def without(self, name: str) -> RopeScaling:
         """The same scaling without one field."""
@@ -229,7 +226,7 @@ def resolve(
     _check_kind(scaling, base, param)
     _check_lists(scaling, base, param)
     try:
-        inv_freq, rotary_scale = _formulas(scaling, base, length, exact)
+        inv_freq, rotary_scale = _frequencies(scaling, base, length, exact)
     except (OverflowError, ZeroDivisionError):
         inv_freq, rotary_scale = (math.inf,), 1.0
     if not all(0 <= w <= _MAX_FREQUENCY for w in inv_freq):
@@ -330,57 +327,48 @@ def _check_lists(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
             )
 
 
-def _formulas(scaling: RopeScaling, base: RotaryBase, length: int, exact: bool) -> tuple[tuple[float, ...], float]:
+def _frequencies(scaling: RopeScaling, base: RotaryBase, length: int, exact: bool) -> tuple[tuple[float, ...], float]:
     """(inv_freq, attention factor) of a flat scaling whose fields fit the model."""
-    given = dict(scaling.parameters)
-    theta = cast(float, given.get("rope_theta", base.rope_theta))
+    given: dict[str, Any] = dict(scaling.parameters)
+    theta: float = given.get("rope_theta", base.rope_theta)
     w, dim = base.unscaled(theta), base.rotary_dim
     original = original_len(scaling, base)
     # A missing factor is the ratio of the two lengths, as in transformers.
-    factor = cast(float, given.get("factor", base.trained_len / original))
+    factor: float = given.get("factor", base.trained_len / original)
+    attention: float | None
     match scaling.rope_type:
         case "default" | "learned" | "log_n" | "self_extend" | "rerope":
             return w, 1.0
         case "linear":
             return frequencies.linear(w, factor), 1.0
         case "proportional":
-            return frequencies.linear(w, cast(float, given.get("factor", 1.0))), 1.0
+            return frequencies.linear(w, given.get("factor", 1.0)), 1.0
         case "ntk":
             return base.unscaled(frequencies.stretched_base(theta, dim, factor)), 1.0
         case "dynamic":
-            alpha = cast("float | None", given.get("alpha"))
+            alpha: float | None = given.get("alpha")
             if alpha is None:
-                reach = cast(float, effective_length(scaling, base, length, exact=exact))
+                reach = effective_length(scaling, base, length, exact=exact)
+                assert reach is not None
                 alpha = frequencies.dynamic_stretch(factor, reach / base.trained_len)
             return base.unscaled(frequencies.stretched_base(theta, dim, alpha)), 1.0
         case "dual_chunk" if "factor" not in given:
             return w, 1.0
         case "yarn" | "dual_chunk":
-            inv_freq = frequencies.yarn(
-                w,
-                theta,
-                dim,
-                factor,
-                original,
-                beta_fast=cast(float, given.get("beta_fast", 32.0)),
-                beta_slow=cast(float, given.get("beta_slow", 1.0)),
-                truncate=bool(given.get("truncate", True)),
-            )
+            ramp = {name: given[name] for name in ("beta_fast", "beta_slow", "truncate") if name in given}
             attention = given.get("attention_factor")
             if attention is None:
-                mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-                attention = frequencies.yarn_attention_factor(factor, mscale, all_dim)
-            return inv_freq, cast(float, attention)
+                attention = frequencies.yarn_attention_factor(factor, given.get("mscale"), given.get("mscale_all_dim"))
+            return frequencies.yarn(w, theta, dim, factor, original, **ramp), attention
         case "llama3":
-            low, high = cast(float, given["low_freq_factor"]), cast(float, given["high_freq_factor"])
+            low, high = given["low_freq_factor"], given["high_freq_factor"]
             return frequencies.llama3(w, factor, low, high, original), 1.0
         case "longrope":
             side = "short" if length <= original else "long"
-            inv_freq = frequencies.longrope(w, cast("tuple[float, ...]", given[f"{side}_factor"]))
             attention = given.get(f"{side}_mscale", given.get("attention_factor"))
             if attention is None:
                 attention = frequencies.longrope_attention_factor(factor, original)
-            return inv_freq, cast(float, attention)
+            return frequencies.longrope(w, given[f"{side}_factor"]), attention
     raise AssertionError(f"unreachable: {scaling.rope_type} has no formula")
 
 

@@ -16,47 +16,26 @@ Value = float | int | bool | tuple[float, ...]
 
 Reader = Callable[[Any, str], Value]  # of a value and the name of its field
 
+_YARN = "factor original_max_position_embeddings attention_factor beta_fast beta_slow"
+
 KINDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "ntk": ("factor",),
-    "dynamic": ("factor", "alpha"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": (
-        "short_factor",
-        "long_factor",
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "short_mscale",
-        "long_mscale",
-    ),
-    "proportional": ("factor",),
-    "learned": (),
-    "dual_chunk": (
-        "chunk_size",
-        "local_size",
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "log_n",
-        "length_scores",
-    ),
-    "self_extend": ("group_size", "window", "original_max_position_embeddings", "log_n"),
-    "rerope": ("window", "factor", "original_max_position_embeddings", "log_n"),
-    "log_n": ("original_max_position_embeddings",),
+    kind: tuple(fields.split())
+    for kind, fields in {
+        "default": "",
+        "linear": "factor",
+        "ntk": "factor",
+        "dynamic": "factor alpha",
+        "yarn": f"{_YARN} mscale mscale_all_dim truncate",
+        "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+        "longrope": "short_factor long_factor factor original_max_position_embeddings attention_factor "
+        "short_mscale long_mscale",
+        "proportional": "factor",
+        "learned": "",
+        "dual_chunk": f"chunk_size local_size {_YARN} log_n length_scores",
+        "self_extend": "group_size window original_max_position_embeddings log_n",
+        "rerope": "window factor original_max_position_embeddings log_n",
+        "log_n": "original_max_position_embeddings",
+    }.items()
 }
 
 ALIASES = {"su": "longrope", "mrope": "default"}
@@ -264,30 +243,16 @@ def format_value(value: Any) -> str:
 
 
 _READERS: dict[str, Reader] = {
+    **dict.fromkeys(("factor", "alpha", "attention_factor", "beta_fast", "beta_slow"), _positive),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale"), _positive),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), _not_negative),
+    **dict.fromkeys(("original_max_position_embeddings", "chunk_size"), _length),
+    **dict.fromkeys(("local_size", "window"), _tokens),
+    **dict.fromkeys(("short_factor", "long_factor"), _positives),
+    **dict.fromkeys(("truncate", "log_n", "length_scores", "mrope_interleaved"), _flag),
     "rope_theta": _above(1),
-    "factor": _positive,
-    "alpha": _positive,
-    "original_max_position_embeddings": _length,
-    "attention_factor": _positive,
-    "beta_fast": _positive,
-    "beta_slow": _positive,
-    "mscale": _not_negative,
-    "mscale_all_dim": _not_negative,
-    "truncate": _flag,
-    "chunk_size": _length,
-    "local_size": _tokens,
-    "window": _tokens,
     "group_size": _whole(2, 2**31),
-    "log_n": _flag,
-    "length_scores": _flag,
-    "low_freq_factor": _positive,
-    "high_freq_factor": _positive,
-    "short_factor": _positives,
-    "long_factor": _positives,
-    "short_mscale": _positive,
-    "long_mscale": _positive,
     "mrope_section": _sections,
-    "mrope_interleaved": _flag,
 }
 
 

@@ -142,26 +142,33 @@ Rewrite = Callable[[Config], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigRules:
-    """A family's defaults, under the names of config.json, and its differences in reading it.
+class Sizes:
+    """Default sizes."""
 
-    num_key_value_heads None: as many as heads. head_dim None: hidden_size / num_attention_heads. head_dim_key: the key of
-    the dimensions that rotate; scales_scores: see `RotaryBase`. local_rope_theta: set if sliding layers have their own theta.
-    rope_parameters: the object used if config.json has none. no_rope_layer_interval: every n-th layer does not rotate.
-    query_temperature: whether the rotary object may have Ministral's `llama_4_scaling_beta`. scales_full_attention_only:
-    `rope_scaling` is not for layers with a window (OLMo 3). intermediate_factor: width of a feed-forward as a multiple of
-    hidden_size. full_head_dim: head size of full-attention layers if it differs, read from `full_head_dim_key`.
-    longrope_names: older names of longrope that mean something else in other families. other_layers: layer types other than
-    attention. rewrite: converts the family's key names to the common ones.
+    context: int  # max_position_embeddings
+    hidden: int = 4096  # hidden_size
+    layers: int = 32  # num_hidden_layers
+    heads: int = 32  # num_attention_heads
+    kv_heads: int | None = None  # num_key_value_heads; None: as many as heads
+    head_dim: int | None = None  # None: hidden / heads
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigRules:
+    """A family's defaults, mostly under the names of config.json, and its differences in reading it.
+
+    head_dim_key: the key of the dimensions that rotate; scales_scores: see `RotaryBase`. local_rope_theta: set if
+    sliding layers have their own theta. rope_parameters: the object used if config.json has none.
+    no_rope_layer_interval: every n-th layer does not rotate. query_temperature: whether the rotary object may have
+    Ministral's `llama_4_scaling_beta`. scales_full_attention_only: `rope_scaling` is not for layers with a window
+    (OLMo 3). intermediate_factor: width of a feed-forward as a multiple of hidden_size. full_head_dim: head size of
+    full-attention layers if it differs, read from `full_head_dim_key`. longrope_names: older names of longrope that
+    mean something else in other families. other_layers: layer types other than attention. rewrite: converts the
+    family's key names to the common ones.
     """
 
-    max_position_embeddings: int
+    sizes: Sizes
     layer_pattern: Pattern = full_attention_layers
-    hidden_size: int = 4096
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
     head_dim_key: str = "head_dim"
     full_head_dim: int | None = None
     full_head_dim_key: str | None = None

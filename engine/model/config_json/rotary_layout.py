@@ -115,7 +115,7 @@ class LayerPattern:
 
 def read_layer_pattern(config: Config, rules: ConfigRules) -> tuple[LayerPattern, ...]:
     """One entry per layer. Raises LoadError for a pattern that the family does not have or that is ambiguous."""
-    count = read_size(config, "num_hidden_layers", rules.num_hidden_layers, most=_MOST_LAYERS)
+    count = read_size(config, "num_hidden_layers", rules.sizes.layers, most=_MOST_LAYERS)
     windowed = config.get("sliding_window", rules.sliding_window) is not None
     rotates = _rotating(config, rules, count)
     facts = LayerFacts(count, _layer_types(config, count, rules.other_layers), rotates, windowed)
@@ -296,7 +296,7 @@ def _temperature(given: dict[str, Any], config: Config, rules: ConfigRules) -> t
         return None
     if not rules.query_temperature:
         raise LoadError("config.json: llama_4_scaling_beta is not supported for this model_type")
-    trained_len = read_size(config, "max_position_embeddings", rules.max_position_embeddings)
+    trained_len = read_size(config, "max_position_embeddings", rules.sizes.context)
     return beta, read_size(given, "original_max_position_embeddings", trained_len)
 
 
@@ -358,9 +358,9 @@ def _drop_without_effect(given: dict[str, Any], kind: Any) -> None:
 
 def _head_dim(config: Config, rules: ConfigRules, name: str | None = None) -> int:
     """Head dimension of the layers of the group with this name; None: of those without another one."""
-    heads = read_size(config, "num_attention_heads", rules.num_attention_heads)
-    hidden = read_size(config, "hidden_size", rules.hidden_size)
-    own = read_size(config, rules.head_dim_key, rules.head_dim or hidden // heads, most=_MOST_HEAD_DIM)
+    heads = read_size(config, "num_attention_heads", rules.sizes.heads)
+    hidden = read_size(config, "hidden_size", rules.sizes.hidden)
+    own = read_size(config, rules.head_dim_key, rules.sizes.head_dim or hidden // heads, most=_MOST_HEAD_DIM)
     if rules.full_head_dim_key is None or name != FULL_ATTENTION:
         return own
     return read_size(config, rules.full_head_dim_key, rules.full_head_dim or own, most=_MOST_HEAD_DIM)
@@ -383,5 +383,5 @@ def _read_base(config: Config, rules: ConfigRules, partial: Any, kind: Any, head
         raise LoadError(
             f"config.json: partial_rotary_factor {format_value(partial)} of a head_dim of {head_dim} leaves no pair"
         )
-    trained_len = read_size(config, "max_position_embeddings", rules.max_position_embeddings)
+    trained_len = read_size(config, "max_position_embeddings", rules.sizes.context)
     return RotaryBase(rules.rope_theta, head_dim, rotary_dim, trained_len, rotating, scales_scores=rules.scales_scores)

@@ -8,21 +8,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family, LatentSizes, Multipliers
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, Sizes
+from windlass.engine.model.families.family import (
+    ATTENTION_BIASES,
+    LLAMA_BIASES,
+    ConfigFlag,
+    ConfigNumber,
+    Family,
+    LatentSizes,
+    Multipliers,
+)
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, first_layers_dense
 from windlass.engine.model.families.mtp import with_appended_mtp_layer
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
 from windlass.engine.model.feed_forward.moe import MoENames, RouterSpec
 
-ROPE_INTERLEAVE = ConfigFlag("rope_interleave", default=True)
-
-DEEPSEEK_SHARED = GatedMLPNames(
-    "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", down="mlp.shared_experts.down_proj"
-)
+DEEPSEEK_SHARED = GatedMLPNames.under("mlp.shared_experts")
 
 # Names of DeepSeek V3, which many models follow.
 DEEPSEEK_NAMES = MoENames(choice_bias="mlp.gate.e_score_correction_bias", shared=DEEPSEEK_SHARED)
+
+_RULES = ConfigRules(Sizes(context=2048, head_dim=64), head_dim_key="qk_rope_head_dim", scales_scores=True)
+_SIZES = LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128)
 
 DEEPSEEK_LAYER_KEYS = frozenset(
     {"first_k_dense_replace", "mlp_layer_types", "moe_layer_freq", "scoring_func", "topk_method"}
@@ -46,14 +53,8 @@ DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     title="DeepSeek V2",
     model_type="deepseek_v2",
-    rules=ConfigRules(
-        max_position_embeddings=2048,
-        head_dim=64,
-        head_dim_key="qk_rope_head_dim",
-        scales_scores=True,
-    ),
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    rules=_RULES,
+    biases=LLAMA_BIASES,
     interleaved=True,
     variant=_checked_router,
     extra_keys=frozenset({"n_group", "topk_group", "norm_topk_prob"}),
@@ -69,7 +70,7 @@ DEEPSEEK_V2 = Family(
         names=MoENames(shared=DEEPSEEK_SHARED),
         more_keys=DEEPSEEK_LAYER_KEYS,
     ),
-    latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
+    latent=_SIZES,
 )
 
 DEEPSEEK_V3_EXPERTS = MoERules(
@@ -91,21 +92,15 @@ DEEPSEEK_V3 = Family(
     title="DeepSeek V3, R1; Kimi K2",
     model_type="deepseek_v3",
     other_model_types=("kimi_k2",),
-    rules=ConfigRules(
-        max_position_embeddings=4096,
-        hidden_size=7168,
-        num_hidden_layers=61,
-        num_attention_heads=128,
-        num_key_value_heads=128,
-        head_dim=64,
-        head_dim_key="qk_rope_head_dim",
-        scales_scores=True,
+    rules=replace(
+        _RULES,
+        sizes=Sizes(context=4096, hidden=7168, layers=61, heads=128, kv_heads=128, head_dim=64),
     ),
-    out_bias=ATTENTION_BIAS,
-    interleaved=ROPE_INTERLEAVE,
+    biases=ATTENTION_BIASES,
+    interleaved=ConfigFlag("rope_interleave", default=True),
     refine=with_appended_mtp_layer,
     experts=DEEPSEEK_V3_EXPERTS,
-    latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
+    latent=_SIZES,
 )
 
 YOUTU = replace(
@@ -113,15 +108,10 @@ YOUTU = replace(
     architecture="YoutuForCausalLM",
     title="Youtu-LLM",
     model_type="youtu",
-    rules=ConfigRules(
-        max_position_embeddings=131_072,
-        hidden_size=2048,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        head_dim=64,
-        head_dim_key="qk_rope_head_dim",
+    rules=replace(
+        _RULES,
+        sizes=Sizes(context=131_072, hidden=2048, heads=16, kv_heads=16, head_dim=64),
         tie_word_embeddings=True,
-        scales_scores=True,
     ),
     other_model_types=(),
     refine=None,
@@ -131,27 +121,17 @@ YOUTU = replace(
 MINICPM3 = Family(
     architecture="MiniCPM3ForCausalLM",
     model_type="minicpm3",
-    rules=ConfigRules(
-        max_position_embeddings=32_768,
-        hidden_size=2560,
-        num_hidden_layers=62,
-        num_attention_heads=40,
-        num_key_value_heads=40,
-        head_dim=32,
-        head_dim_key="qk_rope_head_dim",
+    rules=replace(
+        _RULES,
+        sizes=Sizes(context=32_768, hidden=2560, layers=62, heads=40, kv_heads=40, head_dim=32),
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        scales_scores=True,
     ),
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    biases=LLAMA_BIASES,
     multipliers=Multipliers(
-        embedding="scale_emb",
-        embedding_default=12.0,
-        depth="scale_depth",
-        depth_default=1.4,
-        base_width="dim_model_base",
-        base_width_default=256.0,
+        embedding=ConfigNumber("scale_emb", 12.0),
+        depth=ConfigNumber("scale_depth", 1.4),
+        base_width=ConfigNumber("dim_model_base", 256.0),
     ),
     latent=LatentSizes(kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64, v_head_dim=None),
 )

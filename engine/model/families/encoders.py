@@ -12,14 +12,15 @@ from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
     LayerFacts,
+    Sizes,
     read_flag,
     read_size,
     renamed,
 )
 from windlass.engine.model.families.family import (
-    ATTENTION_BIAS,
     CLASSIFIER_HEAD,
-    MLP_BIAS,
+    LLAMA_BIASES,
+    Biases,
     ConfigFlag,
     Family,
     FamilyClassificationHead,
@@ -29,6 +30,13 @@ from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
 from windlass.engine.model.norm import LAYER_NORM, NormSpec
 from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
+
+# The defaults of BERT, with RoFormer's context length.
+_RULES = ConfigRules(
+    sizes=Sizes(context=1536, hidden=768, layers=12, heads=12),
+    rms_norm_eps=1e-12,
+    tie_word_embeddings=True,
+)
 
 
 def _rewrite_modernbert(config: Config) -> dict[str, Any]:
@@ -66,21 +74,16 @@ MODERNBERT = Family(
     model_type="modernbert",
     other_names=("ModernBertForMaskedLM",),
     causal=False,
-    rules=ConfigRules(
+    rules=replace(
+        _RULES,
         layer_pattern=_every_nth_global,
-        max_position_embeddings=8192,
-        hidden_size=768,
-        num_hidden_layers=22,
-        num_attention_heads=12,
+        sizes=Sizes(context=8192, hidden=768, layers=22, heads=12),
         rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
         rope_theta=160_000.0,
         local_rope_theta=10_000.0,
         rewrite=_rewrite_modernbert,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    biases=LLAMA_BIASES,
     activation="gelu",
     activation_key="hidden_activation",
     attention_names=AttentionNames(qkv="attn.Wqkv", out="attn.Wo"),
@@ -107,17 +110,14 @@ EUROBERT = Family(
     model_type="eurobert",
     other_names=("EuroBertForMaskedLM",),
     causal=False,
-    rules=ConfigRules(
-        max_position_embeddings=8192,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
+    rules=replace(
+        _RULES,
+        sizes=Sizes(context=8192, hidden=768, layers=12, heads=12),
         rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
         rewrite=renamed({"clf_pooling": "classifier_pooling"}),
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    biases=LLAMA_BIASES,
     text_head=FamilyClassificationHead(
         ClassificationHeadNames(out="classifier", dense="dense"),
         pooling="late",
@@ -133,13 +133,8 @@ EUROBERT = Family(
 
 
 def _roformer(family: Family, config: Config) -> Family:
-    """Reject what published encoders of the family do not have."""
-    for key in ("rotary_value", "is_decoder"):
-        if read_flag(config, key):
-            raise LoadError(
-                f"config.json sets {key}=true: only RoFormer encoders whose values do not rotate are supported"
-            )
-    hidden = read_size(config, "hidden_size", family.rules.hidden_size)
+    """Reject embeddings narrower than the hidden state."""
+    hidden = read_size(config, "hidden_size", family.rules.sizes.hidden)
     if (narrow := read_size(config, "embedding_size", hidden)) != hidden:
         raise LoadError(
             f"config.json: embedding_size {narrow} is not hidden_size {hidden}: embeddings that are widened are not supported"
@@ -147,7 +142,7 @@ def _roformer(family: Family, config: Config) -> Family:
     return family
 
 
-_DROPOUTS = "hidden_dropout_prob attention_probs_dropout_prob type_vocab_size"
+_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size")
 
 ROFORMER = Family(
     architecture="RoFormerModel",
@@ -155,17 +150,8 @@ ROFORMER = Family(
     model_type="roformer",
     other_names=("RoFormerForMaskedLM",),
     causal=False,
-    rules=ConfigRules(
-        max_position_embeddings=1536,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        rms_norm_eps=1e-12,
-        tie_word_embeddings=True,
-    ),
-    qkv_bias=True,
-    out_bias=True,
-    feed_forward_bias=True,
+    rules=_RULES,
+    biases=Biases.everywhere(True),
     activation="gelu",
     interleaved=True,
     attention_names=AttentionNames(
@@ -194,27 +180,12 @@ ROFORMER = Family(
     # Sines of every position, which follow from config.json.
     unused_tensors=("roformer.encoder.embed_positions.", "encoder.embed_positions."),
     unused_heads=("cls.",),
+    fixed_values={"rotary_value": (False,), "is_decoder": (False,)},
     variant=_roformer,
-    extra_keys=frozenset({"rotary_value", "embedding_size", *_DROPOUTS.split()}),
+    extra_keys=frozenset({"embedding_size", *_DROPOUTS}),
 )
 
 _nomic_names = renamed({**GPT_NAMES, "layer_norm_epsilon": "layer_norm_eps", "activation_function": "hidden_act"})
-
-# Values of published models, in files with their own code; other values make another model.
-_NOMIC_FIXED_VALUES = {
-    "prenorm": False,
-    "parallel_block": False,
-    "use_rms_norm": False,
-    "rotary_emb_interleaved": False,
-    "rotary_emb_fraction": 1.0,
-    "rotary_emb_scale_base": None,
-    "rotary_scaling_factor": None,
-    "qkv_proj_bias": False,
-    "mlp_fc1_bias": False,
-    "mlp_fc2_bias": False,
-    "causal": False,
-    "scale_attn_by_inverse_layer_idx": False,
-}
 
 
 def _rewrite_nomic(config: Config) -> dict[str, Any]:
@@ -224,28 +195,15 @@ def _rewrite_nomic(config: Config) -> dict[str, Any]:
     return result
 
 
-def _nomic(family: Family, config: Config) -> Family:
-    for key, value in _NOMIC_FIXED_VALUES.items():
-        if config.get(key) not in (None, value):
-            raise LoadError(
-                f"config.json sets {key}={config[key]!r}: published NomicBERT models do not, and it is not supported"
-            )
-    return family
-
-
 NOMIC_BERT = Family(
     architecture="NomicBertModel",
     title="NomicBERT (nomic-embed-text)",
     model_type="nomic_bert",
     other_names=("NomicBertForMaskedLM", "NomicBertForPreTraining"),
     causal=False,
-    rules=ConfigRules(
-        max_position_embeddings=2048,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        rms_norm_eps=1e-12,
-        tie_word_embeddings=True,
+    rules=replace(
+        _RULES,
+        sizes=Sizes(context=2048, hidden=768, layers=12, heads=12),
         rope_theta=1000.0,
         intermediate_factor=4,
         rewrite=_rewrite_nomic,
@@ -272,11 +230,19 @@ NOMIC_BERT = Family(
     ),
     token_head=CLASSIFIER_HEAD,
     unused_heads=("cls.",),
-    variant=_nomic,
+    fixed_values={  # of published models, in files with their own code
+        **dict.fromkeys(
+            "prenorm parallel_block use_rms_norm rotary_emb_interleaved qkv_proj_bias mlp_fc1_bias mlp_fc2_bias causal "
+            "scale_attn_by_inverse_layer_idx".split(),
+            (False,),
+        ),
+        "rotary_emb_fraction": (1.0,),
+        "rotary_emb_scale_base": (),
+        "rotary_scaling_factor": (),
+    },
     extra_keys=frozenset(
         (
-            *_NOMIC_FIXED_VALUES,
-            *_DROPOUTS.split(),
+            *_DROPOUTS,
             *"attn_pdrop embd_pdrop resid_pdrop use_flash_attn use_xentropy fused_bias_fc fused_dropout_add_ln dense_seq_output "
             "last_layer_subset pad_vocab_size_multiple scale_attn_weights max_trained_positions reorder_and_upcast_attn".split(),
         )

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_size
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, Sizes, read_size
 from windlass.engine.model.families.deepseek import DEEPSEEK_NAMES
-from windlass.engine.model.families.family import ConfigFlag, Family
+from windlass.engine.model.families.family import Biases, ConfigFlag, Family
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, read_count
 from windlass.engine.model.families.mtp import with_dense_mtp_layer
 from windlass.engine.model.feed_forward.moe import RouterSpec
@@ -22,19 +22,12 @@ ERNIE4_5 = Family(
     title="ERNIE 4.5 (dense)",
     model_type="ernie4_5",
     rules=ConfigRules(
-        max_position_embeddings=131_072,
-        hidden_size=1024,
-        num_hidden_layers=18,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        head_dim=128,
+        sizes=Sizes(context=131_072, hidden=1024, layers=18, heads=16, kv_heads=2, head_dim=128),
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         rope_theta=500_000.0,
     ),
-    qkv_bias=_BIAS,
-    out_bias=_BIAS,
-    feed_forward_bias=_BIAS,
+    biases=Biases.everywhere(_BIAS),
     interleaved=True,
 )
 
@@ -53,17 +46,11 @@ ERNIE4_5_MOE = replace(
     architecture="Ernie4_5_MoeForCausalLM",
     title="ERNIE 4.5 MoE",
     model_type="ernie4_5_moe",
-    rules=ConfigRules(
-        max_position_embeddings=131_072,
-        hidden_size=2560,
-        num_hidden_layers=28,
-        num_attention_heads=20,
-        num_key_value_heads=4,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        rope_theta=500_000.0,
+    rules=replace(
+        ERNIE4_5.rules,
+        sizes=Sizes(context=131_072, hidden=2560, layers=28, heads=20, kv_heads=4),
     ),
-    head_bias=ConfigFlag("use_bias"),
+    head_bias=_BIAS,
     unused_tensors=("model.mtp_",),
     refine=with_dense_mtp_layer,
     experts=MoERules(

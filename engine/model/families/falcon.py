@@ -15,6 +15,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
+    Sizes,
     nope_layers,
     read_flag,
     read_number,
@@ -22,14 +23,15 @@ from windlass.engine.model.config_json.config_rules import (
     renamed,
 )
 from windlass.engine.model.families.family import (
-    ATTENTION_BIAS,
     CLASSIFIER_HEAD,
-    MLP_BIAS,
+    LLAMA_BIASES,
+    Biases,
     ConfigFlag,
+    ConfigNumber,
     Family,
     Multipliers,
 )
-from windlass.engine.model.families.recurrent_layers import MAX_SIZE, read_limits, read_mamba_shape
+from windlass.engine.model.families.recurrent_layers import MAMBA_KEYS, MAX_SIZE, read_limits, read_mamba_shape
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames, GatedMLPSpec, PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames, AttentionSpec
 from windlass.engine.model.mixers.state_space import ParallelStateSpaceSpec, StateSpaceSpec
@@ -41,7 +43,6 @@ _ONE_NORM = LayerNorms(feed_forward=None, form=LAYER_NORM, parallel=True)
 _TWO_NORMS = LayerNorms(mixer="ln_attn", feed_forward="ln_mlp", form=LAYER_NORM, parallel=True)
 _SEQUENTIAL = LayerNorms(form=LAYER_NORM)
 _FUSED = AttentionNames(qkv="self_attention.query_key_value", out="self_attention.dense")
-_BIAS = ConfigFlag("bias")
 
 _rename_keys = renamed({"num_kv_heads": "num_key_value_heads", "ffn_hidden_size": "intermediate_size"})
 
@@ -59,12 +60,13 @@ def _variant(family: Family, config: Config) -> Family:
     if read_flag(config, "alibi"):
         rules = replace(family.rules, layer_pattern=nope_layers)
         family = replace(family, positions="alibi", scaled_alibi=True, rules=rules)
-    if read_flag(config, "new_decoder_architecture"):
+    grouped = read_flag(config, "new_decoder_architecture")
+    if grouped:
         norms = _ONE_NORM if read_size(config, "num_ln_in_parallel_attn", 2) == 1 else _TWO_NORMS
-        return replace(family, attention_names=replace(_FUSED, qkv_order="groups"), norms=norms)
-    norms = _ONE_NORM if read_flag(config, "parallel_attn", default=True) else _SEQUENTIAL
-    one = read_flag(config, "multi_query", default=True)
-    return replace(family, attention_names=replace(_FUSED, qkv_order="parts" if one else "groups"), norms=norms)
+    else:
+        norms = _ONE_NORM if read_flag(config, "parallel_attn", default=True) else _SEQUENTIAL
+        grouped = not read_flag(config, "multi_query", default=True)
+    return replace(family, attention_names=replace(_FUSED, qkv_order="groups" if grouped else "parts"), norms=norms)
 
 
 FALCON = Family(
@@ -72,17 +74,13 @@ FALCON = Family(
     title="Falcon, Falcon-RW",
     model_type="falcon",
     rules=ConfigRules(
-        max_position_embeddings=2048,
-        hidden_size=4544,
-        num_attention_heads=71,
+        sizes=Sizes(context=2048, hidden=4544, heads=71),
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         intermediate_factor=4,
         rewrite=_rewrite,
     ),
-    qkv_bias=_BIAS,
-    out_bias=_BIAS,
-    feed_forward_bias=_BIAS,
+    biases=Biases.everywhere(ConfigFlag("bias")),
     activation="gelu",
     activation_key="activation",
     attention_names=_FUSED,
@@ -100,12 +98,10 @@ FALCON = Family(
 _IN, _STATE_IN, _BIASES = "attention_in_multiplier", "ssm_in_multiplier", ("mamba_proj_bias", "projectors_bias")
 _MAX_FACTOR = 1e6  # far above any model's; products stay finite
 
-_READ = frozenset(
+_READ = MAMBA_KEYS | frozenset(
     "attention_in_multiplier attention_out_multiplier key_multiplier mlp_multipliers ssm_in_multiplier ssm_multipliers "
-    "ssm_out_multiplier mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_expand "
-    "mamba_n_groups mamba_n_heads mamba_norm_before_gate mamba_proj_bias mamba_rms_norm mamba_use_mlp projectors_bias "
-    "time_step_limit time_step_floor time_step_min time_step_max time_step_rank num_logits_to_keep layers_block_type "
-    "attn_layer_indices".split()
+    "ssm_out_multiplier mamba_d_ssm mamba_norm_before_gate mamba_rms_norm projectors_bias time_step_floor time_step_min "
+    "time_step_max time_step_rank num_logits_to_keep layers_block_type".split()
 )
 
 
@@ -126,14 +122,8 @@ def _refine(spec: ModelSpec, config: Config) -> ModelSpec:
         attention, feed_forward = layer.mixer, layer.feed_forward
         assert isinstance(attention, AttentionSpec) and isinstance(feed_forward, GatedMLPSpec)
         mixer = replace(attention, scale=attention.scale * attention_in**2 * key)
-        layers.append(
-            replace(
-                layer,
-                mixer=mixer,
-                feed_forward=replace(feed_forward, factors=factors),
-                parallel_state_space=parallel_state_space,
-            )
-        )
+        feed_forward = replace(feed_forward, factors=factors)
+        layers.append(replace(layer, mixer=mixer, feed_forward=feed_forward, parallel_state_space=parallel_state_space))
     return replace(spec, layers=tuple(layers), state_group=state.state_group(tuple(range(len(layers)))))
 
 
@@ -192,12 +182,10 @@ FALCON_H1 = Family(
     architecture="FalconH1ForCausalLM",
     title="Falcon H1",
     model_type="falcon_h1",
-    rules=ConfigRules(max_position_embeddings=8192, num_key_value_heads=8, rms_norm_eps=1e-5, eos_token_id=(2,)),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
-    multipliers=Multipliers(embedding="embedding_multiplier", logits="lm_head_multiplier"),
-    feed_forward_names=GatedMLPNames("feed_forward.gate_proj", "feed_forward.up_proj", down="feed_forward.down_proj"),
+    rules=ConfigRules(Sizes(context=8192, kv_heads=8), rms_norm_eps=1e-5, eos_token_id=(2,)),
+    biases=LLAMA_BIASES,
+    multipliers=Multipliers(embedding=ConfigNumber("embedding_multiplier"), logits=ConfigNumber("lm_head_multiplier")),
+    feed_forward_names=GatedMLPNames.under("feed_forward"),
     norms=LayerNorms(feed_forward="pre_ff_layernorm"),
     outer_names=OuterNames(final_norm="model.final_layernorm"),
     fixed_values={"hidden_act": ("silu", "swish"), "mamba_use_mlp": (True,), "attn_layer_indices": ([],)},

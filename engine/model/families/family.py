@@ -6,12 +6,12 @@ Each family is an instance in a file of its own; `registry` lists them. Imports 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Literal, NamedTuple, TypeAlias
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.classification_head import ClassificationHeadNames, HeadPooling
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag, read_number
 from windlass.engine.model.families.moe_rules import MoERules
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames, PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
@@ -30,7 +30,10 @@ class ConfigFlag:
     default: bool = False
 
 
-def is_set(config: Config, switch: bool | ConfigFlag) -> bool:
+Switch: TypeAlias = bool | ConfigFlag
+
+
+def is_set(config: Config, switch: Switch) -> bool:
     return read_flag(config, switch.key, switch.default) if isinstance(switch, ConfigFlag) else switch
 
 
@@ -46,6 +49,24 @@ def reject_unsupported_values(config: Config, known: Mapping[str, tuple[object, 
 
 ATTENTION_BIAS = ConfigFlag("attention_bias")
 MLP_BIAS = ConfigFlag("mlp_bias")
+TOKEN_HEAD_BIAS = ConfigFlag("token_classification_bias", default=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """Projections with biases. out: of attention; with latent attention, of all projections from and to the hidden state."""
+
+    qkv: Switch = False
+    out: Switch = False
+    feed_forward: Switch = False
+
+    @classmethod
+    def everywhere(cls, switch: Switch) -> Biases:
+        return cls(switch, switch, switch)
+
+
+ATTENTION_BIASES = Biases(ATTENTION_BIAS, ATTENTION_BIAS)
+LLAMA_BIASES = Biases(ATTENTION_BIAS, ATTENTION_BIAS, MLP_BIAS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +87,32 @@ class LatentSizes:
     v_head_dim: int | None  # None: hidden_size / num_attention_heads
 
 
+class ConfigNumber(NamedTuple):
+    """A positive number under `key` in config.json."""
+
+    key: str
+    default: float = 1.0
+
+    def read(self, config: Config) -> float:
+        return read_number(config, self.key) or self.default
+
+
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Keys of multipliers in config.json; a missing one is 1. `depth` and `base_width` are ignored if config.json has
-    null."""
+    """Multipliers in config.json. `depth` and `base_width` are ignored if config.json has null."""
 
-    embedding: str | None = None
-    residual: str | None = None  # multiplies the outputs of a layer's parts
-    attention: str | None = None  # multiplies q·k
-    logits_divided_by: str | None = None
-    logits: str | None = None
-    logits_default: float = 1.0
-    embedding_default: float = 1.0
-    depth: str | None = None  # outputs of parts are multiplied by depth / sqrt(layers)
-    depth_default: float = 1.0
-    base_width: str | None = None  # logits are divided by hidden_size / base_width
-    base_width_default: float = 1.0
+    embedding: ConfigNumber | None = None
+    residual: ConfigNumber | None = None  # multiplies the outputs of a layer's parts
+    attention: ConfigNumber | None = None  # multiplies q·k
+    logits_divided_by: ConfigNumber | None = None
+    logits: ConfigNumber | None = None
+    depth: ConfigNumber | None = None  # outputs of parts are multiplied by depth / sqrt(layers)
+    base_width: ConfigNumber | None = None  # logits are divided by hidden_size / base_width
 
     @property
     def keys(self) -> frozenset[str]:
-        found = (self.embedding, self.residual, self.attention, self.logits_divided_by, self.logits)
-        return frozenset(key for key in found if key is not None)
+        numbers = (getattr(self, field.name) for field in fields(self))
+        return frozenset(number.key for number in numbers if number is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +123,8 @@ class FamilyClassificationHead:
     pooling: HeadPooling = "last"  # unless config.json has `pooling_key`
     pooling_key: str | None = None
     poolings: Mapping[str, HeadPooling] = field(default_factory=dict)  # by value of `pooling_key`
-    out_bias: bool | ConfigFlag = False
-    dense_bias: bool | ConfigFlag = False
+    out_bias: Switch = False
+    dense_bias: Switch = False
     activation: str = "gelu"  # of the dense layer, unless config.json has `activation_key`
     activation_key: str | None = None
 
@@ -114,10 +140,9 @@ class Family:
     architecture: str
     model_type: str
     rules: ConfigRules
-    qkv_bias: bool | ConfigFlag = False
-    out_bias: bool | ConfigFlag = False
-    feed_forward_bias: bool | ConfigFlag = False
+    biases: Biases = Biases()
     qk_norm: Literal["before", "after", "all heads", "by head"] | None = None  # see `AttentionSpec`
+    qk_norm_flag: ConfigFlag | None = None  # without it, queries and keys are not normed
     qk_norm_form: NormSpec = field(default_factory=NormSpec)
     clip_key: str | None = None  # key of the limit of queries, keys and values
     embedding_norm: NormSpec | None = None
@@ -130,9 +155,9 @@ class Family:
     # Default of the key; its inverse root scales q·k; None: the head's dimension
     query_pre_attn_scalar: float | None = None
     soft_caps: SoftCaps | None = None  # None: soft caps in config.json are not read
-    multipliers: Multipliers | None = None
+    multipliers: Multipliers = Multipliers()
     gelu_by_tanh: bool = False  # "gelu" in config.json means the tanh approximation
-    interleaved: bool | ConfigFlag = False  # rotated pairs are stored as (2j, 2j + 1)
+    interleaved: Switch = False  # rotated pairs are stored as (2j, 2j + 1)
     latent: LatentSizes | None = None
     other_model_types: tuple[str, ...] = ()
     attention_names: AttentionNames = field(default_factory=AttentionNames)
@@ -142,7 +167,7 @@ class Family:
     parallel_norms: LayerNorms | None = None
     norm_eps_key: str | None = "rms_norm_eps"  # None: always the default
     outer_names: OuterNames = field(default_factory=OuterNames)
-    head_bias: bool | ConfigFlag = False
+    head_bias: Switch = False
     text_part: str = ""  # follows the stem in the architecture names of its classifiers
     title: str = ""  # usual name of its models, if it differs from the stem
     other_names: tuple[str, ...] = ()  # further architecture names
@@ -156,10 +181,8 @@ class Family:
     extra_keys: frozenset[str] = frozenset()  # further config.json keys that it reads
     causal: bool = True  # False: an encoder, which generates nothing
     first_norms: LayerNorms | None = None  # of the first layer, if they differ
-    text_head: FamilyClassificationHead = field(default_factory=FamilyClassificationHead)
-    token_head: FamilyClassificationHead = field(
-        default_factory=lambda: FamilyClassificationHead(out_bias=ConfigFlag("token_classification_bias", default=True))
-    )
+    text_head: FamilyClassificationHead = FamilyClassificationHead()
+    token_head: FamilyClassificationHead = FamilyClassificationHead(out_bias=TOKEN_HEAD_BIAS)
     token_types: bool = False  # there is a token type embedding
     positions: Literal["rotary", "learned", "alibi", "states"] = "rotary"  # where position information comes from
     scaled_alibi: bool = False  # ALiBi slopes are multiplied by the scale of q·k
@@ -173,15 +196,12 @@ class Family:
     @property
     def own_keys(self) -> frozenset[str]:
         """Keys of config.json that the family reads in addition to the common ones, or whose value is fixed."""
-        multipliers = frozenset[str]() if self.multipliers is None else self.multipliers.keys
-        always = frozenset[str]() if self.qk_norm is None else _QK_NORM_KEYS
-        return (
-            self.extra_keys
-            | frozenset(self.fixed_values)
-            | multipliers
-            | always
-            | (frozenset() if self.experts is None else self.experts.keys)
-        )
+        keys = self.extra_keys | frozenset(self.fixed_values) | self.multipliers.keys
+        if self.qk_norm is not None:
+            keys |= _QK_NORM_KEYS
+        if self.qk_norm_flag is not None:
+            keys |= {self.qk_norm_flag.key}
+        return keys if self.experts is None else keys | self.experts.keys
 
     @property
     def models(self) -> str:

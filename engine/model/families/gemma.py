@@ -18,12 +18,13 @@ from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
     LayerFacts,
+    Sizes,
     every_nth_full,
     read_flag,
     read_object,
     read_size,
 )
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family, SoftCaps
+from windlass.engine.model.families.family import ATTENTION_BIASES, Family, SoftCaps
 from windlass.engine.model.families.moe_rules import MoERules, read_count, read_experts
 from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
 from windlass.engine.model.feed_forward.moe import ExpertStacks, MoENames, ParallelExpertsSpec
@@ -38,43 +39,29 @@ GEMMA = Family(
     title="Gemma",
     model_type="gemma",
     rules=ConfigRules(
-        max_position_embeddings=8192,
-        hidden_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        head_dim=256,
+        sizes=Sizes(context=8192, hidden=3072, layers=28, heads=16, kv_heads=16, head_dim=256),
         tie_word_embeddings=True,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     norm_offset=1.0,
     activation="gelu_pytorch_tanh",
     gelu_by_tanh=True,  # as "gelu" in its first files
     scaled_embeddings=True,
 )
 
-GEMMA2 = Family(
+GEMMA2 = replace(
+    GEMMA,
     architecture="Gemma2ForCausalLM",
     title="Gemma 2",
     model_type="gemma2",
-    rules=ConfigRules(
+    rules=replace(
+        GEMMA.rules,
         layer_pattern=every_nth_full(2),
-        max_position_embeddings=8192,
-        hidden_size=2304,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
-        tie_word_embeddings=True,
+        sizes=Sizes(context=8192, hidden=2304, layers=26, heads=8, kv_heads=4, head_dim=256),
         sliding_window=4096,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    norm_offset=1.0,
-    activation="gelu_pytorch_tanh",
     activation_key="hidden_activation",
-    scaled_embeddings=True,
+    gelu_by_tanh=False,
     query_pre_attn_scalar=256.0,
     soft_caps=SoftCaps(attention=50.0, logits=30.0),
     norms=LayerNorms(
@@ -94,13 +81,16 @@ VAULT_GEMMA = replace(
 )
 
 
-def _gemma3_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Every `sliding_window_pattern`-th layer, by default the sixth, is global, or those that `layer_types` lists."""
+def _local_layers(facts: LayerFacts, interval: int) -> list[str]:
+    """Every `interval`-th layer is global, or those that `layer_types` lists."""
     if not facts.windowed:
         # Without a window, local layers would still rotate by their own theta, but nothing says which layers are local.
         raise LoadError("config.json: sliding_window is null, and local layers need one: give its size")
-    interval = read_size(config, "sliding_window_pattern", 6)
-    kinds = facts.given or [SLIDING_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(facts.count)]
+    return facts.given or [SLIDING_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(facts.count)]
+
+
+def _gemma3_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    kinds = _local_layers(facts, read_size(config, "sliding_window_pattern", 6))
     return kinds, kinds
 
 
@@ -110,16 +100,10 @@ GEMMA3 = replace(
     title="Gemma 3 (text)",
     model_type="gemma3_text",
     text_part="Text",
-    rules=ConfigRules(
+    rules=replace(
+        GEMMA2.rules,
         layer_pattern=_gemma3_layer_pattern,
-        max_position_embeddings=131_072,
-        hidden_size=2304,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
-        tie_word_embeddings=True,
-        sliding_window=4096,
+        sizes=Sizes(context=131_072, hidden=2304, layers=26, heads=8, kv_heads=4, head_dim=256),
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
     ),
@@ -189,11 +173,8 @@ def _drop_default_partial_rotary_factor(config: Config) -> Any:
 
 
 def _gemma4_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
-    """Every sixth layer is global, or those that `layer_types` lists; the last one always is."""
-    if not facts.windowed:
-        raise LoadError("config.json: sliding_window is null, and local layers need one: give its size")
-    kinds = facts.given or [FULL_ATTENTION if (i + 1) % 6 == 0 else SLIDING_ATTENTION for i in range(facts.count)]
-    kinds = [*kinds[:-1], FULL_ATTENTION]
+    """The last layer is always global."""
+    kinds = [*_local_layers(facts, 6)[:-1], FULL_ATTENTION]
     return kinds, kinds
 
 
@@ -279,18 +260,15 @@ def _mixer(spec: ModelSpec, config: Config, plain: AttentionSpec) -> AttentionSp
 
 def _kv_groups(layers: tuple[LayerSpec, ...]) -> tuple[KVGroupSpec, ...]:
     """One group per kind of layer, in the order of `AttentionSpec.kv_group`, without layers that share keys."""
-    groups: dict[int, list[int]] = {}
-    mixers = [layer.mixer for layer in layers]
-    for index, mixer in enumerate(mixers):
+    groups: dict[int, KVGroupSpec] = {}
+    for index, layer in enumerate(layers):
+        mixer = layer.mixer
         assert isinstance(mixer, AttentionSpec)
         if mixer.kv_source_layer is None:
-            groups.setdefault(mixer.kv_group, []).append(index)
-    result = []
-    for group in sorted(groups):
-        first = mixers[groups[group][0]]
-        assert isinstance(first, AttentionSpec)
-        result.append(KVGroupSpec(tuple(groups[group]), first.num_kv_heads, first.head_dim, first.window))
-    return tuple(result)
+            before = groups[mixer.kv_group].layers if mixer.kv_group in groups else ()
+            group = KVGroupSpec((*before, index), mixer.num_kv_heads, mixer.head_dim, mixer.window)
+            groups[mixer.kv_group] = group
+    return tuple(groups[group] for group in sorted(groups))
 
 
 GEMMA4 = replace(
@@ -300,21 +278,14 @@ GEMMA4 = replace(
     other_names=("Gemma4UnifiedForCausalLM",),
     model_type="gemma4_text",
     other_model_types=(_UNIFIED,),
-    rules=ConfigRules(
+    rules=replace(
+        GEMMA3.rules,
         layer_pattern=_gemma4_layer_pattern,
-        max_position_embeddings=131_072,
-        hidden_size=2304,
-        num_hidden_layers=30,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
+        sizes=Sizes(context=131_072, hidden=2304, layers=30, heads=8, kv_heads=4, head_dim=256),
         full_head_dim=512,
         full_head_dim_key=_WIDTH,
-        tie_word_embeddings=True,
         eos_token_id=(1,),
         sliding_window=512,
-        rope_theta=1_000_000.0,
-        local_rope_theta=10_000.0,
         rope_parameters={
             FULL_ATTENTION: {
                 "rope_type": "proportional",

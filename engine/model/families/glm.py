@@ -11,13 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag, read_size, renamed
-from windlass.engine.model.families.deepseek import (
-    DEEPSEEK_EXPERTS,
-    DEEPSEEK_V3_EXPERTS,
-    ROPE_INTERLEAVE,
-)
-from windlass.engine.model.families.family import ATTENTION_BIAS, ConfigFlag, Family, LatentSizes
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, Sizes, read_flag, read_size, renamed
+from windlass.engine.model.families.deepseek import DEEPSEEK_EXPERTS, DEEPSEEK_V3, DEEPSEEK_V3_EXPERTS
+from windlass.engine.model.families.family import ATTENTION_BIAS, Biases, ConfigFlag, Family, LatentSizes
 from windlass.engine.model.families.moe_rules import first_layers_dense
 from windlass.engine.model.families.mtp import with_appended_mtp_layer
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
@@ -25,14 +21,8 @@ from windlass.engine.model.feed_forward.moe import RouterSpec
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
 
-_BIAS = ConfigFlag("attention_bias", default=True)
-_GATE_UP = GatedMLPNames(gate_up="mlp.gate_up_proj")
-
 _RULES = ConfigRules(
-    max_position_embeddings=131_072,
-    num_hidden_layers=40,
-    num_key_value_heads=2,
-    head_dim=128,
+    sizes=Sizes(context=131_072, layers=40, kv_heads=2, head_dim=128),
     rms_norm_eps=1.5625e-7,
     eos_token_id=(151_329, 151_336, 151_338),
     partial_rotary_factor=0.5,
@@ -43,9 +33,9 @@ GLM = Family(
     title="GLM-4 (9B)",
     model_type="glm",
     rules=_RULES,
-    qkv_bias=_BIAS,
+    biases=Biases(qkv=ConfigFlag("attention_bias", default=True)),
     interleaved=True,
-    feed_forward_names=_GATE_UP,
+    feed_forward_names=GatedMLPNames(gate_up="mlp.gate_up_proj"),
 )
 
 
@@ -56,19 +46,15 @@ def _rewrite_glm4(config: Config) -> dict[str, Any]:
     return {**config, "head_dim": read_size(config, "hidden_size") // read_size(config, "num_attention_heads")}
 
 
-GLM4 = Family(
+GLM4 = replace(
+    GLM,
     architecture="Glm4ForCausalLM",
     title="GLM-4 0414",
     model_type="glm4",
     other_model_types=("glm4v_text",),
     rules=replace(_RULES, rewrite=_rewrite_glm4),
-    qkv_bias=_BIAS,
-    interleaved=True,
-    feed_forward_names=_GATE_UP,
     norms=LayerNorms(mixer_output="post_self_attn_layernorm", feed_forward_output="post_mlp_layernorm"),
 )
-
-_CHATGLM_BIAS = ConfigFlag("add_bias_linear")
 
 _rename_keys = renamed(
     {
@@ -96,14 +82,8 @@ def _chatglm_variant(family: Family, config: Config) -> Family:
             "config.json describes the first ChatGLM, whose positions are of two dimensions: it is not supported, use "
             "ChatGLM 2 or 3"
         )
-    usual = {"rmsnorm": True, "post_layer_norm": True, "apply_residual_connection_post_layernorm": False}
-    for key, value in usual.items():
-        if read_flag(config, key, value) != value:
-            raise LoadError(
-                f"config.json sets {key}={str(not value).lower()}, which changes the model and is not supported"
-            )
     biased = read_flag(config, "add_qkv_bias") or read_flag(config, "add_bias_linear")
-    return replace(family, qkv_bias=biased)
+    return replace(family, biases=replace(family.biases, qkv=biased))
 
 
 CHATGLM = Family(
@@ -112,15 +92,12 @@ CHATGLM = Family(
     title="ChatGLM 2 and 3, GLM-4 (older files)",
     model_type="chatglm",
     rules=ConfigRules(
-        max_position_embeddings=2048,
-        num_hidden_layers=28,
-        head_dim=128,
+        sizes=Sizes(context=2048, layers=28, head_dim=128),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
         rewrite=_rewrite_chatglm,
     ),
-    out_bias=_CHATGLM_BIAS,
-    feed_forward_bias=_CHATGLM_BIAS,
+    biases=Biases.everywhere(ConfigFlag("add_bias_linear")),
     interleaved=True,
     attention_names=AttentionNames(qkv="self_attention.query_key_value", out="self_attention.dense"),
     feed_forward_names=GatedMLPNames(gate_up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
@@ -130,18 +107,18 @@ CHATGLM = Family(
         "transformer.encoder.final_layernorm",
         "transformer.output_layer",
     ),
+    fixed_values={
+        "rmsnorm": (True,),
+        "post_layer_norm": (True,),
+        "apply_residual_connection_post_layernorm": (False,),
+    },
     variant=_chatglm_variant,
     extra_keys=frozenset(
-        "multi_query_attention add_bias_linear add_qkv_bias rmsnorm post_layer_norm bias_dropout_fusion original_rope "
-        "apply_residual_connection_post_layernorm apply_query_key_layer_scaling attention_softmax_in_fp32 "
-        "fp32_residual_connection quantization_bit pre_seq_len prefix_projection interleaved_qkv".split()
+        "multi_query_attention add_bias_linear add_qkv_bias bias_dropout_fusion original_rope "
+        "apply_query_key_layer_scaling attention_softmax_in_fp32 fp32_residual_connection quantization_bit pre_seq_len "
+        "prefix_projection interleaved_qkv".split()
     ),
 )
-
-
-def _optional_qk_norm(family: Family, config: Config) -> Family:
-    return replace(family, qk_norm="before" if read_flag(config, "use_qk_norm") else None)
-
 
 GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
@@ -149,38 +126,28 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     other_model_types=("glm4v_moe_text",),
     rules=ConfigRules(
-        max_position_embeddings=131_072,
-        num_hidden_layers=46,
-        num_attention_heads=96,
-        num_key_value_heads=8,
+        sizes=Sizes(context=131_072, layers=46, heads=96, kv_heads=8),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    variant=_optional_qk_norm,
+    biases=Biases(qkv=ATTENTION_BIAS),
+    qk_norm="before",
+    qk_norm_flag=ConfigFlag("use_qk_norm"),
     refine=with_appended_mtp_layer,
-    extra_keys=frozenset({"use_qk_norm"}),
     experts=replace(DEEPSEEK_EXPERTS, width=1408),
 )
 
-GLM4_MOE_LITE = Family(
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
     architecture="Glm4MoeLiteForCausalLM",
     title="GLM 4.7 Flash",
     model_type="glm4_moe_lite",
-    rules=ConfigRules(
-        max_position_embeddings=202_752,
-        hidden_size=2048,
-        num_hidden_layers=47,
-        num_attention_heads=20,
-        num_key_value_heads=20,
-        head_dim=64,
-        head_dim_key="qk_rope_head_dim",
+    other_model_types=(),
+    rules=replace(
+        DEEPSEEK_V3.rules,
+        sizes=Sizes(context=202_752, hidden=2048, layers=47, heads=20, kv_heads=20, head_dim=64),
         rms_norm_eps=1e-5,
-        scales_scores=True,
     ),
-    out_bias=ATTENTION_BIAS,
-    interleaved=ROPE_INTERLEAVE,
-    refine=with_appended_mtp_layer,
     experts=replace(
         DEEPSEEK_V3_EXPERTS,
         experts=64,

@@ -9,27 +9,16 @@ from windlass.engine.model.config_json.config_rules import (
     GPT_NAMES,
     Config,
     ConfigRules,
+    Sizes,
     nope_layers,
-    read_flag,
     read_size,
     renamed,
 )
-from windlass.engine.model.families.family import CLASSIFIER_HEAD, Family
+from windlass.engine.model.families.family import CLASSIFIER_HEAD, Biases, Family
 from windlass.engine.model.feed_forward.mlp import PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
 from windlass.engine.model.norm import LAYER_NORM
-
-
-def _gpt2(family: Family, config: Config) -> Family:
-    """Reject scores that are scaled by anything but the square root of the head size."""
-    for key, usual in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-        if read_flag(config, key, usual) != usual:
-            raise LoadError(
-                f"config.json sets {key}={not usual}: published GPT-2 models do not, and it is not supported"
-            )
-    return family
-
 
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
@@ -38,19 +27,14 @@ GPT2 = Family(
     positions="learned",
     rules=ConfigRules(
         layer_pattern=nope_layers,
-        max_position_embeddings=1024,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
+        sizes=Sizes(context=1024, hidden=768, layers=12, heads=12),
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         eos_token_id=(50_256,),
         intermediate_factor=4,
         rewrite=renamed(GPT_NAMES),
     ),
-    qkv_bias=True,
-    out_bias=True,
-    feed_forward_bias=True,
+    biases=Biases.everywhere(True),
     activation="gelu_new",
     activation_key="activation_function",
     attention_names=AttentionNames(qkv="attn.c_attn", out="attn.c_proj", transposed=True),
@@ -59,25 +43,20 @@ GPT2 = Family(
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("transformer.wte", "transformer.h", "transformer.ln_f", positions="transformer.wpe"),
     token_head=CLASSIFIER_HEAD,
-    variant=_gpt2,
-    extra_keys=frozenset({"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"}),
+    fixed_values={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
+    extra_keys=frozenset({"reorder_and_upcast_attn"}),
 )
 
-BLOOM = Family(
+BLOOM = replace(
+    GPT2,
     architecture="BloomForCausalLM",
     title="BLOOM",
     model_type="bloom",
     positions="alibi",
-    rules=ConfigRules(
-        layer_pattern=nope_layers,
-        max_position_embeddings=2048,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
+    rules=replace(
+        GPT2.rules,
+        sizes=Sizes(context=2048, hidden=64, layers=2, heads=8),
         eos_token_id=(2,),
-        intermediate_factor=4,
         rewrite=renamed(
             {
                 "n_embed": "hidden_size",
@@ -87,24 +66,20 @@ BLOOM = Family(
             }
         ),
     ),
-    qkv_bias=True,
-    out_bias=True,
-    feed_forward_bias=True,
-    activation="gelu_new",
+    activation_key="hidden_act",
     attention_names=AttentionNames(
         qkv="self_attention.query_key_value", qkv_order="groups", out="self_attention.dense"
     ),
     feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
     norms=LayerNorms(form=LAYER_NORM),
     embedding_norm=LAYER_NORM,
-    norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames(
         "transformer.word_embeddings",
         "transformer.h",
         "transformer.ln_f",
         embedding_norm="transformer.word_embeddings_layernorm",
     ),
-    token_head=CLASSIFIER_HEAD,
+    fixed_values={},
     extra_keys=frozenset(
         "slow_but_exact attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi "
         "skip_bias_add skip_bias_add_qkv".split()
@@ -112,9 +87,7 @@ BLOOM = Family(
 )
 
 _RULES = ConfigRules(
-    max_position_embeddings=2048,
-    num_hidden_layers=28,
-    num_attention_heads=16,
+    sizes=Sizes(context=2048, layers=28, heads=16),
     rms_norm_eps=1e-5,
     intermediate_factor=4,
     partial_rotary_factor=0.25,
@@ -126,7 +99,7 @@ GPTJ = Family(
     title="GPT-J",
     model_type="gptj",
     rules=_RULES,
-    feed_forward_bias=True,
+    biases=Biases(feed_forward=True),
     activation="gelu_new",
     activation_key="activation_function",
     interleaved=True,
@@ -140,7 +113,7 @@ GPTJ = Family(
 
 
 def _check_head_quarters(family: Family, config: Config) -> Family:
-    heads = read_size(config, "num_attention_heads", family.rules.num_attention_heads)
+    heads = read_size(config, "num_attention_heads", family.rules.sizes.heads)
     if heads % 4:
         raise LoadError(
             f"config.json: n_head {heads} is not a multiple of 4, which CodeGen's projections are stored by"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.config_rules import ConfigRules, every_nth_full
-from windlass.engine.model.families.family import ConfigFlag, Family
+from windlass.engine.model.config_json.config_rules import ConfigRules, Sizes, every_nth_full
+from windlass.engine.model.families.family import Biases, ConfigFlag, Family
 from windlass.engine.model.families.moe_rules import MoERules
 from windlass.engine.model.feed_forward.moe import ExpertStacks, MoENames
 
+_BIAS = ConfigFlag("attention_bias", default=True)
 _EXPERTS = "mlp.experts"
 
 GPT_OSS = Family(
@@ -15,12 +16,7 @@ GPT_OSS = Family(
     model_type="gpt_oss",
     rules=ConfigRules(
         layer_pattern=every_nth_full(2),
-        max_position_embeddings=131_072,
-        hidden_size=2880,
-        num_hidden_layers=36,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=64,
+        sizes=Sizes(context=131_072, hidden=2880, layers=36, heads=64, kv_heads=8, head_dim=64),
         rms_norm_eps=1e-5,
         sliding_window=128,
         rope_theta=150_000.0,
@@ -34,8 +30,7 @@ GPT_OSS = Family(
             "original_max_position_embeddings": 4096,
         },
     ),
-    qkv_bias=ConfigFlag("attention_bias", default=True),
-    out_bias=ConfigFlag("attention_bias", default=True),
+    biases=Biases(_BIAS, _BIAS),
     sinks=True,
     experts=MoERules(
         experts=128,

@@ -15,19 +15,22 @@ from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
     LayerFacts,
+    Sizes,
     read_flag,
     read_number,
     read_size,
 )
 from windlass.engine.model.families.family import (
-    ATTENTION_BIAS,
-    MLP_BIAS,
+    ATTENTION_BIASES,
+    LLAMA_BIASES,
+    ConfigNumber,
     Family,
     Multipliers,
     reject_unsupported_values,
 )
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, read_count
 from windlass.engine.model.families.recurrent_layers import (
+    MAMBA_KEYS,
     MAX_SIZE,
     check_layer_types,
     read_limits,
@@ -45,15 +48,13 @@ GRANITE = Family(
     architecture="GraniteForCausalLM",
     title="Granite (dense)",
     model_type="granite",
-    rules=ConfigRules(max_position_embeddings=2048),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    rules=ConfigRules(Sizes(context=2048)),
+    biases=LLAMA_BIASES,
     multipliers=Multipliers(
-        embedding="embedding_multiplier",
-        residual="residual_multiplier",
-        attention="attention_multiplier",
-        logits_divided_by="logits_scaling",
+        embedding=ConfigNumber("embedding_multiplier"),
+        residual=ConfigNumber("residual_multiplier"),
+        attention=ConfigNumber("attention_multiplier"),
+        logits_divided_by=ConfigNumber("logits_scaling"),
     ),
 )
 
@@ -69,8 +70,7 @@ GRANITE_MOE = replace(
     architecture="GraniteMoeForCausalLM",
     title="Granite MoE",
     model_type="granitemoe",
-    rules=ConfigRules(max_position_embeddings=2048),
-    feed_forward_bias=False,
+    biases=ATTENTION_BIASES,
     experts=MoERules(experts=8, top_k=2, width_keys=("intermediate_size",), names=_GRANITE_NAMES),
 )
 
@@ -163,16 +163,8 @@ GRANITE4 = replace(
     architecture="GraniteMoeHybridForCausalLM",
     title="Granite 4",
     model_type="granitemoehybrid",
-    rules=ConfigRules(
-        layer_pattern=_layer_pattern,
-        max_position_embeddings=2048,
-        other_layers=(STATE_SPACE,),
-        rewrite=_rewrite,
-    ),
+    rules=replace(GRANITE.rules, layer_pattern=_layer_pattern, other_layers=(STATE_SPACE,), rewrite=_rewrite),
     variant=_configured_variant,
     refine=_refine,
-    extra_keys=frozenset(
-        "position_embedding_type mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand "
-        "mamba_n_groups mamba_n_heads mamba_proj_bias time_step_limit normalization_function init_method".split()
-    ),
+    extra_keys=MAMBA_KEYS | {_POSITIONS, "normalization_function", "init_method"},
 )

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, Sizes
+from windlass.engine.model.families.family import ATTENTION_BIASES, Family
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
 from windlass.engine.model.feed_forward.moe import MoENames
@@ -18,9 +18,8 @@ HUNYUAN = Family(
     architecture="HunYuanDenseV1ForCausalLM",
     title="HunYuan V1 (dense)",
     model_type="hunyuan_v1_dense",
-    rules=ConfigRules(max_position_embeddings=2048, rms_norm_eps=1e-5),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    rules=ConfigRules(Sizes(context=2048), rms_norm_eps=1e-5),
+    biases=ATTENTION_BIASES,
     qk_norm="after",
     attention_names=AttentionNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
 )
@@ -54,10 +53,7 @@ HUNYUAN_MOE = replace(
         top_k_keys=("moe_topk", "num_experts_per_tok"),
         width_keys=("moe_intermediate_size", "intermediate_size"),
         shared=SharedExpert(count_key="num_shared_expert"),
-        names=MoENames(
-            router="mlp.gate.wg",
-            shared=GatedMLPNames("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj", down="mlp.shared_mlp.down_proj"),
-        ),
+        names=MoENames(router="mlp.gate.wg", shared=GatedMLPNames.under("mlp.shared_mlp")),
         more_keys=frozenset({"use_mixed_mlp_moe"}),
     ),
 )

@@ -1,29 +1,37 @@
-"""Families with LayerNorm and biases: StarCoder 2, StableLM, Phi 1 and 2, Nemotron, GPT-NeoX (Pythia), Persimmon, Jais 2."""
+"""Families with LayerNorm: Cohere's Command R and R7B, GPT-NeoX (Pythia), Jais 2, Nemotron, Persimmon, Phi 1 and 2, StableLM,
+StarCoder 2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag, sliding_window_layers
-from windlass.engine.model.families.family import ATTENTION_BIAS, CLASSIFIER_HEAD, MLP_BIAS, ConfigFlag, Family
+from windlass.engine.model.config_json.config_rules import (
+    ConfigRules,
+    Sizes,
+    local_layers_rotate,
+    sliding_window_layers,
+)
+from windlass.engine.model.families.family import (
+    ATTENTION_BIASES,
+    CLASSIFIER_HEAD,
+    LLAMA_BIASES,
+    Biases,
+    ConfigFlag,
+    ConfigNumber,
+    Family,
+    Multipliers,
+)
 from windlass.engine.model.feed_forward.mlp import PlainMLPNames
 from windlass.engine.model.mixers.attention import AttentionNames
 from windlass.engine.model.model_spec import LayerNorms, OuterNames
 from windlass.engine.model.norm import LAYER_NORM, NormSpec
 
-_BIAS = ConfigFlag("use_bias", default=True)
 _ATTENTION_BIAS = ConfigFlag("attention_bias", default=True)
-_QK_LAYERNORM_KEY = frozenset({"qk_layernorm"})
-
-
-def _head_norms(default: bool) -> Callable[[Family, Config], Family]:
-    """Queries and keys are normed where `qk_layernorm` says so."""
-
-    def variant(family: Family, config: Config) -> Family:
-        return family if read_flag(config, "qk_layernorm", default) else replace(family, qk_norm=None)
-
-    return variant
+_QK_LAYERNORM = ConfigFlag("qk_layernorm")
+_DENSE = PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
+_CENTERED = NormSpec(centered=True)
+_NORMS = LayerNorms(form=LAYER_NORM)
+_ONE_NORM = LayerNorms(feed_forward=None, form=LAYER_NORM, parallel=True)
 
 
 STARCODER2 = Family(
@@ -32,20 +40,14 @@ STARCODER2 = Family(
     model_type="starcoder2",
     rules=ConfigRules(
         layer_pattern=sliding_window_layers,
-        max_position_embeddings=4096,
-        hidden_size=3072,
-        num_hidden_layers=30,
-        num_attention_heads=24,
-        num_key_value_heads=2,
+        sizes=Sizes(context=4096, hidden=3072, layers=30, heads=24, kv_heads=2),
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
     ),
-    qkv_bias=_BIAS,
-    out_bias=_BIAS,
-    feed_forward_bias=_BIAS,
+    biases=Biases.everywhere(ConfigFlag("use_bias", default=True)),
     activation="gelu_pytorch_tanh",
     feed_forward_names=PlainMLPNames(up="mlp.c_fc", down="mlp.c_proj"),
-    norms=LayerNorms(form=LAYER_NORM),
+    norms=_NORMS,
     norm_eps_key="norm_epsilon",
 )
 
@@ -54,23 +56,20 @@ STABLELM = Family(
     title="StableLM",
     model_type="stablelm",
     rules=ConfigRules(
-        max_position_embeddings=4096,
-        hidden_size=2560,
-        num_key_value_heads=32,
+        sizes=Sizes(context=4096, hidden=2560, kv_heads=32),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.25,
     ),
-    qkv_bias=ConfigFlag("use_qkv_bias"),
+    biases=Biases(qkv=ConfigFlag("use_qkv_bias")),
     qk_norm="by head",
-    qk_norm_form=NormSpec(centered=True),
+    qk_norm_form=_CENTERED,
     attention_names=AttentionNames(
         q_norm="self_attn.q_layernorm.norms.{head}", k_norm="self_attn.k_layernorm.norms.{head}"
     ),
-    variant=_head_norms(default=False),
-    extra_keys=_QK_LAYERNORM_KEY,
-    norms=LayerNorms(form=LAYER_NORM),
+    qk_norm_flag=_QK_LAYERNORM,
+    norms=_NORMS,
     parallel=ConfigFlag("use_parallel_residual"),
-    parallel_norms=LayerNorms(feed_forward=None, form=LAYER_NORM, parallel=True),
+    parallel_norms=_ONE_NORM,
     norm_eps_key="layer_norm_eps",
 )
 
@@ -79,25 +78,20 @@ PHI = Family(
     title="Phi 1, 1.5 and 2",
     model_type="phi",
     rules=ConfigRules(
-        max_position_embeddings=2048,
-        hidden_size=2048,
-        num_hidden_layers=24,
+        sizes=Sizes(context=2048, hidden=2048, layers=24),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
-    qkv_bias=True,
-    out_bias=True,
-    feed_forward_bias=True,
+    biases=Biases.everywhere(True),
     activation="gelu_new",
     qk_norm="before",
     qk_norm_form=LAYER_NORM,
     attention_names=AttentionNames(
         out="self_attn.dense", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"
     ),
-    variant=_head_norms(default=False),
-    extra_keys=_QK_LAYERNORM_KEY,
+    qk_norm_flag=_QK_LAYERNORM,
     feed_forward_names=PlainMLPNames(up="mlp.fc1", down="mlp.fc2"),
-    norms=LayerNorms(feed_forward=None, form=LAYER_NORM, parallel=True),
+    norms=_ONE_NORM,
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames(final_norm="model.final_layernorm"),
     head_bias=True,
@@ -107,19 +101,15 @@ NEMOTRON = Family(
     architecture="NemotronForCausalLM",
     model_type="nemotron",
     rules=ConfigRules(
-        max_position_embeddings=4096,
-        hidden_size=6144,
-        num_attention_heads=48,
+        sizes=Sizes(context=4096, hidden=6144, heads=48),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    biases=LLAMA_BIASES,
     norm_offset=1.0,
     activation="relu2",
     feed_forward_names=PlainMLPNames(),
-    norms=LayerNorms(form=LAYER_NORM),
+    norms=_NORMS,
     norm_eps_key="norm_eps",
 )
 
@@ -128,20 +118,15 @@ GPT_NEOX = Family(
     title="GPT-NeoX, Pythia",
     model_type="gpt_neox",
     rules=ConfigRules(
-        max_position_embeddings=2048,
-        hidden_size=6144,
-        num_hidden_layers=44,
-        num_attention_heads=64,
+        sizes=Sizes(context=2048, hidden=6144, layers=44, heads=64),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.25,
     ),
-    qkv_bias=_ATTENTION_BIAS,
-    out_bias=_ATTENTION_BIAS,
-    feed_forward_bias=True,
+    biases=Biases(_ATTENTION_BIAS, _ATTENTION_BIAS, True),
     activation="gelu",
     attention_names=AttentionNames(qkv="attention.query_key_value", qkv_order="groups", out="attention.dense"),
-    feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
-    norms=LayerNorms(form=LAYER_NORM),
+    feed_forward_names=_DENSE,
+    norms=_NORMS,
     parallel=ConfigFlag("use_parallel_residual", default=True),
     parallel_norms=LayerNorms(form=LAYER_NORM, parallel=True),
     norm_eps_key="layer_norm_eps",
@@ -149,48 +134,66 @@ GPT_NEOX = Family(
     token_head=CLASSIFIER_HEAD,
 )
 
-PERSIMMON = Family(
+PERSIMMON = replace(
+    PHI,
     architecture="PersimmonForCausalLM",
     title="Persimmon",
     model_type="persimmon",
     rules=ConfigRules(
-        max_position_embeddings=16_384,
-        num_hidden_layers=36,
-        num_attention_heads=64,
+        sizes=Sizes(context=16_384, layers=36, heads=64),
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
     ),
-    qkv_bias=True,
-    out_bias=True,
-    feed_forward_bias=True,
-    qk_norm="before",
-    qk_norm_form=LAYER_NORM,
     activation="relu2",
-    attention_names=AttentionNames(
-        qkv="self_attn.query_key_value",
-        qkv_order="groups",
-        out="self_attn.dense",
-        q_norm="self_attn.q_layernorm",
-        k_norm="self_attn.k_layernorm",
-    ),
-    feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
-    norms=LayerNorms(form=LAYER_NORM),
-    norm_eps_key="layer_norm_eps",
-    outer_names=OuterNames(final_norm="model.final_layernorm"),
-    variant=_head_norms(default=True),
-    extra_keys=_QK_LAYERNORM_KEY,
+    attention_names=replace(PHI.attention_names, qkv="self_attn.query_key_value", qkv_order="groups"),
+    feed_forward_names=_DENSE,
+    norms=_NORMS,
+    head_bias=False,
+    qk_norm_flag=ConfigFlag("qk_layernorm", default=True),
 )
 
 JAIS2 = Family(
     architecture="Jais2ForCausalLM",
     title="Jais 2",
     model_type="jais2",
-    rules=ConfigRules(max_position_embeddings=8192, hidden_size=3328, num_attention_heads=26, rms_norm_eps=1e-5),
-    qkv_bias=_ATTENTION_BIAS,
-    out_bias=_ATTENTION_BIAS,
-    feed_forward_bias=ConfigFlag("mlp_bias", default=True),
+    rules=ConfigRules(Sizes(context=8192, hidden=3328, heads=26), rms_norm_eps=1e-5),
+    biases=Biases(_ATTENTION_BIAS, _ATTENTION_BIAS, ConfigFlag("mlp_bias", default=True)),
     activation="relu2",
     feed_forward_names=PlainMLPNames(),
-    norms=LayerNorms(form=LAYER_NORM),
+    norms=_NORMS,
     norm_eps_key="layer_norm_eps",
+)
+
+_COHERE_RULES = ConfigRules(
+    sizes=Sizes(context=8192, hidden=8192, layers=40, heads=64),
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    rope_theta=500_000.0,
+)
+
+# Mixer and feed-forward in parallel, interleaved pairs, scaled logits.
+COHERE = Family(
+    architecture="CohereForCausalLM",
+    title="Cohere Command R and R+",
+    model_type="cohere",
+    rules=_COHERE_RULES,
+    biases=ATTENTION_BIASES,
+    interleaved=True,
+    multipliers=Multipliers(logits=ConfigNumber("logit_scale", 0.0625)),
+    norms=LayerNorms(feed_forward=None, form=_CENTERED, parallel=True),
+    norm_eps_key="layer_norm_eps",
+    qk_norm="by head",  # in Command R+
+    qk_norm_form=_CENTERED,
+    qk_norm_flag=ConfigFlag("use_qk_norm"),
+)
+
+# Its global layers do not rotate.
+COHERE2 = replace(
+    COHERE,
+    architecture="Cohere2ForCausalLM",
+    title="Cohere Command R7B (Cohere 2)",
+    model_type="cohere2",
+    qk_norm=None,
+    qk_norm_flag=None,
+    rules=replace(_COHERE_RULES, layer_pattern=local_layers_rotate, sliding_window=4096, rope_theta=10_000.0),
 )

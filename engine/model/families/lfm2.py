@@ -10,6 +10,7 @@ from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
     LayerFacts,
+    Sizes,
     read_flag,
     read_number,
     read_size,
@@ -36,10 +37,7 @@ _FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "block_use_swiglu": (True,),
     "use_pos_enc": (True,),
     "hidden_act": ("silu", "swish"),
-    "block_use_xavier_init": None,
-    "block_mlp_init_scale": None,
-    "block_out_init_scale": None,
-    "conv_use_xavier_init": None,
+    **dict.fromkeys("block_use_xavier_init block_mlp_init_scale block_out_init_scale conv_use_xavier_init".split()),
 }
 
 # Second names of other keys, which must agree.
@@ -124,9 +122,7 @@ LFM2 = Family(
     model_type="lfm2",
     rules=ConfigRules(
         layer_pattern=_layer_pattern,
-        max_position_embeddings=128_000,
-        hidden_size=2560,
-        num_key_value_heads=8,
+        sizes=Sizes(context=128_000, hidden=2560, kv_heads=8),
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         rope_theta=1_000_000.0,
@@ -161,7 +157,7 @@ LFM2_MOE = replace(
     architecture="Lfm2MoeForCausalLM",
     title="LFM2 MoE",
     model_type="lfm2_moe",
-    rules=replace(LFM2.rules, hidden_size=2048, rewrite=_rewrite_lfm2_moe),
+    rules=replace(LFM2.rules, sizes=Sizes(context=128_000, hidden=2048, kv_heads=8), rewrite=_rewrite_lfm2_moe),
     variant=_optional_selection_bias,
     experts=MoERules(
         experts=32,

@@ -6,7 +6,6 @@ fourth layer does neither, attends to everything, and scales its queries by thei
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
@@ -14,11 +13,11 @@ from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
     LayerFacts,
-    read_flag,
+    Sizes,
     read_number,
     read_size,
 )
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family
+from windlass.engine.model.families.family import ATTENTION_BIASES, LLAMA_BIASES, ConfigFlag, Family
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
 from windlass.engine.model.feed_forward.moe import ExpertStacks, MoENames, RouterSpec
@@ -29,10 +28,8 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     title="Llama 1 to 3.3",
     model_type="llama",
-    rules=ConfigRules(max_position_embeddings=2048),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    feed_forward_bias=MLP_BIAS,
+    rules=ConfigRules(Sizes(context=2048)),
+    biases=LLAMA_BIASES,
 )
 
 _PART = "feed_forward"
@@ -77,39 +74,29 @@ def _temperature(config: Config) -> tuple[float, int] | None:
     return read_number(config, "attn_scale") or 0.1, read_size(config, "floor_scale", 8192)
 
 
-def _optional_qk_norm(family: Family, config: Config) -> Family:
-    return family if read_flag(config, "use_qk_norm", default=True) else replace(family, qk_norm=None)
-
-
 LLAMA4 = Family(
     architecture="Llama4ForCausalLM",
     title="Llama 4 (text)",
     model_type="llama4_text",
     rules=ConfigRules(
         layer_pattern=_chunks_rotate,
-        max_position_embeddings=131_072,
-        hidden_size=5120,
-        num_hidden_layers=48,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        head_dim=128,
+        sizes=Sizes(context=131_072, hidden=5120, layers=48, heads=40, kv_heads=8, head_dim=128),
         rms_norm_eps=1e-5,
         sliding_window=8192,
         rope_theta=500_000.0,
         no_rope_layer_interval=4,
         rewrite=_rewrite,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="after",
     qk_norm_form=NormSpec(weight=False),
+    qk_norm_flag=ConfigFlag("use_qk_norm", default=True),
     norms_rotated=True,
     interleaved=True,
     chunked=True,
     unrotated_temperature=_temperature,
-    feed_forward_names=GatedMLPNames(f"{_PART}.gate_proj", f"{_PART}.up_proj", down=f"{_PART}.down_proj"),
-    variant=_optional_qk_norm,
-    extra_keys=frozenset({"use_qk_norm", "attn_temperature_tuning", "attn_scale", "floor_scale", "for_llm_compressor"}),
+    feed_forward_names=GatedMLPNames.under(_PART),
+    extra_keys=frozenset({"attn_temperature_tuning", "attn_scale", "floor_scale", "for_llm_compressor"}),
     experts=MoERules(
         experts=16,
         top_k=1,
@@ -120,11 +107,7 @@ LLAMA4 = Family(
         dense=_is_dense,
         names=MoENames(
             router=f"{_PART}.router",
-            shared=GatedMLPNames(
-                f"{_PART}.shared_expert.gate_proj",
-                f"{_PART}.shared_expert.up_proj",
-                down=f"{_PART}.shared_expert.down_proj",
-            ),
+            shared=GatedMLPNames.under(f"{_PART}.shared_expert"),
             stacks=ExpertStacks(f"{_PART}.experts.gate_up_proj", f"{_PART}.experts.down_proj", transposed=True),
         ),
         more_keys=frozenset({"moe_layers", "interleave_moe_layer_step"}),

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.config_rules import ConfigRules, layer_types_pattern, sliding_window_layers
+from dataclasses import replace
+
+from windlass.engine.model.config_json.config_rules import (
+    ConfigRules,
+    Sizes,
+    layer_types_pattern,
+    sliding_window_layers,
+)
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.moe_rules import MoERules
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
@@ -13,8 +20,7 @@ MISTRAL = Family(
     model_type="mistral",
     rules=ConfigRules(
         layer_pattern=sliding_window_layers,
-        max_position_embeddings=131_072,
-        num_key_value_heads=8,
+        sizes=Sizes(context=131_072, kv_heads=8),
         sliding_window=4096,
     ),
 )
@@ -22,12 +28,7 @@ MISTRAL = Family(
 MINISTRAL = Family(
     architecture="MinistralForCausalLM",
     model_type="ministral",
-    rules=ConfigRules(
-        layer_pattern=layer_types_pattern,
-        max_position_embeddings=131_072,
-        num_key_value_heads=8,
-        sliding_window=4096,
-    ),
+    rules=replace(MISTRAL.rules, layer_pattern=layer_types_pattern),
 )
 
 MINISTRAL3 = Family(
@@ -36,10 +37,7 @@ MINISTRAL3 = Family(
     model_type="ministral3",
     rules=ConfigRules(
         layer_pattern=sliding_window_layers,
-        max_position_embeddings=262_144,
-        num_hidden_layers=34,
-        num_key_value_heads=8,
-        head_dim=128,
+        sizes=Sizes(context=262_144, layers=34, kv_heads=8, head_dim=128),
         rms_norm_eps=1e-5,
         query_temperature=True,
         rope_parameters={
@@ -61,12 +59,6 @@ MIXTRAL_NAMES = MoENames(
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
-    rules=ConfigRules(
-        layer_pattern=sliding_window_layers,
-        max_position_embeddings=131_072,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        rope_theta=1_000_000.0,
-    ),
+    rules=replace(MISTRAL.rules, sliding_window=None, rms_norm_eps=1e-5, rope_theta=1_000_000.0),
     experts=MoERules(experts=8, top_k=2, width_keys=("intermediate_size",), names=MIXTRAL_NAMES),
 )

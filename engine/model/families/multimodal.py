@@ -63,20 +63,9 @@ _OTHER_PARTS = tuple(
     prefix + name
     for prefix in ("", "model.")
     for name in (
-        "vision_tower.",
-        "vision_model.",
-        "visual.",
-        "visual_embeddings_table.",
-        "vision_embedder.",
-        "embed_vision.",
-        "audio_tower.",
-        "audio_embedder.",
-        "embed_audio.",
-        "multi_modal_projector.",
-        "connector.",
-        "image_newline",
-        "mtp.",
-    )
+        "vision_tower. vision_model. visual. visual_embeddings_table. vision_embedder. embed_vision. audio_tower. "
+        "audio_embedder. embed_audio. multi_modal_projector. connector. image_newline mtp."
+    ).split()
 )
 
 # Module name prefixes of text parts, in place of "model.".
@@ -166,13 +155,13 @@ def _sizes(family: Family, model_type: Any) -> dict[str, Any]:
         return {"num_nextn_predict_layers": 1}
     if model_type not in _SIZES:
         return {}
-    vocabulary, width = _SIZES[model_type]
+    (vocabulary, width), sizes = _SIZES[model_type], family.rules.sizes
     return {
         "vocab_size": vocabulary,
         "intermediate_size": width,
-        "hidden_size": family.rules.hidden_size,
-        "num_hidden_layers": family.rules.num_hidden_layers,
-        "num_attention_heads": family.rules.num_attention_heads,
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
     }
 
 

@@ -10,8 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, LayerFacts, read_flag, read_number
-from windlass.engine.model.families.family import MLP_BIAS, Family
+from windlass.engine.model.config_json.config_rules import (
+    Config,
+    ConfigRules,
+    LayerFacts,
+    Sizes,
+    read_flag,
+    read_number,
+)
+from windlass.engine.model.families.family import MLP_BIAS, Biases, Family
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, read_count
 from windlass.engine.model.families.mtp import nemotron_mtp
 from windlass.engine.model.families.recurrent_layers import (
@@ -174,16 +181,13 @@ NEMOTRON_H = Family(
     positions="states",
     rules=ConfigRules(
         layer_pattern=_layer_pattern,
-        max_position_embeddings=4096,
-        num_hidden_layers=4,
-        num_key_value_heads=8,
-        head_dim=128,
+        sizes=Sizes(context=4096, layers=4, kv_heads=8, head_dim=128),
         rms_norm_eps=1e-5,
         eos_token_id=(2,),
         other_layers=(STATE_SPACE, FEED_FORWARD, EXPERTS),
         rewrite=_rewrite,
     ),
-    feed_forward_bias=MLP_BIAS,
+    biases=Biases(feed_forward=MLP_BIAS),
     activation="relu2",
     activation_key="mlp_hidden_act",
     attention_names=AttentionNames(q="mixer.q_proj", k="mixer.k_proj", v="mixer.v_proj", out="mixer.o_proj"),

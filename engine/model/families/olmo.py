@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from windlass.engine.model.config_json.config_rules import ConfigRules, every_nth_full
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family
+from windlass.engine.model.config_json.config_rules import ConfigRules, Sizes, every_nth_full
+from windlass.engine.model.families.family import ATTENTION_BIASES, Family
 from windlass.engine.model.families.moe_rules import UNNORMALIZED_ROUTER, MoERules
 from windlass.engine.model.model_spec import LayerNorms
 from windlass.engine.model.norm import NormSpec
@@ -17,15 +17,14 @@ NORMS_BEHIND = LayerNorms(
     feed_forward_output="post_feedforward_layernorm",
 )
 
-_RULES = ConfigRules(max_position_embeddings=2048, rms_norm_eps=1e-5)
+_RULES = ConfigRules(Sizes(context=2048), rms_norm_eps=1e-5)
 
 OLMO = Family(
     architecture="OlmoForCausalLM",
     title="OLMo 1",
     model_type="olmo",
     rules=_RULES,
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     clip_key="clip_qkv",
     extra_keys=frozenset({"clip_qkv"}),
     norms=LayerNorms(form=NormSpec(centered=True, weight=False)),
@@ -37,8 +36,7 @@ OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
     rules=_RULES,
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="all heads",
     norms=NORMS_BEHIND,
 )
@@ -62,15 +60,11 @@ OLMOE = Family(
     title="OLMoE",
     model_type="olmoe",
     rules=ConfigRules(
-        max_position_embeddings=4096,
-        hidden_size=2048,
-        num_hidden_layers=16,
-        num_attention_heads=16,
+        sizes=Sizes(context=4096, hidden=2048, layers=16, heads=16),
         rms_norm_eps=1e-5,
         eos_token_id=(50_279,),
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="all heads",
     experts=MoERules(
         experts=64,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.config_rules import ConfigRules, sliding_window_layers
-from windlass.engine.model.families.family import ATTENTION_BIAS, ConfigFlag, Family
-from windlass.engine.model.families.mistral import MIXTRAL_NAMES
+from windlass.engine.model.config_json.config_rules import ConfigRules, Sizes, sliding_window_layers
+from windlass.engine.model.families.family import ATTENTION_BIASES, ConfigFlag, Family
+from windlass.engine.model.families.mistral import MIXTRAL, MIXTRAL_NAMES
 from windlass.engine.model.families.moe_rules import MoERules
 from windlass.engine.model.feed_forward.mlp import GatedMLPNames
 from windlass.engine.model.feed_forward.moe import RouterSpec
@@ -18,8 +18,7 @@ PHI3 = Family(
     model_type="phi3",
     rules=ConfigRules(
         layer_pattern=sliding_window_layers,
-        max_position_embeddings=4096,
-        hidden_size=3072,
+        sizes=Sizes(context=4096, hidden=3072),
         rms_norm_eps=1e-5,
         original_max_position_embeddings=4096,
         longrope_names=("su", "yarn"),
@@ -33,15 +32,8 @@ PHI_MOE = Family(
     other_names=("PhiMoEForCausalLM",),
     title="Phi 3.5 MoE",
     model_type="phimoe",
-    rules=ConfigRules(
-        layer_pattern=sliding_window_layers,
-        max_position_embeddings=131_072,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        rope_theta=1_000_000.0,
-    ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    rules=MIXTRAL.rules,
+    biases=ATTENTION_BIASES,
     head_bias=ConfigFlag("lm_head_bias"),
     norms=LayerNorms(form=LAYER_NORM),
     extra_keys=frozenset({"lm_head_bias"}),

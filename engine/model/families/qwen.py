@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.config_rules import Config, ConfigRules, LayerFacts, read_flag, read_size
-from windlass.engine.model.families.family import ATTENTION_BIAS, ConfigFlag, Family
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, LayerFacts, Sizes, read_flag, read_size
+from windlass.engine.model.families.family import ATTENTION_BIASES, Biases, ConfigFlag, Family
 from windlass.engine.model.families.moe_rules import UNNORMALIZED_ROUTER, MoERules, SharedExpert, every_nth_layer
 from windlass.engine.model.families.mtp import qwen_mtp
 from windlass.engine.model.families.recurrent_layers import (
@@ -41,11 +41,10 @@ QWEN2 = Family(
     other_model_types=("qwen2_vl_text", "qwen2_5_vl_text"),  # positions have three parts, equal for text
     rules=ConfigRules(
         layer_pattern=_windows_above,
-        max_position_embeddings=32_768,
-        num_key_value_heads=32,
+        sizes=Sizes(context=32_768, kv_heads=32),
         sliding_window=4096,
     ),
-    qkv_bias=True,
+    biases=Biases(qkv=True),
 )
 
 QWEN3 = Family(
@@ -53,15 +52,8 @@ QWEN3 = Family(
     title="Qwen 3",
     model_type="qwen3",
     other_model_types=("qwen3_vl_text",),
-    rules=ConfigRules(
-        layer_pattern=_windows_above,
-        max_position_embeddings=32_768,
-        num_key_value_heads=32,
-        head_dim=128,
-        sliding_window=4096,
-    ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    rules=replace(QWEN2.rules, sizes=Sizes(context=32_768, kv_heads=32, head_dim=128)),
+    biases=ATTENTION_BIASES,
     qk_norm="before",
 )
 
@@ -82,11 +74,16 @@ def _windows_everywhere(config: Config, facts: LayerFacts) -> tuple[list[str], l
     return ([SLIDING_ATTENTION] * facts.count if read_flag(config, "use_sliding_window") else full), full
 
 
-_SHARED_EXPERT_NAMES = MoENames(
-    shared=GatedMLPNames(
-        "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", down="mlp.shared_expert.down_proj"
-    ),
-    shared_gate="mlp.shared_expert_gate",
+_SHARED_EXPERT_NAMES = MoENames(shared=GatedMLPNames.under("mlp.shared_expert"), shared_gate="mlp.shared_expert_gate")
+
+_EXPERTS = MoERules(
+    experts=60,
+    top_k=4,
+    width=1408,
+    router=UNNORMALIZED_ROUTER,
+    normalized_key="norm_topk_prob",
+    dense=every_nth_layer,
+    more_keys=frozenset({"decoder_sparse_step", "mlp_only_layers"}),
 )
 
 QWEN2_MOE = replace(
@@ -94,45 +91,32 @@ QWEN2_MOE = replace(
     architecture="Qwen2MoeForCausalLM",
     title="Qwen 1.5 and 2 MoE",
     model_type="qwen2_moe",
-    rules=ConfigRules(
+    rules=replace(
+        QWEN2.rules,
         layer_pattern=_alternate_windows,
-        max_position_embeddings=32_768,
-        hidden_size=2048,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        sliding_window=4096,
+        sizes=Sizes(context=32_768, hidden=2048, layers=24, heads=16, kv_heads=16),
     ),
-    qkv_bias=ConfigFlag("qkv_bias", default=True),
+    biases=Biases(qkv=ConfigFlag("qkv_bias", default=True)),
     extra_keys=frozenset({"qkv_bias"}),
-    experts=MoERules(
-        experts=60,
-        top_k=4,
-        width=1408,
-        router=UNNORMALIZED_ROUTER,
-        normalized_key="norm_topk_prob",
+    experts=replace(
+        _EXPERTS,
         shared=SharedExpert(width_key="shared_expert_intermediate_size", default=5632),
-        dense=every_nth_layer,
         names=_SHARED_EXPERT_NAMES,
-        more_keys=frozenset({"decoder_sparse_step", "mlp_only_layers"}),
     ),
 )
 
 
 def _qwen3_vl_variant(family: Family, config: Config) -> Family:
     """Text parts of Qwen 3 VL have all experts of a layer in one tensor, and the experts' weights always add up to 1."""
-    if config.get("model_type") != "qwen3_vl_moe_text" or family.experts is None:
+    if config.get("model_type") != "qwen3_vl_moe_text":
         return family
     stacks = ExpertStacks("mlp.experts.gate_up_proj", "mlp.experts.down_proj", transposed=True)
     experts = replace(
-        family.experts,
-        experts=60,
-        top_k=4,
-        width=1408,
+        _EXPERTS,
         router=RouterSpec(),
         normalized_key=None,
         names=MoENames(stacks=stacks),
-        more_keys=family.experts.more_keys | {"norm_topk_prob"},
+        more_keys=_EXPERTS.more_keys | {"norm_topk_prob"},
     )
     return replace(family, experts=experts)
 
@@ -144,23 +128,12 @@ QWEN3_MOE = replace(
     model_type="qwen3_moe",
     other_model_types=("qwen3_vl_moe_text",),
     variant=_qwen3_vl_variant,
-    rules=ConfigRules(
+    rules=replace(
+        QWEN2.rules,
         layer_pattern=_windows_everywhere,
-        max_position_embeddings=32_768,
-        hidden_size=2048,
-        num_hidden_layers=24,
-        num_key_value_heads=4,
-        sliding_window=4096,
+        sizes=Sizes(context=32_768, hidden=2048, layers=24, kv_heads=4),
     ),
-    experts=MoERules(
-        experts=128,
-        top_k=8,
-        width=768,
-        router=UNNORMALIZED_ROUTER,
-        normalized_key="norm_topk_prob",
-        dense=every_nth_layer,
-        more_keys=frozenset({"decoder_sparse_step", "mlp_only_layers"}),
-    ),
+    experts=replace(_EXPERTS, experts=128, top_k=8, width=768),
 )
 
 LINEAR_ATTENTION = "linear_attention"
@@ -235,15 +208,11 @@ QWEN3_5 = Family(
     text_part="Text",
     rules=ConfigRules(
         layer_pattern=_layer_pattern,
-        max_position_embeddings=32_768,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=256,
+        sizes=Sizes(context=32_768, heads=16, kv_heads=4, head_dim=256),
         partial_rotary_factor=0.25,
         other_layers=(LINEAR_ATTENTION,),
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="before",
     norm_offset=1.0,
     fixed_values=_FIXED_VALUES,
@@ -252,7 +221,7 @@ QWEN3_5 = Family(
     unused_tensors=("mtp.",),
 )
 
-_EXPERTS = MoERules(
+_GATED_DELTA_EXPERTS = MoERules(
     experts=256,
     top_k=8,
     width=512,
@@ -265,8 +234,10 @@ QWEN3_5_MOE = replace(
     architecture="Qwen3_5MoeForCausalLM",
     title="Qwen 3.5 MoE",
     model_type="qwen3_5_moe_text",
-    rules=replace(QWEN3_5.rules, hidden_size=2048, num_hidden_layers=40, num_key_value_heads=2),
-    experts=replace(_EXPERTS, more_keys=frozenset({"mlp_only_layers", "norm_topk_prob"})),
+    rules=replace(
+        QWEN3_5.rules, sizes=Sizes(context=32_768, hidden=2048, layers=40, heads=16, kv_heads=2, head_dim=256)
+    ),
+    experts=replace(_GATED_DELTA_EXPERTS, more_keys=frozenset({"mlp_only_layers", "norm_topk_prob"})),
 )
 
 QWEN3_NEXT = replace(
@@ -275,14 +246,16 @@ QWEN3_NEXT = replace(
     title="Qwen3-Next",
     model_type="qwen3_next",
     text_part="",
-    rules=replace(QWEN3_5.rules, hidden_size=2048, num_hidden_layers=48, num_key_value_heads=2),
+    rules=replace(
+        QWEN3_5.rules, sizes=Sizes(context=32_768, hidden=2048, layers=48, heads=16, kv_heads=2, head_dim=256)
+    ),
     refine=_refine(GatedDeltaNetNames(qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_ba")),
     experts=replace(
-        _EXPERTS,
+        _GATED_DELTA_EXPERTS,
         experts=512,
         top_k=10,
         normalized_key="norm_topk_prob",
         dense=every_nth_layer,
-        more_keys=frozenset({"decoder_sparse_step", "mlp_only_layers"}),
+        more_keys=_EXPERTS.more_keys,
     ),
 )

@@ -16,6 +16,11 @@ from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTIO
 from windlass.engine.rotary.scaling_fields import format_value
 
 _MAX_CONVOLUTION_WIDTH = 8  # of the kernels
+# Keys of the state-space layers of Falcon H1 and Granite 4.
+MAMBA_KEYS = frozenset(
+    "mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads "
+    "mamba_proj_bias time_step_limit".split()
+)
 MAX_SIZE = 1 << 16  # heads, groups of heads, and numbers of a head or a state: far above any model
 
 

@@ -8,12 +8,13 @@ from windlass.engine.model.config_json.config_rules import (
     Config,
     ConfigRules,
     LayerFacts,
+    Sizes,
     every_nth_full,
     read_flag,
     read_size,
 )
 from windlass.engine.model.families.deepseek import DEEPSEEK_EXPERTS, DEEPSEEK_SHARED, SIGMOID_ROUTER
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family
+from windlass.engine.model.families.family import ATTENTION_BIASES, Family
 from windlass.engine.model.families.mistral import MIXTRAL_NAMES
 from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, first_layers_dense
 from windlass.engine.model.feed_forward.moe import MoENames, RouterSpec
@@ -36,14 +37,10 @@ DOTS1 = Family(
     model_type="dots1",
     rules=ConfigRules(
         layer_pattern=_windows_above,
-        max_position_embeddings=2048,
-        hidden_size=4608,
-        num_hidden_layers=62,
-        num_key_value_heads=32,
+        sizes=Sizes(context=2048, hidden=4608, layers=62, kv_heads=32),
         sliding_window=4096,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="before",
     experts=replace(
         DEEPSEEK_EXPERTS,
@@ -58,12 +55,7 @@ MINIMAX_M2 = Family(
     title="MiniMax-M2",
     model_type="minimax_m2",
     rules=ConfigRules(
-        max_position_embeddings=196_608,
-        hidden_size=3072,
-        num_hidden_layers=62,
-        num_attention_heads=48,
-        num_key_value_heads=8,
-        head_dim=128,
+        sizes=Sizes(context=196_608, hidden=3072, layers=62, heads=48, kv_heads=8, head_dim=128),
         eos_token_id=(200_020,),
         rope_theta=5_000_000.0,
     ),
@@ -100,15 +92,11 @@ AFMOE = Family(
     model_type="afmoe",
     rules=ConfigRules(
         layer_pattern=_windows_rotate,
-        max_position_embeddings=16_384,
-        hidden_size=2048,
-        num_attention_heads=16,
-        head_dim=128,
+        sizes=Sizes(context=16_384, hidden=2048, heads=16, head_dim=128),
         rms_norm_eps=1e-5,
         sliding_window=1024,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
+    biases=ATTENTION_BIASES,
     qk_norm="before",
     variant=_optional_embedding_scale,
     attention_names=AttentionNames(gate="self_attn.gate_proj"),

@@ -22,11 +22,18 @@ from windlass.engine.model.config_json.unsupported import (
     describe_quantized,
     unknown_key_notices,
 )
-from windlass.engine.model.families.family import Family, LatentSizes, Multipliers, is_set, reject_unsupported_values
+from windlass.engine.model.families.family import (
+    ConfigNumber,
+    Family,
+    LatentSizes,
+    Multipliers,
+    is_set,
+    reject_unsupported_values,
+)
 from windlass.engine.model.families.moe_rules import read_count, read_experts
 from windlass.engine.model.families.multimodal import text_config_of
 from windlass.engine.model.families.registry import FAMILIES
-from windlass.engine.model.feed_forward.mlp import Activation, GatedMLPNames, GatedMLPSpec, PlainMLPSpec
+from windlass.engine.model.feed_forward.mlp import Activation, MLPSpec, mlp_spec
 from windlass.engine.model.mixers.attention import AttentionSpec
 from windlass.engine.model.mixers.latent_attention import LatentSpec
 from windlass.engine.model.model_spec import FeedForwardSpec, LayerSpec, ModelSpec
@@ -70,7 +77,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     quantized = describe_quantized(config)
     if quantized is not None:
         raise LoadError(quantized)
-    multipliers = family.multipliers or Multipliers()
+    multipliers = family.multipliers
     check_unsupported_keys(config, family.own_keys | (frozenset() if family.causal else {"is_causal"}))
     layout = read_rotary_layout({**config, "model_type": family.model_type}, family.rules)
     if not family.causal:
@@ -83,6 +90,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     hidden = read_size(config, "hidden_size")
     # Instead of scaling the outputs of parts by r, the hidden state is scaled by 1 / r, which the norms remove.
     residual = _residual(config, multipliers, len(layers))
+    embedding_scale = float(hidden) ** 0.5 if family.scaled_embeddings else _multiplier(config, multipliers.embedding)
     caps, head = family.soft_caps, _head(config, family, architecture)
     vocab_size = read_size(config, "vocab_size")
     ends, unknown_ends = _eos(config, generation_config or {}, family, vocab_size)
@@ -98,17 +106,10 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         trained_len=layout.groups[0].base.trained_len,
         norm_eps=_norm_eps(config, family) / residual**2,
         norm_offset=family.norm_offset,
-        embedding_scale=(
-            (
-                float(hidden) ** 0.5
-                if family.scaled_embeddings
-                else _multiplier(config, multipliers.embedding, multipliers.embedding_default)
-            )
-            / residual
-        ),
+        embedding_scale=embedding_scale / residual,
         tied_embeddings=read_flag(config, "tie_word_embeddings", family.rules.tie_word_embeddings),
         logit_soft_cap=None if caps is None else _soft_cap(config, "final_logit_softcapping", caps.logits),
-        logit_scale=_multiplier(config, multipliers.logits, multipliers.logits_default)
+        logit_scale=_multiplier(config, multipliers.logits)
         / _multiplier(config, multipliers.logits_divided_by)
         * _base_width(config, multipliers, hidden)
         / hidden,
@@ -156,7 +157,7 @@ def _family_of_architecture(config: Config) -> tuple[Family, str]:
             '"architectures": ["LlamaForCausalLM"]'
         )
     architecture = str(found)
-    family = next((family for family in FAMILIES if architecture in _names_of(family)), None)
+    family = next((one for one in FAMILIES if architecture in (*one.names, one.classifier, one.token_classifier)), None)
     if family is not None and family.causal and architecture == family.classifier and has_classifier_tokens(config):
         return family, family.architecture  # its head consists of two rows of the language-model head
     headless = next((family for family in FAMILIES if architecture == family.headless), None)
@@ -173,13 +174,11 @@ def _family_of_architecture(config: Config) -> tuple[Family, str]:
     return family, architecture if architecture in (family.classifier, family.token_classifier) else family.architecture
 
 
-def _names_of(family: Family) -> tuple[str, ...]:
-    return *family.names, family.classifier, family.token_classifier
-
-
 def _adapted_family(family: Family, config: Config) -> Family:
     """The family adapted to config.json. Raises LoadError for values that would make it another model."""
     reject_unsupported_values(config, family.fixed_values)
+    if family.qk_norm_flag is not None and not is_set(config, family.qk_norm_flag):
+        family = replace(family, qk_norm=None)
     return family if family.variant is None else family.variant(family, config)
 
 
@@ -227,7 +226,7 @@ def _layers(
 ) -> tuple[tuple[LayerSpec, ...], tuple[KVGroupSpec, ...]]:
     hidden, heads = read_size(config, "hidden_size"), read_size(config, "num_attention_heads")
     read_size(config, "num_hidden_layers")  # required, although the rotation has a default
-    kv_heads = read_size(config, "num_key_value_heads", family.rules.num_key_value_heads or heads)
+    kv_heads = read_size(config, "num_key_value_heads", family.rules.sizes.kv_heads or heads)
     dim = layout.groups[0].base.head_dim
     if heads % kv_heads:
         raise LoadError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -240,8 +239,8 @@ def _layers(
     if family.query_pre_attn_scalar is not None:
         scaled_by = read_number(config, "query_pre_attn_scalar") or family.query_pre_attn_scalar
     scale = scaled_by**-0.5
-    if family.multipliers is not None and family.multipliers.attention is not None:
-        scale = _multiplier(config, family.multipliers.attention)
+    if family.multipliers.attention is not None:
+        scale = family.multipliers.attention.read(config)
     caps, norms = family.soft_caps, family.norms
     if family.parallel is not None and family.parallel_norms is not None and is_set(config, family.parallel):
         norms = family.parallel_norms
@@ -259,8 +258,8 @@ def _layers(
                 kv_group=windows.index(layer.window) if family.causal else 0,
                 window=layer.window,
                 soft_cap=None if caps is None else _soft_cap(config, "attn_logit_softcapping", caps.attention),
-                qkv_bias=is_set(config, family.qkv_bias),
-                out_bias=is_set(config, family.out_bias),
+                qkv_bias=is_set(config, family.biases.qkv),
+                out_bias=is_set(config, family.biases.out),
                 qk_norm=None if family.norms_rotated and group is None else family.qk_norm,
                 qk_norm_form=family.qk_norm_form,
                 clip=None if family.clip_key is None else read_number(config, family.clip_key),
@@ -294,7 +293,7 @@ def _layers(
 
 def _feed_forwards(config: Config, family: Family, count: int) -> list[FeedForwardSpec]:
     """Feed-forward of each layer."""
-    activation, bias = _activation(config, family), is_set(config, family.feed_forward_bias)
+    activation, bias = _activation(config, family), is_set(config, family.biases.feed_forward)
     rules = family.experts
     if rules is None:
         return [_dense(config, family, activation, bias)] * count
@@ -304,13 +303,11 @@ def _feed_forwards(config: Config, family: Family, count: int) -> list[FeedForwa
     return [other if one else experts for one in dense]
 
 
-def _dense(config: Config, family: Family, activation: Activation, bias: bool) -> GatedMLPSpec | PlainMLPSpec:
+def _dense(config: Config, family: Family, activation: Activation, bias: bool) -> MLPSpec:
     factor, names = family.rules.intermediate_factor, family.feed_forward_names
     hidden = read_size(config, "hidden_size")
     width = read_size(config, "intermediate_size", None if factor is None else factor * hidden)
-    if isinstance(names, GatedMLPNames):
-        return GatedMLPSpec(width, activation, bias, names)
-    return PlainMLPSpec(width, activation, bias, names)
+    return mlp_spec(width, activation, bias, names)
 
 
 def _unused_tensors(config: Config, family: Family, layers: int) -> tuple[str, ...]:
@@ -323,23 +320,24 @@ def _norm_eps(config: Config, family: Family) -> float:
     return given or family.rules.rms_norm_eps
 
 
-def _multiplier(config: Config, key: str | None, default: float = 1.0) -> float:
-    return default if key is None else read_number(config, key) or default
+def _multiplier(config: Config, number: ConfigNumber | None) -> float:
+    return 1.0 if number is None else number.read(config)
+
+
+def _is_ignored(config: Config, number: ConfigNumber) -> bool:
+    return number.key in config and config[number.key] is None
 
 
 def _residual(config: Config, multipliers: Multipliers, layers: int) -> float:
     """Factor of the outputs of a layer's parts."""
-    found = _multiplier(config, multipliers.residual)
-    if multipliers.depth is None or (multipliers.depth in config and config[multipliers.depth] is None):
-        return found
-    return found * _multiplier(config, multipliers.depth, multipliers.depth_default) / math.sqrt(layers)
+    found, depth = _multiplier(config, multipliers.residual), multipliers.depth
+    return found if depth is None or _is_ignored(config, depth) else found * depth.read(config) / math.sqrt(layers)
 
 
 def _base_width(config: Config, multipliers: Multipliers, hidden: int) -> float:
     """Width at which the logits are not scaled."""
-    if multipliers.base_width is None or (multipliers.base_width in config and config[multipliers.base_width] is None):
-        return float(hidden)
-    return _multiplier(config, multipliers.base_width, multipliers.base_width_default)
+    width = multipliers.base_width
+    return float(hidden) if width is None or _is_ignored(config, width) else width.read(config)
 
 
 def _soft_cap(config: Config, key: str, default: float | None) -> float | None:
@@ -403,6 +401,6 @@ def read_latent(config: Config, family: Family, sizes: LatentSizes, layout: Rota
         value_dim=read_size(config, "v_head_dim", sizes.v_head_dim or hidden // heads),
         scale=float(plain + base.rotary_dim) ** -0.5,
         query_rank=None if without_rank else read_size(config, "q_lora_rank", sizes.q_lora_rank),
-        bias=is_set(config, family.out_bias),
+        bias=is_set(config, family.biases.out),
         interleaved=is_set(config, family.interleaved),
     )

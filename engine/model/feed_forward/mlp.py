@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm_weight, projection
 
@@ -27,6 +27,11 @@ class GatedMLPNames:
     gate_up: str | None = None  # both in one tensor
     down: str = "mlp.down_proj"
     inner_norm: str | None = None  # RMS norm before the down projection
+
+    @classmethod
+    def under(cls, prefix: str) -> GatedMLPNames:
+        """The usual names under another prefix than "mlp"."""
+        return cls(f"{prefix}.gate_proj", f"{prefix}.up_proj", down=f"{prefix}.down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +88,22 @@ class PlainMLPSpec:
         names, size = self.names, self.intermediate_size
         up = StoredTensor(names.up, size, role="up", transposed=names.transposed)
         down = StoredTensor(names.down, hidden_size, role="down", transposed=names.transposed)
+        numbers = ("alpha_p", "alpha_n", "beta", "eps") if self.activation == "xielu" else ()
         return (
             *projection("up", [up], hidden_size, bias=self.bias),
-            *self._numbers(),
+            *(WeightSpec(one, "number", (1,), (StoredTensor(f"{names.numbers}.{one}", 1),)) for one in numbers),
             *projection("down", [down], size, bias=self.bias),
         )
 
-    def _numbers(self) -> tuple[WeightSpec, ...]:
-        if self.activation != "xielu":
-            return ()
-        prefix = self.names.numbers
-        return tuple(
-            WeightSpec(name, "number", (1,), (StoredTensor(f"{prefix}.{name}", 1),))
-            for name in ("alpha_p", "alpha_n", "beta", "eps")
-        )
+
+MLPSpec: TypeAlias = GatedMLPSpec | PlainMLPSpec
+
+
+def mlp_spec(size: int, activation: Activation, bias: bool, names: GatedMLPNames | PlainMLPNames) -> MLPSpec:
+    """size: intermediate. bias: of all projections. The kind follows from the names."""
+    if isinstance(names, GatedMLPNames):
+        return GatedMLPSpec(size, activation, bias, names)
+    return PlainMLPSpec(size, activation, bias, names)
 
 
 @dataclass(slots=True)
@@ -187,3 +194,10 @@ class PlainMLP:
         if lora is not None:
             lora.add("down", out, y)
         return out
+
+
+def build_mlp(spec: MLPSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend) -> GatedMLP | PlainMLP:
+    """The layer of this specification. norm_eps: of the inner norm, if there is one."""
+    if isinstance(spec, GatedMLPSpec):
+        return GatedMLP(spec, weights, norm_eps, backend)
+    return PlainMLP(spec, weights, backend)

@@ -15,10 +15,11 @@ from windlass.engine.model.feed_forward.mlp import (
     Activation,
     GatedMLP,
     GatedMLPNames,
-    GatedMLPSpec,
+    MLPSpec,
     PlainMLP,
     PlainMLPNames,
-    PlainMLPSpec,
+    build_mlp,
+    mlp_spec,
 )
 from windlass.engine.model.weight_spec import InterleavedParts, StoredTensor, WeightSpec, norm_weight
 
@@ -125,16 +126,11 @@ class MoESpec:
         return isinstance(self.names.expert, GatedMLPNames)
 
     @property
-    def shared(self) -> GatedMLPSpec | PlainMLPSpec | None:
+    def shared(self) -> MLPSpec | None:
         """Specification of the shared expert."""
         if self.shared_size is None or self.names.shared is None:
             return None
-        return self._one(self.shared_size, self.shared_bias, self.names.shared)
-
-    def _one(self, size: int, bias: bool, names: GatedMLPNames | PlainMLPNames) -> GatedMLPSpec | PlainMLPSpec:
-        if isinstance(names, GatedMLPNames):
-            return GatedMLPSpec(size, self.activation, bias, names)
-        return PlainMLPSpec(size, self.activation, bias, names)
+        return mlp_spec(self.shared_size, self.activation, self.shared_bias, self.names.shared)
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """Router weights, then each expert's under "experts.<index>.", then the shared expert's under "shared."."""
@@ -162,7 +158,7 @@ class MoESpec:
         names, prefix = self.names, f"experts.{index}."
         if names.stacks is not None:
             return [weight.with_prefix(prefix, "") for weight in self._of_stacks(names.stacks, index, hidden_size)]
-        spec = self._one(self.intermediate_size, self.bias, names.expert)
+        spec = mlp_spec(self.intermediate_size, self.activation, self.bias, names.expert)
         weights = [weight.with_prefix(prefix, f"{names.experts}.{index}.") for weight in spec.weights(hidden_size)]
         return [replace(one, kind="expert") if one.kind == "matrix" else one for one in weights]
 
@@ -240,7 +236,9 @@ class MoEFeedForward:
         # [2 * intermediate, hidden] each, or [intermediate, hidden] without gates
         self._up = self._experts(weights, "gate_up" if spec.gated else "up")
         self._down = self._experts(weights, "down")  # [hidden, intermediate] each
-        self._shared = self._shared_expert(weights, norm_eps)
+        self._shared: GatedMLP | PlainMLP | None = None
+        if spec.shared is not None:
+            self._shared = build_mlp(spec.shared, under_prefix(weights, "shared."), norm_eps, backend)
         self._cached_ones: dict[int, Tensor] = {}  # by the number of tokens
         self._shared_gate: Tensor | None = weights.get("shared_gate")  # [1, hidden] float32
 
@@ -254,15 +252,6 @@ class MoEFeedForward:
             if tokens <= _MAX_CACHED_TOKENS:
                 self._cached_ones[tokens] = result
         return result
-
-    def _shared_expert(self, weights: Mapping[str, Any], norm_eps: float) -> GatedMLP | PlainMLP | None:
-        spec, prefix = self.spec.shared, "shared."
-        if spec is None:
-            return None
-        own = {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
-        if isinstance(spec, GatedMLPSpec):
-            return GatedMLP(spec, own, norm_eps, self._backend)
-        return PlainMLP(spec, own, self._backend)
 
     def _experts(self, weights: Mapping[str, Any], name: str) -> ExpertWeights:
         each = [f"experts.{index}.{name}" for index in range(self.spec.experts)]
@@ -306,7 +295,9 @@ class MoEFeedForward:
         return backend.sum_of_experts(backend.linear_of_experts(y, self._down, chosen), weights)
 
 
-_PREFIX = "beside."
+def under_prefix(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Those of the weights whose names begin with the prefix, without it."""
+    return {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
 
 
 class ParallelExperts:
@@ -320,8 +311,7 @@ class ParallelExperts:
         self._output_norm: Tensor = weights["beside_output_norm"]
         self._router_norm: Tensor = weights["beside_router_norm"]
         scales: Tensor = weights["beside_scales"]
-        own = {name.removeprefix(_PREFIX): one for name, one in weights.items() if name.startswith(_PREFIX)}
-        self._experts = MoEFeedForward(spec.experts, own, eps, backend, scales)
+        self._experts = MoEFeedForward(spec.experts, under_prefix(weights, "beside."), eps, backend, scales)
 
     def forward(self, x: Tensor) -> Tensor:
         """Output of the experts for the hidden state [T, hidden], before its norm. Returns [T, hidden]."""

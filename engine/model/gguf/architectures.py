@@ -11,19 +11,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.cohere import COHERE, COHERE2
 from windlass.engine.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
 from windlass.engine.model.families.ernie import ERNIE4_5
-from windlass.engine.model.families.exaone4 import EXAONE4
 from windlass.engine.model.families.falcon import FALCON
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from windlass.engine.model.families.glm import GLM, GLM4, GLM4_MOE
 from windlass.engine.model.families.gpt_oss import GPT_OSS
 from windlass.engine.model.families.hunyuan import HUNYUAN
-from windlass.engine.model.families.layer_norm_families import GPT_NEOX, NEMOTRON, PHI, STABLELM, STARCODER2
+from windlass.engine.model.families.layer_norm_families import (
+    COHERE,
+    COHERE2,
+    GPT_NEOX,
+    NEMOTRON,
+    PHI,
+    STABLELM,
+    STARCODER2,
+)
 from windlass.engine.model.families.llama import LLAMA
-from windlass.engine.model.families.llama_variants import ARCEE, SEED_OSS, SMOLLM3
+from windlass.engine.model.families.llama_variants import ARCEE, EXAONE4, SEED_OSS, SMOLLM3
 from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3, OLMOE
 from windlass.engine.model.families.phi import PHI3

@@ -174,9 +174,9 @@ def _biases(family: Family, tensors: Mapping[str, TensorLocation]) -> dict[str, 
     """Bias flags of the family, by whether the file has the tensors. One flag may be for several tensors."""
     found: dict[str, bool] = {}
     for switch, names in (
-        (family.qkv_bias, ("attn_q", "attn_qkv")),
-        (family.out_bias, ("attn_output",)),
-        (family.feed_forward_bias, ("ffn_down", "ffn_up", "ffn_gate")),
+        (family.biases.qkv, ("attn_q", "attn_qkv")),
+        (family.biases.out, ("attn_output",)),
+        (family.biases.feed_forward, ("ffn_down", "ffn_up", "ffn_gate")),
     ):
         if isinstance(switch, ConfigFlag):
             found[switch.key] = found.get(switch.key, False) or first_layer_has_bias(tensors, *names)

@@ -74,7 +74,7 @@ VARIANTS = {
     ),
     "other norms": (
         {"architectures": ["ApertusForCausalLM"], "model_type": "apertus", "qk_norm": False},
-        "qk_norm or post_norm",
+        "qk_norm=false",
     ),
     "another stream": (
         {

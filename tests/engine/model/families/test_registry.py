@@ -35,21 +35,22 @@ def test_defaults_are_those_of_the_configuration_class(family: Family) -> None:
     theirs.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose global layers have other heads
     if family.model_type not in OF_ANOTHER:
         assert getattr(transformers, family.architecture).config_class is type(theirs)
-    for name in (
-        "max_position_embeddings",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "tie_word_embeddings",
-    ):
+    sizes = rules.sizes
+    for name, default in {
+        "max_position_embeddings": sizes.context,
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "tie_word_embeddings": rules.tie_word_embeddings,
+    }.items():
         if (family.model_type, name) not in UNSPECIFIED:
-            assert getattr(rules, name) == getattr(theirs, name), name
+            assert default == getattr(theirs, name), name
     if family.norm_eps_key is not None:
         assert rules.rms_norm_eps == getattr(theirs, family.norm_eps_key)
     kv_heads = getattr(theirs, "num_key_value_heads", None) or theirs.num_attention_heads
-    assert (rules.num_key_value_heads or rules.num_attention_heads) == kv_heads
+    assert (sizes.kv_heads or sizes.heads) == kv_heads
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert (rules.head_dim or rules.hidden_size // rules.num_attention_heads) == head_dim
+    assert (sizes.head_dim or sizes.hidden // sizes.heads) == head_dim
     if hasattr(theirs, family.activation_key):
         assert family.activation == getattr(theirs, family.activation_key)
     assert family.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
