@@ -40,7 +40,7 @@ from windlass.engine.core.memory_budget import (
 from windlass.engine.core.ranks import RankProcesses
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.model_runner import ModelRunner, RankCommand
-from windlass.engine.execution.proposers import DraftModel, DraftModelProposer
+from windlass.engine.execution.proposers import DraftModel
 from windlass.engine.interface.config import PERSIST_SIZE, EngineConfig, SpeculationConfig
 from windlass.engine.interface.context import ContextSizes
 from windlass.engine.interface.model_info import AdapterInfo, DraftInfo, ModelInfo
@@ -301,10 +301,7 @@ def make_runner(
         send_command=send_command,
     )
     if config.compute.cuda_graphs:
-        largest = largest_decode_step(config, plan.max_model_len)
-        runner.make_graph_runner(*largest)
-        if isinstance(runner.proposer, DraftModelProposer):
-            runner.proposer.make_graph_runner(*largest)
+        runner.prepare_graphs(*largest_decode_step(config, plan.max_model_len))
     return runner
 
 

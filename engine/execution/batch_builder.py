@@ -24,14 +24,14 @@ from windlass.engine.execution.query_ranges import (
     query_ranges,
     second_key_positions,
 )
+from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.forward_batch import ForwardBatch, RotatedQueryCopies
 from windlass.engine.model.lora import LoadedAdapters
 from windlass.engine.rotary.attention_distances import Distances
 from windlass.engine.rotary.rotary_tables import RotaryTables
-from windlass.engine.scheduling.chunked_prefill import NO_BOUNDARIES, ChunkBoundaries
+from windlass.engine.scheduling.chunked_prefill import ChunkBoundaries
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence
 from windlass.kernels import (
-    Backend,
     BufferFiller,
     MultiStepInputs,
     PersistentBuffers,
@@ -106,7 +106,6 @@ class DecodeRows(NamedTuple):
 class ForwardBatchBuilder:
     """Builds batches of the sequences in `input_batch`, whose blocks hold `block_size` tokens.
 
-    num_groups: KV groups. windows: the distinct windows of the layers, None for none. absolute_scores: see `query_ranges`.
     chunk_boundaries: the parts of a prompt that attend separately. adapters: None runs the rows of every sequence without.
     persistent: whether batches of single tokens use persistent buffers, which needs a backend that reads host memory.
     """
@@ -115,27 +114,22 @@ class ForwardBatchBuilder:
         self,
         input_batch: InputBatch,
         rotary: RotaryTables,
-        *,
-        num_groups: int,
+        decoder: Decoder,
         block_size: int,
-        windows: abc.Sequence[int | None],
-        absolute_scores: bool,
-        backend: Backend,
-        has_states: bool = False,
-        chunk_boundaries: ChunkBoundaries = NO_BOUNDARIES,
-        adapters: LoadedAdapters | None = None,
+        chunk_boundaries: ChunkBoundaries,
+        adapters: LoadedAdapters | None,
     ) -> None:
         self.adapters, self._chunk_boundaries = adapters, chunk_boundaries
-        self._windows, self._absolute_scores = windows, absolute_scores
-        self._range_tables = RangeTables(windows, absolute_scores=absolute_scores)
-        self._input_batch, self.rotary = input_batch, rotary
-        self._has_states = has_states
-        self._groups, self.block_size, self._device = num_groups, block_size, backend.device
-        self._backend = backend
+        self._backend, self._device = decoder.backend, decoder.backend.device
+        spec = decoder.spec
+        self._groups, self._has_states = len(spec.kv_groups), spec.state_group is not None
+        self._windows, self._absolute_scores = spec.attention_windows, spec.scores_by_absolute_position
+        self._range_tables = RangeTables(self._windows, absolute_scores=self._absolute_scores)
+        self._input_batch, self.rotary, self.block_size = input_batch, rotary, block_size
         # Whatever the number of second key copies, the keys after them are split at the same places.
         self._second_key_alignment = blocks_per_split(block_size)
         self._persistent: OrderedDict[tuple[int, int], _PersistentBatch] = OrderedDict()  # by rows and width
-        self.persistent = backend.reads_host_memory
+        self.persistent = decoder.backend.reads_host_memory
 
     def build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         """The flat batch of the scheduled chunks, in order. The next call may overwrite a batch of single tokens."""
