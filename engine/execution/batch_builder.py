@@ -231,9 +231,8 @@ class ForwardBatchBuilder:
             tables = self._input_batch.tables(rows, columns)
         ids = np.concatenate([np.array(ids, dtype=np.int64) for _, _, ids in chunks])
         row = np.arange(len(chunks)).repeat(counts)  # [T]
-        index = np.arange(len(ids)) - (query_start[:-1] - starts).repeat(
-            counts
-        )  # [T], index of the slot in its sequence
+        # [T], index of the slot in its sequence
+        index = np.arange(len(ids)) - (query_start[:-1] - starts).repeat(counts)
         block, offset = np.divmod(index, self.block_size)
         slots = np.ascontiguousarray(tables[:, row, block] * np.int64(self.block_size) + offset)  # [K, T]
         if slots.min() < 0:
@@ -323,8 +322,10 @@ class ForwardBatchBuilder:
             _fill_state_rows(found.batch.state_rows, items, self._input_batch)
         return found.batch
 
-    def _row_metadata(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int, int]], int]:
-        """The `PersistentBuffers.metadata` of each row, and the number of blocks that hold all rows.
+    def _row_metadata(
+        self, items: abc.Sequence[ScheduledSequence], num_passes: int = 1
+    ) -> tuple[list[tuple[int, int, int, int, int]], int]:
+        """The `PersistentBuffers.metadata` of each row, and the number of blocks that hold all rows and further passes.
 
         A token that the host does not know yet is 0.
         """
@@ -339,7 +340,7 @@ class ForwardBatchBuilder:
             for i, token in enumerate((*known, *unknown, *item.draft), start=start + offset):
                 metadata.append((token, i, position, live.rotary_id, live.row))
             last = max(last, start + offset + item.num_tokens - 1)
-        return metadata, last // self.block_size + 1
+        return metadata, (last + num_passes - 1) // self.block_size + 1
 
     def decode_rows(self, items: abc.Sequence[ScheduledSequence], num_passes: int = 1) -> DecodeRows | None:
         """The rows of a step that runs row by row; None if it does not, or if a sequence has a distance rule."""
@@ -351,9 +352,7 @@ class ForwardBatchBuilder:
             if not distances[live.rotary_id].is_plain:
                 return None
             ranged = ranged or needs_ranges(live)
-        rows, blocks = self._row_metadata(items)
-        if num_passes > 1:
-            blocks = max(row[1] + num_passes - 1 for row in rows) // self.block_size + 1
+        rows, blocks = self._row_metadata(items, num_passes)
         metadata = np.array(rows, dtype=np.int64).T
         tables, range_tables = self._input_batch.tables(metadata[4].tolist(), blocks), None
         if ranged:
@@ -400,11 +399,8 @@ class ForwardBatchBuilder:
 
     def _acquire_persistent(self, rows: int, blocks: int) -> _PersistentBatch:
         key = rows, table_width(blocks)
-        found = self._persistent.get(key)
-        if found is not None:
-            self._persistent.move_to_end(key)
-            return found
-        found = self._persistent[key] = self._allocate_persistent(*key)
+        found = self._persistent.pop(key, None) or self._allocate_persistent(*key)
+        self._persistent[key] = found  # most recently used last
         while len(self._persistent) > _MAX_SHAPES:
             self._persistent.popitem(last=False)
         return found

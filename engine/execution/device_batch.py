@@ -316,7 +316,10 @@ class DeviceBatch:
             self.states[3].fill_(_NONE)
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        self._graphs.submit(lambda: target.copy_(source, non_blocking=True))
+        def copy() -> None:
+            target.copy_(source, non_blocking=True)
+
+        self._graphs.submit(copy)
 
     def _copy_metadata(self, staging: _StagingBuffers, *, continues: bool) -> None:
         if continues:

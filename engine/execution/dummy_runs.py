@@ -115,7 +115,7 @@ def profile_graph_memory(
     spec, backend = decoder.spec, decoder.backend
     cache = KVCache(spec.kv_groups, [1] * len(spec.kv_groups), block_size, cache_dtype, backend)
     tables = RotaryTables(1, [group.base for group in spec.rotary_groups], backend)
-    runner = ModelRunner(decoder, cache, tables, Sampler(spec.vocab_size, backend), block_size, adapters=adapters)
+    runner = RankRunner(decoder, cache, tables, block_size, adapters)
     memory.release_cached()
     before = memory.used_by_process()
     runner.prepare_graphs(max_rows, max_blocks)

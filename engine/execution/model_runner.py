@@ -68,10 +68,6 @@ class RankRunner(StepRunner):
         self._is_shard = spec.vocabulary is not None
         self.failed_rerotations: frozenset[int] = frozenset()
 
-    def prepare_graphs(self, max_rows: int, max_blocks: int) -> None:
-        if self.decoder.spec.generates and not self._is_shard:
-            super().prepare_graphs(max_rows, max_blocks)
-
     def join(self) -> None:
         """Order device work submitted from now on after all steps submitted so far."""
         if self.graphs is not None:
@@ -80,8 +76,7 @@ class RankRunner(StepRunner):
     @torch.inference_mode()
     def execute_rank(self, plan: SchedulerOutput) -> None:
         """Execute this rank's part of `ModelRunner.execute`."""
-        self._apply(plan)
-        self._check_rerotations()
+        self.apply(plan)
         if not plan.sequences:
             return
         hidden, outputs = self._forward(plan)
@@ -97,6 +92,12 @@ class RankRunner(StepRunner):
         """Apply the changes of a plan to the input batch and the cache, and compute nothing."""
         self._apply(plan)
         self._check_rerotations()
+
+    @torch.inference_mode()
+    def hidden_states(self, plan: SchedulerOutput) -> Tensor:
+        """Execute a plan without sampling: the normed hidden states [T, hidden] of its rows, valid until the next step."""
+        self.apply(plan)
+        return self._forward(plan, all_rows=True)[0]
 
     def _apply(self, plan: SchedulerOutput) -> None:
         self.input_batch.apply(plan)
@@ -170,15 +171,6 @@ class RankRunner(StepRunner):
             tokens = range(item.start, item.start + item.num_tokens)
             types += [int(second is not None and index >= second) for index in tokens]
         return to_device(torch.tensor(types), self.decoder.device)
-
-    def _row_logits(self, rows: list[int], hidden: Tensor, outputs: StepOutputs | None) -> Tensor:
-        """The logits [R, V] of these rows."""
-        if outputs is not None and len(rows) == len(outputs.logits):
-            return outputs.logits
-        chosen = hidden if outputs is None else outputs.logits
-        if len(rows) < chosen.shape[0]:
-            chosen = chosen[to_device(torch.tensor(rows), chosen.device)]
-        return self.decoder.logits(chosen) if outputs is None else chosen
 
     def _answer_logits(self, plan: SchedulerOutput, hidden: Tensor) -> dict[int, Tensor]:
         """By sequence id, the logits [V] after prompts that end in this step and whose pooling compares answers."""
@@ -439,13 +431,6 @@ class ModelRunner(RankRunner):
             return None
         return self.replay.run_decode_steps(batch, inputs, plan.num_passes, [slot.stop_ids for slot in slots])
 
-    @torch.inference_mode()
-    def hidden_states(self, plan: SchedulerOutput) -> Tensor:
-        """Execute a plan without sampling: the normed hidden states [T, hidden] of its rows, valid until the next step."""
-        self._apply(plan)
-        self._check_rerotations()
-        return self._forward(plan, all_rows=True)[0]
-
     def apply(self, plan: SchedulerOutput) -> None:
         if self._send_command is not None:
             self._send_command(RankPlan(plan, compute=False))
@@ -472,7 +457,7 @@ class ModelRunner(RankRunner):
             self._pooler.forget(seq_id)
         super().restore(snapshot)
         if self.proposer is not None:
-            self.proposer.restore((row.row, row.specs) for row in snapshot.rotary_rows)
+            self.proposer.restore(snapshot)
 
     def _prepare(self, plan: SchedulerOutput) -> None:
         """Announce the coming samples, so that the sampler can prepare them while the model computes."""

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from windlass.engine.cache.cache_operations import KeyRerotation, SwappedPages
 from windlass.engine.cache.kv_cache import KVCache
 from windlass.engine.execution.device_batch import GREEDY
 from windlass.engine.execution.input_batch import InputBatch
+from windlass.engine.execution.recorded_steps import StepOutputs
 from windlass.engine.execution.step_runner import StepRunner
 from windlass.engine.interface.config import MAX_DRAFT_TOKENS
 from windlass.engine.model.decoder import Decoder
@@ -37,7 +39,7 @@ from windlass.engine.model.forward_batch import ForwardBatch
 from windlass.engine.rotary.rope_scaling import DraftRotaryMapper, RotarySpec
 from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.engine.scheduling.async_scheduling import MAX_PASSES
-from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput
+from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, Snapshot
 from windlass.kernels import is_out_of_memory, to_device
 
 _MAX_CACHED_SPECS = 256
@@ -48,6 +50,11 @@ Progress = TypeVar("Progress")
 def draft_chunk(item: ScheduledSequence, start: int, end: int, draft: tuple[int, ...] = ()) -> ScheduledSequence:
     """Tokens start .. end - 1 of the item's sequence, the last of which are `draft`."""
     return ScheduledSequence(item.seq_id, start, end - start, item.num_known_tokens, draft=draft)
+
+
+def _last_rows(counts: Iterable[int]) -> list[int]:
+    """The last row of each of several chunks that follow each other."""
+    return [end - 1 for end in accumulate(counts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +124,12 @@ class Proposer(StepRunner, ABC, Generic[Progress]):
                     earlier.clear()
                 earlier.append(rerotation)
 
-    def restore(self, rows: Iterable[tuple[int, tuple[RotarySpec, ...]]]) -> None:
-        """Start from a snapshot of the scheduler. rows: rotary rows with the target model's specs."""
+    def restore(self, snapshot: Snapshot) -> None:
+        """Start from a snapshot of the scheduler."""
         self.progress.clear()
         self._rerotated.clear()
-        for row, specs in rows:
-            self.tables.write(row, self._specs_of(specs))
+        for row in snapshot.rotary_rows:
+            self.tables.write(row.row, self._specs_of(row.specs))
 
     def run_start(self, seq_id: int) -> int:
         """The first token of the last run of slots: tokens before it were dropped or belong to a reused passage."""
@@ -145,11 +152,8 @@ class Proposer(StepRunner, ABC, Generic[Progress]):
 
     def _for_draft_model(self, rerotation: KeyRerotation) -> KeyRerotation:
         """The same re-rotation under the proposer's frequencies."""
-        return replace(
-            rerotation,
-            from_specs=self._specs_of(rerotation.from_specs),
-            to_specs=self._specs_of(rerotation.to_specs),
-        )
+        old, new = self._specs_of(rerotation.from_specs), self._specs_of(rerotation.to_specs)
+        return replace(rerotation, from_specs=old, to_specs=new)
 
     def _specs_of(self, specs: tuple[RotarySpec, ...]) -> tuple[RotarySpec, ...]:
         found = self._specs.get(specs)
@@ -271,23 +275,17 @@ class DraftModelProposer(Proposer[tuple[int, int]]):
 
     def _greedy(self, items: list[ScheduledSequence]) -> list[int]:
         """The most likely token after each item's last one."""
-        hidden, logits = self._run(items)
-        last = torch.tensor([item.num_tokens for item in items]).cumsum(0) - 1
-        if logits is None:
-            logits = self.decoder.logits(hidden[to_device(last, hidden.device)])
-        elif logits.shape[0] > len(items):
-            logits = logits[to_device(last, logits.device)]
+        logits = self._row_logits(_last_rows(item.num_tokens for item in items), *self._run(items))
         return logits[:, : self._vocab_size].argmax(dim=1).tolist()
 
-    def _run(self, items: list[ScheduledSequence]) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of every row, and logits of every row if the step computed them."""
+    def _run(self, items: list[ScheduledSequence]) -> tuple[Tensor, StepOutputs | None]:
+        """See `_run_batch`; a captured step may compute the outputs, too."""
         outputs = self._run_captured(items)
         if outputs is not None:
-            return outputs.hidden, outputs.logits
+            return outputs.hidden, outputs
         batch = self.batches.build(items)
         batch.input_ids.clamp_(max=self.decoder.spec.vocab_size - 1)
-        hidden, outputs = self._run_batch(batch)
-        return hidden, None if outputs is None else outputs.logits
+        return self._run_batch(batch)
 
 
 # -- MTP head --------------------------------------------------------------------------------------------------------
@@ -314,9 +312,6 @@ class MTPProposer(Proposer[_PendingStates]):
     """Proposes tokens by an MTP layer. Progress: hidden states that it has not consumed."""
 
     _caught_up: frozenset[int] = frozenset()  # sequences that lacked no keys when the step started
-
-    def prepare_graphs(self, max_rows: int, max_blocks: int) -> None:
-        """Nothing is captured, as the host supplies the hidden states."""
 
     def propose(self, plan: SchedulerOutput) -> SchedulerOutput:
         """The plan with the proposals that it requests, without any for streams whose hidden states are unknown."""
@@ -381,28 +376,26 @@ class MTPProposer(Proposer[_PendingStates]):
     def _draft(self, items: list[tuple[ScheduledSequence, _PendingStates]]) -> dict[int, list[int]]:
         """The requested number of proposals for each sequence, by its id."""
         drafts: dict[int, list[int]] = {item.seq_id: [] for item, _ in items}
-        hidden, logits = self._run_pending(items)
-        last = torch.tensor([len(pending.states) for _, pending in items]).cumsum(0) - 1
+        hidden, outputs = self._run_pending(items)
+        rows = _last_rows(len(pending.states) for _, pending in items)
         wanted, step = [item for item, _ in items], 0
-        while wanted:
-            rows = to_device(last, hidden.device)
-            hidden = hidden[rows]
-            logits = self.decoder.logits(hidden) if logits is None else logits[rows]
+        while True:
+            logits = self._row_logits(rows, hidden, outputs)
             for item, token in zip(wanted, logits.argmax(dim=1).tolist(), strict=True):
                 drafts[item.seq_id].append(token)
             step += 1
             remaining = [i for i, item in enumerate(wanted) if item.num_drafted > step]
-            wanted, last = [wanted[i] for i in remaining], torch.arange(len(remaining))
-            if wanted:
-                chunks = [
-                    draft_chunk(item, item.start + step - 1, item.start + step, (drafts[item.seq_id][-1],))
-                    for item in wanted
-                ]
-                states = hidden[to_device(torch.tensor(remaining), hidden.device)]
-                hidden, logits = self._run(self.batches.build(chunks), states)
-        return drafts
+            if not remaining:
+                return drafts
+            states = hidden[to_device(torch.tensor([rows[i] for i in remaining]), hidden.device)]
+            wanted, rows = [wanted[i] for i in remaining], list(range(len(remaining)))
+            chunks = [
+                draft_chunk(item, item.start + step - 1, item.start + step, (drafts[item.seq_id][-1],))
+                for item in wanted
+            ]
+            hidden, outputs = self._run(self.batches.build(chunks), states)
 
-    def _run_pending(self, items: list[tuple[ScheduledSequence, _PendingStates]]) -> tuple[Tensor, Tensor | None]:
+    def _run_pending(self, items: list[tuple[ScheduledSequence, _PendingStates]]) -> tuple[Tensor, StepOutputs | None]:
         """Run tokens with pending states, each joined with its next token: see `_run`."""
         chunks, token_ids = [], list[int]()
         for item, pending in items:
@@ -416,13 +409,9 @@ class MTPProposer(Proposer[_PendingStates]):
         batch.input_ids.copy_(to_device(torch.tensor(token_ids), batch.input_ids.device))
         return self._run(batch, torch.cat([pending.states for _, pending in items]))
 
-    def _run(self, batch: ForwardBatch, states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [T, hidden] of every row, and logits of every row if the step computed them.
-
-        states: [T, hidden], joined with the embeddings of the rows' tokens.
-        """
-        hidden, outputs = self._run_batch(replace(batch, hidden=states))
-        return hidden, None if outputs is None else outputs.logits
+    def _run(self, batch: ForwardBatch, states: Tensor) -> tuple[Tensor, StepOutputs | None]:
+        """See `_run_batch`. states: [T, hidden], joined with the embeddings of the rows' tokens."""
+        return self._run_batch(replace(batch, hidden=states))
 
 
 @contextlib.contextmanager

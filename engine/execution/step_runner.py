@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from windlass.engine.cache.kv_cache import KVCache
@@ -18,6 +19,7 @@ from windlass.engine.model.lora import LoadedAdapters
 from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.engine.scheduling.chunked_prefill import NO_BOUNDARIES, ChunkBoundaries
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence
+from windlass.kernels import to_device
 
 
 class StepRunner:
@@ -48,6 +50,10 @@ class StepRunner:
 
     def prepare_graphs(self, max_rows: int, max_blocks: int) -> None:
         """Prepare the capture of decode steps if the device has graphs: see `DecodeGraphs.capture`."""
+        spec = self.decoder.spec
+        # A rank has only a part of the logits, and an MTP layer gets hidden states from the host.
+        if not spec.generates or spec.vocabulary is not None or spec.mtp_input is not None:
+            return
         graphs = self.decoder.backend.make_graph_runner()
         if graphs is not None:
             self.graphs = DecodeGraphs(
@@ -70,3 +76,12 @@ class StepRunner:
         hidden = self.decoder.forward(batch, self.cache) if outputs is None else outputs.hidden
         self.positions_computed += len(hidden)
         return hidden, outputs
+
+    def _row_logits(self, rows: Sequence[int], hidden: Tensor, outputs: StepOutputs | None) -> Tensor:
+        """The logits [R, V] of these ascending rows of a step."""
+        if outputs is not None and len(rows) == len(outputs.logits):
+            return outputs.logits
+        chosen = hidden if outputs is None else outputs.logits
+        if len(rows) < chosen.shape[0]:
+            chosen = chosen[to_device(torch.tensor(rows), chosen.device)]
+        return self.decoder.logits(chosen) if outputs is None else chosen

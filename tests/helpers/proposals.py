@@ -53,10 +53,10 @@ class Proposed:
                 self.found.append((list(known), item.draft, self._logits[item.seq_id]))
         return filled
 
-    def _watch_run(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden, logits = self._run(*given)
+    def _watch_run(self, *given: Any) -> tuple[torch.Tensor, Any]:
+        hidden, outputs = self._run(*given)
         self._runs.append(hidden.clone())
-        return hidden, logits
+        return hidden, outputs
 
     def _watch_draft(self, items: list[Any]) -> dict[int, list[int]]:
         self._runs.clear()

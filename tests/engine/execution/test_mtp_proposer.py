@@ -178,10 +178,10 @@ def test_rotations_shifts_and_lost_places(room: str, tmp_path: Path) -> None:
     pages.key.fill_(torch.nan), pages.value.fill_(torch.nan)
     compute = predictor._run
 
-    def watched(*given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden, logits = compute(*given)
+    def watched(*given: Any) -> tuple[torch.Tensor, Any]:
+        hidden, outputs = compute(*given)
         assert bool(hidden.isfinite().all())
-        return hidden, logits
+        return hidden, outputs
 
     predictor._run = watched  # type: ignore[method-assign]
     same(run_checked(core, sent()), want, 0.0)
