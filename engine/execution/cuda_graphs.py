@@ -261,9 +261,8 @@ class DecodeGraphs:
         self.rows.record_end()
         self._graphs.join()
         self.num_replayed += 1
-        hidden, logits, maxima = captured.outputs
-        assert maxima is not None
-        return StepOutputs(hidden[:count], logits[:count], (maxima[0][:count], maxima[1][:count]))
+        hidden, logits, ids, highest = (tensor[:count] for tensor in _tensors(captured.outputs))
+        return StepOutputs(hidden, logits, (ids, highest))
 
     def submit(
         self,

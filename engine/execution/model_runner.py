@@ -366,7 +366,7 @@ class ModelRunner(RankRunner):
     @property
     def has_changed_states(self) -> bool:
         """Whether a failed step may have changed recurrent states, which a retry would change again."""
-        return self.decoder.spec.state_group is not None and not self.failed_rerotations
+        return self._has_states and not self.failed_rerotations
 
     @torch.inference_mode()
     def retry(self, plan: SchedulerOutput) -> list[StepResult]:
