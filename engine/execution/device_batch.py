@@ -108,11 +108,8 @@ class _StagingBuffers:
             return graphs.host_memory(tuple(tensor.shape), tensor.dtype)
 
         self.metadata, self.order, self.sampling = host(device.metadata), host(device.order), host(device.sampling)
-        self.tables, self.ranges, self.sampled = (
-            host(device.new_tables),
-            host(device.ranges.tables),
-            host(device.sampled),
-        )
+        self.tables, self.ranges = host(device.new_tables), host(device.ranges.tables)
+        self.sampled = host(device.sampled)
         self.states = None if device.states is None else host(device.states)
         self.mark: DeviceEvent | None = None
 
