@@ -112,12 +112,10 @@ class Scorer(SingleSequenceRunner):
             self.check_tokens(ending, context)
         longest = len(token_ids) + max(map(len, endings), default=0)
         specs = plan.stage(longest).specs
-        copies = 2 if any(spec.distances.has_second_keys for spec in specs) else 1
+        second_keys = any(spec.distances.has_second_keys for spec in specs)
         found = []
         with torch.inference_mode():
-            text = SequencePasses(
-                self, tuple(token_ids), copies, context, computed, second_keys=copies == 2, capacity=longest
-            )
+            text = SequencePasses(self, tuple(token_ids), context, computed, second_keys=second_keys, capacity=longest)
             text.prefill(len(token_ids), specs)
             for ending in endings:
                 entries: list[TokenLogprobs] = []

@@ -39,7 +39,6 @@ from windlass.engine.core.memory_budget import (
 from windlass.engine.core.ranks import RankProcesses, group_kv_memory
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.model_runner import ModelRunner
-from windlass.engine.execution.proposers import DraftModelProposer
 from windlass.engine.interface.config import PERSIST_SIZE, EngineConfig, SpeculationConfig
 from windlass.engine.interface.context import ContextSizes
 from windlass.engine.interface.model_info import AdapterInfo, DraftInfo, ModelInfo
@@ -165,10 +164,7 @@ class EngineBuilder:
             send_command=None if ranks is None else ranks.send_command,
         )
         if config.compute.cuda_graphs:
-            largest = largest_decode_step(config, self.plan.max_model_len)
-            runner.make_graph_runner(*largest)
-            if isinstance(runner.proposer, DraftModelProposer):
-                runner.proposer.make_graph_runner(*largest)
+            runner.prepare_graphs(*largest_decode_step(config, self.plan.max_model_len))
         if ranks is not None:
             ranks.allocate_cache(self.plan, self._rotary_rows)
         return runner

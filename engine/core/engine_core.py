@@ -109,14 +109,7 @@ class EngineCore:
         """
         max_length = min(self.info.max_model_len, min(self.info.num_kv_blocks) * self.info.block_size)
         specs = self._planner.plan(1 if self._planner.auto else max_length, update="frozen").stage(1).specs
-        warm_up(
-            self.runner,
-            specs,
-            num_groups=len(self.blocks.pools),
-            block_size=self.info.block_size,
-            max_length=max_length,
-            max_seconds=max_seconds,
-        )
+        warm_up(self.runner, specs, max_length=max_length, max_seconds=max_seconds)
         proposer = self.runner.proposer
         for graphs in (self.runner.graphs, None if proposer is None else proposer.graphs):
             if graphs is not None:

@@ -28,7 +28,7 @@ from windlass.engine.core.memory_budget import (
     profile_kv_memory,
 )
 from windlass.engine.errors import LoadError
-from windlass.engine.execution.model_runner import ApplyPlan, ExecutePlan, RankCommand, RankRunner
+from windlass.engine.execution.model_runner import RankCommand, RankPlan, RankRunner
 from windlass.engine.host_resources import thread_wait_environment, threads_per_rank
 from windlass.engine.interface.config import EngineConfig, SpeculationConfig
 from windlass.engine.model.loading.loader import LoadedModel, RankPlacement, load_model
@@ -227,9 +227,9 @@ class RankShard:
         """Run a command of the first rank."""
         assert self._runner is not None
         match command:
-            case ExecutePlan(plan):
+            case RankPlan(plan, compute=True):
                 self._runner.execute_rank(plan)
-            case ApplyPlan(plan):
+            case RankPlan(plan):
                 self._runner.apply(plan)
             case _:
                 self._runner.restore(command)

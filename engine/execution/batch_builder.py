@@ -24,14 +24,14 @@ from windlass.engine.execution.query_ranges import (
     query_ranges,
     second_key_positions,
 )
+from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.forward_batch import ForwardBatch, RotatedQueryCopies
 from windlass.engine.model.lora import LoadedAdapters
 from windlass.engine.rotary.attention_distances import Distances
 from windlass.engine.rotary.rotary_tables import RotaryTables
-from windlass.engine.scheduling.chunked_prefill import NO_BOUNDARIES, ChunkBoundaries
+from windlass.engine.scheduling.chunked_prefill import ChunkBoundaries
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence
 from windlass.kernels import (
-    Backend,
     BufferFiller,
     MultiStepInputs,
     PersistentBuffers,
@@ -106,7 +106,6 @@ class DecodeRows(NamedTuple):
 class ForwardBatchBuilder:
     """Builds batches of the sequences in `input_batch`, whose blocks hold `block_size` tokens.
 
-    num_groups: KV groups. windows: the distinct windows of the layers, None for none. absolute_scores: see `query_ranges`.
     chunk_boundaries: the parts of a prompt that attend separately. adapters: None runs the rows of every sequence without.
     persistent: whether batches of single tokens use persistent buffers, which needs a backend that reads host memory.
     """
@@ -115,27 +114,22 @@ class ForwardBatchBuilder:
         self,
         input_batch: InputBatch,
         rotary: RotaryTables,
-        *,
-        num_groups: int,
+        decoder: Decoder,
         block_size: int,
-        windows: abc.Sequence[int | None],
-        absolute_scores: bool,
-        backend: Backend,
-        has_states: bool = False,
-        chunk_boundaries: ChunkBoundaries = NO_BOUNDARIES,
-        adapters: LoadedAdapters | None = None,
+        chunk_boundaries: ChunkBoundaries,
+        adapters: LoadedAdapters | None,
     ) -> None:
         self.adapters, self._chunk_boundaries = adapters, chunk_boundaries
-        self._windows, self._absolute_scores = windows, absolute_scores
-        self._range_tables = RangeTables(windows, absolute_scores=absolute_scores)
-        self._input_batch, self.rotary = input_batch, rotary
-        self._has_states = has_states
-        self._groups, self.block_size, self._device = num_groups, block_size, backend.device
-        self._backend = backend
+        self._backend, self._device = decoder.backend, decoder.backend.device
+        spec = decoder.spec
+        self._groups, self._has_states = len(spec.kv_groups), spec.state_group is not None
+        self._windows, self._absolute_scores = spec.attention_windows, spec.scores_by_absolute_position
+        self._range_tables = RangeTables(self._windows, absolute_scores=self._absolute_scores)
+        self._input_batch, self.rotary, self.block_size = input_batch, rotary, block_size
         # Whatever the number of second key copies, the keys after them are split at the same places.
         self._second_key_alignment = blocks_per_split(block_size)
         self._persistent: OrderedDict[tuple[int, int], _PersistentBatch] = OrderedDict()  # by rows and width
-        self.persistent = backend.reads_host_memory
+        self.persistent = decoder.backend.reads_host_memory
 
     def build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         """The flat batch of the scheduled chunks, in order. The next call may overwrite a batch of single tokens."""
@@ -237,9 +231,8 @@ class ForwardBatchBuilder:
             tables = self._input_batch.tables(rows, columns)
         ids = np.concatenate([np.array(ids, dtype=np.int64) for _, _, ids in chunks])
         row = np.arange(len(chunks)).repeat(counts)  # [T]
-        index = np.arange(len(ids)) - (query_start[:-1] - starts).repeat(
-            counts
-        )  # [T], index of the slot in its sequence
+        # [T], index of the slot in its sequence
+        index = np.arange(len(ids)) - (query_start[:-1] - starts).repeat(counts)
         block, offset = np.divmod(index, self.block_size)
         slots = np.ascontiguousarray(tables[:, row, block] * np.int64(self.block_size) + offset)  # [K, T]
         if slots.min() < 0:
@@ -329,8 +322,10 @@ class ForwardBatchBuilder:
             _fill_state_rows(found.batch.state_rows, items, self._input_batch)
         return found.batch
 
-    def _row_metadata(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int, int]], int]:
-        """The `PersistentBuffers.metadata` of each row, and the number of blocks that hold all rows.
+    def _row_metadata(
+        self, items: abc.Sequence[ScheduledSequence], num_passes: int = 1
+    ) -> tuple[list[tuple[int, int, int, int, int]], int]:
+        """The `PersistentBuffers.metadata` of each row, and the number of blocks that hold all rows and further passes.
 
         A token that the host does not know yet is 0.
         """
@@ -345,7 +340,7 @@ class ForwardBatchBuilder:
             for i, token in enumerate((*known, *unknown, *item.draft), start=start + offset):
                 metadata.append((token, i, position, live.rotary_id, live.row))
             last = max(last, start + offset + item.num_tokens - 1)
-        return metadata, last // self.block_size + 1
+        return metadata, (last + num_passes - 1) // self.block_size + 1
 
     def decode_rows(self, items: abc.Sequence[ScheduledSequence], num_passes: int = 1) -> DecodeRows | None:
         """The rows of a step that runs row by row; None if it does not, or if a sequence has a distance rule."""
@@ -357,9 +352,7 @@ class ForwardBatchBuilder:
             if not distances[live.rotary_id].is_plain:
                 return None
             ranged = ranged or needs_ranges(live)
-        rows, blocks = self._row_metadata(items)
-        if num_passes > 1:
-            blocks = max(row[1] + num_passes - 1 for row in rows) // self.block_size + 1
+        rows, blocks = self._row_metadata(items, num_passes)
         metadata = np.array(rows, dtype=np.int64).T
         tables, range_tables = self._input_batch.tables(metadata[4].tolist(), blocks), None
         if ranged:
@@ -406,11 +399,8 @@ class ForwardBatchBuilder:
 
     def _acquire_persistent(self, rows: int, blocks: int) -> _PersistentBatch:
         key = rows, table_width(blocks)
-        found = self._persistent.get(key)
-        if found is not None:
-            self._persistent.move_to_end(key)
-            return found
-        found = self._persistent[key] = self._allocate_persistent(*key)
+        found = self._persistent.pop(key, None) or self._allocate_persistent(*key)
+        self._persistent[key] = found  # most recently used last
         while len(self._persistent) > _MAX_SHAPES:
             self._persistent.popitem(last=False)
         return found

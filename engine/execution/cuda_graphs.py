@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.engine.cache.block_manager import MAX_RUNS
 from windlass.engine.cache.kv_cache import KVCache
 from windlass.engine.execution.batch_builder import DecodeRows, ForwardBatchBuilder
 from windlass.engine.execution.device_batch import (
@@ -28,19 +27,16 @@ from windlass.engine.execution.device_batch import (
     GREEDY,
     TOKEN,
     DeviceBatch,
-    DeviceQueryRanges,
     PendingTokens,
     RowSampling,
 )
-from windlass.engine.execution.input_batch import InputBatch
 from windlass.engine.execution.query_ranges import pad_range_tables
 from windlass.engine.execution.recorded_steps import StepOutputs
 from windlass.engine.interface.outputs import RequestOutput
 from windlass.engine.model.decoder import Decoder
-from windlass.engine.sampling.sample_slot import SampleSlot
-from windlass.engine.sampling.sampler import filters_of, multi_step_result, uniform, uses_filters_only
+from windlass.engine.sampling.sampler import multi_step_result
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, StepResult
-from windlass.kernels import Graphs, encode_filters, is_out_of_memory
+from windlass.kernels import Graphs, is_out_of_memory
 
 _logger = logging.getLogger("windlass.engine")
 
@@ -53,8 +49,6 @@ MAX_RANGE_CELLS = 1024  # rows times ranges of a captured step; each cell may be
 _CAPTURE_AFTER_MISSES = 2  # lookups that find nothing, before a step is captured; a step may look up twice
 
 _MAX_PADDING_FACTOR = 4  # by which a step's rows or ranges may be padded to use a captured step
-
-_EXTRA_TABLE_COLUMNS = 2 * MAX_RUNS  # blocks around reused passages are partly empty
 
 # -- steps that are captured when they recur -------------------------------------------------------------------------
 
@@ -110,8 +104,9 @@ class LazyGraphs(Generic[T]):
         found = min(candidates)
         return found, self._captured[found]
 
+    @torch.inference_mode()
     def capture(self, key: GraphKey) -> None:
-        """Capture a step, or set `obstacle` if that fails."""
+        """Capture a step, for a number of rows that is captured without ranges and adapters, or set `obstacle` if that fails."""
         if key.adapted and key.ranges:
             # A step planned ahead may have no ranges any more, and needs a graph too.
             self.capture(key._replace(ranges=0))
@@ -149,7 +144,7 @@ class DecodeGraphs:
     """The captured decode steps of a model.
 
     max_rows: maximum rows of a step. max_blocks: maximum blocks of a sequence. num_ids: only the first `num_ids` token ids are
-    sampled from; None for the whole vocabulary. obstacle: the reason why not all steps were captured. lazy_graphs: the steps
+    sampled from. obstacle: the reason why not all steps were captured. lazy_graphs: the steps
     with ranges or adapters.
     """
 
@@ -159,32 +154,18 @@ class DecodeGraphs:
         cache: KVCache,
         batches: ForwardBatchBuilder,
         graphs: Graphs,
-        *,
         max_rows: int,
         max_blocks: int,
-        num_ids: int | None = None,
+        num_ids: int,
     ) -> None:
-        self._num_ids = num_ids or decoder.spec.vocab_size
+        self._num_ids = num_ids
         self._decoder, self._cache, self._batches, self._graphs = decoder, cache, batches, graphs
         self._adapters = batches.adapters
-        ranges = DeviceQueryRanges(
-            batches.rotary,
-            cells=MAX_RANGE_CELLS,
-            windows=len(decoder.spec.attention_windows),
-            absolute_scores=decoder.spec.scores_by_absolute_position,
-        )
         self.rows = DeviceBatch(
-            graphs,
-            batches.rotary,
-            ranges,
-            max_rows=max_rows,
-            groups=len(decoder.spec.kv_groups),
-            width=max_blocks,
-            ranged_width=max_blocks + _EXTRA_TABLE_COLUMNS,
-            block_size=batches.block_size,
-            has_states=decoder.spec.state_group is not None,
+            graphs, decoder.spec, batches.rotary, batches.block_size, max_rows, max_blocks, MAX_RANGE_CELLS
         )
-        self.lazy_graphs = LazyGraphs(self._capture_lazily)
+        self._row_of: dict[int, int] = {}  # by sequence, its row in the passes submitted last
+        self.lazy_graphs = LazyGraphs(self._capture)
         self._captured: dict[int, _Captured] = {}  # by rows, ascending
         self.obstacle: str | None = None
         self.num_replayed = 0
@@ -213,7 +194,7 @@ class DecodeGraphs:
                 self.obstacle = f"no more decode steps were captured after {max_seconds:g} seconds"
                 break
             try:
-                self._captured[size] = self._capture(size)
+                self._captured[size] = self._capture(GraphKey(size))
             except RuntimeError as error:
                 self.obstacle = _capture_failure(GraphKey(size), error)
                 break
@@ -232,33 +213,24 @@ class DecodeGraphs:
         rows = max(size for size in self.sizes if 2 * size <= MAX_RANGE_CELLS)
         return GraphKey(rows, 1 << (MAX_RANGE_CELLS // rows).bit_length() - 1)
 
-    @torch.inference_mode()
-    def capture_key(self, key: GraphKey) -> None:
-        """Capture a step with ranges or adapters, for a number of rows that is captured without: see `LazyGraphs.capture`."""
-        self.lazy_graphs.capture(key)
-
-    def _capture(self, size: int) -> _Captured:
-        outputs: list[StepOutputs] = []
-
-        def step() -> None:
-            outputs[:] = [self._compute(GraphKey(size))]
-            self._sample_rows(size, outputs[0])
-
-        self.rows.reset()
-        replay = self._graphs.capture(step)
-        return _Captured(replay, outputs[0])
-
-    def _capture_lazily(self, key: GraphKey) -> _Captured:
-        outputs_buffer = self._captured[key.rows].outputs  # reused, so that this graph holds no memory for its outputs
+    def _capture(self, key: GraphKey) -> _Captured:
+        # Steps with ranges or adapters write the outputs of the step without, so that their graphs hold no memory for outputs.
+        shared = self._captured[key.rows].outputs if key.ranges or key.adapted else None
+        found: list[StepOutputs] = []
 
         def step() -> None:
             outputs = self._compute(key)
-            for target, source in zip(_tensors(outputs_buffer), _tensors(outputs), strict=True):
-                target.copy_(source)
-            self._sample_rows(key.rows, outputs_buffer)
+            if shared is not None:
+                for target, source in zip(_tensors(shared), _tensors(outputs), strict=True):
+                    target.copy_(source)
+                outputs = shared
+            found[:] = [outputs]
+            assert outputs.maxima is not None
+            tensors = self.rows.sampling_tensors(key.rows)
+            self.rows.advance(key.rows, *self._graphs.sample_rows(outputs.logits, outputs.maxima, tensors))
 
         self.rows.reset()
-        return _Captured(self._graphs.capture(step), outputs_buffer)
+        return _Captured(self._graphs.capture(step), found[0])
 
     def _compute(self, key: GraphKey) -> StepOutputs:
         decoder, batch = self._decoder, self.rows.batch(key.rows, key.ranges)
@@ -268,12 +240,6 @@ class DecodeGraphs:
         hidden = decoder.run_layers(x, batch, self._cache)
         logits = decoder.logits(hidden)[:, : self._num_ids]
         return StepOutputs(hidden, logits, decoder.backend.row_maxima(logits))
-
-    def _sample_rows(self, size: int, outputs: StepOutputs) -> None:
-        assert outputs.maxima is not None
-        self.rows.advance(
-            size, *self._graphs.sample_rows(outputs.logits, outputs.maxima, self.rows.sampling_tensors(size))
-        )
 
     def join(self) -> None:
         """Order torch work submitted from now on after all passes submitted so far."""
@@ -295,41 +261,34 @@ class DecodeGraphs:
         self.rows.record_end()
         self._graphs.join()
         self.num_replayed += 1
-        hidden, logits, maxima = captured.outputs
-        assert maxima is not None
-        return StepOutputs(hidden[:count], logits[:count], (maxima[0][:count], maxima[1][:count]))
+        hidden, logits, ids, highest = (tensor[:count] for tensor in _tensors(captured.outputs))
+        return StepOutputs(hidden, logits, (ids, highest))
 
     def submit(
-        self, items: abc.Sequence[ScheduledSequence], num_passes: int, sampling_rows: abc.Sequence[RowSampling]
-    ) -> PendingTokens | None:
-        """Submit passes of rows that are sampled on the device; None if no captured step can run them."""
-        found = self._find_graph(items, num_passes)
-        if found is None:
-            return None
-        captured, rows, ranges = found
-        self.rows.fill(rows, sampling_rows, ranges)
-        return self._submit_passes(captured, num_passes, len(items))
-
-    def submit_behind(
         self,
         items: abc.Sequence[ScheduledSequence],
         num_passes: int,
         sampling_rows: abc.Sequence[RowSampling],
-        order: abc.Sequence[int],
-    ) -> PendingTokens:
-        """Like `submit`, for rows that continue from the passes submitted last. order: their indices among those rows."""
-        found = self._find_graph(items, num_passes, ahead=True)
-        if found is None:
-            raise RuntimeError("a step was planned ahead that cannot follow the one before it on the device")
-        captured, rows, ranges = found
-        self.rows.continue_from(order, rows, sampling_rows, ranges)
-        return self._submit_passes(captured, num_passes, len(items))
+        *,
+        ahead: bool = False,
+    ) -> PendingTokens | None:
+        """Submit passes of rows that are sampled on the device; None if no captured step can run them.
 
-    def _submit_passes(self, captured: _Captured, num_passes: int, rows: int) -> PendingTokens:
+        ahead: the rows continue from the passes submitted last, and there must be such a captured step.
+        """
+        found = self._find_graph(items, num_passes, ahead=ahead)
+        if found is None and ahead:
+            raise RuntimeError("a step was planned ahead that cannot follow the one before it on the device")
+        if found is None:
+            return None
+        captured, rows, ranges = found
+        self.rows.fill(rows, sampling_rows, ranges, [self._row_of[item.seq_id] for item in items] if ahead else None)
         for _ in range(num_passes):
             self._graphs.submit(captured.replay)
         self.num_replayed += num_passes
-        return self.rows.fetch(num_passes, rows)
+        pending = self.rows.fetch(num_passes, len(items))
+        self._row_of = {item.seq_id: row for row, item in enumerate(items)}
+        return pending
 
     def _find_graph(
         self, items: abc.Sequence[ScheduledSequence], num_passes: int = 1, *, ahead: bool = False
@@ -388,45 +347,3 @@ class StepFuture:
             sampled = zip(self.plan.sequences, ids.T.tolist(), statuses.T.tolist(), strict=True)
             self._results = [multi_step_result(item.seq_id, *found) for item, *found in sampled]
         return self._results
-
-
-class DeviceStepLauncher:
-    """Starts steps whose tokens the device samples. input_batch: updated by its owner."""
-
-    def __init__(self, input_batch: InputBatch, vocab_size: int) -> None:
-        self._input_batch, self._vocab_size = input_batch, vocab_size
-        self._rows: dict[int, int] = {}  # by sequence, its row on the device in the step started last
-
-    def start(self, plan: SchedulerOutput, graphs: DecodeGraphs) -> StepFuture | None:
-        """Start the step of a plan whose changes have been applied; None if it cannot run on the device alone."""
-        items = plan.sequences
-        if not plan.num_inflight_passes and not self._runs_on_device(items):
-            return None
-        slots = [self._input_batch.by_id[item.seq_id].slot for item in items]
-        sampling_rows = [self._row_sampling(slot, plan.num_inflight_passes, plan.num_passes) for slot in slots]
-        if plan.num_inflight_passes:
-            order = [self._rows[item.seq_id] for item in items]
-            pending: PendingTokens | None = graphs.submit_behind(items, plan.num_passes, sampling_rows, order)
-        else:
-            pending = graphs.submit(items, plan.num_passes, sampling_rows)
-        if pending is None:
-            return None
-        self._rows = {item.seq_id: row for row, item in enumerate(items)}
-        return StepFuture(plan, [], pending)
-
-    def _runs_on_device(self, items: abc.Sequence[ScheduledSequence]) -> bool:
-        live = self._input_batch.by_id
-        return bool(items) and all(
-            item.num_tokens == 1
-            and item.samples == (item.seq_id,)
-            and item.prompt_logprobs is None
-            and uses_filters_only(live[item.seq_id].slot)
-            for item in items
-        )
-
-    def _row_sampling(self, slot: SampleSlot, ahead: int, num_passes: int) -> RowSampling:
-        num_sampled = len(slot.token_ids) - slot.num_prompt_tokens + ahead
-        uniforms: list[float] = []
-        if slot.sampling.temperature > 0:
-            uniforms = [uniform(slot.seed, slot.index, num_sampled + i) for i in range(num_passes)]
-        return RowSampling(encode_filters(filters_of(slot.sampling, self._vocab_size), self._vocab_size), uniforms)

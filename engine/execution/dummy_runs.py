@@ -35,23 +35,6 @@ from windlass.kernels import DeviceMemory
 _PROFILE_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
 
 
-def _dummy_sequence(
-    seq_id: int, sampling: SamplingParams, num_prompt_tokens: int, num_tokens: int, tables: TableChanges, rotary_id: int
-) -> NewSequence:
-    """A sequence of `num_tokens` times token 0."""
-    return NewSequence(
-        seq_id=seq_id,
-        index=0,
-        sampling=sampling,
-        seed=0,
-        num_prompt_tokens=num_prompt_tokens,
-        stop_ids=(),
-        token_ids=(0,) * num_tokens,
-        tables=tables,
-        rotary_id=rotary_id,
-    )
-
-
 def profile_largest_step(
     decoder: Decoder,
     memory: DeviceMemory,
@@ -93,30 +76,13 @@ def profile_largest_step(
     shared = (0,) * (start // block_size)
     own = [(*shared, *range(1, 1 + written))]
     own += [((0,) * ((end - 1) // block_size) + (1 + written + stream,)) for stream in range(streams)]
-    new = [
-        _dummy_sequence(
-            seq_id,
-            _PROFILE_SAMPLING,
-            end,
-            end,
-            TableChanges(
-                True, (TableChange(appended=blocks),) * groups + (TableChange(appended=(seq_id,)),) * has_states
-            ),
-            row,
-        )
-        for seq_id, blocks in enumerate(own)
-    ]
-    chunks = [
-        ScheduledSequence(
-            seq_id,
-            start if seq_id == 0 else end - 1,
-            chunk if seq_id == 0 else 1,
-            end,
-            samples=(seq_id,) if spec.generates else (),
-            prompt_logprobs=1 if seq_id == 0 and spec.generates else None,
-        )
-        for seq_id in range(len(own))
-    ]
+    new, chunks = [], []
+    for seq_id, blocks in enumerate(own):
+        changes = (TableChange(appended=blocks),) * groups + (TableChange(appended=(seq_id,)),) * has_states
+        new.append(_dummy_sequence(seq_id, _PROFILE_SAMPLING, end, end, changes, row))
+        samples = (seq_id,) if spec.generates else ()
+        chunks.append(ScheduledSequence(seq_id, end - 1, 1, end, samples=samples))
+    chunks[0] = chunks[0]._replace(start=start, num_tokens=chunk, prompt_logprobs=1 if spec.generates else None)
     plan = SchedulerOutput(
         step=1, rotary_rows=(RotaryRow(row, specs),), new=tuple(new), sequences=tuple(reversed(chunks))
     )
@@ -149,10 +115,10 @@ def profile_graph_memory(
     spec, backend = decoder.spec, decoder.backend
     cache = KVCache(spec.kv_groups, [1] * len(spec.kv_groups), block_size, cache_dtype, backend)
     tables = RotaryTables(1, [group.base for group in spec.rotary_groups], backend)
-    runner = ModelRunner(decoder, cache, tables, Sampler(spec.vocab_size, backend), block_size, adapters=adapters)
+    runner = RankRunner(decoder, cache, tables, block_size, adapters)
     memory.release_cached()
     before = memory.used_by_process()
-    runner.make_graph_runner(max_rows, max_blocks)
+    runner.prepare_graphs(max_rows, max_blocks)
     graphs = runner.graphs
     if graphs is None:
         return 0
@@ -178,7 +144,7 @@ def _capture_and_measure(graphs: DecodeGraphs, memory: DeviceMemory, keys: list[
     measured = [before]
     for key in keys:
         if key.ranges or key.adapted:
-            graphs.capture_key(key)
+            graphs.lazy_graphs.capture(key)
         else:
             graphs.capture([key.rows])
         if graphs.obstacle is not None or graphs.lazy_graphs.obstacle is not None:
@@ -203,27 +169,20 @@ _GREEDY = SamplingParams(temperature=0.0)
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
 
 
-def warm_up(
-    runner: ModelRunner,
-    specs: Sequence[RotarySpec],
-    *,
-    num_groups: int,
-    block_size: int,
-    max_length: int,
-    max_seconds: float,
-) -> None:
+def warm_up(runner: ModelRunner, specs: Sequence[RotarySpec], *, max_length: int, max_seconds: float) -> None:
     """Run a prompt and a few decode steps on the first blocks of every KV group, which must be free.
 
-    specs: one for each rotary group. num_groups: KV groups. max_length: maximum length of a sequence; if too short, nothing
+    specs: one for each rotary group. max_length: maximum length of a sequence; if too short, nothing
     runs. max_seconds: no step starts later, so that a slow model does not delay the start.
     """
     started = time.monotonic()
-    prompt = min(block_size + 1, max_length - _DECODE_STEPS)
+    prompt = min(runner.block_size + 1, max_length - _DECODE_STEPS)
     if prompt < 1:
         return
-    blocks = tuple(range(-(-(prompt + _DECODE_STEPS) // block_size)))
+    blocks, spec = tuple(range(-(-(prompt + _DECODE_STEPS) // runner.block_size))), runner.decoder.spec
+    tables = (TableChange(appended=blocks),) * (len(spec.kv_groups) + (spec.state_group is not None))
     row = runner.tables.acquire(specs)
-    samples = (_DUMMY_ID,) if runner.decoder.spec.generates else ()
+    samples = (_DUMMY_ID,) if spec.generates else ()
     try:
         for step in range(1 + _DECODE_STEPS):
             if time.monotonic() - started > max_seconds:
@@ -231,7 +190,6 @@ def warm_up(
             # A new sequence in every step, with that step's settings, as a model that does not generate samples nothing.
             known = prompt + step
             sampling = _SAMPLED if step == _DECODE_STEPS else _GREEDY
-            tables = TableChanges(True, (TableChange(appended=blocks),) * num_groups)
             sequence = _dummy_sequence(_DUMMY_ID, sampling, prompt, known, tables, row)
             start = known - 1 if step else 0
             chunk = ScheduledSequence(_DUMMY_ID, start, known - start, known, samples=samples)
@@ -247,3 +205,17 @@ def warm_up(
         runner.tables.release(row)
         runner.restore(Snapshot(0))
         runner.positions_computed = 0
+
+
+def _dummy_sequence(
+    seq_id: int,
+    sampling: SamplingParams,
+    num_prompt_tokens: int,
+    num_tokens: int,
+    tables: tuple[TableChange, ...],
+    rotary_id: int,
+) -> NewSequence:
+    """A sequence of `num_tokens` times token 0."""
+    token_ids = (0,) * num_tokens
+    changes = TableChanges(True, tables)
+    return NewSequence(seq_id, 0, sampling, 0, num_prompt_tokens, (), token_ids, changes, rotary_id)

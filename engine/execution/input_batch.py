@@ -6,7 +6,7 @@ A plan carries only what changed, so the cost of a step does not depend on the l
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,10 +86,8 @@ class InputBatch:
             self._add(new)
         for fork in plan.forks:
             parent = self.by_id[fork.parent]
-            slot, token_ids = parent.slot, list(parent.token_ids)
-            child = SampleSlot(
-                fork.seq_id, fork.index, slot.sampling, slot.seed, slot.num_prompt_tokens, token_ids, slot.stop_ids
-            )
+            token_ids = list(parent.token_ids)
+            child = replace(parent.slot, seq_id=fork.seq_id, index=fork.index, token_ids=token_ids)
             self.by_id[fork.seq_id] = self._make_sequence(child, token_ids, -1, parent)
         for item in plan.sequences:
             live = self.by_id[item.seq_id]
@@ -125,8 +123,7 @@ class InputBatch:
 
         The next plan may change or replace the array. Entries past a sequence's last block are undefined.
         """
-        if columns > self._tables.shape[2]:
-            self._reserve(0, columns)
+        self._reserve(0, columns)
         return self._tables_by_group
 
     def state_blocks(self, rows: abc.Sequence[int]) -> NDArray[np.int64]:
@@ -145,8 +142,7 @@ class InputBatch:
 
         Entries past a sequence's last block are undefined.
         """
-        if max_blocks > self._tables.shape[2]:
-            self._reserve(0, max_blocks)
+        self._reserve(0, max_blocks)
         first, count = rows[0], len(rows)
         if rows == list(range(first, first + count)):
             return self._tables_by_group[:, first : first + count, :max_blocks]
@@ -181,7 +177,9 @@ class InputBatch:
         self, slot: SampleSlot, token_ids: list[int], rotary_id: int, source: NewSequence | RunnerSequence
     ) -> RunnerSequence:
         """A sequence with empty tables in a free row, with the layout, window and adapter of `source`."""
-        row, num_tables = self._take_row(), len(self._tables)
+        if not self._free:
+            self._reserve(self._tables.shape[1] + 1, 0)
+        row, num_tables = self._free.pop(), len(self._tables)
         rule = source.layout, source.window, source.sinks, source.adapter
         return RunnerSequence(slot, token_ids, row, rotary_id, *rule, [0] * num_tables, [0] * num_tables)
 
@@ -194,8 +192,7 @@ class InputBatch:
     def _update_tables(self, live: RunnerSequence, changes: TableChanges) -> None:
         for group, change in enumerate(changes.groups):
             end = change.length + len(change.appended)
-            if end > self._tables.shape[2]:
-                self._reserve(0, end)
+            self._reserve(0, end)
             table, dropped, length = self._tables[group, live.row], live.num_dropped[group], live.num_blocks[group]
             for first, count in change.removed:
                 table[first : length - count] = table[first + count : length].copy()
@@ -214,14 +211,11 @@ class InputBatch:
         self._tables_by_group, self._second_tables = own[: self._num_groups], second_blocks[: self._num_groups]
         self._states = own[self._num_groups :, :, 0]  # [1, R], or [0, R] without states
 
-    def _take_row(self) -> int:
-        if not self._free:
-            self._reserve(self._tables.shape[1] + 1, 0)
-        return self._free.pop()
-
     def _reserve(self, rows: int, columns: int) -> None:
         """Grow to at least this size by doubling, so that the cost per token stays small."""
         groups, have_rows, have_columns = self._tables.shape
+        if rows <= have_rows and columns <= have_columns:
+            return
         grown_rows = max(rows, 2 * have_rows) if rows > have_rows else have_rows
         grown_columns = max(columns, 2 * have_columns) if columns > have_columns else have_columns
         grown = np.full((groups, grown_rows, grown_columns), -1, dtype=np.int32)

@@ -11,7 +11,6 @@ from torch import Tensor
 from windlass.engine.cache.cache_operations import KeyRerotation
 from windlass.engine.cache.kv_cache import KVCache
 from windlass.engine.model.model_spec import ModelSpec
-from windlass.engine.rotary.rope_scaling import RotarySpec
 from windlass.engine.rotary.rotary_tables import rerotation_angles
 from windlass.kernels import Backend, is_out_of_memory
 
@@ -25,9 +24,7 @@ class KeyRotator:
         self._layers = [
             [(layer, spec.attention[layer].rotary_group) for layer in group.layers] for group in spec.kv_groups
         ]
-        self._cache = cache
-        self._block_size = block_size
-        self._backend = backend
+        self._cache, self._block_size, self._backend = cache, block_size, backend
 
     def apply_all(self, rerotations: Iterable[KeyRerotation]) -> frozenset[int]:
         """Apply re-rotations in order, and return the sequences for which there was not even memory for one block.
@@ -81,19 +78,14 @@ class KeyRotator:
         for layer, group in self._layers[rerotation.group]:
             if group not in angles:
                 angles[group] = self._angles(rerotation, group, positions)
-            pages = self._cache.pages(layer)
             self._backend.rerotate_cached_keys(
-                pages, source_slots, target_slots, *angles[group], values=rerotation.values
+                self._cache.pages(layer), source_slots, target_slots, *angles[group], values=rerotation.values
             )
 
     def _angles(self, rerotation: KeyRerotation, group: int | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-        old: tuple[float, ...] = ()
-        new: tuple[float, ...] = ()
-        if group is not None:
-            source: RotarySpec = rerotation.from_specs[group]
-            old, new = source.inv_freq, rerotation.to_specs[group].inv_freq
-        if old == new:
-            old = new = ()  # nothing rotates: a plain copy
+        if group is None or rerotation.from_specs[group].inv_freq == rerotation.to_specs[group].inv_freq:
+            return rerotation_angles(self._backend, (), (), positions)  # nothing rotates: a plain copy
+        old, new = rerotation.from_specs[group].inv_freq, rerotation.to_specs[group].inv_freq
         return rerotation_angles(self._backend, old, new, positions)
 
     def _tensor(self, array: np.ndarray) -> Tensor:

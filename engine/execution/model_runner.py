@@ -20,32 +20,33 @@ from torch import Tensor
 from windlass.engine.cache.host_tier import BlockTransfer
 from windlass.engine.cache.kv_cache import KVCache
 from windlass.engine.errors import OUT_OF_MEMORY, DeviceMemoryError, EngineError
-from windlass.engine.execution.batch_builder import ForwardBatchBuilder
-from windlass.engine.execution.cuda_graphs import DecodeGraphs, DeviceStepLauncher, StepFuture
+from windlass.engine.execution.cuda_graphs import StepFuture
+from windlass.engine.execution.device_batch import PendingTokens, RowSampling
 from windlass.engine.execution.input_batch import InputBatch
-from windlass.engine.execution.key_rotator import KeyRotator
 from windlass.engine.execution.pooler import Pooler
 from windlass.engine.execution.proposers import DraftModel, DraftModelProposer, MTPProposer
-from windlass.engine.execution.recorded_steps import DecodeReplay, StepOutputs
-from windlass.engine.interface.outputs import TokenLogprobs
+from windlass.engine.execution.recorded_steps import StepOutputs
+from windlass.engine.execution.step_runner import StepRunner
+from windlass.engine.interface.outputs import PooledRows, TokenLogprobs
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.lora import LoadedAdapters
 from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.engine.sampling.acceptance import SamplingRequest, sample_and_accept
-from windlass.engine.sampling.sampler import Sampler, is_greedy, token_logprobs
+from windlass.engine.sampling.sample_slot import SampleSlot
+from windlass.engine.sampling.sampler import Sampler, filters_of, is_greedy, token_logprobs, uniform, uses_filters_only
 from windlass.engine.scheduling.chunked_prefill import NO_BOUNDARIES, ChunkBoundaries
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
-from windlass.kernels import RankEndedError, is_out_of_memory, to_device
+from windlass.kernels import RankEndedError, encode_filters, is_out_of_memory, to_device
 
 # Rows of logits computed at once for prompt log-probabilities: limits memory to vocabulary * rows * 4 bytes.
 _PROMPT_LOGPROB_ROWS = 256
 
 
-class RankRunner:
+class RankRunner(StepRunner):
     """Runs a model, or one rank's part of it, on one device.
 
     persisted: saves and loads the blocks that plans name. failed_rerotations: the sequences whose keys the last plan could not
-    re-rotate for lack of memory. positions_computed: number of tokens computed.
+    re-rotate for lack of memory.
     """
 
     def __init__(
@@ -57,42 +58,15 @@ class RankRunner:
         adapters: LoadedAdapters | None = None,
         persisted: BlockTransfer | None = None,
     ) -> None:
-        self.decoder, self.cache, self.tables = decoder, cache, tables
-        groups = len(decoder.spec.kv_groups)
-        has_states = decoder.spec.state_group is not None
-        self.input_batch = InputBatch(groups, has_states=has_states)
-        self.batches = ForwardBatchBuilder(
-            self.input_batch,
-            tables,
-            num_groups=groups,
-            block_size=block_size,
-            windows=decoder.spec.attention_windows,
-            absolute_scores=decoder.spec.scores_by_absolute_position,
-            backend=decoder.backend,
-            has_states=has_states,
-            chunk_boundaries=NO_BOUNDARIES
-            if decoder.spec.is_bidirectional
-            else ChunkBoundaries(decoder.backend.uniform_prefill_min_tokens, block_size),
-            adapters=adapters,
-        )
+        spec = decoder.spec
+        input_batch = InputBatch(len(spec.kv_groups), has_states=spec.state_group is not None)
+        boundaries = NO_BOUNDARIES
+        if not spec.is_bidirectional:
+            boundaries = ChunkBoundaries(decoder.backend.uniform_prefill_min_tokens, block_size)
+        super().__init__(decoder, cache, tables, input_batch, block_size, boundaries, adapters)
         self._persisted = persisted
-        self._is_shard = decoder.spec.vocabulary is not None
-        self.replay = DecodeReplay(decoder, cache)
-        self.graphs: DecodeGraphs | None = None
-        self._rotator = KeyRotator(decoder.spec, cache, block_size, decoder.backend)
+        self._is_shard = spec.vocabulary is not None
         self.failed_rerotations: frozenset[int] = frozenset()
-        self.positions_computed = 0
-
-    def make_graph_runner(self, max_rows: int, max_blocks: int) -> None:
-        """Prepare the capture of decode steps if the device has graphs and the model generates: see `DecodeGraphs.capture`."""
-        decoder = self.decoder
-        if self._is_shard or not decoder.spec.generates:
-            return
-        graphs = decoder.backend.make_graph_runner()
-        if graphs is not None:
-            self.graphs = DecodeGraphs(
-                decoder, self.cache, self.batches, graphs, max_rows=max_rows, max_blocks=max_blocks
-            )
 
     def join(self) -> None:
         """Order device work submitted from now on after all steps submitted so far."""
@@ -102,15 +76,14 @@ class RankRunner:
     @torch.inference_mode()
     def execute_rank(self, plan: SchedulerOutput) -> None:
         """Execute this rank's part of `ModelRunner.execute`."""
-        self._apply(plan)
-        self._check_rerotations()
+        self.apply(plan)
         if not plan.sequences:
             return
         hidden, outputs = self._forward(plan)
-        if rows := [row for _, of_item in self._sampled_rows(plan) for row in of_item]:
+        if rows := [row for _, of_item in _sampled_rows(plan) for row in of_item]:
             self._row_logits(rows, hidden, outputs)
-        for item, rows_of_prompt in self._prompt_rows(plan, hidden):
-            for _ in self._prompt_logits(item, rows_of_prompt):
+        for item, of_item in _rows_of_items(plan):
+            for _ in self._prompt_logits(item, of_item, hidden):
                 pass
         self._answer_logits(plan, hidden)
 
@@ -119,6 +92,12 @@ class RankRunner:
         """Apply the changes of a plan to the input batch and the cache, and compute nothing."""
         self._apply(plan)
         self._check_rerotations()
+
+    @torch.inference_mode()
+    def hidden_states(self, plan: SchedulerOutput) -> Tensor:
+        """Execute a plan without sampling: the normed hidden states [T, hidden] of its rows, valid until the next step."""
+        self.apply(plan)
+        return self._forward(plan, all_rows=True)[0]
 
     def _apply(self, plan: SchedulerOutput) -> None:
         self.input_batch.apply(plan)
@@ -161,9 +140,9 @@ class RankRunner:
 
         all_rows: whether all rows are needed; otherwise rows of prompts for which nothing is requested may be zeros.
         """
-        if self.graphs is not None and (replayed := self.graphs.run(plan.sequences)) is not None:
-            self.positions_computed += replayed.hidden.shape[0]
-            return replayed.hidden, replayed
+        outputs = self._run_captured(plan.sequences)
+        if outputs is not None:
+            return outputs.hidden, outputs
         batch = self.batches.build(plan.sequences)
         if self.decoder.spec.token_types > 1 and self.input_batch.pooled:
             batch = replace(batch, token_types=self._token_types(plan))
@@ -171,12 +150,10 @@ class RankRunner:
             batch.only_last_tokens = self._needs_only_last_tokens(plan)
         live = self.input_batch.by_id
         maxima = all(is_greedy(live[item.seq_id].slot) for item in plan.sequences)
-        outputs = self.replay.run(batch, maxima=maxima) if self.decoder.spec.generates else None
-        hidden = self.decoder.forward(batch, self.cache) if outputs is None else outputs.hidden
+        hidden, outputs = self._run_batch(batch, maxima=maxima)
         if outputs is None and self._is_shard and batch.input_ids.shape == batch.seq_lens.shape:
             # A rank that replays such a step computes the logits of every row, so the others must too.
             outputs = StepOutputs(hidden, self.decoder.logits(hidden), None)
-        self.positions_computed += hidden.shape[0]
         return hidden, outputs
 
     def _needs_only_last_tokens(self, plan: SchedulerOutput) -> bool:
@@ -195,53 +172,46 @@ class RankRunner:
             types += [int(second is not None and index >= second) for index in tokens]
         return to_device(torch.tensor(types), self.decoder.device)
 
-    def _sampled_rows(self, plan: SchedulerOutput) -> Iterator[tuple[ScheduledSequence, range]]:
-        """The sequences for which tokens are sampled, and their rows of the step."""
-        end = 0
-        for item in plan.sequences:
-            end += item.num_tokens
-            if item.samples:
-                yield item, range(end - 1 - len(item.draft), end)
-
-    def _row_logits(self, rows: list[int], hidden: Tensor, outputs: StepOutputs | None) -> Tensor:
-        """The logits [R, V] of these rows."""
-        if outputs is not None and len(rows) == len(outputs.logits):
-            return outputs.logits
-        chosen = hidden if outputs is None else outputs.logits
-        if len(rows) < chosen.shape[0]:
-            chosen = chosen[to_device(torch.tensor(rows), chosen.device)]
-        return self.decoder.logits(chosen) if outputs is None else chosen
-
-    def _prompt_rows(self, plan: SchedulerOutput, hidden: Tensor) -> Iterator[tuple[ScheduledSequence, Tensor]]:
-        """The sequences whose prompt log-probabilities are requested, and their rows of the step."""
-        first = 0
-        for item in plan.sequences:
-            if item.prompt_logprobs is not None:
-                yield item, hidden[first : first + item.num_tokens]
-            first += item.num_tokens
-
     def _answer_logits(self, plan: SchedulerOutput, hidden: Tensor) -> dict[int, Tensor]:
         """By sequence id, the logits [V] after prompts that end in this step and whose pooling compares answers."""
         rows: dict[int, int] = {}
-        end = 0
-        for item in plan.sequences:
-            end += item.num_tokens
+        for item, of_item in _rows_of_items(plan):
             rule = self.input_batch.pooled.get(item.seq_id)
             if rule is not None and rule.answers and item.start + item.num_tokens == item.num_known_tokens:
-                rows[item.seq_id] = end - 1
+                rows[item.seq_id] = of_item[-1]
         if not rows:
             return {}
         chosen = hidden[to_device(torch.tensor(list(rows.values())), hidden.device)]
         return dict(zip(rows, self.decoder.logits(chosen), strict=True))
 
-    def _prompt_logits(self, item: ScheduledSequence, hidden: Tensor) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """The next tokens of a chunk of a prompt, in parts, and the logits [R, V] that predict them."""
+    def _prompt_logits(
+        self, item: ScheduledSequence, rows: range, hidden: Tensor
+    ) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """In parts, the next tokens of a prompt's chunk if their log-probabilities are requested, and logits [R, V] for them."""
+        if item.prompt_logprobs is None:
+            return
         # Row i of the chunk predicts the token at index start + i + 1, if that is part of the prompt.
         slot = self.input_batch.by_id[item.seq_id].slot
         targets = slot.token_ids[item.start + 1 : min(item.start + item.num_tokens + 1, slot.num_prompt_tokens)]
         for begin in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
             part = targets[begin : begin + _PROMPT_LOGPROB_ROWS]
-            yield part, self.decoder.logits(hidden[begin : begin + len(part)])
+            first = rows.start + begin
+            yield part, self.decoder.logits(hidden[first : first + len(part)])
+
+
+def _rows_of_items(plan: SchedulerOutput) -> Iterator[tuple[ScheduledSequence, range]]:
+    """The scheduled sequences and their rows of the step."""
+    end = 0
+    for item in plan.sequences:
+        end += item.num_tokens
+        yield item, range(end - item.num_tokens, end)
+
+
+def _sampled_rows(plan: SchedulerOutput) -> Iterator[tuple[ScheduledSequence, range]]:
+    """The sequences for which tokens are sampled, and the rows from which they are."""
+    for item, rows in _rows_of_items(plan):
+        if item.samples:
+            yield item, rows[-1 - len(item.draft) :]
 
 
 class MultiStepState:
@@ -296,20 +266,14 @@ def _joined(sampled: Sequence[StepResult]) -> StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutePlan:
-    """Command to the other ranks: compute this plan with the first one."""
+class RankPlan:
+    """Command to the other ranks: apply the changes of this plan, and if `compute`, compute it with the first rank."""
 
     plan: SchedulerOutput
+    compute: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ApplyPlan:
-    """Command to the other ranks: apply the changes of this plan."""
-
-    plan: SchedulerOutput
-
-
-RankCommand: TypeAlias = ExecutePlan | ApplyPlan | Snapshot
+RankCommand: TypeAlias = RankPlan | Snapshot
 
 
 class ModelRunner(RankRunner):
@@ -333,16 +297,19 @@ class ModelRunner(RankRunner):
     ) -> None:
         super().__init__(decoder, cache, tables, block_size, adapters, persisted)
         self.sampler = sampler
-        vocab_size = decoder.spec.vocab_size
         self.proposer: DraftModelProposer | MTPProposer | None = None
         if draft is not None and draft.decoder.spec.mtp_input is not None:
             self.proposer = MTPProposer(draft, self.input_batch, block_size)
         elif draft is not None:
-            self.proposer = DraftModelProposer(draft, self.input_batch, vocab_size, block_size)
+            self.proposer = DraftModelProposer(draft, self.input_batch, self._vocab_size, block_size)
         self._pooler = Pooler(decoder)
         self._send_command = send_command
-        self._launcher = DeviceStepLauncher(self.input_batch, vocab_size)
         self._applied_step: int | None = None  # the step whose changes have been applied
+
+    def prepare_graphs(self, max_rows: int, max_blocks: int) -> None:
+        super().prepare_graphs(max_rows, max_blocks)
+        if self.proposer is not None:
+            self.proposer.prepare_graphs(max_rows, max_blocks)
 
     def execute(self, plan: SchedulerOutput) -> list[StepResult]:
         """Execute a plan and wait for its results. Raises the errors of `start`."""
@@ -361,21 +328,30 @@ class ModelRunner(RankRunner):
         """
         self._applied_step = None
         if self._send_command is not None and self.proposer is None:
-            self._send_command(ExecutePlan(plan))
+            self._send_command(RankPlan(plan, compute=True))
         if not plan.num_inflight_passes:
             self.join()
         self._apply(plan)
         self._applied_step = plan.step
         self._check_rerotations()
-        in_flight = (
-            None if self.graphs is None or self.proposer is not None else self._launcher.start(plan, self.graphs)
-        )
-        if in_flight is None:
-            results = self._compute_and_sample(plan)
-            self._check_ranks()
-            return StepFuture(plan, results)
-        self.positions_computed += plan.num_tokens
-        return in_flight
+        pending = self._start_on_device(plan)
+        if pending is not None:
+            self.positions_computed += plan.num_tokens
+            return StepFuture(plan, [], pending)
+        results = self._compute_and_sample(plan)
+        self._check_ranks()
+        return StepFuture(plan, results)
+
+    def _start_on_device(self, plan: SchedulerOutput) -> PendingTokens | None:
+        """Start the step of a plan whose tokens the device samples; None if it cannot run on the device alone."""
+        if self.graphs is None or self.proposer is not None:
+            return None
+        ahead, live = plan.num_inflight_passes, self.input_batch.by_id
+        slots = [live[item.seq_id].slot for item in plan.sequences]
+        if not ahead and not (slots and all(map(_is_sampled_on_device, plan.sequences, slots))):
+            return None
+        rows = [_row_sampling(slot, ahead, plan.num_passes, self._vocab_size) for slot in slots]
+        return self.graphs.submit(plan.sequences, plan.num_passes, rows, ahead=ahead > 0)
 
     def _check_ranks(self) -> None:
         """Raise RankEndedError if a rank has ended: the device then continues with wrong numbers, which must not be used."""
@@ -390,7 +366,7 @@ class ModelRunner(RankRunner):
     @property
     def has_changed_states(self) -> bool:
         """Whether a failed step may have changed recurrent states, which a retry would change again."""
-        return self.decoder.spec.state_group is not None and not self.failed_rerotations
+        return self._has_states and not self.failed_rerotations
 
     @torch.inference_mode()
     def retry(self, plan: SchedulerOutput) -> list[StepResult]:
@@ -409,7 +385,7 @@ class ModelRunner(RankRunner):
         if self.proposer is not None:
             plan = self.proposer.propose(plan) if plan.sequences else plan
             if self._send_command is not None:  # now that the proposed tokens are known
-                self._send_command(ExecutePlan(plan))
+                self._send_command(RankPlan(plan, compute=True))
         if not plan.sequences:
             return []
         if plan.num_passes > 1:
@@ -417,12 +393,10 @@ class ModelRunner(RankRunner):
         self._prepare(plan)
         hidden, outputs = self._forward(plan)
         results = {result.seq_id: result for result in self._sample(plan, hidden, outputs)}
-        for seq_id, logprobs in self._prompt_logprobs(plan, hidden):
-            result = results.get(seq_id, StepResult(seq_id))
-            if isinstance(logprobs, EngineError):
-                results[seq_id] = replace(result, error=logprobs)
-            else:
-                results[seq_id] = replace(result, prompt_logprobs=logprobs)
+        for item, rows in _rows_of_items(plan):
+            if item.prompt_logprobs is not None:
+                result = results.get(item.seq_id, StepResult(item.seq_id))
+                results[item.seq_id] = self._add_prompt_logprobs(result, item, rows, hidden)
         if self.input_batch.pooled:
             results |= self._pool(plan, hidden)
         if self.proposer is not None:
@@ -457,17 +431,9 @@ class ModelRunner(RankRunner):
             return None
         return self.replay.run_decode_steps(batch, inputs, plan.num_passes, [slot.stop_ids for slot in slots])
 
-    @torch.inference_mode()
-    def hidden_states(self, plan: SchedulerOutput) -> Tensor:
-        """Execute a plan without sampling: the normed hidden states [T, hidden] of its rows, valid until the next step."""
-        self._apply(plan)
-        self._check_rerotations()
-        return self._forward(plan, all_rows=True)[0]
-
     def apply(self, plan: SchedulerOutput) -> None:
-        """See `RankRunner.apply`."""
         if self._send_command is not None:
-            self._send_command(ApplyPlan(plan))
+            self._send_command(RankPlan(plan, compute=False))
         super().apply(plan)
 
     def _apply(self, plan: SchedulerOutput) -> None:
@@ -476,15 +442,14 @@ class ModelRunner(RankRunner):
             self.sampler.forget(seq_id)
             self._pooler.forget(seq_id)
         if self.proposer is not None:
-            self.proposer.draft_cache.apply(plan)
+            self.proposer.apply(plan)
 
     def _swap_out(self, plan: SchedulerOutput) -> None:
         super()._swap_out(plan)
         if self.proposer is not None:
-            self.proposer.draft_cache.swap_out(plan)
+            self.proposer.swap_out(plan)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """See `RankRunner.restore`."""
         if self._send_command is not None:
             self._send_command(snapshot)
         for seq_id in self.input_batch:
@@ -492,7 +457,7 @@ class ModelRunner(RankRunner):
             self._pooler.forget(seq_id)
         super().restore(snapshot)
         if self.proposer is not None:
-            self.proposer.draft_cache.restore((row.row, row.specs) for row in snapshot.rotary_rows)
+            self.proposer.restore(snapshot)
 
     def _prepare(self, plan: SchedulerOutput) -> None:
         """Announce the coming samples, so that the sampler can prepare them while the model computes."""
@@ -507,7 +472,7 @@ class ModelRunner(RankRunner):
         rows: list[int] = []
         wanted: list[SamplingRequest] = []
         live = self.input_batch.by_id
-        for item, of_item in self._sampled_rows(plan):
+        for item, of_item in _sampled_rows(plan):
             wanted.append(SamplingRequest(len(rows), tuple([live[seq_id].slot for seq_id in item.samples]), item.draft))
             rows += of_item
         if not wanted:
@@ -519,45 +484,52 @@ class ModelRunner(RankRunner):
         """By sequence id, the results of pooled prompts that end in this step or cannot be pooled."""
         results: dict[int, StepResult] = {}
         answers = self._answer_logits(plan, hidden)
-        end = 0
-        for item in plan.sequences:
-            end += item.num_tokens
+        for item, rows in _rows_of_items(plan):
             rule = self.input_batch.pooled.get(item.seq_id)
-            if rule is not None:
-                rows = hidden[end - item.num_tokens : end]
-                try:
-                    known = item.num_known_tokens
-                    pooled = self._pooler.add(item.seq_id, rule, rows, item.start, known, answers.get(item.seq_id))
-                except EngineError as error:
-                    results[item.seq_id] = StepResult(item.seq_id, error=error)
-                    continue
-                except RuntimeError as error:  # earlier partial results are changed already, so the step is not retried
-                    if not is_out_of_memory(error):
-                        raise
-                    results[item.seq_id] = StepResult(item.seq_id, error=DeviceMemoryError(OUT_OF_MEMORY))
-                    continue
-                if pooled is not None:
-                    results[item.seq_id] = StepResult(item.seq_id, pooled=pooled)
-        return results
-
-    def _prompt_logprobs(
-        self, plan: SchedulerOutput, hidden: Tensor
-    ) -> list[tuple[int, tuple[TokenLogprobs, ...] | EngineError]]:
-        """By sequence id, the prompt log-probabilities of this step, or the request's error if its logits are not finite."""
-        results: list[tuple[int, tuple[TokenLogprobs, ...] | EngineError]] = []
-        for item, rows in self._prompt_rows(plan, hidden):
-            assert item.prompt_logprobs is not None
-            results.append((item.seq_id, self._chunk_logprobs(item, rows, item.prompt_logprobs)))
-        return results
-
-    def _chunk_logprobs(
-        self, item: ScheduledSequence, hidden: Tensor, k: int
-    ) -> tuple[TokenLogprobs, ...] | EngineError:
-        found: list[TokenLogprobs] = []
-        failed: EngineError | None = None
-        for part, logits in self._prompt_logits(item, hidden):  # all of them, as the other ranks compute all
+            if rule is None:
+                continue
+            own = hidden[rows.start : rows.stop]
+            pooled: PooledRows | None = None
+            error: EngineError | None = None
             try:
-                found += token_logprobs(self.decoder.backend, logits, torch.tensor(part), k)
-            except EngineError as error:
-                failed = failed or error
-        return failed or tuple(found)
+                pooled = self._pooler.add(
+                    item.seq_id, rule, own, item.start, item.num_known_tokens, answers.get(item.seq_id)
+                )
+            except EngineError as failure:
+                error = failure
+            except RuntimeError as failure:  # earlier partial results are changed already, so the step is not retried
+                if not is_out_of_memory(failure):
+                    raise
+                error = DeviceMemoryError(OUT_OF_MEMORY)
+            if pooled is not None or error is not None:
+                results[item.seq_id] = StepResult(item.seq_id, pooled=pooled, error=error)
+        return results
+
+    def _add_prompt_logprobs(
+        self, result: StepResult, item: ScheduledSequence, rows: range, hidden: Tensor
+    ) -> StepResult:
+        """The result with the prompt log-probabilities of a chunk, or with an error if its logits are not finite."""
+        assert item.prompt_logprobs is not None
+        found: list[TokenLogprobs] = []
+        error: EngineError | None = None
+        for part, logits in self._prompt_logits(item, rows, hidden):  # all of them, as the other ranks compute all
+            try:
+                found += token_logprobs(self.decoder.backend, logits, torch.tensor(part), item.prompt_logprobs)
+            except EngineError as failure:
+                error = error or failure
+        return replace(result, prompt_logprobs=tuple(found)) if error is None else replace(result, error=error)
+
+
+def _is_sampled_on_device(item: ScheduledSequence, slot: SampleSlot) -> bool:
+    """Whether an item is one token of a stream, after which the device can sample the next one by itself."""
+    alone = item.num_tokens == 1 and item.samples == (item.seq_id,) and item.prompt_logprobs is None
+    return alone and uses_filters_only(slot)
+
+
+def _row_sampling(slot: SampleSlot, ahead: int, num_passes: int, vocab_size: int) -> RowSampling:
+    """The sampling of a row in the passes behind `ahead` in-flight ones."""
+    num_sampled = len(slot.token_ids) - slot.num_prompt_tokens + ahead
+    uniforms: list[float] = []
+    if slot.sampling.temperature > 0:
+        uniforms = [uniform(slot.seed, slot.index, num_sampled + i) for i in range(num_passes)]
+    return RowSampling(encode_filters(filters_of(slot.sampling, vocab_size), vocab_size), uniforms)

@@ -219,20 +219,9 @@ def query_ranges(
     tokens = np.concatenate(sources)
     slowed = num_copies > 0 and any(rule.slope for rule in rules)
     cos, sin = rotate(tokens, np.concatenate(rotations), np.concatenate(slopes) if slowed else None)
-
-    def to_tensor(array: NDArray[np.int64]) -> Tensor:
-        return to_device(torch.from_numpy(array), cos.device)
-
-    return RotatedQueryCopies(
-        ends=to_tensor(ends),
-        rows=to_tensor(rows),
-        unrotated_rows=to_tensor(unrotated_rows),
-        reaches=to_tensor(reaches),
-        gaps=to_tensor(gaps),
-        sources=to_tensor(tokens),
-        cos=cos,
-        sin=sin,
-    )
+    arrays = {"ends": ends, "rows": rows, "unrotated_rows": unrotated_rows, "reaches": reaches, "gaps": gaps}
+    tensors = {name: to_device(torch.from_numpy(array), cos.device) for name, array in arrays.items()}
+    return RotatedQueryCopies(**tensors, sources=to_device(torch.from_numpy(tokens), cos.device), cos=cos, sin=sin)
 
 
 def _spans_for_rule(

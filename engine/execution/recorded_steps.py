@@ -83,7 +83,7 @@ class DecodeReplay:
         Returns None if the caller must run the step: for other batches, shapes seen for the first time, and more rows than
         `max_rows`. Raises RuntimeError if a replay fails that cannot be repeated.
         """
-        rows, width = batch.input_ids.shape[0], _width_of(batch)
+        rows = batch.input_ids.shape[0]
         if self._recorder is None or rows > self.max_rows or rows != batch.seq_lens.shape[0]:
             return None
         key = _key_of(batch, maxima)
@@ -98,7 +98,7 @@ class DecodeReplay:
         if not self._embeds_in_kernels:
             x, batch = self._decoder.embed(batch)
         if entry is None:
-            entry = self._recordings[key] = _new_recording(batch, x, width)
+            entry = self._recordings[key] = _new_recording(batch, x)
         _fill(entry, batch, x)
         if entry.confirmed and entry.recording is not None and entry.outputs is not None:
             if entry.recording.repeat():
@@ -117,13 +117,6 @@ class DecodeReplay:
             del self._recordings[key]
         return found
 
-    def run_or_forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """The hidden states [T, hidden] of a batch, and its logits [T, V] if a recorded step computed them."""
-        outputs = self.run(batch, maxima=False)
-        if outputs is None:
-            return self._decoder.forward(batch, self._cache), None
-        return outputs.hidden, outputs.logits
-
     def run_decode_steps(
         self, batch: ForwardBatch, inputs: MultiStepInputs, num_passes: int, stop_ids: Sequence[Sequence[int]]
     ) -> NDArray[np.int64] | None:
@@ -133,11 +126,9 @@ class DecodeReplay:
         need other inputs as well.
         """
         entry = self._recordings.get(_key_of(batch, True))
-        if entry is None or not entry.confirmed or entry.recording is None:
+        if entry is None or not entry.confirmed or entry.recording is None or entry.x is not None:
             return None
-        if entry.outputs is None or entry.outputs.maxima is None:
-            return None
-        if entry.x is not None or entry.batch.input_ids is not batch.input_ids:
+        if entry.outputs is None or entry.outputs.maxima is None or entry.batch.input_ids is not batch.input_ids:
             return None
         _fill(entry, batch, None)
         sampled = entry.recording.run_decode_steps(inputs, num_passes, entry.outputs.maxima, stop_ids)
@@ -161,11 +152,12 @@ class DecodeReplay:
         return entry.outputs
 
 
-def _new_recording(batch: ForwardBatch, x: Tensor | None, width: int) -> _StepRecording:
+def _new_recording(batch: ForwardBatch, x: Tensor | None) -> _StepRecording:
+    groups, rows, columns = batch.block_tables.shape
+    width = table_width(columns)
     own_x = None if x is None else torch.empty_like(x)
-    if batch.persistent and batch.block_tables.shape[2] == width:
+    if batch.persistent and columns == width:
         return _StepRecording(batch, own_x)
-    groups, rows, _ = batch.block_tables.shape
     adapters, copies, states = batch.adapters, batch.query_copies, batch.state_rows
     own = ForwardBatch(
         **{name: _clone(getattr(batch, name)) for name in _TENSOR_FIELDS},
@@ -183,23 +175,14 @@ def _clone(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.clone()
 
 
-def _width_of(batch: ForwardBatch) -> int:
-    """Columns of the block tables in the memory on which such a step is replayed."""
-    return table_width(batch.block_tables.shape[2])
-
-
 def _key_of(batch: ForwardBatch, maxima: bool) -> tuple[int, ...]:
-    """The shape of a step; steps with equal keys share a recording."""
-    adapters = batch.adapters is not None
-    return batch.input_ids.shape[0], _width_of(batch), maxima, adapters, *_shape_of(batch.query_copies)
-
-
-def _shape_of(query_copies: RotatedQueryCopies | None) -> tuple[int, ...]:
-    """The shape of a batch's query copies."""
-    if query_copies is None:
-        return ()
-    parts = query_copies.anchor_cos is not None, query_copies.second_key_slots is not None
-    return query_copies.ends.shape[1], query_copies.sources.shape[0], *parts
+    """The shape of a step; steps with equal keys share a recording. Second: the columns of its block tables there."""
+    rows, width, copies = batch.input_ids.shape[0], table_width(batch.block_tables.shape[2]), batch.query_copies
+    key = rows, width, maxima, batch.adapters is not None
+    if copies is None:
+        return key
+    shape = copies.ends.shape[1], copies.sources.shape[0]
+    return *key, *shape, copies.anchor_cos is not None, copies.second_key_slots is not None
 
 
 def _tensors_of(batch: ForwardBatch) -> list[Tensor | None]:

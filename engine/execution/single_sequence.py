@@ -7,7 +7,7 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -16,14 +16,13 @@ from torch import Tensor
 from windlass.engine.cache.cache_operations import BlockCopy, KeyRerotation, TableChange, TableChanges
 from windlass.engine.cache.kv_cache import KVCache
 from windlass.engine.errors import RequestError
-from windlass.engine.execution.model_runner import ModelRunner
+from windlass.engine.execution.model_runner import RankRunner
 from windlass.engine.interface.context import ContextRule
 from windlass.engine.interface.request import SamplingParams
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotarySpec
 from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, RotaryPlanner
 from windlass.engine.rotary.rotary_tables import RotaryTables
-from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.scheduler_output import NewSequence, RotaryRow, ScheduledSequence, SchedulerOutput
 
 _BLOCK = 16
@@ -81,9 +80,8 @@ class SingleSequenceRunner:
             needed = tuple(token_ids[: rows[-1] + 1])
             stages = list(plan_stages(plan, len(needed), prompt))
             second_keys = any(spec.distances.has_second_keys for _, _, specs in stages for spec in specs)
-            copies = 2 if rotates or second_keys else 1
-            text = SequencePasses(self, needed, copies, context, computed, second_keys=second_keys)
-            passes = text.rotate(iter(stages)) if rotates else text.recompute(iter(stages), rows)
+            text = SequencePasses(self, needed, context, computed, originals=rotates, second_keys=second_keys)
+            passes = text.rotate(stages) if rotates else text.recompute(stages, rows)
             wanted = set(rows)
             for first, hidden in passes:
                 chosen = [i for i in range(first, first + hidden.shape[0]) if i in wanted]
@@ -112,19 +110,19 @@ def plan_stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
 class SequencePasses:
     """One text as the only sequence of its own model runner. Passes yield (first row, hidden states [R, hidden]).
 
-    num_copies: copies of each key. second_keys: one of them is the second key copy of distance-based attention. capacity:
-    tokens for which there are pages, None for those of the text. context: attention window and sinks, None for full attention.
-    computed: called after each forward pass with its number of tokens.
+    context: attention window and sinks, None for full attention. computed: called after each forward pass with its number of
+    tokens. originals, second_keys: each key is stored twice, for `rotate` or as the second key copy of distance-based attention.
+    capacity: tokens for which there are pages, None for those of the text.
     """
 
     def __init__(
         self,
         runner: SingleSequenceRunner,
         token_ids: tuple[int, ...],
-        num_copies: int,
         context: ContextRule | None,
-        computed: Callable[[int], None] | None = None,
+        computed: Callable[[int], None] | None,
         *,
+        originals: bool = False,
         second_keys: bool = False,
         capacity: int | None = None,
     ) -> None:
@@ -134,11 +132,11 @@ class SequencePasses:
         self._groups = range(len(spec.kv_groups))
         self._num_blocks = -(-(capacity or len(token_ids)) // _BLOCK)
         self._has_states = spec.state_group is not None
-        pools = [num_copies * self._num_blocks] * len(self._groups)
+        pools = [(1 + (originals or second_keys)) * self._num_blocks] * len(self._groups)
         dtype, states = runner.cache_dtype, spec.state_group
         cache = KVCache(spec.kv_groups, pools, _BLOCK, dtype, decoder.backend, states, num_states=2)
         tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
-        self._runner = ModelRunner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), _BLOCK)
+        self._runner = RankRunner(decoder, cache, tables, _BLOCK)
         self._runner.apply(SchedulerOutput(self._next_step, new=(self._sequence(token_ids),)))
 
     def _sequence(self, token_ids: tuple[int, ...], state: int = 0) -> NewSequence:
@@ -165,7 +163,7 @@ class SequencePasses:
     def prefill(self, num_tokens: int, specs: Specs) -> None:
         """Compute the text before endings. Their passes begin with its last token, which recurrent states must not contain."""
         last = num_tokens - 1 - self._has_states
-        for _ in self.recompute(iter([(0, num_tokens, specs)]), [last] if last >= 0 else []):
+        for _ in self.recompute([(0, num_tokens, specs)], [last] if last >= 0 else []):
             pass
 
     def read_ending(self, ending: tuple[int, ...], specs: Specs) -> Iterator[Tensor]:
@@ -183,7 +181,7 @@ class SequencePasses:
     def _next_step(self) -> int:
         return self._runner.input_batch.step + 1
 
-    def recompute(self, stages: Iterator[Stage], rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def recompute(self, stages: Iterable[Stage], rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """One pass per stage, from row 0 to its last requested row; yields only rows of that stage.
 
         A plan that never changes has one stage, so this implements `frozen` too.
@@ -200,7 +198,7 @@ class SequencePasses:
                     skipped = max(0, first - start)
                     yield start + skipped, hidden[skipped:]
 
-    def rotate(self, stages: Iterator[Stage]) -> Iterator[tuple[int, Tensor]]:
+    def rotate(self, stages: Iterable[Stage]) -> Iterator[tuple[int, Tensor]]:
         """One pass; at each change of frequencies every cached key is re-rotated.
 
         The second half of the cache retains the originals, from which every re-rotation starts.

@@ -18,7 +18,7 @@ from torch import Tensor
 from windlass.engine.errors import EngineError, RequestError
 from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.engine.interface.request import SamplingParams
-from windlass.engine.sampling.grammar import GrammarMask, GrammarMasks
+from windlass.engine.sampling.grammar import GrammarMasks
 from windlass.engine.sampling.logits_processor import LogitsProcessor, changes_logits
 from windlass.engine.sampling.penalties import penalties_of
 from windlass.engine.sampling.sample_slot import SampleSlot
@@ -166,15 +166,11 @@ class Sampler:
             if state.processor is None and position < slot.sampling.min_tokens:
                 state.processor = LogitsProcessor(slot, self._backend.device)
             if state.processor is not None:
-                row.change(state.processor.changes(slot, self._mask(slot)))
+                masks = None if slot.sampling.grammar is None else self._masks
+                row.change(state.processor.changes(slot, None if masks is None else masks.mask(slot)))
             rows.append(row)
         self._token_sampler.sample(logits, rows)
         return [(row.token, row.status) for row in rows]
-
-    def _mask(self, slot: SampleSlot) -> GrammarMask | None:
-        if slot.sampling.grammar is None or self._masks is None:
-            return None
-        return self._masks.mask(slot)
 
     def _state(self, slot: SampleSlot) -> _SequenceState:
         state = self._states.get(slot.seq_id)
@@ -193,9 +189,8 @@ class Sampler:
     def _new_state(self, slot: SampleSlot) -> _SequenceState:
         sampling = slot.sampling
         row = self._token_sampler.new(filters_of(sampling, self._vocab_size), penalties_of(sampling))
-        return _SequenceState(
-            slot, row, LogitsProcessor(slot, self._backend.device) if changes_logits(sampling) else None
-        )
+        processor = LogitsProcessor(slot, self._backend.device) if changes_logits(sampling) else None
+        return _SequenceState(slot, row, processor)
 
     def _logprobs(
         self, logits: Tensor, slots: Sequence[tuple[int, SampleSlot]], tokens: Sequence[int | None]

@@ -79,10 +79,12 @@ def fail_ahead(core: EngineCore, monkeypatch: pytest.MonkeyPatch, *, every: int,
     given. Returns behind how many."""
     assert core.runner.graphs is not None
     device = core.runner.graphs._graphs
-    begin, ask = core.runner.graphs.submit_behind, device.submit
+    begin, ask = core.runner.graphs.submit, device.submit
     begun, failed = list[int](), list[int]()
 
-    def fails(*given: Any) -> Any:
+    def fails(*given: Any, ahead: bool) -> Any:
+        if not ahead:
+            return begin(*given)
         begun.append(1)
         turn, rest = divmod(len(begun), every)
         asked: list[int] = []
@@ -97,7 +99,7 @@ def fail_ahead(core: EngineCore, monkeypatch: pytest.MonkeyPatch, *, every: int,
         with monkeypatch.context() as patched:
             if rest == 0:
                 patched.setattr(device, "submit", counted)
-            return begin(*given)
+            return begin(*given, ahead=True)
 
-    monkeypatch.setattr(core.runner.graphs, "submit_behind", fails)
+    monkeypatch.setattr(core.runner.graphs, "submit", fails)
     return failed

@@ -48,15 +48,15 @@ class Proposed:
         for asked, item in zip(plan.sequences, filled.sequences, strict=True):
             if asked.num_drafted:
                 assert len(item.draft) == asked.num_drafted
-                known = self._predictor._input_batch.by_id[item.seq_id].token_ids
+                known = self._predictor.input_batch.by_id[item.seq_id].token_ids
                 assert len(known) == item.start + 1
                 self.found.append((list(known), item.draft, self._logits[item.seq_id]))
         return filled
 
-    def _watch_run(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden, logits = self._run(*given)
+    def _watch_run(self, *given: Any) -> tuple[torch.Tensor, Any]:
+        hidden, outputs = self._run(*given)
         self._runs.append(hidden.clone())
-        return hidden, logits
+        return hidden, outputs
 
     def _watch_draft(self, items: list[Any]) -> dict[int, list[int]]:
         self._runs.clear()
@@ -65,7 +65,7 @@ class Proposed:
         rows = torch.tensor([len(waiting.states) for _, waiting in items]).cumsum(0) - 1
         for step, hidden in enumerate(self._runs):
             wanted = [item.seq_id for item, _ in items if item.num_drafted > step]
-            for seq_id, row in zip(wanted, self._predictor._decoder.logits(hidden[rows]).cpu(), strict=True):
+            for seq_id, row in zip(wanted, self._predictor.decoder.logits(hidden[rows]).cpu(), strict=True):
                 self._logits[seq_id].append(row)
             rows = torch.arange(sum(item.num_drafted > step + 1 for item, _ in items))
         return drafts

@@ -210,7 +210,7 @@ def test_keys_of_a_draft_model_fail_nobody(models: dict[str, Path], tmp_path: Pa
         failed.append(rerotation)
         raise torch.OutOfMemoryError(NO_ROOM)
 
-    proposer.draft_cache._rotator._apply_at_once = fails  # type: ignore[method-assign]
+    proposer._rotator._apply_at_once = fails  # type: ignore[method-assign]
     got = run(core, requests())
     assert failed and not errors_of(got) and core.stats().key_moves > 0
     assert {key: one.token_ids for key, one in got.items()} == {key: one.token_ids for key, one in want.items()}

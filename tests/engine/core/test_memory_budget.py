@@ -199,7 +199,7 @@ def test_pages_of_what_drafts_hold_numbers_from_the_start(
     model = model_of("llama")
     core = core_of(model, speculative_model=str(model))
     assert core.runner.proposer is not None
-    (own,), (drafted,) = core.runner.cache.planes, core.runner.proposer._cache.planes
+    (own,), (drafted,) = core.runner.cache.planes, core.runner.proposer.cache.planes
     assert all(bool(plane.isnan().all()) for plane in own if plane.numel())
     assert all(not bool(plane.any()) for plane in drafted)
 

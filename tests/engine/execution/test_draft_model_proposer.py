@@ -142,7 +142,7 @@ def test_re_rotated_keys_are_re_rotated_in_the_draft_model_too(
     core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
     assert core.runner.proposer is not None
     for layer in range(core.info.num_layers):  # keys that are read without having been computed change the result
-        pages = core.runner.proposer._cache.pages(layer)
+        pages = core.runner.proposer.cache.pages(layer)
         pages.key.fill_(torch.nan), pages.value.fill_(torch.nan)
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
     run(core, [greedy("x", prompt(1, 50), 90, rope_scaling=dynamic, rope_update=update)])
@@ -197,7 +197,7 @@ def test_pages_are_parked_before_a_loaded_block_lies_there(tmp_path: Path, direc
     core = with_draft(directory_of("llama"), directory_of("llama"), kv_persist=str(tmp_path))
     store, proposer = core._store, core.runner.proposer
     assert store is not None and proposer is not None
-    planes = [plane for cache in (core.runner.cache, proposer._cache) for plane in cache.planes[0] if plane.numel()]
+    planes = [plane for cache in (core.runner.cache, proposer.cache) for plane in cache.planes[0] if plane.numel()]
     for plane in planes:
         plane[:, 3] = 1.0
     held = store.transfer.read_block(0, 3, time.monotonic())
@@ -229,11 +229,7 @@ def test_cancelling_in_the_middle_disturbs_nobody(directory_of: Callable[[str], 
     core.abort("ends")
     core.abort("late")
     same(run(core, [greedy("stays", prompt(1, 20), 60)]), want)
-    assert (
-        core.runner.proposer is not None
-        and not core.runner.proposer.draft_cache.progress
-        and len(core.runner.input_batch) == 0
-    )
+    assert core.runner.proposer is not None and not core.runner.proposer.progress and len(core.runner.input_batch) == 0
 
 
 def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:

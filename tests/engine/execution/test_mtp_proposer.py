@@ -143,7 +143,7 @@ def test_answers_are_those_without_the_layer(
     same(run_checked(core, traffic()), want, 0.0 if options.get("deterministic") else 1e-5)
     stats = core.stats()
     assert stats.spec_decode_model_num_accepted_tokens > 20
-    assert not predictor_of(core).draft_cache.progress
+    assert not predictor_of(core).progress
 
 
 @pytest.mark.parametrize("room", ["little", "enough"])
@@ -174,14 +174,14 @@ def test_rotations_shifts_and_lost_places(room: str, tmp_path: Path) -> None:
         options["kv_cache_memory"] = 16 * probe.kv_bytes_per_token * 20 + 24 * probe.state_bytes
     core = mtp_engine(directory, **options)
     predictor = predictor_of(core)
-    pages = predictor._cache.pages(0)
+    pages = predictor.cache.pages(0)
     pages.key.fill_(torch.nan), pages.value.fill_(torch.nan)
     compute = predictor._run
 
-    def watched(*given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden, logits = compute(*given)
+    def watched(*given: Any) -> tuple[torch.Tensor, Any]:
+        hidden, outputs = compute(*given)
         assert bool(hidden.isfinite().all())
-        return hidden, logits
+        return hidden, outputs
 
     predictor._run = watched  # type: ignore[method-assign]
     same(run_checked(core, sent()), want, 0.0)
@@ -197,15 +197,15 @@ def test_a_layer_without_memory_fails_nobody(rows: int, directory_of: Callable[[
     directory = directory_of("qwen3_5_moe")
     want = run(make_core(directory, deterministic=True, max_model_len=192), traffic())
     core = mtp_engine(directory, deterministic=True, max_model_len=192)
-    layer, failed = predictor_of(core)._decoder, list[int]()
-    predictor_of(core)._replay.max_rows = 0
+    layer, failed = predictor_of(core).decoder, list[int]()
+    predictor_of(core).replay.max_rows = 0
     forward, waiting = layer.forward, list[int]()
 
     def with_little_memory(batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         hidden = forward(batch, cache)
         if len(hidden) > rows:
             failed.append(len(hidden))
-            waiting.append(max(len(one.states) for one in predictor_of(core).draft_cache.progress.values()))
+            waiting.append(max(len(one.states) for one in predictor_of(core).progress.values()))
             raise torch.OutOfMemoryError(NO_ROOM)
         return hidden
 
@@ -236,7 +236,7 @@ def test_states_that_find_no_memory_fail_nobody(
     def watched(plan: SchedulerOutput, hidden: torch.Tensor) -> None:
         before = len(lacking)
         observe(plan, hidden)
-        assert not predictor.draft_cache.progress.keys() & set(lacking[before:])
+        assert not predictor.progress.keys() & set(lacking[before:])
 
     monkeypatch.setattr(predictor, "_append_states", with_little_memory)
     monkeypatch.setattr(predictor, "observe", watched)
@@ -279,7 +279,7 @@ def test_what_has_no_such_layer_is_refused(tmp_path: Path, directory_of: Callabl
 
 def test_the_layer_shares_embedding_and_head(directory_of: Callable[[str], Path]) -> None:
     core = mtp_engine(directory_of("qwen3_5"), quantization="int8", speculative_tokens=2)
-    layer, model = predictor_of(core)._decoder, core.runner.decoder
+    layer, model = predictor_of(core).decoder, core.runner.decoder
     assert layer.embedding is model.embedding and layer.head is model.head
     assert not {"embedding", "head"} & set(layer.weights())
     assert layer.weights()["joined"].shape == (64, 128)
@@ -308,7 +308,7 @@ def test_a_copy_of_the_head_in_few_bits(tied: bool, tmp_path: Path) -> None:
     for quantization in ("none", "int8", "int4"):
         core = mtp_engine(directory, deterministic=True, speculative_model_quantization=quantization)
         same(run(core, sent), want, 0.0)
-        layer, model = predictor_of(core)._decoder, core.runner.decoder
+        layer, model = predictor_of(core).decoder, core.runner.decoder
         assert (layer.head is model.head) is (quantization == "none") and isinstance(model.head, torch.Tensor)
         if quantization != "none":
             assert isinstance(layer.head, BlockWeight) and layer.head.shape == (128, 128)

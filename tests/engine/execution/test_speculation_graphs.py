@@ -58,7 +58,7 @@ def test_proposals_follow_each_other_on_the_device(directory_of: Callable[[str],
     assert (verified, proposed) == (8, 8 * 4)
     proposer = core.runner.proposer
     assert proposer is not None and proposer.positions_computed == 20 + 41 - 2
-    waits = device_of(proposer._decoder).waits
+    waits = device_of(proposer.decoder).waits
     assert len(set(waits)) <= 2 * 8
 
 

@@ -158,7 +158,7 @@ def guess(core: EngineCore, answers: Results) -> None:
     """Let its draft model propose these answers, but for every fifth token."""
     proposer = core.runner.proposer
     assert proposer is not None
-    compute, by_id = proposer._draft, proposer._input_batch.by_id
+    compute, by_id = proposer._draft, proposer.input_batch.by_id
     prompts = {request.request_id: request.prompt_token_ids for request in traffic()}
 
     def draft(drafting: list[tuple[ScheduledSequence, int]]) -> dict[int, list[int]]:

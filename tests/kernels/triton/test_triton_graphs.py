@@ -109,7 +109,7 @@ def test_adapters_are_those_without(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 2, "max_loras": 2}
     plain, core = make_core(directory, cuda_graphs=False, **options), make_core(directory, **options)
     graphs, found = captures(core, [2]), list[list[int]]()
-    graphs.capture_key(GraphKey(2, adapted=True))
+    graphs.lazy_graphs.capture(GraphKey(2, adapted=True))
     for own in ((sources[0], sources[1]), (sources[2], sources[1])):
         for one in (plain, core):
             held = {info.adapter_id for info in one.adapters.loaded.infos}
@@ -165,7 +165,7 @@ def test_steps_of_every_kind_of_layer_can_be_captured(family: str, options: dict
     make = make_unrotated if family == "bloom" else make_model
     core = make_core(make(family, tmp_path / "m"), max_model_len=32, max_num_seqs=1, **options)
     graphs = captures(core, [1])
-    graphs.capture_key(GraphKey(1, 2))
+    graphs.lazy_graphs.capture(GraphKey(1, 2))
     assert graphs.lazy_graphs.obstacle is None
 
 

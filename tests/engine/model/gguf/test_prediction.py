@@ -81,7 +81,7 @@ def test_its_blocks_are_kept_as_they_are(source_of: Callable[[str], Path], tmp_p
     core = mtp_engine(
         derived(convert(source, tmp_path / "model.gguf", kind="Q8_0"), tmp_path / "derived"), dtype="auto"
     )
-    weight = predictor_of(core)._decoder.weights()["joined"]
+    weight = predictor_of(core).decoder.weights()["joined"]
     assert isinstance(weight, BlockWeight) and weight.form == FORMS["q8_0"]
     wanted = load_file(source / "model.safetensors")["mtp.fc.weight"]
     assert (weight.dequantize(torch.arange(64)) - wanted).abs().max() < wanted.abs().max() / 200
