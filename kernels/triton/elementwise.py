@@ -132,7 +132,6 @@ def activation(x: Tensor, kind: str, *, gated: bool = False) -> Tensor:
 
 
 def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """See `Backend.clamped_glu`."""
     gate_up = strided(gate_up)
     columns = gate_up.shape[1] // 2
     out = gate_up.new_empty(gate_up.shape[0], columns)
@@ -148,7 +147,6 @@ def gate_by_sigmoid(x: Tensor, gate: Tensor) -> None:
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """See `Backend.soft_cap`."""
     x = strided(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _by_row(soft_cap_kernel, x, x.shape[1], x, x.stride(0), out, x.shape[1], cap)
@@ -156,7 +154,6 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def sum_of_experts(x: Tensor, weights: Tensor) -> Tensor:
-    """See `Backend.sum_of_experts`."""
     tokens, count = weights.shape
     out = x.new_empty(tokens, x.shape[1])
     columns = x.shape[1]
