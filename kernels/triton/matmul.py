@@ -15,6 +15,7 @@ from torch import Tensor
 
 from windlass.kernels.layouts.weight_layouts import BlockWeight, ExpertWeights, StackedWeight
 from windlass.kernels.torch.reference import rounded
+from windlass.kernels.triton.elementwise import part_of_row
 from windlass.kernels.triton.launch import ELEMENT_TYPES, launch, power_of_two, strided, wait_for_predecessor
 from windlass.kernels.triton.moe_routing import by_expert
 
@@ -199,11 +200,9 @@ def embed_blocks_kernel(
     SCALED: rounded, then times the factor and rounded again.
     """
     wait_for_predecessor()
-    to = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    to, column, ok = part_of_row(columns, BLOCK)
     row = tl.load(ids + to)
     there = (row >= 0) & (row < table_rows)
-    ok = column < columns
     numbers = block_numbers(codes, scales, supers, row, column, ok & there, groups, FORM)
     kind = out.dtype.element_ty
     found = tl.where(there, numbers, float("nan")).to(kind)

@@ -1,7 +1,7 @@
 """Recurrent layers in Triton: short convolution, gated delta rule and state space (Mamba 2)."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import triton
 import triton.language as tl
@@ -285,24 +285,10 @@ def gated_delta_rule(
     tiled_heads: bool = False,
 ) -> Tensor:
     """See `Backend.gated_delta_rule`; rows of a block that the memory lacks become NaN."""
-    qkv, decay, strength = strided(qkv), strided(decay), strided(strength)
-    blocks, heads, key_dim, value_dim = memory.shape
-    out = qkv.new_empty(qkv.shape[0], heads * value_dim)
-    block = min(_COLUMNS, power_of_two(value_dim))
-    launch(
-        gated_delta_rule_kernel,
-        (rows.blocks.shape[0], heads, -(-value_dim // block)),
-        qkv,
-        *(qkv, qkv.stride(0), decay, decay.stride(0), strength, strength.stride(0), rate, bias),
-        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, rows.snapshots, out, key_dim**-0.5),
-        KEY_HEADS=(qkv.shape[1] - heads * value_dim) // (2 * key_dim),
-        HEADS=heads,
-        IN_TURNS=tiled_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        BLOCK=block,
-    )
-    return out
+    decay, strength = strided(decay), strided(strength)
+    operands = decay, decay.stride(0), strength, strength.stride(0), rate, bias
+    scale = memory.shape[2] ** -0.5
+    return _by_head(gated_delta_rule_kernel, qkv, operands, memory, rows, scale, IN_TURNS=tiled_heads)
 
 
 def state_space(
@@ -317,20 +303,30 @@ def state_space(
     limits: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
     """See `Backend.state_space`; rows of a block that the memory lacks become NaN."""
-    mixed, step = strided(mixed), strided(step)
-    blocks, heads, key_dim, value_dim = memory.shape
-    out = mixed.new_empty(mixed.shape[0], heads * value_dim)
+    step = strided(step)
+    operands = step, step.stride(0), rate, bias, skip
+    return _by_head(state_space_kernel, mixed, operands, memory, rows, *map(float, limits))
+
+
+def _by_head(
+    program: Any, x: Tensor, operands: tuple[Any, ...], memory: Tensor, rows: StateRows, *numbers: float, **sizes: Any
+) -> Tensor:
+    """Launch a program for each sequence, head and part of the columns of its memory. x: [T, Hv * Dv + 2 * Hk * Dk]; returns
+    [T, Hv * Dv] in x's dtype."""
+    x, (blocks, heads, key_dim, value_dim) = strided(x), memory.shape
+    out = x.new_empty(x.shape[0], heads * value_dim)
     block = min(_COLUMNS, power_of_two(value_dim))
     launch(
-        state_space_kernel,
+        program,
         (rows.blocks.shape[0], heads, -(-value_dim // block)),
-        mixed,
-        *(mixed, mixed.stride(0), step, step.stride(0), rate, bias, skip),
-        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, rows.snapshots, out, *map(float, limits)),
-        KEY_HEADS=(mixed.shape[1] - heads * value_dim) // (2 * key_dim),
+        x,
+        *(x, x.stride(0), *operands),
+        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, rows.snapshots, out, *numbers),
+        KEY_HEADS=(x.shape[1] - heads * value_dim) // (2 * key_dim),
         HEADS=heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK=block,
+        **sizes,
     )
     return out
