@@ -535,8 +535,8 @@ def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     launch(partial_maxima_kernel, (rows, parts), logits, *operands, PART=_PART, BLOCK=min(2048, _block(columns)))
     places = torch.empty(rows, dtype=torch.int64, device=logits.device)
     largest = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    operands = part_places, part_largest, parts, places, largest
-    launch(row_maxima_kernel, (rows,), logits, *operands, BLOCK=min(256, power_of_two(parts)), num_warps=1)
+    found = part_places, part_largest, parts, places, largest
+    launch(row_maxima_kernel, (rows,), logits, *found, BLOCK=min(256, power_of_two(parts)), num_warps=1)
     return places, largest
 
 
@@ -709,4 +709,4 @@ def _to(device: torch.device, numbers: np.ndarray[tuple[int, ...], np.dtype[np.g
 
 
 def _block(columns: int) -> int:
-    return min(_BLOCK, power_of_two(columns))
+    return min(_BLOCK, int(power_of_two(columns)))
