@@ -40,13 +40,18 @@ def activated(x, KIND: tl.constexpr, QUICK: tl.constexpr = False):
 
 
 @triton.jit
+def part_of_row(columns, BLOCK: tl.constexpr):
+    """The row of a program (row, part of the columns), its columns, and a mask of valid ones."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return tl.program_id(0).to(tl.int64), column, column < columns
+
+
+@triton.jit
 def activation_kernel(x, stride, out, columns, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
     """Program (row, part of the columns). GATED: x holds as many further columns, by which the activated ones are
     multiplied."""
     wait_for_predecessor()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = column < columns
+    row, column, ok = part_of_row(columns, BLOCK)
     kind = out.dtype.element_ty
     at = x + row * stride + column
     # Rounded as in the plain form: each function returns its operand's type.
@@ -59,9 +64,7 @@ def activation_kernel(x, stride, out, columns, KIND: tl.constexpr, GATED: tl.con
 @triton.jit
 def clamped_glu_kernel(x, stride, out, columns, alpha, limit, BLOCK: tl.constexpr):
     wait_for_predecessor()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = column < columns
+    row, column, ok = part_of_row(columns, BLOCK)
     at = x + row * stride + column
     gate = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(at + columns, mask=ok, other=0.0).to(tl.float32)
@@ -75,9 +78,7 @@ def clamped_glu_kernel(x, stride, out, columns, alpha, limit, BLOCK: tl.constexp
 @triton.jit
 def gate_by_sigmoid_kernel(x, stride, gate, gate_stride, columns, WHOLE_ROW: tl.constexpr, BLOCK: tl.constexpr):
     wait_for_predecessor()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = column < columns
+    row, column, ok = part_of_row(columns, BLOCK)
     at = x + row * stride + column
     if WHOLE_ROW:
         by = sigmoid(tl.load(gate + row * gate_stride).to(tl.float32))
@@ -90,9 +91,7 @@ def gate_by_sigmoid_kernel(x, stride, gate, gate_stride, columns, WHOLE_ROW: tl.
 @triton.jit
 def soft_cap_kernel(x, stride, out, columns, cap, BLOCK: tl.constexpr):
     wait_for_predecessor()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = column < columns
+    row, column, ok = part_of_row(columns, BLOCK)
     found = cap * tanh(tl.div_rn(tl.load(x + row * stride + column, mask=ok, other=0.0), cap))
     tl.store(out + row * columns + column, found, mask=ok)
 
@@ -101,9 +100,7 @@ def soft_cap_kernel(x, stride, out, columns, cap, BLOCK: tl.constexpr):
 def sum_of_experts_kernel(x, weights, out, columns, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Program (token, part of the columns): the weighted sum of its COUNT rows of x, in order."""
     wait_for_predecessor()
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = column < columns
+    token, column, ok = part_of_row(columns, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for place in range(COUNT):
         row = token * COUNT + place
@@ -132,7 +129,6 @@ def activation(x: Tensor, kind: str, *, gated: bool = False) -> Tensor:
 
 
 def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """See `Backend.clamped_glu`."""
     gate_up = strided(gate_up)
     columns = gate_up.shape[1] // 2
     out = gate_up.new_empty(gate_up.shape[0], columns)
@@ -148,7 +144,6 @@ def gate_by_sigmoid(x: Tensor, gate: Tensor) -> None:
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """See `Backend.soft_cap`."""
     x = strided(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _by_row(soft_cap_kernel, x, x.shape[1], x, x.stride(0), out, x.shape[1], cap)
@@ -156,7 +151,6 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def sum_of_experts(x: Tensor, weights: Tensor) -> Tensor:
-    """See `Backend.sum_of_experts`."""
     tokens, count = weights.shape
     out = x.new_empty(tokens, x.shape[1])
     columns = x.shape[1]

@@ -17,15 +17,13 @@ def gemv_kernel(
     out,
     columns,
     inner,
-    GATED: tl.constexpr,
     KIND: tl.constexpr,
-    BIAS: tl.constexpr,
     MANY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile of columns): out[columns] = weight @ x + bias. GATED: the weight has gates, then as many ups; both
-    products are rounded before activation(gate) * up. MANY: offsets into the weight need 64 bits."""
+    """Program (tile of columns): out[columns] = weight @ x + bias. KIND: an activation or None; with one, the weight has gates,
+    then as many ups, and both products are rounded before activation(gate) * up. MANY: offsets into the weight need 64 bits."""
     wait_for_predecessor()
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_ok = column < columns
@@ -41,16 +39,16 @@ def gemv_kernel(
         ok = column_ok[:, None] & (k < inner)[None, :]
         right = tl.load(at_weight + k[None, :], mask=ok, other=0.0)
         left = tl.load(x + k, mask=k < inner, other=0.0).to(tl.float32)[None, :]
-        if GATED:
+        if KIND is not None:
             up_total += left * tl.load(at_up + k[None, :], mask=ok, other=0.0).to(tl.float32)
         total += left * right.to(tl.float32)
     kind = out.dtype.element_ty
     found = tl.sum(total, 1)
-    if BIAS:
+    if bias is not None:
         found += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)
-    if GATED:
+    if KIND is not None:
         other = tl.sum(up_total, 1)
-        if BIAS:
+        if bias is not None:
             other += tl.load(bias + columns + column, mask=column_ok, other=0.0).to(tl.float32)
         gate = activated(found.to(kind).to(tl.float32), KIND).to(kind)
         found = gate.to(tl.float32) * other.to(kind).to(tl.float32)
@@ -91,9 +89,7 @@ def linear_single_row(x: Tensor, weight: Tensor, bias: Tensor | None, activation
         out,
         columns,
         inner,
-        GATED=activation is not None,
         KIND=activation,
-        BIAS=bias is not None,
         MANY=weight.shape[0] * weight.stride(0) >= 1 << 31,
         BLOCK_N=block_n,
         BLOCK_K=block_k,

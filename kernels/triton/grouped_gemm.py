@@ -7,7 +7,7 @@ from torch import Tensor
 
 from windlass.kernels.backend import Routed
 from windlass.kernels.triton.elementwise import activated, check_activation, sum_of_experts
-from windlass.kernels.triton.launch import Device, launch, power_of_two, strided, wait_for_predecessor
+from windlass.kernels.triton.launch import ELEMENT_TYPES, Device, launch, strided, wait_for_predecessor
 from windlass.kernels.triton.matmul import PointerTableExperts, Tile, part_of_expert
 from windlass.kernels.triton.moe_routing import by_expert
 
@@ -27,11 +27,9 @@ def grouped_gemm_kernel(
     inner,
     PER_ROW: tl.constexpr,
     EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     GATHERED: tl.constexpr,
     SCATTERED: tl.constexpr,
     KIND: tl.constexpr,
-    BIAS: tl.constexpr,
     BIAS_TYPE: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -45,7 +43,7 @@ def grouped_gemm_kernel(
     first half of the columns are gates, the second half ups. WHOLE: whether BLOCK_K divides `inner`.
     """
     wait_for_predecessor()
-    expert, first, end = part_of_expert(tl.program_id(1), ends, EXPERTS, BLOCK_E, BLOCK_M, BY_PLACE=False)
+    expert, first, end = part_of_expert(tl.program_id(1), ends, EXPERTS, BLOCK_M, BY_PLACE=False)
     if first >= end:
         return
     weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(x.dtype.element_ty)), 16)
@@ -77,7 +75,7 @@ def grouped_gemm_kernel(
         total = tl.dot(left, right, total)
         at_x += BLOCK_K
         at_weight += BLOCK_K
-    if BIAS:
+    if biases is not None:
         bias = tl.load(biases + expert).to(tl.pointer_type(BIAS_TYPE))
         total += tl.load(bias + weight_row).to(tl.float32)[None, :]
     if KIND is not None:
@@ -88,8 +86,6 @@ def grouped_gemm_kernel(
     at_out = out + to_row[:, None] * out_stride + column[None, :]
     tl.store(at_out, total.to(out.dtype.element_ty), mask=row_ok[:, None] & (column < columns)[None, :])
 
-
-_BIAS_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 # Sizes by minimum number of rows per expert; the first that fits into shared memory is used.
 _TILES = (
@@ -186,12 +182,10 @@ def multiply_grouped(
         experts.inner,
         PER_ROW=per_row,
         EXPERTS=len(experts),
-        BLOCK_E=power_of_two(len(experts)),
         GATHERED=gathered,
         SCATTERED=scattered,
         KIND=activation,
-        BIAS=part.biases is not None,
-        BIAS_TYPE=_BIAS_TYPES[torch.float32 if experts.biases is None else experts.biases[0].dtype],
+        BIAS_TYPE=None if experts.biases is None else ELEMENT_TYPES[experts.biases[0].dtype],
         WHOLE=experts.inner % tile.inner == 0,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,

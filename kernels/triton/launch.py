@@ -28,8 +28,13 @@ def is_last_program(ticket):
     return tl.atomic_add(ticket, 1, sem="acq_rel") == tl.num_programs(1) - 1
 
 
-# Tiles of 16-bit compute dtypes are multiplied directly, with float32 sums; everything else in float32.
-_DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+ELEMENT_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
+}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *operands: Any, **sizes: Any) -> None:
@@ -67,20 +72,10 @@ class Device(NamedTuple):
 SMALL = Device()
 
 
+@triton.constexpr_function
 def power_of_two(size: int, least: int = 1) -> int:
-    """The smallest power of two that is at least as large as both."""
+    """The smallest power of two that is at least as large as both, for launches and inside kernels."""
     return max(least, int(triton.next_power_of_2(max(size, 1))))
-
-
-def dot_type(dtype: torch.dtype) -> tuple[Any, str]:
-    """The type and the precision of products of tiles."""
-    found = _DOTS.get(dtype)
-    return (tl.float32, "ieee") if found is None else (found, "tf32")
-
-
-def as_bytes(pages: Tensor) -> Tensor:
-    """Pages as kernel arguments: float8 as uint8, which every GPU reads."""
-    return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 
 def strided(x: Tensor) -> Tensor:

@@ -16,23 +16,16 @@ from torch import Tensor
 
 from windlass.kernels.device_memory import copy_into
 from windlass.kernels.layouts.low_rank_weights import PANEL_COLUMNS, LowRankTable, LowRankTarget, LowRankUpdate
-from windlass.kernels.triton.launch import Device, dot_type, launch, power_of_two, strided, wait_for_predecessor
+from windlass.kernels.triton.launch import ELEMENT_TYPES, Device, launch, power_of_two, strided, wait_for_predecessor
 
 # An entry of the table: total rank and address of A, then for each part the following.
 HEAD = tl.constexpr(2)
-
 FIRST = tl.constexpr(0)
-
 COLUMNS = tl.constexpr(1)
-
 RANK_FIRST = tl.constexpr(2)
-
 RANK = tl.constexpr(3)
-
 ADDRESS = tl.constexpr(4)
-
 SCALE = tl.constexpr(5)  # the bits of a float32
-
 FIELDS = tl.constexpr(6)
 
 
@@ -80,6 +73,14 @@ def scale_of(part):
     return tl.load(part + SCALE).to(tl.int32).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def split_of_inner(inner, splits, BLOCK_K: tl.constexpr):
+    """The part of K of this program, begin and end."""
+    length = (inner + splits * BLOCK_K - 1) // (splits * BLOCK_K) * BLOCK_K
+    begin = tl.program_id(1) * length
+    return begin, tl.minimum(begin + length, inner)
+
+
 @triton.jit(do_not_specialize=["splits"])
 def low_rank_down_by_row_kernel(
     x,
@@ -105,9 +106,7 @@ def low_rank_down_by_row_kernel(
         return
     entry = table + slot * (HEAD + PARTS * FIELDS)
     rank = tl.load(entry).to(tl.int32)
-    length = (inner + splits * BLOCK_K - 1) // (splits * BLOCK_K) * BLOCK_K
-    begin = split * length
-    end = tl.minimum(begin + length, inner)
+    begin, end = split_of_inner(inner, splits, BLOCK_K)
     for first in range(0, rank, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         total = tl.zeros([BLOCK_R, BLOCK_K], tl.float32)
@@ -186,7 +185,6 @@ def low_rank_down_kernel(
     PARTS: tl.constexpr,
     KIND: tl.constexpr,
     DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -199,9 +197,7 @@ def low_rank_down_kernel(
     own = tl.load(slots + begin_row + row, mask=row < rows - begin_row, other=-1)
     at_x = x + begin_row * x_stride
     at_low = low + begin_row * splits * ranks
-    length = (inner + splits * BLOCK_K - 1) // (splits * BLOCK_K) * BLOCK_K
-    begin = split * length
-    end = tl.minimum(begin + length, inner)
+    begin, end = split_of_inner(inner, splits, BLOCK_K)
     slot = next_slot(own, -1, SLOTS)
     while slot < SLOTS:
         entry = table + slot * (HEAD + PARTS * FIELDS)
@@ -216,7 +212,7 @@ def low_rank_down_kernel(
                 left = tl.load(at_x + (row[:, None] * x_stride + k[None, :]), mask=left_ok, other=0.0)
                 right_ok = (k < end)[:, None] & (r < rank)[None, :]
                 right = a_numbers(entry, r[None, :], k[:, None], right_ok, inner, KIND)
-                total = tl.dot(left.to(DOT), right.to(DOT), total, input_precision=PRECISION)
+                total = tl.dot(left.to(DOT), right.to(DOT), total, input_precision="ieee")
             at = (row[:, None] * splits + split) * ranks + r[None, :]
             tl.store(at_low + at, total, mask=mine[:, None] & (r < rank)[None, :])
         slot = next_slot(own, slot, SLOTS)
@@ -238,7 +234,6 @@ def low_rank_up_kernel(
     ALIGNED: tl.constexpr,
     KIND: tl.constexpr,
     DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -266,7 +261,7 @@ def low_rank_up_kernel(
                 at = (row[:, None] * splits + split) * ranks + r[None, :]
                 left += tl.load(at_low + at, mask=left_ok, other=0.0)
             right = b_numbers(part, rank, own_columns, r[:, None], column[None, :], KIND)
-            total = tl.dot(left.to(DOT), right.to(DOT), total, input_precision=PRECISION)
+            total = tl.dot(left.to(DOT), right.to(DOT), total, input_precision="ieee")
         at_out = at_tile + first_column + (row[:, None] * out_stride + column[None, :])
         ok = mine[:, None] & (column < own_columns)[None, :]
         found = tl.load(at_out, mask=ok, other=0.0).to(tl.float32) + total * scale_of(part)
@@ -278,8 +273,6 @@ def low_rank_up_kernel(
     at_out = at_tile + (row[:, None] * out_stride + column[None, :])
     tl.store(at_out, nothing, mask=wrong[:, None] & (column < columns)[None, :])
 
-
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 _HEAD, _FIELDS = HEAD.value, FIELDS.value
 
@@ -348,7 +341,7 @@ def add_low_rank(
     """See `Backend.add_low_rank`. slots: [T] int64, on the device. fixed: one tile size for any number of rows."""
     matrix, rows, x = table.matrix, x.shape[0], strided(x)
     # Tiles of a common type are multiplied in it, everything else in float32.
-    dot, precision = dot_type(x.dtype if x.dtype == matrix.dtype else torch.float32)
+    dot = ELEMENT_TYPES[x.dtype if x.dtype == matrix.dtype else torch.float32]
     fits = out.shape == (rows, matrix.columns) and x.shape[1] == matrix.inner and len(slots) == rows
     if not fits or (matrix.columns > 1 and out.stride(1) != 1):
         raise ValueError(f"add_low_rank: {tuple(x.shape)} and {tuple(out.shape)} are not rows of {matrix}")
@@ -360,7 +353,7 @@ def add_low_rank(
     same: dict[str, Any] = {
         "SLOTS": len(table.changes),
         "PARTS": len(matrix.parts),
-        "KIND": _TYPES[matrix.dtype],
+        "KIND": ELEMENT_TYPES[matrix.dtype],
         "BLOCK_R": sizes.ranks,
         "num_warps": 4,
     }
@@ -372,7 +365,7 @@ def add_low_rank(
         launch(low_rank_down_by_row_kernel, (rows, splits), x, *from_x, *inner, **same, **of_down)
         launch(low_rank_up_by_row_kernel, (tiles, rows), x, *to_out, *columns, **same, **of_up)
         return
-    same |= {"DOT": dot, "PRECISION": precision, "BLOCK_M": sizes.rows}
+    same |= {"DOT": dot, "BLOCK_M": sizes.rows}
     launch(low_rank_down_kernel, (row_tiles, splits), x, *from_x, rows, *inner, **same, **of_down)
     launch(low_rank_up_kernel, (tiles, row_tiles), x, *to_out, rows, *columns, **same, **of_up)
 

@@ -15,28 +15,19 @@ from torch import Tensor
 
 from windlass.kernels.layouts.weight_layouts import BlockWeight, ExpertWeights, StackedWeight
 from windlass.kernels.torch.reference import rounded
-from windlass.kernels.triton.launch import dot_type, launch, power_of_two, strided, wait_for_predecessor
+from windlass.kernels.triton.elementwise import part_of_row
+from windlass.kernels.triton.launch import ELEMENT_TYPES, launch, power_of_two, strided, wait_for_predecessor
 from windlass.kernels.triton.moe_routing import by_expert
 
 
 @triton.jit
-def block_numbers(
-    codes,
-    scales,
-    supers,
-    row,
-    column,
-    ok,
-    groups,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SUPER_GROUPS: tl.constexpr,
-    MINIMUM: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
+def block_numbers(codes, scales, supers, row, column, ok, groups, FORM: tl.constexpr):
     """Dequantized elements of a block weight at rows and columns, which broadcast, float32; see `weight_layouts`. ok: mask of
-    valid ones."""
-    PARTS: tl.constexpr = 2 if MINIMUM else 1
+    valid ones. FORM: a `BlockForm`."""
+    BITS: tl.constexpr = FORM.bits
+    GROUP: tl.constexpr = FORM.group
+    SUPER_GROUPS: tl.constexpr = FORM.super_groups
+    PARTS: tl.constexpr = 2 if FORM.minimum else 1
     LINES: tl.constexpr = GROUP * BITS // 32
     panel = row // 16
     lane = row % 16
@@ -61,8 +52,8 @@ def block_numbers(
         supers_of_row = (groups + SUPER_GROUPS - 1) // SUPER_GROUPS
         at_super = (panel.to(tl.int64) * supers_of_row + group // SUPER_GROUPS) * PARTS * 16 + lane
         scale = scale * tl.load(supers + at_super, mask=ok, other=0).to(tl.float32)
-    numbers = scale * (code - OFFSET)
-    if MINIMUM:
+    numbers = scale * (code - FORM.offset)
+    if FORM.minimum:
         least = tl.load(scales + at_scale + 16, mask=ok, other=0).to(tl.float32)
         if SUPER_GROUPS > 0:
             least = -(least * tl.load(supers + at_super + 16, mask=ok, other=0).to(tl.float32))
@@ -71,16 +62,14 @@ def block_numbers(
 
 
 @triton.jit
-def part_of_expert(
-    tile, ends, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BY_PLACE: tl.constexpr
-):
+def part_of_expert(tile, ends, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BY_PLACE: tl.constexpr):
     """The expert of a tile, its first row in sorted order, and the end of the expert's rows (not after the first row of an
     empty tile).
 
     Every expert begins a new tile: expert e has the tiles from ends[e - 1] // BLOCK_M + e on. BY_PLACE, for few rows: one
-    tile per row, non-empty if the rows of an expert, or a tile of them, begin there. BLOCK_E: at least EXPERTS.
+    tile per row, non-empty if the rows of an expert, or a tile of them, begin there.
     """
-    index = tl.arange(0, BLOCK_E)
+    index = tl.arange(0, power_of_two(EXPERTS))
     there = index < EXPERTS
     last = tl.load(ends + index, mask=there, other=0)
     if not BY_PLACE:
@@ -118,24 +107,14 @@ def matmul_kernel(
     inner,
     groups,
     BATCHED: tl.constexpr,
-    GROUPED: tl.constexpr,
     PER_ROW: tl.constexpr,
     EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BY_PLACE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SUPER_GROUPS: tl.constexpr,
-    MINIMUM: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BIAS: tl.constexpr,
+    FORM: tl.constexpr,
     WEIGHT: tl.constexpr,
     SCALE: tl.constexpr,
     BIAS_TYPE: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -143,15 +122,15 @@ def matmul_kernel(
 ):
     """Program (tile of columns, tile of rows, batch): out[rows, columns] = x @ weight.T + bias.
 
-    GROUPED: `weight`, `scales`, `supers` and `bias` are int64 addresses per expert, `order` the places of the result sorted by
-    expert, PER_ROW the places per row of x. BY_PLACE: see `part_of_expert`. ALIGNED: whether 16 divides the addresses.
-    ROWS_FIRST: program (tile of rows, tile of columns, batch).
+    FORM: of a block weight, or None. order: None, or the places of the result sorted by expert; then `weight`, `scales`,
+    `supers` and `bias` are int64 addresses per expert, and PER_ROW is the number of places per row of x. BY_PLACE: see
+    `part_of_expert`. ALIGNED: whether 16 divides the addresses. ROWS_FIRST: program (tile of rows, tile of columns, batch).
     """
     wait_for_predecessor()
     tile = tl.program_id(0 if ROWS_FIRST else 1)
     batch = tl.program_id(2).to(tl.int64)
-    if GROUPED:
-        expert, first, end = part_of_expert(tile, row_ends, EXPERTS, BLOCK_E, BLOCK_M, BY_PLACE)
+    if order is not None:
+        expert, first, end = part_of_expert(tile, row_ends, EXPERTS, BLOCK_M, BY_PLACE)
         if first >= end:
             return
         place = first + tl.arange(0, BLOCK_M)
@@ -161,14 +140,14 @@ def matmul_kernel(
         at_weight = tl.load(weight + expert).to(tl.pointer_type(WEIGHT))
         if ALIGNED:  # enables vector loads
             at_weight = tl.multiple_of(at_weight, 16)
-        if BLOCKS:
+        if FORM is not None:
             at_scales = tl.load(scales + expert).to(tl.pointer_type(SCALE))
             if ALIGNED:
                 at_scales = tl.multiple_of(at_scales, 16)
             at_supers = at_scales.to(tl.pointer_type(tl.float16))
-            if SUPER_GROUPS > 0:
+            if supers is not None:
                 at_supers = tl.load(supers + expert).to(tl.pointer_type(tl.float16))
-        if BIAS:
+        if bias is not None:
             at_bias = tl.load(bias + expert).to(tl.pointer_type(BIAS_TYPE))
     else:
         to_row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -189,26 +168,13 @@ def matmul_kernel(
         k_ok = k < inner
         left = tl.load(at_x + k[None, :], mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         ok = k_ok[:, None] & column_ok[None, :]
-        if BLOCKS:
-            right = block_numbers(
-                at_weight,
-                at_scales,
-                at_supers,
-                column[None, :],
-                k[:, None],
-                ok,
-                groups,
-                BITS,
-                GROUP,
-                SUPER_GROUPS,
-                MINIMUM,
-                OFFSET,
-            )
+        if FORM is not None:
+            right = block_numbers(at_weight, at_scales, at_supers, column[None, :], k[:, None], ok, groups, FORM)
         else:
             at = column[None, :].to(tl.int64) * weight_row_stride + k[:, None].to(tl.int64) * weight_column_stride
             right = tl.load(at_weight + at, mask=ok, other=0.0)
-        total = tl.dot(left.to(DOT), right.to(DOT), total, input_precision=PRECISION)
-    if BIAS:
+        total = tl.dot(left, right.to(left.dtype), total, input_precision="ieee")
+    if bias is not None:
         total += tl.load(at_bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     at_out = out + batch * out_batch_stride + to_row[:, None] * out_stride + column[None, :]
     tl.store(at_out, total.to(out.dtype.element_ty), mask=row_ok[:, None] & column_ok[None, :])
@@ -225,11 +191,7 @@ def embed_blocks_kernel(
     groups,
     table_rows,
     factor,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SUPER_GROUPS: tl.constexpr,
-    MINIMUM: tl.constexpr,
-    OFFSET: tl.constexpr,
+    FORM: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -238,38 +200,16 @@ def embed_blocks_kernel(
     SCALED: rounded, then times the factor and rounded again.
     """
     wait_for_predecessor()
-    to = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    to, column, ok = part_of_row(columns, BLOCK)
     row = tl.load(ids + to)
     there = (row >= 0) & (row < table_rows)
-    numbers = block_numbers(
-        codes,
-        scales,
-        supers,
-        row,
-        column,
-        (column < columns) & there,
-        groups,
-        BITS,
-        GROUP,
-        SUPER_GROUPS,
-        MINIMUM,
-        OFFSET,
-    )
+    numbers = block_numbers(codes, scales, supers, row, column, ok & there, groups, FORM)
     kind = out.dtype.element_ty
     found = tl.where(there, numbers, float("nan")).to(kind)
     if SCALED:
         found = (found.to(tl.float32) * factor).to(kind)
-    tl.store(out + to * columns + column, found, mask=column < columns)
+    tl.store(out + to * columns + column, found, mask=ok)
 
-
-_TYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.uint8: tl.uint8,
-    torch.int8: tl.int8,
-}
 
 _MOST_BEHIND = 65535  # limit of a grid in all dimensions but the first
 
@@ -295,30 +235,15 @@ def linear(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None = None, 
     """x @ weight.T + bias. x: [T, K]; returns [T, N] in x's dtype. fixed: one tile size for any number of rows."""
     x = strided(x)
     out = x.new_empty(x.shape[0], weight.shape[0])
-    operands = _Operands.of(weight)
-    _launch(x, (x.stride(0), 0), out, (out.stride(0), 0), operands, bias, x.shape[0], *weight.shape, fixed=fixed)
+    _launch(x, out, _Operands.of(weight), bias, fixed=fixed)
     return out
 
 
 def by_head(x: Tensor, matrices: Tensor, *, fixed: bool = False) -> Tensor:
     """x: [T, H, K], matrices: [H, K, N] with any strides. Returns [T, H, N] in x's dtype."""
-    x = strided(x)
-    heads, inner, columns = matrices.shape
-    out = x.new_empty(x.shape[0], heads, columns)
-    operands = _Operands(matrices, None, None, (matrices.stride(2), matrices.stride(1), matrices.stride(0)), None)
-    _launch(
-        x,
-        (x.stride(0), x.stride(1)),
-        out,
-        (out.stride(0), out.stride(1)),
-        operands,
-        None,
-        x.shape[0],
-        columns,
-        inner,
-        fixed=fixed,
-        batches=heads,
-    )
+    x, strides = strided(x), (matrices.stride(2), matrices.stride(1), matrices.stride(0))
+    out = x.new_empty(*x.shape[:2], matrices.shape[2])
+    _launch(x, out, _Operands(matrices, None, None, strides, None), None, fixed=fixed)
     return out
 
 
@@ -398,28 +323,11 @@ def linear_of_experts(x: Tensor, experts: PointerTableExperts, chosen: Tensor, *
     if not experts.parts:
         raise ValueError("experts of several kinds have no tables")
     x = strided(x)
-    places = chosen.numel()
-    whole = x.new_empty(places, experts.columns)
+    whole = x.new_empty(chosen.numel(), experts.columns)
     order, ends = by_expert(chosen, len(experts))
     for part in experts.parts:
         out = whole[:, part.first : part.first + part.columns]
-        _launch(
-            x,
-            (x.stride(0), 0),
-            out,
-            (out.stride(0), 0),
-            part.operands,
-            part.biases,
-            places,
-            part.columns,
-            experts.inner,
-            fixed=fixed,
-            experts=len(experts),
-            order=order,
-            ends=ends,
-            per_row=places // max(x.shape[0], 1),
-            bias_type=None if experts.biases is None else experts.biases[0].dtype,
-        )
+        _launch(x, out, part.operands, part.biases, fixed=fixed, experts=experts, order=order, ends=ends)
     return whole
 
 
@@ -440,22 +348,11 @@ def embed(table: BlockWeight, ids: Tensor, dtype: torch.dtype, scale: float) -> 
         table.codes.shape[1],
         table.rows,
         rounded(scale, dtype),
-        **_form_sizes(table),
+        FORM=table.form,
         SCALED=scale != 1,
         BLOCK=block,
     )
     return out
-
-
-def _form_sizes(weight: BlockWeight | None) -> dict[str, Any]:
-    form = None if weight is None else weight.form
-    return {
-        "BITS": form.bits if form else 0,
-        "GROUP": form.group if form else 32,
-        "SUPER_GROUPS": form.super_groups if form else 0,
-        "MINIMUM": bool(form and form.minimum),
-        "OFFSET": float(form.offset) if form else 0.0,
-    }
 
 
 def _addresses(tensors: Sequence[Any]) -> Tensor:
@@ -468,29 +365,22 @@ def _are_aligned(tensors: Sequence[Any]) -> bool:
 
 def _launch(
     x: Tensor,
-    x_strides: tuple[int, int],
     out: Tensor,
-    out_strides: tuple[int, int],
     operands: _Operands,
     bias: Tensor | None,
-    rows: int,
-    columns: int,
-    inner: int,
     *,
     fixed: bool,
-    batches: int = 1,
-    experts: int = 0,
+    experts: PointerTableExperts | None = None,
     order: Tensor | None = None,
     ends: Tensor | None = None,
-    per_row: int = 1,
-    bias_type: torch.dtype | None = None,
 ) -> None:
-    """fixed: see `linear`. batches: heads. experts: their number, 0 for other products."""
-    blocks = operands.example
-    dot, precision = dot_type(x.dtype)
-    tile = _tile(1 if fixed else -(-rows // max(experts, 1)), x, blocks, experts=experts > 0)
-    tiles = -(-rows // tile.rows) if not experts else rows // tile.rows + experts
-    by_place = experts > 0 and rows < tiles
+    """x: [T, K], or [T, H, K] for a product per head; out alike. fixed: see `linear`. order, ends: see `by_expert`."""
+    blocks, count = operands.example, 0 if experts is None else len(experts)
+    biases = None if experts is None else experts.biases
+    rows, columns, batches = out.shape[0], out.shape[-1], out.shape[1] if out.ndim == 3 else 1
+    tile = _tile(1 if fixed else -(-rows // max(count, 1)), x, blocks, experts=count > 0)
+    tiles = -(-rows // tile.rows) if not count else rows // tile.rows + count
+    by_place = count > 0 and rows < tiles
     row_tiles, column_tiles = rows if by_place else tiles, -(-columns // tile.columns)
     rows_first = row_tiles > _MOST_BEHIND  # otherwise adjacent programs read the same rows
     launch(
@@ -498,9 +388,11 @@ def _launch(
         (row_tiles, column_tiles, batches) if rows_first else (column_tiles, row_tiles, batches),
         x,
         x,
-        *x_strides,
+        x.stride(0),
+        x.stride(1) if batches > 1 else 0,
         out,
-        *out_strides,
+        out.stride(0),
+        out.stride(1) if batches > 1 else 0,
         operands.weight,
         operands.scales,
         operands.supers,
@@ -510,23 +402,17 @@ def _launch(
         ends,
         rows,
         columns,
-        inner,
+        x.shape[-1],
         0 if blocks is None else blocks.codes.shape[1],
         BATCHED=batches > 1,
-        GROUPED=experts > 0,
-        PER_ROW=per_row,
-        EXPERTS=experts,
-        BLOCK_E=power_of_two(experts),
+        PER_ROW=rows // max(x.shape[0], 1),
+        EXPERTS=count,
         BY_PLACE=by_place,
         ALIGNED=operands.aligned,
-        BLOCKS=blocks is not None,
-        **_form_sizes(blocks),
-        BIAS=bias is not None,
-        WEIGHT=_TYPES[operands.weight_type or operands.weight.dtype],
-        SCALE=tl.float32 if blocks is None else _TYPES[blocks.scales.dtype],
-        BIAS_TYPE=_TYPES[bias_type or torch.float32],
-        DOT=dot,
-        PRECISION=precision,
+        FORM=None if blocks is None else blocks.form,
+        WEIGHT=ELEMENT_TYPES[operands.weight_type or operands.weight.dtype],
+        SCALE=None if blocks is None else ELEMENT_TYPES[blocks.scales.dtype],
+        BIAS_TYPE=None if biases is None else ELEMENT_TYPES[biases[0].dtype],
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.inner,

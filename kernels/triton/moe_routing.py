@@ -29,21 +29,16 @@ def route_kernel(
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SOFTMAX: tl.constexpr,
-    BIAS: tl.constexpr,
-    SCALES: tl.constexpr,
     NORMALIZED: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_G: tl.constexpr,
 ):
     """Program (token). SOFTMAX: else scores are sigmoids. TWO: the score of a group is the sum of its two largest scores,
     else its largest."""
     wait_for_predecessor()
     token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK_E)
+    expert = tl.arange(0, power_of_two(EXPERTS))
     there = expert < EXPERTS
     x = tl.load(logits + token * EXPERTS + expert, mask=there, other=float("-inf"))
     if SOFTMAX:
@@ -52,11 +47,12 @@ def route_kernel(
     else:
         scores = 1.0 / (1.0 + tl.exp(-x))
     ranked = scores
-    if BIAS:
+    if bias is not None:
         ranked += tl.load(bias + expert, mask=there, other=0.0)
     keys = tl.where(ranked != ranked, float("inf"), ranked)  # NaN comes first, as in torch.sort
     if GROUPS > 1:
         group = expert // (EXPERTS // GROUPS)
+        BLOCK_G: tl.constexpr = power_of_two(GROUPS)
         number = tl.arange(0, BLOCK_G)
         of_groups = tl.full([BLOCK_G], float("-inf"), tl.float32)
         for each in range(GROUPS):
@@ -73,6 +69,7 @@ def route_kernel(
             left_groups = left_groups & (number != best)
             kept = kept | (group == best)
         keys = tl.where(kept, keys, float("-inf"))
+    BLOCK_K: tl.constexpr = power_of_two(TOP_K)
     place = tl.arange(0, BLOCK_K)
     taken = tl.zeros([BLOCK_K], tl.int32)
     weight = tl.zeros([BLOCK_K], tl.float32)
@@ -85,7 +82,7 @@ def route_kernel(
     if NORMALIZED:
         weight = weight / tl.maximum(tl.sum(weight, 0) + sum_eps, least_sum, propagate_nan=tl.PropagateNan.ALL)
     weight *= scale
-    if SCALES:
+    if scales is not None:
         weight *= tl.load(scales + taken)
     at = token * TOP_K + place
     tl.store(chosen + at, taken.to(tl.int64), mask=place < TOP_K)
@@ -144,15 +141,10 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: 
         EXPERTS=experts,
         TOP_K=routing.top_k,
         SOFTMAX=routing.scores == "softmax",
-        BIAS=bias is not None,
-        SCALES=scales is not None,
         NORMALIZED=routing.normalized,
         GROUPS=routing.groups,
         TOP_GROUPS=routing.top_groups,
         TWO=routing.group_score == "two largest",
-        BLOCK_E=power_of_two(experts),
-        BLOCK_K=power_of_two(routing.top_k),
-        BLOCK_G=power_of_two(routing.groups),
         num_warps=1 if experts <= 256 else 4,
     )
     return Routed(chosen, weights)

@@ -22,19 +22,17 @@ def rms_norm_kernel(
     rows,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    ADD: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Program (ROWS rows): row r of x is token r // HEADS, head r % HEADS. ADD: adds the residual's row and stores the sum in
-    it."""
+    """Program (ROWS rows): row r of x is token r // HEADS, head r % HEADS. residual: None, or its row is added
+    and the sum stored in it."""
     wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    dims = tl.arange(0, BLOCK)[None, :]
+    dims = tl.arange(0, power_of_two(DIM))[None, :]
     ok = (row < rows) & (dims < DIM)
     at = x + row // HEADS * stride + row % HEADS * head_stride + dims
     wide = tl.load(at, mask=ok, other=0.0).to(tl.float32)
-    if ADD:
+    if residual is not None:
         to = residual + row * residual_stride + dims
         # The rounded sum is normed.
         rounded = (tl.load(to, mask=ok, other=0.0).to(tl.float32) + wide).to(residual.dtype.element_ty)
@@ -56,19 +54,17 @@ def layer_norm_kernel(
     eps,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
-    dims = tl.arange(0, BLOCK)
+    dims = tl.arange(0, power_of_two(DIM))
     ok = dims < DIM
     at = x + row // HEADS * stride + row % HEADS * head_stride + dims
     wide = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     away = tl.where(ok, wide - tl.sum(wide, 0) / DIM, 0.0)
     normed = away * tl.div_rn(1.0, tl.sqrt_rn(tl.sum(away * away, 0) / DIM + eps))
     normed = normed * tl.load(weight + dims, mask=ok, other=0.0)
-    if BIAS:
+    if bias is not None:
         normed = normed + tl.load(bias + dims, mask=ok, other=0.0)
     tl.store(out + row * DIM + dims, normed.to(out.dtype.element_ty), mask=ok)
 
@@ -76,32 +72,24 @@ def layer_norm_kernel(
 _LEAST = 1024  # elements per program: queries and keys have many short rows
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `Backend.rms_norm`."""
-    x = strided(x)
-    out = x.new_empty(x.shape)
-    _rms_norm(x, out, weight, eps)
-    return out
-
-
-def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `Backend.add_rms_norm`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     x = strided(x)
     out = x.new_empty(x.shape)
     _rms_norm(x, out, weight, eps, residual)
     return out
 
 
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x, weight, eps, residual)
+
+
 def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
-    """See `Backend.rms_norm_in_place`."""
     _rms_norm(x, x, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """See `Backend.layer_norm`."""
     x = strided(x)
     out, dim, heads = x.new_empty(x.shape), x.shape[-1], x.shape[1] if x.ndim == 3 else 1
-    block = power_of_two(dim)
     launch(
         layer_norm_kernel,
         (x.shape[0] * heads,),
@@ -115,9 +103,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
         eps,
         HEADS=heads,
         DIM=dim,
-        BIAS=bias is not None,
-        BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=_warps(power_of_two(dim)),
     )
     return out
 
@@ -143,9 +129,7 @@ def _rms_norm(x: Tensor, out: Tensor, weight: Tensor, eps: float, residual: Tens
         rows,
         HEADS=heads,
         DIM=dim,
-        ADD=residual is not None,
         ROWS=each,
-        BLOCK=block,
         num_warps=_warps(each * block),
     )
 

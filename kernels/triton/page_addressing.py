@@ -1,28 +1,66 @@
 """Page addressing in Triton: addresses of keys, values and scales in KV pages, and float8 and int8 conversion."""
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from windlass.kernels.layouts.kv_pages import KVPages
+from windlass.kernels.torch.reference import SMALLEST_SCALE
+
+SMALLEST = tl.constexpr(SMALLEST_SCALE)
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Layout of KV pages, a constant of a program (`PAGES`). size: slots of a block. codes: int8, in panels."""
+
+    heads: int
+    size: int
+    dim: int
+    value_dim: int
+    codes: bool
+    float8: bool
+
+    @classmethod
+    def of(cls, pages: KVPages, dim: int) -> "PageLayout":
+        """dim: of keys, which padded codes do not show."""
+        codes, float8 = pages.key_scale is not None, pages.key.dtype == torch.float8_e4m3fn
+        return cls(pages.num_kv_heads, pages.block_size, dim, pages.value_dim, codes, float8)
+
+
+def page_tensors(pages: KVPages) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Keys, values and their scales as kernel arguments: float8 as uint8, which every GPU reads."""
+    key, value = pages.key, pages.value
+    if key.dtype == torch.float8_e4m3fn:
+        key, value = key.view(torch.uint8), value.view(torch.uint8)
+    return key, value, pages.key_scale, pages.value_scale
 
 
 @triton.jit
-def key_offset(
-    block, offset, head, dim, HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, CODES: tl.constexpr
-):
+def key_offset(block, offset, head, dim, PAGES: tl.constexpr):
     """Index of an element of the key at an offset in a block. block: int64; all four broadcast."""
-    if CODES:
-        QUADS: tl.constexpr = (DIM + 3) // 4
-        panel = (block * HEADS + head) * (SIZE // 16) + offset // 16
+    if PAGES.codes:
+        QUADS: tl.constexpr = (PAGES.dim + 3) // 4
+        panel = (block * PAGES.heads + head) * (PAGES.size // 16) + offset // 16
         return (panel * QUADS + dim // 4) * 64 + offset % 16 * 4 + dim % 4
-    return ((block * SIZE + offset) * HEADS + head) * DIM + dim
+    return ((block * PAGES.size + offset) * PAGES.heads + head) * PAGES.dim + dim
 
 
 @triton.jit
-def value_offset(
-    block, offset, head, dim, HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, CODES: tl.constexpr
-):
-    if CODES:
-        return (((block * HEADS + head) * (SIZE // 4) + offset // 4) * DIM + dim) * 4 + offset % 4
-    return ((block * SIZE + offset) * HEADS + head) * DIM + dim
+def value_offset(block, offset, head, dim, PAGES: tl.constexpr):
+    if PAGES.codes:
+        return (
+            ((block * PAGES.heads + head) * (PAGES.size // 4) + offset // 4) * PAGES.value_dim + dim
+        ) * 4 + offset % 4
+    return ((block * PAGES.size + offset) * PAGES.heads + head) * PAGES.value_dim + dim
+
+
+@triton.jit
+def scale_offset(block, offset, head, PAGES: tl.constexpr):
+    return (block * PAGES.heads + head) * PAGES.size + offset
 
 
 @triton.jit
@@ -48,18 +86,13 @@ def to_float8(x):
 
 
 @triton.jit
-def scale_offset(block, offset, head, HEADS: tl.constexpr, SIZE: tl.constexpr):
-    return (block * HEADS + head) * SIZE + offset
-
-
-@triton.jit
 def rounded(x):
     """To the nearest integer, ties to even, of magnitudes below 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def quantized(x, largest, SMALLEST: tl.constexpr):
+def quantized(x, largest):
     """int8 codes of x and their scale; see `reference.quantize`."""
     scale = tl.where(largest < float("inf"), tl.div_rn(largest, 127.0), float("nan"))
     usable = scale >= SMALLEST

@@ -14,56 +14,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.attention_call import KEY_SPLIT, AttentionCall, KeyRanges
+from windlass.kernels.attention_call import KEY_SPLIT, AttentionCall
 from windlass.kernels.layouts.kv_pages import KVPages
 from windlass.kernels.triton import prefill_attention
 from windlass.kernels.triton.attention_tile import (
+    BY_STEP,
     LOG2_E,
     attend_tile,
     end_visible,
     first_visible,
-    normalized,
     prepare_query,
     rows_of_tile,
     sequence_at,
+    store_rows,
 )
 from windlass.kernels.triton.launch import (
     SMALL,
     Device,
-    as_bytes,
-    dot_type,
     launch,
     power_of_two,
     strided,
     wait_for_predecessor,
 )
+from windlass.kernels.triton.page_addressing import PageLayout, page_tensors
 
 MAX_DISTANCE = tl.constexpr(1 << 30)  # in keys, longer than any sequence
 
-# Arguments that differ from step to step. Triton would compile variants (1, multiples of 16, others; aligned addresses or
-# not) while requests are served.
-_BY_STEP = [
-    "q_rows",
-    "num_blocks",
-    "table_stride",
-    "num_sequences",
-    "num_ranges",
-    "split_keys",
-    "num_splits",
-    "maxima",
-    "weights",
-    "tables",
-    "query_start",
-    "seq_lens",
-    "score_scale",
-    "range_ends",
-    "range_rows",
-    "range_reaches",
-    "range_gaps",
-]
 
-
-@triton.jit(do_not_specialize=_BY_STEP)
+@triton.jit(do_not_specialize=BY_STEP)
 def paged_attention_kernel(
     q,
     q_stride,
@@ -97,43 +75,23 @@ def paged_attention_kernel(
     slopes,
     split_keys,
     num_splits,
+    PAGES: tl.constexpr,
     GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    CODES: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    RANGES: tl.constexpr,
-    SLOPES: tl.constexpr,
     SINGLES: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPREAD: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """Program (place, head tile, split). place: a sequence with a single token (SINGLES), a token (BY_TOKEN), or a tile of
-    TOKENS tokens of a sequence with several. HEADS: heads per token. Splits have `split_keys` keys each, from the first key
-    of the sequence on; or (SPREAD) they divide the visible keys of the token, with at least `split_keys` each."""
+    TOKENS tokens of a sequence with several. HEADS: heads per token. With `sums` there are splits: of `split_keys` keys each,
+    from the first key of the sequence on (BY_TOKEN); or they divide the visible keys of the token, with at least
+    `split_keys` each."""
     wait_for_predecessor()
     place = tl.program_id(0).to(tl.int64)
     if not (SINGLES or BY_TOKEN):
         place = tl.num_programs(0) - 1 - place  # the last tokens see most keys, so they start first
-    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    kv_head = tl.program_id(1) // HEAD_TILES
-    first_head = tl.program_id(1) % HEAD_TILES * HEADS
     split = tl.program_id(2)
     if SINGLES:
         b = place
@@ -159,14 +117,17 @@ def paged_attention_kernel(
     if count <= 0:
         return
 
-    head, token, row_ok = rows_of_tile(first_head, kv_head, local, count, GROUP, HEADS, BLOCK_M)
+    RANGES: tl.constexpr = range_ends is not None
+    SLOPES: tl.constexpr = slopes is not None
+    kv_head, head, token, row_ok = rows_of_tile(local, count, GROUP, HEADS, TOKENS)
     index = length - new + token
     first_index = length - new + local
     last_index = first_index + count - 1
-    dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_V)
+    BLOCK_M: tl.constexpr = head.shape[0]
+    BLOCK_V: tl.constexpr = power_of_two(PAGES.value_dim, 16)
+    dims = tl.arange(0, power_of_two(PAGES.dim, 16))
     row_scale = scale * tl.load(score_scale + start + token, mask=row_ok, other=0.0)
-    if not (CAP or SLOPES):
+    if soft_cap is None and not SLOPES:
         row_scale = row_scale * LOG2_E
     slope = row_scale
     if SLOPES:
@@ -175,14 +136,14 @@ def paged_attention_kernel(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     summed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    table = tables + b * table_stride
-    first = first_visible(index, window, chunk, WINDOW, CHUNK)
-    end = end_visible(index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
-    range_begin = first_visible(first_index, window, chunk, WINDOW, CHUNK)
-    range_stop = end_visible(last_index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
+    pages = keys, values, key_scales, value_scales, num_blocks, tables + b * table_stride
+    first = first_visible(index, window, chunk)
+    end = end_visible(index, length, window, chunk, CAUSAL)
+    range_begin = first_visible(first_index, window, chunk)
+    range_stop = end_visible(last_index, length, window, chunk, CAUSAL)
     split_size = split_keys
     begin_of_split = split * split_keys
-    if SPREAD:  # by lengths in device memory: the grid is the same at every length
+    if sums is not None and not BY_TOKEN:  # by lengths in device memory: the grid is the same at every length
         first_tile = range_begin // BLOCK_N * BLOCK_N
         if RANGES:
             first_tile = range_begin * 0
@@ -197,8 +158,8 @@ def paged_attention_kernel(
     for part in range(parts):
         low = range_begin
         stop = range_stop
-        all_from = first_visible(last_index, window, chunk, WINDOW, CHUNK)
-        all_until = end_visible(first_index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
+        all_from = first_visible(last_index, window, chunk)
+        all_until = end_visible(first_index, length, window, chunk, CAUSAL)
         q_row = start + token
         reach = low * 0
         gap = start * 0
@@ -220,16 +181,17 @@ def paged_attention_kernel(
             if (reach == 0) | (version == -1):
                 stop = low
             range_begin = tl.maximum(range_begin, range_end)
-        if SPLITS:
+        if sums is not None:
             low = tl.maximum(low, begin_of_split)
             stop = tl.minimum(stop, begin_of_split + split_size)
         if low < stop:
             there = (q_row >= 0) & (q_row < q_rows)
             q_ok = row_ok & there
             at_q = q + q_row[:, None] * q_stride + head[:, None] * q_head_stride + dims[None, :]
-            query = tl.load(at_q, mask=q_ok[:, None] & (dims < DIM)[None, :], other=0.0).to(DOT)
+            query = tl.load(at_q, mask=q_ok[:, None] & (dims < PAGES.dim)[None, :], other=0.0)
             query, own_scale = prepare_query(query, row_scale)
             own_scale = tl.where(there, own_scale, float("nan"))  # an invalid row of q gives NaN
+            rows = query, own_scale, slope, index, first, end
             # Tiles in which all rows see all keys are between tiles with hidden keys.
             begin = low // BLOCK_N * BLOCK_N
             whole = tl.maximum(low, all_from)
@@ -245,62 +207,41 @@ def paged_attention_kernel(
                     from_tile, to_tile = whole, whole_end
                 else:
                     from_tile, to_tile = whole_end, stop
-                if phase > 0 or WINDOW or CHUNK or RANGES:
+                if phase > 0 or window is not None or chunk is not None or RANGES:
                     for tile in range(from_tile, to_tile, BLOCK_N):
                         largest, weight, summed = attend_tile(
-                            query,
-                            own_scale,
-                            slope,
-                            index,
-                            first,
-                            end,
+                            rows,
                             largest,
                             weight,
                             summed,
                             tile,
                             low,
                             stop,
-                            keys,
-                            values,
-                            key_scales,
-                            value_scales,
-                            num_blocks,
-                            table,
+                            pages,
                             kv_head,
                             soft_cap,
                             reach,
                             gap,
-                            KV_HEADS,
-                            SIZE,
-                            DIM,
-                            VALUE_DIM,
-                            CODES,
-                            FLOAT8,
-                            DOT,
-                            PRECISION,
-                            CAP,
-                            SLOPES,
+                            PAGES,
                             RANGES,
+                            SLOPES,
                             phase == 1,
                             BLOCK_N,
-                            BLOCK_D,
-                            BLOCK_V,
                         )
 
-    if SPLITS:
-        at = (place * (KV_HEADS * GROUP) + head) * num_splits + split
+    ALL_HEADS: tl.constexpr = PAGES.heads * GROUP
+    if sums is not None:
+        at = (place * ALL_HEADS + head) * num_splits + split
         tl.store(maxima + at, largest, mask=row_ok)
         tl.store(weights + at, weight, mask=row_ok)
-        at_sum = at[:, None] * VALUE_DIM + value_dims[None, :]
-        tl.store(sums + at_sum, summed, mask=row_ok[:, None] & (value_dims < VALUE_DIM)[None, :])
+        value_dims = tl.arange(0, BLOCK_V)
+        at_sum = at[:, None] * PAGES.value_dim + value_dims[None, :]
+        tl.store(sums + at_sum, summed, mask=row_ok[:, None] & (value_dims < PAGES.value_dim)[None, :])
     else:
-        found = normalized(largest, weight, summed, sinks, head, row_ok, SINKS)
-        at_out = ((start + token) * (KV_HEADS * GROUP) + head)[:, None] * VALUE_DIM + value_dims[None, :]
-        out_ok = row_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
-        tl.store(out + at_out, found.to(out.dtype.element_ty), mask=out_ok)
+        store_rows(out, start + token, head, row_ok, largest, weight, summed, sinks, ALL_HEADS, PAGES.value_dim)
 
 
-@triton.jit(do_not_specialize=["num_splits", "maxima", "weights", "query_start"])
+@triton.jit(do_not_specialize=BY_STEP)
 def merge_splits_kernel(
     out,
     sums,
@@ -311,11 +252,9 @@ def merge_splits_kernel(
     num_splits,
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    SINKS: tl.constexpr,
     SINGLES: tl.constexpr,
     MANY: tl.constexpr,
     FEW: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """Program (place, head): merges the splits of `paged_attention_kernel`, FEW at a time. MANY: splits whose maximum is found
     first."""
@@ -327,11 +266,12 @@ def merge_splits_kernel(
         row = tl.load(query_start + place)
         if tl.load(query_start + place + 1) - row != 1:
             return
+    BLOCK_V: tl.constexpr = power_of_two(VALUE_DIM, 16)
     dims = tl.arange(0, BLOCK_V)
     dims_ok = dims < VALUE_DIM
     at = (place * HEADS + head) * num_splits
     largest = tl.full([], float("-inf"), tl.float32)
-    if SINKS:
+    if sinks is not None:
         largest = tl.load(sinks + head) * LOG2_E
     used = 0  # splits up to the last one with visible keys
     for begin in range(0, num_splits, MANY):
@@ -342,7 +282,7 @@ def merge_splits_kernel(
         used = tl.maximum(used, tl.max(tl.where(seen, split + 1, 0), 0))
     base = tl.where(largest == float("-inf"), 0.0, largest)
     weight = tl.zeros([], tl.float32)
-    if SINKS:
+    if sinks is not None:
         weight = tl.exp2(tl.load(sinks + head) * LOG2_E - base)
     summed = tl.zeros([BLOCK_V], tl.float32)
     # Empty splits add nothing, so bits do not depend on their number.
@@ -468,11 +408,9 @@ def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_tok
             splits,
             HEADS=heads,
             VALUE_DIM=width,
-            SINKS=call.sink_logits is not None,
             SINGLES=not by_token,
             MANY=_MERGED,
             FEW=1 if by_token else _MERGED,
-            BLOCK_V=power_of_two(width, 16),
         )
 
 
@@ -509,12 +447,10 @@ def _launch(
     by_token: bool,
 ) -> None:
     """sizes.rows: rows per token of a tile."""
-    rows, kv_heads, dim, width = sizes.rows, pages.num_kv_heads, q.shape[2], pages.value_dim
-    group = q.shape[1] // kv_heads
-    dot, precision = dot_type(q.dtype)
+    ranges, group = call.ranges, q.shape[1] // pages.num_kv_heads
     launch(
         paged_attention_kernel,
-        (grid[0], kv_heads * -(-group // rows), grid[1]),
+        (grid[0], pages.num_kv_heads * -(-group // sizes.rows), grid[1]),
         q,
         q,
         q.stride(0),
@@ -522,10 +458,7 @@ def _launch(
         q.shape[0],
         out,
         *parts,
-        as_bytes(pages.key),
-        as_bytes(pages.value),
-        pages.key_scale,
-        pages.value_scale,
+        *page_tensors(pages),
         pages.key.shape[0],
         call.block_tables,
         call.block_tables.stride(0),
@@ -534,45 +467,23 @@ def _launch(
         call.batch_size,
         call.score_scale,
         call.scale,
-        call.soft_cap or 0.0,
-        call.window or 0,
-        call.chunk or 0,
+        call.soft_cap,
+        call.window,
+        call.chunk,
         call.sink_logits,
-        *((None, None, None, None, 0) if call.ranges is None else _parts_of(call.ranges)),
+        *((None,) * 4 if ranges is None else (ranges.ends, ranges.rows, ranges.reaches, ranges.gaps)),
+        0 if ranges is None else ranges.ends.shape[1],
         call.alibi_slopes,
         split,
         grid[1],
+        PAGES=PageLayout.of(pages, q.shape[2]),
         GROUP=group,
-        KV_HEADS=kv_heads,
-        SIZE=pages.block_size,
-        DIM=dim,
-        VALUE_DIM=width,
-        CODES=pages.key_scale is not None,
-        FLOAT8=pages.key.dtype == torch.float8_e4m3fn,
-        DOT=dot,
-        PRECISION=precision,
         CAUSAL=call.causal,
-        WINDOW=call.window is not None,
-        CHUNK=call.chunk is not None,
-        CAP=call.soft_cap is not None,
-        SINKS=call.sink_logits is not None,
-        RANGES=call.has_ranges,
-        SLOPES=call.alibi_slopes is not None,
         SINGLES=singles,
         BY_TOKEN=by_token,
-        SPLITS=parts[0] is not None,
-        SPREAD=parts[0] is not None and not by_token,
         TOKENS=tokens,
-        HEADS=rows,
-        BLOCK_M=max(16, rows * tokens),
+        HEADS=sizes.rows,
         BLOCK_N=sizes.keys,
-        BLOCK_D=power_of_two(dim, 16),
-        BLOCK_V=power_of_two(width, 16),
         num_warps=sizes.warps,
         num_stages=sizes.stages,
     )
-
-
-def _parts_of(ranges: KeyRanges) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
-    """Ranges as kernel arguments, and their number per sequence."""
-    return ranges.ends, ranges.rows, ranges.reaches, ranges.gaps, ranges.ends.shape[1]

@@ -6,7 +6,6 @@ overlap with the softmax of the next (arXiv 2407.08608, section 3.2).
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,29 +14,25 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from windlass.kernels.attention_call import AttentionCall, PrefillTotals
 from windlass.kernels.layouts.kv_pages import KVPages
 from windlass.kernels.triton.attention_tile import (
+    BY_STEP,
     LOG2_E,
     end_visible,
     first_visible,
-    normalized,
     prepare_query,
     rows_of_tile,
     sequence_at,
     softmax_update,
+    store_rows,
 )
-from windlass.kernels.triton.launch import Device, as_bytes, dot_type, launch, power_of_two, wait_for_predecessor
-from windlass.kernels.triton.page_addressing import from_float8, key_offset, scale_offset, value_offset
-
-_BY_STEP = [
-    "num_blocks",
-    "tables",
-    "table_stride",
-    "query_start",
-    "seq_lens",
-    "num_sequences",
-    "score_scale",
-    "key_scales",
-    "value_scales",
-]
+from windlass.kernels.triton.launch import Device, launch, power_of_two, wait_for_predecessor
+from windlass.kernels.triton.page_addressing import (
+    PageLayout,
+    from_float8,
+    key_offset,
+    page_tensors,
+    scale_offset,
+    value_offset,
+)
 
 _AT_ONCE = tl.constexpr(64)  # sequences
 
@@ -59,7 +54,7 @@ def tiles_before(query_start, seq_lens, end, tile, MULTIPLE: tl.constexpr):
     return tiles, sequences
 
 
-@triton.jit(do_not_specialize=_BY_STEP)
+@triton.jit(do_not_specialize=BY_STEP)
 def gather_kv_kernel(
     keys,
     values,
@@ -75,17 +70,8 @@ def gather_kv_kernel(
     num_sequences,
     window,
     chunk,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    CODES: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
+    PAGES: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """Program (tile of places, head of keys): gathers keys and values. Sequences with more than one new token have tiles for
     all of their keys, sequence after sequence.
@@ -103,33 +89,33 @@ def gather_kv_kernel(
     b = sequence.to(tl.int64)
     new = (tl.load(query_start + b + 1) - tl.load(query_start + b)).to(tl.int32)
     length = tl.load(seq_lens + b).to(tl.int32)
-    first_key = first_visible(length - new, window, chunk, WINDOW, CHUNK)
+    first_key = first_visible(length - new, window, chunk)
     first_place = (tile - before) * BLOCK_N
     if first_place + BLOCK_N <= first_key // BLOCK_N * BLOCK_N:
         return
     key = first_place + tl.arange(0, BLOCK_N)
     ok = (key >= first_key) & (key < length)
-    block = tl.load(tables + b * table_stride + key // SIZE, mask=ok, other=-1)
+    block = tl.load(tables + b * table_stride + key // PAGES.size, mask=ok, other=-1)
     there = (block >= 0) & (block < num_blocks)
     block = tl.where(there, block, 0).to(tl.int64)
-    offset = key % SIZE
+    offset = key % PAGES.size
+    BLOCK_D: tl.constexpr = power_of_two(PAGES.dim, 16)
+    BLOCK_V: tl.constexpr = power_of_two(PAGES.value_dim, 16)
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_V)
     kind = ordered_keys.dtype.element_ty
-    at_key = key_offset(block[:, None], offset[:, None], kv_head, dims[None, :], KV_HEADS, SIZE, DIM, CODES)
-    tile_keys = tl.load(keys + at_key, mask=there[:, None] & (dims < DIM)[None, :], other=0)
-    at_value = value_offset(
-        block[:, None], offset[:, None], kv_head, value_dims[None, :], KV_HEADS, SIZE, VALUE_DIM, CODES
-    )
-    tile_values = tl.load(values + at_value, mask=there[:, None] & (value_dims < VALUE_DIM)[None, :], other=0)
-    if FLOAT8:
+    at_key = key_offset(block[:, None], offset[:, None], kv_head, dims[None, :], PAGES)
+    tile_keys = tl.load(keys + at_key, mask=there[:, None] & (dims < PAGES.dim)[None, :], other=0)
+    at_value = value_offset(block[:, None], offset[:, None], kv_head, value_dims[None, :], PAGES)
+    tile_values = tl.load(values + at_value, mask=there[:, None] & (value_dims < PAGES.value_dim)[None, :], other=0)
+    if PAGES.float8:
         tile_keys = from_float8(tile_keys)
         tile_values = from_float8(tile_values)
-    if CODES:
-        at_scale = scale_offset(block, offset, kv_head, KV_HEADS, SIZE)
+    if PAGES.codes:
+        at_scale = scale_offset(block, offset, kv_head, PAGES)
         tile_keys = tile_keys.to(tl.float32) * tl.load(key_scales + at_scale, mask=there, other=0.0)[:, None]
         tile_values = tile_values.to(tl.float32) * tl.load(value_scales + at_scale, mask=there, other=0.0)[:, None]
-    row = (tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * KV_HEADS + kv_head
+    row = (tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * PAGES.heads + kv_head
     missing = tl.where(ok & ~there, float("nan"), 0.0)
     tl.store(ordered_keys + row * BLOCK_D + dims[None, :], (tile_keys.to(tl.float32) + missing[:, None]).to(kind))
     tl.store(ordered_values + row * BLOCK_V + value_dims[None, :], tile_values.to(kind))
@@ -144,7 +130,7 @@ def masked(scores, key, first, end, EARLY: tl.constexpr):
     return tl.where(seen, scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=_BY_STEP)
+@triton.jit(do_not_specialize=BY_STEP)
 def prefill_attention_kernel(
     q,
     q_stride,
@@ -160,30 +146,18 @@ def prefill_attention_kernel(
     window,
     chunk,
     sinks,
+    PAGES: tl.constexpr,
     GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SINKS: tl.constexpr,
     MULTIPLE: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """Program (tile of TOKENS tokens of a sequence with more than one, head tile). keys, values: descriptors of the tiles of
     MULTIPLE places of one head that `gather_kv_kernel` wrote. The rows of a tile are (token, head) pairs, heads innermost."""
     wait_for_predecessor()
     place = tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)  # the last tokens see most keys, so they start first
-    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    kv_head = tl.program_id(1) // HEAD_TILES
-    first_head = tl.program_id(1) % HEAD_TILES * HEADS
     b = sequence_at(query_start, place, num_sequences, TOKENS)
     start = tl.load(query_start + b)
     new = (tl.load(query_start + b + 1) - start).to(tl.int32)
@@ -193,29 +167,32 @@ def prefill_attention_kernel(
     if (new < 2) | (count <= 0):
         return
 
-    head, token, row_ok = rows_of_tile(first_head, kv_head, local, count, GROUP, HEADS, BLOCK_M)
+    kv_head, head, token, row_ok = rows_of_tile(local, count, GROUP, HEADS, TOKENS)
     index = length - new + token
     first_index = length - new + local
     last_index = first_index + count - 1
+    BLOCK_M: tl.constexpr = head.shape[0]
+    BLOCK_D: tl.constexpr = power_of_two(PAGES.dim, 16)
+    BLOCK_V: tl.constexpr = power_of_two(PAGES.value_dim, 16)
     dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_V)
     own_scale = scale * LOG2_E * tl.load(score_scale + start + token, mask=row_ok, other=0.0)
     at_q = q + (start + token)[:, None] * q_stride + head[:, None] * q_head_stride + dims[None, :]
-    query = tl.load(at_q, mask=row_ok[:, None] & (dims < DIM)[None, :], other=0.0)
+    query = tl.load(at_q, mask=row_ok[:, None] & (dims < PAGES.dim)[None, :], other=0.0)
     query, own_scale = prepare_query(query, own_scale)
 
-    first = first_visible(index, window, chunk, WINDOW, CHUNK)
-    end = end_visible(index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
-    low = first_visible(first_index, window, chunk, WINDOW, CHUNK)
-    stop = tl.minimum(end_visible(last_index, length, window, chunk, CAUSAL, WINDOW, CHUNK), length)
+    first = first_visible(index, window, chunk)
+    end = end_visible(index, length, window, chunk, CAUSAL)
+    low = first_visible(first_index, window, chunk)
+    stop = tl.minimum(end_visible(last_index, length, window, chunk, CAUSAL), length)
     end = tl.minimum(end, length)
     # Tiles in which all rows see all keys are between tiles with hidden keys.
     begin = low // BLOCK_N * BLOCK_N
-    all_from = first_visible(last_index, window, chunk, WINDOW, CHUNK)
-    all_until = tl.minimum(end_visible(first_index, length, window, chunk, CAUSAL, WINDOW, CHUNK), length)
+    all_from = first_visible(last_index, window, chunk)
+    all_until = tl.minimum(end_visible(first_index, length, window, chunk, CAUSAL), length)
     whole = (all_from + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     whole_end = all_until // BLOCK_N * BLOCK_N
 
+    LIMITED: tl.constexpr = window is not None or chunk is not None
     tiles, _ = tiles_before(query_start, seq_lens, b.to(tl.int32), 0, MULTIPLE)
     first_row = tiles * MULTIPLE
     at_head = kv_head * BLOCK_D
@@ -224,8 +201,8 @@ def prefill_attention_kernel(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     summed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    scores = tl.dot(query, keys.load([first_row + begin, at_head]).T, input_precision=PRECISION)
-    scores = masked(scores, begin + places_of_tile, first, end, WINDOW or CHUNK)
+    scores = tl.dot(query, keys.load([first_row + begin, at_head]).T, input_precision="ieee")
+    scores = masked(scores, begin + places_of_tile, first, end, LIMITED)
     largest, weight, kept, shares = softmax_update(scores, own_scale, largest, weight, False)
     for phase in tl.static_range(3):
         if phase == 0:
@@ -234,25 +211,21 @@ def prefill_attention_kernel(
             from_tile, to_tile = whole, whole_end
         else:
             from_tile, to_tile = tl.maximum(whole, whole_end), stop
-        if phase > 0 or WINDOW or CHUNK:
+        if phase > 0 or LIMITED:
             from_tile = tl.maximum(from_tile, begin + BLOCK_N)
             for tile in range(from_tile // BLOCK_N * BLOCK_N, to_tile, BLOCK_N):
                 tile_keys = keys.load([first_row + tile, at_head])
                 values_before = values.load([first_row + tile - BLOCK_N, at_value_head])
-                scores = tl.dot(query, tile_keys.T, input_precision=PRECISION)
-                summed = tl.dot(
-                    shares.to(query.dtype), values_before, summed * kept[:, None], input_precision=PRECISION
-                )
+                scores = tl.dot(query, tile_keys.T, input_precision="ieee")
+                summed = tl.dot(shares.to(query.dtype), values_before, summed * kept[:, None], input_precision="ieee")
                 if phase != 1:
-                    scores = masked(scores, tile + places_of_tile, first, end, WINDOW or CHUNK)
+                    scores = masked(scores, tile + places_of_tile, first, end, LIMITED)
                 largest, weight, kept, shares = softmax_update(scores, own_scale, largest, weight, phase == 1)
     tile_values = values.load([first_row + (stop - 1) // BLOCK_N * BLOCK_N, at_value_head])
-    summed = tl.dot(shares.to(query.dtype), tile_values, summed * kept[:, None], input_precision=PRECISION)
+    summed = tl.dot(shares.to(query.dtype), tile_values, summed * kept[:, None], input_precision="ieee")
 
-    found = normalized(largest, weight, summed, sinks, head, row_ok, SINKS)
-    at_out = ((start + token) * (KV_HEADS * GROUP) + head)[:, None] * VALUE_DIM + value_dims[None, :]
-    out_ok = row_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
-    tl.store(out + at_out, found.to(out.dtype.element_ty), mask=out_ok)
+    ALL_HEADS: tl.constexpr = PAGES.heads * GROUP
+    store_rows(out, start + token, head, row_ok, largest, weight, summed, sinks, ALL_HEADS, PAGES.value_dim)
 
 
 CAPABILITY = (9, 0)  # products and copies are asynchronous; older GPUs spill registers
@@ -306,19 +279,15 @@ def _padded_keys(prompts: PrefillTotals) -> int:
 
 def prefill_attention(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, sizes: PrefillTile = _TILES) -> None:
     """Fills the rows of out [T, Hq, Dv] of sequences with more than one new token. q: [T, Hq, D], its last dim contiguous."""
-    kv_heads, dim, width = pages.num_kv_heads, q.shape[2], pages.value_dim
-    block_d, block_v = power_of_two(dim, 16), power_of_two(width, 16)
+    kv_heads, layout = pages.num_kv_heads, PageLayout.of(pages, q.shape[2])
+    block_d, block_v = power_of_two(layout.dim, 16), power_of_two(layout.value_dim, 16)
     places = _padded_keys(_prompts(pages, call))
     keys, values = (q.new_empty(places, kv_heads * block) for block in (block_d, block_v))
-    limits = {"WINDOW": call.window is not None, "CHUNK": call.chunk is not None}
     launch(
         gather_kv_kernel,
         (places // _MULTIPLE, kv_heads),
         q,
-        as_bytes(pages.key),
-        as_bytes(pages.value),
-        pages.key_scale,
-        pages.value_scale,
+        *page_tensors(pages),
         pages.key.shape[0],
         call.block_tables,
         call.block_tables.stride(0),
@@ -327,19 +296,11 @@ def prefill_attention(q: Tensor, pages: KVPages, call: AttentionCall, out: Tenso
         keys,
         values,
         call.batch_size,
-        call.window or 0,
-        call.chunk or 0,
-        KV_HEADS=kv_heads,
-        SIZE=pages.block_size,
-        DIM=dim,
-        VALUE_DIM=width,
-        CODES=pages.key_scale is not None,
-        FLOAT8=pages.key.dtype == torch.float8_e4m3fn,
+        call.window,
+        call.chunk,
+        PAGES=layout,
         BLOCK_N=_MULTIPLE,
-        BLOCK_D=block_d,
-        BLOCK_V=block_v,
         num_warps=8,
-        **limits,
     )
     group = q.shape[1] // kv_heads
     heads = min(power_of_two(group), sizes.rows)
@@ -359,26 +320,18 @@ def prefill_attention(q: Tensor, pages: KVPages, call: AttentionCall, out: Tenso
         call.batch_size,
         call.score_scale,
         call.scale,
-        call.window or 0,
-        call.chunk or 0,
+        call.window,
+        call.chunk,
         call.sink_logits,
+        PAGES=layout,
         GROUP=group,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        VALUE_DIM=width,
-        PRECISION=dot_type(q.dtype)[1],
         CAUSAL=call.causal,
-        SINKS=call.sink_logits is not None,
         MULTIPLE=_MULTIPLE,
         TOKENS=tokens,
         HEADS=heads,
-        BLOCK_M=sizes.rows,
         BLOCK_N=sizes.keys,
-        BLOCK_D=block_d,
-        BLOCK_V=block_v,
         num_warps=sizes.warps,
         num_stages=sizes.stages,
-        **limits,
     )
 
 

@@ -1,7 +1,7 @@
 """Recurrent layers in Triton: short convolution, gated delta rule and state space (Mamba 2)."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import triton
 import triton.language as tl
@@ -45,14 +45,12 @@ def short_convolution_kernel(
     starts,
     lengths,
     num_blocks,
-    kept,
+    snapshots,
     out,
     columns,
-    HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    KEEPS: tl.constexpr,
 ):
     """Program (sequence, part of the columns, stride of tokens). The window is only read; `store_conv_window_kernel` updates
     it. Snapshots of windows are written. Rows without a valid block get the value of `span`."""
@@ -63,17 +61,17 @@ def short_convolution_kernel(
     own = window + block * (WIDTH - 1) * columns
     for t in range(first + tl.program_id(2), end, tl.num_programs(2)):
         total = tl.zeros([BLOCK], tl.float32)
-        if KEEPS:
-            other = tl.load(kept + t)
-        if HAS_BIAS:
+        if snapshots is not None:
+            other = tl.load(snapshots + t)
+        if bias is not None:
             total += tl.load(bias + column, mask=column < columns, other=0.0)
         for i in tl.static_range(WIDTH):
             tap = tl.load(weight + column * WIDTH + i, mask=column < columns, other=0.0)
             given = inputs(x, stride, own, first, t - first + i, begins, column, ok, columns, WIDTH - 1)
             total += given * tap
-            if KEEPS and i > 0:
-                beside = window + (other * (WIDTH - 1) + i - 1) * columns + column
-                tl.store(beside, given, mask=ok & (other >= 0) & (other < num_blocks))
+            if snapshots is not None and i > 0:
+                at_other = window + (other * (WIDTH - 1) + i - 1) * columns + column
+                tl.store(at_other, given, mask=ok & (other >= 0) & (other < num_blocks))
         if SILU:
             total = total * sigmoid(total)
         found = tl.where(known, total, lost)
@@ -112,6 +110,21 @@ def softplus(x):
 
 
 @triton.jit
+def part_of_memory(KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys and columns of a program (sequence, head, part of the columns), each with a mask of valid ones."""
+    key = tl.arange(0, power_of_two(KEY_DIM))
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    return key, key < KEY_DIM, column, column < VALUE_DIM
+
+
+@triton.jit
+def memory_at(memory, block, key, column, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Addresses of this program's part of the memory in a block."""
+    numbers = key[:, None] * VALUE_DIM + column[None, :]
+    return memory + (block * HEADS + tl.program_id(1)) * KEY_DIM * VALUE_DIM + numbers
+
+
+@triton.jit
 def gated_delta_rule_kernel(
     qkv,
     stride,
@@ -126,7 +139,7 @@ def gated_delta_rule_kernel(
     starts,
     lengths,
     num_blocks,
-    kept,
+    snapshots,
     out,
     scale,
     KEY_HEADS: tl.constexpr,
@@ -134,21 +147,16 @@ def gated_delta_rule_kernel(
     IN_TURNS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
-    KEEPS: tl.constexpr,
 ):
     """Program (sequence, head, part of the columns of its memory), which stays in registers over all tokens. Rows without a
     valid block get the value of `span`."""
     wait_for_predecessor()
     first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     head = tl.program_id(1)
-    key = tl.arange(0, KEYS)
-    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    is_key, is_column = key < KEY_DIM, column < VALUE_DIM
+    key, is_key, column, is_column = part_of_memory(KEY_DIM, VALUE_DIM, BLOCK)
     ok = is_key[:, None] & is_column[None, :] & known & (end > first)
-    numbers = key[:, None] * VALUE_DIM + column[None, :]
-    at = memory + (block * HEADS + head) * KEY_DIM * VALUE_DIM + numbers
+    at = memory_at(memory, block, key, column, HEADS, KEY_DIM, VALUE_DIM)
     m = tl.load(at, mask=ok & (begins == 0), other=0.0)
     fades = tl.load(rate + head)
     shift = tl.load(bias + head)
@@ -166,10 +174,10 @@ def gated_delta_rule_kernel(
         read = tl.where(known, tl.sum(m * q[:, None], 0), lost)
         to = out + (t * HEADS + head) * VALUE_DIM + column
         tl.store(to, read.to(out.dtype.element_ty), mask=is_column)
-        if KEEPS:
-            other = tl.load(kept + t)
-            beside = memory + (other * HEADS + head) * KEY_DIM * VALUE_DIM + numbers
-            tl.store(beside, m, mask=ok & (other >= 0) & (other < num_blocks))
+        if snapshots is not None:
+            other = tl.load(snapshots + t)
+            at_other = memory_at(memory, other, key, column, HEADS, KEY_DIM, VALUE_DIM)
+            tl.store(at_other, m, mask=ok & (other >= 0) & (other < num_blocks))
     tl.store(at, m, mask=ok)
 
 
@@ -187,7 +195,7 @@ def state_space_kernel(
     starts,
     lengths,
     num_blocks,
-    kept,
+    snapshots,
     out,
     least,
     most,
@@ -195,21 +203,16 @@ def state_space_kernel(
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
-    KEEPS: tl.constexpr,
 ):
     """Program (sequence, head, part of the columns of its memory), which stays in registers over all tokens. Rows without a
     valid block get the value of `span`."""
     wait_for_predecessor()
     first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     head = tl.program_id(1)
-    key = tl.arange(0, KEYS)
-    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    is_key, is_column = key < KEY_DIM, column < VALUE_DIM
+    key, is_key, column, is_column = part_of_memory(KEY_DIM, VALUE_DIM, BLOCK)
     ok = is_key[:, None] & is_column[None, :] & known & (end > first)
-    numbers = key[:, None] * VALUE_DIM + column[None, :]
-    at = memory + (block * HEADS + head) * KEY_DIM * VALUE_DIM + numbers
+    at = memory_at(memory, block, key, column, HEADS, KEY_DIM, VALUE_DIM)
     m = tl.load(at, mask=ok & (begins == 0), other=0.0)
     fades = tl.load(rate + head)
     shift = tl.load(bias + head)
@@ -226,10 +229,10 @@ def state_space_kernel(
         read = tl.where(known, tl.sum(m * q[:, None], 0) + passes * v, lost)
         to = out + (t * HEADS + head) * VALUE_DIM + column
         tl.store(to, read.to(out.dtype.element_ty), mask=is_column)
-        if KEEPS:
-            other = tl.load(kept + t)
-            beside = memory + (other * HEADS + head) * KEY_DIM * VALUE_DIM + numbers
-            tl.store(beside, m, mask=ok & (other >= 0) & (other < num_blocks))
+        if snapshots is not None:
+            other = tl.load(snapshots + t)
+            at_other = memory_at(memory, other, key, column, HEADS, KEY_DIM, VALUE_DIM)
+            tl.store(at_other, m, mask=ok & (other >= 0) & (other < num_blocks))
     tl.store(at, m, mask=ok)
 
 
@@ -257,17 +260,14 @@ def short_convolution(
     grid = sequences, -(-channels // block)
     parts = min(_MOST_PARTS, max(1, tokens // max(1, sequences * _TOKENS)))
     whose = rows.blocks, rows.starts, rows.lengths, window.shape[0]
-    snapshots = rows.blocks if rows.snapshots is None else rows.snapshots  # unused in this case
     launch(
         short_convolution_kernel,
         (*grid, parts),
         x,
-        *(x, x.stride(0), weight, weight if bias is None else bias, window, *whose, snapshots, out, channels),
-        HAS_BIAS=bias is not None,
+        *(x, x.stride(0), weight, bias, window, *whose, rows.snapshots, out, channels),
         SILU=activation is not None,
         WIDTH=width,
         BLOCK=block,
-        KEEPS=rows.snapshots is not None,
     )
     launch(store_conv_window_kernel, grid, x, x, x.stride(0), window, *whose, channels, WIDTH=width, BLOCK=block)
     return out
@@ -285,27 +285,10 @@ def gated_delta_rule(
     tiled_heads: bool = False,
 ) -> Tensor:
     """See `Backend.gated_delta_rule`; rows of a block that the memory lacks become NaN."""
-    qkv, decay, strength = strided(qkv), strided(decay), strided(strength)
-    blocks, heads, key_dim, value_dim = memory.shape
-    out = qkv.new_empty(qkv.shape[0], heads * value_dim)
-    snapshots = rows.blocks if rows.snapshots is None else rows.snapshots  # unused in this case
-    block = min(_COLUMNS, power_of_two(value_dim))
-    launch(
-        gated_delta_rule_kernel,
-        (rows.blocks.shape[0], heads, -(-value_dim // block)),
-        qkv,
-        *(qkv, qkv.stride(0), decay, decay.stride(0), strength, strength.stride(0), rate, bias),
-        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, snapshots, out, key_dim**-0.5),
-        KEY_HEADS=(qkv.shape[1] - heads * value_dim) // (2 * key_dim),
-        HEADS=heads,
-        IN_TURNS=tiled_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        KEYS=power_of_two(key_dim),
-        BLOCK=block,
-        KEEPS=rows.snapshots is not None,
-    )
-    return out
+    decay, strength = strided(decay), strided(strength)
+    operands = decay, decay.stride(0), strength, strength.stride(0), rate, bias
+    scale = memory.shape[2] ** -0.5
+    return _by_head(gated_delta_rule_kernel, qkv, operands, memory, rows, scale, IN_TURNS=tiled_heads)
 
 
 def state_space(
@@ -320,23 +303,30 @@ def state_space(
     limits: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
     """See `Backend.state_space`; rows of a block that the memory lacks become NaN."""
-    mixed, step = strided(mixed), strided(step)
-    blocks, heads, key_dim, value_dim = memory.shape
-    out = mixed.new_empty(mixed.shape[0], heads * value_dim)
-    snapshots = rows.blocks if rows.snapshots is None else rows.snapshots  # unused in this case
+    step = strided(step)
+    operands = step, step.stride(0), rate, bias, skip
+    return _by_head(state_space_kernel, mixed, operands, memory, rows, *map(float, limits))
+
+
+def _by_head(
+    program: Any, x: Tensor, operands: tuple[Any, ...], memory: Tensor, rows: StateRows, *numbers: float, **sizes: Any
+) -> Tensor:
+    """Launch a program for each sequence, head and part of the columns of its memory. x: [T, Hv * Dv + 2 * Hk * Dk]; returns
+    [T, Hv * Dv] in x's dtype."""
+    x, (blocks, heads, key_dim, value_dim) = strided(x), memory.shape
+    out = x.new_empty(x.shape[0], heads * value_dim)
     block = min(_COLUMNS, power_of_two(value_dim))
     launch(
-        state_space_kernel,
+        program,
         (rows.blocks.shape[0], heads, -(-value_dim // block)),
-        mixed,
-        *(mixed, mixed.stride(0), step, step.stride(0), rate, bias, skip),
-        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, snapshots, out, *map(float, limits)),
-        KEY_HEADS=(mixed.shape[1] - heads * value_dim) // (2 * key_dim),
+        x,
+        *(x, x.stride(0), *operands),
+        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, rows.snapshots, out, *numbers),
+        KEY_HEADS=(x.shape[1] - heads * value_dim) // (2 * key_dim),
         HEADS=heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        KEYS=power_of_two(key_dim),
         BLOCK=block,
-        KEEPS=rows.snapshots is not None,
+        **sizes,
     )
     return out

@@ -5,17 +5,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.layouts.kv_pages import KVPages, padded_dim
-from windlass.kernels.torch.reference import SMALLEST_SCALE
-from windlass.kernels.triton.launch import as_bytes, launch, power_of_two, strided, wait_for_predecessor
+from windlass.kernels.layouts.kv_pages import KVPages
+from windlass.kernels.triton.launch import launch, power_of_two, strided, wait_for_predecessor
 from windlass.kernels.triton.page_addressing import (
+    PageLayout,
     from_float8,
     key_offset,
+    page_tensors,
     quantized,
     scale_offset,
     to_float8,
     value_offset,
 )
+
+
+@triton.jit
+def rotary_dims(HALF: tl.constexpr, DIM: tl.constexpr):
+    """First dims of rotated pairs, and dims that are not rotated, each with a mask of valid ones. There is room for the
+    padding of codes."""
+    pair = tl.arange(0, power_of_two(HALF))
+    rest = 2 * HALF + tl.arange(0, power_of_two((DIM + 3) // 4 * 4 - 2 * HALF))
+    return pair, pair < HALF, rest, rest < DIM
 
 
 @triton.jit
@@ -44,28 +54,16 @@ def rotate_and_append_kernel(
     key_scales,
     value_scales,
     Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    PAGES: tl.constexpr,
     HALF: tl.constexpr,
-    CODES: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     TILE: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Program (EACH tokens, part): TILE of the Q_HEADS heads of q; after these, one of the KV_HEADS heads of k and v."""
+    """Program (EACH tokens, part): TILE of the Q_HEADS heads of q; after these, one of the heads of k and v."""
     wait_for_predecessor()
     Q_TILES: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
     part = tl.program_id(1)
-    pair = tl.arange(0, BLOCK_HALF)
-    pair_ok = pair < HALF
-    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-    rest_ok = rest < DIM
+    pair, pair_ok, rest, rest_ok = rotary_dims(HALF, PAGES.dim)
     begin = tl.program_id(0).to(tl.int64) * EACH
     for token in range(begin, tl.minimum(begin + EACH, tokens)):
         c = tl.load(cos + token * HALF + pair, mask=pair_ok, other=0.0)
@@ -83,43 +81,25 @@ def rotate_and_append_kernel(
         else:
             head = part - Q_TILES
             slot = tl.load(slots + token)
-            block = slot // SIZE
-            offset = slot % SIZE
+            block = slot // PAGES.size
+            offset = slot % PAGES.size
             if slot >= 0:
                 at = k + token * k_stride + head * k_head_stride
                 first = tl.load(at + pair, mask=pair_ok, other=0.0).to(tl.float32)
                 second = tl.load(at + HALF + pair, mask=pair_ok, other=0.0).to(tl.float32)
                 plain = tl.load(at + rest, mask=rest_ok, other=0.0).to(tl.float32)
                 first, second = rotate_pairs(first, second, c, s)
-                write_key(
-                    first,
-                    second,
-                    plain,
-                    block,
-                    offset,
-                    head,
-                    keys,
-                    key_scales,
-                    KV_HEADS,
-                    SIZE,
-                    DIM,
-                    HALF,
-                    CODES,
-                    FLOAT8,
-                    SMALLEST,
-                    BLOCK_HALF,
-                    BLOCK_REST,
-                )
-                dim = tl.arange(0, BLOCK_V)
-                dim_ok = dim < VALUE_DIM
+                write_key(first, second, plain, block, offset, head, keys, key_scales, PAGES, HALF)
+                dim = tl.arange(0, power_of_two(PAGES.value_dim))
+                dim_ok = dim < PAGES.value_dim
                 value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=dim_ok, other=0.0)
-                at_value = values + value_offset(block, offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
-                if CODES:
+                at_value = values + value_offset(block, offset, head, dim, PAGES)
+                if PAGES.codes:
                     wide = value.to(tl.float32)
-                    codes, scale = quantized(wide, max_abs(wide), SMALLEST)
+                    codes, scale = quantized(wide, max_abs(wide))
                     tl.store(at_value, codes, mask=dim_ok)
-                    tl.store(value_scales + scale_offset(block, offset, head, KV_HEADS, SIZE), scale)
-                elif FLOAT8:
+                    tl.store(value_scales + scale_offset(block, offset, head, PAGES), scale)
+                elif PAGES.float8:
                     tl.store(at_value, to_float8(value.to(tl.float32)), mask=dim_ok)
                 else:
                     tl.store(at_value, value.to(values.dtype.element_ty), mask=dim_ok)
@@ -133,47 +113,26 @@ def max_abs(x):
 
 
 @triton.jit
-def write_key(
-    first,
-    second,
-    plain,
-    block,
-    offset,
-    head,
-    keys,
-    key_scales,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    CODES: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
-    pair = tl.arange(0, BLOCK_HALF)
-    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-    pair_ok = pair < HALF
-    rest_ok = rest < DIM
-    if CODES:
+def write_key(first, second, plain, block, offset, head, keys, key_scales, PAGES: tl.constexpr, HALF: tl.constexpr):
+    """Store a key given as halves of rotated pairs and further dims, float32."""
+    pair, pair_ok, rest, rest_ok = rotary_dims(HALF, PAGES.dim)
+    if PAGES.codes:
         # NaN must propagate, which neither maximum guarantees.
         largest = tl.maximum(max_abs(first), max_abs(second), propagate_nan=tl.PropagateNan.ALL)
         largest = tl.maximum(largest, max_abs(plain), propagate_nan=tl.PropagateNan.ALL)
-        first, scale = quantized(first, largest, SMALLEST)
-        second, scale = quantized(second, largest, SMALLEST)
-        plain, scale = quantized(plain, largest, SMALLEST)
-        tl.store(key_scales + scale_offset(block, offset, head, KV_HEADS, SIZE), scale)
-        rest_ok = rest < (DIM + 3) // 4 * 4  # padding takes zeros
-    if FLOAT8:
+        first, scale = quantized(first, largest)
+        second, scale = quantized(second, largest)
+        plain, scale = quantized(plain, largest)
+        tl.store(key_scales + scale_offset(block, offset, head, PAGES), scale)
+        rest_ok = rest < (PAGES.dim + 3) // 4 * 4  # padding takes zeros
+    if PAGES.float8:
         first = to_float8(first)
         second = to_float8(second)
         plain = to_float8(plain)
     kind = keys.dtype.element_ty
-    tl.store(keys + key_offset(block, offset, head, pair, KV_HEADS, SIZE, DIM, CODES), first.to(kind), mask=pair_ok)
-    at = keys + key_offset(block, offset, head, HALF + pair, KV_HEADS, SIZE, DIM, CODES)
-    tl.store(at, second.to(kind), mask=pair_ok)
-    tl.store(keys + key_offset(block, offset, head, rest, KV_HEADS, SIZE, DIM, CODES), plain.to(kind), mask=rest_ok)
+    tl.store(keys + key_offset(block, offset, head, pair, PAGES), first.to(kind), mask=pair_ok)
+    tl.store(keys + key_offset(block, offset, head, HALF + pair, PAGES), second.to(kind), mask=pair_ok)
+    tl.store(keys + key_offset(block, offset, head, rest, PAGES), plain.to(kind), mask=rest_ok)
 
 
 @triton.jit
@@ -186,18 +145,9 @@ def rerotate_keys_kernel(
     values,
     key_scales,
     value_scales,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    PAGES: tl.constexpr,
     HALF: tl.constexpr,
-    CODES: tl.constexpr,
-    FLOAT8: tl.constexpr,
     VALUES: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """Program (entry, head). Codes without rotary dims are copied."""
     wait_for_predecessor()
@@ -205,34 +155,32 @@ def rerotate_keys_kernel(
     head = tl.program_id(1)
     source = tl.load(sources + entry)
     target = tl.load(targets + entry)
-    block = source // SIZE
-    offset = source % SIZE
-    to_block = target // SIZE
-    to_offset = target % SIZE
-    pair = tl.arange(0, BLOCK_HALF)
-    pair_ok = pair < HALF
-    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-    plain = tl.load(keys + key_offset(block, offset, head, rest, KV_HEADS, SIZE, DIM, CODES), mask=rest < DIM, other=0)
-    dim = tl.arange(0, BLOCK_V)
+    block = source // PAGES.size
+    offset = source % PAGES.size
+    to_block = target // PAGES.size
+    to_offset = target % PAGES.size
+    pair, pair_ok, rest, rest_ok = rotary_dims(HALF, PAGES.dim)
+    plain = tl.load(keys + key_offset(block, offset, head, rest, PAGES), mask=rest_ok, other=0)
+    dim = tl.arange(0, power_of_two(PAGES.value_dim))
+    dim_ok = dim < PAGES.value_dim
     if VALUES:
-        at = values + value_offset(block, offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
-        value = tl.load(at, mask=dim < VALUE_DIM, other=0)
-        if CODES:
-            value_scale = tl.load(value_scales + scale_offset(block, offset, head, KV_HEADS, SIZE))
-    if CODES:
-        key_scale = tl.load(key_scales + scale_offset(block, offset, head, KV_HEADS, SIZE))
+        value = tl.load(values + value_offset(block, offset, head, dim, PAGES), mask=dim_ok, other=0)
+    if PAGES.codes:
+        at_scale = scale_offset(block, offset, head, PAGES)
+        to_scale = scale_offset(to_block, to_offset, head, PAGES)
+        key_scale = tl.load(key_scales + at_scale)
+        if VALUES:
+            value_scale = tl.load(value_scales + at_scale)
     if HALF > 0:
-        at = keys + key_offset(block, offset, head, pair, KV_HEADS, SIZE, DIM, CODES)
-        first = tl.load(at, mask=pair_ok, other=0)
-        at = keys + key_offset(block, offset, head, HALF + pair, KV_HEADS, SIZE, DIM, CODES)
-        second = tl.load(at, mask=pair_ok, other=0)
-        if FLOAT8:
+        first = tl.load(keys + key_offset(block, offset, head, pair, PAGES), mask=pair_ok, other=0)
+        second = tl.load(keys + key_offset(block, offset, head, HALF + pair, PAGES), mask=pair_ok, other=0)
+        if PAGES.float8:
             first = from_float8(first)
             second = from_float8(second)
             plain = from_float8(plain)
         first = first.to(tl.float32)
         second = second.to(tl.float32)
-        if CODES:
+        if PAGES.codes:
             first = first * key_scale
             second = second * key_scale
             plain = plain.to(tl.float32) * key_scale
@@ -241,38 +189,17 @@ def rerotate_keys_kernel(
         first, second = rotate_pairs(first, second, c, s)
         # A key may be rotated in place: it is read completely before it is written.
         tl.debug_barrier()
-        write_key(
-            first,
-            second,
-            plain,
-            to_block,
-            to_offset,
-            head,
-            keys,
-            key_scales,
-            KV_HEADS,
-            SIZE,
-            DIM,
-            HALF,
-            CODES,
-            FLOAT8,
-            SMALLEST,
-            BLOCK_HALF,
-            BLOCK_REST,
-        )
+        write_key(first, second, plain, to_block, to_offset, head, keys, key_scales, PAGES, HALF)
     else:
-        rest_ok = rest < DIM
-        if CODES:
+        if PAGES.codes:
             plain = tl.where(rest_ok, plain, 0)
-            rest_ok = rest < (DIM + 3) // 4 * 4
-            tl.store(key_scales + scale_offset(to_block, to_offset, head, KV_HEADS, SIZE), key_scale)
-        at = keys + key_offset(to_block, to_offset, head, rest, KV_HEADS, SIZE, DIM, CODES)
-        tl.store(at, plain, mask=rest_ok)
+            rest_ok = rest < (PAGES.dim + 3) // 4 * 4
+            tl.store(key_scales + to_scale, key_scale)
+        tl.store(keys + key_offset(to_block, to_offset, head, rest, PAGES), plain, mask=rest_ok)
     if VALUES:
-        at = values + value_offset(to_block, to_offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
-        tl.store(at, value, mask=dim < VALUE_DIM)
-        if CODES:
-            tl.store(value_scales + scale_offset(to_block, to_offset, head, KV_HEADS, SIZE), value_scale)
+        tl.store(values + value_offset(to_block, to_offset, head, dim, PAGES), value, mask=dim_ok)
+        if PAGES.codes:
+            tl.store(value_scales + to_scale, value_scale)
 
 
 @triton.jit(do_not_specialize=["q_rows"])  # differs from step to step
@@ -288,18 +215,13 @@ def rotate_queries_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
 ):
     """Program (row of the result, head). A row out of range becomes NaN."""
     wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     to = out + (row * HEADS + head) * DIM
-    pair = tl.arange(0, BLOCK_HALF)
-    pair_ok = pair < HALF
-    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-    rest_ok = rest < DIM
+    pair, pair_ok, rest, rest_ok = rotary_dims(HALF, DIM)
     source = row
     version = row - q_rows
     if version >= 0:
@@ -327,7 +249,6 @@ _FEW, _EACH = 1024, 8  # tokens up to which each has separate programs; tokens p
 def rotate_and_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
 ) -> None:
-    """See `Backend.rotate_and_append`."""
     k, v, half = strided(k), strided(v), cos.shape[-1]
     tile = max(1, min(power_of_two(q.shape[1]), _PAIRS // power_of_two(half)))
     each = 1 if q.shape[0] <= _FEW else _EACH
@@ -349,15 +270,10 @@ def rotate_and_append(
         q_scale.contiguous(),
         slots.contiguous(),
         q.shape[0],
-        as_bytes(pages.key),
-        as_bytes(pages.value),
-        pages.key_scale,
-        pages.value_scale,
+        *page_tensors(pages),
         Q_HEADS=q.shape[1],
-        KV_HEADS=k.shape[1],
-        VALUE_DIM=v.shape[2],
-        **_sizes(pages, k.shape[2], half),
-        BLOCK_V=power_of_two(v.shape[2]),
+        PAGES=PageLayout.of(pages, k.shape[2]),
+        HALF=half,
         TILE=tile,
         EACH=each,
         num_warps=1,
@@ -367,7 +283,6 @@ def rotate_and_append(
 def rerotate_cached_keys(
     pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
 ) -> None:
-    """See `Backend.rerotate_cached_keys`."""
     slots = torch.stack((sources, targets))
     if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < pages.num_slots:
         raise IndexError("rerotate_cached_keys: a slot is outside the pages")
@@ -380,15 +295,10 @@ def rerotate_cached_keys(
         targets.contiguous(),
         cos.contiguous(),
         sin.contiguous(),
-        as_bytes(pages.key),
-        as_bytes(pages.value),
-        pages.key_scale,
-        pages.value_scale,
-        KV_HEADS=pages.num_kv_heads,
-        VALUE_DIM=pages.value_dim,
+        *page_tensors(pages),
+        PAGES=PageLayout.of(pages, dim),
+        HALF=cos.shape[-1],
         VALUES=values and pages.value_dim > 0,
-        **_sizes(pages, dim, cos.shape[-1]),
-        BLOCK_V=power_of_two(pages.value_dim),
         num_warps=1,
     )
 
@@ -415,22 +325,6 @@ def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         HEADS=q.shape[1],
         DIM=q.shape[2],
         HALF=half,
-        BLOCK_HALF=power_of_two(half),
-        BLOCK_REST=power_of_two(q.shape[2] - 2 * half),
         num_warps=1,
     )
     return out
-
-
-def _sizes(pages: KVPages, dim: int, half: int) -> dict[str, object]:
-    codes = pages.key_scale is not None
-    return {
-        "SIZE": pages.block_size,
-        "DIM": dim,
-        "HALF": half,
-        "CODES": codes,
-        "FLOAT8": pages.key.dtype == torch.float8_e4m3fn,
-        "SMALLEST": SMALLEST_SCALE,
-        "BLOCK_HALF": power_of_two(half),
-        "BLOCK_REST": power_of_two((padded_dim(dim) if codes else dim) - 2 * half),
-    }

@@ -148,45 +148,34 @@ def adjust_logits_kernel(
         x = tl.load(source + at, mask=ok & (own == 0), other=float("-inf"))
         word = tl.load(masks + draw * words + at // 32, mask=ok, other=0)
         tl.store(to + at, tl.where((word >> (at % 32)) & 1 != 0, x, float("-inf")), mask=ok)
-    tl.debug_barrier()
     lists = bounds + draw * 6
-    place = tl.arange(0, LIST)
-    for begin in range(tl.load(lists), tl.load(lists + 1), LIST):
-        ok = begin + place < tl.load(lists + 1)
-        token = tl.load(ids + begin + place, mask=ok, other=0)
-        word = tl.load(masks + draw * words + token // 32, mask=ok, other=0)
-        x = tl.load(source + token, mask=ok, other=0.0)
-        tl.store(to + token, tl.where((word >> (token % 32).to(tl.int32)) & 1 != 0, x, float("-inf")), mask=ok)
-    tl.debug_barrier()
-    for begin in range(tl.load(lists + 1), tl.load(lists + 2), LIST):
-        ok = begin + place < tl.load(lists + 2)
-        token = tl.load(ids + begin + place, mask=ok, other=0)
-        tl.store(to + token, tl.full([LIST], float("-inf"), tl.float32), mask=ok)
-    tl.debug_barrier()
-    for begin in range(tl.load(lists + 2), tl.load(lists + 3), LIST):
-        ok = begin + place < tl.load(lists + 3)
-        token = tl.load(ids + begin + place, mask=ok, other=0)
-        bias = tl.load(numbers + begin + place, mask=ok, other=0.0)
-        tl.store(to + token, tl.load(to + token, mask=ok, other=0.0) + bias, mask=ok)
-    tl.debug_barrier()
     repetition = tl.load(penalties + draw * 4)
     frequency = tl.load(penalties + draw * 4 + 1)
     presence = tl.load(penalties + draw * 4 + 2)
-    for begin in range(tl.load(lists + 3), tl.load(lists + 4), LIST):
-        ok = begin + place < tl.load(lists + 4)
-        token = tl.load(ids + begin + place, mask=ok, other=0)
-        count = tl.load(numbers + begin + place, mask=ok, other=0.0)
-        x = tl.load(to + token, mask=ok, other=0.0)
-        x = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition))
-        x = x - frequency * count
-        x = x - presence * (count > 0).to(tl.float32)
-        tl.store(to + token, x, mask=ok)
-    tl.debug_barrier()
-    for begin in range(tl.load(lists + 4), tl.load(lists + 5), LIST):
-        ok = begin + place < tl.load(lists + 5)
-        token = tl.load(ids + begin + place, mask=ok, other=0)
-        less = tl.load(numbers + begin + place, mask=ok, other=0.0)
-        tl.store(to + token, tl.load(to + token, mask=ok, other=0.0) - less, mask=ok)
+    for kind in tl.static_range(5):
+        tl.debug_barrier()
+        end = tl.load(lists + kind + 1)
+        for begin in range(tl.load(lists + kind), end, LIST):
+            at = begin + tl.arange(0, LIST)
+            ok = at < end
+            token = tl.load(ids + at, mask=ok, other=0)
+            number = tl.load(numbers + at, mask=ok, other=0.0)
+            x = tl.load(to + token, mask=ok, other=0.0)
+            if kind == 0:  # allowed
+                word = tl.load(masks + draw * words + token // 32, mask=ok, other=0)
+                x = tl.load(source + token, mask=ok, other=0.0)
+                x = tl.where((word >> (token % 32).to(tl.int32)) & 1 != 0, x, float("-inf"))
+            elif kind == 1:  # forbidden
+                x = tl.full([LIST], float("-inf"), tl.float32)
+            elif kind == 2:  # biased
+                x = x + number
+            elif kind == 3:  # counted
+                x = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition))
+                x = x - frequency * number
+                x = x - presence * (number > 0).to(tl.float32)
+            else:  # decreased
+                x = x - number
+            tl.store(to + token, x, mask=ok)
 
 
 _LAST = tl.constexpr(0x41C80000)  # the magnitude of 25: larger ones have weight 0
@@ -194,47 +183,30 @@ _LAST = tl.constexpr(0x41C80000)  # the magnitude of 25: larger ones have weight
 # The buckets of the first pass have 2^20 magnitudes each, and 2^16 from 1/8 on, where most tokens are. The next passes divide
 # their range by 2^10.
 _FINE = tl.constexpr(0x3E000000)
-
 _COARSE = tl.constexpr(0x3E000000 >> 20)  # buckets before the fine ones
-
 _FIRST = tl.constexpr(2048)  # buckets of the first pass
-
 _NEXT = tl.constexpr(1024)  # of each other pass
+COUNTS = tl.constexpr(2048 + 2 * 1024)  # top-k ends with the third pass
+MASSES = tl.constexpr(2048 + 4 * 1024)
 
 TICKETS = tl.constexpr(8)  # per row: of five passes, and of the end
-
 _END = tl.constexpr(5)
-
-COUNTS = tl.constexpr(2048 + 2 * 1024)  # top-k ends with the third pass
-
-MASSES = tl.constexpr(2048 + 4 * 1024)
 
 # State of a row, int64 [STATE].
 STATE = tl.constexpr(16)
-
 _ROW = tl.constexpr(0)
-
 _CHANGED = tl.constexpr(1)  # its index among changed rows, negative for none
-
 _LIMIT = tl.constexpr(2)  # the magnitude up to which tokens are kept, negative if the token is known
-
-_WANTS = tl.constexpr(3)  # the target of the next pass:
+_WANTS = tl.constexpr(3)  # the target of the next pass: _NOTHING, _COUNT or _MASS
+_LOW = tl.constexpr(4)  # the limit is among the 2^span magnitudes from here on
+_SPAN = tl.constexpr(5)
+_BEFORE = tl.constexpr(6)  # tokens below
+_MASS_BEFORE = tl.constexpr(7)  # and their units
+_TOTAL = tl.constexpr(8)  # the units of which top-p keeps a share
 
 _NOTHING = tl.constexpr(0)
-
 _COUNT = tl.constexpr(1)
-
 _MASS = tl.constexpr(2)
-
-_LOW = tl.constexpr(4)  # the limit is among the 2^span magnitudes from here on
-
-_SPAN = tl.constexpr(5)
-
-_BEFORE = tl.constexpr(6)  # tokens below
-
-_MASS_BEFORE = tl.constexpr(7)  # and their units
-
-_TOTAL = tl.constexpr(8)  # the units of which top-p keeps a share
 
 _ALL = tl.constexpr(31)  # a span
 
@@ -554,7 +526,6 @@ _EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
 
 
 def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See `Backend.row_maxima`."""
     logits = strided(logits)
     rows, columns = logits.shape
     parts = max(1, -(-columns // _PART))
@@ -564,19 +535,8 @@ def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     launch(partial_maxima_kernel, (rows, parts), logits, *operands, PART=_PART, BLOCK=min(2048, _block(columns)))
     places = torch.empty(rows, dtype=torch.int64, device=logits.device)
     largest = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    block = min(256, power_of_two(parts))
-    launch(
-        row_maxima_kernel,
-        (rows,),
-        logits,
-        part_places,
-        part_largest,
-        parts,
-        places,
-        largest,
-        BLOCK=block,
-        num_warps=1,
-    )
+    found = part_places, part_largest, parts, places, largest
+    launch(row_maxima_kernel, (rows,), logits, *found, BLOCK=min(256, power_of_two(parts)), num_warps=1)
     return places, largest
 
 
@@ -590,8 +550,6 @@ def log_sums(rows: Tensor) -> Tensor:
 
 
 class TritonSampler(TorchSampler):
-    """See `TokenSampler`."""
-
     def sample(self, logits: Tensor, draws: Sequence[SamplingRow]) -> None:
         own = cast(Sequence[TorchSamplingRow], draws)
         apart = [one for one in own if _needs_torch(one)]
@@ -630,7 +588,6 @@ def _draw(logits: Tensor, draws: Sequence[TorchSamplingRow]) -> None:
 
 
 def sample_rows(logits: Tensor, maxima: tuple[Tensor, Tensor], draws: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """See `Graphs.sample_rows`."""
     tokens, statuses = _launch(_RowsToSample(strided(logits), maxima, None), None, draws, _RADIX_PASSES[-1])
     return tokens, statuses
 
@@ -752,4 +709,4 @@ def _to(device: torch.device, numbers: np.ndarray[tuple[int, ...], np.dtype[np.g
 
 
 def _block(columns: int) -> int:
-    return min(_BLOCK, power_of_two(columns))
+    return min(_BLOCK, int(power_of_two(columns)))

@@ -106,7 +106,8 @@ def _compile(capability: int) -> Callable[..., None]:
         registers, spilled = _taken(made)
         shared, warps = made.metadata.shared, made.metadata.num_warps
         types = ",".join(kind.lstrip("*") for kind in dict.fromkeys(signature.values()) if kind.startswith("*"))
-        tile = ",".join(str(sizes[name]) for name in ("DIM", "BLOCK_M", "BLOCK_N") if name in sizes)
+        dim = sizes["PAGES"].dim if "PAGES" in sizes else sizes.get("DIM")
+        tile = ",".join(str(size) for size in (dim, sizes.get("BLOCK_M"), sizes.get("BLOCK_N")) if size is not None)
         print(
             f"sm_{capability} {kernel.__name__} shared {shared} registers {registers} spilled {spilled} warps {warps} "
             f"({types}; {tile})",
