@@ -437,29 +437,3 @@ class BlockManager:
             if need > pool.num_blocks:
                 return False
         return True
-
-    # -- integrity -----------------------------------------------------------------------------------------------
-
-    def assert_consistent(self, caches: abc.Iterable[SequenceCache]) -> None:
-        """Raise AssertionError unless the reference counts equal the number of holders among `caches`."""
-        counts = [[0] * pool.num_blocks for pool in self.pools]
-        self.passages.check()
-        held = [part for cache in caches for part in (cache, cache.second_keys) if part is not None]
-        for cache in held:
-            for group in range(len(self.pools)):
-                for passage in cache.passages:
-                    for block in passage.blocks[group]:
-                        counts[group][block] += 1
-            for group, table in enumerate(cache.tables):
-                for blocks in (table.blocks, cache.originals[group].blocks if cache.originals else []):
-                    for i, block in enumerate(blocks):
-                        assert (block < 0) == (i < table.num_dropped), "only a leading part may be dropped"
-                        if block >= 0:
-                            counts[group][block] += 1
-        for pool, count in zip(self.pools, counts, strict=True):
-            pool.check()
-            assert count == pool.ref_counts, "reference counts differ from the block tables"
-
-    def assert_balanced(self) -> None:
-        """Raise AssertionError unless nothing is held and no block is lost, as in an idle engine."""
-        self.assert_consistent(())

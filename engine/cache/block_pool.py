@@ -106,21 +106,6 @@ class BlockPool:
         """Whether entry `index` of a block table exists and is a block that its holder may not write to."""
         return index < len(blocks) and not self.is_writable(blocks[index])
 
-    def check(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state and the digests agree with the map."""
-        free, idle = set(self._free), set(self._idle)
-        assert len(free) == len(self._free), "a block is on the free list twice"
-        assert not free & idle, "a block is both free and cached"
-        held = {block for block, count in enumerate(self.ref_counts) if count > 0}
-        assert min(self.ref_counts, default=0) >= 0, "a reference count is negative"
-        assert not held & (free | idle), "a held block is free or idle"
-        assert len(held) + len(free) + len(idle) == self.num_blocks, "a block is lost"
-        assert all(self.digests[block] is None for block in free), "a free block has a digest"
-        assert all(self.digests[block] is not None for block in idle), "an idle block has no digest"
-        known = {digest: block for block, digest in enumerate(self.digests) if digest is not None}
-        assert known == self.cached, "digests and the map of cached blocks differ"
-        assert not any(self.private[block] for block in self.cached.values()), "a private block is cached"
-
 
 class BlockListener(Protocol):
     """Notified of blocks that become full and of blocks that are evicted."""

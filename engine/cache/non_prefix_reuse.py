@@ -207,21 +207,6 @@ class PassageIndex:
                 found += searcher.search(tuple(token_ids[first:last]), first)
         return found
 
-    def check(self) -> None:
-        """Raise AssertionError unless the dictionaries of all scopes agree."""
-        seen: dict[bytes, set[bytes]] = {}
-        for name, entries in self._scopes.items():
-            assert entries.blocks, "a scope is empty"
-            for digest, block in entries.blocks.items():
-                assert block.digest == digest, "a block has another's digest"
-                assert entries.by_content[block.content][digest] is block, "a block is not found by its content"
-                assert entries.by_parent[block.parent][digest] is block, "a block is not found by its parent"
-                seen.setdefault(digest, set()).add(name)
-            for blocks in (entries.by_content, entries.by_parent):
-                assert all(blocks.values()), "a list of blocks is empty"
-                assert sum(map(len, blocks.values())) == len(entries.blocks), "a list contains a removed block"
-        assert seen == {digest: set(scopes) for digest, scopes in self._scopes_of.items()}, "scopes and blocks differ"
-
 
 class _Searcher:
     """Searches parts of a prompt in one scope, with at most `max_steps` comparisons in total."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.cache_invariants import assert_balanced
 from helpers.configs import engine_config
 from helpers.device import DEVICE, DTYPE
 
@@ -92,5 +93,5 @@ def run(
         assert position == len(entry.logits) or not every_logit
         if position == len(entry.logits):
             entry.logits.append(logits)
-    core.blocks.assert_balanced()
+    assert_balanced(core.blocks)
     return finished

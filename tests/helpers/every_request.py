@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cache_invariants import assert_consistent
 from helpers.engines import Finished, greedy, run
 from helpers.tiny_models import make_model
 
@@ -92,7 +93,7 @@ def run_checked(core: EngineCore, sent: list[EngineRequest], *, every_logit: boo
 
     def checked() -> Any:
         outputs = step()
-        core.blocks.assert_consistent(seq.cache for seq in core.scheduler.live_sequences())
+        assert_consistent(core.blocks, (seq.cache for seq in core.scheduler.live_sequences()))
         return outputs
 
     core.step = checked  # type: ignore[method-assign]

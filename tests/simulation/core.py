@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from helpers.cache_invariants import assert_balanced, assert_consistent
 from simulation.faults import INJECTED
 from simulation.invariants import check_bounds
 from simulation.model import EOS, GROUPS, PLANNER, VOCAB, PagedKeys, draw, frequencies_of, key_of
@@ -76,9 +77,9 @@ class SimulatedCore(EngineCore):
         if self.scheduler.has_work() or len(self._grammar_queue):
             found.append(f"{len(self.scheduler.live_sequences())} sequences are left")
         try:
-            self.blocks.assert_consistent(seq.cache for seq in self.scheduler.live_sequences())
+            assert_consistent(self.blocks, (seq.cache for seq in self.scheduler.live_sequences()))
             if not self.scheduler.has_work():
-                self.blocks.assert_balanced()
+                assert_balanced(self.blocks)
         except AssertionError as error:
             found.append(f"blocks: {error}")
         if self.rows.counts and not self.scheduler.has_work():

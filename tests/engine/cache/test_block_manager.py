@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.cache_invariants import assert_balanced, assert_consistent
 from helpers.fake_executor import FakeRotation
 
 from windlass.engine.cache.block_manager import BlockManager
@@ -83,7 +84,7 @@ def test_a_block_is_matched_once_full_and_computed_and_by_the_same_root_only() -
     b = start(blocks, list(range(11)))
     assert b.block_tables == [a.block_tables[0][:2]]
     assert b.cache.num_computed_tokens == 8
-    blocks.assert_consistent([a.cache, b.cache])
+    assert_consistent(blocks, [a.cache, b.cache])
 
 
 def test_a_full_hit_leaves_the_last_block_to_compute_into_a_block_of_its_own() -> None:
@@ -98,7 +99,7 @@ def test_a_full_hit_leaves_the_last_block_to_compute_into_a_block_of_its_own() -
     assert b.block_tables[0][1] != a.block_tables[0][1]
     blocks.free(a.cache)
     blocks.free(b.cache)
-    blocks.assert_balanced()
+    assert_balanced(blocks)
 
 
 def test_without_prefix_caching_nothing_is_hashed_or_matched() -> None:
@@ -126,7 +127,7 @@ def test_free_blocks_go_first_then_the_longest_idle_and_tails_before_heads() -> 
     compute(blocks, d)
     assert match(blocks, sequence(blocks, [2] * 13)) == (2, False)
     blocks.free(d.cache)
-    blocks.assert_balanced()
+    assert_balanced(blocks)
 
 
 def test_a_hit_revives_an_idle_block_and_makes_it_the_last_to_go() -> None:
@@ -162,10 +163,10 @@ def test_forks_share_blocks_and_whoever_writes_first_copies() -> None:
     assert [table[1] for table in children[1].block_tables] == partial
     assert len({seq.block_tables[0][1] for seq in (parent, *children)}) == 3
     assert len({seq.block_tables[0][0] for seq in (parent, *children)}) == 1
-    blocks.assert_consistent([seq.cache for seq in (parent, *children)])
+    assert_consistent(blocks, [seq.cache for seq in (parent, *children)])
     for seq in (parent, *children):
         blocks.free(seq.cache)
-    blocks.assert_balanced()
+    assert_balanced(blocks)
 
 
 def test_a_write_into_a_hashed_block_copies_even_for_a_single_holder() -> None:
@@ -177,7 +178,7 @@ def test_a_write_into_a_hashed_block_copies_even_for_a_single_holder() -> None:
     assert blocks.allocate(seq.cache, 1) == [BlockCopy(0, held, seq.block_tables[0][0])]
     assert seq.block_tables[0][0] != held
     assert match(blocks, sequence(blocks, list(range(5)))) == (1, False)
-    blocks.assert_consistent([seq.cache])
+    assert_consistent(blocks, [seq.cache])
 
 
 def test_a_window_group_drops_what_no_query_to_come_can_see() -> None:
@@ -190,9 +191,9 @@ def test_a_window_group_drops_what_no_query_to_come_can_see() -> None:
         table = seq.block_tables[1]
         assert [block < 0 for block in table] == [i < first for i in range(len(table))]
         assert min(seq.block_tables[0]) >= 0
-        blocks.assert_consistent([seq.cache])
+        assert_consistent(blocks, [seq.cache])
     blocks.free(seq.cache)
-    blocks.assert_balanced()
+    assert_balanced(blocks)
 
 
 def test_a_hit_needs_only_the_visible_blocks_of_a_window_group() -> None:
@@ -208,7 +209,7 @@ def test_a_hit_needs_only_the_visible_blocks_of_a_window_group() -> None:
     assert [block < 0 for block in again.block_tables[1]] == [True] * 5 + [False]
     assert match(blocks, sequence(blocks, list(range(7)))) == (0, False)  # held in group 0, gone from group 1
     blocks.free(again.cache)
-    blocks.assert_balanced()
+    assert_balanced(blocks)
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 8, 13])
@@ -272,10 +273,10 @@ def test_rerotated_keys_are_private_and_their_originals_stay_as_they_were() -> N
     # Another prompt can still use the original of the first block, but nothing computed since.
     assert match(blocks, sequence(blocks, list(range(17)))) == (1, False)
     assert all(blocks.pools[0].private[block] for block in table)
-    blocks.assert_consistent([seq.cache])
+    assert_consistent(blocks, [seq.cache])
     blocks.free(seq.cache)
     assert not any(blocks.pools[0].private)
-    blocks.assert_balanced()
+    assert_balanced(blocks)
 
 
 def test_a_rerotation_copies_a_shared_last_block_and_leaves_groups_alone_whose_frequencies_stay() -> None:
@@ -292,10 +293,10 @@ def test_a_rerotation_copies_a_shared_last_block_and_leaves_groups_alone_whose_f
     assert child.block_tables[1] == seq.block_tables[1] and {m.group for m in set_aside + rerotations} == {0}
     with pytest.raises(RuntimeError, match="re-rotated keys"):
         blocks.fork(child.cache, sequence(blocks, [0]).cache)
-    blocks.assert_consistent([seq.cache, child.cache])
+    assert_consistent(blocks, [seq.cache, child.cache])
     blocks.free(child.cache)
     blocks.free(seq.cache)
-    blocks.assert_balanced()
+    assert_balanced(blocks)
 
 
 def test_misuse_is_an_error_and_the_checks_see_damage() -> None:
@@ -307,10 +308,10 @@ def test_misuse_is_an_error_and_the_checks_see_damage() -> None:
     with pytest.raises(RuntimeError, match="already holds"):
         blocks.fork(seq.cache, seq.cache)
     with pytest.raises(AssertionError, match="reference counts"):
-        blocks.assert_balanced()
+        assert_balanced(blocks)
     blocks.free(seq.cache)
     blocks.free(seq.cache)
-    blocks.assert_balanced()
+    assert_balanced(blocks)
     with pytest.raises(RuntimeError, match="more often"):
         blocks.pools[0].release(0)
     with pytest.raises(ValueError, match="at least one group"):

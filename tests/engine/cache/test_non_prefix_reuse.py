@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from helpers.cache_invariants import check_passages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,7 +163,7 @@ def test_what_is_found_is_what_a_comparison_token_by_token_finds(
         index = PassageIndex(size)
         add(index, blocks)
         add(index, other, OTHER)
-        index.check()
+        check_passages(index)
         start = data.draw(st.integers(0, len(prompt)))
         end = data.draw(st.integers(start, len(prompt)))
         for scope, there in ((SCOPE, blocks), (OTHER, other), (b"nobody", [])):
@@ -215,7 +216,7 @@ def test_the_books_are_exact_after_any_coming_and_going(cache: Cache, moves: lis
         else:
             index.remove(block.digest)
             there.pop(block.digest, None)
-        index.check()
+        check_passages(index)
         assert len(index) == len(there) and all(
             bool(index.scopes_of(one.digest)) == (one.digest in there) for one in blocks
         )
@@ -225,7 +226,7 @@ def test_the_books_are_exact_after_any_coming_and_going(cache: Cache, moves: lis
             assert any(p.digests == (block.digest,) for p in found) <= (b"%d" % number in there.get(block.digest, ()))
     for block in blocks:
         index.remove(block.digest)
-    index.check()
+    check_passages(index)
     assert len(index) == 0 and not find(index, prompt, 1)
 
 

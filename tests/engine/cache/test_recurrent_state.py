@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.cache_invariants import assert_balanced, assert_consistent
 from helpers.configs import engine_config
 from helpers.fake_executor import FakeRotation
 
@@ -88,7 +89,7 @@ def test_a_prompt_begins_where_a_state_was_kept_and_nowhere_else() -> None:
     b = Held(blocks, list(range(12)))
     assert b.start() == 8 and b.compute() == [BlockCopy(1, 0, 2)]
     assert b.state == [2]  # a holds 1
-    blocks.assert_consistent([a.cache, b.cache])
+    assert_consistent(blocks, [a.cache, b.cache])
 
 
 def test_what_is_being_computed_behind_it_leaves_no_state() -> None:
@@ -115,9 +116,9 @@ def test_a_state_that_ends_a_block_is_set_aside_from_the_tokens_planned_behind_i
         assert a.state == ([1] if given_up else [0])
         assert Held(blocks, list(range(20))).hit() == (8 if states > 1 else 0)
         assert states == 1 or blocks.pools[1].cached[a.cache.chain.digests[1]] == 1
-        blocks.assert_consistent([a.cache])
+        assert_consistent(blocks, [a.cache])
         blocks.free(a.cache)
-        blocks.assert_balanced()
+        assert_balanced(blocks)
 
 
 @pytest.mark.parametrize(("accepted", "hit"), [(0, 0), (1, 8), (2, 8), (5, 12), (6, 12)])
@@ -135,10 +136,10 @@ def test_the_state_behind_accepted_tokens_stays_and_one_at_the_end_of_a_block_is
     blocks.mark_computed(a.cache, a.tokens, 7 + accepted)
     assert a.state == [[1, 2, 3, 4, 5, 6, 0][accepted]]
     assert Held(blocks, a.tokens).hit() == hit
-    blocks.assert_consistent([a.cache])
+    assert_consistent(blocks, [a.cache])
     assert hit == 0 or blocks.pools[1].cached[a.cache.chain.digests[hit // SIZE - 1]] == {8: 2, 12: 6}[hit]
     blocks.free(a.cache)
-    blocks.assert_balanced()
+    assert_balanced(blocks)
 
 
 def test_without_a_prefix_cache_nothing_is_copied() -> None:
@@ -160,7 +161,7 @@ def test_samples_copy_what_they_share() -> None:
     assert b.compute() == [BlockCopy(1, 0, 1)] and a.state == [0]
     a.tokens = [*a.tokens, 8]
     assert a.compute() == []
-    blocks.assert_consistent([a.cache, b.cache])
+    assert_consistent(blocks, [a.cache, b.cache])
 
 
 def test_of_what_a_stream_leaves_behind_the_last_stays_longest() -> None:
@@ -208,7 +209,7 @@ def test_a_lone_sequence_goes_on_with_two_states() -> None:
         a.compute(1)
     assert blocks.min_blocks(40) == [10, 2]
     blocks.free(a.cache)
-    blocks.assert_balanced()
+    assert_balanced(blocks)
 
 
 def test_room_is_told_by_what_is_missing() -> None:
@@ -290,7 +291,7 @@ def test_what_holds_far_keys_holds_no_state() -> None:
     c = Held(blocks, list(range(8)), near=4)
     assert c.hit() == 0
     assert blocks.blocks_still_needed(b.cache, 15, 15, rerotates=False)[1] == 1
-    blocks.assert_consistent([a.cache, b.cache])
+    assert_consistent(blocks, [a.cache, b.cache])
 
 
 def test_they_are_shown_as_what_they_are() -> None:
@@ -347,7 +348,7 @@ def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
                 blocks.mark_computed(one.cache, one.tokens, computed + count + accepted)
                 passed += accepted
                 assert len(one.state) == 1 and memory[one.state[0]] == tuple(one.tokens[: computed + count + accepted])
-            blocks.assert_consistent([one.cache for one in live])
+            assert_consistent(blocks, [one.cache for one in live])
     assert hits > 10 and passed > 100
 
 

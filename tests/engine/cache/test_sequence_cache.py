@@ -7,6 +7,7 @@ from collections import abc
 from pathlib import Path
 
 import pytest
+from helpers.cache_invariants import assert_balanced, assert_consistent
 from helpers.fake_executor import FakeRotation
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -103,7 +104,7 @@ class HandleMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         if hasattr(self, "handles"):
-            self.blocks.assert_consistent(self.handles)
+            assert_consistent(self.blocks, self.handles)
 
     def teardown(self) -> None:
         for i in range(len(getattr(self, "handles", []))):
@@ -111,7 +112,7 @@ class HandleMachine(RuleBasedStateMachine):
             assert self.copies[i] == self.handles[i].block_tables
             self.blocks.free(self.handles[i])
         if hasattr(self, "handles"):
-            self.blocks.assert_balanced()
+            assert_balanced(self.blocks)
 
 
 def test_whoever_follows_the_changes_has_the_tables() -> None:

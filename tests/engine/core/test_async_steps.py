@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cache_invariants import assert_balanced
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, small_models, traffic
 from helpers.little_memory import NO_ROOM, fail_ahead
@@ -123,7 +124,7 @@ def drive(core: EngineCore, meanwhile: Callable[[int], None]) -> dict[str, list[
     for i in range(500):
         meanwhile(i)
         if not core.has_work():
-            core.blocks.assert_balanced()
+            assert_balanced(core.blocks)
             return got
         for output in core.step():
             got.setdefault(output.request_id, []).extend(output.token_ids)
@@ -165,7 +166,7 @@ def test_all_leave_while_a_step_is_under_way(directory_of: Callable[[str], Path]
         core.step()
     core.abort("a")
     assert not core.has_work() and device.done < device.asked
-    core.blocks.assert_balanced()
+    assert_balanced(core.blocks)
     sent = [greedy("b", prompt(2, 30), 20)]
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), sent)
     assert texts(run(core, sent, every_logit=False)) == texts(want)
@@ -197,7 +198,7 @@ def test_bad_logits_end_their_own_request_alone(burst_seconds: float, directory_
             weight[a[new[0]]] = float("nan")  # its row is met when it is the last token
     assert got["a"] == a[: new[0] + 1] and got["b"] == b
     assert list(errors) == ["a"] and "NaN" in errors["a"]
-    core.blocks.assert_balanced()
+    assert_balanced(core.blocks)
 
 
 def shifting() -> list[EngineRequest]:
@@ -266,4 +267,4 @@ def test_memory_that_is_gone_for_good_ends_the_newest_and_says_so(
     tokens = [token for output in got for token in output.token_ids]
     assert 0 < len(tokens) < 30 and tokens == want["a", 0].token_ids[: len(tokens)]
     assert [type(output.error) for output in got if output.error] == [DeviceMemoryError]
-    core.blocks.assert_balanced()
+    assert_balanced(core.blocks)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.cache_invariants import assert_balanced
 from helpers.engines import greedy, make_core, run
 from helpers.little_memory import NO_ROOM
 from helpers.tiny_models import make_model
@@ -100,4 +101,4 @@ def test_the_cache_is_shown_as_it_is(model: Path) -> None:
         core.step()
     picture = core.inspect(CacheQuery())
     assert picture.sequences == () and sum(picture.groups[0].held) == 0 and sum(picture.groups[0].idle) == 3
-    core.blocks.assert_balanced()
+    assert_balanced(core.blocks)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.cache_invariants import assert_balanced
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
@@ -41,7 +42,7 @@ def test_bad_logits_fail_only_the_request_that_asks_for_prompt_logprobs(model: P
     assert [type(output.error) for output in failed] == [EngineError]
     fine = [output for output in outputs if output.request_id == "fine"]
     assert [token for output in fine for token in output.token_ids] == expected
-    core.blocks.assert_balanced()
+    assert_balanced(core.blocks)
 
 
 def test_nothing_grows_with_the_number_of_requests(model: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.cache_invariants import assert_balanced
 from helpers.configs import engine_config
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.little_memory import NO_ROOM, POINTS, ROWS, little_memory
@@ -62,7 +63,7 @@ def tokens_of(outputs: list[RequestOutput], request_id: str) -> dict[int, list[i
 
 
 def nothing_is_left(core: EngineCore) -> None:
-    core.blocks.assert_balanced()
+    assert_balanced(core.blocks)
     assert core.blocks.num_used_blocks == 0
     assert len(core.runner.input_batch) == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
     assert core.stats().num_running == core.stats().num_waiting == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cache_invariants import assert_balanced
 from helpers.distance_oracle import rerope, self_extend
 from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.raw_key_oracle import RawKeyOracle
@@ -285,7 +286,7 @@ def test_keys_that_are_kept_twice_take_twice_the_pages(models: dict[str, Path]) 
         core.step()
         used = max(used, core.stats().kv_blocks_used)
     assert used == 10 and core.stats().kv_blocks_used == 0
-    core.blocks.assert_balanced()
+    assert_balanced(core.blocks)
 
 
 @pytest.mark.parametrize(

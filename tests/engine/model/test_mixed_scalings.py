@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.cache_invariants import assert_balanced
 from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -128,4 +129,4 @@ def test_the_cache_is_shared_under_one_scaling_whatever_its_name_and_never_acros
     assert cached({"rope_type": "linear", "factor": 1}) == 48
     assert cached({"rope_type": "yarn", "factor": 4, "beta_fast": 32, "attention_factor": 1.0}) == 0
     assert cached({"rope_type": "linear", "factor": 4.0001}) == 0
-    core.blocks.assert_balanced()
+    assert_balanced(core.blocks)

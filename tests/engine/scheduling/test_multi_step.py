@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.adapters import save_adapter
+from helpers.cache_invariants import assert_balanced
 from helpers.device import DEVICE
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import DEMO, prompt, run_checked, same, small_models, traffic
@@ -126,7 +127,7 @@ def test_bad_logits_end_their_own_request_alone(num_passes: int, directory_of: C
     assert got["good"] == want.token_ids
     assert [name for name, _ in errors] == ["bad"] and "NaN" in errors[0][1]
     assert len(got["bad"]) == 5 + num_passes
-    core.blocks.assert_balanced()
+    assert_balanced(core.blocks)
 
 
 def greedy_traffic(vocab: int = 128) -> list[EngineRequest]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from helpers.cache_invariants import assert_balanced, assert_consistent
 from helpers.fake_executor import FakeExecutor, FakeRotation, add, make_request, make_scheduler
 
 from windlass.engine.cache.non_prefix_reuse import Passage
@@ -34,9 +35,9 @@ def finish(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestOutput]:
         if not scheduler.has_work():
             break
         outputs += step(scheduler, executor)
-        scheduler.blocks.assert_consistent(seq.cache for seq in scheduler.live_sequences())
+        assert_consistent(scheduler.blocks, (seq.cache for seq in scheduler.live_sequences()))
     assert not scheduler.has_work()
-    scheduler.blocks.assert_balanced()
+    assert_balanced(scheduler.blocks)
     return outputs
 
 
@@ -91,7 +92,7 @@ def test_an_abort_frees_what_is_held_and_not_taken_up_yet() -> None:
     step(scheduler, executor)
     assert only(scheduler).cache.passages
     scheduler.abort("a")
-    scheduler.blocks.assert_balanced()
+    assert_balanced(scheduler.blocks)
 
 
 def test_a_passage_whose_block_is_gone_is_not_found() -> None:

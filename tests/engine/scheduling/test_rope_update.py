@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cache_invariants import assert_balanced
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import Reference, make_model
 
@@ -268,4 +269,4 @@ def test_rerotated_keys_in_bfloat16_are_rounded_once_however_often(models: dict[
     right = torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1)
     assert float((rerotated - right).abs().max() / right.abs().max()) < 2**-8
     core.abort("a")
-    core.blocks.assert_balanced()
+    assert_balanced(core.blocks)

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from helpers.cache_invariants import assert_balanced, assert_consistent
 from helpers.fake_executor import EOS, FakeExecutor, FakeRotation, add, keys_of, make_request, make_scheduler, oracle
 
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
@@ -20,7 +21,7 @@ NONE = dict.fromkeys(("preemption", "full_prefix_hit", "rope_update", "cache_reu
 def step(scheduler: Scheduler, executor: FakeExecutor) -> tuple[SchedulerOutput, list[RequestOutput]]:
     plan = scheduler.schedule()
     outputs = scheduler.update(plan, executor.execute(plan))
-    scheduler.blocks.assert_consistent(seq.cache for seq in scheduler.live_sequences())
+    assert_consistent(scheduler.blocks, (seq.cache for seq in scheduler.live_sequences()))
     return plan, outputs
 
 
@@ -28,7 +29,7 @@ def finish(scheduler: Scheduler, executor: FakeExecutor, limit: int = 1000) -> l
     outputs: list[RequestOutput] = []
     for _ in range(limit):
         if not scheduler.has_work():
-            scheduler.blocks.assert_balanced()
+            assert_balanced(scheduler.blocks)
             return outputs
         outputs += step(scheduler, executor)[1]
     raise AssertionError("requests do not finish")
@@ -186,7 +187,7 @@ def test_one_sample_ends_at_any_time_and_the_others_go_on(when: str, index: int)
     for other in {0, 1, 2} - {index}:
         assert tokens_of(before + after, "r", other) == oracle(request, FakeRotation(), other, 200)[0]
     assert {output.index for output in after if output.finish_reason} == {0, 1, 2} - {index}
-    scheduler.blocks.assert_balanced()
+    assert_balanced(scheduler.blocks)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
@@ -204,7 +205,7 @@ def test_the_last_sample_ends_the_request(steps: int) -> None:
     assert scheduler.has_work()
     scheduler.end_sample("r", 0)
     assert not scheduler.has_work() and (scheduler.num_running, scheduler.num_waiting) == (0, 0)
-    scheduler.blocks.assert_balanced()
+    assert_balanced(scheduler.blocks)
     add(executor, make_request("r", range(10), max_tokens=1))  # the id is free again
     assert len(finish(scheduler, executor)) == 1
 
@@ -421,7 +422,7 @@ def test_a_step_is_never_empty_and_no_better_ranked_sample_gives_way() -> None:
         outputs += more
     for index in range(3):
         assert len(tokens_of(outputs, "r", index)) == 5
-    scheduler.blocks.assert_balanced()
+    assert_balanced(scheduler.blocks)
 
 
 # -- samples ---------------------------------------------------------------------------------------------------------
@@ -471,7 +472,7 @@ def test_an_abort_or_an_error_ends_all_samples_even_in_flight() -> None:
     assert scheduler.fail("other", error) == [RequestOutput("other", error=error)]
     assert scheduler.fail("other", error) == []
     assert not scheduler.has_work()
-    scheduler.blocks.assert_balanced()
+    assert_balanced(scheduler.blocks)
     assert not executor.rotary.counts
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.cache_invariants import assert_balanced, assert_consistent
 from helpers.device import ON_A_CPU
 from helpers.fake_executor import EOS, VOCAB, FakeRotation, add, make_request, make_scheduler, oracle
 from hypothesis import HealthCheck, event, settings
@@ -342,7 +343,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.blocks.assert_consistent(seq.cache for seq in self.scheduler.live_sequences())
+        assert_consistent(self.scheduler.blocks, (seq.cache for seq in self.scheduler.live_sequences()))
         stats = self.scheduler.counters
         recomputed = stats.recomputed_tokens
         assert recomputed["preemption"] + recomputed["rope_update"] == self.executor.num_recomputed
@@ -406,7 +407,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.finish_step(0.5)
         assert not self.scheduler.has_work(), "requests do not finish"
         self.books_agree()
-        self.scheduler.blocks.assert_balanced()
+        assert_balanced(self.scheduler.blocks)
         assert not self.executor.rotary.counts
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.scheduler.stats().kv_blocks_used == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cache_invariants import assert_balanced, assert_consistent
 from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import DEMO, Results, prompt, run_checked, same, small_models, traffic
@@ -216,11 +217,11 @@ def test_random_traffic_gives_the_bits_of_one_token_at_a_time(
             core.abort(name)
         for output in core.step() if core.has_work() else ():
             got.setdefault((output.request_id, output.index), []).extend(output.token_ids)
-        core.blocks.assert_consistent(seq.cache for seq in core.scheduler.live_sequences())
+        assert_consistent(core.blocks, (seq.cache for seq in core.scheduler.live_sequences()))
         if step > 30 and not core.has_work():
             break
     assert not core.has_work()
-    core.blocks.assert_balanced()
+    assert_balanced(core.blocks)
     for name, request in sent.items():
         for key, result in run(alone, [request]).items():
             found = got.get(key, [])
@@ -239,7 +240,7 @@ def test_a_lone_stream_of_a_circle_gets_its_proposals_accepted() -> None:
     counters = scheduler.counters
     assert counters.spec_decode_num_accepted_tokens == executor.num_accepted > 20
     assert counters.num_steps < 45
-    scheduler.blocks.assert_balanced()
+    assert_balanced(scheduler.blocks)
 
 
 def test_proposals_take_only_what_is_left_of_the_budget() -> None:
@@ -280,7 +281,7 @@ def test_proposals_preempt_nobody() -> None:
     while scheduler.has_work():
         plan = scheduler.schedule()
         scheduler.update(plan, executor.execute(plan))
-        scheduler.blocks.assert_consistent(seq.cache for seq in scheduler.live_sequences())
+        assert_consistent(scheduler.blocks, (seq.cache for seq in scheduler.live_sequences()))
     assert executor.num_drafts > 0 and scheduler.counters.num_preemptions == 0
 
 
