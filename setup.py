@@ -61,8 +61,8 @@ class BuildKernels(build_ext):
         super().build_extension(extension)
 
 
-# A plain shared object, loaded by ctypes. Without a compiler the package is installed all the same, and reports at run time that it
-# works without it. No -march: each file names its own instruction set, chosen at run time.
+# A plain shared object, loaded by ctypes. Without a compiler the package is installed without it, and reports that at run time.
+# No -march: each file names its own instruction set, chosen at run time.
 kernels = Extension(
     "windlass.kernels.cpu._windlass_cpu",
     sources=sorted(str(path.relative_to(ROOT)) for path in KERNELS.glob("isa_*.cpp")),
