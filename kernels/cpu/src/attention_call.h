@@ -5,8 +5,6 @@
 
 #pragma once
 
-#include <cstdint>
-
 #define WINDLASS_ATTENTION_FIELDS(F) \
     F(const void *, q)                 /* [q_rows, heads, dim]; without ranges row t belongs to token t */ \
     F(const void *, keys)              /* pages */ \
