@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "system_headers.h"
+
 #define WINDLASS_ATTENTION_FIELDS(F) \
     F(const void *, q)                 /* [q_rows, heads, dim]; without ranges row t belongs to token t */ \
     F(const void *, keys)              /* pages */ \
