@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: where the client comes from, and how the kernels are compiled."""
+"""Build steps that pyproject.toml cannot express: where the client is installed from, and how the kernels are compiled."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SOURCES = runpy.run_path(str(KERNELS.parent / "sources.py"))["fingerprint"](KERN
 
 
 def requirements() -> list[str]:
-    """Those of pyproject.toml, and the client: from its folder in a clone, so that `pip install .` needs no index that has it.
+    """The dependencies of pyproject.toml, and the client: from its folder in a clone, since no index may have it.
 
-    By its version where a source archive has no such folder, and in a wheel for others: pip builds a wheel for `pip install .`
-    too and does not say which it wants, so whoever makes one to hand on sets WINDLASS_RELEASE=1.
+    By version in a source archive without that folder, and in a wheel for publication: pip builds a wheel for `pip install .` too
+    and passes no hint which one it is, so set WINDLASS_RELEASE=1 to build one for publication.
     """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     client = ROOT / "clients"
@@ -35,35 +35,34 @@ def requirements() -> list[str]:
 
 
 class BuildKernels(build_ext):
-    """Compiles the files side by side, and only where what an editable install left beside them came from other ones."""
+    """Compile the files in parallel, unless the library of an editable install was compiled from the same sources."""
 
     def build_extension(self, extension: Extension) -> None:
-        kept = Path("src", self.get_ext_filename(extension.name))
-        # By what is in them: files may come with any time, or go. How they are compiled stands here.
+        existing = Path("src", self.get_ext_filename(extension.name))
+        # Sources are compared by content, since their times mean nothing. The flags of the compiler are in this file.
         if (
-            kept.exists()
-            and SOURCES.encode() in kept.read_bytes()
-            and not newer_group([str(ROOT / "setup.py")], str(kept))
+            existing.exists()
+            and SOURCES.encode() in existing.read_bytes()
+            and not newer_group([str(ROOT / "setup.py")], str(existing))
         ):
             target = Path(self.get_ext_fullpath(extension.name))
             self.mkpath(str(target.parent))
-            self.copy_file(str(kept), str(target))
+            self.copy_file(str(existing), str(target))
             return
-        # Nothing takes them any more. Where these do not compile there are to be none: then a compiler that comes makes them.
-        kept.unlink(missing_ok=True)
+        existing.unlink(missing_ok=True)  # it would be refused at run time; without it a later build with a compiler creates it
         compile_files = self.compiler.compile
 
-        def side_by_side(sources: list[str], **options: Any) -> list[str]:
+        def compile_in_parallel(sources: list[str], **options: Any) -> list[str]:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 compiled = pool.map(lambda source: compile_files([source], **options), sources)
                 return [name for names in compiled for name in names]
 
-        self.compiler.compile = side_by_side
+        self.compiler.compile = compile_in_parallel
         super().build_extension(extension)
 
 
-# A plain shared object, loaded by ctypes. Without a compiler the package installs all the same and says at run time that it
-# works without it. No -march: each file names its own instruction set, chosen at run time.
+# A plain shared object, loaded by ctypes. Without a compiler the package is installed without it, and reports that at run time.
+# No -march: each file names its own instruction set, chosen at run time.
 kernels = Extension(
     "windlass.kernels.cpu._windlass_cpu",
     sources=sorted(str(path.relative_to(ROOT)) for path in KERNELS.glob("isa_*.cpp")),
@@ -82,7 +81,7 @@ kernels = Extension(
 )
 
 if __name__ == "__main__":
-    # In a folder that goes away: what an earlier build left behind must not come into a wheel.
+    # In a temporary folder: files of an earlier build must not end up in a wheel.
     with TemporaryDirectory() as folder:
         setup(
             install_requires=requirements(),

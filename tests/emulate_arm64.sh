@@ -7,7 +7,7 @@
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=${FOLDER:-$root/work/arm64}
-[ $# -gt 0 ] || set -- tests/kernels/layouts/test_quantized_linear.py
+[ $# -gt 0 ] || set -- tests/kernels/cpu/test_cpu_blocks.py
 
 if [ ! -e "$folder/site/torch" ]; then
     mkdir -p "$folder"

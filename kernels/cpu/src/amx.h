@@ -6,11 +6,9 @@
 #pragma once
 
 #include "bf16_dot.h"
-#include "names.h"
 #include "simd.h"
 
 namespace {
-
 namespace matrix {
 
 constexpr long ROWS = 16;   // of a tile of x, and lines of one of the weight
@@ -55,8 +53,6 @@ struct Use {
 #endif
     }
 };
-
-template <int N> struct Count { static constexpr int value = N; };
 
 // Addresses of tiles: the first one, and the strides in elements of adjacent tiles, steps of K, and rows of a tile.
 template <class N> struct Tiled {
@@ -112,5 +108,4 @@ INLINE void multiply_tiles(Tiled<const pair> x, Tiled<const pair> weight, long s
 }
 
 }  // namespace matrix
-
 }  // namespace

@@ -7,15 +7,12 @@
 
 #pragma once
 
-#include <cstdlib>
-
 #include "amx.h"
 #include "block_codes.h"
 #include "elementwise.h"
 #include "work_split.h"
 
 namespace {
-
 namespace matrix {
 
 constexpr long MOST_ROWS = 512;         // of x in a pass
@@ -63,7 +60,7 @@ struct Plan {
     INLINE_MEMBER bool one_piece(const Product &p) const { return k_block >= p.K; }
     INLINE_MEMBER long panel_bytes() const { return k_block * blocks::PANEL * 2; }
     INLINE_MEMBER long ready_bytes() const { return chunk * AT_ONCE * panel_bytes(); }
-    // Sums of a chunk are kept between pieces of K.
+    // Sums of a chunk are stored between pieces of K.
     INLINE_MEMBER long sum_bytes(const Product &p) const {
         return (one_piece(p) ? 1 : chunk * ceil_div(p.tiles(), AT_ONCE)) * OF_MEETING * 4;
     }
@@ -88,12 +85,11 @@ template <class TX> static NOINLINE void pack_tile(const Product &p, long t, pai
 // The sums of a tile of x and a panel, with the bias.
 template <class TX> static void write_tile(const Product &p, const float *sums, long t, long n) {
     const long rows = min_of(ROWS, p.M - t * ROWS), valid = min_of(ROWS, p.N - n);
-    const vf bias = !p.bias ? vf{} : valid == W ? load(p.bias + n) : load_some(p.bias + n, valid);
+    const vf bias = !p.bias ? vf{} : load_part(p.bias + n, valid);
     TX *out = (TX *)p.out + t * ROWS * p.out_stride + n;
     for (long m = 0; m < rows; m++, sums += ROWS, out += p.out_stride) {
         const vf y = load(sums) + bias;
-        if (valid == W) store(out, y);
-        else store_some(out, y, valid);
+        store_part(out, y, valid);
     }
 }
 
@@ -111,8 +107,8 @@ template <class TX> static void write_gated_tile(const Product &p, const float *
 
 // Calls f with one or two as a constant.
 template <class F> INLINE void with_count(long count, const F &f) {
-    if (count > 1) f(Count<2>{});
-    else f(Count<1>{});
+    if (count > 1) f(Number<2>{});
+    else f(Number<1>{});
 }
 
 // Pairs first .. end times all of x. widen(panel, k, end, to): elements k .. end of K of a panel as bfloat16 pairs, zeros up to a
@@ -181,16 +177,9 @@ template <class TX, class WIDEN> static int multiply_pass(const Product &p, long
     return 0;
 }
 
-template <class TX, class WIDEN> static int multiply_all(Product p, long widen_bytes, const WIDEN &widen) {
-    const long rows = p.M, passes = ceil_div(rows, MOST_ROWS), step = passes ? round_up(ceil_div(rows, passes), AT_ONCE * ROWS) : 1;
-    for (long m = 0; m < rows; m += step) {
-        Product pass = p;
-        pass.M = min_of(step, rows - m);
-        pass.x = (const TX *)p.x + m * p.x_stride;
-        pass.out = (TX *)p.out + m * p.out_stride;
-        if (multiply_pass<TX>(pass, widen_bytes, widen)) return 1;
-    }
-    return 0;
+template <class TX, class WIDEN> static int multiply_all(const Product &p, long widen_bytes, const WIDEN &widen) {
+    const long passes = ceil_div(p.M, MOST_ROWS), step = passes ? round_up(ceil_div(p.M, passes), AT_ONCE * ROWS) : 1;
+    return in_passes<TX>(p, step, [&](const Product &pass) { return multiply_pass<TX>(pass, widen_bytes, widen); });
 }
 
 // Groups g .. end of a panel as pairs of adjacent elements of K.
@@ -232,14 +221,9 @@ EXPORT int WINDLASS_NAME(linear_blocks_amx)(const void *x, long x_stride, int x_
                                                 const void *supers, int bits, int group, int super_groups, int minimum, int offset,
                                                 const float *bias, int activation, void *out, long out_stride, long M, long N,
                                                 long K) {
-    using blocks::Form;
     const blocks::BlockWeight weight = {codes, scales, (const f16 *)supers, bits, group, super_groups, minimum, offset, N, K};
     const Product p = {x, x_stride, x_type, bias, out, out_stride, M, N, K, activation};
-    if (bits == 4 && group == 32) return minimum ? multiply_blocks<Form<4, 32, true>>(p, weight) : multiply_blocks<Form<4, 32, false>>(p, weight);
-    if (bits == 5 && group == 32) return minimum ? multiply_blocks<Form<5, 32, true>>(p, weight) : multiply_blocks<Form<5, 32, false>>(p, weight);
-    if (bits == 6 && group == 16 && !minimum) return multiply_blocks<Form<6, 16, false>>(p, weight);
-    if (bits == 8 && group == 32 && !minimum && !offset) return multiply_blocks<Form<8, 32, false>>(p, weight);
-    return 2;
+    return blocks::with_form(weight, [&](auto form) { return multiply_blocks<decltype(form)>(p, weight); });
 }
 
 // The same for a bfloat16 panel weight, without rounding; x and out are bfloat16.
@@ -255,5 +239,4 @@ EXPORT int WINDLASS_NAME(linear_panels_amx)(const void *x, long x_stride, const 
 }
 
 }  // namespace matrix
-
 }  // namespace

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include <cstdint>
+#include "system_headers.h"
 
 #define WINDLASS_ATTENTION_FIELDS(F) \
     F(const void *, q)                 /* [q_rows, heads, dim]; without ranges row t belongs to token t */ \

@@ -14,8 +14,6 @@
 
 #pragma once
 
-#include <cstdint>
-
 #include "attention_call.h"
 #include "int8_pages.h"
 #include "simd.h"
@@ -31,7 +29,7 @@ template <class T> constexpr long CHUNK_KEYS = IN_PANELS<T> ? CHUNK : CHUNK / 2;
 template <class T> constexpr bool IN_BURSTS = sizeof(T) == 4;
 constexpr long BURST_RUN = 4096;
 constexpr int QUERIES = 4;     // queries of one kv head handled together
-// Keys, and vectors of a value, handled together with so many queries: as many accumulators as registers allow.
+// Keys, and vectors of a value, handled together with this number of queries: as many accumulators as registers allow.
 #if WINDLASS_REGISTERS >= 32
 constexpr int keys_with(int) { return 4; }
 constexpr int columns_with(int) { return 4; }
@@ -72,14 +70,48 @@ struct SpanSequence {
     virtual KeySpan piece(long number) const = 0;
 };
 
+// Prefetches cache lines into L2, run after run. Runs::next_run sets `line` and `left` to the next run, or returns false after the
+// last.
+template <class Runs> struct LinePrefetcher {
+    const char *line = nullptr;
+    long left = 0;  // cache lines left in the run
+
+    NOINLINE void prefetch_line_by_line(long lines) {
+        for (; lines > 0; lines--, left--, line += 64) {
+            if (left == 0 && !static_cast<Runs *>(this)->next_run()) return;
+            __builtin_prefetch(line, 0, 2);
+        }
+    }
+    INLINE_MEMBER void prefetch(long lines) {
+        if (left < lines) return prefetch_line_by_line(lines);
+        left -= lines;
+        for (; lines > 0; lines--, line += 64) __builtin_prefetch(line, 0, 2);
+    }
+    template <long lines> INLINE_MEMBER void prefetch() {
+        if (left < lines) return prefetch_line_by_line(lines);
+        for (long i = 0; i < lines; i++) __builtin_prefetch(line + i * 64, 0, 2);
+        left -= lines, line += lines * 64;
+    }
+};
+
 // Calls f(Number<n>, i) for queries [first, last), n from i on together: QUERIES where there are as many, else all that are left.
-template <int n> struct Number { static constexpr int value = n; };
 template <class F> INLINE void together(long first, long last, const F &f) {
     long i = first;
     for (; i + QUERIES <= last; i += QUERIES) f(Number<QUERIES>{}, i);
     if (last - i == 3) f(Number<3>{}, i);
     else if (last - i == 2) f(Number<2>{}, i);
     else if (last - i == 1) f(Number<1>{}, i);
+}
+
+// f(pointer of the element type) for pages of this type (AttentionArguments).
+template <class F> INLINE int with_page_type(int type, const F &f) {
+    switch (type) {
+        case 0: return f((float *)nullptr);
+        case 1: return f((bf16 *)nullptr);
+        case 2: return f((f16 *)nullptr);
+        case 3: return f((int8_t *)nullptr);
+        default: return f((row_code *)nullptr);
+    }
 }
 
 // Keys [begin, end) of a row, the row of q that attends them, and what is added to slot distances (gap).
@@ -193,7 +225,7 @@ static NOINLINE void merge(const Attention &p, const float *parts, long count, l
         vf sums = {};
         for (long c = 0; c < count; c++) {
             const float *part = parts + c * part_row;
-            const vf x = n == W ? load(part + d) : load_some(part + d, n);
+            const vf x = load_part(part + d, n);
             sums += x * exp2_of(splat(part[p.value_dim] - base));
         }
         if (count) sums /= total;

@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <cstdlib>
-
 #include "attention_call.h"
 #include "attention_decode.h"
 #include "attention_floats.h"
@@ -11,7 +9,6 @@
 #include "attention_int8_floats.h"
 #include "attention_int8_vnni.h"
 #include "attention_key_ranges.h"
-#include "names.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -26,7 +23,7 @@ template <class T>
 INLINE void start_prefetch(KeySpan &, const Attention &p, const SpanSequence &course, long number, long head, long heads) {
     codes::first_chunk(p, course.piece(number), head, heads).prefetch(1 << 20);
 }
-INLINE void continue_prefetch(KeySpan &walk, const KeySpan &next) { walk = next; }
+INLINE void continue_prefetch(KeySpan &prefetcher, const KeySpan &next) { prefetcher = next; }
 
 template <>
 void attend_cut<int8_t>(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
@@ -114,18 +111,18 @@ template <class T> static int attend_alone(const Attention &p) {
             s.place(p, 1, heads, parts + cuts * p.heads * part_row + thread * scratch);
             long coming = -1;  // the unit whose first chunk has been prefetched
             Cuts course(p, owner, first, shares, pieces * slices);
-            typename PrefetcherOf<T>::type walk;
+            typename PrefetcherOf<T>::type prefetcher;
             shares.take(thread, [&](long unit) {
                 const long at = unit / slices / pieces, head = unit / slices % pieces * heads, here = min_of(heads, p.kv_heads - head);
                 const long skipped = unit % slices * queries, count = min_of(queries, group - skipped);
-                const bool asked = coming == unit;
-                if (!asked) course.begun = unit, start_prefetch<T>(walk, p, course, unit, head, here);
+                const bool prefetched = coming == unit;
+                if (!prefetched) course.begun = unit, start_prefetch<T>(prefetcher, p, course, unit, head, here);
                 const KeySpan own = course.cut(at);
                 coming = pieces * slices == 1 && !shares.begins_one(unit + 1) ? unit + 1 : -1;
-                continue_prefetch(walk, course.piece(unit + 1));
+                continue_prefetch(prefetcher, course.piece(unit + 1));
                 const long b = own.b, cut = p.first_cut(b) + at - first[b];
-                const bool loaded = asked && at > first[b] && p.query_of(b, cut) == p.query_of(b, cut - 1);
-                attend_cut<T>(slices == 1 ? p : with_queries(p, head, skipped, count), s, b, 1, head, here, cut, walk, loaded);
+                const bool loaded = prefetched && at > first[b] && p.query_of(b, cut) == p.query_of(b, cut - 1);
+                attend_cut<T>(slices == 1 ? p : with_queries(p, head, skipped, count), s, b, 1, head, here, cut, prefetcher, loaded);
                 for (long i = 0; i < here * count; i++)
                     keep_part(p, s, i, parts + (at * p.heads + head * group + skipped + i) * part_row);
             });
@@ -173,8 +170,8 @@ template <class T> static int attend_packed(const Attention &p) {
                 last = max_of(last, p.first_cut(b0 + r) + p.cuts(b0 + r));
             }
             const Keys course({b0, p.first_key(b0), p.length(b0 + count - 1)});
-            typename PrefetcherOf<T>::type walk;
-            start_prefetch<T>(walk, p, course, 0, head, 1);
+            typename PrefetcherOf<T>::type prefetcher;
+            start_prefetch<T>(prefetcher, p, course, 0, head, 1);
             for (long cut = first; cut < last; cut++) {
                 for (long r = 0, run; r < count; r += run) {
                     run = 1;
@@ -184,8 +181,8 @@ template <class T> static int attend_packed(const Attention &p) {
                     for (; r + run < count && may_join<T>(p, b0 + r + run, cut, begin, end); run++)
                         end = max_of(end, p.end_of(b0 + r + run, cut));
                     // The next span is most often the row's next cut.
-                    continue_prefetch(walk, {b0 + r, end, min_of(end + SPLIT, p.length(b0 + r))});
-                    attend_cut<T>(p, s, b0 + r, run, head, 1, cut, walk, false);
+                    continue_prefetch(prefetcher, {b0 + r, end, min_of(end + SPLIT, p.length(b0 + r))});
+                    attend_cut<T>(p, s, b0 + r, run, head, 1, cut, prefetcher, false);
                     float *part = parts + ((cut - first) * rows + r) * group * part_row;
                     for (long i = 0; i < run * group; i++) keep_part(p, s, i, part + i * part_row);
                 }
@@ -212,14 +209,10 @@ EXPORT int WINDLASS_NAME(paged_attention_decode)(const AttentionArguments *argum
     RangeCuts cuts;
     if (p.range_ends && cuts.find(p)) return OUT_OF_MEMORY;
     const bool packed = p.table_row == 0 && p.batch > 1 && !p.range_ends;
-    const auto attend = [&](auto *page) {
+    return with_page_type(p.page_type, [&](auto *page) {
         typedef __typeof__(*page) T;
         return packed ? attend_packed<T>(p) : attend_alone<T>(p);
-    };
-    if (p.page_type == 0) return attend((float *)nullptr);
-    if (p.page_type == 1) return attend((bf16 *)nullptr);
-    if (p.page_type == 2) return attend((f16 *)nullptr);
-    return p.page_type == 3 ? attend((int8_t *)nullptr) : attend((row_code *)nullptr);
+    });
 }
 
 }  // namespace

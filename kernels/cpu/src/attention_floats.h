@@ -10,7 +10,7 @@ namespace {
 
 // Prefetches the keys and values of some heads of a sequence of spans in memory order, interleaved with the arithmetic. Its
 // lead is the amount prefetched at the start: one chunk, since the first head reads all of it at once, plus MORE bytes.
-template <class T> struct FloatPrefetcher {
+template <class T> struct FloatPrefetcher : LinePrefetcher<FloatPrefetcher<T>> {
     const Attention *p;
     const SpanSequence *course;
     long number, head, heads;
@@ -18,18 +18,17 @@ template <class T> struct FloatPrefetcher {
     bool over = true;
     long count = 0;             // keys of the run: up to a block when all heads are prefetched, else one
     bool value = true;          // whether the run holds values; keys come first
-    const char *line = nullptr;
-    long left = 0;              // cache lines left in the run
     static constexpr long MORE = 48 << 10;  // bytes prefetched at the start in addition to a chunk
 
     // Start with span `from`.
     void start_prefetch(const Attention &attention, const SpanSequence &pieces, long from, long first_head, long some_heads) {
         p = &attention, course = &pieces, number = from, head = first_head, heads = some_heads, piece = course->piece(number);
-        over = false, count = 0, value = true, left = 0;
+        over = false, count = 0, value = true, this->left = 0;
         const long chunk = CHUNK_KEYS<T> * heads * (p->dim + p->value_dim) * (long)sizeof(T);
-        prefetch((chunk + min_of(chunk, MORE)) / 64);
+        this->prefetch((chunk + min_of(chunk, MORE)) / 64);
     }
     NOINLINE bool next_run() {
+        if (over) return false;
         value = !value;
         if (!value) {
             piece.at += count, count = 0;
@@ -43,25 +42,9 @@ template <class T> struct FloatPrefetcher {
             if (IN_BURSTS<T>) count = max_of(1, min_of(count, BURST_RUN / (heads * p->dim * (long)sizeof(T))));
         }
         const long entry = p->entry(piece.b, piece.at) + head, dim = value ? p->value_dim : p->dim;
-        line = (const char *)((const T *)(value ? p->values : p->keys) + entry * dim);
-        left = ceil_div(count * heads * dim * (long)sizeof(T), 64);
+        this->line = (const char *)((const T *)(value ? p->values : p->keys) + entry * dim);
+        this->left = ceil_div(count * heads * dim * (long)sizeof(T), 64);
         return true;
-    }
-    NOINLINE void prefetch_line_by_line(long lines) {
-        for (; lines > 0; lines--, left--, line += 64) {
-            if (left == 0 && (over || !next_run())) return;
-            __builtin_prefetch(line, 0, 2);
-        }
-    }
-    INLINE_MEMBER void prefetch(long lines) {
-        if (left < lines) return prefetch_line_by_line(lines);
-        left -= lines;
-        for (; lines > 0; lines--, line += 64) __builtin_prefetch(line, 0, 2);
-    }
-    template <long lines> INLINE_MEMBER void prefetch() {
-        if (left < lines) return prefetch_line_by_line(lines);
-        for (long i = 0; i < lines; i++) __builtin_prefetch(line + i * 64, 0, 2);
-        left -= lines, line += lines * 64;
     }
 };
 
@@ -72,8 +55,9 @@ template <> struct Multiplied<row_code> { typedef float type; };
 // The prefetcher for pages of T. Latent rows are prefetched where they are converted.
 template <class T> struct PrefetcherOf { typedef FloatPrefetcher<typename Multiplied<T>::type> type; };
 template <class T, class E>
-INLINE void start_prefetch(FloatPrefetcher<E> &walk, const Attention &p, const SpanSequence &course, long number, long head, long heads) {
-    if (sizeof(T) == sizeof(E)) walk.start_prefetch(p, course, number, head, heads);
+INLINE void start_prefetch(FloatPrefetcher<E> &prefetcher, const Attention &p, const SpanSequence &course, long number, long head,
+                           long heads) {
+    if (sizeof(T) == sizeof(E)) prefetcher.start_prefetch(p, course, number, head, heads);
 }
 // Nothing to do: this prefetcher follows the spans by itself.
 template <class E> INLINE void continue_prefetch(FloatPrefetcher<E> &, const KeySpan &) {}
@@ -103,12 +87,12 @@ template <class T> struct Chunk {
                 for (long d = 0; d < p.dim; d += 64) __builtin_prefetch(row.codes + d, 0, 2);
                 __builtin_prefetch(row.scales, 0, 2);
             }
-            widen_row(p.code_row(entries[j] + head), p.dim, wide);
+            copy_converted(p.code_row(entries[j] + head), wide, p.dim);
             keys[j] = values[j] = (const T *)wide;
         }
     }
     // The same slots' next head.
-    void go_on(const Attention &p) {
+    void next_head(const Attention &p) {
         for (long j = 0; j < count; j++) keys[j] += p.dim;
         for (long j = 0; j < count; j++) values[j] += p.value_dim;
     }
@@ -131,7 +115,7 @@ template <> struct Quarters<f16> {
 };
 
 INLINE void load_quarters(const float *a, const float *b, const float *c, const float *d, vf (&x)[1]) {
-#if defined(WINDLASS_FMA)
+#if defined(WINDLASS_AVX)
     __m512 quarters = _mm512_broadcast_f32x4(_mm_loadu_ps(a));
     quarters = _mm512_mask_broadcast_f32x4(quarters, 0x00f0, _mm_loadu_ps(b));
     quarters = _mm512_mask_broadcast_f32x4(quarters, 0x0f00, _mm_loadu_ps(c));
@@ -147,7 +131,7 @@ INLINE void load_quarters(const bf16 *a, const bf16 *b, const bf16 *c, const bf1
     x[0] = (vf)((vu)pairs[0] << 16), x[1] = (vf)((vu)pairs[0] & 0xffff0000u);
 }
 INLINE void load_quarters(const f16 *a, const f16 *b, const f16 *c, const f16 *d, vf (&x)[4]) {
-#if defined(WINDLASS_FMA)
+#if defined(WINDLASS_AVX)
     const auto row = [](const f16 *key) { return _mm256_loadu_si256((const __m256i *)key); };
     const __m256i even_ab = _mm256_unpacklo_epi64(row(a), row(b)), odd_ab = _mm256_unpackhi_epi64(row(a), row(b));
     const __m256i even_cd = _mm256_unpacklo_epi64(row(c), row(d)), odd_cd = _mm256_unpackhi_epi64(row(c), row(d));
@@ -166,7 +150,7 @@ INLINE void load_quarters(const f16 *a, const f16 *b, const f16 *c, const f16 *d
 }
 // Four floats in every quarter.
 INLINE vf repeat_four(const float *p) {
-#if defined(WINDLASS_FMA)
+#if defined(WINDLASS_AVX)
     return (vf)_mm512_broadcast_f32x4(_mm_loadu_ps(p));
 #else
     vf x;
@@ -339,7 +323,7 @@ static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, co
             float *acc = s.acc + (i + n) * s.acc_row + d;
             vf sums = load(acc);
             for (long j = 0; j < chunk.count; j++) {
-                const vf value = rest == W ? load(chunk.values[j] + d) : load_some(chunk.values[j] + d, rest);
+                const vf value = load_part(chunk.values[j] + d, rest);
                 sums = add_product(sums, value, splat(weights[n * CHUNK + j]));
             }
             store(acc, sums);
@@ -362,7 +346,7 @@ static void attend_chunk(const Attention &p, const Scratch &s, long first, long 
 // cut before.
 template <class T>
 static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
-                       typename PrefetcherOf<T>::type &walk, bool loaded) {
+                       typename PrefetcherOf<T>::type &prefetcher, bool loaded) {
     const long group = p.group(), begin = p.begin_of(b, cut);
     long shortest = SPLIT, longest = 0;
     for (long r = 0; r < rows; r++) {
@@ -384,7 +368,7 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
         clear_results(s, rows * group);
     }
     Chunk<E> chunk;
-    chunk.ahead = &walk;
+    chunk.ahead = &prefetcher;
     constexpr long keys = CHUNK_KEYS<E>;
     constexpr bool coded = sizeof(T) != sizeof(E);
     for (long j = 0; j < longest; j += keys) {
@@ -395,7 +379,7 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
             chunk.slopes = p.slopes ? p.slopes + (head + h) * group : nullptr;
             if (coded) chunk.widen(p, entries + j, head + h, there, max_of(0, min_of(keys, longest - j - there)), s.wide);
             else if (h == 0 || chunk.count != there) chunk.find(p, entries + j, head + h, there);
-            else chunk.go_on(p);
+            else chunk.next_head(p);
             if (shortest >= min_of(j + keys, longest)) {
                 attend_chunk<E>(p, s, 0, rows * group, chunk);
                 continue;

@@ -1,7 +1,7 @@
 // Decode attention over int8 keys and values in page order (int8_pages.h). See attention_decode.h for cuts, chunks and merging.
 //
-// A vector holds a quad of W tokens' keys or W dims of four tokens' values, so no sum crosses lanes: scores come out token by
-// token, results dim by dim. Chunks begin at absolute multiples of CHUNK whatever the window. Hidden tokens are masked by
+// A vector holds a quad of W tokens' keys or W dims of four tokens' values, so no sum crosses lanes: scores are ordered by
+// token, results by dim. Chunks begin at absolute multiples of CHUNK whatever the window. Hidden tokens are masked by
 // selection, since their codes and scales may be anything. They contribute exact zeros, so a row's bits do not depend on the rows
 // that share its chunk.
 
@@ -9,19 +9,15 @@
 
 #include "attention_decode.h"
 #include "int8_pages.h"
-#include "rounding.h"
 #include "simd.h"
 
 namespace {
-
 namespace codes {
 
 constexpr long PANELS = CHUNK / PANEL_TOKENS;
 
 // The part [begin, end) of a chunk that any row sees, for one kv head: whole panels, as tokens of the chunk.
-struct Chunk {
-    const int8_t *keys[PANELS], *values[PANELS];
-    const float *key_scales[PANELS], *value_scales[PANELS];
+struct Chunk : CodePanels<PANELS> {
     long begin, end;
     const float *slopes;  // of the kv head's queries, or null
     long distance;        // of the query from the first key; with slopes
@@ -33,15 +29,11 @@ struct Chunk {
     // Tokens first to last of row b's sequence, of the chunk that begins at `start`.
     void find(const Attention &p, const CodePages &pages, long b, long head, long start, long first, long last) {
         begin = (first - start) / PANEL_TOKENS * PANEL_TOKENS, end = round_up(last - start, PANEL_TOKENS);
-        for (long j = begin; j < end; j += PANEL_TOKENS) {
-            const long at = start + j, block = p.tables[b * p.table_row + at / p.block_size], token = at % p.block_size;
-            const long panel = j / PANEL_TOKENS;
-            keys[panel] = pages.key_panel(block, head, token), values[panel] = pages.value_quad(block, head, token);
-            key_scales[panel] = pages.key_scale(block, head, token), value_scales[panel] = pages.value_scale(block, head, token);
-        }
+        for (long j = begin; j < end; j += PANEL_TOKENS)
+            find_panel(j / PANEL_TOKENS, pages, p.tables + b * p.table_row, head, start + j);
     }
     // The same tokens of the next head.
-    void go_on(const CodePages &pages) {
+    void next_head(const CodePages &pages) {
         for (long i = begin / PANEL_TOKENS; i < end / PANEL_TOKENS; i++) {
             keys[i] += pages.block_size * pages.quads * QUAD, values[i] += pages.block_size * pages.value_dim;
             key_scales[i] += pages.block_size, value_scales[i] += pages.block_size;
@@ -52,16 +44,14 @@ struct Chunk {
 // Prefetches tokens [at, end) of a row for some heads in memory order, a few lines at a time between the arithmetic. Many lines
 // at once would wait for each other; one head at a time gives runs too short for the hardware prefetcher (measured: half the
 // bandwidth).
-struct FloatPrefetcher {
+struct CodePrefetcher : LinePrefetcher<CodePrefetcher> {
     const Attention *p;
     CodePages pages;
     long b, head, heads, at, end;
     long count = 0;             // tokens up to the end of the block of `at`
     long part = 0, number = 0;  // keys, values, their scales; the head
-    const char *line = nullptr;
-    long left = 0;              // cache lines left in the run
 
-    FloatPrefetcher(const Attention &p, const CodePages &pages, long b, long head, long heads, long at, long end)
+    CodePrefetcher(const Attention &p, const CodePages &pages, long b, long head, long heads, long at, long end)
         : p(&p), pages(pages), b(b), head(head), heads(heads), at(at), end(end) {
         count = min_of(end - at, p.block_size - at % p.block_size);
     }
@@ -85,22 +75,11 @@ struct FloatPrefetcher {
         number += together;
         return true;
     }
-    NOINLINE void prefetch_line_by_line(long lines) {
-        for (; lines > 0; lines--, left--, line += 64) {
-            if (left == 0 && !next_run()) return;
-            __builtin_prefetch(line, 0, 2);
-        }
-    }
-    INLINE_MEMBER void prefetch(long lines) {
-        if (left < lines) return prefetch_line_by_line(lines);
-        left -= lines;
-        for (; lines > 0; lines--, line += 64) __builtin_prefetch(line, 0, 2);
-    }
 };
 
-static FloatPrefetcher first_chunk(const Attention &p, const KeySpan &of, long head, long heads) {
+static CodePrefetcher first_chunk(const Attention &p, const KeySpan &of, long head, long heads) {
     const long end = min_of(of.at / CHUNK * CHUNK + CHUNK, of.end);
-    return FloatPrefetcher(p, p.codes(), of.b, head, heads, of.at / PANEL_TOKENS * PANEL_TOKENS, of.at < end ? end : 0);
+    return CodePrefetcher(p, p.codes(), of.b, head, heads, of.at / PANEL_TOKENS * PANEL_TOKENS, of.at < end ? end : 0);
 }
 
 // Of W tokens from j on, x where a row sees them, else `hidden`.
@@ -145,7 +124,7 @@ template <int N> INLINE void sums_of(const vf (&x)[N], float *sums) {
 // Scores of NQ queries become weights times value scales, zeros where a query does not see, and their largest goes to `most`,
 // NaN if any is; top, total and acc are updated. Queries are interleaved so that their dependency chains overlap.
 template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch &s, long i, const Chunk &chunk, const Seen *seen,
-                                             float *most, FloatPrefetcher &ahead) {
+                                             float *most, CodePrefetcher &ahead) {
     float *scores = s.scores + i * CHUNK;
     bool all = p.soft_cap == 0.0f && !chunk.slopes;
     for (int n = 0; n < NQ; n++) all &= seen[n].all(chunk);
@@ -164,7 +143,7 @@ template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch 
         for (int n = 0; n < NQ; n++) highest[n] = larger(load(scores + n * CHUNK + j), highest[n]);
     }
     vf base[NQ], total[NQ];
-    vu bits[NQ];  // of what is never negative they rise with the number, and those of NaN are above all
+    vu bits[NQ];
     float highs[NQ];
     largest_of(highest, highs);
     for (int n = 0; n < NQ; n++) {
@@ -188,7 +167,7 @@ template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch 
             total[n] += weight;
             vf scaled = weight * scale;
             if (!all) scaled = only_seen(scaled, j, seen[n].first, seen[n].last, 0.0f);
-            bits[n] = (vu)scaled > bits[n] ? (vu)scaled : bits[n];
+            bits[n] = larger_bits((vu)scaled, bits[n]);
             store(at, scaled);
         }
     }
@@ -196,7 +175,7 @@ template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch 
     sums_of(total, sums);
     for (int n = 0; n < NQ; n++) {
         s.total[i + n] += sums[n];
-        most[n] = float_of(bytes::most_of(bits[n]));
+        most[n] = float_of(largest(bits[n]));
     }
 }
 
@@ -222,11 +201,11 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
     for (long start = first / CHUNK * CHUNK; start < last; start += CHUNK) {
         const long next = start + CHUNK;
         if (p.slopes) chunk.distance = p.distance(b, cut, start);
-        FloatPrefetcher ahead = next < last ? FloatPrefetcher(p, pages, b, head, heads, next, min_of(next + CHUNK, last))
-                                  : first_chunk(p, following, head, heads);
+        CodePrefetcher ahead = next < last ? CodePrefetcher(p, pages, b, head, heads, next, min_of(next + CHUNK, last))
+                                           : first_chunk(p, following, head, heads);
         for (long h = 0; h < heads; h++) {
             if (h == 0) chunk.find(p, pages, b, head, start, max_of(start, first), min_of(start + CHUNK, last));
-            else chunk.go_on(pages);
+            else chunk.next_head(pages);
             chunk.slopes = p.slopes ? p.slopes + (head + h) * group : nullptr;
             const Scratch s = all.from(h * queries);
             Products::score(p, s, queries, chunk, ahead);
@@ -247,5 +226,4 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
 }
 
 }  // namespace codes
-
 }  // namespace

@@ -1,4 +1,4 @@
-// The products of attention_int8.h in float32: codes are widened as they come, once for all queries of a kv head.
+// The products of attention_int8.h in float32: codes are widened when they are loaded, once for all queries of a kv head.
 
 #pragma once
 
@@ -8,16 +8,15 @@
 #include "simd.h"
 
 namespace {
-
 namespace codes {
 
 constexpr int VECTORS = 2;  // of tokens or of dims, handled together
 
 // Prefetches as many lines as step `step` reads.
-INLINE void ask_for_step(FloatPrefetcher &ahead, long step) { ahead.prefetch(VECTORS * W >= PANEL_TOKENS ? VECTORS * W / PANEL_TOKENS : step & 1); }
+INLINE void prefetch_for_step(CodePrefetcher &ahead, long step) { ahead.prefetch(VECTORS * W >= PANEL_TOKENS ? VECTORS * W / PANEL_TOKENS : step & 1); }
 
 // Scores of NQ queries, key scales included.
-template <int NQ> static NOINLINE void score_floats(const Attention &p, const Scratch &s, long i, const Chunk &chunk, FloatPrefetcher &ahead) {
+template <int NQ> static NOINLINE void score_floats(const Attention &p, const Scratch &s, long i, const Chunk &chunk, CodePrefetcher &ahead) {
     const long quads = ceil_div(p.dim, QUAD);
     for (long j = chunk.begin; j < chunk.end; j += VECTORS * W) {
         const int8_t *key[VECTORS];
@@ -26,7 +25,7 @@ template <int NQ> static NOINLINE void score_floats(const Attention &p, const Sc
         vf acc[NQ][VECTORS] = {};
         const float *query = s.query + i * s.query_row;
         for (long q = 0; q < quads; q++, query += QUAD) {
-            if (i == 0) ask_for_step(ahead, q);
+            if (i == 0) prefetch_for_step(ahead, q);
             vi quad[VECTORS];
             for (int v = 0; v < VECTORS; v++) quad[v] = load_quads(key[v] + q * PIECE);
             for (int e = 0; e < QUAD; e++) {
@@ -47,14 +46,14 @@ template <int NQ> static NOINLINE void score_floats(const Attention &p, const Sc
 
 // acc[n][:] += weighted values, V vectors of dims from d on, of which the last has `rest` dims.
 template <int NQ, int V>
-INLINE void add_dims_of_floats(const Scratch &s, long i, const Chunk &chunk, FloatPrefetcher &ahead, long value_dim, long d, long rest) {
+INLINE void add_dims_of_floats(const Scratch &s, long i, const Chunk &chunk, CodePrefetcher &ahead, long value_dim, long d, long rest) {
     vf sums[NQ][V];
     for (int n = 0; n < NQ; n++)
         for (int v = 0; v < V; v++) sums[n][v] = load(s.acc + (i + n) * s.acc_row + d + v * W);
     const float *weights = s.scores + i * CHUNK;
     for (long j = chunk.begin; j < chunk.end; j += QUAD) {
         const int8_t *value = chunk.values[j / PANEL_TOKENS] + j % PANEL_TOKENS * value_dim + d * QUAD;
-        if (i == 0 && V == VECTORS) ask_for_step(ahead, j / QUAD);
+        if (i == 0 && V == VECTORS) prefetch_for_step(ahead, j / QUAD);
         vi quad[V];
         for (int v = 0; v < V; v++)
             quad[v] = v + 1 < V || rest == W ? load_quads(value + v * W * QUAD) : load_some_quads(value + v * W * QUAD, rest);
@@ -70,7 +69,7 @@ INLINE void add_dims_of_floats(const Scratch &s, long i, const Chunk &chunk, Flo
     for (int n = 0; n < NQ; n++)
         for (int v = 0; v < V; v++) store(s.acc + (i + n) * s.acc_row + d + v * W, sums[n][v]);
 }
-template <int NQ> static NOINLINE void add_floats(const Attention &p, const Scratch &s, long i, const Chunk &chunk, FloatPrefetcher &ahead) {
+template <int NQ> static NOINLINE void add_floats(const Attention &p, const Scratch &s, long i, const Chunk &chunk, CodePrefetcher &ahead) {
     long d = 0;
     for (; d + VECTORS * W <= p.value_dim; d += VECTORS * W) add_dims_of_floats<NQ, VECTORS>(s, i, chunk, ahead, p.value_dim, d, W);
     for (; d < p.value_dim; d += W) add_dims_of_floats<NQ, 1>(s, i, chunk, ahead, p.value_dim, d, min_of(W, p.value_dim - d));
@@ -78,15 +77,14 @@ template <int NQ> static NOINLINE void add_floats(const Attention &p, const Scra
 
 struct Floats {
     static void prepare(const Attention &, float *) {}
-    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, FloatPrefetcher &ahead) {
+    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, CodePrefetcher &ahead) {
         together(0, queries, [&](auto count, long i) { score_floats<decltype(count)::value>(p, s, i, chunk, ahead); });
     }
     static void finish_weights(float *, const Chunk &, float) {}
-    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, FloatPrefetcher &ahead) {
+    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, CodePrefetcher &ahead) {
         together(0, queries, [&](auto count, long i) { add_floats<decltype(count)::value>(p, s, i, chunk, ahead); });
     }
 };
 
 }  // namespace codes
-
 }  // namespace

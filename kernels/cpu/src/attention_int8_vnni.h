@@ -11,7 +11,6 @@
 #include "attention_int8.h"
 #include "byte_products.h"
 #include "int8_pages.h"
-#include "rounding.h"
 #include "simd.h"
 
 namespace {
@@ -21,14 +20,12 @@ namespace codes {
 
 using bytes::add_quads;
 using bytes::spread;
-using bytes::total_of;
 using bytes::vub;
 
 constexpr long MOST_DIM = 512;  // 127 * 32639 * 512 is below 2^31
 constexpr float QUERY_STEPS = 32639.0f;  // 127 * 256 + 127: both planes of a query are signed
 constexpr float WEIGHT_STEPS = bytes::BIAS ? 65535.0f : 32639.0f;
 constexpr int32_t UPPER_ROUNDING = bytes::BIAS ? 0 : 128;  // a signed lower plane borrows from the upper one
-constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, even on a tie, in the low bits
 #if WINDLASS_REGISTERS >= 32
 constexpr int SCORED = 4, RESULT_VECTORS = 4;  // queries scored together; vectors of results of two queries: 16 accumulators
 #else
@@ -40,18 +37,17 @@ typedef narrow_bytes narrow_any __attribute__((aligned(1), may_alias));
 
 // The low bytes of W integers.
 INLINE narrow_bytes low_bytes(vi x) {
-#if defined(WINDLASS_FMA) && WINDLASS_LANES == 16  // GCC 12 takes some of these conversions apart, element by element
+#if defined(WINDLASS_AVX) && WINDLASS_LANES == 16  // GCC 12 takes some of these conversions apart, element by element
     __m128i bytes = _mm512_cvtepi32_epi8((__m512i)x);
     asm("" : "+v"(bytes));  // prevents an early spill to memory, which is slower
     return (narrow_bytes)bytes;
-#elif defined(WINDLASS_FMA) && WINDLASS_LANES == 8
+#elif defined(WINDLASS_AVX) && WINDLASS_LANES == 8
     const __m256i first = _mm256_set1_epi32(0x0c080400), quarters = _mm256_shuffle_epi8((__m256i)x, first);
     return (narrow_bytes)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(quarters), _mm256_extracti128_si256(quarters, 1)));
 #else
     return __builtin_convertvector(x & 255, narrow_bytes);
 #endif
 }
-
 
 INLINE float inverse(float most, float steps) { return most > 0x1p-100f && most < __builtin_inff() ? steps / most : 0.0f; }
 
@@ -74,7 +70,7 @@ static NOINLINE void round_query(const Attention &p, float *query) {
     __builtin_memcpy(x, query, padded * sizeof(float));
     vf most = {}, poison = {};
     for (long d = 0; d < padded; d += W) {
-        most = larger((vf)((vu)load(x + d) & 0x7fffffffu), most);
+        most = larger(magnitude_of(load(x + d)), most);
         poison += load(x + d) * 0.0f;
     }
     QueryEnd end;
@@ -83,7 +79,7 @@ static NOINLINE void round_query(const Attention &p, float *query) {
     vi sums[2] = {};
     int32_t *planes = (int32_t *)query;
     for (long d = 0; d < padded; d += W) {
-        const vi code = (vi)(load(x + d) * by + MAGIC) - (vi)splat(MAGIC), low = (code << 24) >> 24, high = (code - low) >> 8;
+        const vi code = nearest_int(load(x + d) * by), low = (code << 24) >> 24, high = (code - low) >> 8;
         sums[0] += high, sums[1] += low;
         const narrow_bytes halves[2] = {low_bytes(high), low_bytes(low)};
         for (long q = 0; q < W / QUAD && d / QUAD + q < quads; q++)
@@ -94,9 +90,9 @@ static NOINLINE void round_query(const Attention &p, float *query) {
     *end_of(query, quads) = end;
 }
 
-// Scores of NQ queries, key scales included; V vectors of tokens at once. lines: asked for ahead with every quad.
+// Scores of NQ queries, key scales included; V vectors of tokens at once. lines: prefetched with every quad.
 template <int NQ, int V>
-static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, FloatPrefetcher &ahead, long lines) {
+static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, CodePrefetcher &ahead, long lines) {
     const long quads = ceil_div(p.dim, QUAD);
     const int32_t *planes[NQ];
     for (int n = 0; n < NQ; n++) planes[n] = (const int32_t *)(s.query + (i + n) * s.query_row);
@@ -132,8 +128,8 @@ static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, c
     }
 }
 
-// Weights, of which `most` is the largest, are replaced in place by two planes of bytes, W of each in turns, followed by the
-// factor of their integers.
+// Weights, of which `most` is the largest, are replaced in place by two planes of bytes, W of each alternating, followed by
+// the factor of their integers.
 INLINE void round_weights(float *weights, const Chunk &chunk, float most) {
     const vf by = splat(inverse(most, WEIGHT_STEPS)), magic = splat(8388608.0f);  // 2^23: integers appear in the low bits
     for (long j = chunk.begin; j < chunk.end; j += W) {
@@ -144,9 +140,9 @@ INLINE void round_weights(float *weights, const Chunk &chunk, float most) {
     weights[CHUNK - 1] = most / WEIGHT_STEPS;
 }
 
-// acc[n][d: d + V * W] += weighted values. lines: asked for ahead with every quad.
+// acc[n][d: d + V * W] += weighted values. lines: prefetched with every quad.
 template <int NQ, int V>
-INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, long value_dim, long d, FloatPrefetcher &ahead, long lines) {
+INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, long value_dim, long d, CodePrefetcher &ahead, long lines) {
     vi acc[NQ][2][V] = {};
     const char *planes[NQ];
     for (int n = 0; n < NQ; n++) planes[n] = (const char *)(s.scores + (i + n) * CHUNK);
@@ -173,7 +169,7 @@ INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, long
     }
 }
 template <int NQ>
-static NOINLINE void add_values_of_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, FloatPrefetcher &ahead, long lines) {
+static NOINLINE void add_values_of_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, CodePrefetcher &ahead, long lines) {
     long d = 0;
     for (; d + RESULT_VECTORS * W <= p.value_dim; d += RESULT_VECTORS * W)
         add_dims_of_quads<NQ, RESULT_VECTORS>(s, i, chunk, p.value_dim, d, ahead, lines);
@@ -186,7 +182,7 @@ INLINE long share_of(long all, long passes, long pass) { return all * (pass + 1)
 
 struct Quads {
     static void prepare(const Attention &p, float *query) { round_query(p, query); }
-    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, FloatPrefetcher &ahead) {
+    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, CodePrefetcher &ahead) {
         constexpr int V = 2;
         const long all = V * W / PANEL_TOKENS, passes = ceil_div(queries, SCORED);
         const auto lines = [&](long i) { return share_of(all, passes, i / SCORED); };
@@ -198,7 +194,7 @@ struct Quads {
         else if (rest == 1) score_quads<1, V>(p, s, i, chunk, ahead, lines(i));
     }
     static void finish_weights(float *weights, const Chunk &chunk, float most) { round_weights(weights, chunk, most); }
-    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, FloatPrefetcher &ahead) {
+    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, CodePrefetcher &ahead) {
         const long all = RESULT_VECTORS * W / PANEL_TOKENS, passes = ceil_div(queries, 2);
         long i = 0;
         for (; i + 2 <= queries; i += 2) add_values_of_quads<2>(p, s, i, chunk, ahead, share_of(all, passes, i / 2));
@@ -208,5 +204,4 @@ struct Quads {
 
 }  // namespace codes
 #endif
-
 }  // namespace

@@ -8,9 +8,6 @@
 
 #pragma once
 
-#include <cstdint>
-#include <cstdlib>
-
 #include "attention_call.h"
 #include "attention_decode.h"
 #include "simd.h"

@@ -34,7 +34,18 @@ constexpr long UNITS_PER_THREAD = 4;  // about
 constexpr long MIN_BF16_QUERIES = 16;   // queries of a sequence; speculative tokens (fewer) are scored in the arithmetic of decode
 
 // Queries [token, token + count) of sequence b for one kv head, the first of them at this position in the cache.
-struct Unit { long b, token, count, position; };
+struct Unit { long b, token, count, position, head; };
+
+// A packed block that begins at key `start` and of which keys [skip, there) of a range are packed.
+struct PackedBlock { long start, skip, there; };
+
+// Keys of a block that some row of a tile sees, in whole panels; none where begin is end.
+struct Seen {
+    long begin, end;
+    INLINE_MEMBER bool any() const { return begin < end; }
+    INLINE_MEMBER bool has(long key) const { return key >= begin && key < end; }
+    INLINE_MEMBER bool operator==(const Seen &other) const { return begin == other.begin && end == other.end; }
+};
 
 // Working memory of a thread, rows rounded up to full tiles. Queries, keys, weights and values may be bfloat16 pairs (of adjacent
 // dims or keys), which take half of it.
@@ -68,7 +79,7 @@ struct Workspace {
     }
 };
 
-// c[i][:] = shrink[i] * c[i][:] + sum over k of a[i][k] * b[k][:] for a tile of rows and one panel; a[i][k] lies at
+// c[i][:] = shrink[i] * c[i][:] + sum over k of a[i][k] * b[k][:] for a tile of rows and one panel; a[i][k] is at
 // a[i * row_step + k * depth_step], b[k] at b[k * PANEL]. fresh: c starts from zero. N: float, or pair.
 template <bool fresh, long row_step, long depth_step, class N>
 static NOINLINE void multiply_panel(const N *a, const N *b, long depth, float *c, long c_row, const float *shrink) {
@@ -97,17 +108,34 @@ INLINE void store_weights(float *scores, long j, vf x, vf y, pair *) { store_nei
 INLINE vf weight_of(vf x, float *) { return exp2_of(x); }
 INLINE vf weight_of(vf x, pair *) { return rough_exp2_of(x); }  // eight bits suffice: it is rounded to bfloat16
 
-// Replaces scores [first, last) of a row, of which the row sees [begin, end), by weights 2^(score - top), pairs from pair first / 2
-// on. Updates the row's top and total (per lane) and returns the factor for its previous weighted values. slope: what a score loses
-// per position between key and query; score 0 has this distance.
+// Keys that rows r .. r + height of a unit see.
+INLINE Seen seen_by_tile(const Prefill &p, const Unit &unit, const PackedBlock &block, const Range &range, long r, long height) {
+    const long early = unit.position + r / p.group();
+    const long late = unit.position + min_of(r + height - 1, unit.count * p.group() - 1) / p.group();
+    const long begin = max_of(block.skip, range.first_seen(early) - block.start);
+    const long end = min_of(block.there, range.end_seen(late) - block.start);
+    return begin < end ? Seen{begin / PANEL * PANEL, round_up(end, PANEL)} : Seen{0, 0};
+}
+
+// Replaces the scores of row r of a unit, over the keys that its tile sees, by weights 2^(score - top), pairs from pair
+// seen.begin / 2 on. Updates the row's top and total (per lane) and returns the factor for its previous weighted values.
 template <class N>
-INLINE float soften_row(float *scores, long first, long last, long begin, long end, float soft_cap, float slope, long distance, float &top,
-                        float *total) {
+INLINE float soften_row(const Prefill &p, const Workspace &w, const Unit &unit, const PackedBlock &block, const Range &range, Seen seen,
+                        long r, float *scores) {
+    const long group = p.group(), first = seen.begin, last = seen.end;
+    const long at = unit.position + min_of(r, unit.count * group - 1) / group;
+    // A row that no longer sees the range, while other rows of its tile do, begins at the end of the tile.
+    const long begin = min_of(last, max_of(block.skip, range.first_seen(at) - block.start));
+    const long end = min_of(block.there, range.end_seen(at) - block.start);
+    const float slope = p.slopes ? p.slopes[unit.head * group + r % group] : 0.0f, soft_cap = p.soft_cap;
+    const long distance = at - block.start + range.gap;  // of key 0 of the block
+    float &top = w.top[r], *total = w.total + r * W;
     const vf nothing = splat(-__builtin_inff());
     if (soft_cap != 0.0f)
         for (long j = first; j < last; j += W) store(scores + j, tanh_of(load(scores + j) / soft_cap) * (soft_cap * LOG2_E));
     if (slope != 0.0f)
-        for (long j = first; j < last; j += W) store(scores + j, load(scores + j) + bias_of(slope, distance - j));
+        for (long j = first; j < last; j += W)
+            store(scores + j, load(scores + j) + bias_of(slope, distance - j));
     for (long j = first; j < begin; j++) scores[j] = -__builtin_inff();
     for (long j = max_of(first, end); j < last; j++) scores[j] = -__builtin_inff();
     vf most[2] = {nothing, nothing};
@@ -142,27 +170,6 @@ INLINE void load_query(const Prefill &p, long token, long row, long head, float 
     });
 }
 
-// The queries of a unit, from row `query` of q on.
-template <class N> static NOINLINE void load_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head, long query) {
-    const long group = p.group(), rows = unit.count * group, padded = round_up(rows, TILE_ROWS);
-    const long depth = ceil_div(p.dim, NUMBERS<N>);
-    for (long r = 0; r < padded; r++) {
-        N *target = (N *)w.query + r / TILE_ROWS * TILE_ROWS * depth + r % TILE_ROWS;
-        const auto load_to = [&](float *x, long step) {
-            load_query(p, unit.token + r / group, query + r / group, head * group + r % group, x, step);
-        };
-        if (r >= rows) {
-            for (long d = 0; d < depth; d++) target[d * TILE_ROWS] = N{};
-        } else if constexpr (NUMBERS<N> == 1) {
-            load_to(target, TILE_ROWS);
-        } else {
-            load_to(w.scores, 1);
-            w.scores[p.dim] = 0.0f;
-            for (long d = 0; d < depth; d++) target[d * TILE_ROWS] = paired(w.scores[2 * d], w.scores[2 * d + 1]);
-        }
-    }
-}
-
 // Reset to no keys seen.
 static NOINLINE void clear_unit(const Prefill &p, const Workspace &w, const Unit &unit) {
     const long padded = round_up(unit.count * p.group(), MOST_PASS_ROWS);
@@ -170,62 +177,12 @@ static NOINLINE void clear_unit(const Prefill &p, const Workspace &w, const Unit
     for (long i = 0; i < padded * w.padded_values; i += W) store(w.acc + i, vf{});
 }
 
-// Of row r of a unit of one kv head; 0 where there is none.
-INLINE float slope_of(const Prefill &p, long head, long r) { return p.slopes ? p.slopes[head * p.group() + r % p.group()] : 0.0f; }
-
-// All rows of a unit over the packed block that begins at key `start` and of which keys [skip, there) of a range are packed.
-template <class N>
-static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit &unit, long head, long start, long skip, long there,
-                                const Range &range) {
-    constexpr long STEP = NUMBERS<N>;
-    const long group = p.group(), rows = unit.count * group, depth = ceil_div(p.dim, STEP);
-    for (long r0 = 0; r0 < rows; r0 += PASS_ROWS) {
-        const long tiles = ceil_div(min_of(PASS_ROWS, rows - r0), TILE_ROWS);
-        long first[PASS_ROWS / TILE_ROWS], last[PASS_ROWS / TILE_ROWS];  // panels' range per tile, in keys of the block
-        long lowest = BLOCK_KEYS, highest = 0;
-        for (long t = 0; t < tiles; t++) {
-            const long early = unit.position + (r0 + t * TILE_ROWS) / group;
-            const long late = unit.position + min_of(r0 + (t + 1) * TILE_ROWS - 1, rows - 1) / group;
-            const long begin = max_of(skip, range.first_seen(early) - start);
-            const long end = min_of(there, range.end_seen(late) - start);
-            first[t] = begin / PANEL * PANEL, last[t] = round_up(end, PANEL);
-            if (begin >= end) first[t] = last[t] = 0;
-            else lowest = min_of(lowest, first[t]), highest = max_of(highest, last[t]);
-        }
-        for (long j = lowest; j < highest; j += PANEL)
-            for (long t = 0; t < tiles; t++)
-                if (j >= first[t] && j < last[t])
-                    multiply_panel<true, 1, TILE_ROWS>((const N *)w.query + (r0 + t * TILE_ROWS) * depth,
-                                                       (const N *)w.keys + j * depth, depth,
-                                                       w.scores + t * TILE_ROWS * BLOCK_KEYS + j, BLOCK_KEYS, nullptr);
-        for (long i = 0; i < tiles * TILE_ROWS; i++) {
-            const long t = i / TILE_ROWS, r = r0 + i;
-            if (first[t] == last[t]) continue;
-            const long at = unit.position + min_of(r, rows - 1) / group;
-            // A row that no longer sees the range, while other rows of its tile do, begins at the end of the tile.
-            const long begin = min_of(last[t], max_of(skip, range.first_seen(at) - start));
-            const long end = min_of(there, range.end_seen(at) - start);
-            w.shrink[r] = soften_row<N>(w.scores + i * BLOCK_KEYS, first[t], last[t], begin, end, p.soft_cap, slope_of(p, head, r),
-                                        at - start + range.gap, w.top[r], w.total + r * W);
-        }
-        for (long d = 0; d < w.padded_values; d += PANEL)
-            for (long t = 0; t < tiles; t++) {
-                const long r = r0 + t * TILE_ROWS;
-                if (first[t] == last[t]) continue;
-                multiply_panel<false, BLOCK_KEYS, 1>((const N *)(w.scores + t * TILE_ROWS * BLOCK_KEYS) + first[t] / STEP,
-                                                     (const N *)w.values + (d * BLOCK_KEYS + first[t] * PANEL) / STEP,
-                                                     (last[t] - first[t]) / STEP, w.acc + r * w.padded_values + d,
-                                                     w.padded_values, w.shrink + r);
-            }
-    }
-}
-
 // Results of a unit's rows from their weighted values acc[row * acc_row], largest scores and sums of weights.
-static void finish_unit(const Prefill &p, const Unit &unit, long head, const float *acc, long acc_row, const float *tops,
+static void finish_unit(const Prefill &p, const Unit &unit, const float *acc, long acc_row, const float *tops,
                         const float *totals) {
     const long group = p.group();
     for (long r = 0; r < unit.count * group; r++, acc += acc_row) {
-        const long h = head * group + r % group, at = ((unit.token + r / group) * p.heads + h) * p.value_dim;
+        const long h = unit.head * group + r % group, at = ((unit.token + r / group) * p.heads + h) * p.value_dim;
         float total = totals[r], shrink = 1.0f;
         if (p.sinks) {
             const float sink = p.sinks[h] * LOG2_E, top = sink > tops[r] ? sink : tops[r];
@@ -234,11 +191,7 @@ static void finish_unit(const Prefill &p, const Unit &unit, long head, const flo
         }
         with_type(p.q_type, [&](auto *type) {
             auto *target = (decltype(type))p.out + at;
-            for (long d = 0; d < p.value_dim; d += W) {
-                const vf x = load(acc + d) * shrink / total;
-                if (d + W <= p.value_dim) store(target + d, x);
-                else store_some(target + d, x, p.value_dim - d);
-            }
+            for (long d = 0; d < p.value_dim; d += W) store_part(target + d, load(acc + d) * shrink / total, p.value_dim - d);
         });
     }
 }
@@ -246,37 +199,85 @@ static void finish_unit(const Prefill &p, const Unit &unit, long head, const flo
 // Products of a unit in vectors of N. Alternatives (attention_prefill_amx.h) use the same packing of keys and values.
 template <class N> struct Vectors {
     typedef N number;
-    static void load(const Prefill &p, const Workspace &w, const Unit &unit, long head, long query) {
-        load_unit<N>(p, w, unit, head, query);
+    static constexpr long STEP = NUMBERS<N>;
+
+    // The queries of a unit, from row `query` of q on.
+    static NOINLINE void load(const Prefill &p, const Workspace &w, const Unit &unit, long query) {
+        const long group = p.group(), rows = unit.count * group, padded = round_up(rows, TILE_ROWS), depth = ceil_div(p.dim, STEP);
+        for (long r = 0; r < padded; r++) {
+            N *target = (N *)w.query + r / TILE_ROWS * TILE_ROWS * depth + r % TILE_ROWS;
+            const auto load_to = [&](float *x, long step) {
+                load_query(p, unit.token + r / group, query + r / group, unit.head * group + r % group, x, step);
+            };
+            if (r >= rows) {
+                for (long d = 0; d < depth; d++) target[d * TILE_ROWS] = N{};
+            } else if constexpr (STEP == 1) {
+                load_to(target, TILE_ROWS);
+            } else {
+                load_to(w.scores, 1);
+                w.scores[p.dim] = 0.0f;
+                for (long d = 0; d < depth; d++) target[d * TILE_ROWS] = paired(w.scores[2 * d], w.scores[2 * d + 1]);
+            }
+        }
     }
-    static void pass(const Prefill &p, const Workspace &w, const Unit &unit, long head, long start, long skip, long there, const Range &range) {
-        pass_block<N>(p, w, unit, head, start, skip, there, range);
+
+    // All rows of a unit over a packed block.
+    static NOINLINE void pass(const Prefill &p, const Workspace &w, const Unit &unit, const PackedBlock &block, const Range &range) {
+        const long rows = unit.count * p.group(), depth = ceil_div(p.dim, STEP);
+        for (long r0 = 0; r0 < rows; r0 += PASS_ROWS) {
+            const long tiles = ceil_div(min_of(PASS_ROWS, rows - r0), TILE_ROWS);
+            Seen seen[PASS_ROWS / TILE_ROWS];
+            long lowest = BLOCK_KEYS, highest = 0;
+            for (long t = 0; t < tiles; t++) {
+                seen[t] = seen_by_tile(p, unit, block, range, r0 + t * TILE_ROWS, TILE_ROWS);
+                if (seen[t].any()) lowest = min_of(lowest, seen[t].begin), highest = max_of(highest, seen[t].end);
+            }
+            for (long j = lowest; j < highest; j += PANEL)
+                for (long t = 0; t < tiles; t++)
+                    if (seen[t].has(j))
+                        multiply_panel<true, 1, TILE_ROWS>((const N *)w.query + (r0 + t * TILE_ROWS) * depth,
+                                                           (const N *)w.keys + j * depth, depth,
+                                                           w.scores + t * TILE_ROWS * BLOCK_KEYS + j, BLOCK_KEYS, nullptr);
+            for (long i = 0; i < tiles * TILE_ROWS; i++) {
+                const Seen &own = seen[i / TILE_ROWS];
+                const long r = r0 + i;
+                if (own.any()) w.shrink[r] = soften_row<N>(p, w, unit, block, range, own, r, w.scores + i * BLOCK_KEYS);
+            }
+            for (long d = 0; d < w.padded_values; d += PANEL)
+                for (long t = 0; t < tiles; t++) {
+                    const long r = r0 + t * TILE_ROWS, first = seen[t].begin, last = seen[t].end;
+                    if (first == last) continue;
+                    multiply_panel<false, BLOCK_KEYS, 1>((const N *)(w.scores + t * TILE_ROWS * BLOCK_KEYS) + first / STEP,
+                                                         (const N *)w.values + (d * BLOCK_KEYS + first * PANEL) / STEP,
+                                                         (last - first) / STEP, w.acc + r * w.padded_values + d, w.padded_values,
+                                                         w.shrink + r);
+                }
+        }
     }
 };
 
-// A unit over one range, continuing from the accumulated state.
-template <class WAY, class T>
-static void pass_range(const Prefill &p, const Workspace &w, const Unit &unit, long head, const Range &range) {
+// A unit over one range, continuing from the accumulated state. WAY: Vectors or an alternative.
+template <class WAY, class T> static void pass_range(const Prefill &p, const Workspace &w, const Unit &unit, const Range &range) {
     const int32_t *table = p.tables + unit.b * p.table_row;
     const long first_key = range.first_seen(unit.position), end_key = range.end_seen(unit.position + unit.count - 1);
     if (first_key >= end_key) return;
     typedef typename WAY::number N;
-    WAY::load(p, w, unit, head, range.query + unit.token - p.query_start[unit.b]);
+    WAY::load(p, w, unit, range.query + unit.token - p.query_start[unit.b]);
     for (long start = first_key / BLOCK_KEYS * BLOCK_KEYS; start < end_key; start += BLOCK_KEYS) {
-        const long skip = max_of(0, first_key - start), there = min_of(BLOCK_KEYS, end_key - start);
+        const PackedBlock packed = {start, max_of(0, first_key - start), min_of(BLOCK_KEYS, end_key - start)};
         Block<T> block;
-        block.find(p, table, head, start, skip, there);
-        pack_keys(block, skip, there, p.dim, (N *)w.keys);
-        pack_values(block, skip, there, p.value_dim, (N *)w.values);
-        WAY::pass(p, w, unit, head, start, skip, there, range);
+        block.find(p, table, unit.head, start, packed.skip, packed.there);
+        pack_keys(block, packed.skip, packed.there, p.dim, (N *)w.keys);
+        pack_values(block, packed.skip, packed.there, p.value_dim, (N *)w.values);
+        WAY::pass(p, w, unit, packed, range);
     }
 }
 
-template <class WAY, class T> static void run_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
+template <class WAY, class T> static void run_unit(const Prefill &p, const Workspace &w, const Unit &unit) {
     clear_unit(p, w, unit);
-    for_each_range(p, unit.b, p.query_start[unit.b], [&](const Range &range) { pass_range<WAY, T>(p, w, unit, head, range); });
+    for_each_range(p, unit.b, p.query_start[unit.b], [&](const Range &range) { pass_range<WAY, T>(p, w, unit, range); });
     for (long r = 0; r < unit.count * p.group(); r++) w.total[r] = sum(load(w.total + r * W));
-    finish_unit(p, unit, head, w.acc, w.padded_values, w.top, w.total);
+    finish_unit(p, unit, w.acc, w.padded_values, w.top, w.total);
 }
 
 }  // namespace

@@ -2,9 +2,6 @@
 
 #pragma once
 
-#include <cstdlib>
-#include <omp.h>
-
 #include "attention_call.h"
 #include "attention_prefill.h"
 #include "attention_prefill_int8.h"
@@ -13,7 +10,6 @@
 #include "attention_prefill_amx.h"
 #endif
 #include "attention_key_ranges.h"
-#include "names.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -25,27 +21,28 @@ static long cut_units(const Prefill &p, long fewest, long most_tokens, Unit *uni
     for (long b = 0; b < p.batch; b++) {
         const long queries = p.queries(b), pieces = ceil_div(queries, most_tokens);
         if (queries < fewest) continue;
-        for (long i = pieces - 1; i >= 0; i--, count++) {  // the last one sees most keys, so it is scheduled first
+        for (long i = pieces - 1; i >= 0; i--) {  // the last one sees most keys, so it is scheduled first
             const long begin = queries * i / pieces, end = queries * (i + 1) / pieces;
-            if (units) units[count] = {b, p.query_start[b] + begin, end - begin, p.length(b) - queries + begin};
+            for (long head = 0; head < p.kv_heads; head++, count++)
+                if (units) units[count] = {b, p.query_start[b] + begin, end - begin, p.length(b) - queries + begin, head};
         }
     }
     return count;
 }
 
 // Runs a unit in the arithmetic that the call allows.
-template <class T> static void run_any(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
+template <class T> static void run_any(const Prefill &p, const Workspace &w, const Unit &unit) {
 #if defined(WINDLASS_BF16)
     if constexpr (!IN_PANELS<T>)
         if (p.bf16_products && p.queries(unit.b) >= MIN_BF16_QUERIES) {
 #if defined(WINDLASS_AMX)
             const matrix::Use use;
-            if (prefill_matrix::fits(p)) return run_unit<prefill_matrix::Way, T>(p, w, unit, head);
+            if (prefill_matrix::fits(p)) return run_unit<prefill_matrix::MatrixUnit, T>(p, w, unit);
 #endif
-            return run_unit<Vectors<pair>, T>(p, w, unit, head);
+            return run_unit<Vectors<pair>, T>(p, w, unit);
         }
 #endif
-    run_unit<Vectors<float>, T>(p, w, unit, head);
+    run_unit<Vectors<float>, T>(p, w, unit);
 }
 
 template <class T> static int prefill_all(const Prefill &p, long fewest) {
@@ -58,12 +55,10 @@ template <class T> static int prefill_all(const Prefill &p, long fewest) {
         elements += own * (p.length(b) - own / 2) * p.heads;
     }
     if (!queries) return 0;
+    long fewest_rows = FEWEST_ROWS, fitting_rows = UNIT_FLOATS / (p.dim + p.value_dim);
 #if WINDLASS_INT8_PREFILL
     const bool with_codes = IN_PANELS<T> && !p.range_ends && p.causal && prefill_codes::fit(p);
-    const long fewest_rows = with_codes ? prefill_codes::FEWEST_UNIT_ROWS : FEWEST_ROWS;
-    const long fitting_rows = with_codes ? prefill_codes::fitting_rows(p) : UNIT_FLOATS / (p.dim + p.value_dim);
-#else
-    const long fewest_rows = FEWEST_ROWS, fitting_rows = UNIT_FLOATS / (p.dim + p.value_dim);
+    if (with_codes) fewest_rows = prefill_codes::FEWEST_UNIT_ROWS, fitting_rows = prefill_codes::fitting_rows(p);
 #endif
     // Enough units per thread for an even load, but none smaller than the packing is worth.
     const long fair = ceil_div(queries * p.kv_heads, UNITS_PER_THREAD * all_threads);
@@ -80,7 +75,7 @@ template <class T> static int prefill_all(const Prefill &p, long fewest) {
         return failed;
     }
 #endif
-    threads = min_of(count * p.kv_heads, threads);
+    threads = min_of(count, threads);
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
@@ -89,8 +84,8 @@ template <class T> static int prefill_all(const Prefill &p, long fewest) {
         Workspace w;
         if (!failed) w.place(p, rows, (float *)memory);
 #pragma omp for schedule(dynamic, 1) nowait
-        for (long i = 0; i < count * p.kv_heads; i++)
-            if (!failed) run_any<T>(p, w, units[i / p.kv_heads], i % p.kv_heads);
+        for (long i = 0; i < count; i++)
+            if (!failed) run_any<T>(p, w, units[i]);
         free(memory);
     }
     free(units);
@@ -108,11 +103,7 @@ EXPORT int WINDLASS_NAME(paged_attention_prefill)(const AttentionArguments *argu
         if (length < queries) return NO_SUCH_BLOCK;
         if (const int code = check_ranges(p, b, p.query_start[b], queries)) return code;
     }
-    if (p.page_type == 0) return prefill_all<float>(p, max_of(1, fewest));
-    if (p.page_type == 1) return prefill_all<bf16>(p, max_of(1, fewest));
-    if (p.page_type == 2) return prefill_all<f16>(p, max_of(1, fewest));
-    if (p.page_type == 3) return prefill_all<int8_t>(p, max_of(1, fewest));
-    return prefill_all<row_code>(p, max_of(1, fewest));
+    return with_page_type(p.page_type, [&](auto *page) { return prefill_all<__typeof__(*page)>(p, max_of(1, fewest)); });
 }
 
 }  // namespace

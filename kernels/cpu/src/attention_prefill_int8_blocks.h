@@ -18,7 +18,6 @@ constexpr long PANELS = BLOCK / PANEL_TOKENS;
 constexpr long MOST_DIM = 512;               // 127 * 32639 * 512 is below 2^31
 constexpr float QUERY_STEPS = 32639.0f;      // 127 * 256 + 127: the largest number of two signed planes
 constexpr float WEIGHT_STEPS = 65535.0f;
-constexpr float MAGIC = 12582912.0f;         // 1.5 * 2^23: adding it rounds to the nearest integer, even on a tie, in the low bits
 constexpr long UNIT_BYTES = 256 << 10;       // queries and results of a unit: a share of an L2
 constexpr long FEWEST_UNIT_ROWS = 2 * TILE_ROWS;  // smaller units would wait for their codes
 constexpr long STEP_ROWS = TILE_ROWS / 3;    // tiles are one, two or three times as high
@@ -74,20 +73,13 @@ struct Workspace {
     }
 };
 
-// Addresses of the codes and scales of one kv head in a block, per panel.
-struct Places {
-    const int8_t *keys[PANELS], *values[PANELS];
-    const float *key_scales[PANELS], *value_scales[PANELS];
-
+struct Places : CodePanels<PANELS> {
     // Of keys [begin, end); other panels get the place of the first, so that they may be loaded too.
     void find(const Prefill &p, const int32_t *table, long head, long begin, long end) {
-        const CodePages pages = p.codes();
         const long first = begin % BLOCK / PANEL_TOKENS, start = begin / BLOCK * BLOCK;
         for (long n = 0; n < PANELS; n++) {
-            const long at = start + (n < first || start + n * PANEL_TOKENS >= end ? first : n) * PANEL_TOKENS;
-            const long block = table[at / p.block_size], token = at % p.block_size;
-            keys[n] = pages.key_panel(block, head, token), values[n] = pages.value_quad(block, head, token);
-            key_scales[n] = pages.key_scale(block, head, token), value_scales[n] = pages.value_scale(block, head, token);
+            const bool inside = n >= first && start + n * PANEL_TOKENS < end;
+            find_panel(n, p.codes(), table, head, start + (inside ? n : first) * PANEL_TOKENS);
         }
     }
 };
@@ -132,9 +124,6 @@ template <bool SOME> INLINE vf largest_lanes(const Prefill &p, float *scores, lo
     }
     return most;
 }
-
-// Of what is never negative the bits rise with the number, and those of NaN are above all.
-INLINE vu larger_bits(vu a, vu b) { return a > b ? a : b; }
 
 // A row's scores become weights times scales; adds the weights into `total` and finds the largest product, lane by lane.
 template <bool SOME>
@@ -186,7 +175,7 @@ static NOINLINE void soften_tile(const Prefill &p, const Workspace &w, const Cod
     __builtin_memcpy(worth, kept[2], TILE_ROWS * sizeof(float));
     __builtin_memcpy(shrink, kept[3], TILE_ROWS * sizeof(float));
 
-    const vf magic = splat(MAGIC);
+    const vf magic = splat(ROUNDER);
     for (long i = 0; i < rows; i++)
         for (long j = first / (4 * W) * (4 * W); j < last; j += 4 * W) {
             vi codes[4];
@@ -250,5 +239,4 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
 
 }  // namespace prefill_codes
 #endif
-
 }  // namespace

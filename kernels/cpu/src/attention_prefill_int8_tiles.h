@@ -1,5 +1,5 @@
 // The products of attention_prefill_int8.h: some rows of queries or weights, in two planes of bytes, against the codes of a block
-// of keys or values as they lie in the pages, in tiles that fill the registers.
+// of keys or values in the order of the pages, in tiles that fill the registers.
 
 #pragma once
 
@@ -66,7 +66,7 @@ static NOINLINE void score_keys(const int8_t *query, const int32_t *bias, long q
 }
 
 // Where the planes of weights have the quad that begins at key j, a multiple of 4: packing gathers four vectors at a time and
-// leaves their quads in turns.
+// interleaves their quads.
 INLINE long quad_place(unsigned long j) {
     const unsigned long quad = j % (4 * W) / 4;
     return j / (4 * W) * (4 * W) + 4 * (quad % (W / 4) * 4 + quad / (W / 4));
@@ -74,13 +74,13 @@ INLINE long quad_place(unsigned long j) {
 
 // The planes of 4 * W numbers of 16 bits.
 INLINE void split_planes(const vi (&codes)[4], uint8_t *upper, uint8_t *lower) {
-#if defined(WINDLASS_FMA) && WINDLASS_LANES == 16
+#if defined(WINDLASS_AVX) && WINDLASS_LANES == 16
     const __m512i low_bytes = _mm512_set1_epi16(255);
     const __m512i a = _mm512_packus_epi32((__m512i)codes[0], (__m512i)codes[1]);
     const __m512i b = _mm512_packus_epi32((__m512i)codes[2], (__m512i)codes[3]);
     *(vi_any *)upper = (vi)_mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
     *(vi_any *)lower = (vi)_mm512_packus_epi16(_mm512_and_si512(a, low_bytes), _mm512_and_si512(b, low_bytes));
-#elif defined(WINDLASS_FMA) && WINDLASS_LANES == 8
+#elif defined(WINDLASS_AVX) && WINDLASS_LANES == 8
     const __m256i low_bytes = _mm256_set1_epi16(255);
     const __m256i a = _mm256_packus_epi32((__m256i)codes[0], (__m256i)codes[1]);
     const __m256i b = _mm256_packus_epi32((__m256i)codes[2], (__m256i)codes[3]);
@@ -129,5 +129,4 @@ static NOINLINE void add_values(const uint8_t *weights, const int8_t *const *val
 
 }  // namespace prefill_codes
 #endif
-
 }  // namespace

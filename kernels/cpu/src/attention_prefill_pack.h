@@ -22,43 +22,29 @@ struct Prefill : Operands {
     INLINE_MEMBER long queries(long b) const { return query_start[b + 1] - query_start[b]; }
 };
 
-// Addresses of the keys and values of a block's tokens.
+// Keys and values of a block's tokens: addresses, or rows of codes, which are converted to floats while packing.
 template <class T> struct Block {
-    const T *keys[BLOCK_KEYS], *values[BLOCK_KEYS];
+    static constexpr bool LATENT = std::is_same<T, row_code>::value;
+    typename std::conditional<LATENT, CodeRow, const T *>::type keys[BLOCK_KEYS], values[BLOCK_KEYS];
 
     // Tokens [skip, there) of the block that begins at key `start`.
     void find(const Prefill &p, const int32_t *table, long head, long start, long skip, long there) {
         for (long j = skip; j < there; j++) {
             const long at = start + j, slot = (long)table[at / p.block_size] * p.block_size + at % p.block_size;
-            keys[j] = (const T *)p.keys + (slot * p.kv_heads + head) * p.dim;
-            values[j] = (const T *)p.values + (slot * p.kv_heads + head) * p.value_dim;
+            const long entry = slot * p.kv_heads + head;
+            if constexpr (LATENT) {
+                keys[j] = values[j] = p.code_row(entry);
+            } else {
+                keys[j] = (const T *)p.keys + entry * p.dim;
+                values[j] = (const T *)p.values + entry * p.value_dim;
+            }
         }
     }
 };
-// Of codes: panels of PANEL_TOKENS tokens, and their scales.
-template <> struct Block<int8_t> {
-    const int8_t *keys[BLOCK_KEYS / PANEL_TOKENS], *values[BLOCK_KEYS / PANEL_TOKENS];
-    const float *key_scales[BLOCK_KEYS / PANEL_TOKENS], *value_scales[BLOCK_KEYS / PANEL_TOKENS];
-
+template <> struct Block<int8_t> : CodePanels<BLOCK_KEYS / PANEL_TOKENS> {
     void find(const Prefill &p, const int32_t *table, long head, long start, long skip, long there) {
-        const CodePages pages = p.codes();
-        for (long i = skip / PANEL_TOKENS; i < ceil_div(there, PANEL_TOKENS); i++) {
-            const long at = start + i * PANEL_TOKENS, block = table[at / p.block_size], token = at % p.block_size;
-            keys[i] = pages.key_panel(block, head, token), values[i] = pages.value_quad(block, head, token);
-            key_scales[i] = pages.key_scale(block, head, token), value_scales[i] = pages.value_scale(block, head, token);
-        }
-    }
-};
-
-// Of latent rows, which are converted to floats while packing.
-template <> struct Block<row_code> {
-    CodeRow keys[BLOCK_KEYS], values[BLOCK_KEYS];
-
-    void find(const Prefill &p, const int32_t *table, long head, long start, long skip, long there) {
-        for (long j = skip; j < there; j++) {
-            const long at = start + j, slot = (long)table[at / p.block_size] * p.block_size + at % p.block_size;
-            keys[j] = values[j] = p.code_row(slot * p.kv_heads + head);
-        }
+        for (long i = skip / PANEL_TOKENS; i < ceil_div(there, PANEL_TOKENS); i++)
+            find_panel(i, p.codes(), table, head, start + i * PANEL_TOKENS);
     }
 };
 
@@ -137,7 +123,7 @@ static NOINLINE void pack_values(const Block<T> &block, long begin, long end, lo
                 const long rest = dim - d - half;
                 const auto row = [&](long at) {
                     if (at < begin || at >= end || rest <= 0) return vf{};
-                    return rest >= W ? load(block.values[at] + d + half) : load_some(block.values[at] + d + half, rest);
+                    return load_part(block.values[at] + d + half, rest);
                 };
                 if constexpr (STEP == 1) store(target + half, row(j));
                 else store((float *)target + half, (vf)paired(row(j), row(j + 1)));

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "byte_products.h"
-#include "rounding.h"
 #include "simd.h"
 
 // Unrolls a loop over quads, so that shifts are constants; not in portable test builds, which compile faster without.
@@ -18,7 +17,6 @@
 #endif
 
 namespace {
-
 namespace blocks {
 
 using namespace bytes;
@@ -57,6 +55,15 @@ struct BlockWeight {
     INLINE_MEMBER long groups() const { return ceil_div(K, group); }
     INLINE_MEMBER int parts() const { return minimum ? 2 : 1; }
 };
+
+// f(form) for the form of this weight, which returns 0 or an error code; 2 for an unsupported form.
+template <class F> INLINE int with_form(const BlockWeight &w, const F &f) {
+    if (w.bits == 4 && w.group == 32) return w.minimum ? f(Form<4, 32, true>()) : f(Form<4, 32, false>());
+    if (w.bits == 5 && w.group == 32) return w.minimum ? f(Form<5, 32, true>()) : f(Form<5, 32, false>());
+    if (w.bits == 6 && w.group == 16 && !w.minimum) return f(Form<6, 16, false>());
+    if (w.bits == 8 && w.group == 32 && !w.minimum && !w.offset) return f(Form<8, 32, false>());
+    return 2;
+}
 
 // Scales under super scales: with minima both are bytes without a sign.
 template <bool MINIMUM> struct ByteOf { typedef int8_t type; };
@@ -125,5 +132,4 @@ static NOINLINE void widen_scales(const BlockWeight &w, long panel, long first, 
 }
 
 }  // namespace blocks
-
 }  // namespace

@@ -3,12 +3,10 @@
 #pragma once
 
 #include "block_codes.h"
-#include "names.h"
 #include "simd.h"
 #include "work_split.h"
 
 namespace {
-
 namespace blocks {
 
 INLINE uint32_t load_word(const uint8_t *p) {
@@ -29,13 +27,6 @@ static void spread_codes(const uint8_t *group, int bits, int quads, uint8_t *cod
         }
         __builtin_memcpy(codes + 4 * q, &word, 4);
     }
-}
-
-// Every product and sum is rounded separately, as in BlockWeight.dequantize.
-INLINE vf rounded(vf x) {
-    vu bits = (vu)x;
-    hide(bits);
-    return (vf)bits;
 }
 
 static void widen_one(const BlockWeight &w, long row, float factor, float *out) {
@@ -60,10 +51,9 @@ static void widen_one(const BlockWeight &w, long row, float factor, float *out) 
             if (k >= w.K) break;
             const vf code = w.bits == 8 ? load((const int8_t *)codes + i * W) : load(codes + i * W);
             vf y = (code - float(w.offset)) * scale[0];
-            if (w.minimum) y = rounded(y) + scale[1];
+            if (w.minimum) y = rounded(y) + scale[1];  // every product and sum is rounded separately, as in BlockWeight.dequantize
             y = rounded(y) * factor;
-            if (k + W <= w.K) store(out + k, y);
-            else store_some(out + k, y, w.K - k);
+            store_part(out + k, y, w.K - k);
         }
     }
 }
@@ -84,5 +74,4 @@ EXPORT int WINDLASS_NAME(dequantize_blocks)(const uint8_t *codes, const void *sc
 }
 
 }  // namespace blocks
-
 }  // namespace

@@ -4,11 +4,9 @@
 
 #include "block_codes.h"
 #include "byte_products.h"
-#include "names.h"
 #include "simd.h"
 
 namespace {
-
 namespace blocks {
 
 constexpr int TILE_ROWS = WINDLASS_LANES == 16 ? 8 : WINDLASS_LANES == 8 ? 6 : WINDLASS_REGISTERS >= 32 ? 4 : 2;
@@ -24,7 +22,7 @@ constexpr bool SCALES_IN_PASSING = WINDLASS_LANES >= 8;
 // GB/s of two cores: Zen 4 59, as a plain sum; 43 with a panel's scales first and codes prefetched. A Xeon with AMX 31 without and 33
 // with prefetch; a plain sum reads 35). With more rows the loads of one group hide the next ones from the hardware, and prefetching
 // pays (measured on Zen 4, 8 rows by 16,384 x 2,048: 8 bits 500 Gop/s instead of 369, 4 bits 526 instead of 360).
-template <class F> INLINE bool reads_best_unasked(long rows) {
+template <class F> INLINE bool reads_best_without_prefetch(long rows) {
 #if defined(__x86_64__)
     return WINDLASS_LANES == 16 && rows <= (F::BITS == 8 ? 3 : 2) && __builtin_cpu_is("amd");
 #else
@@ -39,7 +37,7 @@ template <class F, bool READY> constexpr int vectors_at_once() {
 }
 // Whether the results of a panel stay in registers from group to group. With 16 registers the results of several rows would
 // evict the byte sums, which are used far more often (measured on an EPYC with AVX2: four rows and 4 bits a seventh slower).
-template <class F, int MT> constexpr bool kept_in_registers() { return W != 8 || !F::BYTES || MT <= 2; }
+template <class F, int MT> constexpr bool stays_in_registers() { return W != 8 || !F::BYTES || MT <= 2; }
 
 // Exact sums over one group of products of a panel's rows, from the vector at w and x on, with MT rows of x.
 template <class F, bool READY, int VS, int MT>
@@ -101,7 +99,7 @@ INLINE void group_sums(const uint8_t *w, const uint8_t *x, vi (&sums)[VS][MT]) {
 }
 
 // Prefetched while groups are multiplied: scales of the following groups, and codes AHEAD of them; nothing without scales.
-struct KeySpan {
+struct GroupPrefetch {
     const char *scales;
     long step;  // bytes of a group
 };
@@ -130,13 +128,26 @@ template <class F> struct SuperScales {
     INLINE_MEMBER void end() { at += F::PARTS * PANEL; }
 };
 
+// acc plus a group's sums of products times scale * x_scale; correction: of RoundedRows. minimum(): of the weight's rows.
+template <class F, class M>
+INLINE vf add_group(vf acc, vi products, vf scale, float x_scale, const float &correction, const M &minimum) {
+    if (!F::MINIMUM && (F::BITS < 8 || F::CARRIED)) {
+        int32_t more;
+        __builtin_memcpy(&more, &correction, 4);
+        products += more;
+    }
+    acc = add_product(acc, __builtin_convertvector(products, vf), scale * x_scale);
+    if constexpr (F::MINIMUM) acc = add_product(acc, minimum(), splat(correction));
+    return acc;
+}
+
 // Adds the products of some groups of a panel and a tile of x to sums [MT][16].
 template <class F, bool READY, int MT, class S>
 static NOINLINE void multiply_groups(const uint8_t *w, S w_scale, const uint8_t *x, const float *x_scale,
-                                     const float *correction, long groups, KeySpan following, float *sums, bool fresh) {
+                                     const float *correction, long groups, GroupPrefetch following, float *sums, bool fresh) {
     constexpr int VS = vectors_at_once<F, READY>();
     constexpr long WEIGHT_BYTES = READY ? F::READY_BYTES : F::STORED_BYTES;
-    constexpr bool KEPT = kept_in_registers<F, MT>();
+    constexpr bool KEPT = stays_in_registers<F, MT>();
     vf kept[V][MT];
     for (int v = 0; v < V; v++)
         for (int m = 0; m < MT; m++) {
@@ -158,16 +169,9 @@ static NOINLINE void multiply_groups(const uint8_t *w, S w_scale, const uint8_t 
             for (int i = 0; i < VS; i++) {
                 const vf scale = w_scale.of(v + i);
                 for (int m = 0; m < MT; m++) {
-                    vi products = part[i][m];
-                    if (!F::MINIMUM && (F::BITS < 8 || F::CARRIED)) {
-                        int32_t more;
-                        __builtin_memcpy(&more, correction + m, 4);
-                        products += more;
-                    }
                     float *at = sums + m * PANEL + (v + i) * W;
-                    vf acc = KEPT ? kept[v + i][m] : load(at);
-                    acc = add_product(acc, __builtin_convertvector(products, vf), scale * x_scale[m]);
-                    if (F::MINIMUM) acc = add_product(acc, w_scale.of(V + v + i), splat(correction[m]));
+                    const vf acc = add_group<F>(KEPT ? kept[v + i][m] : load(at), part[i][m], scale, x_scale[m], correction[m],
+                                                [&] { return w_scale.of(V + v + i); });
                     if (KEPT) kept[v + i][m] = acc;
                     else store(at, acc);
                 }
@@ -212,16 +216,9 @@ static NOINLINE void multiply_pair(PanelGroups a, PanelGroups b, const uint8_t *
         for (int n = 0; n < 2; n++) {
             const float *w_scale = n ? b.scales : a.scales;
             const vf scale = load(w_scale);
-            for (int m = 0; m < MT; m++) {
-                vi products = part[n][m];
-                if (!F::MINIMUM && (F::BITS < 8 || F::CARRIED)) {
-                    int32_t more;
-                    __builtin_memcpy(&more, correction + m, 4);
-                    products += more;
-                }
-                kept[n][m] = add_product(kept[n][m], __builtin_convertvector(products, vf), scale * x_scale[m]);
-                if (F::MINIMUM) kept[n][m] = add_product(kept[n][m], load(w_scale + PANEL), splat(correction[m]));
-            }
+            for (int m = 0; m < MT; m++)
+                kept[n][m] = add_group<F>(kept[n][m], part[n][m], scale, x_scale[m], correction[m],
+                                          [&] { return load(w_scale + PANEL); });
         }
         a.codes += WEIGHT_BYTES, a.scales += F::PARTS * PANEL, b.codes += WEIGHT_BYTES, b.scales += F::PARTS * PANEL;
         x += F::QUADS * 4 * MT, x_scale += MT, correction += MT;
@@ -232,14 +229,12 @@ static NOINLINE void multiply_pair(PanelGroups a, PanelGroups b, const uint8_t *
 }
 
 // Calls f with the row count as a constant.
-template <int N> struct Count { static constexpr int value = N; };
 template <int MT = 1, class F> INLINE void with_rows(long rows, const F &f) {
     if constexpr (MT < TILE_ROWS) {
         if (rows > MT) return with_rows<MT + 1>(rows, f);
     }
-    f(Count<MT>{});
+    f(Number<MT>{});
 }
 
 }  // namespace blocks
-
 }  // namespace

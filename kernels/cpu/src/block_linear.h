@@ -9,20 +9,28 @@
 
 #pragma once
 
-#include <cstdlib>
-
 #include "block_codes.h"
 #include "block_groups.h"
 #include "byte_products.h"
 #include "elementwise.h"
-#include "names.h"
-#include "rounding.h"
 #include "simd.h"
 #include "work_split.h"
 
 namespace {
-
 namespace blocks {
+
+constexpr float TINY = 0x1p-100f;  // smaller values count as zero
+
+// 127 / |largest| and the scale that goes with it. A row that holds NaN or infinity gets the scale NaN and zeros, so that
+// all of its outputs are NaN and no others.
+INLINE float inverse_scale(float largest, bool finite, float &scale) {
+    scale = finite ? (largest < TINY ? 0.0f : largest * (1.0f / 127.0f)) : __builtin_nanf("");
+    return finite && largest >= TINY ? 127.0f / largest : 0.0f;
+}
+
+// The nearest integers of x * by (even on a tie) for |x * by| < 2^22; zeros where by is 0, whatever x. The product is rounded first:
+// fused with the addition, ties would differ between instruction sets.
+INLINE vi round_scaled(vf x, float by) { return by == 0.0f ? vi{} : nearest_int(rounded(x * by)); }
 
 // x of one pass: values [tile][quad][row of the tile][4], scale and correction [tile][group][row of the tile]. correction, per
 // group: an int32 added to the sum of products, or, in a form with minima, the float32 scale * (sum of rounded x) that the minimum
@@ -41,10 +49,9 @@ INLINE void round_group(const float *x, long valid, long rows, uint8_t *values, 
     for (int i = 0; i < VECTORS; i++) {
         if (valid >= F::GROUP) part[i] = load(x + i * W);
         else part[i] = i * W < valid ? load_some(x + i * W, min_of(W, valid - i * W)) : vf{};
-        const vu bits = (vu)part[i] & 0x7fffffffu;  // they order like |x|, with infinity and NaN on top
-        top = bits > top ? bits : top;
+        top = larger_bits((vu)magnitude_of(part[i]), top);
     }
-    const uint32_t most = most_of(top);
+    const uint32_t most = largest(top);
     const float by = inverse_scale(float_of(most), most < 0x7f800000u, scale);
     vi sum = {};
     for (int i = 0; i < VECTORS; i++) {
@@ -116,9 +123,8 @@ static NOINLINE void finish_last(const BlockLinear &p, const float *sums, long n
     for (long i = 0; i < PANEL && n + i < p.weight.N; i += W) {
         const long valid = min_of(W, p.weight.N - n - i);
         vf y = load(sums + i);
-        if (p.bias) y += valid == W ? load(p.bias + n + i) : load_some(p.bias + n + i, valid);
-        if (valid == W) store(out + i, y);
-        else store_some(out + i, y, valid);
+        if (p.bias) y += load_part(p.bias + n + i, valid);
+        store_part(out + i, y, valid);
     }
 }
 INLINE void finish(const BlockLinear &p, const float *sums, long n, float *out) {
@@ -161,7 +167,7 @@ static void multiply_panel(const BlockLinear &p, Tiles tiles, const RoundedRows 
     for (long g = 0; g < groups; g += block, stored += block * F::STORED_BYTES) {
         const long count = min_of(block, groups - g), bytes = count * F::STORED_BYTES;
         widen_scales(p.weight, panel, g, g + count, own.scales);
-        const KeySpan following = {READY ? nullptr : (const char *)p.weight.scales + (panel * groups + g + block) * step, step};
+        const GroupPrefetch following = {READY ? nullptr : (const char *)p.weight.scales + (panel * groups + g + block) * step, step};
         if (READY) make_ready<F>(stored, count, own.ready);
         for (long t = 0; t < tiles.count; t++) {
             const long begin = tiles.begin(t), rows = tiles.size(t);
@@ -184,7 +190,7 @@ static void multiply_panel(const BlockLinear &p, Tiles tiles, const RoundedRows 
 template <class F> static void multiply_at_once(const BlockLinear &p, const RoundedRows &x, long panel, const Scratch &own) {
     const long groups = p.weight.groups(), at = panel * groups, each = F::PARTS * PANEL, size = p.weight.super_groups ? 1 : 2;
     const char *scales = (const char *)p.weight.scales + at * each * size;
-    const KeySpan following = {reads_best_unasked<F>(p.M) ? nullptr : scales + groups * each * size, each * size};
+    const GroupPrefetch following = {reads_best_without_prefetch<F>(p.M) ? nullptr : scales + groups * each * size, each * size};
     const auto multiply = [&](auto w_scale) {
         with_rows(p.M, [&](auto rows_constant) {
             constexpr int MT = decltype(rows_constant)::value;
@@ -306,15 +312,7 @@ template <class F> static int linear_all(const BlockLinear &p) {
     const long fitting = X_BYTES / (p.weight.groups() * F::GROUP * F::X);
     const long most = max_of(LEAST_PASS, min_of(MOST_PASS, fitting));
     const long passes = ceil_div(p.M, most), tile = PAIRED_PANELS && p.M >= PAIRED_FROM ? PAIRED_ROWS : TILE_ROWS;
-    const long step = passes ? round_up(ceil_div(p.M, passes), tile) : 1;
-    for (long m = 0; m < p.M; m += step) {
-        BlockLinear pass = p;
-        pass.M = min_of(step, p.M - m);
-        pass.x = p.x + m * p.x_stride;
-        pass.out = p.out + m * p.out_stride;
-        if (linear_pass<F>(pass)) return 1;
-    }
-    return 0;
+    return in_passes<float>(p, passes ? round_up(ceil_div(p.M, passes), tile) : 1, linear_pass<F>);
 }
 
 // x, bias and out are float32, strides in elements; bias may be null, and supers where super_groups is 0. activation: that of gates,
@@ -325,13 +323,8 @@ EXPORT int WINDLASS_NAME(linear_blocks)(const float *x, long x_stride, const uin
                                         long K) {
     const BlockWeight weight = {codes, scales, (const f16 *)supers, bits, group, super_groups, minimum, offset, N, K};
     const BlockLinear p = {weight, x, x_stride, bias, activation, out, out_stride, M};
-    if (bits == 4 && group == 32) return minimum ? linear_all<Form<4, 32, true>>(p) : linear_all<Form<4, 32, false>>(p);
-    if (bits == 5 && group == 32) return minimum ? linear_all<Form<5, 32, true>>(p) : linear_all<Form<5, 32, false>>(p);
-    if (bits == 6 && group == 16 && !minimum) return linear_all<Form<6, 16, false>>(p);
-    if (bits == 8 && group == 32 && !minimum && !offset) return linear_all<Form<8, 32, false>>(p);
-    return 2;
+    return with_form(weight, [&](auto form) { return linear_all<decltype(form)>(p); });
 }
 
 }  // namespace blocks
-
 }  // namespace

@@ -6,15 +6,11 @@
 
 #pragma once
 
-#include <cstdint>
-
 #include "block_repack.h"
-#include "names.h"
 #include "simd.h"
 #include "work_split.h"
 
 namespace {
-
 namespace filling {
 
 constexpr float TINY_GROUP = 0x1p-100f, HUGE_GROUP = 0x1p100f;
@@ -28,29 +24,8 @@ struct Form {
     int bits, group, super_groups, parts, offset;
 };
 
-INLINE vf times(vf a, vf b) {
-    vu product = (vu)(a * b);
-    hide(product);
-    return (vf)product;
-}
-
-INLINE vf smaller(vf a, vf b) {
-#if defined(WINDLASS_F16C) && WINDLASS_LANES == 16
-    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
-#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 8
-    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-    return a < b ? a : b;
-#endif
-}
+INLINE vf times(vf a, vf b) { return rounded(a * b); }
 INLINE vf bounded(vf x, vf low, vf high) { return smaller(larger(x, low), high); }
-// The nearest integer of a magnitude below 2^22, even on a tie.
-INLINE vf to_integer(vf x) {
-    const vf magic = splat(12582912.0f);
-    return (x + magic) - magic;
-}
-INLINE vi integer_of(vf whole) { return (vi)(whole + splat(12582912.0f)) - (vi)splat(12582912.0f); }
-INLINE vf magnitude_of(vf x) { return (vf)((vu)x & 0x7fffffffu); }
 INLINE bool any_finite(f16 x) { return (x.bits & 0x7fffu) < 0x7c00u; }
 
 // Rows first .. end of the W rows of a panel part, read from a matrix at `source`.
@@ -62,7 +37,7 @@ template <class T> struct Lanes {
     vf part(long lane, long k, long K) const {
         if (lane < first || lane >= end || k >= K) return vf{};
         const T *from = source + (lane - first) * stride + k;
-        return k + W <= K ? load(from) : load_some(from, K - k);
+        return load_part(from, K - k);
     }
     // Elements k .. k + count, a row a lane.
     void group(long k, int count, long K, vf *x) const {
@@ -164,7 +139,7 @@ static NOINLINE void fit_with_minimum(const vf *y, const vf *weights, int group,
     for (int k = 0; k < group; k++) z[k] = times(y[k] - low, by_span);
     MinimumFit<WEIGHTED> fit = {sums, span / top, low, vf{}};
     vf q1, qq, yq;
-    sums.of_codes([&](int k) { return to_integer(times(z[k], top)); }, q1, qq, yq);
+    sums.of_codes([&](int k) { return nearest(times(z[k], top)); }, q1, qq, yq);
     const vf two = splat(2.0f);
     const vf linear = times(two, times(fit.scale, yq) + times(fit.minimum, sums.total_y));
     const vf scales = times(times(fit.scale, fit.scale), qq), both = times(times(two, times(fit.scale, fit.minimum)), q1);
@@ -172,12 +147,12 @@ static NOINLINE void fit_with_minimum(const vf *y, const vf *weights, int group,
     for (int b = 0; b < SHIFTS; b++) {
         for (int o = 0; o < SHIFTS; o++) {
             const vf by = splat(float(double(codes) + (SHIFT[b] + SHIFT[o]))), below = splat(float(SHIFT[b]));
-            fit.take_if_better([&](int k) { return to_integer(bounded(times(z[k], by) - below, vf{}, top)); });
+            fit.take_if_better([&](int k) { return nearest(bounded(times(z[k], by) - below, vf{}, top)); });
         }
     }
     const vi usable = fit.scale > vf{};
     const vf inverse = one / (usable ? fit.scale : one), by = usable ? inverse : vf{}, from = fit.minimum;
-    fit.take_if_better([&](int k) { return to_integer(bounded(times(y[k] - from, by), vf{}, top)); });
+    fit.take_if_better([&](int k) { return nearest(bounded(times(y[k] - from, by), vf{}, top)); });
     scale = fit.scale;
     minimum = -fit.minimum;
 }
@@ -200,7 +175,7 @@ static NOINLINE void fit_symmetric(const vf *y, const vf *weights, int group, in
         const float past = 0.5f * float(r % REACHES - 8);
         const vf reach = splat(r < REACHES ? float(-offset) - past : float(offset - 1) + past);
         vf q1, qq, yq;
-        sums.of_codes([&](int k) { return to_integer(bounded(times(z[k], reach), low, high)); }, q1, qq, yq);
+        sums.of_codes([&](int k) { return nearest(bounded(times(z[k], reach), low, high)); }, q1, qq, yq);
         const vf new_square = times(yq, yq);
         const vi better = times(new_square, norm) > times(square, qq);
         square = better ? new_square : square;
@@ -245,15 +220,18 @@ template <class T> static void write_lanes(const vi *codes, const Form &form, in
     if (width) rows.store_words(lines + quads / 2 * LINE_BYTES, upper);
 }
 
+// The bits of the largest magnitude; infinity and NaN are on top.
+INLINE vu largest_bits(const vf *x, int count) {
+    vu top = {};
+    for (int i = 0; i < count; i++) top = larger_bits((vu)magnitude_of(x[i]), top);
+    return top;
+}
+
 // A group of q8_0. llama.cpp rounds ties away from zero.
 template <class T> static void pack_eight(const Lanes<T> &rows, const Form &form, long k, long K, uint8_t *lines, uint16_t *scales) {
     vf x[LONGEST];
     rows.group(k, form.group, K, x);
-    vu top = {};
-    for (int i = 0; i < form.group; i++) {
-        const vu bits = (vu)x[i] & 0x7fffffffu;  // ordered like |x|, with infinity and NaN on top
-        top = bits > top ? bits : top;
-    }
+    const vu top = largest_bits(x, form.group);
     const vi tiny = (vi)(top < splat_bits(bits_of(TINY_GROUP)));
     vf scale = (vf)top / splat(127.0f);
     f16 stored[W];
@@ -268,8 +246,8 @@ template <class T> static void pack_eight(const Lanes<T> &rows, const Form &form
     const vf inverse = splat(1.0f) / (usable ? scale : splat(1.0f));
     vi codes[LONGEST];
     for (int i = 0; i < form.group; i++) {
-        const vf size = usable ? magnitude_of(times(x[i], inverse)) : vf{}, even = to_integer(size);
-        const vi code = integer_of(even) - (vi)(size - even >= splat(0.5f));
+        const vf size = usable ? magnitude_of(times(x[i], inverse)) : vf{}, even = nearest(size);
+        const vi code = nearest_int(even) - (vi)(size - even >= splat(0.5f));
         codes[i] = x[i] < vf{} ? -code : code;
     }
     write_lanes(codes, form, int(min_of(form.group, K - k)), rows, lines);
@@ -287,11 +265,7 @@ static void pack_super(const Lanes<T> &rows, const Lanes<float> &weights, const 
         const int filled = int(min_of(form.group, K - k));
         rows.group(k, form.group, K, x);
         if constexpr (WEIGHTED) weights.group(k, form.group, K, w);
-        vu most = {};
-        for (int i = 0; i < form.group; i++) {
-            const vu bits = (vu)x[i] & 0x7fffffffu;
-            most = bits > most ? bits : most;
-        }
+        const vu most = largest_bits(x, form.group);
         const vi finite = (vi)(most < splat_bits(bits_of(HUGE_GROUP)));
         const vi usable = finite & (vi)(most >= splat_bits(bits_of(TINY_GROUP)));
         all_finite &= finite;
@@ -326,8 +300,8 @@ static void pack_super(const Lanes<T> &rows, const Lanes<float> &weights, const 
         for (int p = 0; p < parts; p++) {
             const vi counts = worth[p] > vf{};
             const vf exact = wanted[g][p] / (counts ? worth[p] : splat(1.0f));
-            const vf byte = bounded(to_integer(counts ? exact : vf{}), -largest, largest);
-            rows.store_bytes(scales + (g * parts + p) * PANEL_ROWS, integer_of(byte));
+            const vf byte = bounded(nearest(counts ? exact : vf{}), -largest, largest);
+            rows.store_bytes(scales + (g * parts + p) * PANEL_ROWS, nearest_int(byte));
             part[p] = times(byte, worth[p]);
         }
         const vi usable = part[0] != vf{};
@@ -337,7 +311,7 @@ static void pack_super(const Lanes<T> &rows, const Lanes<float> &weights, const 
         vi codes[LONGEST];
         for (int i = 0; i < form.group; i++) {
             const vf scaled = usable ? times(x[i] + part[1], inverse) : low;
-            codes[i] = integer_of(to_integer(bounded(scaled, low, high)) - low);
+            codes[i] = nearest_int(nearest(bounded(scaled, low, high)) - low);
         }
         write_lanes(codes, form, int(min_of(form.group, K - k)), rows, lines + g * (form.group * form.bits / 8) * PANEL_ROWS);
     }
@@ -389,5 +363,4 @@ EXPORT int WINDLASS_NAME(pack_blocks)(const void *source, long stride, int type,
 }
 
 }  // namespace filling
-
 }  // namespace

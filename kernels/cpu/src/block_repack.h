@@ -5,14 +5,10 @@
 
 #pragma once
 
-#include <cstdint>
-
-#include "names.h"
 #include "simd.h"
 #include "work_split.h"
 
 namespace {
-
 namespace filling {
 
 constexpr long PANEL_ROWS = 16, LINE_BYTES = 64;
@@ -175,5 +171,4 @@ EXPORT int WINDLASS_NAME(repack_blocks)(const uint8_t *blocks, long stride, int 
 }
 
 }  // namespace filling
-
 }  // namespace

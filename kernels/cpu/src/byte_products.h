@@ -14,7 +14,6 @@
 #include "simd.h"
 
 namespace {
-
 namespace bytes {
 
 #if defined(WINDLASS_VNNI) || defined(WINDLASS_NEON)
@@ -22,7 +21,7 @@ namespace bytes {
 #else
 #define WINDLASS_QUADS 0
 #endif
-#if defined(WINDLASS_NEON) && !defined(WINDLASS_DOT)  // up to 6 bits, 8 bits go by quads
+#if defined(WINDLASS_NEON) && !defined(WINDLASS_DOT)  // up to 6 bits, quads for 8 bits
 #define WINDLASS_BYTES 1
 #else
 #define WINDLASS_BYTES (!WINDLASS_QUADS && WINDLASS_LANES >= 8)
@@ -45,9 +44,9 @@ INLINE vi spread(const void *p) {
 
 // Sums of two products of int16, lane by lane.
 INLINE vi madd_pairs(vs a, vs b) {
-#if defined(WINDLASS_FMA) && WINDLASS_LANES == 8
+#if defined(WINDLASS_AVX) && WINDLASS_LANES == 8
     return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(WINDLASS_FMA) && WINDLASS_LANES == 16
+#elif defined(WINDLASS_AVX) && WINDLASS_LANES == 16
     return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__SSE2__) && WINDLASS_LANES == 4
     return (vi)__builtin_ia32_pmaddwd128(a, b);
@@ -60,7 +59,7 @@ INLINE vi madd_pairs(vs a, vs b) {
 // acc + madd_pairs(a, b). One piece, where there are instructions: apart, the compiler moves all products ahead of the
 // additions and runs out of registers (measured: a third slower).
 INLINE vi add_pairs(vi acc, vs a, vs b) {
-#if defined(WINDLASS_FMA)
+#if defined(WINDLASS_AVX)
     vi products;
     asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(acc), "=&v"(products) : "v"(a), "v"(b));
     return acc;
@@ -85,7 +84,7 @@ INLINE vi total_bytes(BytesSum x) { return (vi)vpaddlq_s16(vpaddq_s16(x.low, x.h
 // acc plus sums of two products of a uint8 and an int8; the callers' values cannot saturate.
 typedef vs BytesSum;
 INLINE BytesSum add_bytes(BytesSum acc, vub a, vi b) {
-#if defined(WINDLASS_FMA)
+#if defined(WINDLASS_AVX)
     vs products;
     asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(acc), "=&v"(products) : "v"(a), "v"(b));
     return acc;
@@ -97,9 +96,9 @@ INLINE BytesSum add_bytes(BytesSum acc, vub a, vi b) {
 }
 // add_bytes to zero.
 INLINE BytesSum first_bytes(vub a, vi b) {
-#if defined(WINDLASS_FMA) && WINDLASS_LANES == 8
+#if defined(WINDLASS_AVX) && WINDLASS_LANES == 8
     return (vs)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
-#elif defined(WINDLASS_FMA) && WINDLASS_LANES == 16
+#elif defined(WINDLASS_AVX) && WINDLASS_LANES == 16
     return (vs)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
 #else
     return add_bytes(BytesSum{}, a, b);
@@ -118,9 +117,9 @@ INLINE vi add_quads(vi acc, vub a, vi b) {
 #elif defined(WINDLASS_NEON)
     const int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)a), vget_low_s8((int8x16_t)b));
     return (vi)vpadalq_s16((int32x4_t)acc, vpaddq_s16(low, vmull_high_s8((int8x16_t)a, (int8x16_t)b)));
-#elif defined(WINDLASS_FMA) && WINDLASS_LANES == 8
+#elif defined(WINDLASS_AVX) && WINDLASS_LANES == 8
     return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)b);
-#elif defined(WINDLASS_FMA) && WINDLASS_LANES == 16
+#elif defined(WINDLASS_AVX) && WINDLASS_LANES == 16
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 #else
     const vu u = (vu)a;
@@ -155,5 +154,4 @@ constexpr int BIAS = 128;
 #endif
 
 }  // namespace bytes
-
 }  // namespace

@@ -7,16 +7,6 @@
 
 #pragma once
 
-#include <cstdint>
-
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-#endif
-
-#include "names.h"
 #include "simd.h"
 #include "thread_team.h"
 #include "work_split.h"

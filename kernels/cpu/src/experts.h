@@ -5,11 +5,7 @@
 
 #pragma once
 
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-
-#include "names.h"
+#include "elementwise.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -68,7 +64,7 @@ static float exponentials(const float *x, const bool *left_out, long count, floa
     float total = 0.0f;
     for (long i = 0; i < count; i += W) {
         const long n = min_of(W, count - i);
-        const vf y = exp_of((n == W ? load(x + i) : load_some(x + i, n)) - most);
+        const vf y = exp_of((load_part(x + i, n)) - most);
         for (long j = 0; j < n; j++) {
             out[i + j] = left_out && left_out[i + j] ? 0.0f : y[j];
             total += out[i + j];
@@ -119,9 +115,8 @@ static void choose(const Choice &p, const float *logits, int64_t *chosen, float 
     } else {
         for (long i = 0; i < p.count; i += W) {
             const long n = min_of(W, p.count - i);
-            const vf y = 1.0f / (1.0f + exp_of(-(n == W ? load(logits + i) : load_some(logits + i, n))));
-            if (n == W) store(scores + i, y);
-            else store_some(scores + i, y, n);
+            const vf y = 1.0f / (1.0f + exp_of(-load_part(logits + i, n)));
+            store_part(scores + i, y, n);
         }
     }
     for (long i = 0; i < p.count; i++) ranked[i] = p.bias ? scores[i] + p.bias[i] : scores[i];
@@ -135,28 +130,6 @@ static void choose(const Choice &p, const float *logits, int64_t *chosen, float 
     total += p.sum_eps;
     if (total < p.least_sum) total = p.least_sum;
     for (long k = 0; k < p.top_k; k++) weights[k] = (p.normalized ? weights[k] / total : weights[k]) * p.scale;
-}
-
-// The columns of a part, of out[rows, N]. Returns what its product returns.
-static int multiply(const ExpertProducts &products, const ExpertPart &p, const void *x, long x_row, int type, void *out,
-                    long out_row, long rows, long K) {
-    void *to = (char *)out + p.first * (type == 0 ? 4 : 2);
-    if (p.kind == 0)
-        return products.linear(x, x_row, type, p.data, p.stride, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
-                               p.columns, K);
-    if (p.kind == 1 && products.linear_panels_amx && rows >= products.amx_min_rows_panels && type == 1 && p.type == 1 &&
-        (!p.bias || p.bias_type == 0))
-        return products.linear_panels_amx(x, x_row, p.data, (const float *)p.bias, -1, to, out_row, rows, p.columns, K);
-    if (p.kind == 1)
-        return products.linear_panels(x, x_row, type, p.data, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
-                                      p.columns, K);
-    if (products.linear_blocks_amx && rows >= products.amx_min_rows_blocks)
-        return products.linear_blocks_amx(x, x_row, type, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits, (int)p.group,
-                                              (int)p.super_groups, (int)p.minimum, (int)p.offset, (const float *)p.bias, -1, to, out_row,
-                                              rows, p.columns, K);
-    return products.linear_blocks((const float *)x, x_row, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits,
-                                  (int)p.group, (int)p.super_groups, (int)p.minimum, (int)p.offset, (const float *)p.bias, -1,
-                                  (float *)to, out_row, rows, p.columns, K);
 }
 
 // Columns begin .. begin + columns of a part, from a whole panel on.
@@ -207,19 +180,43 @@ struct Routed {
     INLINE_MEMBER long size() const { return type == 0 ? 4 : 2; }
     INLINE_MEMBER const char *x_of(long r) const { return x + r / per_row * x_row * size(); }
     INLINE_MEMBER char *out_of(long r) const { return out + r * columns * size(); }
+    INLINE_MEMBER long begin_of(long e) const { return e ? ends[e - 1] : 0; }
+    INLINE_MEMBER long rows_of(long e) const { return ends[e] - begin_of(e); }
 };
+
+// The columns of a part, of out[rows, columns], of some rows of x. Returns what its product returns.
+static int multiply(const Routed &all, const ExpertPart &p, const void *x, long x_row, void *out, long rows) {
+    const ExpertProducts &products = *all.products;
+    const int type = all.type, p_type = int(p.type), bias_type = int(p.bias_type);
+    void *to = (char *)out + p.first * all.size();
+    if (p.kind == 0)
+        return products.linear(x, x_row, type, p.data, p.stride, p_type, p.bias, bias_type, to, all.columns, rows, p.columns, all.K);
+    if (p.kind == 1 && products.linear_panels_amx && rows >= products.amx_min_rows_panels && type == 1 && p_type == 1 &&
+        (!p.bias || bias_type == 0))
+        return products.linear_panels_amx(x, x_row, p.data, (const float *)p.bias, -1, to, all.columns, rows, p.columns, all.K);
+    if (p.kind == 1)
+        return products.linear_panels(x, x_row, type, p.data, p_type, p.bias, bias_type, to, all.columns, rows, p.columns, all.K);
+    const uint8_t *codes = (const uint8_t *)p.data;
+    const int bits = int(p.bits), group = int(p.group), super_groups = int(p.super_groups);
+    const int minimum = int(p.minimum), offset = int(p.offset);
+    if (products.linear_blocks_amx && rows >= products.amx_min_rows_blocks)
+        return products.linear_blocks_amx(x, x_row, type, codes, p.scales, p.supers, bits, group, super_groups, minimum, offset,
+                                          (const float *)p.bias, -1, to, all.columns, rows, p.columns, all.K);
+    return products.linear_blocks((const float *)x, x_row, codes, p.scales, p.supers, bits, group, super_groups, minimum, offset,
+                                  (const float *)p.bias, -1, (float *)to, all.columns, rows, p.columns, all.K);
+}
 
 // Many rows: threads take runs of rows of an expert, gather them, and multiply them by the entire weight while they are cached.
 static int multiply_runs(const Routed &p) {
     long count = 0;
-    for (long e = 0; e < p.count; e++) count += ceil_div(p.ends[e] - (e ? p.ends[e - 1] : 0), RUN);
+    for (long e = 0; e < p.count; e++) count += ceil_div(p.rows_of(e), RUN);
     const long threads = min_of(count, most_threads()), bytes = RUN * (p.K + p.columns) * p.size();
     struct Run { long expert, begin, rows; };
     void *memory = nullptr;
     if (posix_memalign(&memory, 64, threads * bytes + count * sizeof(Run))) return 1;
     Run *runs = (Run *)((char *)memory + threads * bytes);
     for (long e = 0, i = 0; e < p.count; e++) {
-        const long begin = e ? p.ends[e - 1] : 0, n = p.ends[e] - begin, pieces = ceil_div(n, RUN);
+        const long begin = p.begin_of(e), n = p.rows_of(e), pieces = ceil_div(n, RUN);
         for (long j = 0; j < pieces; j++) runs[i++] = {e, begin + n * j / pieces, n * (j + 1) / pieces - n * j / pieces};
     }
     int code = 0;
@@ -234,7 +231,7 @@ static int multiply_runs(const Routed &p) {
                     std::memcpy(gathered + i * x_bytes, p.x_of(p.order[run.begin + i]), x_bytes);
                 for (long i = 0; i < p.parts; i++) {
                     const ExpertPart &part = p.table[run.expert * p.parts + i];
-                    if (multiply(*p.products, part, gathered, p.K, p.type, made, p.columns, run.rows, p.K))
+                    if (multiply(p, part, gathered, p.K, made, run.rows))
                         __atomic_store_n(&code, 1, __ATOMIC_RELAXED);
                 }
                 for (long i = 0; i < run.rows; i++)
@@ -272,7 +269,6 @@ struct Runs {
 EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type, const void *table, long count, long parts,
                                             const void *products, const int64_t *chosen, long rows, long per_row, void *out,
                                             long columns, long K) {
-    const long size = type == 0 ? 4 : 2;
     void *memory = nullptr;
     if (posix_memalign(&memory, 64, (count + 1 + rows) * sizeof(long) + (min_of(rows, count) * parts + 1) * sizeof(Span))) return 1;
     long *starts = (long *)memory, *order = starts + count + 1;
@@ -289,37 +285,34 @@ EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type,
     for (long e = 0; e < count; e++) starts[e + 1] += starts[e];
     for (long r = 0; r < rows; r++) order[starts[chosen[r]]++] = r;
     // Now starts[e] is where expert e ends.
+    const Routed all = {(const char *)x, x_row, type, (const ExpertPart *)table, count, parts, (const ExpertProducts *)products,
+                        order, starts, rows, per_row, (char *)out, columns, K};
     if (rows > MANY_ROWS * count) {
-        const Routed all = {(const char *)x, x_row, type, (const ExpertPart *)table, count, parts, (const ExpertProducts *)products,
-                            order, starts, rows, per_row, (char *)out, columns, K};
         as_team([&] { code = multiply_runs(all); });
         free(memory);
         return (int)code;
     }
     // Rows of one expert are gathered; a single row is read and written in place.
+    const long x_bytes = K * all.size(), out_bytes = columns * all.size();
     char *gathered = nullptr;
-    if (most > 1 && posix_memalign((void **)&gathered, 64, rows * (K + columns) * size)) {
+    if (most > 1 && posix_memalign((void **)&gathered, 64, rows * (x_bytes + out_bytes))) {
         free(memory);
         return 1;
     }
-    char *made = gathered + rows * K * size;
-    const auto begin_of = [&](long e) { return e ? starts[e - 1] : 0; };
-    const auto is_single = [&](long e) { return starts[e] - begin_of(e) == 1; };
-    const auto is_none = [&](long e) { return starts[e] == begin_of(e); };
+    char *made = gathered + rows * x_bytes;
+    const auto is_single = [&](long e) { return all.rows_of(e) == 1; };
     const long threads = rows * columns * K < SERIAL_WORK ? 1 : most_threads();
-    const ExpertProducts &own = *(const ExpertProducts *)products;
     long panels = 0, used = 0;  // of all experts that have rows, and their number of parts
     for (long e = 0; e < count; e++)
-        for (long i = 0; i < parts && !is_none(e); i++) {
+        for (long i = 0; i < parts && all.rows_of(e); i++) {
             spans[used++] = {e * parts + i, e, panels};
-            panels += ceil_div(((const ExpertPart *)table)[e * parts + i].columns, PANEL);
+            panels += ceil_div(all.table[e * parts + i].columns, PANEL);
         }
     spans[used] = {0, 0, panels};
     as_team([&] {
         if (most > 1) {
             for_units(rows, threads_for(rows * K, rows), [&](long i) {
-                if (!is_single(chosen[order[i]]))
-                    std::memcpy(gathered + i * K * size, (const char *)x + order[i] / per_row * x_row * size, K * size);
+                if (!is_single(chosen[order[i]])) std::memcpy(gathered + i * x_bytes, all.x_of(order[i]), x_bytes);
             });
         }
         Runs runs(panels, threads, most > 1 ? LEAST_SHARED : LEAST_RUN);
@@ -329,17 +322,14 @@ EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type,
                 for (long begin, end; runs.take(begin, end);) {
                     while (begin < end) {
                         while (begin >= span[1].begin) span++;
-                        const long own_end = min_of(end, span[1].begin), first = begin_of(span->expert), r = order[first];
-                        const ExpertPart &whole = ((const ExpertPart *)table)[span->part];
+                        const long own_end = min_of(end, span[1].begin), first = all.begin_of(span->expert), r = order[first];
+                        const ExpertPart &whole = all.table[span->part];
                         const long column = (begin - span->begin) * PANEL;
                         const ExpertPart part =
                             some_of(whole, column, min_of(whole.columns, (own_end - span->begin) * PANEL) - column, K);
-                        const long n = starts[span->expert] - first;
-                        const int found =
-                            n == 1 ? multiply(own, part, (const char *)x + r / per_row * x_row * size, x_row, type,
-                                              (char *)out + r * columns * size, columns, 1, K)
-                                   : multiply(own, part, gathered + first * K * size, K, type, made + first * columns * size,
-                                              columns, n, K);
+                        const long n = all.rows_of(span->expert);
+                        const int found = n == 1 ? multiply(all, part, all.x_of(r), x_row, all.out_of(r), 1)
+                                                 : multiply(all, part, gathered + first * x_bytes, K, made + first * out_bytes, n);
                         if (found) __atomic_store_n(&code, 1, __ATOMIC_RELAXED);
                         begin = own_end;
                     }
@@ -348,8 +338,7 @@ EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type,
         });
         if (most > 1) {
             for_units(rows, threads_for(rows * columns, rows), [&](long i) {
-                if (!is_single(chosen[order[i]]))
-                    std::memcpy((char *)out + order[i] * columns * size, made + i * columns * size, columns * size);
+                if (!is_single(chosen[order[i]])) std::memcpy(all.out_of(order[i]), made + i * out_bytes, out_bytes);
             });
         }
     });
@@ -362,28 +351,19 @@ EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type,
 EXPORT int WINDLASS_NAME(sum_of_experts)(const void *x, int type, const float *weights, long top_k, void *out, long rows,
                                          long dim) {
     constexpr long PIECE = 512;
-    const long pieces = ceil_div(dim, PIECE);
     with_type(type, [&](auto *element) {
         typedef decltype(element) T;
-        for_units(rows * pieces, threads_for(rows * dim * top_k, rows * pieces), [&](long unit) {
-            const long r = unit / pieces, begin = unit % pieces * PIECE, end = min_of(begin + PIECE, dim);
-            const auto *from = (T)x + r * top_k * dim;
-            auto *to = (T)out + r * dim;
-            for (long j = begin; j < end; j += W) {
-                const long n = min_of(W, end - j);
+        const auto add = [&](long r) {
+            return [=, from = (T)x + r * top_k * dim, target = (T)out + r * dim, own = weights + r * top_k](long j, long n) {
                 vf total = {};
-                for (long k = 0; k < top_k; k++) {
-                    const auto *own = from + k * dim + j;
-                    total = add_product(total, n == W ? load(own) : load_some(own, n), splat(weights[r * top_k + k]));
-                }
-                if (n == W) store(to + j, total);
-                else store_some(to + j, total, n);
-            }
-        });
+                for (long k = 0; k < top_k; k++) total = add_product(total, load_part(from + k * dim + j, n), splat(own[k]));
+                store_part(target + j, total, n);
+            };
+        };
+        each_vector(rows, dim, add, PIECE, top_k);
     });
     return 0;
 }
 
 }  // namespace experts
-
 }  // namespace

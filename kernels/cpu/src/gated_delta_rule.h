@@ -8,12 +8,6 @@
 
 #pragma once
 
-#include <cstdint>
-#include <cstdlib>
-
-#include <cmath>
-
-#include "names.h"
 #include "recurrent_state.h"
 #include "simd.h"
 #include "work_split.h"
@@ -135,23 +129,10 @@ static NOINLINE void walk(const Operands<T> &p, const Slice &slice, long begin, 
 
 // to = from times `scale`, of length 1 before it.
 template <class T> INLINE void unit(const T *from, long dim, float scale, float *to) {
-    vf squares = {};
+    const float by = 1.0f / __builtin_sqrtf(dot(from, from, dim) + LENGTH_EPS);
     long i = 0;
-    for (; i + W <= dim; i += W) squares = add_product(squares, load(from + i), load(from + i));
-    float total = sum(squares);
-    for (; i < dim; i++) total += widen(from[i]) * widen(from[i]);
-    const float by = 1.0f / __builtin_sqrtf(total + LENGTH_EPS);
-    for (i = 0; i + W <= dim; i += W) store(to + i, load(from + i) * by * scale);
+    for (; i + W <= dim; i += W) store(to + i, load(from + i) * by * scale);
     for (; i < dim; i++) to[i] = widen(from[i]) * by * scale;
-}
-
-INLINE float product(const float *a, const float *b, long dim) {
-    vf sums = {};
-    long i = 0;
-    for (; i + W <= dim; i += W) sums = add_product(sums, load(a + i), load(b + i));
-    float total = sum(sums);
-    for (; i < dim; i++) total += a[i] * b[i];
-    return total;
 }
 
 // Derived inputs of one token, stored in the slice.
@@ -163,7 +144,7 @@ template <class T> static NOINLINE void prepare(const Operands<T> &p, const Slic
         float *query = slice.queries + at * dim, *key = slice.keys + at * dim;
         unit(p.qkv + token * p.qkv_row + h * dim, dim, scale, query);
         unit(p.keys(token) + h * dim, dim, 1.0f, key);
-        slice.key_by_query[at] = product(key, query, dim);
+        slice.key_by_query[at] = dot(key, query, dim);
     }
     for (long h = 0; h < p.heads; h++) {
         const long at = place * p.heads + h;
@@ -174,29 +155,22 @@ template <class T> static NOINLINE void prepare(const Operands<T> &p, const Slic
 
 template <class T> static void all_tokens(const Operands<T> &p, const Slice &slice, long tokens, float *panels_of_threads) {
     const long panels = ceil_div(p.value_dim, PANEL), of_run = p.heads * panels;
-    long s = 0;
-    for (long begin = 0; begin < tokens; begin += SLICE) {
-        const long end = min_of(begin + SLICE, tokens), size = end - begin;
-        for_units(size, threads_for(size * p.key_heads * p.key_dim, size), [&](long t) { prepare(p, slice, begin + t, t); });
-        Run runs[SLICE];
-        const long count = find_runs(p.rows, begin, end, s, runs), units = count * of_run;
-        const long threads = threads_for(size * p.heads * p.key_dim * p.value_dim, units);
-        Shares shares(units, threads);
-        on_threads(threads, [&](long thread) {
-            shares.take(thread, [&](long unit) {
-                const long r = unit / of_run, head = unit / panels % p.heads, column = unit % panels * PANEL;
-                // May be past the last memory: a prefetch does not read.
-                const bool same = head + 1 < p.heads || r + 1 == count;
-                const float *next = same ? p.of_head(runs[r].block, head + 1) : p.of_head(runs[r + 1].block, 0);
-                walk(p, slice, begin, runs[r], head, column, next, panels_of_threads + thread * p.key_dim * PANEL);
-            });
+    for_slices(
+        p.rows, tokens, p.key_heads * p.key_dim, of_run, p.heads * p.key_dim * p.value_dim,
+        [&](long token, long place) { prepare(p, slice, token, place); },
+        [&](const Run *runs, long count, long begin, long unit, long thread) {
+            const long r = unit / of_run, head = unit / panels % p.heads, column = unit % panels * PANEL;
+            // May be past the last memory: a prefetch does not read.
+            const bool same = head + 1 < p.heads || r + 1 == count;
+            const float *next = same ? p.of_head(runs[r].block, head + 1) : p.of_head(runs[r + 1].block, 0);
+            walk(p, slice, begin, runs[r], head, column, next, panels_of_threads + thread * p.key_dim * PANEL);
         });
-    }
 }
 
 // qkv: [T][2 key_heads key_dim + heads value_dim], decay, strength: [T][heads], all of the type, rows so far apart. rate, bias:
-// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. snapshots: see StateRows. tiled_heads: see Backend.gated_delta_rule. out:
-// [T][heads value_dim] of the type. Returns 1 when out of memory or a code of StateRows::error_code; it has written nothing then.
+// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. snapshots: see StateRows. tiled_heads: see
+// Backend.gated_delta_rule. out: [T][heads value_dim] of the type. Returns 1 when out of memory or a code of StateRows::error_code;
+// it has written nothing then.
 EXPORT int WINDLASS_NAME(gated_delta_rule)(const void *qkv, long qkv_row, int type, const void *decay, long decay_row,
                                            const void *strength, long strength_row, const float *rate, const float *bias,
                                            float *memory, long num_blocks, long key_heads, long heads, long key_dim,

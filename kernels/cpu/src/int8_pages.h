@@ -9,8 +9,6 @@
 
 #pragma once
 
-#include <cstdint>
-
 #include "simd.h"
 
 namespace {
@@ -60,6 +58,19 @@ struct CodePages {
     }
 };
 
+// Addresses of the codes and scales of N panels of one kv head.
+template <long N> struct CodePanels {
+    const int8_t *keys[N], *values[N];
+    const float *key_scales[N], *value_scales[N];
+
+    // Panel i is that of key `at` of the sequence with this block table.
+    INLINE_MEMBER void find_panel(long i, const CodePages &pages, const int32_t *table, long head, long at) {
+        const long block = table[at / pages.block_size], token = at % pages.block_size;
+        keys[i] = pages.key_panel(block, head, token), values[i] = pages.value_quad(block, head, token);
+        key_scales[i] = pages.key_scale(block, head, token), value_scales[i] = pages.value_scale(block, head, token);
+    }
+};
+
 // W quads of bytes.
 typedef vi vi_bytes __attribute__((aligned(1), may_alias));
 INLINE vi load_quads(const int8_t *p) { return *(const vi_bytes *)p; }
@@ -78,7 +89,7 @@ INLINE vi lane_numbers() {
     return lanes;
 }
 
-struct row_code { int8_t code; };  // the element type that stands for pages of latent rows
+struct row_code { int8_t code; };  // the element type of pages of latent rows
 
 constexpr long ROW_GROUP = 32;  // a multiple of W
 INLINE long row_groups(long dim) { return ceil_div(dim, ROW_GROUP); }
@@ -96,12 +107,5 @@ struct CodeRow {
 // W numbers, from a multiple of W on, or the first n of them.
 INLINE vf load(const CodeRow &row) { return load(row.codes + row.at) * row.scales[row.at / ROW_GROUP]; }
 INLINE vf load_some(const CodeRow &row, long n) { return load_some(row.codes + row.at, n) * row.scales[row.at / ROW_GROUP]; }
-
-// All numbers of a row.
-INLINE void widen_row(const CodeRow &row, long dim, float *to) {
-    long d = 0;
-    for (; d + W <= dim; d += W) store(to + d, load(row + d));
-    for (; d < dim; d++) to[d] = row[d];
-}
 
 }  // namespace

@@ -1,23 +1,14 @@
 // Products with weights in blocks, and attention over int8 keys and values, for x86-64 with AVX-VNNI (Alder Lake and
 // later): the rest is isa_avx2.cpp's.
-// WINDLASS_PORTABLE builds the same code without the instructions, so that any processor can test it.
+
+#include "system_headers.h"
 
 #if defined(__x86_64__) || defined(WINDLASS_PORTABLE)
-#include <cstdint>
-#include <cstdlib>
-
-#include <omp.h>
-#include <sched.h>
-
 #if !defined(WINDLASS_PORTABLE)
-#include <immintrin.h>
 #pragma GCC target("avx2,fma,f16c,avxvnni")
-#define WINDLASS_F16C
-#define WINDLASS_FMA
 #endif
 #define WINDLASS_ISA avx2_vnni
 #define WINDLASS_LANES 8
-#define WINDLASS_REGISTERS 16
 #define WINDLASS_VNNI
 #include "attention_decode_entry.h"
 #include "attention_prefill_entry.h"

@@ -1,22 +1,13 @@
 // Products by tiles, for x86-64 with a matrix unit (AMX: Sapphire Rapids and later): the rest is isa_avx512_bf16.cpp's.
-// WINDLASS_PORTABLE builds the same code without the instructions, so that any processor can test it.
+
+#include "system_headers.h"
 
 #if defined(__x86_64__) || defined(WINDLASS_PORTABLE)
-#include <cstdint>
-#include <cstdlib>
-
-#include <omp.h>
-#include <sched.h>
-
 #if !defined(WINDLASS_PORTABLE)
-#include <immintrin.h>
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")
-#define WINDLASS_F16C
-#define WINDLASS_FMA
 #endif
 #define WINDLASS_ISA avx512_amx
 #define WINDLASS_LANES 16
-#define WINDLASS_REGISTERS 32
 #define WINDLASS_VNNI
 #define WINDLASS_BF16
 #define WINDLASS_AMX

@@ -1,30 +1,15 @@
 // Kernels for any processor: the compiler lowers the vectors to whatever the base instruction set has.
 // Also reports which other instruction sets this processor can run, and the fields and sizes of structs shared with Python.
 
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-
-#include <omp.h>
-#include <sched.h>
+#include "system_headers.h"
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
-#elif defined(__x86_64__) && defined(__linux__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
 
 #define WINDLASS_ISA generic
 #define WINDLASS_LANES 4
-#if defined(__aarch64__)
-#define WINDLASS_REGISTERS 32
-#else
-#define WINDLASS_REGISTERS 16
-#endif
 #include "kernels.h"
 
 #ifndef WINDLASS_SOURCES

@@ -6,12 +6,10 @@
 
 #pragma once
 
-#include "names.h"
 #include "simd.h"
 #include "work_split.h"
 
 namespace {
-
 namespace latent {
 
 constexpr long TILE = 4;         // tokens
@@ -21,8 +19,6 @@ constexpr long PROMPT_ROWS = 128, PROMPT = 32;  // and for at least PROMPT token
 constexpr long VALUE_ROWS = WINDLASS_REGISTERS >= 32 ? 4 : 2;  // rows that share the loads of a tile of tokens
 
 constexpr long WIDE = 512;       // latent dims of a query that a thread takes at a time for fewer tokens than a tile has
-
-template <long n> struct Count { static constexpr long value = n; };
 
 struct Shape { long tokens, heads, rotary, plain, value_dim, dim; };  // dim: latent dims
 
@@ -93,8 +89,8 @@ INLINE void value_block(const TX *x, long x_row, const TU *up, long rows, long d
 // Calls f(Number of tokens, first token) for all tokens.
 template <class F> INLINE void in_tiles(long tokens, const F &f) {
     long t = 0;
-    for (; t + TILE <= tokens; t += TILE) f(Count<TILE>{}, t);
-    for (; t < tokens; t++) f(Count<1>{}, t);
+    for (; t + TILE <= tokens; t += TILE) f(Number<TILE>{}, t);
+    for (; t < tokens; t++) f(Number<1>{}, t);
 }
 
 template <class TQ, class TU>
@@ -170,16 +166,9 @@ EXPORT int WINDLASS_NAME(rms_norm_in_place)(void *x, long x_row, int type, const
         typedef __typeof__(*element) T;
         for_units(rows, threads_for(rows * dim, rows), [&](long r) {
             T *own = (T *)x + r * x_row;
-            vf squares = {};
+            const float scale = 1.0f / __builtin_sqrtf(dot(own, own, dim) / float(dim) + eps);
             long j = 0;
-            for (; j + W <= dim; j += W) {
-                const vf a = load(own + j);
-                squares += a * a;
-            }
-            float total = sum(squares);
-            for (; j < dim; j++) total += widen(own[j]) * widen(own[j]);
-            const float scale = 1.0f / __builtin_sqrtf(total / float(dim) + eps);
-            for (j = 0; j + W <= dim; j += W) store(own + j, load(own + j) * scale * load(weight + j));
+            for (; j + W <= dim; j += W) store(own + j, load(own + j) * scale * load(weight + j));
             for (; j < dim; j++) narrow(widen(own[j]) * scale * weight[j], own[j]);
         });
     });
@@ -187,5 +176,4 @@ EXPORT int WINDLASS_NAME(rms_norm_in_place)(void *x, long x_row, int type, const
 }
 
 }  // namespace latent
-
 }  // namespace

@@ -7,9 +7,6 @@
 
 #pragma once
 
-#include <cstdlib>
-
-#include "names.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -145,14 +142,6 @@ INLINE void multiply_any(long mt, const TW *const *weights, const TW *const *nex
     }
 }
 
-struct Linear {
-    const void *x; long x_stride; int x_type;
-    const void *weight; long w_stride; int w_type;
-    const void *bias; int bias_type;
-    void *out; long out_stride;
-    long M, N, K;
-};
-
 // Weight rows [n0, n1) against all rows of x.
 template <class TW, class TX, int NT>
 static void multiply_rows(const Linear &p, Tiles tiles, const float *packed, TX *out, long n0, long n1) {
@@ -201,45 +190,25 @@ template <class TW, class TX> static int linear_pass(const Linear &p) {
     const auto multiply = p.M == 1   ? multiply_rows<TW, TX, ONE_NT>
                           : p.M == 2 ? multiply_rows<TW, TX, TWO_NT>
                                      : multiply_rows<TW, TX, WIDE_NT>;
-    const long chunk = round_up(chunk_of(p.N, p.K * (long)sizeof(TW)), nt);
-    const long chunks = ceil_div(p.N, chunk);
-    const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, most_threads());
-    // Every thread packs for itself, which is faster than a barrier.
-    const long bytes = round_up(p.M * round_up(p.K, STEP) * (long)sizeof(float), 64);
-    void *memory = nullptr;
-    if (posix_memalign(&memory, 64, threads * bytes)) return 1;
-    Shares shares(chunks, threads);
-    on_threads(threads, [&](long thread) {
-        float *packed = (float *)((char *)memory + thread * bytes);
-        pack_rows<TX, pairs_interleaved<TW>::value>((const TX *)p.x, p.x_stride, tiles, p.K, packed);
-        shares.take(thread, [&](long c) {
-            const long n0 = c * chunk, n1 = min_of(n0 + chunk, p.N);
-            multiply(p, tiles, packed, (TX *)p.out, n0, n1);
-        });
-    });
-    free(memory);
-    return 0;
+    return in_chunks(
+        p, nt, sizeof(TW), p.M * round_up(p.K, STEP) * (long)sizeof(float),
+        [&](void *packed) {
+            pack_rows<TX, pairs_interleaved<TW>::value>((const TX *)p.x, p.x_stride, tiles, p.K, (float *)packed);
+        },
+        [&](const void *packed, long n0, long n1) { multiply(p, tiles, (const float *)packed, (TX *)p.out, n0, n1); });
 }
 
-template <class TW, class TX> static int linear_all(Linear p) {
+template <class TW, class TX> static int linear_all(const Linear &p) {
     // Passes of equal size: a last pass of a few rows would read the entire weight for little work.
-    const long rows = p.M, passes = ceil_div(rows, MAX_ROWS);
-    const long step = passes ? round_up(ceil_div(rows, passes), MAX_MT) : 1;
-    for (long m = 0; m < rows; m += step) {
-        Linear pass = p;
-        pass.M = min_of(step, rows - m);
-        pass.x = (const TX *)p.x + m * p.x_stride;
-        pass.out = (TX *)p.out + m * p.out_stride;
-        if (linear_pass<TW, TX>(pass)) return 1;
-    }
-    return 0;
+    const long passes = ceil_div(p.M, MAX_ROWS);
+    return in_passes<TX>(p, passes ? round_up(ceil_div(p.M, passes), MAX_MT) : 1, linear_pass<TW, TX>);
 }
 
 template <class TW> INLINE int linear_typed(const Linear &p) {
     return p.x_type == 0 ? linear_all<TW, float>(p) : linear_all<TW, bf16>(p);
 }
 
-// Types: 0 float32, 1 bfloat16, 2 float16. x and out are 0 or 1. Strides in elements. Returns 1 when out of memory.
+// See Linear. Returns 1 when out of memory.
 EXPORT int WINDLASS_NAME(linear)(const void *x, long x_stride, int x_type, const void *weight, long w_stride, int w_type,
                                  const void *bias, int bias_type, void *out, long out_stride, long M, long N, long K) {
     const Linear p = {x, x_stride, x_type, weight, w_stride, w_type, bias, bias_type, out, out_stride, M, N, K};

@@ -5,8 +5,6 @@
 
 #pragma once
 
-#include <cstdint>
-
 #include "simd.h"
 
 namespace {
@@ -15,19 +13,7 @@ constexpr long SPAN = 128;   // elements whose maximum is stored, so that entire
 constexpr long FEW = 48;     // up to this many keys are sorted instead of binned
 constexpr int BINS = 2048;
 
-// A product that is rounded before an addition: with FMA it would be another number.
-INLINE vf rounded(vf x) {
-#if defined(WINDLASS_FMA)
-    asm("" : "+v"(x));
-#elif defined(__x86_64__) && WINDLASS_LANES == 4
-    asm("" : "+x"(x));
-#elif defined(__aarch64__) && WINDLASS_LANES == 4
-    asm("" : "+w"(x));
-#else
-    asm("" : "+m"(x));
-#endif
-    return x;
-}
+// See simd.h.
 INLINE float rounded(float x) {
 #if defined(__x86_64__)
     asm("" : "+x"(x));
@@ -41,10 +27,10 @@ INLINE float rounded(float x) {
 
 // exp(x) for x <= 0 as a multiple of 2^-34 (so 0 from about -24.3 on), by float32 operations in the order written here.
 INLINE vf weight_of(vf x) {
-    const vf low = splat(-30.0f), magic = splat(12582912.0f), coarse = splat(0x1p-11f);
+    const vf low = splat(-30.0f), coarse = splat(0x1p-11f);
     const vf clamped = x < low ? low : x;
-    const vf shifted = rounded(clamped * 1.44269504f) + magic;
-    const vf n = shifted - magic;
+    const vf shifted = rounded(clamped * 1.44269504f) + ROUNDER;
+    const vf n = shifted - ROUNDER;
     const vf r = (clamped - rounded(n * 0.693359375f)) + rounded(n * 2.12194440e-4f);
     vf p = splat(1.9875691500e-4f);
     p = rounded(p * r) + 1.3981999507e-3f;
@@ -53,14 +39,14 @@ INLINE vf weight_of(vf x) {
     p = rounded(p * r) + 1.6666665459e-1f;
     p = rounded(p * r) + 5.0000001201e-1f;
     p = rounded(rounded(p * r) * r) + r + 1.0f;
-    const vf y = p * (vf)(((vi)shifted - (vi)magic + 127) << 23);
+    const vf y = p * (vf)(((vi)shifted - (vi)splat(ROUNDER) + 127) << 23);
     return y < coarse ? rounded(y + coarse) - coarse : y;
 }
 
 INLINE bool any(vi mask) {
-#if defined(WINDLASS_FMA) && WINDLASS_LANES == 16
+#if defined(WINDLASS_AVX) && WINDLASS_LANES == 16
     return _mm512_movepi32_mask((__m512i)mask);
-#elif defined(WINDLASS_FMA)
+#elif defined(WINDLASS_AVX)
     return _mm256_movemask_ps((__m256)mask);
 #elif defined(WINDLASS_NEON)
     return vmaxvq_u32((uint32x4_t)mask);
@@ -73,14 +59,14 @@ INLINE bool any(vi mask) {
 
 // Sums in float64. Where nothing is lost, the order is free.
 struct WideSum {
-#if defined(WINDLASS_FMA) && WINDLASS_LANES == 16
+#if defined(WINDLASS_AVX) && WINDLASS_LANES == 16
     __m512d a, b;
     INLINE_MEMBER void add(vf x) {
         a = _mm512_add_pd(a, _mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x)));
         b = _mm512_add_pd(b, _mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)x, 1)));
     }
     INLINE_MEMBER double total() const { return _mm512_reduce_add_pd(_mm512_add_pd(a, b)); }
-#elif defined(WINDLASS_FMA)
+#elif defined(WINDLASS_AVX)
     __m256d a, b;
     INLINE_MEMBER void add(vf x) {
         a = _mm256_add_pd(a, _mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x)));

@@ -6,10 +6,6 @@
 
 #pragma once
 
-#include <cstdint>
-#include <cstdlib>
-
-#include "names.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -165,8 +161,7 @@ template <class T>
 static void add(Rows p, const T *x, float *wide, T *out, long out_row, const Group *groups, long count, long rows, long work) {
     if (wide) {
         for_units(rows, threads_for(rows * p.K, rows), [&](long place) {
-            const T *source = x + p.order[place] * p.x_row;
-            for (long k = 0; k < p.K; k++) wide[p.order[place] * p.K + k] = widen(source[k]);
+            copy_converted(x + p.order[place] * p.x_row, wide + p.order[place] * p.K, p.K);
         });
         p.x = wide, p.x_row = p.K;
     }

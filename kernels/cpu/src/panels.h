@@ -12,24 +12,18 @@
 
 #pragma once
 
-#include <cstdlib>
-
 #include "bf16_dot.h"
-#include "names.h"
 #include "simd.h"
 #include "work_split.h"
 
 namespace {
-
 namespace panels {
 
 constexpr long PANEL_ROWS = 16;
 constexpr long LINE_ELEMENTS = 2 * PANEL_ROWS;
 constexpr long K_BLOCK = 1024;          // elements of K that stay in L1 for all tiles of x; even
-constexpr long X_STRIDE = K_BLOCK + 16;  // of the packed x: rows a page apart would share the sets of L1
-constexpr long PAIR_STRIDE = K_BLOCK / 2 + 16;
-template <class N> constexpr long STRIDE = X_STRIDE;
-template <> constexpr long STRIDE<pair> = PAIR_STRIDE;
+// Of the packed x: rows a page apart would share the sets of L1.
+template <class N> constexpr long STRIDE = K_BLOCK / NUMBERS<N> + 16;
 template <class N> constexpr long MAX_ROWS = 48;  // rows of x per pass over the weight
 template <> constexpr long MAX_ROWS<pair> = 96;
 
@@ -43,7 +37,7 @@ constexpr int VECTORS = 2;
 template <class N> constexpr int MAX_MT = 3;
 #endif
 constexpr int ONE_VECTORS = PANEL_ROWS / W;  // one panel at a time for a single row of x
-// Bytes that the first tile prefetches into L2 if there are several rows of x: with its many loads the processor cannot look far
+// Bytes that the first tile prefetches into L2 if there are several rows of x: with its many loads the processor cannot fetch far
 // ahead (measured on Zen 4, float16 and 4 rows a quarter less time, 8 rows a seventh; pairs of bfloat16 and 12 rows a quarter). A
 // single row is read as quickly without.
 constexpr long AHEAD = 4096;
@@ -59,13 +53,13 @@ template <int half> INLINE vf load_element(const f16 *p) { return load(p + half 
 INLINE const bf16 *rows_from(const bf16 *panel, long r) { return panel + 2 * r; }
 INLINE const f16 *rows_from(const f16 *panel, long r) { return panel + r; }
 
-template <bool ASKS, class TW> INLINE void next_line(const TW *&w) {
-    if (ASKS) __builtin_prefetch((const char *)w + AHEAD, 0, 2);
+template <bool PREFETCHES, class TW> INLINE void next_line(const TW *&w) {
+    if (PREFETCHES) __builtin_prefetch((const char *)w + AHEAD, 0, 2);
     w += LINE_ELEMENTS;
 }
 
-// sums[v][m] += over `pairs` pairs of elements of K; set where `fresh`. x: rows X_STRIDE apart.
-template <class TW, int V, int MT, bool ASKS>
+// sums[v][m] += over `pairs` pairs of elements of K; set where `fresh`. x: rows STRIDE apart.
+template <class TW, int V, int MT, bool PREFETCHES>
 static NOINLINE void multiply_tile(const TW *const *weights, const float *x, long pairs, vf *sums, bool fresh) {
     vf acc[2][V][MT] = {};
     const TW *w[V];
@@ -75,13 +69,13 @@ static NOINLINE void multiply_tile(const TW *const *weights, const float *x, lon
             vf weight[V];
             for (int v = 0; v < V; v++) weight[v] = load_weight(w[v]);
             for (int m = 0; m < MT; m++) {
-                const vf xm = splat(x[m * X_STRIDE + half]);
+                const vf xm = splat(x[m * STRIDE<float> + half]);
                 for (int v = 0; v < V; v++) into[v][m] = add_product(into[v][m], weight[v], xm);
             }
         };
         multiply([](const TW *p) { return load_element<0>(p); }, acc[0], 0);
         multiply([](const TW *p) { return load_element<1>(p); }, acc[1], 1);
-        for (int v = 0; v < V; v++) next_line<ASKS>(w[v]);
+        for (int v = 0; v < V; v++) next_line<PREFETCHES>(w[v]);
     }
     for (int v = 0; v < V; v++)
         for (int m = 0; m < MT; m++) {
@@ -90,17 +84,17 @@ static NOINLINE void multiply_tile(const TW *const *weights, const float *x, lon
         }
 }
 
-// The same of pairs. x: rows PAIR_STRIDE apart.
-template <class TW, int V, int MT, bool ASKS>
+// The same of pairs.
+template <class TW, int V, int MT, bool PREFETCHES>
 static NOINLINE void multiply_tile(const TW *const *weights, const pair *x, long pairs, vf *sums, bool fresh) {
     vf acc[V][MT] = {};
     const TW *w[V];
     for (int v = 0; v < V; v++) w[v] = weights[v];
     for (long k = 0; k < pairs; k++, x++) {
         vu weight[V];
-        for (int v = 0; v < V; v++) weight[v] = load((const pair *)w[v]), next_line<ASKS>(w[v]);
+        for (int v = 0; v < V; v++) weight[v] = load((const pair *)w[v]), next_line<PREFETCHES>(w[v]);
         for (int m = 0; m < MT; m++) {
-            const vu xm = splat(x[m * PAIR_STRIDE]);
+            const vu xm = splat(x[m * STRIDE<pair>]);
             for (int v = 0; v < V; v++) acc[v][m] = add_product(acc[v][m], weight[v], xm);
         }
     }
@@ -109,51 +103,34 @@ static NOINLINE void multiply_tile(const TW *const *weights, const pair *x, long
 }
 
 template <class TW, int V, class N, int MT = 1>
-INLINE void multiply_any(long mt, const TW *const *weights, const N *x, long pairs, vf *sums, bool fresh, bool asks) {
+INLINE void multiply_any(long mt, const TW *const *weights, const N *x, long pairs, vf *sums, bool fresh, bool prefetches) {
     if constexpr (V == VECTORS && MT < MAX_MT<N>) {
-        if (mt > MT) return multiply_any<TW, V, N, MT + 1>(mt, weights, x, pairs, sums, fresh, asks);
+        if (mt > MT) return multiply_any<TW, V, N, MT + 1>(mt, weights, x, pairs, sums, fresh, prefetches);
     }
-    if (asks) multiply_tile<TW, V, MT, true>(weights, x, pairs, sums, fresh);
+    if (prefetches) multiply_tile<TW, V, MT, true>(weights, x, pairs, sums, fresh);
     else multiply_tile<TW, V, MT, false>(weights, x, pairs, sums, fresh);
 }
 
-struct Product {
-    const void *x; long x_stride; int x_type;
-    const void *weight; int w_type;
-    const void *bias; int bias_type;
-    void *out; long out_stride;
-    long M, N, K;
-};
-
-// packed[k block][row][X_STRIDE], float32; a zero follows an odd K.
-template <class TX> static void pack_x(const Product &p, float *packed) {
+// packed[k block][row][STRIDE<N>]; a zero follows an odd K.
+template <class TX, class N> static void pack_x(const Linear &p, N *packed) {
     for (long k0 = 0; k0 < p.K; k0 += K_BLOCK) {
         const long count = min_of(K_BLOCK, p.K - k0);
-        for (long m = 0; m < p.M; m++, packed += X_STRIDE) {
+        for (long m = 0; m < p.M; m++, packed += STRIDE<N>) {
             const TX *source = (const TX *)p.x + m * p.x_stride + k0;
-            long i = 0;
-            for (; i + W <= count; i += W) store(packed + i, load(source + i));
-            for (; i < count; i++) packed[i] = widen(source[i]);
-            if (count % 2) packed[count] = 0.0f;
-        }
-    }
-}
-
-// packed[k block][row][PAIR_STRIDE]; a zero follows an odd K.
-template <class TX> static void pack_x(const Product &p, pair *packed) {
-    static_assert(sizeof(TX) == sizeof(bf16));
-    for (long k0 = 0; k0 < p.K; k0 += K_BLOCK) {
-        const long count = min_of(K_BLOCK, p.K - k0);
-        for (long m = 0; m < p.M; m++, packed += PAIR_STRIDE) {
-            if (count % 2) packed[count / 2] = {};
-            __builtin_memcpy(packed, (const TX *)p.x + m * p.x_stride + k0, count * sizeof(TX));
+            if (count % 2) packed[count / NUMBERS<N>] = N{};
+            if constexpr (NUMBERS<N> == 1) {
+                copy_converted(source, packed, count);
+            } else {
+                static_assert(sizeof(TX) == sizeof(bf16));
+                __builtin_memcpy(packed, source, count * sizeof(TX));
+            }
         }
     }
 }
 
 // Rows [n0, n1) of the weight against all rows of x.
 template <class TW, class TX, int V, class N>
-static void multiply_rows(const Product &p, Tiles tiles, const N *packed, long n0, long n1) {
+static void multiply_rows(const Linear &p, Tiles tiles, const N *packed, long n0, long n1) {
     vf sums[MAX_ROWS<N> * V];
     const long lines = ceil_div(p.K, 2);
     for (long n = n0; n < n1; n += V * W) {
@@ -181,58 +158,37 @@ static void multiply_rows(const Product &p, Tiles tiles, const N *packed, long n
                 for (long m = 0; m < mt; m++) {
                     const vf y = sums[first * V + v * mt + m] + bias;
                     TX *out = (TX *)p.out + (first + m) * p.out_stride + row;
-                    if (valid == W) store(out, y);
-                    else store_some(out, y, valid);
+                    store_part(out, y, valid);
                 }
             }
         }
     }
 }
 
-template <class TW, class TX, class N> static int multiply_pass(const Product &p) {
+template <class TW, class TX, class N> static int multiply_pass(const Linear &p) {
     const Tiles tiles = {p.M, ceil_div(p.M, MAX_MT<N>)};
     const auto multiply = p.M == 1 ? multiply_rows<TW, TX, ONE_VECTORS, N> : multiply_rows<TW, TX, VECTORS, N>;
     const long unit = max_of(PANEL_ROWS, VECTORS * W);
-    const long chunk = round_up(chunk_of(p.N, p.K * (long)sizeof(TW)), unit);
-    const long chunks = ceil_div(p.N, chunk);
-    const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, most_threads());
-    // Every thread packs for itself, which is faster than a barrier.
-    const long bytes = round_up(p.M * ceil_div(p.K, K_BLOCK) * STRIDE<N> * (long)sizeof(N), 64);
-    void *memory = nullptr;
-    if (posix_memalign(&memory, 64, threads * bytes)) return 1;
-    Shares shares(chunks, threads);
-    on_threads(threads, [&](long thread) {
-        N *packed = (N *)((char *)memory + thread * bytes);
-        pack_x<TX>(p, packed);
-        shares.take(thread, [&](long c) { multiply(p, tiles, packed, c * chunk, min_of((c + 1) * chunk, p.N)); });
-    });
-    free(memory);
-    return 0;
+    return in_chunks(
+        p, unit, sizeof(TW), p.M * ceil_div(p.K, K_BLOCK) * STRIDE<N> * (long)sizeof(N),
+        [&](void *packed) { pack_x<TX>(p, (N *)packed); },
+        [&](const void *packed, long n0, long n1) { multiply(p, tiles, (const N *)packed, n0, n1); });
 }
 
-template <class TW, class TX, class N = float> static int multiply_all(Product p) {
+template <class TW, class TX, class N = float> static int multiply_all(const Linear &p) {
     // Passes of equal size: a last pass of a few rows would read the entire weight for little work.
-    const long rows = p.M, passes = ceil_div(rows, MAX_ROWS<N>);
-    const long step = passes ? min_of(round_up(ceil_div(rows, passes), MAX_MT<N>), MAX_ROWS<N>) : 1;
-    for (long m = 0; m < rows; m += step) {
-        Product pass = p;
-        pass.M = min_of(step, rows - m);
-        pass.x = (const TX *)p.x + m * p.x_stride;
-        pass.out = (TX *)p.out + m * p.out_stride;
-        if (multiply_pass<TW, TX, N>(pass)) return 1;
-    }
-    return 0;
+    const long passes = ceil_div(p.M, MAX_ROWS<N>);
+    return in_passes<TX>(p, passes ? min_of(round_up(ceil_div(p.M, passes), MAX_MT<N>), MAX_ROWS<N>) : 1, multiply_pass<TW, TX, N>);
 }
 
-template <class TW> INLINE int multiply_typed(const Product &p) {
+template <class TW> INLINE int multiply_typed(const Linear &p) {
     return p.x_type == 0 ? multiply_all<TW, float>(p) : multiply_all<TW, bf16>(p);
 }
 
-// Types: 0 float32, 1 bfloat16, 2 float16; x and out are 0 or 1, the weight 1 or 2. Strides in elements. Returns 1 when out
-// of memory.
+// See Linear; the weight is of type 1 or 2. Returns 1 when out of memory.
 EXPORT int WINDLASS_NAME(linear_panels)(const void *x, long x_stride, int x_type, const void *weight, int w_type,
                                         const void *bias, int bias_type, void *out, long out_stride, long M, long N, long K) {
-    const Product p = {x, x_stride, x_type, weight, w_type, bias, bias_type, out, out_stride, M, N, K};
+    const Linear p = {x, x_stride, x_type, weight, 0, w_type, bias, bias_type, out, out_stride, M, N, K};
 #if defined(WINDLASS_BF16)
     if (x_type == 1 && w_type == 1) return multiply_all<bf16, bf16, pair>(p);
 #endif
@@ -240,5 +196,4 @@ EXPORT int WINDLASS_NAME(linear_panels)(const void *x, long x_stride, int x_type
 }
 
 }  // namespace panels
-
 }  // namespace

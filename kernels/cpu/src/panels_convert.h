@@ -2,13 +2,11 @@
 
 #pragma once
 
-#include "names.h"
 #include "panels.h"
 #include "simd.h"
 #include "work_split.h"
 
 namespace {
-
 namespace panels {
 
 // Index of element k of row r in a panel.
@@ -57,7 +55,7 @@ EXPORT int WINDLASS_NAME(pack_panels)(const void *source, long stride, int type,
 }
 
 template <class T> static void widen_to(const T *data, long first, long count, long K, float *out) {
-    constexpr long LINES = 16;  // of a panel at a time: threads share the lines, and every page of `out` is visited in one go
+    constexpr long LINES = 16;  // of a panel at a time: threads share the lines, and every page of `out` is visited once
     const long lines = ceil_div(K, 2), width = count * PANEL_ROWS;
 #pragma omp parallel for schedule(static) num_threads(threads_for(K *width, ceil_div(lines, LINES)))
     for (long block = 0; block < lines; block += LINES) {
@@ -84,5 +82,4 @@ EXPORT int WINDLASS_NAME(widen_panels)(const void *data, int type, long first, l
 }
 
 }  // namespace panels
-
 }  // namespace

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "elementwise.h"
-#include "names.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -45,22 +44,12 @@ EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, long group, long x
 // out[r, j] = combine(gate_up[r, j], gate_up[r, dim + j]), vector by vector.
 template <class F>
 INLINE int combine_halves(const void *gate_up, long row, int type, void *out, long rows, long dim, F combine) {
-    constexpr long PIECE = 4096;  // so that a single wide row is spread over the threads
-    const long pieces = ceil_div(dim, PIECE);
     with_type(type, [&](auto *element) {
         typedef decltype(element) T;
-        for_units(rows * pieces, threads_for(rows * dim, rows * pieces), [&](long unit) {
-            const long r = unit / pieces, begin = unit % pieces * PIECE, end = min_of(begin + PIECE, dim);
-            const auto *gate = (T)gate_up + r * row, *up = gate + dim;
-            auto *target = (T)out + r * dim;
-            for (long j = begin; j < end; j += W) {
-                const long n = min_of(W, end - j);
-                const vf g = n == W ? load(gate + j) : load_some(gate + j, n);
-                const vf u = n == W ? load(up + j) : load_some(up + j, n);
-                const vf y = combine(g, u);
-                if (n == W) store(target + j, y);
-                else store_some(target + j, y, n);
-            }
+        each_vector(rows, dim, [&](long r) {
+            return [=, gate = (T)gate_up + r * row, target = (T)out + r * dim](long j, long n) {
+                store_part(target + j, combine(load_part(gate + j, n), load_part(gate + dim + j, n)), n);
+            };
         });
     });
     return 0;
@@ -98,15 +87,9 @@ EXPORT int WINDLASS_NAME(gate_by_sigmoid)(void *x, long row, int type, const voi
             for (long j = 0; j < dim; j += W) {
                 const long n = min_of(W, dim - j);
                 vf by = one;
-                if (gate_columns != 1) {
-                    with_type(gate_type, [&](auto *of) {
-                        const auto *own = (decltype(of))gate + r * gate_row + j;
-                        by = sigmoid(n == W ? load(own) : load_some(own, n));
-                    });
-                }
-                const vf y = (n == W ? load(target + j) : load_some(target + j, n)) * by;
-                if (n == W) store(target + j, y);
-                else store_some(target + j, y, n);
+                if (gate_columns != 1)
+                    with_type(gate_type, [&](auto *of) { by = sigmoid(load_part((decltype(of))gate + r * gate_row + j, n)); });
+                store_part(target + j, load_part(target + j, n) * by, n);
             }
         });
     });
@@ -115,19 +98,7 @@ EXPORT int WINDLASS_NAME(gate_by_sigmoid)(void *x, long row, int type, const voi
 
 // out = cap * tanh(x / cap), float32.
 EXPORT int WINDLASS_NAME(soft_cap)(const float *x, long row, float cap, float *out, long rows, long dim) {
-    constexpr long PIECE = 4096;
-    const long pieces = ceil_div(dim, PIECE);
-    for_units(rows * pieces, threads_for(rows * dim, rows * pieces), [&](long unit) {
-        const long r = unit / pieces, begin = unit % pieces * PIECE, end = min_of(begin + PIECE, dim);
-        for (long j = begin; j < end; j += W) {
-            const long n = min_of(W, end - j);
-            const float *source = x + r * row + j;
-            const vf y = tanh_of((n == W ? load(source) : load_some(source, n)) / cap) * cap;
-            if (n == W) store(out + r * dim + j, y);
-            else store_some(out + r * dim + j, y, n);
-        }
-    });
-    return 0;
+    return each_number(x, row, 0, out, dim, rows, dim, [&](vf one, long) { return tanh_of(one / cap) * cap; });
 }
 
 // out = table[ids] * scale, of type out_type. Returns 1 for an id out of range; nothing is written then.

@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <cstdint>
-
 #include "attention_decode_entry.h"
 #include "block_dequantize.h"
 #include "block_linear.h"
@@ -14,7 +12,6 @@
 #include "latent.h"
 #include "linear.h"
 #include "low_rank.h"
-#include "names.h"
 #include "panels.h"
 #include "pointwise.h"
 #include "rotary.h"
@@ -34,11 +31,6 @@ struct RecordedCall {
     const char *arguments;  // 8 bytes each: an integer, an address, or a float64 for a float
 };
 
-// Types of linear_blocks_amx and linear_panels_amx, which not every instruction set has.
-typedef int BlocksRounded(const void *, long, int, const uint8_t *, const void *, const void *, int, int, int, int, int, const float *, int,
-                          void *, long, long, long, long);
-typedef int PanelsRounded(const void *, long, const void *, const float *, int, void *, long, long, long, long);
-
 template <class T> struct Argument {  // integers and addresses
     static INLINE_MEMBER T from(const char *at) {
         int64_t value;
@@ -54,21 +46,18 @@ template <> struct Argument<float> {
     }
 };
 
-template <long... I> struct Indices {};
-template <long N, long... I> struct IndicesTo : IndicesTo<N - 1, N - 1, I...> {};
-template <long... I> struct IndicesTo<0, I...> { typedef Indices<I...> type; };
-
-template <class... A, long... I> INLINE int call_with(int (*function)(A...), const char *arguments, Indices<I...>) {
+template <class... A, size_t... I> INLINE int call_with(int (*function)(A...), const char *arguments, std::index_sequence<I...>) {
     return function(Argument<A>::from(arguments + 8 * I)...);
 }
 // `like` gives the type only.
 template <class... A> INLINE int run_call(const RecordedCall &call, int (*like)(A...)) {
-    return call_with((decltype(like))call.function, call.arguments, typename IndicesTo<sizeof...(A)>::type());
+    return call_with((decltype(like))call.function, call.arguments, std::index_sequence_for<A...>());
 }
 
 static int run_calls(const void *calls, long count) {
     for (long i = 0; i < count; i++) {
         const RecordedCall &call = ((const RecordedCall *)calls)[i];
+        constexpr ExpertProducts TYPES = {};  // of functions that not every instruction set has
         int code = 1;
         switch (call.kind) {
             case 0: code = run_call(call, WINDLASS_NAME(linear)); break;
@@ -100,8 +89,8 @@ static int run_calls(const void *calls, long count) {
             case 26: code = run_call(call, WINDLASS_NAME(scale_rows)); break;
             case 27: code = run_call(call, WINDLASS_NAME(all_reduce)); break;
             case 28: code = run_call(call, WINDLASS_NAME(gather_columns)); break;
-            case 29: code = run_call(call, (BlocksRounded *)nullptr); break;
-            case 30: code = run_call(call, (PanelsRounded *)nullptr); break;
+            case 29: code = run_call(call, TYPES.linear_blocks_amx); break;
+            case 30: code = run_call(call, TYPES.linear_panels_amx); break;
             case 31: code = run_call(call, WINDLASS_NAME(scale_columns)); break;
             case 32: code = run_call(call, WINDLASS_NAME(rotate_and_append_rows)); break;
             case 33: code = run_call(call, WINDLASS_NAME(multiply)); break;

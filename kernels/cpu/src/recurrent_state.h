@@ -3,11 +3,8 @@
 
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-
-#include "names.h"
 #include "simd.h"
+#include "work_split.h"
 
 namespace {
 
@@ -57,23 +54,33 @@ static long find_runs(const StateRows &rows, long begin, long end, long &s, Run 
     return count;
 }
 
-// n columns from here on, zeros after them.
-template <class T, int V> INLINE void load_columns(const T *from, long n, vf (&to)[V]) {
-    for (int v = 0; v < V; v++, n -= W) to[v] = n >= W ? load(from + v * W) : n > 0 ? load_some(from + v * W, n) : vf{};
-}
-template <class T, int V> INLINE void store_columns(T *to, long n, const vf (&from)[V]) {
-    for (int v = 0; v < V; v++, n -= W) {
-        if (n >= W) store(to + v * W, from[v]);
-        else if (n > 0) store_some(to + v * W, from[v], n);
+// Slice after slice: prepare(token, place in the slice) for its tokens, then update(runs, their count, first token of the slice,
+// unit, thread) for `of_run` units of each of its runs. prepared, work: what the two cost by token, in elements.
+template <class P, class U>
+INLINE void for_slices(const StateRows &rows, long tokens, long prepared, long of_run, long work, const P &prepare, const U &update) {
+    long s = 0;
+    for (long begin = 0; begin < tokens; begin += SLICE) {
+        const long end = min_of(begin + SLICE, tokens), size = end - begin;
+        for_units(size, threads_for(size * prepared, size), [&](long t) { prepare(begin + t, t); });
+        Run runs[SLICE];
+        const long count = find_runs(rows, begin, end, s, runs), units = count * of_run, threads = threads_for(size * work, units);
+        Shares shares(units, threads);
+        on_threads(threads, [&](long thread) {
+            shares.take(thread, [&](long unit) { update(runs, count, begin, unit, thread); });
+        });
     }
 }
 
-// decay * m + added * key.
-INLINE vf decay_and_add(vf m, float decay, vf added, vf key) {
-    vu decayed = (vu)(m * decay);
-    hide(decayed);  // or it would be fused with the addition in one place and not in the other
-    return add_product((vf)decayed, added, key);
+// n columns from here on, zeros after them.
+template <class T, int V> INLINE void load_columns(const T *from, long n, vf (&to)[V]) {
+    for (int v = 0; v < V; v++, n -= W) to[v] = n > 0 ? load_part(from + v * W, n) : vf{};
 }
+template <class T, int V> INLINE void store_columns(T *to, long n, const vf (&from)[V]) {
+    for (int v = 0; v < V && n > 0; v++, n -= W) store_part(to + v * W, from[v], n);
+}
+
+// decay * m + added * key. Without `rounded` the first product would be fused with the addition in one place and not in the other.
+INLINE vf decay_and_add(vf m, float decay, vf added, vf key) { return add_product(rounded(m * decay), added, key); }
 
 INLINE float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 

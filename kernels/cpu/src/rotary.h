@@ -2,10 +2,6 @@
 
 #pragma once
 
-#include <cstdint>
-#include <omp.h>
-
-#include "names.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -125,44 +121,60 @@ INLINE void rotate_head(const TS *source, TT *target, long dim, long half, const
 
 template <bool past_caches, class TS, class TT> INLINE void copy_row(const TS *source, TT *target, long n) {
     long j = 0;
-    for (; j + W <= n; j += W) put<past_caches>(target + j, load(source + j));
-    for (; j < n; j++) narrow(widen(source[j]), target[j]);
+    if constexpr (past_caches)
+        for (; j + W <= n; j += W) stream(target + j, load(source + j));
+    copy_converted(source + j, target + j, n - j);
 }
 
-// q, k, v: [T, heads, dim], strides of T and heads in elements, one type.
-struct Append {
-    void *q; long q_row, q_head;
-    const void *k; long k_row, k_head;
-    const void *v; long v_row, v_head;
+// Angles of rows: cosines and sines, [rows][half].
+struct Angles {
     const float *cos; long cos_row;
     const float *sin; long sin_row;
-    const float *q_scale;
-    void *key_pages, *value_pages;
-    const int64_t *slots;
-    long tokens, q_heads, kv_heads, dim, value_dim, half;
+    long half;
+
+    // target = source rotated by row n.
+    template <bool past_caches = false, class TS, class TT>
+    INLINE_MEMBER void rotate(long n, const TS *source, TT *target, long dim, float scale = 1.0f) const {
+        rotate_head<past_caches>(source, target, dim, half, cos + n * cos_row, sin + n * sin_row, scale);
+    }
 };
 
-template <bool past_caches, class TS, class TP> static void rotate_all(const Append &p) {
-    const long threads = threads_for(p.tokens * (p.q_heads + 2 * p.kv_heads) * p.dim, p.tokens);
-    Units tokens(p.tokens, max_of(1, ceil_div(p.tokens, threads)));
-    on_threads(threads, [&](long) {
-        tokens.take([&](long t) {
-            const float *c = p.cos + t * p.cos_row, *s = p.sin + t * p.sin_row;
-            for (long h = 0; h < p.q_heads; h++) {
-                TS *head = (TS *)p.q + t * p.q_row + h * p.q_head;
-                rotate_head<false>(head, head, p.dim, p.half, c, s, p.q_scale[t]);
-            }
-            if (p.slots[t] < 0) return;
-            const TS *k = (const TS *)p.k + t * p.k_row, *v = (const TS *)p.v + t * p.v_row;
-            TP *key = (TP *)p.key_pages + p.slots[t] * p.kv_heads * p.dim;
-            TP *value = (TP *)p.value_pages + p.slots[t] * p.kv_heads * p.value_dim;
-            for (long h = 0; h < p.kv_heads; h++)
-                rotate_head<past_caches>(k + h * p.k_head, key + h * p.dim, p.dim, p.half, c, s, 1.0f);
-            for (long h = 0; h < p.kv_heads; h++)
-                copy_row<past_caches>(v + h * p.v_head, value + h * p.value_dim, p.value_dim);
+// Tokens whose keys are appended to a cache: q [tokens, heads, dim] with a factor per token, and their slots, negative for padding.
+struct Appended {
+    void *q; long q_row, q_head;
+    const float *q_scale;
+    const int64_t *slots;
+    long tokens, heads, dim;
+    Angles angles;
+
+    INLINE_MEMBER bool fit(long num_slots) const {
+        for (long t = 0; t < tokens; t++)
+            if (slots[t] >= num_slots) return false;
+        return true;
+    }
+    INLINE_MEMBER long threads(long kv_heads) const { return threads_for(tokens * (heads + kv_heads) * dim, tokens); }
+    // Rotates the queries of all tokens, of type T, and calls append(t, thread) for each one with a slot. streams: append stores past
+    // the caches.
+    template <class T, bool streams = false, class F> INLINE_MEMBER void rotate(long threads, const F &append) const {
+        Units units(tokens, max_of(1, ceil_div(tokens, threads)));
+        on_threads(threads, [&](long thread) {
+            units.take([&](long t) {
+                for (long h = 0; h < heads; h++) {
+                    T *head = (T *)q + t * q_row + h * q_head;
+                    angles.rotate(t, head, head, dim, q_scale[t]);
+                }
+                if (slots[t] >= 0) append(t, thread);
+            });
+            if constexpr (streams) finish_streams();
         });
-        if constexpr (past_caches) finish_streams();
-    });
+    }
+};
+
+// Whether cached keys may be moved from and to these slots.
+INLINE bool slots_exist(const int64_t *sources, const int64_t *targets, long count, long num_slots) {
+    for (long n = 0; n < count; n++)
+        if (sources[n] < 0 || sources[n] >= num_slots || targets[n] < 0 || targets[n] >= num_slots) return false;
+    return true;
 }
 
 INLINE bool aligned(const void *p) { return (uintptr_t)p % (4 * W) == 0; }
@@ -175,33 +187,41 @@ EXPORT int WINDLASS_NAME(rotate_and_append)(
     int type, const float *cos, long cos_row, const float *sin, long sin_row, const float *q_scale, void *key_pages,
     void *value_pages, int page_type, long num_slots, const int64_t *slots, long tokens, long q_heads, long kv_heads,
     long dim, long value_dim, long half, int past_caches) {
-    for (long t = 0; t < tokens; t++)
-        if (slots[t] >= num_slots) return 2;
-    const Append p = {q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, cos, cos_row, sin, sin_row, q_scale,
-                      key_pages, value_pages, slots, tokens, q_heads, kv_heads, dim, value_dim, half};
+    const Appended p = {q, q_row, q_head, q_scale, slots, tokens, q_heads, dim, {cos, cos_row, sin, sin_row, half}};
+    if (!p.fit(num_slots)) return 2;
     const bool whole = dim % W == 0 && value_dim % W == 0 && half % W == 0 && aligned(key_pages) && aligned(value_pages);
     with_type(type, [&](auto *element) {
         with_type(page_type, [&](auto *page) {
             typedef __typeof__(*element) TS;
             typedef __typeof__(*page) TP;
+            const auto rotate_all = [&](auto streams) {
+                constexpr bool STREAMS = decltype(streams)::value;
+                p.rotate<TS, STREAMS>(p.threads(2 * kv_heads), [&](long t, long) {
+                    const TS *key = (const TS *)k + t * k_row, *value = (const TS *)v + t * v_row;
+                    TP *keys = (TP *)key_pages + slots[t] * kv_heads * dim;
+                    TP *values = (TP *)value_pages + slots[t] * kv_heads * value_dim;
+                    for (long h = 0; h < kv_heads; h++) p.angles.rotate<STREAMS>(t, key + h * k_head, keys + h * dim, dim);
+                    for (long h = 0; h < kv_heads; h++) copy_row<STREAMS>(value + h * v_head, values + h * value_dim, value_dim);
+                });
+            };
             if constexpr (sizeof(TP) == 4) {
-                if (past_caches && whole) return rotate_all<true, TS, TP>(p);
+                if (past_caches && whole) return rotate_all(Number<1>());
             }
-            rotate_all<false, TS, TP>(p);
+            rotate_all(Number<0>());
         });
     });
     return 0;
 }
 
 // Keys at sources are rotated by the given angles and written to targets together with their values; an entry whose source is its
-// target is rotated in place. No target may be another entry's source or target. Pages: [slots, kv_heads, dim], contiguous, one type; dims
-// past 2 * half and values are copied bit by bit. Returns 2 for a slot outside the pages, with nothing touched.
+// target is rotated in place. No target may be another entry's source or target. Pages: [slots, kv_heads, dim], contiguous, one
+// type; dims past 2 * half and values are copied bit by bit. Returns 2 for a slot outside the pages, with nothing touched.
 EXPORT int WINDLASS_NAME(rerotate_cached_keys)(void *key_pages, void *value_pages, int page_type, long num_slots,
                                                const int64_t *sources, const int64_t *targets, long count, const float *cos,
                                                long cos_row, const float *sin, long sin_row, long kv_heads, long dim,
                                                long value_dim, long half) {
-    for (long n = 0; n < count; n++)
-        if (sources[n] < 0 || sources[n] >= num_slots || targets[n] < 0 || targets[n] >= num_slots) return 2;
+    if (!slots_exist(sources, targets, count, num_slots)) return 2;
+    const Angles angles = {cos, cos_row, sin, sin_row, half};
     with_type(page_type, [&](auto *page) {
         typedef __typeof__(*page) T;
 #pragma omp parallel for num_threads(threads_for(count * kv_heads * (dim + value_dim), count)) schedule(static)
@@ -209,36 +229,36 @@ EXPORT int WINDLASS_NAME(rerotate_cached_keys)(void *key_pages, void *value_page
             const T *source = (const T *)key_pages + sources[n] * kv_heads * dim;
             T *target = (T *)key_pages + targets[n] * kv_heads * dim;
             for (long h = 0; h < kv_heads; h++, source += dim, target += dim) {
-                rotate_head<false>(source, target, 2 * half, half, cos + n * cos_row, sin + n * sin_row, 1.0f);
+                angles.rotate(n, source, target, 2 * half);
                 if (source != target)
                     __builtin_memcpy(target + 2 * half, source + 2 * half, (dim - 2 * half) * sizeof(T));
             }
             if (sources[n] == targets[n]) continue;
             const long row = kv_heads * value_dim;
-            __builtin_memcpy((T *)value_pages + targets[n] * row, (const T *)value_pages + sources[n] * row,
-                             row * sizeof(T));
+            __builtin_memcpy((T *)value_pages + targets[n] * row, (const T *)value_pages + sources[n] * row, row * sizeof(T));
         }
     });
     return 0;
 }
 
-// out = q [tokens, heads, dim] unchanged, then q[rows[m]] for every m, rotated by the m-th of `turned` angles: the rotated query
+// out = q [tokens, heads, dim] unchanged, then q[rows[m]] for every m, rotated by the m-th of `copies` angles: the rotated query
 // copies of attention_key_ranges.h. out is contiguous, of q's type. Returns 2 for a row that q lacks; nothing is written then.
 EXPORT int WINDLASS_NAME(rotate_queries)(const void *q, long q_row, long q_head, int q_type, const int64_t *rows, const float *cos,
-                                       long cos_row, const float *sin, long sin_row, void *out, long tokens, long turned,
+                                       long cos_row, const float *sin, long sin_row, void *out, long tokens, long copies,
                                        long heads, long dim, long half) {
-    for (long m = 0; m < turned; m++)
+    for (long m = 0; m < copies; m++)
         if (rows[m] < 0 || rows[m] >= tokens) return 2;
+    const Angles angles = {cos, cos_row, sin, sin_row, half};
     with_type(q_type, [&](auto *type) {
         typedef __typeof__(*type) T;
-        for_units(tokens + turned, threads_for((tokens + turned) * heads * dim, tokens + turned), [&](long n) {
+        for_units(tokens + copies, threads_for((tokens + copies) * heads * dim, tokens + copies), [&](long n) {
             const long m = n - tokens;
             const T *source = (const T *)q + (m < 0 ? n : (long)rows[m]) * q_row;
             T *target = (T *)out + n * heads * dim;
             for (long h = 0; h < heads; h++, source += q_head, target += dim) {
-                const long turns = m < 0 ? 0 : 2 * half;
-                if (turns) rotate_head<false>(source, target, turns, half, cos + m * cos_row, sin + m * sin_row, 1.0f);
-                __builtin_memcpy(target + turns, source + turns, (dim - turns) * sizeof(T));
+                const long rotated = m < 0 ? 0 : 2 * half;
+                if (rotated) angles.rotate(m, source, target, rotated);
+                __builtin_memcpy(target + rotated, source + rotated, (dim - rotated) * sizeof(T));
             }
         });
     });

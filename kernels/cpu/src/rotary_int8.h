@@ -5,11 +5,7 @@
 
 #pragma once
 
-#include <cstdlib>
-#include <omp.h>
-
 #include "int8_pages.h"
-#include "names.h"
 #include "rotary.h"
 #include "simd.h"
 #include "work_split.h"
@@ -22,8 +18,8 @@ constexpr float SMALLEST_SCALE = 0x1p-100f;
 INLINE float quantize(const float *x, long n, int8_t *codes) {
     vf most = {}, poison = {};
     for (long j = 0; j < n; j += W) {
-        const vf value = n - j >= W ? load(x + j) : load_some(x + j, n - j);
-        most = larger((vf)((vu)value & 0x7fffffffu), most);
+        const vf value = load_part(x + j, n - j);
+        most = larger(magnitude_of(value), most);
         poison += value * 0.0f;
     }
     float scale = largest(most) / 127.0f + sum(poison);
@@ -31,13 +27,9 @@ INLINE float quantize(const float *x, long n, int8_t *codes) {
         __builtin_memset(codes, 0, n);
         return scale != scale ? scale : 0.0f;
     }
-    const vf magic = splat(12582912.0f), divisor = splat(scale);  // 1.5 * 2^23: adding it rounds to the nearest, even
     long j = 0;
-    for (; j + W <= n; j += W) {
-        const vi code = (vi)(load(x + j) / divisor + magic) - (vi)magic;
-        *(vb_any *)(codes + j) = __builtin_convertvector(code, vb);
-    }
-    for (; j < n; j++) codes[j] = (int8_t)(int32_t)(bits_of(x[j] / scale + 12582912.0f) - 0x4b400000u);
+    for (; j + W <= n; j += W) *(vb_any *)(codes + j) = __builtin_convertvector(nearest_int(load(x + j) / splat(scale)), vb);
+    for (; j < n; j++) codes[j] = (int8_t)(int32_t)(bits_of(x[j] / scale + ROUNDER) - bits_of(ROUNDER));
     return scale;
 }
 
@@ -55,35 +47,26 @@ EXPORT int WINDLASS_NAME(rotate_and_append_int8)(
     int type, const float *cos, long cos_row, const float *sin, long sin_row, const float *q_scale, int8_t *key_pages,
     int8_t *value_pages, float *key_scales, float *value_scales, long block_size, long num_slots, const int64_t *slots,
     long tokens, long q_heads, long kv_heads, long dim, long value_dim, long half) {
-    for (long t = 0; t < tokens; t++)
-        if (slots[t] >= num_slots) return 2;
+    const Appended p = {q, q_row, q_head, q_scale, slots, tokens, q_heads, dim, {cos, cos_row, sin, sin_row, half}};
+    if (!p.fit(num_slots)) return 2;
     const CodePages pages = {key_pages, value_pages, key_scales, value_scales, block_size, kv_heads, ceil_div(dim, QUAD), value_dim};
-    const long threads = threads_for(tokens * (q_heads + 2 * kv_heads) * dim, tokens), widest = round_up(max_of(dim, value_dim), QUAD);
+    const long threads = p.threads(2 * kv_heads), widest = round_up(max_of(dim, value_dim), QUAD);
     char *memory = (char *)malloc(max_of(1, threads * HeadMemory::bytes(widest)));
     if (!memory) return 1;
     with_type(type, [&](auto *element_type) {
         typedef __typeof__(*element_type) T;
-        Units units(tokens, max_of(1, ceil_div(tokens, threads)));
-        on_threads(threads, [&](long thread) {
+        p.rotate<T>(threads, [&](long t, long thread) {
             const HeadMemory own(memory + thread * HeadMemory::bytes(widest), widest);
-            units.take([&](long t) {
-                const float *c = cos + t * cos_row, *s = sin + t * sin_row;
-                for (long h = 0; h < q_heads; h++) {
-                    T *head = (T *)q + t * q_row + h * q_head;
-                    rotate_head<false>(head, head, dim, half, c, s, q_scale[t]);
-                }
-                if (slots[t] < 0) return;
-                const long block = slots[t] / block_size, token = slots[t] % block_size;
-                for (long h = 0; h < kv_heads; h++) {
-                    rotate_head<false>((const T *)k + t * k_row + h * k_head, own.head, dim, half, c, s, 1.0f);
-                    *pages.key_scale(block, h, token) = quantize(own.head, dim, own.codes);
-                    for (long d = dim; d < pages.quads * QUAD; d++) own.codes[d] = 0;
-                    pages.put_key(block, h, token, own.codes);
-                    copy_row<false>((const T *)v + t * v_row + h * v_head, own.head, value_dim);
-                    *pages.value_scale(block, h, token) = quantize(own.head, value_dim, own.codes);
-                    pages.put_value(block, h, token, own.codes);
-                }
-            });
+            const long block = slots[t] / block_size, token = slots[t] % block_size;
+            for (long h = 0; h < kv_heads; h++) {
+                p.angles.rotate(t, (const T *)k + t * k_row + h * k_head, own.head, dim);
+                *pages.key_scale(block, h, token) = quantize(own.head, dim, own.codes);
+                for (long d = dim; d < pages.quads * QUAD; d++) own.codes[d] = 0;
+                pages.put_key(block, h, token, own.codes);
+                copy_converted((const T *)v + t * v_row + h * v_head, own.head, value_dim);
+                *pages.value_scale(block, h, token) = quantize(own.head, value_dim, own.codes);
+                pages.put_value(block, h, token, own.codes);
+            }
         });
     });
     free(memory);
@@ -97,8 +80,8 @@ EXPORT int WINDLASS_NAME(rerotate_cached_keys_int8)(
     int8_t *key_pages, int8_t *value_pages, float *key_scales, float *value_scales, long block_size, long num_slots,
     const int64_t *sources, const int64_t *targets, long count, const float *cos, long cos_row, const float *sin,
     long sin_row, long kv_heads, long dim, long value_dim, long half) {
-    for (long n = 0; n < count; n++)
-        if (sources[n] < 0 || sources[n] >= num_slots || targets[n] < 0 || targets[n] >= num_slots) return 2;
+    if (!slots_exist(sources, targets, count, num_slots)) return 2;
+    const Angles angles = {cos, cos_row, sin, sin_row, half};
     const CodePages pages = {key_pages, value_pages, key_scales, value_scales, block_size, kv_heads, ceil_div(dim, QUAD), value_dim};
     const long threads = threads_for(count * kv_heads * (dim + value_dim), count), widest = round_up(max_of(dim, value_dim), QUAD);
     char *memory = (char *)malloc(max_of(1, threads * HeadMemory::bytes(widest)));
@@ -117,7 +100,7 @@ EXPORT int WINDLASS_NAME(rerotate_cached_keys_int8)(
                 pages.take_key(from, h, old, own.codes);
                 if (half) {
                     for (long d = 0; d < dim; d++) own.head[d] = widen(own.codes[d]) * scale;
-                    rotate_head<false>(own.head, own.head, dim, half, cos + n * cos_row, sin + n * sin_row, 1.0f);
+                    angles.rotate(n, own.head, own.head, dim);
                     scale = quantize(own.head, dim, own.codes);
                 }
                 pages.put_key(to, h, place, own.codes);

@@ -2,10 +2,7 @@
 
 #pragma once
 
-#include <cstdlib>
-
 #include "int8_pages.h"
-#include "names.h"
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "simd.h"
@@ -25,29 +22,20 @@ EXPORT int WINDLASS_NAME(rotate_and_append_rows)(void *q, long q_row, long q_hea
                                                  const float *q_scale, int8_t *codes, float *scales, long num_slots,
                                                  const int64_t *slots, long tokens, long q_heads, long kv_heads, long dim,
                                                  long half) {
-    for (long t = 0; t < tokens; t++)
-        if (slots[t] >= num_slots) return 2;
-    const long threads = threads_for(tokens * (q_heads + kv_heads) * dim, tokens), groups = row_groups(dim);
+    const Appended p = {q, q_row, q_head, q_scale, slots, tokens, q_heads, dim, {cos, cos_row, sin, sin_row, half}};
+    if (!p.fit(num_slots)) return 2;
+    const long threads = p.threads(kv_heads), groups = row_groups(dim);
     float *memory = (float *)malloc(max_of(1, threads * dim) * sizeof(float));
     if (!memory) return 1;
     with_type(type, [&](auto *element_type) {
         typedef __typeof__(*element_type) T;
-        Units units(tokens, max_of(1, ceil_div(tokens, threads)));
-        on_threads(threads, [&](long thread) {
+        p.rotate<T>(threads, [&](long t, long thread) {
             float *row = memory + thread * dim;
-            units.take([&](long t) {
-                const float *c = cos + t * cos_row, *s = sin + t * sin_row;
-                for (long h = 0; h < q_heads; h++) {
-                    T *head = (T *)q + t * q_row + h * q_head;
-                    rotate_head<false>(head, head, dim, half, c, s, q_scale[t]);
-                }
-                if (slots[t] < 0) return;
-                for (long h = 0; h < kv_heads; h++) {
-                    const long entry = slots[t] * kv_heads + h;
-                    rotate_head<false>((const T *)k + t * k_row + h * k_head, row, dim, half, c, s, 1.0f);
-                    quantize_groups(row, dim, codes + entry * dim, scales + entry * groups);
-                }
-            });
+            for (long h = 0; h < kv_heads; h++) {
+                const long entry = slots[t] * kv_heads + h;
+                p.angles.rotate(t, (const T *)k + t * k_row + h * k_head, row, dim);
+                quantize_groups(row, dim, codes + entry * dim, scales + entry * groups);
+            }
         });
     });
     free(memory);
@@ -59,15 +47,15 @@ EXPORT int WINDLASS_NAME(rotate_and_append_rows)(void *q, long q_row, long q_hea
 EXPORT int WINDLASS_NAME(rerotate_cached_rows)(int8_t *codes, float *scales, long num_slots, const int64_t *sources,
                                                const int64_t *targets, long count, const float *cos, long cos_row,
                                                const float *sin, long sin_row, long kv_heads, long dim, long half) {
-    for (long n = 0; n < count; n++)
-        if (sources[n] < 0 || sources[n] >= num_slots || targets[n] < 0 || targets[n] >= num_slots) return 2;
-    const long groups = row_groups(dim), turned = row_groups(2 * half), turned_dims = min_of(dim, turned * ROW_GROUP);
+    if (!slots_exist(sources, targets, count, num_slots)) return 2;
+    const Angles angles = {cos, cos_row, sin, sin_row, half};
+    const long groups = row_groups(dim), rotated = row_groups(2 * half), rotated_dims = min_of(dim, rotated * ROW_GROUP);
     const long threads = threads_for(count * kv_heads * dim, count);
-    float *memory = (float *)malloc(max_of(1, threads * turned_dims) * sizeof(float));
+    float *memory = (float *)malloc(max_of(1, threads * rotated_dims) * sizeof(float));
     if (!memory) return 1;
     Units units(count, max_of(1, ceil_div(count, threads)));
     on_threads(threads, [&](long thread) {
-        float *row = memory + thread * turned_dims;
+        float *row = memory + thread * rotated_dims;
         units.take([&](long n) {
             for (long h = 0; h < kv_heads; h++) {
                 const long from = sources[n] * kv_heads + h, to = targets[n] * kv_heads + h;
@@ -76,13 +64,13 @@ EXPORT int WINDLASS_NAME(rerotate_cached_rows)(int8_t *codes, float *scales, lon
                 int8_t *target = codes + to * dim;
                 float *target_scales = scales + to * groups;
                 if (from != to) {
-                    __builtin_memcpy(target + turned_dims, source + turned_dims, dim - turned_dims);
-                    __builtin_memcpy(target_scales + turned, source_scales + turned, (groups - turned) * sizeof(float));
+                    __builtin_memcpy(target + rotated_dims, source + rotated_dims, dim - rotated_dims);
+                    __builtin_memcpy(target_scales + rotated, source_scales + rotated, (groups - rotated) * sizeof(float));
                 }
                 if (!half) continue;
-                widen_row({source, source_scales, 0}, turned_dims, row);
-                rotate_head<false>(row, row, turned_dims, half, cos + n * cos_row, sin + n * sin_row, 1.0f);
-                quantize_groups(row, turned_dims, target, target_scales);
+                copy_converted(CodeRow{source, source_scales, 0}, row, rotated_dims);
+                angles.rotate(n, row, row, rotated_dims);
+                quantize_groups(row, rotated_dims, target, target_scales);
             }
         });
     });

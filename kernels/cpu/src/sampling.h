@@ -7,11 +7,7 @@
 
 #pragma once
 
-#include <cstdint>
-#include <omp.h>
-
 #include "logits.h"
-#include "names.h"
 #include "simd.h"
 #include "work_split.h"
 

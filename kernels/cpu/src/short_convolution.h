@@ -2,10 +2,7 @@
 
 #pragma once
 
-#include <cstdint>
-
 #include "elementwise.h"
-#include "names.h"
 #include "recurrent_state.h"
 #include "simd.h"
 #include "work_split.h"
@@ -55,11 +52,11 @@ template <int WIDTH> INLINE void by_tap(const float *weight, long width, long ch
 template <class T> INLINE vf input(const Piece<T> &p, long row, long past, long c, long n) {
     if (row >= past) {
         const T *from = p.x + (row - past) * p.x_row + c;
-        return n == W ? load(from) : load_some(from, n);
+        return load_part(from, n);
     }
     if (p.starts_from_zero) return vf{};
     const float *from = p.window + row * p.window_row + c;
-    return n == W ? load(from) : load_some(from, n);
+    return load_part(from, n);
 }
 
 // Stores the last inputs after `tokens` tokens of the step. Rows move towards the front: none is written before it is read.
@@ -69,8 +66,7 @@ template <class T> INLINE void leave(const Piece<T> &p, long tokens, long past, 
             const long n = min_of(W, p.channels - c);
             const vf kept = input(p, tokens + i, past, c, n);
             float *target = window + i * p.window_row + c;
-            if (n == W) store(target, kept);
-            else store_some(target, kept, n);
+            store_part(target, kept, n);
         }
     }
 }
@@ -84,13 +80,12 @@ template <class T, int WIDTH> static NOINLINE void convolve(const Piece<T> &p, c
         for (long c = 0; c < p.channels; c += W) {
             const long n = min_of(W, p.channels - c);
             vf total = {};
-            if (p.bias) total = n == W ? load(p.bias + c) : load_some(p.bias + c, n);
+            if (p.bias) total = load_part(p.bias + c, n);
             for (long i = 0; i < width; i++)
-                total = add_product(total, input(p, t + i, past, c, n), n == W ? load(taps[i] + c) : load_some(taps[i] + c, n));
+                total = add_product(total, input(p, t + i, past, c, n), load_part(taps[i] + c, n));
             if (p.activated) total = silu(total);
             T *target = p.out + t * p.out_row + c;
-            if (n == W) store(target, total);
-            else store_some(target, total, n);
+            store_part(target, total, n);
         }
         if (const int64_t block = p.rows.snapshot_after(p.first + t); block >= 0) leave(p, t + 1, past, p.window_of(block, past));
     }
@@ -98,7 +93,8 @@ template <class T, int WIDTH> static NOINLINE void convolve(const Piece<T> &p, c
 }
 
 // x: [T][C] of the type, rows x_row apart. weight: [C][width], width 2 .. 8. bias: [C], or NULL. activation: 0 none, 1 silu.
-// window: [num_blocks][width - 1][C], changed in place. snapshots: see StateRows. out: [T][C] of the type. Returns 0, or a code of StateRows::error_code and has written nothing.
+// window: [num_blocks][width - 1][C], changed in place. snapshots: see StateRows. out: [T][C] of the type. Returns 0, or a code of
+// StateRows::error_code and has written nothing.
 EXPORT int WINDLASS_NAME(short_convolution)(const void *x, long x_row, int type, const float *weight, long width, const float *bias,
                                             int activation, float *window, long num_blocks, const int64_t *blocks, const int64_t *starts,
                                             const int64_t *lengths, long sequences, const int64_t *snapshots, void *out, long tokens,

@@ -2,23 +2,31 @@
 //
 // Written with the compiler's vector extensions, so the same text serves every instruction set: each isa_*.cpp defines
 // WINDLASS_LANES and the compiler's target, then includes the kernels inside an anonymous namespace. Intrinsics appear
-// only where the extensions have no form (float16) or a slow one. No standard library: one of its inline functions compiled here
-// for AVX could be the copy that the linker keeps for all files.
+// only where the extensions have no form (float16) or a slow one.
 
 #pragma once
 
-#include <cstdint>
-#if defined(WINDLASS_FMA) || defined(WINDLASS_F16C)
-#include <immintrin.h>
-#elif defined(WINDLASS_NEON)
-#include <arm_neon.h>
+#include "system_headers.h"
+
+// Exported functions are named windlass_<function>_<instruction set>.
+#define WINDLASS_JOIN_(name, isa) windlass_##name##_##isa
+#define WINDLASS_JOIN(name, isa) WINDLASS_JOIN_(name, isa)
+#define WINDLASS_NAME(name) WINDLASS_JOIN(name, WINDLASS_ISA)
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define NOINLINE __attribute__((noinline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
+#define INLINE static INLINE_MEMBER
+
+#if defined(__x86_64__) && WINDLASS_LANES >= 8 && !defined(WINDLASS_PORTABLE)
+#define WINDLASS_AVX  // instructions of AVX2, FMA and F16C; with 16 lanes of AVX-512
+#endif
+#if WINDLASS_LANES == 16 || (WINDLASS_LANES == 4 && defined(__aarch64__))
+#define WINDLASS_REGISTERS 32  // of vectors
+#else
+#define WINDLASS_REGISTERS 16
 #endif
 
-#include "names.h"
-
 namespace {
-
-#define INLINE static inline __attribute__((always_inline))
 
 constexpr int W = WINDLASS_LANES;
 
@@ -40,7 +48,7 @@ struct f16 { uint16_t bits; };
 // acc + a * b. The instruction, if there is one, is written explicitly: the compiler prefers forms that overwrite a factor and
 // then spills the accumulators of a tile that fills all registers (measured: a third slower).
 INLINE vf add_product(vf acc, vf a, vf b) {
-#if defined(WINDLASS_FMA)
+#if defined(WINDLASS_AVX)
     asm("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
     return acc;
 #elif defined(WINDLASS_NEON)
@@ -53,8 +61,10 @@ INLINE vf add_product(vf acc, vf a, vf b) {
 
 // Keeps the compiler from seeing through a value.
 INLINE void hide(vu &x) {
-#if defined(WINDLASS_FMA)
+#if defined(WINDLASS_AVX)
     asm("" : "+v"(x));
+#elif defined(__x86_64__) && WINDLASS_LANES == 4
+    asm("" : "+x"(x));
 #elif defined(__aarch64__) && WINDLASS_LANES == 4  // has fused instructions in the portable form too
     asm("" : "+w"(x));
 #elif defined(__aarch64__)
@@ -64,8 +74,24 @@ INLINE void hide(vu &x) {
 #endif
 }
 
+// A product that is rounded before an addition: fused with it, the sum would be another number.
+INLINE vf rounded(vf x) {
+    vu bits = (vu)x;
+    hide(bits);
+    return (vf)bits;
+}
+INLINE vf magnitude_of(vf x) { return (vf)((vu)x & 0x7fffffffu); }
+// Bits of numbers that are never negative rise with the number, and those of NaN are above all.
+INLINE vu larger_bits(vu a, vu b) { return a > b ? a : b; }
+
 INLINE vf splat(float x) { return x - vf{}; }  // not plus: -0 + 0 is not the identity
 INLINE vu splat_bits(uint32_t x) { return x - vu{}; }
+
+// The nearest integer (even on a tie) of a magnitude below 2^22.
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+INLINE vf nearest(vf x) { return (x + ROUNDER) - ROUNDER; }
+INLINE vi nearest_int(vf x) { return (vi)(x + ROUNDER) - (vi)splat(ROUNDER); }
+
 INLINE constexpr long min_of(long a, long b) { return a < b ? a : b; }
 INLINE long max_of(long a, long b) { return a > b ? a : b; }
 INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
@@ -105,9 +131,9 @@ INLINE void narrow(float x, f16 &y) {
 
 INLINE vf load(const float *p) { return *(const vf_any *)p; }
 INLINE vu load_halves(const void *p) {
-#if defined(WINDLASS_F16C) && WINDLASS_LANES == 8  // GCC 12 makes three instructions of the conversion below
+#if defined(WINDLASS_AVX) && WINDLASS_LANES == 8  // GCC 12 makes three instructions of the conversion below
     return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
-#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 16
+#elif defined(WINDLASS_AVX) && WINDLASS_LANES == 16
     return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
 #elif defined(WINDLASS_NEON)
     return (vu)vmovl_u16((uint16x4_t)*(const vh_any *)p);
@@ -117,9 +143,9 @@ INLINE vu load_halves(const void *p) {
 }
 INLINE vf load(const bf16 *p) { return (vf)(load_halves(p) << 16); }
 INLINE vf load(const f16 *p) {
-#if defined(WINDLASS_F16C) && WINDLASS_LANES == 8
+#if defined(WINDLASS_AVX) && WINDLASS_LANES == 8
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 16
+#elif defined(WINDLASS_AVX) && WINDLASS_LANES == 16
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif defined(WINDLASS_NEON)
     return (vf)vcvt_f32_f16((float16x4_t)*(const vh_any *)p);
@@ -131,24 +157,16 @@ INLINE vf load(const f16 *p) {
     return (vf)(u | ((h & 0x8000u) << 16));
 #endif
 }
-INLINE vf load(const int8_t *p) {
-#if defined(WINDLASS_F16C) && WINDLASS_LANES == 8
-    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 16
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#if defined(WINDLASS_AVX) && WINDLASS_LANES == 8
+INLINE vf load(const int8_t *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
+INLINE vf load(const uint8_t *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
+#elif defined(WINDLASS_AVX)
+INLINE vf load(const int8_t *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
+INLINE vf load(const uint8_t *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p))); }
 #else
-    return __builtin_convertvector(*(const vb_any *)p, vf);
+INLINE vf load(const int8_t *p) { return __builtin_convertvector(*(const vb_any *)p, vf); }
+INLINE vf load(const uint8_t *p) { return __builtin_convertvector(*(const vbu_any *)p, vf); }
 #endif
-}
-INLINE vf load(const uint8_t *p) {
-#if defined(WINDLASS_F16C) && WINDLASS_LANES == 8
-    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 16
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
-#else
-    return __builtin_convertvector(*(const vbu_any *)p, vf);
-#endif
-}
 INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
 INLINE void store(bf16 *p, vf x) {
     const vu u = (vu)x;
@@ -163,6 +181,9 @@ INLINE void store(f16 *p, vf x) {
     for (int i = 0; i < W; i++) narrow(x[i], p[i]);
 #endif
 }
+
+// A constant as an argument.
+template <int n> struct Number { static constexpr int value = n; };
 
 // Calls f(pointer of the type) with the type that the code names: 0 float32, 1 bfloat16, 2 float16.
 template <class F> INLINE void with_type(int type, F f) {
@@ -183,6 +204,19 @@ template <class T> INLINE vf load_some(const T *p, long n) {
 }
 template <class T> INLINE void store_some(T *p, vf x, long n) {
     for (long i = 0; i < n; i++) narrow(x[i], p[i]);
+}
+// The same for any n > 0: at most W elements.
+template <class T> INLINE vf load_part(T p, long n) { return n >= W ? load(p) : load_some(p, n); }
+template <class T> INLINE void store_part(T *p, vf x, long n) {
+    if (n >= W) store(p, x);
+    else store_some(p, x, n);
+}
+
+// target = n elements of source, converted.
+template <class S, class T> INLINE void copy_converted(S source, T *target, long n) {
+    long j = 0;
+    for (; j + W <= n; j += W) store(target + j, load(source + j));
+    for (; j < n; j++) narrow(widen(source[j]), target[j]);
 }
 
 // ---- reductions: a fixed tree, the same for every lane of the result ----
@@ -219,20 +253,32 @@ INLINE float sum(vf x) {
     sum_four(x, x, x, x, sums);
     return sums[0];
 }
-INLINE vf larger(vf a, vf b) {
-#if defined(WINDLASS_F16C) && WINDLASS_LANES == 16  // GCC 12 compares and blends
-    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
-#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 8
-    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-    return a > b ? a : b;
-#endif
+// The sum of a[i] * b[i].
+template <class T> INLINE float dot(const T *a, const T *b, long n) {
+    vf sums = {};
+    long i = 0;
+    for (; i + W <= n; i += W) sums = add_product(sums, load(a + i), load(b + i));
+    float total = sum(sums);
+    for (; i < n; i++) total += widen(a[i]) * widen(b[i]);
+    return total;
 }
+
+// The larger and the smaller one lane by lane; b where a or b is NaN.
+#if defined(WINDLASS_AVX) && WINDLASS_LANES == 16  // GCC 12 compares and blends
+INLINE vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(WINDLASS_AVX)
+INLINE vf larger(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vf smaller(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
+INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
+INLINE vf smaller(vf a, vf b) { return a < b ? a : b; }
+#endif
 // Whether a lane is above, or NaN.
 INLINE bool any_above(vf x, float most) {
-#if defined(WINDLASS_F16C) && WINDLASS_LANES == 16
+#if defined(WINDLASS_AVX) && WINDLASS_LANES == 16
     return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(most), _CMP_NLE_UQ);
-#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 8
+#elif defined(WINDLASS_AVX) && WINDLASS_LANES == 8
     return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(most), _CMP_NLE_UQ));
 #else
     bool any = false;
@@ -240,15 +286,26 @@ INLINE bool any_above(vf x, float most) {
     return any;
 #endif
 }
-template <int by = W / 2> INLINE float largest(vf x) {
+
+// All lanes joined, in an order that suits joins whose order is free.
+template <int by = W / 2, class V, class F> INLINE auto fold_lanes(V x, const F &join) {
     vi from = {};
     for (int i = 0; i < W; i++) from[i] = (i + by) % W;
-    const vf most = larger(x, __builtin_shuffle(x, from));
-    if constexpr (by == 1) return most[0];
-    else return largest<by / 2>(most);
+    const V both = join(x, __builtin_shuffle(x, from));
+    if constexpr (by == 1) return both[0];
+    else return fold_lanes<by / 2>(both, join);
+}
+INLINE float largest(vf x) {
+    return fold_lanes(x, [](vf a, vf b) { return larger(a, b); });
+}
+INLINE uint32_t largest(vu x) {
+    return fold_lanes(x, [](vu a, vu b) { return larger_bits(a, b); });
+}
+INLINE int32_t total_of(vi x) {
+    return fold_lanes(x, [](vi a, vi b) { return a + b; });
 }
 
-// rows[i][j] becomes rows[j][i].
+// Exchanges rows[i][j] and rows[j][i].
 INLINE void transpose(vf (&rows)[W]) {
     const auto exchange = [&](int step, vi low, vi high) {
         for (int i = 0; i < W; i++) {
@@ -282,10 +339,9 @@ INLINE void transpose(vf (&rows)[W]) {
 // Cody and Waite's reduction with the polynomial of Cephes' expf. exp(-inf) is 0, NaN stays NaN.
 INLINE vf exp_of(vf x) {
     const vf low = splat(-87.33654f), high = splat(88.72283f);
-    const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
     const vf clamped = x < low ? low : (x > high ? high : x);
-    const vf shifted = clamped * 1.44269504f + magic;
-    const vf n = shifted - magic;
+    const vf shifted = clamped * 1.44269504f + ROUNDER;
+    const vf n = shifted - ROUNDER;
     const vf r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
     vf p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -295,7 +351,7 @@ INLINE vf exp_of(vf x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     // Two factors, so that 2^128 near the upper end does not overflow on its way.
-    const vi exponent = (vi)shifted - (vi)magic;
+    const vi exponent = (vi)shifted - (vi)splat(ROUNDER);
     const vi half = exponent >> 1;
     vf y = p * (vf)((half + 127) << 23) * (vf)((exponent - half + 127) << 23);
     y = x > high ? splat(__builtin_inff()) : y;
@@ -306,7 +362,7 @@ INLINE float exp_of(float x) { return exp_of(splat(x))[0]; }
 // 2^x for x <= 0, to 1e-7 relative: a polynomial (minimax, exact at 0) about the nearest integer. 0 below -127; NaN stays NaN.
 INLINE vf exp2_of(vf x) {
     const vf low = splat(-127.0f);
-    const vf magic = splat(12582912.0f + 127.0f);  // 1.5 * 2^23 and the exponent's bias
+    const vf magic = splat(ROUNDER + 127.0f);  // and the exponent's bias
     const vf clamped = larger(low, x);  // NaN stays
     const vf shifted = clamped + magic;
     const vf f = clamped - (shifted - magic);
@@ -337,7 +393,7 @@ INLINE vf rough_exp2_of(vf x) {
 
 // Cephes' tanhf: an odd polynomial near zero, else through exp.
 INLINE vf tanh_of(vf x) {
-    const vf magnitude = (vf)((vu)x & 0x7fffffffu);
+    const vf magnitude = magnitude_of(x);
     const vf z = x * x;
     vf p = splat(-5.70498872745e-3f);
     p = p * z + 2.06390887954e-2f;

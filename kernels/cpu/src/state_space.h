@@ -7,12 +7,6 @@
 
 #pragma once
 
-#include <cstdint>
-#include <cstdlib>
-
-#include <cmath>
-
-#include "names.h"
 #include "recurrent_state.h"
 #include "simd.h"
 #include "work_split.h"
@@ -75,7 +69,7 @@ static NOINLINE void copy(Matrix<const float> from, Matrix<float> to, long rows,
 }
 
 // Columns first .. first + n of a head over a run. slice: of tokens `begin` on. panel: [key_dim][PANEL].
-template <class T> struct PrefetcherOf {
+template <class T> struct HeadColumns {
     const Operands<T> &p;
     const Slice &slice;
     const Run &run;
@@ -119,7 +113,7 @@ template <class T> struct PrefetcherOf {
     }
 };
 
-template <class T> static NOINLINE void walk(const PrefetcherOf<T> &own) {
+template <class T> static NOINLINE void walk(const HeadColumns<T> &own) {
     if (own.run.end - own.run.first == 1) own.template from_column<WIDE>(0);
     else own.template from_column<NARROW>(0);
 }
@@ -129,11 +123,7 @@ template <class T> static NOINLINE void prepare(const Operands<T> &p, const Slic
     const long count = 2 * p.key_heads * p.key_dim;
     float *to = slice.keys + place * count;
     const T *from = p.keys(token);
-    for (long i = 0; i < count; i += W) {
-        vf one[1];
-        load_columns(from + i, count - i, one);
-        store_columns(to + i, count - i, one);
-    }
+    copy_converted(from, to, count);
     for (long h = 0; h < p.heads; h++) {
         const float d = softplus(widen(p.step[token * p.step_row + h]) + p.bias[h]);
         const float step = d < p.least ? p.least : d > p.most ? p.most : d;  // NaN stays
@@ -144,28 +134,20 @@ template <class T> static NOINLINE void prepare(const Operands<T> &p, const Slic
 
 template <class T> static void all_tokens(const Operands<T> &p, const Slice &slice, long tokens, float *panels_of_threads) {
     const long parts = ceil_div(p.value_dim, COLUMNS), of_run = p.heads * parts;
-    long s = 0;
-    for (long begin = 0; begin < tokens; begin += SLICE) {
-        const long end = min_of(begin + SLICE, tokens), size = end - begin;
-        const long prepared = size * (p.heads + 2 * p.key_heads * p.key_dim);
-        for_units(size, threads_for(prepared, size), [&](long t) { prepare(p, slice, begin + t, t); });
-        Run runs[SLICE];
-        const long units = find_runs(p.rows, begin, end, s, runs) * of_run;
-        const long threads = threads_for(size * p.heads * p.key_dim * p.value_dim, units);
-        Shares shares(units, threads);
-        on_threads(threads, [&](long thread) {
+    for_slices(
+        p.rows, tokens, p.heads + 2 * p.key_heads * p.key_dim, of_run, p.heads * p.key_dim * p.value_dim,
+        [&](long token, long place) { prepare(p, slice, token, place); },
+        [&](const Run *runs, long, long begin, long unit, long thread) {
+            const long first = unit % parts * COLUMNS, n = min_of(COLUMNS, p.value_dim - first);
             float *const panel = panels_of_threads + thread * p.key_dim * PANEL;
-            shares.take(thread, [&](long unit) {
-                const long first = unit % parts * COLUMNS, n = min_of(COLUMNS, p.value_dim - first);
-                walk(PrefetcherOf<T>{p, slice, runs[unit / of_run], begin, unit / parts % p.heads, first, n, panel});
-            });
+            walk(HeadColumns<T>{p, slice, runs[unit / of_run], begin, unit / parts % p.heads, first, n, panel});
         });
-    }
 }
 
 // mixed: [T][heads value_dim + 2 key_heads key_dim], step: [T][heads], both of the type, rows so far apart. rate, bias, skip:
-// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. snapshots: see StateRows. least, most: limits of the steps. out:
-// [T][heads value_dim] of the type. Returns 1 when out of memory or a code of StateRows::error_code; it has written nothing then.
+// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. snapshots: see StateRows. least, most: limits of the
+// steps. out: [T][heads value_dim] of the type. Returns 1 when out of memory or a code of StateRows::error_code; it has written
+// nothing then.
 EXPORT int WINDLASS_NAME(state_space)(const void *mixed, long mixed_row, int type, const void *step, long step_row, const float *rate,
                                       const float *bias, const float *skip, float *memory, long num_blocks, long key_heads,
                                       long heads, long key_dim, long value_dim, float least, float most, const int64_t *blocks,

@@ -2,10 +2,7 @@
 
 #pragma once
 
-#include <cstdint>
-#include <cstdlib>
-
-#include "names.h"
+#include "logits.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -52,12 +49,8 @@ INLINE Largest largest_of(const float *x, long begin, long end) {
     if (odd)
         for (i = begin; i < end; i++)
             if (x[i] != x[i]) return {x[i], i};
-    for (i = begin; i + W <= end; i += W) {
-        const vi equal = load(x + i) == splat(best);
-        int32_t any = 0;
-        for (int lane = 0; lane < W; lane++) any |= equal[lane];
-        if (any) break;
-    }
+    i = begin;
+    while (i + W <= end && !any(load(x + i) == splat(best))) i += W;
     while (i < end - 1 && x[i] != best) i++;
     return {best, i};
 }

@@ -9,9 +9,6 @@
 
 #pragma once
 
-#include <omp.h>
-#include <sched.h>
-
 #include "simd.h"
 
 // Shared by all instruction sets, and so outside of the namespace: a list of calls may contain functions of several sets.

@@ -18,7 +18,7 @@ struct Tiles {
     INLINE_MEMBER long size(long t) const { return begin(t + 1) - begin(t); }
 };
 
-// How many of `count` panels or rows, of so many bytes, one chunk has.
+// How many of `count` panels or rows of `bytes` bytes one chunk has.
 INLINE long chunk_of(long count, long bytes) {
     return max_of(1, min_of(CHUNK_BYTES / bytes, count / (CHUNKS_PER_THREAD * most_threads())));
 }
@@ -45,6 +45,46 @@ struct Shares {
         }
     }
 };
+
+// Calls multiply(pass) for at most `step` rows of a product at a time, in order; the first code other than 0 ends it and is returned.
+// T: of the elements of x and out.
+template <class T, class P, class F> INLINE int in_passes(const P &product, long step, const F &multiply) {
+    for (long m = 0; m < product.M; m += step) {
+        P pass = product;
+        pass.M = min_of(step, product.M - m);
+        pass.x = (const T *)product.x + m * product.x_stride;
+        pass.out = (T *)product.out + m * product.out_stride;
+        if (const int code = multiply(pass)) return code;
+    }
+    return 0;
+}
+
+// x, the weight and out of a product, strides in elements. Types: 0 float32, 1 bfloat16, 2 float16; x and out are 0 or 1.
+struct Linear {
+    const void *x; long x_stride; int x_type;
+    const void *weight; long w_stride; int w_type;  // the stride of rows; panels have none
+    const void *bias; int bias_type;                // null: no bias
+    void *out; long out_stride;
+    long M, N, K;
+};
+
+// All rows of x by all of the weight: multiply(packed, first row of the weight, end) in chunks that hold multiples of `unit` rows.
+// Every thread packs x for itself by pack(packed), into packed_bytes, which is faster than a barrier. Returns 1 when out of memory.
+template <class PACK, class MULTIPLY>
+INLINE int in_chunks(const Linear &p, long unit, long weight_size, long packed_bytes, const PACK &pack, const MULTIPLY &multiply) {
+    const long chunk = round_up(chunk_of(p.N, p.K * weight_size), unit), chunks = ceil_div(p.N, chunk);
+    const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, most_threads()), bytes = round_up(packed_bytes, 64);
+    void *memory = nullptr;
+    if (posix_memalign(&memory, 64, threads * bytes)) return 1;
+    Shares shares(chunks, threads);
+    on_threads(threads, [&](long thread) {
+        void *packed = (char *)memory + thread * bytes;
+        pack(packed);
+        shares.take(thread, [&](long c) { multiply(packed, c * chunk, min_of((c + 1) * chunk, p.N)); });
+    });
+    free(memory);
+    return 0;
+}
 
 constexpr long SERIAL_ELEMENTS = 1 << 15, SERIAL_IN_TEAM = 1 << 12;  // of other work, below which one thread is faster
 
