@@ -49,7 +49,8 @@ class BuildKernels(build_ext):
             self.mkpath(str(target.parent))
             self.copy_file(str(existing), str(target))
             return
-        existing.unlink(missing_ok=True)  # it would be refused at run time; without it a later build with a compiler creates it
+        # It would be refused at run time; without it, a later build with a compiler creates one.
+        existing.unlink(missing_ok=True)
         compile_files = self.compiler.compile
 
         def compile_in_parallel(sources: list[str], **options: Any) -> list[str]:

@@ -356,7 +356,8 @@ EXPORT int WINDLASS_NAME(sum_of_experts)(const void *x, int type, const float *w
         const auto add = [&](long r) {
             return [=, from = (T)x + r * top_k * dim, target = (T)out + r * dim, own = weights + r * top_k](long j, long n) {
                 vf total = {};
-                for (long k = 0; k < top_k; k++) total = add_product(total, load_part(from + k * dim + j, n), splat(own[k]));
+                const auto *at = from + j;
+                for (long k = 0; k < top_k; k++, at += dim) total = add_product(total, load_part(at, n), splat(own[k]));
                 store_part(target + j, total, n);
             };
         };

@@ -155,7 +155,7 @@ struct Appended {
     INLINE_MEMBER long threads(long kv_heads) const { return threads_for(tokens * (heads + kv_heads) * dim, tokens); }
     // Rotates the queries of all tokens, of type T, and calls append(t, thread) for each one with a slot. streams: append stores past
     // the caches.
-    template <class T, bool streams = false, class F> INLINE_MEMBER void rotate(long threads, const F &append) const {
+    template <class T, bool streams = false, class F> void rotate(long threads, const F &append) const {
         Units units(tokens, max_of(1, ceil_div(tokens, threads)));
         on_threads(threads, [&](long thread) {
             units.take([&](long t) {
