@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from windlass.engine.cache.cache_operations import NO_TABLE_CHANGES, TableChange, TableChanges
-from windlass.engine.cache.non_prefix_reuse import Passage
 from windlass.engine.cache.prefix_cache import HashChain, second_keys_root, shifted_digest
 from windlass.engine.rotary.attention_distances import PLAIN_DISTANCES
 from windlass.engine.rotary.rope_scaling import RotarySpec
+
+if TYPE_CHECKING:
+    from windlass.engine.cache.non_prefix_reuse import Passage  # it imports numpy, which the API process does without
 
 UNBOUNDED = 2**62  # beyond any slot, position or distance
 OPEN_END = UNBOUNDED  # end of the run to which tokens are still added
