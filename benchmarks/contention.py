@@ -37,7 +37,7 @@ def worker(model: str, streams: int, threads: int | None, context: int) -> int:
 
     from windlass.engine.core.engine_core import EngineCore
     from windlass.engine.interface.request import EngineRequest, SamplingParams
-    from windlass.server.options.engine_names import from_flat
+    from windlass.server.config.option_names import from_flat
 
     core = EngineCore(from_flat(model, {"max_num_seqs": streams, "kv_cache_memory": 1 << 30, "threads": threads}))
     rng = random.Random(0)

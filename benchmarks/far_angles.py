@@ -24,7 +24,7 @@ from long_text_report import publish
 
 from windlass.engine.rotary.rotary_tables import RotaryTables, TokenRotations
 from windlass.lab.scoring import Scorer
-from windlass.server.startup.hub import resolve_model
+from windlass.server.startup.model_files import resolve_model
 from windlass.server.text.tokenizer import Tokenizer
 
 # (frequencies [G, T, D/2], positions [T]) -> the angles' cosines and sines, before they are rounded to float32

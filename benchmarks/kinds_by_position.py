@@ -35,7 +35,7 @@ from windlass.lab.scaling_inspection import read_groups
 from windlass.lab.scoring import Scorer
 from windlass.lab.sweep_progress import SweepProgress
 from windlass.lab.sweep_texts import find_files, make_windows
-from windlass.server.startup.hub import resolve_model
+from windlass.server.startup.model_files import resolve_model
 from windlass.server.text.tokenizer import Tokenizer
 
 CONFIDENCE = 0.95

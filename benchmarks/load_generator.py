@@ -18,11 +18,9 @@ from typing import Any
 
 import httpx
 
-from windlass.clients.loadtest.lengths import Lengths
-from windlass.clients.loadtest.load_plan import LoadPlan
+from windlass.clients.loadtest.load_plan import Lengths, LoadPlan, WorkloadSpec
 from windlass.clients.loadtest.runner import measure
 from windlass.clients.loadtest.target import Target
-from windlass.clients.loadtest.workload import WorkloadSpec
 
 _CHUNK = {
     "id": "cmpl-0123456789abcdef",

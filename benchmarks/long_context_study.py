@@ -45,8 +45,7 @@ from harness.shape import SHAPES
 from harness.worker import WorkerError
 from prepare_peers import prepare_windlass
 
-from windlass.clients.loadtest.files import read_run
-from windlass.clients.loadtest.results import RunResult
+from windlass.clients.loadtest.results import RunResult, read_run
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "demo"

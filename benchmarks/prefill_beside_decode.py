@@ -30,7 +30,7 @@ from prepare_peers import prepare_windlass
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.interface.request import EngineRequest, SamplingParams
-from windlass.server.options.engine_names import from_flat
+from windlass.server.config.option_names import from_flat
 
 _SHORT = 64  # prompt tokens of a stream
 

@@ -23,7 +23,7 @@ import windlass
 from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig, Quantization
 from windlass.engine.model.loading.loader import load_model
 from windlass.lab.scoring import Scorer
-from windlass.server.startup.hub import resolve_model
+from windlass.server.startup.model_files import resolve_model
 from windlass.server.text.tokenizer import Tokenizer
 
 WIDTHS: tuple[Quantization, ...] = ("none", "int8", "int4")

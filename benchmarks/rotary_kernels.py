@@ -34,7 +34,7 @@ from windlass.kernels import cpu
 from windlass.kernels.cpu import load
 from windlass.kernels.layouts.kv_pages import KVPages
 from windlass.kernels.torch import reference
-from windlass.server.options.engine_names import from_flat
+from windlass.server.config.option_names import from_flat
 
 TOKENS, HEADS, DIM = 4096, 16, 64
 RANDOM_MODEL = {  # 162 million parameters

@@ -25,7 +25,7 @@ from harness.machine import describe
 
 from windlass.engine.process_setup import create_memory_file
 from windlass.kernels import shared_memory_bytes
-from windlass.server.startup.choice import choose_model
+from windlass.server.startup.model_files import choose_model
 
 HIDDEN = 576  # of SmolLM2 135M
 
@@ -61,7 +61,7 @@ _MODEL = """
 import json, sys
 from pathlib import Path
 from windlass.engine.engine_benchmark import run_engine_benchmark
-from windlass.server.options.engine_names import from_flat
+from windlass.server.config.option_names import from_flat
 model, values, run = json.loads(sys.argv[1])
 print(json.dumps(run_engine_benchmark(from_flat(model, values), **run)))
 """

@@ -26,7 +26,7 @@ from harness.rates import readable
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.engine.scheduling.chunked_prefill import StepLimiter
-from windlass.server.options.engine_names import from_flat
+from windlass.server.config.option_names import from_flat
 
 SHAPE = {
     "hidden_size": 2048,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from windlass.clients.async_client import AsyncClient
-from windlass.clients.chat_types import ChatDelta, ChatMessage, FunctionCall, ToolCall, ToolCallDelta
 from windlass.clients.client import Client
 from windlass.clients.errors import (
     APIConnectionError,
@@ -18,8 +17,6 @@ from windlass.clients.errors import (
     ServerError,
     StreamError,
 )
-from windlass.clients.infill_types import Infill, InfillTimings
-from windlass.clients.looking_types import AttentionMap, CacheGroup, CachePages, CacheSequence
 from windlass.clients.message_types import ContentBlock, Message, MessageDelta, MessageEvent, MessageUsage
 from windlass.clients.metrics import Metrics, MetricSample
 from windlass.clients.options import (
@@ -49,22 +46,41 @@ from windlass.clients.response_types import (
     ResponsePart,
     ResponseUsage,
 )
-from windlass.clients.retrieval_types import (
+from windlass.clients.rope import RopeScaling
+from windlass.clients.streams import AsyncStream, Stream
+from windlass.clients.types import (
+    AttentionMap,
+    CacheGroup,
+    CachePages,
+    CacheSequence,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
     Classification,
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionTokensDetails,
+    ContextUse,
+    Detokenization,
     DocumentText,
     EmbeddedText,
     Embeddings,
+    FunctionCall,
+    Health,
+    Infill,
+    InfillTimings,
+    Logprobs,
+    Model,
     PairScores,
     PooledStates,
+    PromptTokensDetails,
     Ranking,
     RankingResult,
-    ScoredPair,
-    TextClass,
-    TextStates,
-)
-from windlass.clients.rope import RopeScaling
-from windlass.clients.rotary_types import (
-    ContextUse,
     Rotary,
     RotaryChosen,
     RotaryCurves,
@@ -72,25 +88,13 @@ from windlass.clients.rotary_types import (
     RotaryInspection,
     RotaryInspectionGroup,
     RotarySettings,
-)
-from windlass.clients.streams import AsyncStream, Stream
-from windlass.clients.types import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatLogprobs,
-    Completion,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionTokensDetails,
-    Detokenization,
-    Health,
-    Logprobs,
-    Model,
-    PromptTokensDetails,
+    ScoredPair,
+    TextClass,
+    TextStates,
     Tokenization,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
+from windlass.clients._accumulate import Whole
 from windlass.clients._parse import parse
-from windlass.clients._whole import Whole
 from windlass.clients.errors import ResponseError, StreamError
 from windlass.clients.sse import SSEDecoder
 

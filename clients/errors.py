@@ -1,6 +1,11 @@
-"""Errors the client raises, one class per thing a caller would do differently. Knows status codes; knows no transport."""
+"""Errors of the client, one class per reaction of a caller, and their construction from responses."""
 
 from __future__ import annotations
+
+import email.utils
+import time
+
+import httpx
 
 
 class APIError(Exception):
@@ -97,3 +102,83 @@ def status_error_class(status: int) -> type[APIStatusError]:
     if status == 429:
         return RateLimitError
     return ServerError if status >= 500 else BadRequestError
+
+
+REQUEST_ID = "x-request-id"
+
+
+def request_id_of(response: httpx.Response) -> str | None:
+    """The id under which the server knows the request: the answer's, else the one that was sent."""
+    answered: str | None = response.headers.get(REQUEST_ID)
+    sent: str | None = response.request.headers.get(REQUEST_ID)
+    return answered or sent
+
+
+def transport_error(error: httpx.HTTPError | httpx.StreamError, request: httpx.Request) -> APIError:
+    """The error for a failure below HTTP. It carries the id that was sent, which the server's log may have."""
+    what = " ".join(str(error).split()) or type(error).__name__
+    sent, url = request.headers.get(REQUEST_ID), request.url
+    if isinstance(error, httpx.PoolTimeout):
+        message = f"no connection to {url} came free in time: raise max_connections or the timeout, or close streams"
+        return APITimeoutError(message, request_id=sent)
+    if isinstance(error, httpx.TimeoutException):
+        return APITimeoutError(f"timed out talking to {url}: {what}", request_id=sent)
+    if isinstance(error, (httpx.ConnectError, httpx.UnsupportedProtocol)):
+        message = f"cannot reach {url}: {what}; is the server running, and is the base URL right?"
+        return APIConnectionError(message, request_id=sent)
+    if isinstance(error, httpx.DecodingError):
+        return ResponseError(f"cannot decode the answer of {url}: {what}", request_id=sent)
+    return APIConnectionError(f"the connection to {url} broke: {what}", request_id=sent)
+
+
+def broken_answer(error: httpx.HTTPError | httpx.StreamError, response: httpx.Response) -> APIError:
+    """A failure below HTTP after the answer has begun."""
+    failure = transport_error(error, response.request)
+    failure.status, failure.request_id = response.status_code, request_id_of(response)
+    return failure
+
+
+def status_error(response: httpx.Response) -> APIStatusError:
+    """The error of an answer that was read, whoever sent it."""
+    status = response.status_code
+    fields: dict[str, str | None] = {"message": None, "type": None, "param": None, "code": None}
+    try:
+        data = response.json()
+    except (ValueError, RecursionError):
+        data = None
+    if isinstance(data, dict) and isinstance(data.get("error"), dict):
+        fields = {name: _text(data["error"].get(name)) for name in fields}
+    elif isinstance(data, dict):
+        fields["message"] = _text(data.get("message") or data.get("detail") or data.get("error"))
+    message = fields.pop("message")
+    if message is None:  # not our server: a proxy, or something else altogether
+        location = response.headers.get("location")
+        what = f"redirects to {location}" if response.is_redirect and location else response.text.strip()[:200]
+        message = f"HTTP {status} {response.reason_phrase} from {response.request.url}" + (f": {what}" if what else "")
+    return status_error_class(status)(
+        message, status=status, request_id=request_id_of(response), retry_after=_retry_after(response), **fields
+    )
+
+
+def not_understood(response: httpx.Response, what: str) -> ResponseError:
+    """The error for an answer that is not what this endpoint gives."""
+    return ResponseError(
+        f"the answer of {response.request.url} is not understood: {what}",
+        status=response.status_code,
+        request_id=request_id_of(response),
+    )
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds a Retry-After header asks for: a number or an HTTP date."""
+    value = response.headers.get("retry-after", "").strip()
+    if value.isascii() and value.replace(".", "", 1).isdigit():
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time()) if value else None
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from windlass.clients.rotary_types import Rotary
+from windlass.clients.types import Rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from typing import Any, TypedDict
 
 import httpx
 
-from windlass.clients.chat_types import ChatMessage
 from windlass.clients.message_types import Message
 from windlass.clients.response_types import ResponseItem
+from windlass.clients.types import ChatMessage
 
 TokenIds = Sequence[int]
 Prompt = str | Sequence[str] | TokenIds | Sequence[TokenIds]

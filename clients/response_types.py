@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.clients._parse import loads
-from windlass.clients.rotary_types import Rotary
+from windlass.clients.types import Rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 from windlass.lab.gallery import KINDS, Extras, draw
 from windlass.lab.gallery_subject import make_subject
 from windlass.lab.plotting import save_figure
-from windlass.server.startup.choice import choose_model
-from windlass.server.startup.tokenizer_directory import with_tokenizer
+from windlass.server.startup.derived_files import with_tokenizer
+from windlass.server.startup.model_files import choose_model
 from windlass.server.text.tokenizer import Tokenizer
 
 DOCS = Path(__file__).parent

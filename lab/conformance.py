@@ -15,7 +15,7 @@ from statistics import median
 from threading import Event
 from typing import Any
 
-from windlass.clients.terminal.errors import CommandError
+from windlass.clients.terminal import CommandError
 from windlass.lab.conformance_client import (
     MAX_TIE_SHARE,
     Agreement,

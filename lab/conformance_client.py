@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from windlass.clients.sse import SSEDecoder
-from windlass.clients.terminal.errors import CommandError
+from windlass.clients.terminal import CommandError
 
 # Where only texts can be compared, this share of greedy tokens may differ by near ties, without another rotation.
 MAX_TIE_SHARE = 0.2

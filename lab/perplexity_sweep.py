@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.clients.terminal.lines import say
-from windlass.clients.terminal.loading_display import LoadingDisplay
+from windlass.clients.terminal import LoadingDisplay, say
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.rope_scaling import RopeScaling, original_len
 from windlass.engine.rotary.rotary_policy import ROPE_UPDATES

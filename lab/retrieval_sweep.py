@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.clients.terminal.lines import say
-from windlass.clients.terminal.loading_display import LoadingDisplay
+from windlass.clients.terminal import LoadingDisplay, say
 from windlass.engine.errors import LoadError, RequestError, did_you_mean
 from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig
 from windlass.engine.interface.context import ContextRule

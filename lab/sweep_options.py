@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.clients.terminal.outputs import check_outputs, write_output
+from windlass.clients.terminal import check_outputs, write_output
 from windlass.engine.rotary.rotary_policy import RopeUpdate
 from windlass.lab.sweep_texts import Encoder
 

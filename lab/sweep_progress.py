@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from windlass.clients.terminal.lines import say
+from windlass.clients.terminal import say
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

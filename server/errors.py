@@ -17,7 +17,7 @@ from windlass.engine.errors import (
     RequestError,
     SlowConsumerError,
 )
-from windlass.server.options.engine_names import in_options
+from windlass.server.config.option_names import in_options
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"

@@ -27,19 +27,19 @@ from windlass.engine.model.families.spec_reader import read_rotary_groups
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, apply_scaling, resolve
 from windlass.engine.rotary.rotary_policy import RotaryReport, make_plan
 from windlass.engine.rotary.scaling_fields import KINDS, fields_of
-from windlass.server.answers.rotary_layouts import rotary_object
-from windlass.server.app.app import create_app
+from windlass.server.api.rotary import RotaryInspectRequest
+from windlass.server.api.tokenize import DetokenizeRequest, TokenizeRequest
+from windlass.server.application import create_app
 from windlass.server.cli import main as cli
-from windlass.server.generation.request_rotation import report_at
-from windlass.server.options.key_file import ApiKey
-from windlass.server.options.settings import ServerSettings
-from windlass.server.protocol.chat import ChatMessage, ChatRequest
-from windlass.server.protocol.completions import CompletionRequest
-from windlass.server.protocol.generation_request import StreamOptions
-from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
-from windlass.server.protocol.responses.request import ResponseRequest
-from windlass.server.protocol.rotary import RotaryInspectRequest
-from windlass.server.protocol.text import DetokenizeRequest, TokenizeRequest
+from windlass.server.config.api_keys import ApiKey
+from windlass.server.config.settings import ServerSettings
+from windlass.server.schemas.chat import ChatMessage, ChatRequest
+from windlass.server.schemas.completions import CompletionRequest
+from windlass.server.schemas.generation import StreamOptions
+from windlass.server.schemas.messages import CountTokensRequest, MessageRequest
+from windlass.server.schemas.responses import ResponseRequest
+from windlass.server.serving.request_rotation import report_at
+from windlass.server.serving.response_format import rotary_object
 from windlass.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -72,7 +72,7 @@ def test_both_wheels_serve_the_bundled_model(clone: Path, server: Path, client: 
     for package in (
         "__init__.py",
         "_version.py",
-        "server/app/app.py",
+        "server/application.py",
         "engine/core/engine_core.py",
         "kernels/torch/reference.py",
     ):

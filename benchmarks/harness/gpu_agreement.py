@@ -19,7 +19,7 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.interface.context import ContextRule
 from windlass.engine.interface.request import EngineRequest, SamplingParams, ThinkingBudget
 from windlass.engine.rotary.rope_scaling import RopeScaling
-from windlass.server.options.engine_names import from_flat
+from windlass.server.config.option_names import from_flat
 
 _TESTS = str(Path(__file__).resolve().parents[2] / "tests")
 # Nats; the weights are random, and logits of order one. A CPU that computes in bfloat16 is 0.01 to 0.026 off, of DeepSeek's 0.09.

@@ -16,7 +16,7 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.interface.context import ContextRule
 from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.engine.rotary.rope_scaling import RopeScaling
-from windlass.server.options.engine_names import from_flat
+from windlass.server.config.option_names import from_flat
 
 _GREEDY = {"temperature": 0.0}
 _SHIFTS = 9

@@ -25,7 +25,7 @@ from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.kernels import Copies, CopyStream, DeviceEvent
 from windlass.kernels.backend import Backend
 from windlass.kernels.device_memory import copies_of
-from windlass.server.options.engine_names import from_flat
+from windlass.server.config.option_names import from_flat
 
 _BLOCK = 16
 

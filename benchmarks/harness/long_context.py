@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from harness.charts import BOUND, COLOURS, INK, OTHER, legend, new_figure, style
 
 from windlass.clients.loadtest.figures import against_context
-from windlass.clients.loadtest.files import NamedRun, read_run
 from windlass.clients.loadtest.report import write_html
-from windlass.clients.loadtest.results import RunResult
+from windlass.clients.loadtest.results import NamedRun, RunResult, read_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

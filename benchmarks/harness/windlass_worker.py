@@ -20,7 +20,7 @@ import windlass
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.engine.scheduling.scheduler_output import SchedulerOutput, StepResult
-from windlass.server.options.engine_names import from_flat
+from windlass.server.config.option_names import from_flat
 
 
 class WindlassHandler:

@@ -1,1 +1,3 @@
 """Load tests of any OpenAI-compatible server: schedules, workloads, measurement, reports. Behind `windlass bench`."""
+
+from __future__ import annotations

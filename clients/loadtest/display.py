@@ -7,11 +7,10 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from windlass.clients.loadtest.progress import RunProgress
 from windlass.clients.loadtest.results import RunResult
+from windlass.clients.loadtest.runner import RunProgress
 from windlass.clients.loadtest.sweep import SweepResult
-from windlass.clients.terminal.lines import say
-from windlass.clients.terminal.streams import on_terminal
+from windlass.clients.terminal import on_terminal, say
 
 if TYPE_CHECKING:
     from rich.console import Console

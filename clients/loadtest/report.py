@@ -18,9 +18,8 @@ from typing import Any, Protocol
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from windlass.clients.loadtest import figures, words
-from windlass.clients.loadtest.files import NamedRun, unique
-from windlass.clients.loadtest.results import PERCENTILES, RequestRecord, RunResult
+from windlass.clients.loadtest import figures
+from windlass.clients.loadtest.results import PERCENTILES, NamedRun, RequestRecord, RunResult, unique
 
 MAX_FAILURES = 50  # rows of the table of failures
 _SCRIPTS = ("uPlot.iife.min.js", "chart.js", "report.js")
@@ -87,7 +86,7 @@ def to_html(results: Results, *, title: str = "Load test") -> str:
         cut=sum(entry[name]["left_out"] for entry in context for name in ("ttft", "prefill")),
         highest_rate=highest_rate,
         measures=figures.MEASURES,
-        number=words.number,
+        number=figures.number,
     )
 
 
@@ -189,7 +188,7 @@ def _run_view(run: NamedRun) -> dict[str, Any]:
         "given_up": len(result.records) - summary["completed"] - summary["failed"],
         "left_out": max(0, len(result.records) - figures.MAX_ROWS),
         "tables": [
-            (heading, list(words.flat(values)))
+            (heading, list(figures.flat(values)))
             for heading, values in (
                 ("Settings", result.settings),
                 ("Server", result.server),
@@ -197,9 +196,9 @@ def _run_view(run: NamedRun) -> dict[str, Any]:
             )
             if values
         ],
-        "lag": [(name, words.milliseconds(value)) for name, value in summary["schedule_lag_ms"].items()],
-        "means": words.phase_means(result.server_metrics),
-        "metrics": [(name, words.number(value)) for name, value in sorted(result.server_metrics.items())],
+        "lag": [(name, figures.milliseconds(value)) for name, value in summary["schedule_lag_ms"].items()],
+        "means": figures.phase_means(result.server_metrics),
+        "metrics": [(name, figures.number(value)) for name, value in sorted(result.server_metrics.items())],
         "labels": _labels(result),
     }
 
@@ -211,25 +210,25 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
         return {"label": label, "value": value, "unit": unit, "below": below, "kind": kind}
 
     def latency(label: str, measure: str) -> dict[str, str]:
-        value, unit = words.duration(summary[f"{measure}_ms"]["p50"])
-        tail, tail_unit = words.duration(summary[f"{measure}_ms"]["p99"])
+        value, unit = figures.duration(summary[f"{measure}_ms"]["p50"])
+        tail, tail_unit = figures.duration(summary[f"{measure}_ms"]["p99"])
         return tile(label, value, unit, f"median; p99 {tail} {tail_unit}")
 
     offered, achieved = summary["offered_rate"], summary["achieved_rate"]
-    kept = "" if achieved is None else f", {words.per_second(achieved)} achieved"
-    span = f"in {words.number(float(result.duration_s))} s"
+    kept = "" if achieved is None else f", {figures.per_second(achieved)} achieved"
+    span = f"in {figures.number(float(result.duration_s))} s"
     tiles = [
         tile(
             "Output",
-            words.per_second(summary["output_tokens_per_second"]),
+            figures.per_second(summary["output_tokens_per_second"]),
             "tokens/s",
             f"{summary['output_tokens']:,} tokens {span}",
         ),
         tile(
             "Requests",
-            words.per_second(summary["request_rate"]),
+            figures.per_second(summary["request_rate"]),
             "per s",
-            "no rate set" if offered is None else f"{words.per_second(offered)} offered{kept}",
+            "no rate set" if offered is None else f"{figures.per_second(offered)} offered{kept}",
         ),
         latency("Time to first token", "ttft"),
         latency("Inter-token latency", "itl"),
@@ -246,10 +245,10 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
         share = 100 * summary["cached_tokens"] / summary["input_tokens"]
         reused = summary["reused_tokens"]
         elsewhere = f"{reused:,} tokens from elsewhere" if reused else "equal beginnings"
-        tiles.append(tile("From the cache", words.number(share), "% of prompt tokens", elsewhere))
+        tiles.append(tile("From the cache", figures.number(share), "% of prompt tokens", elsewhere))
     if summary["goodput"] is not None:
-        limits = ", ".join(f"{name} ≤ {words.plain(limit)} ms" for name, limit in result.slo.items())
-        tiles.insert(2, tile("Goodput", words.per_second(summary["goodput"]), "per s", f"inside {limits}"))
+        limits = ", ".join(f"{name} ≤ {figures.plain(limit)} ms" for name, limit in result.slo.items())
+        tiles.insert(2, tile("Goodput", figures.per_second(summary["goodput"]), "per s", f"inside {limits}"))
     return tiles
 
 
@@ -262,8 +261,8 @@ def _percentiles(summary: dict[str, Any], result: RunResult) -> list[dict[str, A
             {
                 "label": label,
                 "unit": _UNITS[measure],
-                "cells": [words.milliseconds(summary[f"{measure}_ms"][column]) or "–" for column in columns],
-                "limit": "" if limit is None else words.plain(limit),
+                "cells": [figures.milliseconds(summary[f"{measure}_ms"][column]) or "–" for column in columns],
+                "limit": "" if limit is None else figures.plain(limit),
             }
         )
     return rows
@@ -294,7 +293,9 @@ def _labels(result: RunResult) -> list[dict[str, Any]]:
     rows = []
     for label, records in sorted(by_label.items()):
         part = RunResult(records=tuple(records), duration_s=result.duration_s).summary()
-        cells = [words.milliseconds(part[f"{m}_ms"][p]) or "–" for m in ("ttft", "itl", "e2el") for p in ("p50", "p99")]
+        cells = [
+            figures.milliseconds(part[f"{m}_ms"][p]) or "–" for m in ("ttft", "itl", "e2el") for p in ("p50", "p99")
+        ]
         rows.append({"label": label, "completed": part["completed"], "failed": part["failed"], "cells": cells})
     return rows
 
@@ -309,8 +310,8 @@ def _overview(runs: Sequence[NamedRun]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "name": run.name,
-                "rates": [words.per_second(summary[name]) for name in rates],
-                "latencies": [words.milliseconds(summary[name][percent]) or "–" for name, percent in latencies],
+                "rates": [figures.per_second(summary[name]) for name in rates],
+                "latencies": [figures.milliseconds(summary[name][percent]) or "–" for name, percent in latencies],
                 "requests": f"{summary['completed']:,}",
                 "failed": f"{summary['failed']:,}" if summary["failed"] else "",
             }
@@ -323,8 +324,8 @@ def _fits(context: list[dict[str, Any]]) -> list[dict[str, str]]:
     return [
         {
             "name": entry["name"],
-            "intercept": words.number(fit["intercept"]),
-            "slope": f"{words.number(fit['slope'] * 1000)} ± {words.number(2000 * fit['error'])}",
+            "intercept": figures.number(fit["intercept"]),
+            "slope": f"{figures.number(fit['slope'] * 1000)} ± {figures.number(2000 * fit['error'])}",
             "shown": "" if abs(fit["slope"]) > 2 * fit["error"] else "none shown",
             "span": f"{entry['itl']['bins'][0]['x']:,.0f} to {entry['itl']['bins'][-1]['x']:,.0f}",
         }

@@ -1,8 +1,4 @@
-"""Runs a load test: sends what the workload asks when the schedule says, records what comes back.
-
-The measured part begins once everything that takes time is done: the server asked, prompts drawn, warm-up over. Knows
-nothing of files, options and terminals.
-"""
+"""A load test run: sends what the workload asks when the schedule says, and records what returns."""
 
 from __future__ import annotations
 
@@ -12,35 +8,194 @@ import dataclasses
 import datetime
 import itertools
 import math
+import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from windlass.clients.loadtest.errors import LoadTestError
-from windlass.clients.loadtest.exchange import Exchanges
-from windlass.clients.loadtest.generator_health import GeneratorHealth, MeasuredLoop
-from windlass.clients.loadtest.judgement import Judgement
-from windlass.clients.loadtest.load_plan import LoadPlan
-from windlass.clients.loadtest.metric_changes import changes
-from windlass.clients.loadtest.progress import Progress, RunProgress, tell, unless_stopped
-from windlass.clients.loadtest.results import ABANDONED, RequestRecord, RunResult
-from windlass.clients.loadtest.schedule import Schedule, intended_times
-from windlass.clients.loadtest.sweep import SweepResult, SweepSpec, find_highest_rate
-from windlass.clients.loadtest.target import Control, Server
-from windlass.clients.loadtest.timed_connections import Pool
-from windlass.clients.loadtest.vocabulary import find_vocabulary
-from windlass.clients.loadtest.workload import Conversation, PreparedRequest, Workload
+from windlass.clients.loadtest.load_plan import LoadPlan, Schedule, intended_times
+from windlass.clients.loadtest.results import ABANDONED, RequestRecord, RunResult, percentile
+from windlass.clients.loadtest.sweep import Judgement, SweepResult, SweepSpec, find_highest_rate
+from windlass.clients.loadtest.target import Control, LoadTestError, Server, changes
+from windlass.clients.loadtest.timed_requests import Exchanges, Pool
+from windlass.clients.loadtest.workload import Conversation, PreparedRequest, Workload, find_vocabulary
+
+_PROGRESS_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class RunProgress:
+    """How far a run is. phase: "preparing", "warm-up" or "running". total: conversations to come, None where unknown.
+
+    chunks: of streams, None where a run does not count them.
+    """
+
+    phase: str = "preparing"
+    seconds: float = 0.0
+    total: int | None = None
+    begun: int = 0
+    ended: int = 0
+    completed: int = 0
+    failed: int = 0
+    running: int = 0
+    chunks: int | None = 0
+
+
+Progress = Callable[[RunProgress], None]
+
+
+async def tell(progress: Progress | None, snapshot: Callable[[], RunProgress]) -> None:
+    """Call it about twice a second, until cancelled."""
+    while progress is not None:
+        with contextlib.suppress(OSError):  # whoever shows it has lost its terminal or its disk, and the run goes on
+            progress(snapshot())
+        await asyncio.sleep(_PROGRESS_SECONDS)
+
+
+async def unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
+    """Do the work unless told to stop; whether it was done to its end."""
+    if stop.is_set():
+        work.close()
+        return False
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    if task.cancelled():
+        return False
+    task.result()
+    return True
+
+
+TICK_SECONDS = 0.02
+
+# Above these the figures say more about the generator than about the server.
+BUSY_LIMIT = 0.9
+
+LAG_LIMIT_MS = 25.0
+
+
+class IdleSelector(selectors.DefaultSelector):
+    """A selector that adds up the seconds it waited. The rest of the time the loop was at work, or had no processor."""
+
+    waited = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        begin = time.perf_counter()
+        try:
+            return super().select(timeout)
+        finally:
+            self.waited += time.perf_counter() - begin
+
+
+class MeasuredLoop(asyncio.SelectorEventLoop):
+    """An event loop whose idle time can be read."""
+
+    def __init__(self) -> None:
+        self.idle = IdleSelector()
+        super().__init__(self.idle)
+
+
+class GeneratorHealth:
+    """Start it with the measured part of a run, stop it at its end, then ask for `report`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._selector = self._loop.idle if isinstance(self._loop, MeasuredLoop) else None
+        self._lags: list[float] = []
+        self._sends: list[float] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._begin = self._cpu = self._waited = 0.0
+        self._taken: tuple[float, float, float] | None = None
+        self._unsent = 0
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._begin, self._cpu = time.perf_counter(), time.process_time()
+        self._waited = self._selector.waited if self._selector else 0.0
+        self._schedule()
+
+    def sent(self, late_seconds: float) -> None:
+        """A request went out this many seconds later than it could have."""
+        self._sends.append(late_seconds)
+
+    def out_of_files(self) -> None:
+        """A request did not go out, as there was no file left for its connection."""
+        self._unsent += 1
+
+    def stop(self) -> None:
+        """The measured part is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waited = (self._selector.waited if self._selector else 0.0) - self._waited
+        self._taken = (time.perf_counter() - self._begin, time.process_time() - self._cpu, waited)
+
+    def _schedule(self) -> None:
+        due = self._loop.time() + TICK_SECONDS
+        self._timer = self._loop.call_at(due, self._tick, due)
+
+    def _tick(self, due: float) -> None:
+        self._lags.append(self._loop.time() - due)
+        self._schedule()
+
+    def report(self, chunks: int) -> dict[str, Any]:
+        """What the run's `generator` holds. chunks: how many were received."""
+        assert self._taken is not None, "stop comes first"
+        wall, cpu, waited = self._taken
+        wall = max(wall, 1e-9)
+        busy = 1 - waited / wall if self._selector else None
+        lag, sends = _spread(self._lags), _spread(self._sends)
+        reasons = []
+        if self._unsent:
+            reasons.append(f"it had no file left for {self._unsent} connections: lower the load, or raise `ulimit -Hn`")
+        # The first tick of a very short run says nothing about its share of the time.
+        if max(cpu / wall, busy or 0.0) > BUSY_LIMIT and wall > 10 * TICK_SECONDS:
+            reasons.append("its event loop was at work nearly all the time: lower the load, or run several generators")
+        if lag["p99"] > LAG_LIMIT_MS:
+            reasons.append(
+                "its event loop ran late, so arrival times are late too: give it a processor core of its own"
+            )
+        elif sends["p99"] > LAG_LIMIT_MS:
+            reasons.append("it sent requests late: lower the load, or give it a processor core of its own")
+        return {
+            "limited": bool(reasons),
+            "reasons": reasons,
+            "cpu_share": cpu / wall,
+            "busy_share": busy,
+            "loop_lag_ms": lag,
+            "send_lag_ms": sends,
+            "chunks_per_second": chunks / wall,
+        }
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    """Median, 99th percentile and maximum in milliseconds; zeros for nothing measured."""
+    if not seconds:
+        return {"p50": 0.0, "p99": 0.0, "max": 0.0}
+    ordered = sorted(value * 1000 for value in seconds)
+    return {"p50": percentile(ordered, 50), "p99": percentile(ordered, 99), "max": ordered[-1]}
+
 
 # LoadPlan too: who measures needs both, and docs/load-testing.md imports them from here.
 __all__ = ["LoadPlan", "Progress", "RunProgress", "measure", "prepare", "run_load", "sweep_load"]
 
 # Requests made before the run, so that making them disturbs nothing; further ones are made as they are needed.
 _PREPARED_REQUESTS = 4096
+
 _PREPARED_BYTES = 256 * 2**20
+
 # After a connection that failed, doubled with each further one.
 _FIRST_PAUSE_S = 0.1
+
 _LONGEST_PAUSE_S = 1.0
+
 _STEP_SECONDS = 0.02  # preparing pauses for the event loop after so long
 
 

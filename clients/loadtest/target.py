@@ -1,12 +1,9 @@
-"""The server under test: its address, what it says of itself, its tokenizer and its metrics. Control requests only.
-
-What it finds is decided here once (may extension fields be sent? is there a tokenizer?), so that nobody else has to know
-one server from another. The measured requests go another way (`timed_connections.py`).
-"""
+"""The server under test: its address, its tokenizer, its metrics, and its limits."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import time
 from collections.abc import Mapping
@@ -15,17 +12,71 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
-from windlass.clients.loadtest.errors import LoadTestError
+
+class LoadTestError(Exception):
+    """One line that says what to change: the address, the key, the model, a length, a line of a trace."""
+
+
+# Of the process and the language, not of the work it did.
+_OTHERS = ("process_", "python_", "go_", "http_")
+
+_KINDS = ("counter", "gauge", "histogram", "summary")
+
+
+def changes(before: str | None, after: str | None) -> dict[str, float]:
+    """Differences of counters (and of the sums and counts of histograms), last values of gauges, by metric name.
+
+    Of a server that was started anew in between, what it has counted since.
+
+    Samples that differ in labels only are added up. Empty where the server has no metrics or they cannot be read.
+    """
+    first, last = _read(before), _read(after)
+    result = {}
+    for name, (kind, value) in last.items():
+        if kind != "gauge":
+            begun = first.get(name, (kind, 0.0))[1]
+            value -= begun if begun <= value else 0.0  # a counter that is lower began anew with its server
+        if math.isfinite(value):
+            result[name] = value
+    return result
+
+
+def _read(text: str | None) -> dict[str, tuple[str, float]]:
+    found: dict[str, tuple[str, float]] = {}
+    try:
+        families: Any = list(text_string_to_metric_families(text or ""))
+    except (ValueError, KeyError, IndexError):
+        return {}
+    for family in families:
+        if family.name.startswith(_OTHERS):
+            continue
+        for sample in family.samples:
+            if sample.name.endswith(("_bucket", "_created")) or "quantile" in sample.labels:
+                continue
+            # Some servers declare a counter by its name without _total, which leaves its samples without a type.
+            if family.type not in _KINDS and not sample.name.endswith("_total"):
+                continue
+            _, value = found.get(sample.name, (family.type, 0.0))
+            found[sample.name] = (family.type, value + sample.value)
+    return found
+
 
 # Servers that are known to take `ignore_eos`, by what their models say under `owned_by`.
 _TAKES_IGNORE_EOS = frozenset({"windlass", "vllm", "sglang", "llamacpp"})
+
 _TAKES_TOKEN_IDS = frozenset({"windlass", "vllm"})  # `return_token_ids`
+
 _IGNORES_SCALINGS = frozenset({"vllm", "llamacpp"})  # they answer as if `rope_scaling` had not been asked for
+
 # Of a model's entry, what is no property of the server: vLLM makes it anew for each answer.
 _OF_THE_MOMENT = frozenset({"created", "permission"})
+
 _OWN_HEADERS = frozenset({"content-length", "transfer-encoding", "connection"})
+
 _CONTROL_SECONDS = 30.0
+
 _METRICS_SECONDS = 5.0  # a server that no longer answers must not delay the report
 
 

@@ -1,1 +1,3 @@
-"""The application: its routes behind the middleware that asks for keys and bounds headers and bodies."""
+"""State that requests share: callers, adapters, stored responses, limits; and the pages for browsers."""
+
+from __future__ import annotations

@@ -1,18 +1,202 @@
-"""API keys. Knows ASGI scopes only.
-
-The path is the one the router matches, `scope["path"]`; nothing is rebuilt from a URL or a Host header.
-"""
+"""Authentication and rate limits: API keys, their limits and their use."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+import hmac
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from windlass.server.errors import ApiError, error_response
-from windlass.server.exchange.callers import Callers
-from windlass.server.exchange.request_id import CALLER, CALLER_NAME
+from windlass.server.config.api_keys import ApiKey
+from windlass.server.errors import ApiError, bad_request, error_response
+from windlass.server.http.request_id import CALLER, CALLER_NAME
+
+Limit = Literal["requests_per_minute", "tokens_per_minute", "concurrency"]
+
+LIMITS: tuple[Limit, ...] = get_args(Limit)
+
+_MINUTE = 60.0
+
+_UNKNOWN = ApiKey(digest="")
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """What is left of a rate: a minute's worth at most, and less than nothing where more was taken than there was."""
+
+    rate: float  # a minute
+    left: float
+    at: float  # time.monotonic() seconds
+
+    def fill(self, rate: float, now: float) -> None:
+        self.left = min(rate, self.left + rate * (now - self.at) / _MINUTE)
+        self.rate, self.at = rate, now
+
+    def seconds_until(self, wanted: float) -> float:
+        """Until so much is there, or all that ever can be; a millionth that is missing was lost in rounding."""
+        missing = min(wanted, self.rate) - self.left
+        return missing * _MINUTE / self.rate if missing > 1e-6 * max(1.0, wanted) else 0.0
+
+
+@dataclass(slots=True)
+class CallerUsage:
+    """What one named caller has had since the server started."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+class Callers:
+    """keys: those that are valid; none: no key is asked for. clock: seconds, monotonic; None: the system's."""
+
+    def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.monotonic
+        self._keys: dict[str, ApiKey] = {}
+        self._buckets: dict[tuple[str, Limit], _Bucket] = {}
+        self._in_flight: Counter[str] = Counter()
+        self.usage: dict[str, CallerUsage] = {}  # by name
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """From now on these are the valid ones. Callers that stay keep what they have used."""
+        self._keys = {key.digest: key for key in keys}
+        names = {key.name for key in self._keys.values() if key.name}
+        self._buckets = {(name, limit): bucket for (name, limit), bucket in self._buckets.items() if name in names}
+        self.usage = {name: self.usage.get(name) or CallerUsage() for name in names}
+
+    def find(self, digest: str) -> ApiKey | None:
+        """The caller with this digest; all are compared, so that the time tells nothing."""
+        found = None
+        for known, key in self._keys.items():
+            if hmac.compare_digest(known, digest):
+                found = key
+        return found
+
+    def of(self, caller: str) -> ApiKey:
+        """The key behind a digest that was found before; one without limits, where it is gone or none is asked for."""
+        return self._keys.get(caller, _UNKNOWN)
+
+    def admit(self, caller: str) -> None:
+        """Count one request of `caller`; raises ApiError 429 where that is one too many."""
+        key = self.of(caller)
+        self._check_concurrency(key)
+        bucket = self._bucket(key, "requests_per_minute", key.requests_per_minute)
+        if bucket is not None:
+            if seconds := bucket.seconds_until(1.0):
+                text = f"this key may send {key.requests_per_minute:g} requests a minute"
+                self._refuse(key, "requests_per_minute", text, seconds)
+            bucket.left -= 1.0
+        if key.name:
+            self.usage[key.name].requests += 1
+
+    def take_prompts(self, caller: str, tokens: int) -> None:
+        """Count a request's prompts; raises ApiError 429 where the key has not so many tokens left now.
+
+        One longer than a minute's worth is let in when a whole minute's is there, and is paid for by waiting after it.
+        """
+        key = self.of(caller)
+        bucket = self._bucket(key, "tokens_per_minute", key.tokens_per_minute)
+        if bucket is not None:
+            if seconds := bucket.seconds_until(float(tokens)):
+                text = f"this key may use {key.tokens_per_minute:g} tokens a minute and the prompt has {tokens}"
+                self._refuse(key, "tokens_per_minute", text, seconds)
+            bucket.left -= tokens
+        if key.name:
+            self.usage[key.name].prompt_tokens += tokens
+
+    def take_generated(self, caller: str, tokens: int) -> None:
+        """Count what was generated. Never refused: the next request waits instead."""
+        key = self.of(caller)
+        bucket = self._bucket(key, "tokens_per_minute", key.tokens_per_minute)
+        if bucket is not None:
+            bucket.left -= tokens
+        if key.name:
+            self.usage[key.name].generated_tokens += tokens
+
+    def priority(self, caller: str, asked: int | None) -> int:
+        """That of a request which asks for this one; raises ApiError where the key may not have it."""
+        least = self.of(caller).priority
+        if least is None:
+            return asked or 0
+        if asked is not None and asked < least:
+            raise bad_request(f"priority must be {least} or higher with this key, got {asked}", "priority")
+        return least if asked is None else asked
+
+    def may_administer(self, caller: str) -> bool:
+        """Whether the caller may change and see what belongs to all callers; everybody where no key is asked for."""
+        return not self._keys or (caller in self._keys and self._keys[caller].admin)
+
+    @contextmanager
+    def running(self, caller: str) -> Iterator[None]:
+        """A request is in flight until the block ends; raises ApiError 429 where others have become too many since `admit`."""
+        key = self.of(caller)
+        self._check_concurrency(key)
+        name = key.name
+        self._in_flight[name] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[name] -= 1
+            if self._in_flight[name] == 0:
+                del self._in_flight[name]
+
+    def _check_concurrency(self, key: ApiKey) -> None:
+        if key.concurrency is not None and self._in_flight[key.name] >= key.concurrency:
+            text = f"{key.concurrency} requests of this key are in progress, the most it may have"
+            self._refuse(key, "concurrency", text, 1.0)
+
+    def _bucket(self, key: ApiKey, limit: Limit, rate: float | None) -> _Bucket | None:
+        if rate is None:
+            return None
+        now = self._clock()
+        bucket = self._buckets.setdefault((key.name, limit), _Bucket(rate, rate, now))
+        bucket.fill(rate, now)
+        return bucket
+
+    def _refuse(self, key: ApiKey, limit: Limit, message: str, seconds: float) -> None:
+        self.usage[key.name].refused[limit] += 1
+        raise ApiError(
+            429,
+            f"{message}: try again in {max(1, math.ceil(seconds))} s",
+            type="rate_limit_error",
+            code="rate_limit_exceeded",
+            retry_after=max(1, math.ceil(seconds)),
+        )
+
+
+class CallerCollector(Collector):
+    """Read from `callers` at each scrape."""
+
+    def __init__(self, callers: Callers) -> None:
+        self._callers = callers
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily("windlass_caller_requests", "Requests let in, by caller.", labels=["caller"])
+        tokens = CounterMetricFamily(
+            "windlass_caller_tokens", "Tokens of prompts and of answers, by caller.", labels=["caller", "kind"]
+        )
+        refused = CounterMetricFamily(
+            "windlass_caller_refused", "Requests refused with 429, by caller and limit.", labels=["caller", "limit"]
+        )
+        for name, usage in sorted(self._callers.usage.items()):
+            requests.add_metric([name], usage.requests)
+            tokens.add_metric([name, "prompt"], usage.prompt_tokens)
+            tokens.add_metric([name, "generated"], usage.generated_tokens)
+            for limit in LIMITS:
+                refused.add_metric([name, limit], usage.refused[limit])
+        yield from (requests, tokens, refused)
+
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 

@@ -1,1 +1,3 @@
-"""The command line: `windlass serve`, `generate`, `bench`, `rope`."""
+"""The `windlass` command."""
+
+from __future__ import annotations

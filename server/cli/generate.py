@@ -15,21 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.clients import APIConnectionError, APIError, APIStatusError, Client, RetryPolicy, Stream
-from windlass.clients.terminal.lines import say
-from windlass.clients.terminal.loading_display import LoadingDisplay
+from windlass.clients.terminal import LoadingDisplay, say
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.interface.request import EngineRequest
-from windlass.server.cli.key_hint import with_key_hint
-from windlass.server.options.answer_defaults import SamplingOptions
-from windlass.server.options.engine import EngineOptions
-from windlass.server.startup.choice import choose_model, known_sampling, with_draft_model
+from windlass.server.cli.help import with_key_hint
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.server_options import SamplingOptions
+from windlass.server.startup.derived_files import with_tokenizer
 from windlass.server.startup.engines import Engines
 from windlass.server.startup.launch import check_model
 from windlass.server.startup.model_defaults import find_sampling
-from windlass.server.startup.tokenizer_directory import with_tokenizer
+from windlass.server.startup.model_files import choose_model, known_sampling, with_draft_model
 
 if TYPE_CHECKING:
-    from windlass.server.protocol.completions import CompletionRequest
+    from windlass.server.schemas.completions import CompletionRequest
     from windlass.server.text.tokenizer import Tokenizer
 
 
@@ -67,9 +66,9 @@ class GenerateOptions:
 
     def body(self) -> CompletionRequest:
         """The request as the HTTP API reads it, for a prompt of its own; raises LoadError, which names the option."""
+        from windlass.server.app.request_body import parse_body
         from windlass.server.errors import ApiError
-        from windlass.server.exchange.body import parse_body
-        from windlass.server.protocol.completions import CompletionRequest
+        from windlass.server.schemas.completions import CompletionRequest
 
         try:
             return parse_body(json.dumps({"prompt": "", **self.fields()}).encode(), CompletionRequest)
@@ -109,7 +108,7 @@ async def _generate_with(
     client.spawn()  # it loads while the tokenizer is imported and read
     try:
         client.start_nowait()
-        from windlass.server.generation.sampling_params import build_sampling
+        from windlass.server.serving.sampling_params import build_sampling
         from windlass.server.text.detokenizer import Detokenizer
         from windlass.server.text.tokenizer import Tokenizer
 
@@ -162,9 +161,9 @@ async def _prompt_ids(wanted: GenerateOptions, tokenizer: Tokenizer) -> list[int
 
 async def _rendered(prompt: str, tokenizer: Tokenizer) -> str:
     """The prompt as a chat. The template is code that came with the model: it runs with limits, as on a server."""
+    from windlass.server.config.settings import ServerSettings
     from windlass.server.errors import ApiError
-    from windlass.server.options.settings import ServerSettings
-    from windlass.server.protocol.chat import ChatMessage
+    from windlass.server.schemas.chat import ChatMessage
     from windlass.server.text.service import TextService
 
     if tokenizer.chat_template is None:

@@ -13,26 +13,26 @@ import typer
 from typer_injector import Depends, InjectingTyper
 
 from windlass._version import __version__
-from windlass.clients.loadtest.cli.app import add_commands
-from windlass.clients.terminal.lines import say
-from windlass.clients.terminal.run import run_app
-from windlass.clients.terminal.version import version_option
+from windlass.clients.loadtest.commands import add_commands
+from windlass.clients.terminal import run_app, say, version_option
 from windlass.engine.errors import EngineError
 from windlass.engine.process_setup import gc_paused_imports
-from windlass.server.cli.brief_help import BriefHelp, help_all_option
+from windlass.server.cli.help import BriefHelp, help_all_option
 from windlass.server.cli.ray_commands import app as ray
 from windlass.server.cli.rope import app as rope
-from windlass.server.cli.top.command import top
-from windlass.server.options.answer_defaults import SamplingOptions
-from windlass.server.options.config_file import config_option
-from windlass.server.options.connections import ConnectionOptions
-from windlass.server.options.elsewhere import hint
-from windlass.server.options.engine import EngineOptions
-from windlass.server.options.engine_names import in_options, to_flat
-from windlass.server.options.replicas import ReplicaOptions
-from windlass.server.options.server import ServerOptions
-from windlass.server.options.spelling import LogLevel, ModelArgument, ModelOption, option
-from windlass.server.options.variables import mistyped
+from windlass.server.cli.top import top
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.option_names import in_options, to_flat
+from windlass.server.config.option_parsing import (
+    LogLevel,
+    ModelArgument,
+    ModelOption,
+    config_option,
+    hint,
+    mistyped,
+    option,
+)
+from windlass.server.config.server_options import ConnectionOptions, ReplicaOptions, SamplingOptions, ServerOptions
 
 app = InjectingTyper(
     name="windlass",
@@ -118,7 +118,7 @@ def generate(
 ) -> None:
     """Continue one prompt on the terminal."""
     from windlass.server.cli.generate import GenerateOptions, generate_here, generate_remote
-    from windlass.server.options.spelling import check_log_level
+    from windlass.server.config.option_parsing import check_log_level
 
     wanted = GenerateOptions(
         prompt=sys.stdin.read() if prompt == "-" else prompt,
@@ -147,10 +147,10 @@ def bench_engine(
     help_all: HelpAll = False,
 ) -> None:
     """Run the engine alone, without HTTP, and report tokens per second."""
-    from windlass.clients.terminal.loading_display import LoadingDisplay
+    from windlass.clients.terminal import LoadingDisplay
     from windlass.engine.host_resources import apply_thread_settings
-    from windlass.server.startup.choice import choose_model, with_draft_model
     from windlass.server.startup.launch import check_model
+    from windlass.server.startup.model_files import choose_model, with_draft_model
 
     engine.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
     _, path = choose_model(model)
@@ -199,7 +199,7 @@ def chat(
     help_all: HelpAll = False,
 ) -> int:
     """Chat with a model on the terminal. /help lists what it understands."""
-    from windlass.server.cli.chat.app import chat_here, chat_with
+    from windlass.server.cli.chat import chat_here, chat_with
 
     if url is None:
         return chat_here(model, engine, sampling, system)
@@ -232,7 +232,7 @@ def replay(
     help_all: HelpAll = False,
 ) -> int:
     """Repeat a recorded workload. Recorded with text, the answers are compared token by token: exit code 1 where one differs."""
-    from windlass.server.cli.replay.command import read_pace, replay_here, replay_there
+    from windlass.server.cli.replay import read_pace, replay_here, replay_there
 
     pace = read_pace(speed, as_fast_as_possible, concurrency)
     if url is None:
@@ -261,7 +261,7 @@ def size_command(
     whole.
     """
     from windlass.server.cli.size import print_size
-    from windlass.server.options.spelling import read_memory
+    from windlass.server.config.option_parsing import read_memory
 
     print_size(model, engine, replicas.checked(), None if free is None else read_memory("--free", free), as_json)
 

@@ -8,13 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from windlass.clients.terminal.lines import say
+from windlass.clients.terminal import say
 from windlass.engine.errors import EngineError, LoadError, did_you_mean
 from windlass.engine.model.model_spec import ModelSpec
-from windlass.server.startup.catalogue.folder import cache_folder, is_here, model_file
-from windlass.server.startup.catalogue.known import KNOWN, KnownModel
-from windlass.server.startup.catalogue.pull import check, megabytes, pull
-from windlass.server.startup.hub import bundled_model, cache_directory, cached_ggufs, cached_repositories
+from windlass.server.startup.model_catalog import (
+    KNOWN,
+    KnownModel,
+    cache_folder,
+    check,
+    is_here,
+    megabytes,
+    model_file,
+    pull,
+)
+from windlass.server.startup.model_files import bundled_model, cache_directory, cached_ggufs, cached_repositories
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,10 @@ import typer
 from typer_injector import Depends, InjectingTyper
 
 from windlass.engine.errors import LoadError
-from windlass.server.cli.brief_help import BriefHelp, help_all_option
-from windlass.server.options.engine import EngineOptions
-from windlass.server.options.panels import CLUSTER
-from windlass.server.options.replicas import ClusterOptions
-from windlass.server.options.server import ServerOptions
-from windlass.server.options.spelling import LogLevel, ModelArgument, option
+from windlass.server.cli.help import BriefHelp, help_all_option
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.option_parsing import CLUSTER, LogLevel, ModelArgument, option
+from windlass.server.config.server_options import ClusterOptions, ServerOptions
 
 app = InjectingTyper(help="Serve a model on a Ray cluster.", no_args_is_help=True)
 
@@ -50,6 +48,6 @@ def _deploying() -> ModuleType:
         raise LoadError(
             "windlass ray needs Ray: run pip install -c constraints.txt -e '.[ray]' in the clone, on every machine of the cluster"
         ) from None
-    from windlass.server.startup.ray import deploying
+    from windlass.server.startup.ray import application
 
-    return deploying
+    return application

@@ -15,14 +15,13 @@ from typing import Annotated, Any
 import typer
 from typer_injector import Depends, InjectingTyper
 
-from windlass.clients.terminal.errors import CommandError
-from windlass.clients.terminal.outputs import check_outputs, write_output
+from windlass.clients.terminal import CommandError, check_outputs, write_output
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.interface.config import parse_cache_dtype
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
-from windlass.server.options.spelling import ModelArgument, ModelOption, option, read_dtype, read_memory
-from windlass.server.startup.choice import choose_model
+from windlass.server.config.option_parsing import ModelArgument, ModelOption, option, read_dtype, read_memory
+from windlass.server.startup.model_files import choose_model
 
 
 def parse_json(text: str) -> Any:
@@ -345,7 +344,7 @@ def picture(
     from windlass.lab.gallery import Extras, draw
     from windlass.lab.gallery_subject import LLAMA_2, base_from_parameters, make_subject
     from windlass.lab.plotting import check_suffix, save_figure
-    from windlass.server.startup.tokenizer_directory import with_tokenizer
+    from windlass.server.startup.derived_files import with_tokenizer
     from windlass.server.text.tokenizer import Tokenizer
 
     check_suffix(out)

@@ -9,11 +9,10 @@ from pathlib import Path
 from windlass.engine.errors import LoadError
 from windlass.engine.host_resources import available_memory
 from windlass.engine.model.loading.model_size import Alternative, ModelSize, size_model
-from windlass.server.options.engine import EngineOptions
-from windlass.server.options.engine_names import in_options
-from windlass.server.startup.choice import choose_model, with_draft_model
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.option_names import in_options
 from windlass.server.startup.display import count, memory_lines, size
-from windlass.server.startup.hub import described_model
+from windlass.server.startup.model_files import choose_model, described_model, with_draft_model
 
 
 def print_size(model: str | None, engine: EngineOptions, replicas: int, free: int | None, as_json: bool) -> None:

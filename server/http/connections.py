@@ -1,20 +1,80 @@
-"""The connections of one server: whether another may come, which of them keeps the server waiting for too long.
-
-It holds them, counts them by address and closes them; it knows neither sockets nor HTTP. All times are those of its
-clock, and nothing happens by itself: whoever owns it calls `sweep` now and then.
-"""
+"""Connection limits: which connections may come and stay, pacing of reads, and refusals without the app."""
 
 from __future__ import annotations
 
 import enum
 import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from http import HTTPStatus
+from typing import Any, Protocol
 
-from windlass.server.http.occasional import Occasional
-from windlass.server.options.connection_settings import ConnectionSettings, holder
+import h11
+from pydantic_core import to_json
+
+from windlass.server.config.settings import ConnectionSettings, holder
+from windlass.server.errors import ApiError, unavailable
+from windlass.server.http.logs import Occasional
+
+PIECES_PER_TURN = 32  # of bodies: a millisecond, as much as a request takes anyway
+
+# A body of more chunks than these is refused where they have fewer bytes on average. Who writes JSON as it is made sends pieces
+# of a few bytes, but not thousands of them without a text between.
+MANY_CHUNKS, TINY_CHUNK = 4096, 64
+
+# The same of the rest of a body whose request is answered. A client may see its answer only once it has sent all of it.
+UNWANTED_CHUNKS = 64
+
+
+class PacedConnection(h11.Connection):
+    """A server's end. `begin_turn` lets it give events again after it said NEED_DATA because it `has_paused`.
+
+    too_fine: its body was refused for its tiny chunks. unwanted: so is what comes of it after the answer.
+    """
+
+    def __init__(self, max_incomplete_event_size: int) -> None:
+        super().__init__(h11.SERVER, max_incomplete_event_size)
+        self.too_fine = self.unwanted = False
+        self._left = PIECES_PER_TURN
+        self._begin_body()
+
+    @property
+    def has_paused(self) -> bool:
+        """Whether there may be more events in what came, for a later turn."""
+        return self._left == 0
+
+    def begin_turn(self) -> None:
+        self._left = PIECES_PER_TURN
+
+    def next_event(self) -> Any:
+        """As h11 has it. Raises RemoteProtocolError where the chunks are too fine."""
+        if self._left == 0 or self.unwanted:
+            return h11.NEED_DATA
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._count(event)
+        elif isinstance(event, h11.EndOfMessage):
+            self._begin_body()
+        return event
+
+    def _begin_body(self) -> None:
+        self._chunks = self._bytes = self._unwanted_chunks = self._unwanted_bytes = 0
+
+    def _count(self, piece: h11.Data) -> None:
+        self._left -= 1
+        self._chunks += piece.chunk_start
+        self._bytes += len(piece.data)
+        if self.our_state is h11.DONE:
+            self._unwanted_chunks += piece.chunk_start
+            self._unwanted_bytes += len(piece.data)
+            many = piece.chunk_end and self._unwanted_chunks > UNWANTED_CHUNKS
+            self.unwanted = many and self._unwanted_bytes < TINY_CHUNK * self._unwanted_chunks
+        if piece.chunk_end and self._chunks > MANY_CHUNKS and self._bytes < TINY_CHUNK * self._chunks:
+            self.too_fine = True
+            raise h11.RemoteProtocolError("a body of tiny chunks")
+
 
 _logger = logging.getLogger("windlass.server")
 
@@ -190,3 +250,71 @@ class Connections:
         """End every connection at once."""
         for connection in list(self._holders):
             connection.abort()
+
+
+RETRY_AFTER_SECONDS = 1
+
+
+def _prepared(error: ApiError) -> tuple[bytes, bytes]:
+    """An answer without its id: what stands before it and behind it."""
+    body = to_json(error.body())
+    headers = {"content-type": "application/json", "content-length": len(body), "connection": "close", **error.headers}
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "x-request-id: "]).encode(), b"\r\n\r\n" + body
+
+
+_REQUEST_TIMEOUT = _prepared(ApiError(408, "the request did not come in time: its headers", code="header_timeout"))
+
+_MALFORMED = _prepared(ApiError(400, "what was sent is no HTTP/1.1 request", code="malformed_request"))
+
+_TOO_FINE = _prepared(
+    ApiError(
+        400,
+        f"the body came in more than {MANY_CHUNKS} chunks of less than {TINY_CHUNK} bytes on average: send it in larger pieces",
+        code="tiny_chunks",
+    )
+)
+
+_REFUSALS = {
+    Refusal.SERVER_FULL: _prepared(
+        unavailable(
+            "the server holds as many connections as it can",
+            code="too_many_connections",
+            retry_after=RETRY_AFTER_SECONDS,
+        )
+    ),
+    Refusal.ADDRESS_FULL: _prepared(
+        ApiError(
+            429,
+            "your address holds as many connections as it may: close some, or use them again",
+            type="rate_limit_error",
+            code="too_many_connections",
+            retry_after=RETRY_AFTER_SECONDS,
+        )
+    ),
+}
+
+
+def refused(reason: Refusal) -> bytes:
+    """To somebody who may not stay."""
+    return _with_id(_REFUSALS[reason])
+
+
+def late() -> bytes:
+    """To somebody whose request has begun and did not come in time."""
+    return _with_id(_REQUEST_TIMEOUT)
+
+
+def malformed() -> bytes:
+    """To somebody who does not speak HTTP, or breaks off doing so."""
+    return _with_id(_MALFORMED)
+
+
+def too_fine() -> bytes:
+    """To somebody whose body takes more time to read than it is worth."""
+    return _with_id(_TOO_FINE)
+
+
+def _with_id(prepared: tuple[bytes, bytes]) -> bytes:
+    return uuid.uuid4().hex.encode().join(prepared)

@@ -17,12 +17,8 @@ from typing import Any, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from windlass.server.http.access_log import AccessLog
-from windlass.server.http.connections import Connections
-from windlass.server.http.occasional import Occasional
-from windlass.server.http.paced import PacedConnection
-from windlass.server.http.refusals import late, malformed, too_fine
-from windlass.server.http.warnings_log import WarningsLog
+from windlass.server.http.connections import Connections, PacedConnection, late, malformed, too_fine
+from windlass.server.http.logs import AccessLog, Occasional, WarningsLog
 
 # The system would take megabytes that a client never reads, and nobody would notice for minutes that it does not.
 UNSENT_BYTES = 64 * 1024

@@ -8,7 +8,7 @@ from typing import Protocol
 from windlass._version import __version__
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.rotary.rope_scaling import RotaryGroup
-from windlass.server.options.engine_names import in_options
+from windlass.server.config.option_names import in_options
 
 
 class Sized(Protocol):

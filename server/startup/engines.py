@@ -12,7 +12,7 @@ from windlass.engine.client.process_client import ProcessClient
 from windlass.engine.client.replicated_client import ReplicaPlacement, ReplicatedClient
 from windlass.engine.host_resources import split_cores
 from windlass.engine.interface.config import EngineConfig
-from windlass.server.options.engine import EngineOptions
+from windlass.server.config.engine_options import EngineOptions
 
 # Private: names the engine core (see windlass.engine.core.engine_process), so that tests can do without a model.
 CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"

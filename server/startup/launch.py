@@ -1,61 +1,65 @@
-"""Runs a server from start to end: listener, engine process, readiness, draining, exit code.
-
-The engine process is started first of all, before it is known which model it shall load: importing torch takes longer than
-all else, and goes on beside what is looked up and imported here. torch is never imported in this process. Knows nothing of
-what the routes do, only of `app.state.windlass`.
-"""
+"""Launch of a server: listener, engine process, readiness, draining, exit code."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
+import gc
 import logging
 import os
 import signal
 import socket
 import ssl
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from windlass.clients.terminal.lines import say
-from windlass.clients.terminal.loading_display import LoadingDisplay
+from windlass.clients.terminal import LoadingDisplay, say
 from windlass.engine.client.engine_client import EngineClient
+from windlass.engine.client.replicated_client import sum_stats
 from windlass.engine.errors import LoadError
 from windlass.engine.host_resources import pin_to_cores, split_cores
+from windlass.engine.interface.outputs import EngineStats
 from windlass.engine.model.loading.preflight import check_start, expect_device
-from windlass.engine.process_setup import gc_paused_imports
-from windlass.server.generation.request_rotation import check_profiles
-from windlass.server.http.descriptors import raise_limit
-from windlass.server.http.loop_watch import LoopWatch
-from windlass.server.http.tls import make_context
-from windlass.server.http.warnings_log import is_no_lost_write
-from windlass.server.options.answer_defaults import TEMPLATE_KWARGS, read_template_kwargs
-from windlass.server.options.connection_settings import ConnectionSettings
-from windlass.server.options.connections import ConnectionOptions
-from windlass.server.options.engine import EngineOptions
-from windlass.server.options.engine_names import in_options
-from windlass.server.options.server import ServerOptions
-from windlass.server.options.settings import ServerSettings
-from windlass.server.options.spelling import LOG_FORMATS, check_log_level, choose
-from windlass.server.startup.activity import report_activity
-from windlass.server.startup.catalogue.folder import cache_folder
-from windlass.server.startup.choice import choose_model, known_sampling, with_draft_model
+from windlass.engine.process_setup import JSON_FORMAT, LOG_FORMAT_VARIABLE, gc_paused_imports, log_as_json
+from windlass.server.app.auth import Callers
+from windlass.server.config.api_keys import ApiKey, read_key_file
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.option_names import in_options
+from windlass.server.config.option_parsing import LOG_FORMATS, check_log_level, choose
+from windlass.server.config.server_options import (
+    TEMPLATE_KWARGS,
+    ConnectionOptions,
+    ServerOptions,
+    read_template_kwargs,
+)
+from windlass.server.config.settings import ConnectionSettings, ServerSettings
+from windlass.server.http.event_loop_monitor import LoopWatch
+from windlass.server.http.listener import listen_unix, make_context, raise_limit
+from windlass.server.http.logs import is_no_lost_write
+from windlass.server.http.request_id import RequestFields
+from windlass.server.observability.metrics import ServerMetrics
+from windlass.server.serving.request_rotation import check_profiles
+from windlass.server.startup.derived_files import with_tokenizer
 from windlass.server.startup.display import summary
 from windlass.server.startup.early_signals import noting
-from windlass.server.startup.ending import Ending
 from windlass.server.startup.engines import CORE_VARIABLE, Engines, SupervisedEngine
-from windlass.server.startup.key_reload import KeyFile
-from windlass.server.startup.logs import log_to_stderr
-from windlass.server.startup.model_defaults import RECOMMENDED, find_sampling
-from windlass.server.startup.own_rule import check_goes_with_model, check_own_rule, most_sizes
-from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
-from windlass.server.startup.ranking import rank_settings
-from windlass.server.startup.shown_options import not_default
-from windlass.server.startup.tokenizer_directory import with_tokenizer
-from windlass.server.startup.unix_socket import listen_unix
+from windlass.server.startup.model_catalog import cache_folder
+from windlass.server.startup.model_defaults import (
+    RECOMMENDED,
+    check_goes_with_model,
+    check_own_rule,
+    find_sampling,
+    most_sizes,
+    rank_settings,
+)
+from windlass.server.startup.model_files import choose_model, known_sampling, with_draft_model
+from windlass.server.startup.shutdown import Ending
 from windlass.server.text.template_facts import RESERVED
 
 if TYPE_CHECKING:
@@ -193,7 +197,7 @@ def read_template(server: ServerOptions) -> str | None:
         if name in RESERVED:
             raise LoadError(f"{TEMPLATE_KWARGS}: {name} comes from each request: leave it out")
     if source is not None:
-        from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError  # they bring jinja2
+        from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
 
         try:
             ChatTemplate(source)
@@ -284,7 +288,7 @@ def exit_on_signal() -> Iterator[None]:
 def make_app(client: EngineClient, path: Path, settings: ServerSettings, template: str | None) -> FastAPI:
     """The app of a model's directory. template: in place of the model's own."""
     # Imported here: fastapi and the tokenizer take a while, and the engine process is already loading beside them.
-    from windlass.server.app.app import create_app
+    from windlass.server.application import create_app
     from windlass.server.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(path)
@@ -302,7 +306,7 @@ def make_server(
     access_log: bool,
     tls: ssl.SSLContext | None,
 ) -> HttpServer:
-    from windlass.server.http.server import HttpServer  # it brings uvicorn: here for the same reason
+    from windlass.server.http.server import HttpServer
 
     return HttpServer(app, listener, bounds, max_header_bytes=max_header_bytes, access_log=access_log, tls=tls)
 
@@ -396,3 +400,155 @@ def _url(listener: socket.socket, tls: bool) -> str:
     if host in ("0.0.0.0", "::"):
         return f"{scheme}://127.0.0.1:{port}/v1 (on every address of this machine)"
     return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
+
+
+async def report_activity(metrics: ServerMetrics, seconds: float) -> None:
+    """Say so for ever; nothing while nothing runs. seconds: between two lines, 0 for none at all."""
+    before, since = EngineStats(), time.monotonic()
+    while seconds > 0:
+        await asyncio.sleep(seconds)
+        after, now = await metrics.refresh(), time.monotonic()
+        if after is None:
+            continue
+        line = activity_line(_comparable(before, after), after, now - since)
+        if line is not None:
+            say(f"{time.strftime('%H:%M:%S')} {line}")
+        before, since = after, now
+
+
+def _comparable(before: EngineStats, after: EngineStats) -> EngineStats:
+    """What the engines of `after` had counted before; one that was started since had counted nothing."""
+    pairs = zip(before.engines or (before,), after.engines or (after,), strict=False)
+    known = [one if one and two and two.num_steps >= one.num_steps else None for one, two in pairs]
+    return sum_stats(known)
+
+
+def activity_line(before: EngineStats, after: EngineStats, seconds: float) -> str | None:
+    """What happened between two snapshots that lie `seconds` apart; None where nothing did.
+
+    Prompt tokens are those that were computed or found in the cache.
+    """
+    read = after.prompt_tokens - before.prompt_tokens
+    generated = after.generation_tokens - before.generation_tokens
+    if not (read or generated or after.num_running or after.num_waiting):
+        return None
+    parts = [f"running {after.num_running:,}, waiting {after.num_waiting:,}"]
+    parts.append(f"prompts {read / seconds:,.0f} tokens/s, answers {generated / seconds:,.1f} tokens/s")
+    cache = f"cache {after.kv_cache_usage:.0%} in use"
+    if looked_up := after.prefix_cache_queries - before.prefix_cache_queries:
+        cache += f", {(after.prefix_cache_hits - before.prefix_cache_hits) / looked_up:.0%} of prompts found in it"
+    parts.append(cache)
+    if proposed := after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens:
+        kept = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+        parts.append(f"{kept / proposed:.0%} of proposals kept")
+    if preempted := after.num_preemptions - before.num_preemptions:
+        parts.append(f"{preempted:,} preempted")
+    return "; ".join(parts)
+
+
+_logger = logging.getLogger("windlass.server")
+
+
+class KeyFile:
+    """path: None for no file, and nothing done. plain: keys without names, which stay valid beside those of the file.
+
+    asked: whether the signal has come before `reread_on_signal`, since the file was read first.
+    """
+
+    def __init__(self, path: Path | None, plain: tuple[str, ...], callers: Callers, asked: Callable[[], bool]) -> None:
+        self._path, self._plain, self._callers, self._asked = path, plain, callers, asked
+
+    def reread_on_signal(self) -> None:
+        """From now on, in the running event loop."""
+        if self._path is None:
+            return
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reread, self._path)
+        if self._asked():
+            self._reread(self._path)
+
+    def _reread(self, path: Path) -> None:
+        try:
+            named = read_key_file(path)
+        except LoadError as error:
+            _logger.error("%s; the callers stay as they were", error)
+            return
+        self._callers.replace((*map(ApiKey.plain, self._plain), *named))
+        _logger.warning("--api-keys %s was read again: %d callers", path, len(named))
+
+
+class _LogLines(logging.Formatter):
+    """Log lines in the words of the command, whoever wrote them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return in_options(super().format(record))
+
+
+def log_to_stderr(level: str, log_format: str) -> None:
+    """Set up logging of this process, and of those that it will start. log_format: "text" or "json"."""
+    if log_format == JSON_FORMAT:
+        # Before any of them is started; they are started from many places, and all of them inherit it.
+        os.environ[LOG_FORMAT_VARIABLE] = JSON_FORMAT
+        log_as_json("server", level, words=in_options, fields=RequestFields())
+        return
+    os.environ.pop(LOG_FORMAT_VARIABLE, None)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LogLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
+    """The options, as written, that change how answers come about or what requests may ask for, as far as they are set."""
+    return [
+        option
+        for option, given in (
+            ("--deterministic", engine.deterministic),
+            (f"--speculative-ngram {engine.speculative_ngram}", engine.speculative_ngram > 0),
+            (f"--speculative-model {engine.speculative_model}", engine.speculative_model is not None),
+            ("--speculative-mtp", engine.speculative_mtp),
+            (f"--rope-ladder {','.join(engine.rope_ladder or ())}", bool(engine.rope_ladder)),
+            (f"--rope-update {engine.rope_update}", engine.rope_update is not None),
+            (f"--rope-policy {server.rope_policy}", server.rope_policy != ServerOptions().rope_policy),
+            ("--rope-exact", server.rope_exact),
+            (f"--context-overflow {server.context_overflow}", server.context_overflow != "stop"),
+            (f"--keep-tokens {server.keep_tokens}", server.keep_tokens is not None),
+            (f"--attention-window {server.attention_window}", server.attention_window is not None),
+            (f"--attention-sinks {server.attention_sinks}", server.attention_sinks > 0),
+            (f"--cache-reuse {server.cache_reuse}", server.cache_reuse > 0),
+            (f"--shift-context {engine.shift_context}", engine.shift_context is not None),
+            (f"--max-total-tokens {engine.max_total_tokens}", engine.max_total_tokens is not None),
+            (f"--chat-template {server.chat_template}", server.chat_template is not None),
+            (f"--rerank-tokens {','.join(server.rerank_tokens or ())}", bool(server.rerank_tokens)),
+            (f"--rerank-template {server.rerank_template}", server.rerank_template is not None),
+            (f"--generation-config {server.generation_config}", server.generation_config != "auto"),
+            (
+                f"--default-chat-template-kwargs {server.default_chat_template_kwargs}",
+                server.default_chat_template_kwargs is not None,
+            ),
+            (f"--tool-call-parser {server.tool_call_parser}", server.tool_call_parser != "auto"),
+            (f"--reasoning-parser {server.reasoning_parser}", server.reasoning_parser != "auto"),
+        )
+        if given
+    ]
+
+
+LARGE = 1 << 20  # bytes
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+
+
+def return_large_pieces() -> None:
+    """Have malloc give pieces of LARGE bytes and more back when they are freed.
+
+    Left alone, glibc raises that size to that of the largest piece freed so far, up to 32 MiB: a few large bodies would
+    then stay in the process for good. Without effect where there is no glibc.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, LARGE)
+        mallopt(_M_TRIM_THRESHOLD, LARGE)
+
+
+def keep_startup_objects() -> None:
+    """Call it once everything is imported and made: collections then look at what requests made, and take less time."""
+    gc.collect()
+    gc.freeze()

@@ -1,20 +1,35 @@
-"""What holds for requests that do not say how to sample: as the model's generation_config.json has it, or what stands for it.
-
-Reads the file; knows no requests.
-"""
+"""Defaults that a model's files and the operator set: sampling, context handling and ranking."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.interface.config import EngineConfig
+from windlass.engine.interface.context import DEFAULT_KEEP_TOKENS, MIN_PASSAGE_TOKENS, ContextRule, ContextSizes
 from windlass.engine.model.loading.model_description import read_json
-from windlass.server.options.answer_defaults import FILE, NONE, OVERRIDE, read_override, read_sampling, sampling_file
-from windlass.server.options.settings import SamplingDefaults
+from windlass.engine.model.loading.sentence_transformers_files import read_reranker_config
+from windlass.engine.model.model_spec import ContextRefusals, ModelSpec, context_refusals
+from windlass.engine.rotary.rope_scaling import DISTANCE_KINDS
+from windlass.server.config.option_parsing import read_template_file, split
+from windlass.server.config.server_options import (
+    FILE,
+    NONE,
+    OVERRIDE,
+    ServerOptions,
+    read_override,
+    read_sampling,
+    sampling_file,
+)
+from windlass.server.config.settings import RankSettings, SamplingDefaults, ServerSettings
+from windlass.server.text.pair_prompts import QWEN3_RERANKER
 
 RECOMMENDED = "recommended by its authors"
+
 _ADVICE = "correct the file, or start with --generation-config none"
 
 
@@ -53,3 +68,132 @@ def find_sampling(
     sources |= dict.fromkeys([*replaced, *read_sampling(replaced, OVERRIDE, "")], OVERRIDE)
     found = read_sampling(values, str(path), _ADVICE)
     return ModelSampling(SamplingDefaults(**found), {name: sources[name] for name in found})
+
+
+_FIELD = re.compile(r"\b(?:attention_window|attention_sinks|keep_tokens|context_overflow)\b")
+
+
+def most_sizes(config: EngineConfig, spec: ModelSpec) -> ContextSizes:
+    """What sequences may hold at most: how much of it there is memory for is known once the model is loaded."""
+    longest = config.max_model_len or spec.trained_len
+    held = config.context.shift_context or longest
+    return ContextSizes(
+        longest, config.cache.block_size, held, config.context.max_total_tokens, **context_refusals(spec)
+    )
+
+
+def check_own_rule(settings: ServerSettings, sizes: ContextSizes) -> None:
+    """Raises LoadError, one line with the option at fault."""
+    sinks, window, keep = settings.attention_sinks, settings.attention_window, settings.keep_tokens
+    if settings.cache_reuse < 0 or 0 < settings.cache_reuse < MIN_PASSAGE_TOKENS:
+        raise LoadError(f"--cache-reuse must be 0 or at least {MIN_PASSAGE_TOKENS}, got {settings.cache_reuse}")
+    if sinks and window is None:
+        raise LoadError("--attention-sinks goes with --attention-window")
+    try:
+        sizes.size(ContextRule("stop", 0, window, sinks))
+        if settings.context_overflow == "shift":
+            sizes.size(ContextRule("shift", DEFAULT_KEEP_TOKENS if keep is None else keep))
+    except RequestError as error:
+        named = _FIELD.sub(lambda name: "--" + name[0].replace("_", "-"), error.message)
+        hint = " (its default)" if named.startswith("--keep-tokens") and keep is None else ""
+        raise LoadError(named + hint) from None
+
+
+def check_goes_with_model(server: ServerOptions, spec: ModelSpec) -> None:
+    """Raises LoadError for what no request could have of this model, whatever its lengths."""
+    _check_moved_keys(server, {group.scaling.rope_type for group in spec.rotary_groups})
+    _check_context(server, context_refusals(spec))
+
+
+def _check_moved_keys(server: ServerOptions, kinds: set[str]) -> None:
+    """Refuse what every request would be refused for that asks for nothing else. kinds: of the scaling they run under."""
+    options = {
+        "--context-overflow shift": server.context_overflow == "shift",
+        "--attention-window": server.attention_window is not None,
+        "--cache-reuse": server.cache_reuse > 0,
+    }
+    for option, given in options.items():
+        if given and (kind := next(iter(kinds & {*DISTANCE_KINDS}), None)) is not None:
+            raise LoadError(f"{option} and rope_type {kind!r} both say where keys stand: leave one of them out")
+
+
+def _check_context(server: ServerOptions, refusals: ContextRefusals) -> None:
+    """Refuse what the model itself does not allow of a context, and every request would be refused for."""
+    window = server.attention_window is not None
+    for option, given, refusal in (
+        ("--context-overflow shift", server.context_overflow == "shift", refusals["shift_refusal"]),
+        ("--cache-reuse", server.cache_reuse > 0, refusals["reuse_refusal"]),
+        ("--attention-window", window, refusals["window_refusal"]),
+        ("--attention-sinks", window and server.attention_sinks > 0, refusals["sinks_refusal"]),
+    ):
+        if given and refusal is not None:
+            raise LoadError(f"{option}: {refusal}: leave it out")
+
+
+_QWEN3 = "qwen3"
+
+_QWEN3_TOKENS = ("yes", "no")
+
+
+def rank_settings(path: Path, server: ServerOptions, spec: ModelSpec | None) -> RankSettings | None:
+    """Of the model in this directory; None where it scores pairs without a prompt around them. Raises LoadError.
+
+    spec: None where it is not known; then the model is taken to generate.
+    """
+    given = _check(server, spec)
+    template = _template(server)
+    if spec is not None and not spec.generates:
+        one = spec.head is not None and not spec.head.classes.per_token and len(spec.head.classes.labels) == 1
+        return (
+            RankSettings(template=template, needs_template=template is not None)
+            if one and not spec.is_bidirectional
+            else None
+        )
+    declared = read_reranker_config(path)
+    instruction = None if declared is None else declared.instruction
+    tokens = given or (() if declared is None else declared.tokens)
+    if server.rerank_template == _QWEN3:
+        tokens = tokens or _QWEN3_TOKENS
+    elif template is None and declared is not None and declared.is_qwen3_reranker:
+        template = QWEN3_RERANKER
+    if not tokens:
+        if template is None:
+            return None
+        raise LoadError(
+            f"--rerank-template {server.rerank_template}: the model's files do not say which tokens it answers with: say it with "
+            "--rerank-tokens, such as no,yes"
+        )
+    asked = bool(given) or template is not None  # what files alone say keeps nobody from generating
+    return RankSettings(template=template, needs_template=asked, tokens=tokens, instruction=instruction)
+
+
+def _check(server: ServerOptions, spec: ModelSpec | None) -> tuple[str, ...]:
+    """The operator's tokens, the one that counts first. Raises LoadError for options that this model cannot follow."""
+    tokens = split(server.rerank_tokens)
+    if server.rerank_tokens is not None and len(tokens) not in (1, 2):
+        raise LoadError(f"--rerank-tokens takes one token or two, the refusal first: no,yes; got {len(tokens)}")
+    if spec is None or spec.generates:
+        return tuple(reversed(tokens))
+    if tokens:
+        raise LoadError(f"--rerank-tokens: a {spec.architecture} goes on with no token: leave it out")
+    if server.rerank_template is not None:
+        if spec.head is None or spec.head.classes.per_token or len(spec.head.classes.labels) != 1:
+            raise LoadError(f"--rerank-template: a {spec.architecture} without one class ranks no pairs: leave it out")
+        if spec.is_bidirectional:
+            raise LoadError("--rerank-template: pairs are joined by the tokenizer of this model: leave it out")
+    return ()
+
+
+def _template(server: ServerOptions) -> str | None:
+    """The source of the operator's; raises LoadError for one that cannot be used."""
+    given = server.rerank_template
+    if given is None or given == _QWEN3:
+        return QWEN3_RERANKER if given == _QWEN3 else None
+    source = read_template_file("--rerank-template", Path(given))
+    from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, cut_pairs
+
+    try:
+        cut_pairs(ChatTemplate(source))
+    except ChatTemplateError as error:
+        raise LoadError(f"--rerank-template {given}: {error.message}") from None
+    return source

@@ -1,24 +1,114 @@
-"""Renders a model's chat template, byte for byte as transformers does, without transformers.
-
-Responsible for preparing messages, for `continue_final_message`, and for errors a caller can read. Knows nothing of tokens,
-HTTP or where the template came from. A template is code that came with a model file: it runs in `template_sandbox`, and
-where it serves callers in a process with limits on time and memory (`windlass.server.text`).
-"""
+"""Chat templates in a jinja2 sandbox, byte for byte as transformers renders them."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from windlass.server.text.pair_prompts import Gap, PairPrompt, PairTemplate
 from windlass.server.text.template_facts import RESERVED, TemplateFacts
-from windlass.server.text.template_sandbox import sandboxed_environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant wrote, for training masks; when serving it renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(lineno)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace()` that refuses underscore names, which could reach into the interpreter."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=1)` must work
+        self, positional = args[0], args[1:]
+        attributes = dict(*positional, **kwargs)
+        for name in attributes:
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)
+        jinja2.utils.Namespace.__setitem__(self, name, value)
+
+    @staticmethod
+    def _check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"chat templates cannot store the underscore name {name!r} on a namespace")
+
+
+class _Dict:
+    """`dict` as templates may use it: callable, without the type's own attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML; models were trained on plain JSON.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """jinja2's immutable sandbox, which leaves all arithmetic to rendering: `9 ** 9 ** 9` would else be compiled."""
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+
+def sandboxed_environment() -> jinja2.Environment:
+    """An environment with everything chat templates expect, as transformers sets it up."""
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        cache_size=0,
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
+    )
+    return environment
+
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
+
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one most templates read
+
 _PLAIN_REASONING = re.compile(r"\.reasoning\b|['\"]reasoning['\"]")  # templates that read this name
 
 
@@ -201,3 +291,36 @@ def _cut_at_tag(rendered: str, final: str) -> str:
     if rendered[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG:
         return rendered[:at]
     return rendered[:at].rstrip()  # the template trims messages: trim as it would have without the tag
+
+
+_ROLES: dict[Gap, str] = {"instruction": "system", "query": "query", "document": "document"}
+
+_MARKS: dict[Gap, str] = {"instruction": "\ue000", "query": "\ue001", "document": "\ue002"}  # of no script
+
+_SPACE = "\u2003"  # white space of no template: what is left of it tells whether a text is trimmed
+
+_CUTS = re.compile(f"({_SPACE}?)([\ue000-\ue002])({_SPACE}?)")
+
+
+def cut_pairs(template: ChatTemplate) -> PairTemplate:
+    """Raises ChatTemplateError for a template that does not show messages of the roles `query` and `document`."""
+    plain = _cut(template, ("query", "document"))
+    missing = [role for role in ("query", "document") if role not in plain.gaps]
+    if missing:
+        raise ChatTemplateError(
+            f"it shows no message of the role {' and none of '.join(missing)}, and has to show a query and a document"
+        )
+    try:
+        instructed = _cut(template, ("instruction", "query", "document"))
+    except ChatTemplateError:
+        return PairTemplate(plain, None)
+    return PairTemplate(plain, instructed if {*instructed.gaps} == {*_ROLES} else None)
+
+
+def _cut(template: ChatTemplate, roles: tuple[Gap, ...]) -> PairPrompt:
+    messages = [{"role": _ROLES[gap], "content": f"{_SPACE}{_MARKS[gap]}{_SPACE}"} for gap in roles]
+    # The texts and, between them, of each gap the space before it, its mark, and the space behind it.
+    pieces = _CUTS.split(template.render(messages))
+    gaps = {mark: gap for gap, mark in _MARKS.items()}
+    whole = [bool(before and behind) for before, behind in zip(pieces[1::4], pieces[3::4], strict=True)]
+    return PairPrompt(tuple(pieces[::4]), tuple(gaps[mark] for mark in pieces[2::4]), tuple(not one for one in whole))

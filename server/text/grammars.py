@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.validation import GRAMMAR_LIMITS, MAX_GRAMMAR_CHARACTERS
-from windlass.server.text import ascii_classes
-from windlass.server.text.finite import never_ends
-from windlass.server.text.parsing.tools.forced import PARAMETERS_OF
-from windlass.server.text.schemas import held
+from windlass.server.text import json_schemas
+from windlass.server.text.json_schemas import held, never_ends
+from windlass.server.text.tool_parsers.forced_calls import PARAMETERS_OF
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -125,12 +124,12 @@ def _serialized(kind: str, value: str) -> str:
         case "json_schema" | "strict_json_schema":
             return _of_schema(value, strict=kind == "strict_json_schema")
         case "regex":
-            return LLMatcher.grammar_from_regex(ascii_classes.in_pattern(value))
+            return LLMatcher.grammar_from_regex(json_schemas.in_pattern(value))
         case "choice":
             choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(value))
             return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
         case "grammar":
-            return LLMatcher.grammar_from_lark(ascii_classes.in_lark(any_to_lark(value)))
+            return LLMatcher.grammar_from_lark(json_schemas.in_lark(any_to_lark(value)))
         case _:
             return LLMatcher.grammar_from_lark(value)
 

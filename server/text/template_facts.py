@@ -1,14 +1,23 @@
-"""What a chat template does, told by its text: what it shows to the model, and in which form it wants it."""
+"""Chat templates among a model's files, and what their text says of their input."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.server.text.tokenizer_files import one_line, read_json
 
 RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of templates that a request sets itself
+
 _USE = re.compile(r"""\barguments['"]?\s*\]?\)?\s*(\|\s*\w+|is\s+\w+|\.\s*\w+|[+~]|-?[%}]})?""")
+
 _SHORT_IDS = re.compile(r"length\s*(!=|<)\s*9\b")
+
 _QUOTED = re.compile(r"""(['"])([\w-]{1,64})\1""")
+
 _IS_NONE = re.compile(r"""content['"]?\s*\]?\s+is\s+(not\s+)?none""")
 
 
@@ -46,3 +55,24 @@ class TemplateFacts:
             developer="developer" in source,
             words=frozenset(word for _, word in _QUOTED.findall(source)),
         )
+
+
+def chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Templates by name; files win over tokenizer_config.json, which wins over the older chat_template.json."""
+    templates: dict[str, str] = {}
+    for value in (read_json(directory / "chat_template.json").get("chat_template"), config.get("chat_template")):
+        if isinstance(value, str):
+            templates = {"default": value}
+        elif isinstance(value, list):
+            templates = {entry["name"]: entry["template"] for entry in value}
+        elif isinstance(value, dict):
+            templates = {str(name): str(text) for name, text in value.items()}
+    files = {"default": directory / "chat_template.jinja"}
+    files.update({file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))})
+    try:
+        on_disk = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    except (OSError, ValueError) as error:
+        raise LoadError(
+            f"cannot read a chat template in {directory} ({one_line(error)}): fetch the file again"
+        ) from error
+    return on_disk or templates

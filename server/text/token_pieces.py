@@ -1,8 +1,4 @@
-"""What single tokens contribute to a text, as bytes, for the decoders models actually use.
-
-Responsible for understanding a `tokenizers` decoder well enough to decode token by token. Knows nothing of streaming or
-stop strings. A decoder it does not understand gives None, and callers fall back on decoding small windows.
-"""
+"""Bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -26,6 +22,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+
 _STAND_INS = {byte: char for char, byte in _ALPHABET.items()}
 
 

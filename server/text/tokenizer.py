@@ -1,11 +1,8 @@
-"""Loads a model's tokenizer and turns text into token ids and back.
-
-Responsible for reading tokenizer.json and the files around it as transformers does, without transformers, and for
-telling what bytes a single token stands for. Knows nothing of HTTP, chats or streaming.
-"""
+"""A model's tokenizer: text to token ids and back, and where tokens begin in a text."""
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -15,10 +12,17 @@ from typing import Any
 import tokenizers
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.server.text.special_tokens import add_missing_tokens, content_of, one_line, read_json, special_tokens
-from windlass.server.text.template_files import chat_templates
+from windlass.server.text.template_facts import chat_templates
 from windlass.server.text.token_pieces import PieceDecoder
-from windlass.server.text.tokenizer_file import TOKENIZER, find_tokenizer
+from windlass.server.text.tokenizer_files import (
+    TOKENIZER,
+    add_missing_tokens,
+    content_of,
+    find_tokenizer,
+    one_line,
+    read_json,
+    special_tokens,
+)
 
 _MAX_ID = 2**32 - 1
 
@@ -224,3 +228,56 @@ def _kinds(component: Any) -> set[str]:
         return {"Shrinking"} if node.get("behavior") == "Removed" else {node["type"]}
 
     return walk(json.loads(component.__getstate__()))
+
+
+def answer_ids(tokenizer: Tokenizer, tokens: Sequence[str | int]) -> tuple[int, ...]:
+    """Their ids. Raises LoadError for a text that is no single token, and for an id that the tokenizer does not have."""
+    found = tuple(_id_of(tokenizer, token) for token in tokens)
+    if len(set(found)) != len(found):
+        raise LoadError(f"reranking: {' and '.join(map(repr, tokens))} are one and the same token: name two")
+    return found
+
+
+def _id_of(tokenizer: Tokenizer, token: str | int) -> int:
+    if isinstance(token, int):
+        if token >= tokenizer.vocab_size:
+            raise LoadError(
+                f"reranking: the model's files name the token id {token}, and its tokenizer has {tokenizer.vocab_size} ids"
+            )
+        return token
+    known = tokenizer.backend.token_to_id(token)
+    if known is not None:
+        return known
+    ids = tokenizer.encode(token, add_special_tokens=False)
+    if len(ids) != 1:
+        raise LoadError(
+            f"reranking: {token!r} is {len(ids)} tokens of this model's tokenizer, and an answer is one: name another with "
+            "--rerank-tokens"
+        )
+    return ids[0]
+
+
+class TextOffsets:
+    """Where each token begins in the text, in characters, counted from `start`.
+
+    A token that continues a character begins where that character does; special tokens that are left out of the text
+    take no room.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, start: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._position = start
+
+    def advance(self, token_id: int) -> int:
+        """The offset of this token; the next call is for the token after it."""
+        start = self._position
+        if token_id not in self._skipped:
+            self._position += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return start
+
+    @property
+    def position(self) -> int:
+        """Where the next token will begin."""
+        return self._position

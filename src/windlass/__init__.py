@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from windlass._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from windlass.server.startup.in_process.llm import LLM as LLM
+    from windlass.server.startup.llm import LLM
 
 
 def __getattr__(name: str) -> Any:
     # Imported when it is asked for: the command lines lie below this package, and must not wait for it.
     if name == "LLM":
-        from windlass.server.startup.in_process.llm import LLM
+        from windlass.server.startup.llm import LLM
 
         return LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

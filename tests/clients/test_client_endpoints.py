@@ -44,15 +44,19 @@ from windlass.clients import (
 )
 from windlass.engine.rotary.rope_scaling import RopeScaling as Accepted
 from windlass.engine.rotary.rope_scaling import RotaryBase, RotaryGroup
-from windlass.server.protocol.chat import ChatRequest
-from windlass.server.protocol.completions import CompletionRequest
-from windlass.server.protocol.infill import InfillRequest
-from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
-from windlass.server.protocol.ranking import ClassifyRequest, RerankRequest, ScoreRequest
-from windlass.server.protocol.responses.request import ResponseRequest
-from windlass.server.protocol.retrieval import EmbeddingRequest, PoolingRequest
-from windlass.server.protocol.rotary import RotaryInspectRequest
-from windlass.server.protocol.text import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from windlass.server.api.rotary import RotaryInspectRequest
+from windlass.server.api.tokenize import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from windlass.server.schemas.chat import ChatRequest
+from windlass.server.schemas.completions import CompletionRequest, InfillRequest
+from windlass.server.schemas.messages import CountTokensRequest, MessageRequest
+from windlass.server.schemas.pooling import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from windlass.server.schemas.responses import ResponseRequest
 
 pytestmark = pytest.mark.anyio
 YARN = RopeScaling.yarn(factor=4)

@@ -17,15 +17,7 @@ from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine
 from helpers.scripted_http import Exchange, ScriptedServer, answer, events, scripted_server
 
-from windlass.clients import (
-    APIConnectionError,
-    AsyncClient,
-    ChatCompletion,
-    Client,
-    Completion,
-    StreamError,
-    stream_rest,
-)
+from windlass.clients import APIConnectionError, AsyncClient, ChatCompletion, Client, Completion, StreamError, streams
 from windlass.engine.rotary.rotary_policy import RotaryReport
 
 pytestmark = pytest.mark.anyio
@@ -190,7 +182,7 @@ async def test_streams_follow_one_another_on_one_connection(kind: str) -> None:
 
 @pytest.mark.parametrize("how", ["silent", "endless"])
 async def test_what_follows_a_stream_is_not_waited_for(kind: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_rest, "_REST_SECONDS", 0.05 if how == "silent" else 600.0)
+    monkeypatch.setattr(streams, "_REST_SECONDS", 0.05 if how == "silent" else 600.0)
     end = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
 
     async def endless(exchange: Exchange) -> None:

@@ -14,8 +14,8 @@ from helpers.live_server import live_server
 from helpers.scripted_http import answer, events, scripted_server
 from jsonschema import Draft202012Validator
 
-from windlass.clients import BadRequestError, ChatCompletion, ChatMessage, FunctionCall, ToolCall, _answer_type
-from windlass.clients._whole import MessageAccumulator
+from windlass.clients import BadRequestError, ChatCompletion, ChatMessage, FunctionCall, ToolCall, _parse
+from windlass.clients._accumulate import MessageAccumulator
 from windlass.clients.message_types import ContentBlock, Message, MessageDelta, MessageEvent
 from windlass.clients.response_types import ResponseItem
 
@@ -235,7 +235,7 @@ DEEP = "[" * 100_000
     ids=["float", "deep dataclass", "deep schema"],
 )
 def test_an_answer_beyond_what_python_holds_is_no_answer(wanted: Any, text: str) -> None:
-    message = ChatMessage(content=text, _read=_answer_type.reader(wanted))
+    message = ChatMessage(content=text, _read=_parse.reader(wanted))
     with pytest.raises(ValueError):
         _ = message.parsed
 

@@ -13,9 +13,7 @@ from contextlib import contextmanager
 import pytest
 import typer
 
-from windlass.clients.terminal.lines import say
-from windlass.clients.terminal.run import run_app
-from windlass.clients.terminal.streams import on_terminal
+from windlass.clients.terminal import on_terminal, run_app, say
 
 app = typer.Typer()
 
@@ -105,9 +103,9 @@ def test_other_errors_of_the_system_are_not_taken_for_it() -> None:
 
 STREAMS = """
 import os, socket, subprocess, sys, typer
-from windlass.clients.terminal.lines import say
-from windlass.clients.terminal.run import run_app
-from windlass.clients.terminal.streams import on_terminal
+from windlass.clients.terminal import say
+from windlass.clients.terminal import run_app
+from windlass.clients.terminal import on_terminal
 
 app = typer.Typer()
 

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from windlass.engine.interface.outputs import EngineStats
 from windlass.server.cli import main as cli
-from windlass.server.exchange.metrics import _GAUGES
+from windlass.server.observability.metrics import _GAUGES
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))

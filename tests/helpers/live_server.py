@@ -22,12 +22,11 @@ from helpers.described import check, description
 from helpers.scripted_engine import ScriptedEngine
 from helpers.toy_tokenizers import byte_level
 
-from windlass.server.app.app import create_app
-from windlass.server.exchange.state import ServerState
+from windlass.server.app.state import ServerState
+from windlass.server.application import create_app
+from windlass.server.config.settings import ConnectionSettings, ServerSettings
 from windlass.server.http.connections import Connections
 from windlass.server.http.server import HttpServer
-from windlass.server.options.connection_settings import ConnectionSettings
-from windlass.server.options.settings import ServerSettings
 from windlass.server.text.tokenizer import Tokenizer
 
 MODEL = "toy"

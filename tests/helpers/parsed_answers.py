@@ -5,8 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from windlass.server.text.parsing.events import CallStart, Content, Event, OutputParser, Reasoning
-from windlass.server.text.parsing.stream import CallOptions, StreamParser
+from windlass.server.text.stream_parser import (
+    CallOptions,
+    CallStart,
+    Content,
+    Event,
+    OutputParser,
+    Reasoning,
+    StreamParser,
+)
 
 SCHEMAS: dict[str, Any] = {"look": {"type": "object", "properties": {"city": {}, "days": {}}}, "find": {}}
 

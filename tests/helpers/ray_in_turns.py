@@ -8,7 +8,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RunningReplica
 
-from windlass.server.startup.ray import application, routing
+from windlass.server.startup.ray import application
+from windlass.server.startup.ray import replica as routing
 
 
 class InTurns(routing.PrefixRequestRouter):

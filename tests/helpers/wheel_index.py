@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 
-from windlass.server.startup.catalogue.known import KnownModel, PackagedFile
+from windlass.server.startup.model_catalog import KnownModel, PackagedFile
 
 MEMBER = "toy_model/toy.gguf"
 CONTENT = bytes(range(256)) * 4096  # 1 MiB

@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 from helpers.real_server import RealServer, serve
 
-from windlass.server.startup.catalogue.known import SMOLLM2
-from windlass.server.startup.catalogue.pip import PullError
-from windlass.server.startup.catalogue.pull import pull
+from windlass.server.startup.model_catalog import SMOLLM2, PullError, pull
 
 HERE = Path(__file__).parent
 CLIENTS = Path(os.environ.get("WINDLASS_OUTSIDE", HERE.parents[1] / "work" / "outside")).absolute()

@@ -17,9 +17,9 @@ from windlass.engine.core.messages import Message, StepDone
 from windlass.engine.errors import EngineDeadError
 from windlass.engine.scheduling.request_queue import Deadlines, SchedulerQueues
 from windlass.engine.scheduling.scheduler import Scheduler
-from windlass.server.exchange.streaming import Exchange
 from windlass.server.http.uvicorn_protocol import HttpProtocol
-from windlass.server.text.workers.lanes import Lane
+from windlass.server.serving.streaming import Exchange
+from windlass.server.text.workers.pool import Lane
 
 
 def _wrapped(owner: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> AbstractContextManager[Any]:

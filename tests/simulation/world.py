@@ -33,11 +33,10 @@ from windlass.engine.client.process_client import ProcessClient
 from windlass.engine.client.replicated_client import ReplicatedClient
 from windlass.engine.interface.config import AdapterConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from windlass.engine.interface.model_info import AdapterSource
-from windlass.server.app.app import create_app
+from windlass.server.application import create_app
+from windlass.server.config.api_keys import ApiKey
+from windlass.server.config.settings import ConnectionSettings, ServerSettings
 from windlass.server.http.server import HttpServer
-from windlass.server.options.connection_settings import ConnectionSettings
-from windlass.server.options.key_file import ApiKey
-from windlass.server.options.settings import ServerSettings
 
 MOST_SECONDS = 3600.0  # of simulated time that a run may take
 HANG_SECONDS = 20.0

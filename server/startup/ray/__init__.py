@@ -1,1 +1,3 @@
-"""A deployment on Ray Serve: engines as replicas, a router by prefix, and the same HTTP app in front. Needs the extra `ray`."""
+"""Deployment on a Ray cluster."""
+
+from __future__ import annotations

@@ -1,31 +1,219 @@
-"""The application of a deployment, as `windlass ray deploy` and a Serve config (`import_path`) make it. Connects to nothing."""
+"""The Ray Serve application: ingress, listening socket, and `windlass ray deploy`."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Mapping
+import logging
+import os
+import re
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import ray
+from fastapi import FastAPI
 from ray import serve
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, HTTPOptions, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
+from windlass._version import __version__
+from windlass.clients.terminal import say
 from windlass.engine.client.prefix_router import MIN_KEY_BLOCK_TOKENS
 from windlass.engine.errors import LoadError, did_you_mean
-from windlass.server.options.engine import EngineOptions
-from windlass.server.options.replicas import ClusterOptions
-from windlass.server.options.server import ServerOptions
-from windlass.server.startup.ray.call import Start
-from windlass.server.startup.ray.door import HEAD, name_of_door
-from windlass.server.startup.ray.ingress import Ingress
-from windlass.server.startup.ray.replica import EngineReplica
-from windlass.server.startup.ray.routing import PrefixRequestRouter
-from windlass.server.startup.ray.scaling import by_requests_and_cache
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.option_parsing import check_log_level
+from windlass.server.config.server_options import ClusterOptions, ConnectionOptions, ServerOptions
+from windlass.server.http.event_loop_monitor import LoopWatch
+from windlass.server.http.listener import raise_limit
+from windlass.server.http.server import HttpServer
+from windlass.server.startup.launch import listen, make_app, make_server, prepare, read_template
+from windlass.server.startup.ray.client import RayClient
+from windlass.server.startup.ray.replica import EngineReplica, PrefixRequestRouter, by_requests_and_cache
+from windlass.server.startup.ray.wire import Start, mixed
+
+NAMESPACE = "windlass"
+
+HEAD = "node:__internal_head__"  # what Ray calls a resource that only the head has
+
+_ACCEPT_SECONDS = 10.0
+
+
+class Door:
+    """Methods are called by Ray, in one thread."""
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
+        self._address: tuple[str, int] | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="windlass-door-"))  # nobody else's
+        self._path = self._folder / "socket"
+        self._giving = socket.socket(socket.AF_UNIX)
+        self._giving.bind(str(self._path))
+        self._giving.listen()
+        threading.Thread(target=self._give, name="door", daemon=True).start()
+
+    def open(self, host: str, port: int) -> str | None:
+        """Listen at this address, and at no other. Returns what is wrong with it."""
+        if self._address == (host, port):
+            return None
+        try:
+            listener = listen(host, port)
+        except LoadError as error:
+            return str(error)
+        before, self._listener = self._listener, listener
+        self._address = host, port
+        if before is not None:
+            before.close()
+        return None
+
+    def path(self) -> str:
+        """Where the socket is handed out, to processes of this user on this machine."""
+        return str(self._path)
+
+    def close(self) -> None:
+        """Listen no more, and leave nothing behind."""
+        if self._listener is not None:
+            self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _give(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                asking, _ = self._giving.accept()
+                with asking:
+                    _, uid, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                    if uid == os.getuid() and self._listener is not None:
+                        socket.send_fds(asking, [b"."], [self._listener.fileno()])
+
+
+def open_door(name: str, host: str, port: int) -> bool:
+    """Have the door of this deployment listen; whether it was made now. Raises LoadError."""
+    there = name_of_door(name) in {one["name"] for one in ray.util.list_named_actors(all_namespaces=True)}
+    door = (
+        ray.remote(Door)
+        .options(
+            name=name_of_door(name),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            resources={HEAD: 0.001},
+        )
+        .remote()
+    )
+    wrong = ray.get(door.open.remote(host, port))
+    if wrong is not None:
+        if not there:
+            close_door(name)
+        raise LoadError(wrong)
+    return not there
+
+
+def close_door(name: str) -> None:
+    """Take the door away, where there is one."""
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):
+        door = ray.get_actor(name_of_door(name), namespace=NAMESPACE)
+        ray.get(door.close.remote())
+        ray.kill(door)
+
+
+async def listener_of(door: str) -> socket.socket:
+    """The listening socket that the door of this name holds. Raises RuntimeError."""
+    try:
+        actor: Any = await asyncio.to_thread(ray.get_actor, door, namespace=NAMESPACE)
+        return await asyncio.to_thread(_fetch, await actor.path.remote())
+    except (ValueError, OSError, ray.exceptions.RayError) as error:
+        raise RuntimeError(f"there is no listener for this deployment ({error}): deploy it again") from None
+
+
+def name_of_door(name: str) -> str:
+    """Of an actor. name: of the deployment."""
+    return f"windlass-door-{name}"
+
+
+def _fetch(path: str) -> socket.socket:
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(_ACCEPT_SECONDS)
+        asking.connect(path)
+        _, found, _, _ = socket.recv_fds(asking, 1, 1)
+    if not found:
+        raise OSError("the door is shut")
+    return socket.socket(fileno=found[0])
+
+
+REUSE_SECONDS = 1.0  # after an answer, to ask once more by its connection and be told that it ends
+
+
+@serve.ingress()
+class Ingress:
+    """start: see there. engines: the replicas."""
+
+    async def __init__(self, start: Start, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        start.check()
+        template = read_template(start.server)
+        path, engine, settings = await asyncio.to_thread(prepare, start.model, start.engine, start.server)
+        self._client = RayClient(engines, engine.to_config(Path(path)))
+        self._app = make_app(self._client, path, settings, template)
+        state = self._app.state.windlass
+        await asyncio.to_thread(state.text.spawn)
+        await asyncio.to_thread(state.text.wait_loaded)
+        await self._client.start()
+        self._watch = LoopWatch(state.beat).start()
+        self._http: HttpServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._grace = settings.grace_seconds
+        if start.door is not None:
+            bounds = ConnectionOptions().to_settings().within(raise_limit())
+            listener = await listener_of(start.door)
+            self._http = make_server(
+                self._app, listener, bounds, max_header_bytes=settings.max_header_bytes, access_log=False, tls=None
+            )
+            self._serving = asyncio.get_running_loop().create_task(self._http.serve(), name="http")
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """What Serve passes requests to, and shuts down before this object: nothing where the app has a server of its own."""
+        return self._app if self._http is None else FastAPI()
+
+    async def check_health(self) -> None:
+        """Raise where nobody accepts connections any more: Serve starts another ingress."""
+        if self._serving is not None and self._serving.done():
+            raise RuntimeError("the HTTP server ended")
+
+    async def __del__(self) -> None:
+        """What Serve awaits before it ends this process: answers that have begun may end."""
+        if self._http is None or self._serving is None:
+            return
+        self._http.retire()
+        busy = time.monotonic()
+        ends = busy + self._grace
+        while (now := time.monotonic()) < min(ends, busy + REUSE_SECONDS):
+            if self._app.state.windlass.in_flight:
+                busy = now
+            await asyncio.sleep(0.05)
+        await self._http.stop(max(0.0, ends - time.monotonic()))
+        await asyncio.wait({self._serving}, timeout=2.0)
+
+    async def version(self) -> str:
+        """That of Windlass here."""
+        return __version__
+
 
 INGRESS_CPUS = 0.5
+
 AFTER_GRACE_SECONDS = 4.0  # for the ingress to end its connections
+
 _NEEDLESS = ("uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "record", "access_log")
+
 _PATHS = ("api_key_file", "api_keys", "chat_template", "lora_folder", "crash_dir")
 
 
@@ -114,3 +302,137 @@ def _spelt(name: str, value: Any) -> Any:
     if name in _PATHS and value is not None:
         return Path(value)
     return str(value) if name == "replicas" else value
+
+
+REACH_SECONDS = 5.0
+
+_ERROR = re.compile(r"(?:LoadError|RequestError|RuntimeError|RayServeException): (.+)")
+
+
+def deploy(
+    model: str | None, engine: EngineOptions, server: ServerOptions, cluster: ClusterOptions, log_level: str
+) -> None:
+    """Deploy, or update what has this name, and return when it serves. Raises LoadError, one line."""
+    made = application(model, engine, server, cluster, check_log_level(log_level))
+    least, most = cluster.count()
+    read_template(server)
+    _, engine, settings = prepare(model, engine, server)
+    with connected(cluster.address):
+        _check_room(least, *of_a_replica(engine), INGRESS_CPUS if cluster.listener == "ingress" else 0.0)
+        _check_version(cluster.name)
+        itself = cluster.listener == "ingress"
+        running = cluster.name in serve.status().applications
+        if itself:
+            serve.start(proxy_location="Disabled")
+            open_door(cluster.name, server.host, server.port)
+        else:
+            serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=server.host, port=server.port))
+        try:
+            serve.run(made, name=cluster.name, route_prefix=None if itself else server.root_path or "/")
+        except (RuntimeError, RayError, RayServeException) as error:
+            reason = _reason(cluster.name, error)
+            if not running:
+                serve.delete(cluster.name)
+                close_door(cluster.name)
+            raise LoadError(reason) from None
+        if not itself:
+            close_door(cluster.name)
+    several = f"{least} to {most} replicas" if most > least else f"{least} replica{'s' if least > 1 else ''}"
+    say(
+        f"{settings.served_model_name} is served by {several} at http://{server.host}:{server.port}{server.root_path}/v1"
+    )
+
+
+def delete(name: str, address: str | None) -> None:
+    """Take a deployment away, after its requests. Raises LoadError where there is none."""
+    with connected(address):
+        if name not in serve.status().applications:
+            raise LoadError(f"--name {name}: no deployment has this name on that cluster")
+        serve.delete(name)
+        close_door(name)
+    say(f"{name} is deleted")
+
+
+@contextlib.contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """A connection to the cluster. Raises LoadError where there is none to be had."""
+    wanted = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if (found := re.fullmatch(r"(?:ray://)?\[?([^/\]]+?)\]?:(\d+)", wanted)) is not None:
+        try:
+            socket.create_connection((found[1], int(found[2])), REACH_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise LoadError(
+                f"--address {wanted} cannot be reached ({getattr(error, 'strerror', None) or error})"
+            ) from None
+    elif wanted != "auto":
+        raise LoadError(f"--address must be HOST:PORT, got {wanted!r}")
+    for logger in ("ray", "ray.serve"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    try:
+        ray.init(wanted, namespace="windlass", log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError:
+        raise LoadError(
+            "no Ray cluster runs on this machine: begin one with `ray start --head`, or name another with --address"
+            if wanted == "auto"
+            else f"--address {wanted} is no Ray cluster"
+        ) from None
+    except (RuntimeError, RayError) as error:
+        raise LoadError(f"--address {wanted}: {_first_line(error)}") from None
+    try:
+        yield
+    finally:
+        # A call that has just been answered may still be put away by a thread of Ray, which would log that Ray is gone.
+        logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
+        ray.shutdown()
+
+
+def _check_room(least: int, cpus: int, gpus: int, on_head: float) -> None:
+    """LoadError where the cluster has no place for the least number of replicas. on_head: cores that the head has to have."""
+    there = ray.cluster_resources()
+    for what, each, more in (("CPU", cpus, INGRESS_CPUS), ("GPU", gpus, 0.0)):
+        if least * each + more > there.get(what, 0.0):
+            beside = f" and {more:g} for the server" if more else ""
+            raise LoadError(
+                f"{least} replicas need {least * each} {what}s{beside}, the cluster has {there.get(what, 0.0):g}: use fewer "
+                "--replicas, or fewer --threads each"
+            )
+    places = 0
+    for machine in (node["Resources"] for node in ray.nodes() if node["Alive"]):
+        free = machine.get("CPU", 0.0)
+        if HEAD in machine:
+            if free < on_head:
+                raise LoadError(
+                    f"the server needs {on_head:g} CPUs of the head's machine, which has {free:g}: begin it with more (ray start "
+                    "--head --num-cpus=1), or use --listener proxy"
+                )
+            free -= on_head
+        places += int(free // cpus)
+    if places < least:
+        raise LoadError(
+            f"{least} replicas need {cpus} CPUs of one machine each, and there is room for {places}: use fewer --replicas, "
+            "or fewer --threads or --tensor-parallel each"
+        )
+
+
+def _check_version(name: str) -> None:
+    """LoadError where a deployment of this name is of another version, replicas of which would run beside those of this one."""
+    if name not in serve.status().applications:
+        return
+    try:
+        theirs = str(serve.get_app_handle(name).version.remote().result(timeout_s=REACH_SECONDS))
+    except (RayError, RayServeException, TimeoutError, AttributeError):
+        return  # it does not run, so that nothing is mixed
+    if theirs != __version__:
+        raise LoadError(mixed(theirs))
+
+
+def _reason(name: str, error: Exception) -> str:
+    """One line of what Ray says of a deployment that failed: what the replica itself said, where it said something."""
+    application = serve.status().applications.get(name)
+    messages = [] if application is None else [one.message for one in application.deployments.values()]
+    said = _ERROR.findall("\n".join((str(error), *messages)))
+    return said[-1].strip() if said else f"the deployment {name} failed: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

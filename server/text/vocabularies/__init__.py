@@ -1,1 +1,3 @@
-"""Vocabularies in other files than tokenizer.json, made into one: SentencePiece's, tiktoken's, Mistral's tekken.json."""
+"""Vocabularies in files other than tokenizer.json."""
+
+from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The process that text processes are forked from: `python -m windlass.server.text.workers.fork_server --fd N`.
-
-It loads the tokenizer and compiles the chat template once; a fork of it is ready within milliseconds and shares that
-memory, so a text process that took too long or too much is simply killed and another takes its place. It has one thread
-and never tokenizes itself: nothing is half done when it forks. A closed control socket ends it and all it forked.
-"""
+"""The process that text workers are forked from, and the loop of a worker."""
 
 from __future__ import annotations
 
@@ -12,24 +7,65 @@ import contextlib
 import faulthandler
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import tokenizers
 from pydantic_core import to_json
 
+from windlass.engine.errors import RequestError
 from windlass.engine.process_setup import log_as_json, wants_json
-from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
-from windlass.server.text.pair_prompt import may_take_pairs
-from windlass.server.text.pair_template import cut_pairs
+from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, cut_pairs
+from windlass.server.text.pair_prompts import may_take_pairs
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers import frames
-from windlass.server.text.workers.fork_commands import ANSWER, COMMAND, FORK, REAP
-from windlass.server.text.workers.frames import Done, Refused, TextSource
+from windlass.server.text.workers.frames import ANSWER, COMMAND, FORK, REAP, Done, Job, OutOfMemory, Refused, TextSource
 from windlass.server.text.workers.tasks import TextTasks
-from windlass.server.text.workers.worker import MemoryLimit, serve
+
+
+def serve(connection: socket.socket, tasks: TextTasks, memory: MemoryLimit) -> None:
+    """Answer jobs until the other end is gone."""
+    with contextlib.suppress(OSError):
+        while (job := frames.receive(connection)) is not None:
+            frames.send_encoded(connection, _answer(job, tasks, memory))
+
+
+def _answer(job: Job, tasks: TextTasks, memory: MemoryLimit) -> bytes:
+    memory.set(job.memory)
+    refused: Refused | OutOfMemory
+    try:
+        return frames.encode(Done(job.call.of(tasks)))
+    except MemoryError:
+        refused = OutOfMemory()
+    except (RequestError, ChatTemplateError) as error:
+        refused = Refused(error.message)
+    finally:
+        memory.set(None)
+    return frames.encode(refused)
+
+
+class MemoryLimit:
+    """What this process may take: never more than the soft limit that it was started with, or that its parent was."""
+
+    def __init__(self) -> None:
+        self._most = resource.getrlimit(resource.RLIMIT_AS)[0]
+
+    def set(self, extra: int | None) -> None:
+        """Let this process take `extra` bytes more than it has, None for as many as it was given."""
+        with contextlib.suppress(OSError, ValueError):
+            soft = self._most if extra is None else _address_space() + extra
+            if self._most != resource.RLIM_INFINITY:
+                soft = min(soft, self._most)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
 
 COMPILE_MEMORY = 512 * 2**20  # bytes a chat template may take while it is compiled
 

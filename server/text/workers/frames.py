@@ -1,7 +1,4 @@
-"""What the API process and its text processes say to each other: pickled frames on private socket pairs.
-
-Pickle is safe here: both ends are the same program, and nobody else can reach the sockets. Knows nothing of tokenizers.
-"""
+"""Messages between the API process and its text workers: pickled frames on socket pairs."""
 
 from __future__ import annotations
 
@@ -14,13 +11,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from windlass.server.options.settings import RankSettings
+    from windlass.server.config.settings import RankSettings
     from windlass.server.text.tokenizer import Tokenizer
+
+
+COMMAND = struct.Struct("!ci")
+
+ANSWER = struct.Struct("!i")
+
+FORK, REAP = b"F", b"R"
 
 R = TypeVar("R")
 
 _LENGTH = struct.Struct("!Q")
+
 _PIECE = 1 << 20  # bytes taken from a socket at once
+
 _IDS_AT_ONCE = 100_000  # packed or unpacked in one go, which holds the interpreter lock
 
 

@@ -19,10 +19,9 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.process_setup import child_output_fd
-from windlass.server.text.pair_prompt import PairTemplate
+from windlass.server.text.pair_prompts import PairTemplate
 from windlass.server.text.workers import frames
-from windlass.server.text.workers.fork_commands import ANSWER, COMMAND, FORK, REAP
-from windlass.server.text.workers.frames import Done, Refused, Result, TextSource
+from windlass.server.text.workers.frames import ANSWER, COMMAND, FORK, REAP, Done, Refused, Result, TextSource
 
 LOAD_SECONDS = 120.0  # for the tokenizer, which this process has loaded before
 COMPILE_SECONDS = 5.0  # for the chat template

@@ -1,11 +1,8 @@
-"""What a text process does: everything that takes a tokenizer or a chat template and whose cost a caller can drive up.
-
-Runs in a process of its own, one job at a time, and may be killed at any moment. Token ids travel packed,
-answers as finished JSON. Knows nothing of sockets, limits or HTTP.
-"""
+"""Jobs of a text worker."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -13,17 +10,44 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from pydantic_core import to_json
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.breakers import breaker_tokens
 from windlass.server.text.grammars import FormCompiler
-from windlass.server.text.offsets import TextOffsets
-from windlass.server.text.pair_prompt import Gap, PairPrompt
+from windlass.server.text.pair_prompts import Gap, PairPrompt
+from windlass.server.text.tokenizer import TextOffsets, Tokenizer
 from windlass.server.text.workers.frames import TaskCall, pack_ids, unpack_ids
 
-if TYPE_CHECKING:  # who only calls tasks needs no templates
+if TYPE_CHECKING:
     from windlass.server.text.chat_template import ChatTemplate
-    from windlass.server.text.tokenizer import Tokenizer
+
+
+MAX_TAIL = 19  # tokens of a breaker after the one in which it begins
+
+
+def breaker_tokens(tokenizer: Tokenizer, breakers: Sequence[str]) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
+    """(ids of tokens that hold a breaker, sequences of two ids and more that do).
+
+    A sequence is a token that ends with a breaker's beginning, and the tokens of the rest.
+    """
+    pieces = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+    ids: set[int] = set()
+    tails: defaultdict[bytes, set[tuple[int, ...]]] = defaultdict(set)  # by what the token before them ends with
+    for breaker in dict.fromkeys(breakers):
+        whole = breaker.encode()
+        ids.update([token_id for token_id, piece in enumerate(pieces) if whole in piece])
+        for cut in range(1, len(breaker)):
+            rest = tuple(tokenizer.encode(breaker[cut:], add_special_tokens=False)[:MAX_TAIL])
+            if rest:
+                tails[breaker[:cut].encode()].add(rest)
+    longest = max(map(len, tails), default=0)
+    sequences: set[tuple[int, ...]] = set()
+    for token_id, piece in enumerate(pieces):
+        for start in range(max(0, len(piece) - longest), len(piece)):
+            if (end := piece[start:]) in tails:
+                sequences.update((token_id, *rest) for rest in tails[end])
+    return frozenset(ids), frozenset(sequences)
+
 
 P = ParamSpec("P")
+
 R = TypeVar("R")
 
 

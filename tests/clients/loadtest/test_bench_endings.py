@@ -16,14 +16,13 @@ from contextlib import contextmanager
 import pytest
 from helpers.scripted_llm import Performance, asked, scripted_llm
 
-from windlass.clients.loadtest.cli import app as program
-from windlass.clients.loadtest.cli import serve
+from windlass.clients.loadtest import commands
+from windlass.clients.loadtest import commands as program
 from windlass.clients.loadtest.display import ProgressDisplay
-from windlass.clients.loadtest.load_plan import LoadPlan
+from windlass.clients.loadtest.load_plan import LoadPlan, WorkloadSpec
 from windlass.clients.loadtest.runner import RunProgress, measure
 from windlass.clients.loadtest.target import Target
-from windlass.clients.loadtest.timed_connections import Pool
-from windlass.clients.loadtest.workload import WorkloadSpec
+from windlass.clients.loadtest.timed_requests import Pool
 
 
 def plan(url: str, **options) -> LoadPlan:
@@ -145,7 +144,7 @@ def test_the_limit_on_files_is_raised_as_far_as_the_system_takes_it(limits, most
     monkeypatch.setattr(resource, "RLIM_INFINITY", endless)
     monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
     monkeypatch.setattr(resource, "setrlimit", set_limit)
-    serve._raise_file_limit()
+    commands._raise_file_limit()
     assert taken == ([] if set_to is None else [set_to])
 
 

@@ -12,7 +12,7 @@ import pytest
 from helpers.scripted_llm import asked, scripted_llm
 
 import windlass
-from windlass.clients.loadtest.cli import app as program
+from windlass.clients.loadtest import commands as program
 from windlass.server.cli import main as cli
 
 
@@ -72,7 +72,7 @@ def test_help_and_no_command(capsys):
     assert capsys.readouterr().out == f"windlass-bench {windlass.__version__}\n"
 
 
-@pytest.mark.parametrize("module", ["windlass.clients.loadtest.cli.app", "windlass.server.cli.main"])
+@pytest.mark.parametrize("module", ["windlass.clients.loadtest.commands", "windlass.server.cli.main"])
 def test_a_command_starts_without_what_only_its_work_needs(module):
     """The engine's process is started by the server's command: nothing slow may come before that."""
     code = (

@@ -434,7 +434,7 @@ def test_a_bar_on_a_terminal(capsys):
 
 def test_the_generator_needs_neither_torch_nor_the_server():
     code = (
-        "import sys, windlass.clients.loadtest.runner, windlass.clients.loadtest.display, windlass.clients.loadtest.export;"
+        "import sys, windlass.clients.loadtest.runner, windlass.clients.loadtest.display, windlass.clients.loadtest.commands;"
         "bad = [m for m in sys.modules if m == 'torch' or m.startswith(('windlass.server', 'windlass.engine'))];"
         "sys.exit(str(bad) if bad else 0)"
     )
@@ -452,8 +452,7 @@ def test_a_loading_server_is_waited_for():
     async def never(exchange) -> None:
         await answer({"data": [{"id": "w", "owned_by": "windlass"}]})(exchange)
 
-    from windlass.clients.loadtest.errors import LoadTestError
-    from windlass.clients.loadtest.target import Control, Target
+    from windlass.clients.loadtest.target import Control, LoadTestError, Target
 
     async def discover(url: str, seconds: float):
         async with Control(Target(url=url)) as control:

@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from windlass.clients.loadtest.errors import LoadTestError
-from windlass.clients.loadtest.lengths import Lengths
+from windlass.clients.loadtest.load_plan import Lengths
+from windlass.clients.loadtest.target import LoadTestError
 
 N = 20_000
 

@@ -11,10 +11,9 @@ import pytest
 from helpers.scripted_llm import asked, scripted_llm
 from typer.main import get_command
 
-from windlass.clients.loadtest import generator_health, runner, timed_connections
-from windlass.clients.loadtest.cli import options
+from windlass.clients.loadtest import options, runner, timed_requests
+from windlass.clients.loadtest.load_plan import read_trace
 from windlass.clients.loadtest.results import ABANDONED, RunResult
-from windlass.clients.loadtest.trace import read_trace
 from windlass.server.cli import main as cli
 
 PAGE = (Path(__file__).parents[3] / "docs" / "load-testing.md").read_text(encoding="utf-8")
@@ -54,10 +53,10 @@ def test_defaults_on_the_page_are_the_code_s(option, shown):
 
 def test_limits_on_the_page_are_the_code_s():
     assert f"default {options.DEFAULT_PROMPTS}" in PAGE
-    assert f"more than {generator_health.BUSY_LIMIT:.0%}".replace("%", " %") in PAGE.replace("\n", " ")
-    assert f"than {generator_health.LAG_LIMIT_MS:g} ms late" in PAGE.replace("\n", " ")
+    assert f"more than {runner.BUSY_LIMIT:.0%}".replace("%", " %") in PAGE.replace("\n", " ")
+    assert f"than {runner.LAG_LIMIT_MS:g} ms late" in PAGE.replace("\n", " ")
     assert f"{runner._PREPARED_REQUESTS:,} requests" in PAGE and f"{runner._PREPARED_BYTES >> 20} MiB" in PAGE
-    assert timed_connections.MAX_IDLE_SECONDS == 1.0 and "idle for less than a second" in PAGE
+    assert timed_requests.MAX_IDLE_SECONDS == 1.0 and "idle for less than a second" in PAGE
 
 
 def test_every_figure_and_every_kind_is_on_the_page():
@@ -66,7 +65,7 @@ def test_every_figure_and_every_kind_is_on_the_page():
     counted = {"completed", "failed", "input_tokens", "output_tokens"}
     assert not set(summary) - counted - code
     assert not ABANDONED - code
-    folder = Path(timed_connections.__file__).parent
+    folder = Path(timed_requests.__file__).parent
     sources = [(folder / name).read_text() for name in ("timed_connections.py", "stream.py", "exchange.py")]
     kinds = {kind for text in sources for kind in re.findall(r'(?:\.end|_fail)\(\s*"(\w+)"', text)}
     assert kinds >= {"truncated", "malformed", "error_event", "timeout", "connection", "aborted"}

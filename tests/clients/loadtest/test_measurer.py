@@ -14,20 +14,18 @@ import pytest
 from helpers.scripted_http import answer
 from helpers.scripted_llm import Performance, ScriptedLLM, asked, scripted_llm, stream
 
-from windlass.clients.loadtest import generator_health
-from windlass.clients.loadtest.lengths import Lengths
-from windlass.clients.loadtest.load_plan import LoadPlan
+from windlass.clients.loadtest import runner
+from windlass.clients.loadtest.load_plan import Lengths, LoadPlan, WorkloadSpec
 from windlass.clients.loadtest.results import RunResult
 from windlass.clients.loadtest.runner import measure
 from windlass.clients.loadtest.target import Target
-from windlass.clients.loadtest.timed_connections import Pool
-from windlass.clients.loadtest.workload import WorkloadSpec
+from windlass.clients.loadtest.timed_requests import Pool
 
 
 @pytest.fixture(autouse=True)
 def fine_ticks(monkeypatch):
     """Both sides watch their own lateness every millisecond: what a busy machine adds is then known."""
-    monkeypatch.setattr(generator_health, "TICK_SECONDS", 0.001)
+    monkeypatch.setattr(runner, "TICK_SECONDS", 0.001)
 
 
 def run(llm: ScriptedLLM, count: int, **options) -> RunResult:
@@ -85,7 +83,7 @@ def test_every_figure_is_what_the_server_did():
 
 def test_late_requests_count_from_when_they_were_meant():
     """One slot, three arrivals at once: each waits for the one before, which the server never sees."""
-    from windlass.clients.loadtest.schedule import Replay
+    from windlass.clients.loadtest.load_plan import Replay
 
     with scripted_llm(stream(0.05, 0.01)) as llm:
         result = run(llm, 3, schedule=Replay([0.0, 0.0, 0.0]), concurrency=1)

@@ -13,13 +13,10 @@ from helpers.eventually import eventually
 from helpers.real_server import RealServer, serve
 
 from windlass.clients import Client
-from windlass.clients.loadtest.lengths import Lengths
-from windlass.clients.loadtest.load_plan import LoadPlan
+from windlass.clients.loadtest.load_plan import Lengths, LoadPlan, WeightedScaling, WorkloadSpec
 from windlass.clients.loadtest.results import read_json
 from windlass.clients.loadtest.runner import measure
-from windlass.clients.loadtest.scalings import WeightedScaling
 from windlass.clients.loadtest.target import Target
-from windlass.clients.loadtest.workload import WorkloadSpec
 from windlass.server.cli import main as cli
 
 

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from windlass.clients.loadtest.export import COLUMNS, write_csv
+from windlass.clients.loadtest.commands import COLUMNS, write_csv
 from windlass.clients.loadtest.results import RequestRecord, RunResult, Summary, read_json, write_json
 
 GOOD = RequestRecord(

@@ -10,18 +10,18 @@ import pytest
 from helpers.scripted_http import answer
 from helpers.scripted_llm import Performance, ScriptedLLM, asked, scripted_llm, stream
 
-from windlass.clients.loadtest import timed_connections
-from windlass.clients.loadtest.errors import LoadTestError
-from windlass.clients.loadtest.generator_health import MeasuredLoop
-from windlass.clients.loadtest.lengths import Lengths
-from windlass.clients.loadtest.load_plan import LoadPlan
-from windlass.clients.loadtest.metric_changes import changes
-from windlass.clients.loadtest.runner import measure, run_load
-from windlass.clients.loadtest.scalings import WeightedScaling
-from windlass.clients.loadtest.schedule import Arrivals, Replay
-from windlass.clients.loadtest.target import Target
-from windlass.clients.loadtest.trace import TraceEntry
-from windlass.clients.loadtest.workload import WorkloadSpec
+from windlass.clients.loadtest import timed_requests
+from windlass.clients.loadtest.load_plan import (
+    Arrivals,
+    Lengths,
+    LoadPlan,
+    Replay,
+    TraceEntry,
+    WeightedScaling,
+    WorkloadSpec,
+)
+from windlass.clients.loadtest.runner import MeasuredLoop, measure, run_load
+from windlass.clients.loadtest.target import LoadTestError, Target, changes
 
 SHORT = {"input_len": Lengths.fixed(5), "output_len": Lengths.fixed(3)}
 
@@ -297,11 +297,11 @@ def test_a_server_given_by_name_is_looked_up_once():
 
 
 def test_connections_are_used_again_but_not_after_a_long_rest(monkeypatch):
-    monkeypatch.setattr(timed_connections, "PROOF_SECONDS", 0.0)
+    monkeypatch.setattr(timed_requests, "PROOF_SECONDS", 0.0)
     with scripted_llm(asked()) as llm:
         run(llm, count=5)
         assert llm.server.connections == 2  # control and load
-        monkeypatch.setattr(timed_connections, "MAX_IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(timed_requests, "MAX_IDLE_SECONDS", 0.0)
         run(llm, count=5)
         assert llm.server.connections == 2 + 6
 
@@ -329,7 +329,7 @@ def test_a_server_that_closes_after_each_stream_gets_each_request_once(late):
 
 
 def test_a_connection_that_is_closed_when_used_again_is_a_failure_of_one_request(monkeypatch):
-    monkeypatch.setattr(timed_connections, "PROOF_SECONDS", 0.0)
+    monkeypatch.setattr(timed_requests, "PROOF_SECONDS", 0.0)
     seen = []
 
     async def hangs_up(performance: Performance) -> None:
@@ -349,7 +349,7 @@ def test_clients_of_a_server_that_is_gone_pause_between_their_tries(monkeypatch)
     async def refused(pool):
         raise ConnectionRefusedError(111, "nobody listens")
 
-    monkeypatch.setattr(timed_connections.Pool, "_connect", refused)
+    monkeypatch.setattr(timed_requests.Pool, "_connect", refused)
     with scripted_llm(asked()) as llm:
         paused = run(llm, count=None, duration_s=0.35, concurrency=2)
         bounded = run(llm, count=500, concurrency=2)  # ends by itself, and soon
@@ -638,7 +638,7 @@ def test_a_generator_that_is_kept_from_working_says_so():
 
 def test_a_generator_that_has_no_time_left_says_so():
     """A load that it could not take faster: every chunk costs it what a slow machine would need."""
-    from windlass.clients.loadtest.stream import AnswerReader
+    from windlass.clients.loadtest.timed_requests import AnswerReader
 
     original = AnswerReader.data
 

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from windlass.clients.loadtest import schedule as module
-from windlass.clients.loadtest.errors import LoadTestError
-from windlass.clients.loadtest.schedule import Arrivals, Replay, intended_times, ramp
+from windlass.clients.loadtest import load_plan as module
+from windlass.clients.loadtest.load_plan import Arrivals, Replay, intended_times, ramp
+from windlass.clients.loadtest.target import LoadTestError
 
 N = 40_000
 

@@ -14,20 +14,15 @@ from helpers.scripted_llm import scripted_llm, stream
 from rich.console import Console
 
 from windlass.clients.loadtest import runner
+from windlass.clients.loadtest.commands import write_csv, write_sweep
 from windlass.clients.loadtest.display import print_sweep
-from windlass.clients.loadtest.errors import LoadTestError
-from windlass.clients.loadtest.export import write_csv, write_sweep
-from windlass.clients.loadtest.judgement import attainment, judge
-from windlass.clients.loadtest.lengths import Lengths
-from windlass.clients.loadtest.load_plan import LoadPlan
+from windlass.clients.loadtest.load_plan import Arrivals, Lengths, LoadPlan, WorkloadSpec
 from windlass.clients.loadtest.results import RequestRecord, RunResult
 from windlass.clients.loadtest.runner import prepare, sweep_load
-from windlass.clients.loadtest.schedule import Arrivals
-from windlass.clients.loadtest.sweep import SweepSpec, find_highest_rate
-from windlass.clients.loadtest.target import Control, Target
+from windlass.clients.loadtest.sweep import SweepSpec, attainment, find_highest_rate, judge
+from windlass.clients.loadtest.target import Control, LoadTestError, Target
 from windlass.clients.loadtest.target import Server as KnownServer
-from windlass.clients.loadtest.vocabulary import Vocabulary
-from windlass.clients.loadtest.workload import Workload, WorkloadSpec
+from windlass.clients.loadtest.workload import Vocabulary, Workload
 
 SLO = {"ttft": 100.0}
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from windlass.clients.loadtest.errors import LoadTestError
-from windlass.clients.loadtest.trace import read_trace
+from windlass.clients.loadtest.load_plan import read_trace
+from windlass.clients.loadtest.target import LoadTestError
 
 GOOD = {"timestamp": 1.0, "input_len": 10, "max_tokens": 4}
 

@@ -9,12 +9,9 @@ from collections import Counter
 
 import pytest
 
-from windlass.clients.loadtest.errors import LoadTestError
-from windlass.clients.loadtest.lengths import Lengths
-from windlass.clients.loadtest.scalings import WeightedScaling
-from windlass.clients.loadtest.trace import TraceEntry
-from windlass.clients.loadtest.vocabulary import Vocabulary
-from windlass.clients.loadtest.workload import Workload, WorkloadSpec
+from windlass.clients.loadtest.load_plan import Lengths, TraceEntry, WeightedScaling, WorkloadSpec
+from windlass.clients.loadtest.target import LoadTestError
+from windlass.clients.loadtest.workload import Vocabulary, Workload
 
 IDS = Vocabulary(pieces=[b"%d" % number for number in range(100, 900)], ids=True, exact=True)
 WORDS = Vocabulary(pieces=[b"one", b"two", b"three"], ids=False, exact=True, overhead=3, first=b"the")

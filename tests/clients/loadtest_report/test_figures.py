@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.clients.loadtest import figures
-from windlass.clients.loadtest.files import NamedRun
-from windlass.clients.loadtest.results import RequestRecord, RunResult
+from windlass.clients.loadtest.results import NamedRun, RequestRecord, RunResult
 
 RUN = simulated_run(rate=6, count=80, failing=5, seed=3)
 

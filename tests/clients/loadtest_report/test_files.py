@@ -7,8 +7,7 @@ import json
 import pytest
 from helpers.load_results import simulated_run
 
-from windlass.clients.loadtest.files import SWEEP_FORMAT, read_file, unique
-from windlass.clients.loadtest.results import write_json
+from windlass.clients.loadtest.results import SWEEP_FORMAT, read_file, unique, write_json
 
 
 def sweep(*rates: float) -> dict:

@@ -11,9 +11,8 @@ from helpers.browser import chromium
 from helpers.load_results import simulated_run
 from playwright.sync_api import Browser, Page
 
-from windlass.clients.loadtest.files import Measured, NamedRun
 from windlass.clients.loadtest.report import MAX_FAILURES, named, to_html, write_html
-from windlass.clients.loadtest.results import RequestRecord, RunResult
+from windlass.clients.loadtest.results import Measured, NamedRun, RequestRecord, RunResult
 
 EVIL = '</script><script>window.ran=1</script><img src="http://evil.invalid/x.png" onerror="window.ran=1"><!--{{7*7}}'
 

@@ -14,7 +14,7 @@ from helpers.configs import engine_config
 from windlass.engine import host_resources
 from windlass.engine.client.process_client import ProcessClient
 from windlass.engine.errors import LoadError
-from windlass.server.options.engine import EngineOptions
+from windlass.server.config.engine_options import EngineOptions
 
 TESTS = Path(__file__).parents[2]
 MODEL = TESTS.parent / "models" / "demo"

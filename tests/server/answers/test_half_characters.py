@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.server.answers.messages import _arguments
-from windlass.server.protocol.tools import parse_arguments, whole_arguments, whole_escapes
+from windlass.server.api.messages import _arguments
+from windlass.server.schemas.tools import parse_arguments, whole_arguments, whole_escapes
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,11 @@ from helpers.probing import watched
 from helpers.real_server import RealServer, serve
 from helpers.scripted_engine import logprobs_of
 
-from windlass.server.answers.base import AnswerOptions
-from windlass.server.answers.chat import ChatWriter
-from windlass.server.answers.completions import CompletionWriter
-from windlass.server.answers.size import estimate_bytes
+from windlass.server.api.chat import ChatWriter
+from windlass.server.api.completions import CompletionWriter
 from windlass.server.errors import ApiError
-from windlass.server.generation.deltas import Delta, Tally
+from windlass.server.serving.deltas import Delta, Tally
+from windlass.server.serving.response_writer import AnswerOptions, estimate_bytes
 from windlass.server.text.service import Prompt
 
 PROMPTS = [[300 + (7 * row + column) % 3000 for column in range(500)] for row in range(256)]

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.server.answers.pieces import JsonList, encode, encode_pieces
+from windlass.server.serving.response_format import JsonList, encode, encode_pieces
 
 LEAVES = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.server.app.body_budget import SMALL, BodyBudget
+from windlass.server.app.middleware import SMALL, BodyBudget
 from windlass.server.errors import ApiError
 
 

@@ -23,7 +23,7 @@ from helpers.toy_tokenizers import taught
 from jsonschema import Draft202012Validator
 
 from windlass.engine.interface.model_info import ClassifierInfo
-from windlass.server.app import app
+from windlass.server import application
 
 DOCS = Path(__file__).parents[3] / "docs"
 OPERATIONS = [(method, path) for method, path, _ in description().operations()]
@@ -223,7 +223,7 @@ def test_an_answer_that_is_not_described_is_noticed() -> None:
 
 
 def test_it_is_made_once_for_the_first_who_ask_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    describe, begun, go_on, made = app.describe, threading.Event(), threading.Event(), list[bool]()
+    describe, begun, go_on, made = application.describe, threading.Event(), threading.Event(), list[bool]()
 
     def slowly(*given: Any) -> dict[str, Any]:
         begun.set()
@@ -231,7 +231,7 @@ def test_it_is_made_once_for_the_first_who_ask_and_holds_nobody_up(monkeypatch: 
         made.append(go_on.wait(30))
         return found
 
-    monkeypatch.setattr(app, "describe", slowly)
+    monkeypatch.setattr(application, "describe", slowly)
     with live_server() as live, ThreadPoolExecutor() as threads:
         assert not begun.is_set()
         asked = [threads.submit(live.http.get, "/openapi.json") for _ in range(3)]

@@ -12,7 +12,7 @@ from helpers.described import description
 from helpers.live_server import Live, live_server
 from playwright.sync_api import Browser, Page
 
-from windlass.server.app.description.pages import PAGE_PATHS
+from windlass.server.app.web_pages import PAGE_PATHS
 
 OPERATIONS = {(method, path) for method, path, _ in description().operations()}
 

@@ -9,7 +9,7 @@ from helpers.browser import Seen, chromium
 from helpers.live_server import Live, live_server
 from playwright.sync_api import Browser, expect
 
-from windlass.server.app.ui.page import UI_PATHS
+from windlass.server.app.web_pages import UI_PATHS
 
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 

@@ -11,8 +11,7 @@ import pytest
 from helpers.load_results import simulated_run
 from helpers.scripted_llm import scripted_llm, stream
 
-from windlass.clients.loadtest.files import SWEEP_FORMAT
-from windlass.clients.loadtest.results import write_json
+from windlass.clients.loadtest.results import SWEEP_FORMAT, write_json
 from windlass.server.cli.main import run
 
 

@@ -37,12 +37,11 @@ from windlass.engine.rotary.auto_scaling import ScalingThreshold
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.cli import entry
 from windlass.server.cli import main as cli
-from windlass.server.cli.brief_help import MAIN
-from windlass.server.options.connection_settings import ConnectionSettings
-from windlass.server.options.connections import ConnectionOptions
-from windlass.server.options.engine import EngineOptions
-from windlass.server.options.engine_names import to_flat
-from windlass.server.options.server import ServerOptions
+from windlass.server.cli.help import MAIN
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.option_names import to_flat
+from windlass.server.config.server_options import ConnectionOptions, ServerOptions
+from windlass.server.config.settings import ConnectionSettings
 from windlass.server.startup import engines, launch
 
 TESTS = Path(__file__).parents[2]

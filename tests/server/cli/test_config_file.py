@@ -10,7 +10,7 @@ import pytest
 
 from windlass.engine.errors import RequestError
 from windlass.server.cli import main as cli
-from windlass.server.options import config_file
+from windlass.server.config import option_parsing
 from windlass.server.startup import launch
 
 
@@ -152,7 +152,7 @@ def test_what_is_wrong_is_one_line_that_says_where(text, expected, launched, wri
 def test_a_file_that_is_missing_or_too_large_is_refused(launched, write, capsys, monkeypatch, tmp_path):
     assert cli.run(["serve", "--config", str(tmp_path / "none")]) == 2
     assert "cannot read --config" in capsys.readouterr().err
-    monkeypatch.setattr(config_file, "MAX_BYTES", 10)
+    monkeypatch.setattr(option_parsing, "MAX_BYTES", 10)
     assert cli.run(["serve", "--config", write("port: 80000000")]) == 2
     assert "larger than 10 bytes" in capsys.readouterr().err
     assert not launched

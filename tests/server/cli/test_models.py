@@ -13,9 +13,9 @@ from helpers.tiny_models import make_model
 from helpers.wheel_index import CONTENT, make_wheel, toy_model
 
 from windlass.server.cli import main as cli
-from windlass.server.startup.catalogue import folder
-from windlass.server.startup.catalogue.known import KNOWN
-from windlass.server.startup.hub import resolve_model
+from windlass.server.startup import model_catalog
+from windlass.server.startup.model_catalog import KNOWN
+from windlass.server.startup.model_files import resolve_model
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
@@ -49,7 +49,7 @@ def test_pull_and_what_is_listed_before_and_after(toy, capsys):
     assert before["demo"]["here"] and before["demo"]["where"] == str(DEMO)
 
     assert cli.run(["pull", "toy"]) == 0
-    file = folder.model_file(toy)
+    file = model_catalog.model_file(toy)
     assert file.read_bytes() == CONTENT
     assert str(file) in capsys.readouterr().err
     after = listed(capsys)

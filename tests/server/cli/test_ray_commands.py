@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from windlass.engine.errors import LoadError
-from windlass.server.options.replicas import ClusterOptions, ReplicaOptions
+from windlass.server.config.server_options import ClusterOptions, ReplicaOptions
 
 
 def test_without_ray_the_command_says_how_to_have_it() -> None:

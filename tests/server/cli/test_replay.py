@@ -21,9 +21,7 @@ from helpers.real_server import RealServer, serve
 from helpers.scripted_http import Script, answer, events, scripted_server
 
 from windlass.server.cli import main as cli
-from windlass.server.cli.replay.asking import AskedAgain, asked_again
-from windlass.server.cli.replay.reading import RecordedLine
-from windlass.server.cli.replay.running import ReplayPace, replay
+from windlass.server.cli.replay import AskedAgain, RecordedLine, ReplayPace, asked_again, replay
 
 pytestmark = pytest.mark.timeout(240)
 CANARY, KEY = "xylophone-canary", "key-4711-canary"

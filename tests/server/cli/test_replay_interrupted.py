@@ -15,12 +15,10 @@ from helpers.eventually import eventually
 from helpers.scripted_http import Exchange, Script, answer, scripted_server, silence
 
 from windlass.clients.loadtest.display import ProgressDisplay
-from windlass.clients.loadtest.progress import RunProgress
+from windlass.clients.loadtest.runner import RunProgress
 from windlass.server.cli import main as cli
-from windlass.server.cli.replay.asking import AskedAgain
-from windlass.server.cli.replay.reading import RecordedAnswer, RecordedLine
-from windlass.server.cli.replay.running import ReplayPace, replay
-from windlass.server.routes.recorded import FORM, digest
+from windlass.server.cli.replay import AskedAgain, RecordedAnswer, RecordedLine, ReplayPace, replay
+from windlass.server.serving.observers import FORM, digest
 
 COUNT = 9
 

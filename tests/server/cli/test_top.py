@@ -20,11 +20,9 @@ from helpers.real_server import RealServer, serve
 
 from windlass.clients import APIConnectionError, APIError, Client, Metrics
 from windlass.clients.errors import status_error_class
-from windlass.clients.terminal.errors import CommandError
-from windlass.server.cli.top import watching
-from windlass.server.cli.top.figures import Figures, MetricsLook, figures, quantile
-from windlass.server.cli.top.view import plain, rows
-from windlass.server.cli.top.watching import ServerWatch
+from windlass.clients.terminal import CommandError
+from windlass.server.cli import top
+from windlass.server.cli.top import Figures, MetricsLook, ServerWatch, figures, plain, quantile, rows
 
 MAIN = ("-m", "windlass.server.cli.main", "top")
 KEY = "top-secret"
@@ -207,14 +205,14 @@ class Flaky:
 def test_json_goes_on_where_a_server_falls_silent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(watching, "ServerWatch", lambda client: Flaky("+--+-+"))
-    assert watching.watch("http://127.0.0.1:9", None, 0, once=False, as_json=True) == 0
+    monkeypatch.setattr(top, "ServerWatch", lambda client: Flaky("+--+-+"))
+    assert top.watch("http://127.0.0.1:9", None, 0, once=False, as_json=True) == 0
     out, err = capsys.readouterr()
     assert len([json.loads(line) for line in out.splitlines()]) == 3
     assert err.count("\n") == err.count("cannot reach") == 2  # a line for each silence
-    monkeypatch.setattr(watching, "ServerWatch", lambda client: Flaky("-"))
+    monkeypatch.setattr(top, "ServerWatch", lambda client: Flaky("-"))
     with pytest.raises(CommandError, match="cannot reach it"):
-        watching.watch("http://127.0.0.1:9", None, 0, once=True, as_json=True)
+        top.watch("http://127.0.0.1:9", None, 0, once=True, as_json=True)
 
 
 @pytest.mark.parametrize("as_json", [True, False])
@@ -229,15 +227,15 @@ def test_a_terminal_that_goes_away_ends_it_without_a_word(monkeypatch: pytest.Mo
     with os.fdopen(os.dup(terminal)) as typed, os.fdopen(terminal, "w") as shown, monkeypatch.context() as patched:
         patched.setattr(sys, "stdin", typed)
         patched.setattr(sys, "stdout", shown)
-        patched.setattr(watching, "ServerWatch", lambda client: Closing("+"))
-        assert watching.watch("http://127.0.0.1:9", None, 0.01, once=False, as_json=as_json) == 0
+        patched.setattr(top, "ServerWatch", lambda client: Closing("+"))
+        assert top.watch("http://127.0.0.1:9", None, 0.01, once=False, as_json=as_json) == 0
 
 
 def test_a_server_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def watch(status: int) -> int:
         error = status_error_class(status)("no", status=status)
-        monkeypatch.setattr(watching, "ServerWatch", lambda client: Flaky("-+", error))
-        return watching.watch("http://127.0.0.1:9", None, 0, once=False, as_json=True)
+        monkeypatch.setattr(top, "ServerWatch", lambda client: Flaky("-+", error))
+        return top.watch("http://127.0.0.1:9", None, 0, once=False, as_json=True)
 
     for status in (401, 404):
         with pytest.raises(CommandError, match=f"it answered {status}"):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windlass.server.app.auth import Callers
+from windlass.server.config.api_keys import ApiKey
 from windlass.server.errors import ApiError
-from windlass.server.exchange.callers import Callers
-from windlass.server.options.key_file import ApiKey
 
 
 class Clock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from helpers.live_server import live_server
 
 from windlass.clients import Client
-from windlass.server.exchange.conditions import LASTS, Conditions
+from windlass.server.app.state import LASTS, Conditions
 
 
 def test_a_condition_is_told_for_a_minute() -> None:

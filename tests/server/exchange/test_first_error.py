@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from windlass.server import protocol
-from windlass.server.protocol.base import StrictModel
-from windlass.server.protocol.completions import CompletionRequest
-from windlass.server.protocol.responses.request import ResponseRequest
+from windlass.server import schemas
+from windlass.server.schemas.base import StrictModel
+from windlass.server.schemas.completions import CompletionRequest
+from windlass.server.schemas.responses import ResponseRequest
 
-for found in pkgutil.walk_packages(protocol.__path__, f"{protocol.__name__}."):
+for found in pkgutil.walk_packages(schemas.__path__, f"{schemas.__name__}."):
     importlib.import_module(found.name)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from windlass.server.errors import ApiError
-from windlass.server.exchange.streaming import DONE, KEEP_ALIVE, Exchange
+from windlass.server.serving.streaming import DONE, KEEP_ALIVE, Exchange
 
 pytestmark = pytest.mark.anyio
 

@@ -10,8 +10,8 @@ from helpers.live_server import toy_tokenizer
 from helpers.scripted_engine import ScriptedEngine
 
 from windlass.engine.errors import DeadlineError, DeviceMemoryError, EngineDeadError, QueueFullError
-from windlass.server.app.app import create_app
-from windlass.server.options.settings import ServerSettings
+from windlass.server.application import create_app
+from windlass.server.config.settings import ServerSettings
 
 FAULTS = [
     (QueueFullError("full"), 429, "queue_full"),

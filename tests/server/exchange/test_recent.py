@@ -7,9 +7,9 @@ import contextlib
 
 import pytest
 
+from windlass.server.app import state
+from windlass.server.app.state import MOST_WAITING, OneAtATime, Recent
 from windlass.server.errors import ApiError
-from windlass.server.exchange import recent
-from windlass.server.exchange.recent import MOST_WAITING, OneAtATime, Recent
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +22,7 @@ def anyio_backend() -> str:
 @pytest.mark.parametrize(("cost", "good_for"), [(0.0, 0.2), (0.1, 2.0)])
 async def test_an_answer_is_good_for_a_while(monkeypatch: pytest.MonkeyPatch, cost: float, good_for: float) -> None:
     now, made = 100.0, 0
-    monkeypatch.setattr(recent.time, "monotonic", lambda: now)
+    monkeypatch.setattr(state.time, "monotonic", lambda: now)
 
     async def make() -> tuple[int, float]:
         nonlocal made

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from helpers.eventually import eventually
 
-from windlass.server.exchange.recording import WorkloadRecorder
-from windlass.server.options.settings import RecordSettings
+from windlass.server.config.settings import RecordSettings
+from windlass.server.observability.recording import WorkloadRecorder
 
 HEAD = {"windlass_record": 1}
 
@@ -67,7 +67,7 @@ def test_a_disk_that_was_full_at_first_loses_requests_and_not_the_head(
             raise OSError(28, "No space left on device")
         return write(file, data)
 
-    monkeypatch.setattr("windlass.server.exchange.recording.os.write", full)
+    monkeypatch.setattr("windlass.server.observability.recording.os.write", full)
     for number in range(4):
         put(recorder, number)
     eventually(written(recorder, 2), 10)

@@ -21,8 +21,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from windlass.engine.errors import EngineDeadError
 from windlass.server.cli import main as cli
-from windlass.server.exchange.tracing import Tracing
-from windlass.server.options.key_file import ApiKey
+from windlass.server.config.api_keys import ApiKey
+from windlass.server.observability.tracing import Tracing
 
 CANARY, KEY = "xylophone-canary", "key-4711-canary"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -11,9 +11,8 @@ from helpers.grammar_draws import DEMO, demo_tokenizer
 from helpers.toy_tokenizers import byte_level
 from llguidance import LLMatcher, LLTokenizer
 
-from windlass.server.generation.behind_thinking import behind_thinking
-from windlass.server.text.parsing.reasoning.formats import Place
-from windlass.server.text.parsing.reasoning.model import ThinkingModel
+from windlass.server.serving.structured_output import behind_thinking
+from windlass.server.text.reasoning import Place, ThinkingModel
 from windlass.server.text.tokenizer import Tokenizer
 
 EOS = 421

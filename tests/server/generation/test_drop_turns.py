@@ -9,9 +9,9 @@ import random
 import pytest
 
 from windlass.server.errors import ApiError, bad_request
-from windlass.server.generation.drop_turns import Fitted, fit_turns, old_turns, without
-from windlass.server.protocol.chat import ChatMessage
-from windlass.server.text.history import check_history
+from windlass.server.schemas.chat import ChatMessage
+from windlass.server.serving.conversation import Fitted, fit_turns, old_turns, without
+from windlass.server.text.chat_messages import check_history
 
 CONTEXT = 400
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from windlass.server.api import responses
+from windlass.server.api.responses import chat_of_response
 from windlass.server.errors import ApiError
-from windlass.server.generation.translation import responses
-from windlass.server.generation.translation.responses import chat_of_response
-from windlass.server.protocol.chat import MAX_CALLS, ChatMessage
-from windlass.server.protocol.responses.request import ResponseRequest
+from windlass.server.schemas.chat import MAX_CALLS, ChatMessage
+from windlass.server.schemas.responses import ResponseRequest
 
 USER = {"role": "user", "content": "hi"}
 

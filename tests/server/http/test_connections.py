@@ -24,9 +24,9 @@ from helpers.raw_client import (
     wait_for,
 )
 
+from windlass.server.config.settings import ConnectionSettings, holder
 from windlass.server.http.connections import Connections
-from windlass.server.http.occasional import PAUSE_SECONDS, Occasional
-from windlass.server.options.connection_settings import ConnectionSettings, holder
+from windlass.server.http.logs import PAUSE_SECONDS, Occasional
 
 HEALTH = request("/health")
 LONG = {"prompt": "a", "max_tokens": 50_000_000, "ignore_eos": True}

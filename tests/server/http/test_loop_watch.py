@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from windlass.server.http.loop_watch import LoopWatch
+from windlass.server.http.event_loop_monitor import LoopWatch
 
 pytestmark = pytest.mark.anyio
 

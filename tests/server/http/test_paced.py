@@ -13,8 +13,8 @@ import pytest
 from helpers.live_server import Live, live_server
 from helpers.raw_client import Connect, connector, read_answer, request, until_closed
 
-from windlass.server.http.paced import MANY_CHUNKS, PIECES_PER_TURN, TINY_CHUNK, UNWANTED_CHUNKS
-from windlass.server.options.key_file import ApiKey
+from windlass.server.config.api_keys import ApiKey
+from windlass.server.http.connections import MANY_CHUNKS, PIECES_PER_TURN, TINY_CHUNK, UNWANTED_CHUNKS
 
 TINY = b"1\r\nx\r\n"
 

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from windlass.server.config.settings import ConnectionSettings
 from windlass.server.http.server import HttpServer
-from windlass.server.options.connection_settings import ConnectionSettings
 
 
 def test_connections_end_with_an_answer_that_says_so() -> None:

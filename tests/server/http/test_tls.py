@@ -17,8 +17,8 @@ from helpers.live_server import Live, live_server
 from helpers.raw_client import wait_for
 
 from windlass.engine.errors import LoadError
-from windlass.server.http.tls import READ_BYTES, make_context
-from windlass.server.options.connection_settings import ConnectionSettings
+from windlass.server.config.settings import ConnectionSettings
+from windlass.server.http.listener import READ_BYTES, make_context
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from windlass.server.http.warnings_log import is_no_lost_write
+from windlass.server.http.logs import is_no_lost_write
 
 
 @pytest.fixture

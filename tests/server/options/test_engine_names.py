@@ -11,9 +11,9 @@ import pytest
 
 from windlass.engine.interface.config import EngineConfig
 from windlass.server.cli.main import bench_engine
-from windlass.server.options.engine import EngineOptions
-from windlass.server.options.engine_names import flat_names, from_flat, in_options, option_names, to_flat
-from windlass.server.options.replicas import ReplicaOptions
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.option_names import flat_names, from_flat, in_options, option_names, to_flat
+from windlass.server.config.server_options import ReplicaOptions
 
 ENGINE = Path(__file__).parents[3] / "engine"
 PRIVATE = {  # how the engine process is started, by the engine itself

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from windlass.engine.errors import LoadError
-from windlass.server.options.key_file import ApiKey, read_key_file
+from windlass.server.config.api_keys import ApiKey, read_key_file
 
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()

@@ -7,7 +7,7 @@ import pytest
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.auto_scaling import ScalingThreshold
 from windlass.engine.rotary.rope_scaling import RopeScaling
-from windlass.server.options.ladder import parse_ladder
+from windlass.server.config.engine_options import parse_ladder
 
 LONG = RopeScaling.from_dict({"rope_type": "yarn", "factor": 4})
 PROFILES = {"long": LONG, "longer": RopeScaling.from_dict({"rope_type": "yarn", "factor": 8})}

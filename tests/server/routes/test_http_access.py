@@ -16,9 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from windlass.engine.interface.outputs import EngineStats
 from windlass.server.app import auth
-from windlass.server.exchange import callers
-from windlass.server.options.key_file import ApiKey
-from windlass.server.options.settings import ServerSettings
+from windlass.server.config.api_keys import ApiKey
+from windlass.server.config.settings import ServerSettings
 
 KEYS = ("first-key", "zweiter-schlüssel")
 
@@ -87,8 +86,8 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         compared.append((a, b))
         return a == b
 
-    monkeypatch.setattr(callers.hmac, "compare_digest", compare)
-    known = callers.Callers(map(ApiKey.plain, ("a", "bb", "ccc")))
+    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    known = auth.Callers(map(ApiKey.plain, ("a", "bb", "ccc")))
     middleware = auth.AuthMiddleware(None, callers=known)  # type: ignore[arg-type]
     for key, allowed in ((b"a", True), (b"ccc", True), (b"x" * 1000, False)):
         compared.clear()
@@ -430,5 +429,5 @@ def test_the_server_does_not_import_torch() -> None:
     import subprocess
     import sys
 
-    code = "import windlass.server.app.app, sys; assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
+    code = "import windlass.server.application, sys; assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

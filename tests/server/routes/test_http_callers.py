@@ -10,7 +10,7 @@ import pytest
 from helpers.live_server import Live, live_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from windlass.server.options.key_file import ApiKey
+from windlass.server.config.api_keys import ApiKey
 
 
 def named(name: str, **fields: object) -> ApiKey:

@@ -181,7 +181,7 @@ def test_streamed_logprobs_equal_whole_ones(live: Live) -> None:
 
 def test_minus_infinity_is_sent_as_a_number(live: Live) -> None:
     from windlass.engine.interface.outputs import TokenLogprobs
-    from windlass.server.answers.logprob_layouts import CompletionLogprobLists
+    from windlass.server.serving.response_format import CompletionLogprobLists
 
     layout = CompletionLogprobLists(live.tokenizer, 2, skip_special_tokens=True)
     entry = TokenLogprobs(65, -math.inf, 300, ((66, 0.0), (67, math.nan)))
@@ -223,9 +223,9 @@ def test_best_of_shows_the_likeliest(live: Live) -> None:
 def test_best_of_ranks_by_logprob_per_token() -> None:
     from helpers.scripted_engine import logprobs_of
 
-    from windlass.server.answers.base import AnswerOptions
-    from windlass.server.answers.completions import CompletionWriter
-    from windlass.server.generation.deltas import Delta, Tally
+    from windlass.server.api.completions import CompletionWriter
+    from windlass.server.serving.deltas import Delta, Tally
+    from windlass.server.serving.response_writer import AnswerOptions
     from windlass.server.text.service import Prompt
 
     options = AnswerOptions(n=1, samples=3)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.live_server import Live, live_server
 
-from windlass.server.options.settings import SamplingDefaults
+from windlass.server.config.settings import SamplingDefaults
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

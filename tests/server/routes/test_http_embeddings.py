@@ -17,9 +17,9 @@ from windlass.engine.interface.model_info import PoolingDefaults
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
 from windlass.engine.rotary.rope_scaling import RopeScaling
-from windlass.server.exchange.streaming import Exchange
-from windlass.server.routes.retrieval import embeddings
-from windlass.server.routes.retrieval.job import PoolingJob
+from windlass.server.api import embeddings
+from windlass.server.serving.job import PoolingJob
+from windlass.server.serving.streaming import Exchange
 
 PATH = "/v1/embeddings"
 

@@ -10,9 +10,9 @@ from helpers.live_server import Live
 
 from windlass.engine.interface.request import RepeatPenalty, SamplingParams
 from windlass.engine.rotary.rope_scaling import RopeScaling
-from windlass.server.protocol.chat import ChatRequest
-from windlass.server.protocol.completions import CompletionRequest
-from windlass.server.text.breakers import breaker_tokens
+from windlass.server.schemas.chat import ChatRequest
+from windlass.server.schemas.completions import CompletionRequest
+from windlass.server.text.workers.tasks import breaker_tokens
 
 PATH = "/v1/completions"
 USER = {"role": "user", "content": "a"}

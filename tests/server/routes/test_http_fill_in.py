@@ -10,7 +10,7 @@ from helpers.live_server import Live, live_server
 from helpers.toy_tokenizers import taught
 
 from windlass.clients import Client
-from windlass.server.routes.fill_in import gaps
+from windlass.server.serving import prompts
 
 PATH = "/v1/completions"
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
@@ -84,7 +84,7 @@ def test_a_gap_at_the_start_of_a_file(live: Live) -> None:
 
 
 def test_copies_of_a_suffix_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gaps, "MOST_REPEATED", 20)
+    monkeypatch.setattr(prompts, "MOST_REPEATED", 20)
     error = live.refuse(PATH, {"prompt": ["a"] * 3, "suffix": live.tokenizer.decode([300] * 7)})
     assert error["param"] == "suffix" and "at most 20" in error["message"] and not live.engine.requests
 

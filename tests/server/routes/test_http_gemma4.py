@@ -17,10 +17,9 @@ from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.interface.request import ThinkingBudget
 from windlass.server.text.chat_template import ChatTemplate
-from windlass.server.text.parsing.events import Event
-from windlass.server.text.parsing.reasoning.channels import ChannelParser
-from windlass.server.text.parsing.reasoning.formats import GEMMA4
-from windlass.server.text.parsing.tools.formats import FORMATS
+from windlass.server.text.reasoning import GEMMA4, ChannelParser
+from windlass.server.text.stream_parser import Event
+from windlass.server.text.tool_parsers.formats import FORMATS
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]

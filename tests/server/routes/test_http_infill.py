@@ -12,7 +12,7 @@ from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import taught
 
 from windlass.clients import Client
-from windlass.server.protocol.infill import MAX_PASSAGES
+from windlass.server.schemas.completions import MAX_PASSAGES
 
 PATH = "/infill"
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")

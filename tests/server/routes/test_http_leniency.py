@@ -11,12 +11,10 @@ import pytest
 from helpers.doc_examples import ROOT
 from helpers.live_server import Live, live_server
 
-from windlass.server.protocol import chat, elsewhere, tools
-from windlass.server.protocol.base import StrictModel
-from windlass.server.protocol.messages import answers as message_answers
-from windlass.server.protocol.messages import blocks
-from windlass.server.protocol.responses import answers as response_answers
-from windlass.server.protocol.responses import items
+from windlass.server.schemas import base, chat, messages, responses, tools
+from windlass.server.schemas import messages as message_answers
+from windlass.server.schemas import responses as response_answers
+from windlass.server.schemas.base import StrictModel
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -107,8 +105,8 @@ def test_null_counts_as_absent_in_what_is_checked_by_hand(live: Live, path: str,
 
 
 def test_every_field_of_a_request_may_be_null(live: Live) -> None:
-    from windlass.server.protocol.chat import ChatRequest
-    from windlass.server.protocol.completions import CompletionRequest
+    from windlass.server.schemas.chat import ChatRequest
+    from windlass.server.schemas.completions import CompletionRequest
 
     for path, model, kept in ((CHAT, ChatRequest, {"messages"}), (COMPLETIONS, CompletionRequest, {"prompt"})):
         body = {"messages": PLAIN["messages"][:1]} if path == CHAT else {"prompt": "a"}
@@ -158,9 +156,9 @@ PLAINEST: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", PLAINEST)
 def test_fields_of_other_servers_may_ask_for_nothing(live: Live, path: str) -> None:
     plain = {**PLAINEST[path], "temperature": 0}
-    assert prompt_of(live, path, {**plain, **elsewhere.NEUTRAL, "prediction": None}) == prompt_of(live, path, plain)
-    others = (not value if isinstance(value, bool) else [0, "", {"a": 1}] for value in elsewhere.NEUTRAL.values())
-    for name, value in zip(elsewhere.NEUTRAL, others, strict=True):
+    assert prompt_of(live, path, {**plain, **base.NEUTRAL, "prediction": None}) == prompt_of(live, path, plain)
+    others = (not value if isinstance(value, bool) else [0, "", {"a": 1}] for value in base.NEUTRAL.values())
+    for name, value in zip(base.NEUTRAL, others, strict=True):
         assert live.refuse(path, {**plain, name: value})["param"] == name
     for name, value in {
         "mirostat": False,
@@ -176,7 +174,7 @@ def test_the_page_has_the_values_that_ask_for_nothing() -> None:
     page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"with this value alone: (.*?)\. With any", page, re.DOTALL)
     shown = dict(part.split() for part in listed.replace("`", "").split(","))
-    assert {name: json.loads(value) for name, value in shown.items()} == elsewhere.NEUTRAL
+    assert {name: json.loads(value) for name, value in shown.items()} == base.NEUTRAL
 
 
 @pytest.mark.parametrize(
@@ -207,19 +205,19 @@ def test_a_field_of_another_server_is_told_its_name_here(live: Live, path: str, 
         (chat.ChatAnswer, chat.ChatMessage),
         (tools.AnsweredCall, tools.MadeToolCall),
         (tools.AnsweredFunction, tools.MadeFunctionCall),
-        (message_answers.MessageAnswer, blocks.InputMessage),
-        (message_answers.AnsweredText, blocks.TextBlock),
-        (message_answers.AnsweredThinking, blocks.ThinkingBlock),
-        (message_answers.AnsweredToolUse, blocks.ToolUseBlock),
-        (response_answers.OutputMessage, items.MessageItem),
-        (response_answers.OutputText, items.TextPart),
-        (response_answers.OutputReasoning, items.ReasoningItem),
-        (response_answers.ReasoningText, items.TextPart),
-        (response_answers.OutputCall, items.CallItem),
-        (response_answers.ListedMessage, items.MessageItem),
-        (response_answers.ListedCall, items.CallItem),
-        (response_answers.ListedCallOutput, items.CallOutputItem),
-        (response_answers.ListedReasoning, items.ReasoningItem),
+        (message_answers.MessageAnswer, messages.InputMessage),
+        (message_answers.AnsweredText, messages.TextBlock),
+        (message_answers.AnsweredThinking, messages.ThinkingBlock),
+        (message_answers.AnsweredToolUse, messages.ToolUseBlock),
+        (response_answers.OutputMessage, responses.MessageItem),
+        (response_answers.OutputText, responses.TextPart),
+        (response_answers.OutputReasoning, responses.ReasoningItem),
+        (response_answers.ReasoningText, responses.TextPart),
+        (response_answers.OutputCall, responses.CallItem),
+        (response_answers.ListedMessage, responses.MessageItem),
+        (response_answers.ListedCall, responses.CallItem),
+        (response_answers.ListedCallOutput, responses.CallOutputItem),
+        (response_answers.ListedReasoning, responses.ReasoningItem),
     ],
 )
 def test_every_field_of_an_answer_may_come_back(answered: type[StrictModel], taken: type[StrictModel]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from helpers.live_server import Live, live_server
 
-from windlass.server.options.key_file import ApiKey
+from windlass.server.config.api_keys import ApiKey
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
 PATH = "/v1/completions"

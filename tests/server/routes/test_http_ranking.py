@@ -18,12 +18,12 @@ from windlass.engine.errors import LoadError
 from windlass.engine.interface.model_info import ClassifierInfo
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
-from windlass.server.exchange.streaming import Exchange
-from windlass.server.options.settings import RankSettings
-from windlass.server.routes.retrieval import ranking as ranking_routes
-from windlass.server.routes.retrieval.job import PoolingJob
-from windlass.server.routes.retrieval.scores import probabilities
-from windlass.server.text.pair_prompt import QWEN3_RERANKER
+from windlass.server.api import rerank as ranking_routes
+from windlass.server.config.settings import RankSettings
+from windlass.server.serving.job import PoolingJob
+from windlass.server.serving.pair_scores import probabilities
+from windlass.server.serving.streaming import Exchange
+from windlass.server.text.pair_prompts import QWEN3_RERANKER
 
 
 def scorer(*labels: str, activation: Any = "softmax") -> ScriptedEngine:

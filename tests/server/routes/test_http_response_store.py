@@ -12,7 +12,7 @@ from helpers.named_events import named_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.server.exchange.response_store import ResponseStore, items_until
+from windlass.server.app.response_store import ResponseStore, items_until
 
 PATH = "/v1/responses"
 

@@ -14,9 +14,9 @@ from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.errors import EngineDeadError
-from windlass.server.protocol import tools
-from windlass.server.protocol.responses.items import kept_items
-from windlass.server.protocol.tools import MAX_ARGUMENTS
+from windlass.server.schemas import tools
+from windlass.server.schemas.responses import kept_items
+from windlass.server.schemas.tools import MAX_ARGUMENTS
 
 PATH = "/v1/responses"
 VOCABULARY = 430

@@ -11,9 +11,9 @@ import pytest
 from helpers.live_server import Live, live_server
 from helpers.real_server import RealServer, serve
 
-from windlass.clients.rotary_types import ContextUse
-from windlass.engine.interface.context import NonPrefixReuseParams
-from windlass.server.generation.context_rules import DEFAULT_RECOMPUTE, MIN_PASSAGE_TOKENS
+from windlass.clients.types import ContextUse
+from windlass.engine.interface.context import MIN_PASSAGE_TOKENS, NonPrefixReuseParams
+from windlass.server.serving.context_rules import DEFAULT_RECOMPUTE
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

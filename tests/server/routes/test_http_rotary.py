@@ -16,7 +16,7 @@ from windlass.engine.interface.outputs import EngineStats
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup
 from windlass.engine.rotary.rotary_policy import RotaryReport
-from windlass.server.generation.request_rotation import check_profiles
+from windlass.server.serving.request_rotation import check_profiles
 
 PATH, INSPECT = "/v1/completions", "/v1/rotary/inspect"
 LINEAR2, YARN = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 4.0}

@@ -15,10 +15,10 @@ from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import byte_level
 from pydantic_core import to_jsonable_python
 
-from windlass.server.options.server import TOOL_CALL_PARSERS
-from windlass.server.protocol.messages.request import CustomTool, definitions
-from windlass.server.protocol.tools import MAX_ARGUMENTS
-from windlass.server.text.parsing.tools.formats import FORMATS, detect
+from windlass.server.config.server_options import TOOL_CALL_PARSERS
+from windlass.server.schemas.messages import CustomTool, definitions
+from windlass.server.schemas.tools import MAX_ARGUMENTS
+from windlass.server.text.tool_parsers.formats import FORMATS, detect
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]

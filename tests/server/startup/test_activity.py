@@ -14,10 +14,10 @@ from helpers.toy_tokenizers import byte_level
 from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.interface.outputs import EngineStats
 from windlass.engine.rotary.rope_scaling import RopeScaling, apply_scaling
-from windlass.server.exchange.metrics import ServerMetrics
-from windlass.server.startup import activity
-from windlass.server.startup.activity import activity_line
+from windlass.server.observability.metrics import ServerMetrics
+from windlass.server.startup import launch
 from windlass.server.startup.display import summary
+from windlass.server.startup.launch import activity_line
 
 BEFORE = EngineStats(
     num_steps=10, prompt_tokens=1_000, generation_tokens=50, prefix_cache_queries=900, prefix_cache_hits=9
@@ -57,10 +57,10 @@ def test_an_engine_that_was_started_again_counts_from_nothing(monkeypatch):
         async def refresh(self) -> EngineStats | None:
             return given.pop(0) if given else None
 
-    monkeypatch.setattr(activity, "say", lines.append)
+    monkeypatch.setattr(launch, "say", lines.append)
 
     async def main() -> None:
-        task = asyncio.create_task(activity.report_activity(Metrics(), 0.01))  # type: ignore[arg-type]
+        task = asyncio.create_task(launch.report_activity(Metrics(), 0.01))  # type: ignore[arg-type]
         while given:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.02)

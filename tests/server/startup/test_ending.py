@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from windlass.server.startup.ending import time_left
+from windlass.server.startup.shutdown import time_left
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from helpers.tiny_models import make_model
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.sentence_transformers_files import read_pooling
-from windlass.server.startup import derived
-from windlass.server.startup.choice import choose_model
-from windlass.server.startup.gguf_directory import derive_directory, source_stem
-from windlass.server.startup.hub import resolve_model
+from windlass.server.startup import derived_files
+from windlass.server.startup.derived_files import derive_directory, source_stem
+from windlass.server.startup.model_files import choose_model, resolve_model
 
 FILES = {"config.json", "generation_config.json", "gguf.json", "tokenizer.json", "tokenizer_config.json"}
 
@@ -82,7 +81,7 @@ def test_how_embeddings_are_pooled(source: Path, file: Path, number: int | list[
 
 def test_a_later_start_imports_neither_numpy_nor_gguf(file: Path) -> None:
     code = (
-        "import sys\nfrom windlass.server.startup.hub import resolve_model\nresolve_model(sys.argv[1])\n"
+        "import sys\nfrom windlass.server.startup.model_files import resolve_model\nresolve_model(sys.argv[1])\n"
         "print([m for m in ('numpy', 'gguf', 'tokenizers', 'torch') if m in sys.modules])"
     )
     derive_directory(file)
@@ -94,7 +93,7 @@ def test_a_later_start_imports_neither_numpy_nor_gguf(file: Path) -> None:
 
 def test_a_changed_file_has_a_new_one_and_the_old_one_goes_once_nobody_uses_it(file: Path) -> None:
     code = (
-        "import sys\nfrom windlass.server.startup.hub import resolve_model\n"
+        "import sys\nfrom windlass.server.startup.model_files import resolve_model\n"
         "print(resolve_model(sys.argv[1]), flush=True)\nsys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(file)]
@@ -148,7 +147,7 @@ def test_where_nothing_can_be_kept(file: Path, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "no folder").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
     removed = []
-    monkeypatch.setattr(derived.atexit, "register", lambda function, path, **_: removed.append(path))
+    monkeypatch.setattr(derived_files.atexit, "register", lambda function, path, **_: removed.append(path))
     made = derive_directory(file)
     assert {path.name for path in made.iterdir()} == FILES and removed == [made]
     said = capsys.readouterr().err

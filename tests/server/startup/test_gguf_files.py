@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from windlass.engine.errors import LoadError
-from windlass.server.startup.gguf_files import choose_file, spoken_models
+from windlass.server.startup.model_files import choose_file, spoken_models
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from helpers.eventually import in_time
 from huggingface_hub.errors import GatedRepoError
 
 from windlass.engine.errors import LoadError
-from windlass.server.startup import hub
+from windlass.server.startup import model_files
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 VARIABLES = (
@@ -55,7 +55,7 @@ def cache_model(
 
 def one_line(name: str | None) -> str:
     with pytest.raises(LoadError) as caught:
-        hub.resolve_model(name)
+        model_files.resolve_model(name)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -65,8 +65,8 @@ def test_directories(home):
     model.mkdir()
     assert "no config.json" in one_line(str(model))
     (model / "config.json").write_text("{}")
-    assert hub.resolve_model(str(model)) == model
-    assert hub.resolve_model("model") == model
+    assert model_files.resolve_model(str(model)) == model
+    assert model_files.resolve_model("model") == model
     assert "is a file" in one_line(str(model / "config.json"))
 
 
@@ -75,7 +75,7 @@ def test_a_directory_wins_over_a_hub_id(home):
     local = home / "org" / "name"
     local.mkdir(parents=True)
     (local / "config.json").write_text("{}")
-    assert hub.resolve_model("org/name") == local
+    assert model_files.resolve_model("org/name") == local
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_cache_locations(home, monkeypatch, variable, where):
     monkeypatch.setenv("HOME", str(home / "nobody"))
     monkeypatch.setenv(variable, str(home / "place"))
     snapshot = cache_model(home / "place" / where, "org/name")
-    assert hub.resolve_model("org/name") == snapshot
+    assert model_files.resolve_model("org/name") == snapshot
 
 
 def test_cache_agrees_with_huggingface_hub(home):
@@ -97,36 +97,36 @@ def test_cache_agrees_with_huggingface_hub(home):
         theirs = huggingface_hub.snapshot_download(
             "org/name", revision=revision, cache_dir=cache, local_files_only=True
         )
-        assert hub.resolve_model(f"org/name@{revision}") == Path(theirs) == snapshot
+        assert model_files.resolve_model(f"org/name@{revision}") == Path(theirs) == snapshot
     assert "org/name@other" in one_line("org/name@other")
     single = cache_model(cache, "gpt2")
-    assert hub.resolve_model("gpt2") == single
+    assert model_files.resolve_model("gpt2") == single
 
 
 def test_an_interrupted_download_is_not_used(home):
     cache = home / "hf" / "hub"
     cache_model(cache, "org/weightless", files=("config.json",))
-    assert hub.find_cached("org/weightless") is None
+    assert model_files.find_cached("org/weightless") is None
     snapshot = cache_model(
         cache, "org/sharded", files=("config.json", "a-1.safetensors", "model.safetensors.index.json")
     )
     index = snapshot / "model.safetensors.index.json"
     index.unlink()
     index.write_text('{"weight_map": {"x": "a-1.safetensors", "y": "a-2.safetensors"}}')
-    assert hub.find_cached("org/sharded") is None
+    assert model_files.find_cached("org/sharded") is None
     (snapshot / "a-2.safetensors").write_text("")
-    assert hub.find_cached("org/sharded") == snapshot
+    assert model_files.find_cached("org/sharded") == snapshot
 
 
 def test_a_download_killed_before_its_index_came_is_not_used(home):
     parts = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     snapshot = cache_model(home / "hf" / "hub", "org/killed", files=("config.json", *parts[:2]))
-    assert hub.find_cached("org/killed") is None and not list(hub.cached_repositories())
+    assert model_files.find_cached("org/killed") is None and not list(model_files.cached_repositories())
     (snapshot / parts[2]).write_text("")
-    assert hub.find_cached("org/killed") == snapshot
+    assert model_files.find_cached("org/killed") == snapshot
     (snapshot / parts[0]).unlink()
     (snapshot / "model.safetensors").write_text("")  # whole by itself: the parts are not read
-    assert hub.find_cached("org/killed") == snapshot
+    assert model_files.find_cached("org/killed") == snapshot
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_without_huggingface_hub(home, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert ".venv/bin/pip install -c constraints.txt -e '.[hub]'" in one_line("org/name")
     snapshot = cache_model(home / "hf" / "hub", "org/name")
-    assert hub.resolve_model("org/name") == snapshot
+    assert model_files.resolve_model("org/name") == snapshot
 
 
 def test_download(home, monkeypatch):
@@ -185,7 +185,7 @@ def test_download(home, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: ["config.json", "README.md"])
     assert "no config.json" in one_line("org/name")
     (target / "config.json").write_text("{}")
-    assert hub.resolve_model("org/name@v2") == target
+    assert model_files.resolve_model("org/name@v2") == target
     assert asked["repo"] == "org/name" and asked["revision"] == "v2"
     assert not any(
         pattern.endswith((".bin", ".pth", ".py", "*")) and pattern != "tokenizer*"
@@ -203,13 +203,13 @@ def test_config_without_weights(home, monkeypatch):
         return str(cache_model(home / "hf" / "hub", repo, files=("config.json",)))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    snapshot = hub.described_model("org/name")
+    snapshot = model_files.described_model("org/name")
     assert snapshot is not None and (snapshot / "config.json").is_file()
-    assert hub.described_model("org/name") == snapshot
+    assert model_files.described_model("org/name") == snapshot
     assert asked == [{"revision": "main", "allow_patterns": ["*.json"]}]
     cache_model(home / "hf" / "hub", "org/whole")
     for name in (None, "org/whole", "smollm2", "org/name:Q4_K_M", str(home)):
-        assert hub.described_model(name) is None, name
+        assert model_files.described_model(name) is None, name
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def derived(monkeypatch) -> list[Path]:
         asked.append(path)
         return path.parent
 
-    monkeypatch.setattr(hub, "derive_directory", derive)
+    monkeypatch.setattr(model_files, "derive_directory", derive)
     return asked
 
 
@@ -259,14 +259,14 @@ def test_a_gguf_of_a_cached_repository(home, derived, wanted, file):
     snapshot = cache_model(home / "hf" / "hub", "org/name", files=())
     fill(snapshot, *REPO)
     for name in (f"org/name:{wanted}", f"org/name@{COMMIT}:{wanted}"):
-        hub.resolve_model(name)
+        model_files.resolve_model(name)
     assert derived == [snapshot / file] * 2
 
 
 def test_a_cached_repository_of_ggufs_without_saying_which(home, derived):
     snapshot = cache_model(home / "hf" / "hub", "org/name", files=("config.json",))
     fill(snapshot, "name-Q4_0.gguf")
-    hub.resolve_model("org/name")
+    model_files.resolve_model("org/name")
     assert derived == [snapshot / "name-Q4_0.gguf"]
     fill(snapshot, *REPO)
     assert one_line("org/name") == (
@@ -299,8 +299,8 @@ def test_download_of_a_gguf(home, derived, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: list(REPO))
-    hub.resolve_model("org/name@v2:q4_k_m")
-    hub.resolve_model("org/name:Q8_0")
+    model_files.resolve_model("org/name@v2:q4_k_m")
+    model_files.resolve_model("org/name:Q8_0")
     assert asked == [("org/name", "v2", ["name-Q4_K_M.gguf"]), ("org/name", "main", list(REPO[-2:]))]
     assert derived == [home / "snapshot" / "name-Q4_K_M.gguf", home / "snapshot" / REPO[-2]]
     assert "org/name has no GGUF file Q6_K: there are Q8_0, BF16, IQ4_XS, Q4_0, Q4_K_M" in one_line("org/name:Q6_K")
@@ -321,7 +321,7 @@ def test_download_of_a_repository_of_ggufs(home, derived, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: list(REPO))
     assert "name one, such as org/name:Q8_0" in one_line("org/name")
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: ["only-Q4_0.gguf", "mmproj.gguf"])
-    hub.resolve_model("org/name")
+    model_files.resolve_model("org/name")
     assert derived == [home / "snapshot" / "only-Q4_0.gguf"]
 
 
@@ -340,15 +340,15 @@ def test_bundled_model(home, monkeypatch):
     package = home / "windlass"
     demo = package / "models" / "demo"
     demo.mkdir(parents=True)
-    monkeypatch.setattr(hub.importlib.resources, "files", lambda name: {"windlass": package}[name])
+    monkeypatch.setattr(model_files.importlib.resources, "files", lambda name: {"windlass": package}[name])
     assert "no bundled model" in one_line(None)
     (demo / "config.json").write_text("{}")
-    assert hub.resolve_model(None) == demo
+    assert model_files.resolve_model(None) == demo
 
 
 def test_bundled_model_is_looked_for_inside_the_installed_package():
     try:
-        found = hub.bundled_model()
+        found = model_files.bundled_model()
     except LoadError as error:
         assert "windlass/models/demo" in str(error)
     else:
@@ -357,7 +357,7 @@ def test_bundled_model_is_looked_for_inside_the_installed_package():
 
 def test_import_needs_neither_torch_nor_huggingface_hub():
     code = (
-        "import sys\nimport windlass.server.startup.hub, windlass.server.text.tokenizer, windlass.server.text.detokenizer\n"
+        "import sys\nimport windlass.server.startup.model_files, windlass.server.text.tokenizer, windlass.server.text.detokenizer\n"
         "import windlass.server.text.chat_template\n"
         "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )

@@ -25,8 +25,8 @@ from windlass import LLM
 from windlass.clients import APIConnectionError, APIError, APIStatusError, BadRequestError, Client
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.rope_scaling import RopeScaling
-from windlass.server.options.server import ServerOptions
-from windlass.server.startup.in_process.keywords import ANSWER_OPTIONS, read_options
+from windlass.server.config.server_options import ServerOptions
+from windlass.server.startup.llm import ANSWER_OPTIONS, read_options
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = ("--kv-cache-memory", "64MiB", "--deterministic")

@@ -11,8 +11,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from windlass.clients import APIConnectionError, AsyncClient, Client
-from windlass.server.startup.in_process.loop import LoopThread
-from windlass.server.startup.in_process.transport import AppTransport, ThreadTransport
+from windlass.server.startup.in_process import AppTransport, LoopThread, ThreadTransport
 
 EVENT = b'data: {"id": "x", "choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\n'
 

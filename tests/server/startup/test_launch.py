@@ -23,9 +23,9 @@ from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.errors import LoadError
-from windlass.server.options.engine import EngineOptions
-from windlass.server.options.server import ServerOptions
-from windlass.server.options.settings import SamplingDefaults
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.server_options import ServerOptions
+from windlass.server.config.settings import SamplingDefaults
 from windlass.server.startup import launch
 from windlass.server.startup.engines import CORE_VARIABLE
 from windlass.server.startup.launch import check_model

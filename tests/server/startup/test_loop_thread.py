@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from windlass.engine.errors import EngineDeadError
-from windlass.server.startup.in_process.loop import LoopThread
+from windlass.server.startup.in_process import LoopThread
 
 
 async def nothing() -> None:
@@ -47,7 +47,7 @@ def test_work_that_the_end_overtakes_fails() -> None:
 
 
 def test_work_that_refuses_to_be_cancelled_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.server.startup.in_process.loop._LEAVE_SECONDS", 0.01)
+    monkeypatch.setattr("windlass.server.startup.in_process._LEAVE_SECONDS", 0.01)
     loop, begun, caught = LoopThread(), threading.Event(), []
 
     async def stubborn() -> None:

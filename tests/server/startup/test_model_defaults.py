@@ -10,9 +10,9 @@ import pytest
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.gguf_description import _sampling
-from windlass.server.options.settings import SamplingDefaults
-from windlass.server.startup.choice import known_sampling
+from windlass.server.config.settings import SamplingDefaults
 from windlass.server.startup.model_defaults import ModelSampling, find_sampling
+from windlass.server.startup.model_files import known_sampling
 
 NOTHING: dict[str, float] = {}
 SMALL = {"temperature": 0.2, "top_p": 0.9}  # as of a known model

@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import ctypes, sys
 from pathlib import Path
-from windlass.server.startup.process_memory import return_large_pieces
+from windlass.server.startup.launch import return_large_pieces
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4 // 1024

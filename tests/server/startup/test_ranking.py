@@ -12,10 +12,10 @@ from helpers.tiny_rerankers import add_logit_score
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.spec_reader import read_spec
 from windlass.engine.model.model_spec import ModelSpec
-from windlass.server.options.server import ServerOptions
-from windlass.server.options.settings import RankSettings
-from windlass.server.startup.ranking import rank_settings
-from windlass.server.text.pair_prompt import QWEN3_RERANKER
+from windlass.server.config.server_options import ServerOptions
+from windlass.server.config.settings import RankSettings
+from windlass.server.startup.model_defaults import rank_settings
+from windlass.server.text.pair_prompts import QWEN3_RERANKER
 
 PAIR = "{{ messages[0].content }} {{ messages[1].content }}"
 

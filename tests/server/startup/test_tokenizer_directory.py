@@ -11,7 +11,7 @@ from helpers.tiny_models import make_model
 from helpers.vocabularies_of_old import ranked_tokens, write_tiktoken
 
 from windlass.engine.errors import LoadError
-from windlass.server.startup.tokenizer_directory import with_tokenizer
+from windlass.server.startup.derived_files import with_tokenizer
 from windlass.server.text.tokenizer import Tokenizer
 
 TOKENS = ranked_tokens("llama-bpe", 300)

@@ -13,7 +13,7 @@ from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.errors import LoadError
-from windlass.server.startup.unix_socket import listen_unix
+from windlass.server.http.listener import listen_unix
 
 
 def test_the_file_belongs_to_owner_and_group_and_goes_at_the_end(tmp_path):

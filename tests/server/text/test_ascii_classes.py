@@ -6,7 +6,7 @@ import pytest
 from helpers.grammar_draws import accepts
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.ascii_classes import in_lark, in_pattern
+from windlass.server.text.json_schemas import in_lark, in_pattern
 
 ARABIC, NO_BREAK, KELVIN = "\u0661", "\u00a0", "\u212a"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import windlass
-from windlass.server.text.breakers import breaker_tokens
 from windlass.server.text.tokenizer import Tokenizer
+from windlass.server.text.workers.tasks import breaker_tokens
 
 BREAKERS = ("\n", ":", "###", "the end", "é", "<|end|>")
 

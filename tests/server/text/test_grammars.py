@@ -12,7 +12,7 @@ from helpers.grammar_draws import demo_compiler, drawn, takes
 from llguidance import LLMatcher
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.schemas import FORMATS
+from windlass.server.text.json_schemas import FORMATS
 
 PERSON = {
     "type": "object",

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from windlass.server.errors import ApiError
-from windlass.server.protocol.chat import ChatMessage
-from windlass.server.text import history
+from windlass.server.schemas.chat import ChatMessage
+from windlass.server.text import chat_messages as history
+from windlass.server.text.chat_messages import prepare_history
 from windlass.server.text.chat_template import ChatTemplate
-from windlass.server.text.history import prepare_history
 from windlass.server.text.template_facts import TemplateFacts
 
 OBJECTS = "{{ tools }}{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from windlass.server.text.line_limits import LineLimits, LineWatch
+from windlass.server.text.detokenizer import LineLimits, LineWatch
 
 
 def by_lines(text: str, indent: int) -> str:

@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.server.text.answer_tokens import answer_ids
-from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
-from windlass.server.text.pair_prompt import QWEN3_RERANKER, may_take_pairs
-from windlass.server.text.pair_template import cut_pairs
-from windlass.server.text.tokenizer import Tokenizer
+from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, cut_pairs
+from windlass.server.text.pair_prompts import QWEN3_RERANKER, may_take_pairs
+from windlass.server.text.tokenizer import Tokenizer, answer_ids
 from windlass.server.text.workers.frames import unpack_ids
 from windlass.server.text.workers.tasks import TextTasks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from windlass.server.text.pair_prompt import PairPrompt
-from windlass.server.text.pair_texts import PairJob, PairTexts
+from windlass.server.text.pair_prompts import PairPrompt
+from windlass.server.text.service import PairJob, PairTexts
 from windlass.server.text.workers.frames import TaskCall, pack_ids
 from windlass.server.text.workers.pool import LARGE_JOB, Limits
 

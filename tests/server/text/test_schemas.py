@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.grammar_draws import takes
 
-from windlass.server.text.schemas import held
+from windlass.server.text.json_schemas import held
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from helpers.toy_tokenizers import byte_level
 
-from windlass.server.options.settings import ServerSettings
-from windlass.server.protocol.chat import ChatMessage
+from windlass.server.config.settings import ServerSettings
+from windlass.server.schemas.chat import ChatMessage
 from windlass.server.text.service import MAX_BREAKER_LISTS_KEPT, MAX_BREAKERS_KEPT, TextService
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers.frames import TaskCall

@@ -39,7 +39,7 @@ from windlass import kernels
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import DeviceCapabilities, prepare_model
 from windlass.engine.model.weight_storage import plan_bytes
-from windlass.server.options.engine_names import from_flat
+from windlass.server.config.option_names import from_flat
 def memory(kind):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024

@@ -17,8 +17,8 @@ from helpers.live_server import live_server
 from helpers.pseudo_terminal import CTRL_C, CTRL_D, ENTER, UP, PseudoTerminal, paste
 from helpers.real_server import RealServer, serve
 
-from windlass.server.cli.chat.console import ChatConsole
-from windlass.server.options.settings import SamplingDefaults
+from windlass.server.cli.chat import ChatConsole
+from windlass.server.config.settings import SamplingDefaults
 
 MAIN = ("-m", "windlass.server.cli.main")
 SETTINGS = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}

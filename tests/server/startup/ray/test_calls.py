@@ -16,10 +16,9 @@ from ray.exceptions import RayActorError
 from windlass.engine.errors import QueueFullError
 from windlass.engine.interface.outputs import RequestOutput
 from windlass.engine.interface.request import EngineRequest, SamplingParams
-from windlass.server.startup.ray.call import ReplicaCall
-from windlass.server.startup.ray.calls import CallEnded, CallLost, Calls
-from windlass.server.startup.ray.lane import Lanes
+from windlass.server.startup.ray.client import CallEnded, CallLost, Calls
 from windlass.server.startup.ray.replica import EngineReplica
+from windlass.server.startup.ray.wire import Lanes, ReplicaCall
 
 TOKENS = 50
 

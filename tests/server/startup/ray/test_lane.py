@@ -13,8 +13,7 @@ import pytest
 from windlass.engine.errors import QueueFullError
 from windlass.engine.interface.outputs import RequestOutput
 from windlass.engine.interface.request import EngineRequest, SamplingParams
-from windlass.server.startup.ray.call import Ended, Finished, Lost, ReplicaCall
-from windlass.server.startup.ray.lane import LaneEnd, Lanes, News, ReplicaLane
+from windlass.server.startup.ray.wire import Ended, Finished, LaneEnd, Lanes, Lost, News, ReplicaCall, ReplicaLane
 
 
 def in_a_loop(test: Callable[[], Coroutine[None, None, None]]) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from ray.serve.config import AutoscalingConfig
 
 from windlass.engine.errors import EngineDeadError
 from windlass.engine.interface.introspection import CacheGroupSnapshot, CacheQuery, CacheSnapshot
-from windlass.server.startup.ray import replica, scaling
+from windlass.server.startup.ray import replica
 from windlass.server.startup.ray.replica import EngineReplica
 
 
@@ -47,8 +47,8 @@ class Context:
 def test_the_larger_of_both_is_wanted(
     replicas: int, requests: float, held: dict[str, float] | None, wanted: float
 ) -> None:
-    context: Any = Context(replicas, requests, None if held is None else {scaling.CACHE_HELD: held})
-    assert scaling.by_requests_and_cache(context)[0] == pytest.approx(wanted)
+    context: Any = Context(replicas, requests, None if held is None else {replica.CACHE_HELD: held})
+    assert replica.by_requests_and_cache(context)[0] == pytest.approx(wanted)
 
 
 def group(held: int, shared: int, idle: int, blocks: int) -> CacheGroupSnapshot:
@@ -57,7 +57,7 @@ def group(held: int, shared: int, idle: int, blocks: int) -> CacheGroupSnapshot:
 
 def test_what_is_kept_for_later_is_not_held() -> None:
     picture = CacheSnapshot(32, (group(2, 1, 9, 12), group(5, 0, 0, 10)), (), 0.0)
-    assert scaling.cache_held(picture) == 0.5
+    assert replica.cache_held(picture) == 0.5
 
 
 def test_a_replica_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_replica_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica.time, "monotonic", lambda: now[0])
 
     def reported() -> float:
-        return asyncio.run(one.record_autoscaling_stats())[scaling.CACHE_HELD]
+        return asyncio.run(one.record_autoscaling_stats())[replica.CACHE_HELD]
 
     assert reported() == 0.75 and client.looks == 1
     now[0] += replica.LOOK_SECONDS / 2

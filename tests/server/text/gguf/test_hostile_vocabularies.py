@@ -7,8 +7,8 @@ from helpers import gguf_vocabularies as vocabularies
 from tokenizers import Tokenizer
 
 from windlass.engine.errors import LoadError
-from windlass.server.text.gguf.fields import MAX_TOKENS
-from windlass.server.text.gguf.tokenizer_files import tokenizer_files
+from windlass.server.text.vocabularies.conversion import gguf_tokenizer_files
+from windlass.server.text.vocabularies.vocabulary import MAX_TOKENS
 
 TOKENS = vocabularies.byte_level()["tokenizer.ggml.tokens"]
 COUNT = len(TOKENS)
@@ -16,7 +16,7 @@ COUNT = len(TOKENS)
 
 def refused(metadata: object) -> str:
     with pytest.raises(LoadError) as caught:
-        tokenizer_files(metadata, "x.gguf")
+        gguf_tokenizer_files(metadata, "x.gguf")
     message = str(caught.value)
     assert message.startswith("cannot make a tokenizer from x.gguf: ")
     assert "\n" not in message
@@ -101,5 +101,5 @@ def test_many_added_tokens_of_alternating_kinds_are_added_at_once():
     metadata = vocabularies.byte_level()
     metadata["tokenizer.ggml.tokens"] += [f"<|{index}|>" for index in range(count)]
     metadata["tokenizer.ggml.token_type"] += [3, 4] * (count // 2)
-    made = Tokenizer.from_str(tokenizer_files(metadata, "x.gguf").tokenizer)
+    made = Tokenizer.from_str(gguf_tokenizer_files(metadata, "x.gguf").tokenizer)
     assert made.encode("<|99999|>a<|0|>", add_special_tokens=False).tokens == ["<|99999|>", "a", "<|0|>"]

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from windlass.server.text.chat_template import ChatTemplate
-from windlass.server.text.gguf.tokenizer_files import tokenizer_files
 from windlass.server.text.tokenizer import Tokenizer
+from windlass.server.text.vocabularies.conversion import gguf_tokenizer_files
 
 TEXTS = [
     "",
@@ -32,7 +32,7 @@ TEXTS = [
 
 
 def save(metadata: dict[str, Any], directory: Path) -> Tokenizer:
-    files = tokenizer_files(metadata, "toy.gguf")
+    files = gguf_tokenizer_files(metadata, "toy.gguf")
     (directory / "tokenizer.json").write_text(files.tokenizer, encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(files.config, encoding="utf-8")
     return Tokenizer.from_directory(directory)
@@ -40,7 +40,7 @@ def save(metadata: dict[str, Any], directory: Path) -> Tokenizer:
 
 @cache
 def made_of(make: Callable[[], dict[str, Any]]) -> Tokenizer:
-    return Tokenizer(tokenizers.Tokenizer.from_str(tokenizer_files(make(), "toy.gguf").tokenizer))
+    return Tokenizer(tokenizers.Tokenizer.from_str(gguf_tokenizer_files(make(), "toy.gguf").tokenizer))
 
 
 @settings(max_examples=60)
@@ -148,7 +148,7 @@ def test_a_special_token_of_which_a_file_says_there_is_none():
     """It is written as -1 in 32 bits."""
     metadata = vocabularies.byte_level(padding_token_id=2**32 - 1, eot_token_id=2**32 - 1)
     absent = vocabularies.byte_level(padding_token_id=None, eot_token_id=None)
-    assert tokenizer_files(metadata, "x.gguf") == tokenizer_files(absent, "x.gguf")
+    assert gguf_tokenizer_files(metadata, "x.gguf") == gguf_tokenizer_files(absent, "x.gguf")
 
 
 def test_old_files_without_types_have_their_ends_special(tmp_path):
@@ -181,8 +181,8 @@ def test_chat_templates(tmp_path):
 
 def test_a_file_without_pre_is_cut_by_the_default_rules_and_said_so():
     metadata = vocabularies.byte_level(pre=None)
-    files = tokenizer_files(metadata, "old.gguf")
-    named = tokenizer_files(metadata | {"tokenizer.ggml.pre": "default"}, "old.gguf")
+    files = gguf_tokenizer_files(metadata, "old.gguf")
+    named = gguf_tokenizer_files(metadata | {"tokenizer.ggml.pre": "default"}, "old.gguf")
     assert files.tokenizer == named.tokenizer
     assert named.notices == ()
     (notice,) = files.notices
@@ -193,6 +193,6 @@ def test_an_empty_token_gets_a_name():
     metadata = vocabularies.byte_level()
     metadata["tokenizer.ggml.tokens"].append("")
     metadata["tokenizer.ggml.token_type"].append(vocabularies.UNUSED)
-    vocab = json.loads(tokenizer_files(metadata, "toy.gguf").tokenizer)["model"]["vocab"]
+    vocab = json.loads(gguf_tokenizer_files(metadata, "toy.gguf").tokenizer)["model"]["vocab"]
     last = len(vocab) - 1
     assert vocab[f"[EMPTY_{last}]"] == last

@@ -12,7 +12,7 @@ from helpers.vocabulary_files import vocabulary_files
 from tokenizers import Tokenizer
 
 from windlass.engine.errors import LoadError
-from windlass.server.text.gguf.tokenizer_files import tokenizer_files
+from windlass.server.text.vocabularies.conversion import gguf_tokenizer_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -57,14 +57,14 @@ def test_ids_are_those_that_llama_cpp_expects(files, name):
     expected = [[int(index) for index in line.split()] for line in lines]
     assert len(texts) > 40
     assert not any(expected[len(texts) :])
-    made = Tokenizer.from_str(tokenizer_files(read_tokenizer(path), name).tokenizer)
+    made = Tokenizer.from_str(gguf_tokenizer_files(read_tokenizer(path), name).tokenizer)
     for text, ids in zip(texts, expected[: len(texts)], strict=True):
         assert made.encode(text, add_special_tokens=False).ids == ids, repr(text)
 
 
 @pytest.mark.parametrize("name", ["baichuan", "aquila", "gpt-neox"])
 def test_files_without_expected_ids_can_be_read(files, name):
-    made = Tokenizer.from_str(tokenizer_files(read_tokenizer(files / f"ggml-vocab-{name}.gguf"), name).tokenizer)
+    made = Tokenizer.from_str(gguf_tokenizer_files(read_tokenizer(files / f"ggml-vocab-{name}.gguf"), name).tokenizer)
     text = "Hello, world! 12345  naïve 東京 😀\n\n\tend"
     assert made.decode(made.encode(text, add_special_tokens=False).ids) == text
 
@@ -72,4 +72,4 @@ def test_files_without_expected_ids_can_be_read(files, name):
 @pytest.mark.parametrize("name", ["bert-bge", "nomic-bert-moe"])
 def test_vocabularies_of_encoders_are_refused(files, name):
     with pytest.raises(LoadError, match="gpt2, llama and gemma4 are the kinds read here"):
-        tokenizer_files(read_tokenizer(files / f"ggml-vocab-{name}.gguf"), name)
+        gguf_tokenizer_files(read_tokenizer(files / f"ggml-vocab-{name}.gguf"), name)

@@ -6,8 +6,8 @@ import pytest
 from helpers import gguf_vocabularies as vocabularies
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from windlass.server.text.gguf.tokenizer_files import tokenizer_files
-from windlass.server.text.gguf.word_rules import WORD_RULES
+from windlass.server.text.vocabularies.bpe import WORD_RULES
+from windlass.server.text.vocabularies.conversion import gguf_tokenizer_files
 
 TEXT = "Don't WE'LL 12345  x\n\n  y=[a_b] Ünder 東京é"
 
@@ -77,6 +77,6 @@ def test_a_word_that_is_a_token_is_not_merged_where_the_kind_says_so():
     metadata["tokenizer.ggml.token_type"].append(vocabularies.NORMAL)
     found = {}
     for kind in ("gpt-2", "llama-bpe"):
-        made = Tokenizer.from_str(tokenizer_files(metadata | {"tokenizer.ggml.pre": kind}, "x").tokenizer)
+        made = Tokenizer.from_str(gguf_tokenizer_files(metadata | {"tokenizer.ggml.pre": kind}, "x").tokenizer)
         found[kind] = made.encode("zqzq", add_special_tokens=False).tokens
     assert found == {"gpt-2": ["z", "q", "z", "q"], "llama-bpe": ["zqzq"]}

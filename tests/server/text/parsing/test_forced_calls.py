@@ -16,10 +16,9 @@ from helpers.toy_tokenizers import byte_level
 from llguidance import LLMatcher, LLTokenizer
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.parsing.events import CallArguments, CallStart, Content, Event
-from windlass.server.text.parsing.stream import CallOptions
-from windlass.server.text.parsing.tools.forced import MAX_MEMBERS, MOST_CALLS, Forced
-from windlass.server.text.parsing.tools.formats import FORMATS, ToolFormat
+from windlass.server.text.stream_parser import CallArguments, CallOptions, CallStart, Content, Event
+from windlass.server.text.tool_parsers.forced_calls import MAX_MEMBERS, MOST_CALLS, Forced
+from windlass.server.text.tool_parsers.formats import FORMATS, ToolFormat
 
 EOS = "<|the end|>"
 SCHEMAS: dict[str, Any] = {

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from windlass.server.text.parsing.events import CallArguments
-from windlass.server.text.parsing.stream import CallOptions
-from windlass.server.text.parsing.tools.xml_parameters import XmlParametersParser
+from windlass.server.text.stream_parser import CallArguments, CallOptions
+from windlass.server.text.tool_parsers.xml_parameters import XmlParametersParser
 
 LOOP = {"$ref": "#/$defs/l"}
 MOST = 10_000

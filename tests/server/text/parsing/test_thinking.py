@@ -6,21 +6,21 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from windlass.server.options.server import REASONING_PARSERS
-from windlass.server.text.parsing.events import Content, Event, PlainText, Reasoning
-from windlass.server.text.parsing.reasoning.channels import ChannelParser
-from windlass.server.text.parsing.reasoning.formats import (
+from windlass.server.config.server_options import REASONING_PARSERS
+from windlass.server.text.reasoning import (
     DEEPSEEK_R1,
     FORMATS,
     GEMMA4,
     GRANITE,
     NAMES,
     QWEN3,
+    ChannelParser,
     Place,
     ThinkingFormat,
+    ThinkingParser,
     format_of_template,
 )
-from windlass.server.text.parsing.reasoning.parser import ThinkingParser
+from windlass.server.text.stream_parser import Content, Event, PlainText, Reasoning
 
 # format, where the text begins, the text, the thinking in it, the answer in it
 CASES: list[tuple[ThinkingFormat, Place, str, str, str]] = [

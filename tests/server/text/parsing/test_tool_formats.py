@@ -10,17 +10,18 @@ import pytest
 from helpers.parsed_answers import Made, make, only, put_together, read
 from pydantic_core import to_json
 
-from windlass.server.text.parsing.events import CallArguments, Event
-from windlass.server.text.parsing.stream import MAX_CALLS, CallOptions, StreamParser
-from windlass.server.text.parsing.tools.deepseek import DeepSeekParser
-from windlass.server.text.parsing.tools.gemma4 import Gemma4Parser
-from windlass.server.text.parsing.tools.harmony import HarmonyParser
-from windlass.server.text.parsing.tools.lfm2 import Lfm2Parser
-from windlass.server.text.parsing.tools.mistral import MistralParser
-from windlass.server.text.parsing.tools.plain_json import Llama3JsonParser, PlainJsonParser
-from windlass.server.text.parsing.tools.pythonic import PythonicParser
-from windlass.server.text.parsing.tools.tagged_json import TaggedJsonParser
-from windlass.server.text.parsing.tools.xml_parameters import XmlParametersParser
+from windlass.server.text.stream_parser import MAX_CALLS, CallArguments, CallOptions, Event, StreamParser
+from windlass.server.text.tool_parsers.gemma4 import Gemma4Parser
+from windlass.server.text.tool_parsers.harmony import HarmonyParser
+from windlass.server.text.tool_parsers.json_calls import (
+    DeepSeekParser,
+    Llama3JsonParser,
+    MistralParser,
+    PlainJsonParser,
+    TaggedJsonParser,
+)
+from windlass.server.text.tool_parsers.pythonic import Lfm2Parser, PythonicParser
+from windlass.server.text.tool_parsers.xml_parameters import XmlParametersParser
 
 ROME = '{"city": "Rome"}'
 LOOK = ("look", ROME)

@@ -10,11 +10,11 @@ from helpers.chat_chunks import assembled
 from helpers.live_server import toy_tokenizer
 from helpers.scripted_engine import logprobs_of
 
-from windlass.server.answers.base import AnswerOptions
-from windlass.server.answers.chat import ChatWriter
-from windlass.server.generation.deltas import Delta, Tally
-from windlass.server.text.parsing.events import CallArguments, CallStart, Content, Event, ParsingPlan, Reasoning
+from windlass.server.api.chat import ChatWriter
+from windlass.server.serving.deltas import Delta, Tally
+from windlass.server.serving.response_writer import AnswerOptions
 from windlass.server.text.service import Prompt
+from windlass.server.text.stream_parser import CallArguments, CallStart, Content, Event, ParsingPlan, Reasoning
 
 SCRIPTS: dict[str, list[list[Event]]] = {
     "text": [[Content("Hel")], [], [Content("lo"), Content("!")]],

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from windlass.server.text.workers.lanes import Lane, LaneFullError
+from windlass.server.text.workers.pool import Lane, LaneFullError
 
 
 def test_callers_take_turns_whatever_they_queued() -> None:

@@ -1,1 +1,0 @@
-"""The command line of load tests: `windlass-bench`, which the server's own command has as `windlass bench`."""

@@ -1,0 +1,310 @@
+"""What the commands of both distributions share: running one, its streams, signals, files and progress display."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import errno
+import io
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class CommandError(Exception):
+    """An option, an argument or a file is at fault; the message is one line that says what to change."""
+
+
+def say(line: str) -> None:
+    """One line on standard error. Where it cannot be written, on a full disk or into a closed pipe, work goes on without it."""
+    if sys.stderr is None:  # print would take standard output
+        return
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def open_standard_streams() -> None:
+    """Put /dev/null where the command was started with a stream closed, as by `2>&-`.
+
+    Else the next file or socket would get its number, and be read or written by whoever means the stream.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is not None:
+            continue
+        null = os.open(os.devnull, os.O_RDWR)
+        if null == number:
+            os.set_inheritable(null, True)
+        elif not _is_open(number):
+            os.dup2(null, number)
+        setattr(sys, name, os.fdopen(null, mode))
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def nobody_reads(error: OSError) -> bool:
+    """Whether an error tells of standard output that it is a closed pipe, or a terminal that is gone."""
+    if isinstance(error, BrokenPipeError):
+        return True
+    if error.errno != errno.EIO or sys.stdout is None:
+        return False
+    try:
+        os.get_terminal_size(sys.stdout.fileno())
+    except OSError as refused:  # of a disk that cannot be read, say, it would be that there is no terminal
+        return refused.errno == errno.EIO
+    return False
+
+
+def leave_output() -> None:
+    """Nothing is left to be flushed at the end."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def on_terminal() -> bool:
+    """Whether standard error is a terminal. The host of a library may have none."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: asyncio.Event, received: list[signal.Signals]) -> Iterator[None]:
+    """The first ctrl-C or SIGTERM sets `stop` and is put into `received`; a second one ends the program."""
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            with contextlib.suppress(NotImplementedError):
+                loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+    def receive(number: signal.Signals) -> None:
+        received.append(number)
+        stop.set()
+        restore()
+
+    def receive_in_loop(number: int, frame: object) -> None:
+        loop.call_soon_threadsafe(receive, signal.Signals(number))
+
+    for number in before:
+        try:
+            loop.add_signal_handler(number, receive, number)
+        except NotImplementedError:  # on Windows
+            signal.signal(number, receive_in_loop)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path] | None = None) -> None:
+    """Raise CommandError for a file that cannot be written, and for two options that name the same file.
+
+    outputs: the file of each option, None if it was not given. inputs: files that are read, which no output may replace.
+    """
+    taken = {path.resolve(): option for option, path in (inputs or {}).items()}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        target = path.resolve()
+        if target.is_dir():
+            raise CommandError(f"cannot write {option} {path}: it is a directory, give the name of a file")
+        if not target.parent.is_dir():
+            raise CommandError(f"cannot write {option} {path}: {target.parent} is no directory")
+        if not os.access(target if target.exists() else target.parent, os.W_OK):
+            raise CommandError(f"cannot write {option} {path}: no permission")
+        if target in taken:
+            raise CommandError(f"{taken[target]} and {option} are both {path}: give each a file of its own")
+        taken[target] = option
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file. Raises CommandError if that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def version_option(line: str) -> Any:
+    """The option --version, short -V: prints the line and ends the program."""
+
+    def tell(asked: bool) -> None:
+        if asked:
+            print(line)
+            raise typer.Exit
+
+    return typer.Option("--version", "-V", is_eager=True, callback=tell, help="Print the version.")
+
+
+# Private: set by a Windlass command that starts a server, so that the command can display the progress. Each update is then a
+# line of this name followed by [stage, done, total] as JSON.
+PROGRESS_VARIABLE = "_WINDLASS_PROGRESS"
+
+
+class LoadingDisplay:
+    """A progress bar on a terminal; elsewhere one line per loading stage.
+
+    The instance is the callback `(stage, done, total)`. `stop` removes the bar and may be called twice. first: a line to print
+    before the first update.
+    """
+
+    def __init__(self, terminal: bool | None = None, first: str | None = None) -> None:
+        self._terminal = on_terminal() if terminal is None else terminal
+        self._first = first
+        self._stage: str | None = None
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self.begin()
+        if PROGRESS_VARIABLE in os.environ:
+            say(PROGRESS_VARIABLE + json.dumps([stage, done, total]))
+        elif not self._terminal:
+            if stage != self._stage:
+                say(f"{stage} ...")
+        else:
+            progress = self._progress or self._start()
+            if stage != self._stage:
+                if self._task is not None:
+                    progress.remove_task(self._task)
+                self._task = progress.add_task(stage, total=total)
+            if self._task is not None:
+                progress.update(self._task, completed=done, total=total)
+        self._stage = stage
+
+    def begin(self) -> None:
+        """Print the first line, unless it has been printed."""
+        if self._first is not None:
+            say(self._first)
+            self._first = None
+
+    def _start(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._progress.start()
+        return self._progress
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+# Older typers use click's exceptions, newer ones their own copy of them.
+_ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+_WHETHER = re.compile(r"^--(no-|disable-)?(enable-)?")
+
+_NO_COMMAND = re.compile(r"No such command '(?P<name>[^']*)'")
+
+_CUTOFF = 0.75  # share of characters that agree: "prot" is near "port", "ctx-size" is not near "block-size"
+
+# What only writing meets.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def run_app(
+    app: typer.Typer,
+    name: str,
+    arguments: Sequence[str] | None,
+    errors: tuple[type[Exception], ...] = (),
+    words: Callable[[str], str] = str,
+    elsewhere: Callable[[Any, str], str | None] = lambda context, name: None,
+) -> int:
+    """Run one command and return the exit code; errors are one line on standard error.
+
+    name: what the program is called in its help. arguments: None for those of the process. errors: classes whose
+    messages are lines for the person who typed the command, beside CommandError; 2 is their exit code.
+    words: puts such a message into the program's own words. elsewhere: what to say of an option or a command that the command
+    (of this context) has not, where other programs have it.
+    """
+    open_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # not every console's encoding has every sign
+    given = None if arguments is None else list(arguments)
+    mendable: tuple[type[Exception], ...] = (CommandError, *errors)
+    try:
+        code = app(args=given, prog_name=name, standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # else the interpreter meets what is wrong with it when nobody can tell any more
+        return code if isinstance(code, int) else 0
+    except _ClickError as error:
+        return _usage_error(error, sys.argv[1:] if given is None else given, elsewhere)
+    except mendable as error:
+        return _fail(words(str(error)))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except OSError as error:
+        if nobody_reads(error):
+            leave_output()
+            return 1  # as click ends where it meets a closed pipe first
+        if error.errno not in _NO_ROOM:
+            raise
+        leave_output()
+        return _fail(f"cannot write: {error.strerror}")
+
+
+def _usage_error(error: Any, arguments: Sequence[str], elsewhere: Callable[[Any, str], str | None]) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()  # the help page
+        return 2
+    context = getattr(error, "ctx", None)
+    hint = f" (see {context.command_path} --help)" if context is not None else ""
+    message: str = error.format_message()
+    if type(error).__name__ == "NoSuchOption":
+        name = error.option_name
+        if len(name) == 2:  # of -ngl, it is -n that there is not
+            name = next((given for given in arguments if given.startswith(name)), name)
+        meant = elsewhere(context, name) or _as_argument(context, name) or _nearest_option(context, name)
+        message = f"No such option: {name}" + (f": {meant}" if meant else "")
+    elif (absent := _NO_COMMAND.match(message)) and (meant := elsewhere(context, absent["name"])):
+        message = f"{absent[0]}: {meant}"
+    return _fail(message.rstrip(".") + hint)
+
+
+def _as_argument(context: Any, name: str) -> str | None:
+    """That an argument of the command is meant: it stands without its name."""
+    for parameter in context.command.params:
+        if parameter.param_type_name == "argument" and parameter.name == name.removeprefix("--").replace("-", "_"):
+            return f"give it without an option, as {parameter.metavar or parameter.name.upper()}"
+    return None
+
+
+def _nearest_option(context: Any, name: str) -> str | None:
+    """The nearest option in a question. Only what switches off is near to one that does: never --no-x to --enable-x."""
+    off = name.startswith(("--no-", "--disable-"))
+    options = [
+        option for parameter in context.command.params for option in (*parameter.opts, *parameter.secondary_opts)
+    ]
+    known = {
+        _WHETHER.sub("", option): option
+        for option in options
+        if option.startswith("--") and option.startswith("--no-") == off
+    }
+    near = difflib.get_close_matches(_WHETHER.sub("", name)[:64], known, n=1, cutoff=_CUTOFF)
+    return f"did you mean {known[near[0]]}?" if near else None
+
+
+def _fail(message: str) -> int:
+    say("error: " + " ".join(message.split()))
+    return 2

@@ -1,0 +1,3 @@
+"""The HTTP API: one module per API with its routes and its rendering."""
+
+from __future__ import annotations

@@ -1,0 +1,79 @@
+"""`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from windlass.server.app.request_body import read_body
+from windlass.server.app.state import require_admin, state_of
+from windlass.server.schemas.base import StrictModel
+from windlass.server.schemas.openapi import BODY_ERRORS, answers, body_of
+from windlass.server.serving.streaming import while_connected
+
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class LoadAdapterRequest(StrictModel):
+    """`lora_path`: a directory as PEFT writes it, in the server's folder of adapters or relative to it."""
+
+    lora_name: Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UnloadAdapterRequest(StrictModel):
+    """`lora_name`: of a loaded adapter."""
+
+    lora_name: Name
+
+
+class AdapterAnswer(StrictModel):
+    """`draining`: requests still run with it; it goes when they end. `rank`, `targets`: of one that was loaded."""
+
+    id: str
+    object: Literal["lora_adapter"] = "lora_adapter"
+    status: Literal["loaded", "unloaded", "draining"]
+    rank: int | None = None
+    targets: list[str] | None = None
+
+
+router = APIRouter(tags=["Adapters"])
+
+_ERRORS = (*BODY_ERRORS, 403)
+
+
+@router.post(
+    "/v1/load_lora_adapter",
+    openapi_extra=body_of(LoadAdapterRequest),
+    responses=answers(AdapterAnswer, errors=_ERRORS),
+)
+async def load_adapter(request: Request) -> Response:
+    """Load an adapter, which requests name as their model from then on."""
+    require_admin(request)
+    state = state_of(request)
+    body = await read_body(request, LoadAdapterRequest, stall_seconds=state.settings.body_stall_seconds)
+    state.admit()
+    adapter = await while_connected(request, state.adapters.load(body.lora_name, body.lora_path))
+    answer = AdapterAnswer(id=body.lora_name, status="loaded")
+    if adapter.info is not None:
+        answer.rank, answer.targets = adapter.info.rank, list(adapter.info.targets)
+    return JSONResponse(answer.model_dump())
+
+
+@router.post(
+    "/v1/unload_lora_adapter",
+    openapi_extra=body_of(UnloadAdapterRequest),
+    responses=answers(AdapterAnswer, errors=_ERRORS),
+)
+async def unload_adapter(request: Request) -> Response:
+    """Take no further requests for an adapter, and answer when the last one that ran has ended, or after a while."""
+    require_admin(request)
+    state = state_of(request)
+    body = await read_body(request, UnloadAdapterRequest, stall_seconds=state.settings.body_stall_seconds)
+    gone = await while_connected(request, state.adapters.unload(body.lora_name))
+    answer = AdapterAnswer(id=body.lora_name, status="unloaded" if gone else "draining")
+    return JSONResponse(answer.model_dump())

@@ -1,0 +1,226 @@
+"""`GET /v1/cache` and `POST /v1/attention`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import asdict
+from typing import Annotated, Any, Self
+
+from fastapi import APIRouter
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError, to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.engine.interface.introspection import MAX_ATTENTION_TOKENS, AttentionQuery, AttentionSnapshot, CacheQuery
+from windlass.server.app.request_body import read_body
+from windlass.server.app.state import ServerState, caller_of, loaded_model, require_admin, state_of
+from windlass.server.errors import ApiError, bad_request
+from windlass.server.schemas.base import RopeScalingField, StrictModel
+from windlass.server.schemas.openapi import BODY_ERRORS, answers, body_of
+from windlass.server.serving.prompts import check_token_ids
+from windlass.server.serving.request_rotation import read_rotation
+from windlass.server.serving.streaming import LargeJson, while_connected
+
+
+class CacheGroup(StrictModel):
+    """The pages of one KV group. Entry i of the lists is a cell: `blocks_per_cell` blocks, the first of them i times as many.
+
+    What `held`, `shared` and `idle` leave of a cell is free, and so is everything behind the first `num_shown` blocks.
+    """
+
+    num_blocks: int
+    num_shown: int
+    blocks_per_cell: int
+    window: Annotated[int | None, Field(description="Tokens that its layers see; null: all.")]
+    held: Annotated[list[int], Field(description="Blocks of the cell that one request holds.")]
+    shared: Annotated[list[int], Field(description="Blocks of the cell that several requests hold.")]
+    idle: Annotated[list[int], Field(description="Blocks that nobody holds and an equal prompt may take up again.")]
+    owners: Annotated[list[int], Field(description="Index into `sequences` of one that holds a block of it, or -1.")]
+    engine: Annotated[int, Field(description="The number of the replica whose cache it is part of.")] = 0
+    states: Annotated[
+        bool, Field(description="Whether a block is what layers carry of a sequence from token to token, and no pages.")
+    ] = False
+
+
+class CacheSequence(StrictModel):
+    """A running sequence: its tokens, those of its prompt, those found in the cache, and what moved in it."""
+
+    num_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_blocks: int
+    num_shifts: int
+    num_reused_tokens: int
+
+
+class CachePages(StrictModel):
+    """The cache as it is now. `counters`: numbers that `/metrics` has too, by names of their own."""
+
+    time: Annotated[float, Field(description="Seconds on a clock that only goes forward, for rates of the counters.")]
+    block_size: int
+    bytes_per_token: int
+    groups: list[CacheGroup]
+    sequences: Annotated[list[CacheSequence], Field(description="Those that run, at most 64 of an engine.")]
+    counters: dict[str, float]
+
+
+class AttentionRequest(StrictModel):
+    """Either `prompt` or `tokens`: a text of 2 to 256 tokens. `rope_scaling` as a request would give it."""
+
+    model: str | None = None
+    prompt: Annotated[str, Field(max_length=16384)] | None = None
+    tokens: (
+        Annotated[
+            list[Any],
+            Field(max_length=MAX_ATTENTION_TOKENS, json_schema_extra={"items": {"type": "integer", "minimum": 0}}),
+        ]
+        | None
+    ) = None
+    layer: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    head: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    rope_scaling: RopeScalingField = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.prompt is None) == (self.tokens is None):
+            raise PydanticCustomError("source", "give either prompt or tokens")
+        return self
+
+
+class AttentionMap(StrictModel):
+    """What one head attends to. Row i of `weights` and `scores` has the tokens 0 to i; null: a token it cannot see."""
+
+    model: str
+    layer: int
+    head: int
+    num_layers: int
+    num_heads: int
+    tokens: list[int]
+    fingerprint: Annotated[str, Field(description="Of the rotation that the text was read under.")]
+    weights: Annotated[list[list[float]], Field(description="After the softmax.")]
+    scores: Annotated[
+        list[list[float | None]], Field(description="Before the softmax: scaled, and capped where it is.")
+    ]
+    weight_by_distance: Annotated[
+        list[float], Field(description="Mean weight of the tokens so many places back, over rows that have one.")
+    ]
+    score_by_distance: Annotated[
+        list[float | None], Field(description="Mean score of the tokens so many places back; null: none is seen.")
+    ]
+
+
+router = APIRouter(tags=["Inside"])
+
+_COUNTERS = (
+    "num_running",
+    "num_waiting",
+    "num_preemptions",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "prompt_tokens",
+    "generation_tokens",
+    "context_shifts",
+    "dropped_tokens",
+    "reused_passages",
+    "reused_tokens",
+    "key_moves",
+)
+
+
+@router.get("/v1/cache", responses=answers(CachePages, errors=(403,)))
+async def cache_pages(request: Request) -> Response:
+    """Which pages of the cache are held, kept or free, by whom, and the counters beside them."""
+    require_admin(request)
+    state = state_of(request)
+    return LargeJson(await state.shown_cache.get(lambda: _cache(state)))
+
+
+async def _cache(state: ServerState) -> tuple[bytes, float]:
+    """The answer, and the seconds that it cost the engine."""
+    info = loaded_model(state)
+    # Asked for together, both are answered between the same two steps.
+    picture, fresh = await asyncio.gather(state.engine.inspect(CacheQuery()), state.metrics.refresh())
+    stats = fresh or state.metrics.last_stats
+    counters = {name: getattr(stats, name) for name in _COUNTERS} if stats is not None else {}
+    shown = asdict(picture)
+    cost = shown.pop("seconds")
+    answer = {"time": time.monotonic(), "bytes_per_token": info.kv_bytes_per_token, **shown, "counters": counters}
+    return to_json(answer), cost
+
+
+@router.post(
+    "/v1/attention",
+    openapi_extra=body_of(AttentionRequest),
+    responses=answers(AttentionMap, errors=(*BODY_ERRORS, 403)),
+)
+async def attention(request: Request) -> Response:
+    """What a head of a layer attends to in a short text, under a rotary scaling. Other requests wait for its one pass."""
+    state = state_of(request)
+    require_admin(request)
+    _check_shown(state)
+    body = await read_body(request, AttentionRequest, stall_seconds=state.settings.body_stall_seconds)
+    state.check_model(body.model)
+    if state.adapters.find(body.model) is not None:
+        raise bad_request("attention is shown of the model itself, without an adapter: leave model out", "model")
+    info = state.admit()
+    if body.tokens is not None:
+        check_token_ids(body.tokens, info.vocab_size, "tokens")
+        token_ids = body.tokens
+    else:
+        assert body.prompt is not None
+        (prompt,) = await state.text.encode(
+            [body.prompt],
+            add_special_tokens=True,
+            max_model_len=info.max_model_len,
+            truncate=None,
+            param="prompt",
+            caller=caller_of(request),
+        )
+        token_ids = prompt.token_ids
+    scaling = read_rotation(body.rope_scaling, None, state.settings, info).scaling
+    question = AttentionQuery(tuple(token_ids), body.layer, body.head, scaling)
+    # One at a time: each holds up the steps of everybody else.
+    inspect = state.attention_turn.run(lambda: state.engine.inspect(question))
+    picture = await while_connected(request, inspect)
+    return LargeJson(await state.text.on_thread(_shown, state.settings.served_model_name, question, picture))
+
+
+def _check_shown(state: ServerState) -> None:
+    """Raise ApiError 403 unless this server shows attention."""
+    if not state.settings.attention_maps:
+        raise ApiError(
+            403,
+            "this server shows no attention: start it with --attention-maps",
+            code="attention_off",
+        )
+
+
+def _shown(model: str, question: AttentionQuery, picture: AttentionSnapshot) -> bytes:
+    weights = picture.rows(picture.weights)
+    scores = [[x if x > -math.inf else None for x in row] for row in picture.rows(picture.scores)]
+    answer: dict[str, Any] = {
+        "model": model,
+        "layer": question.layer,
+        "head": question.head,
+        "num_layers": picture.num_layers,
+        "num_heads": picture.num_heads,
+        "tokens": question.token_ids,
+        "fingerprint": picture.fingerprint,
+        "weights": weights,
+        "scores": scores,
+        "weight_by_distance": _by_distance(weights),
+        "score_by_distance": _by_distance(scores),
+    }
+    return to_json(answer)
+
+
+def _by_distance(rows: list[list[Any]]) -> list[float | None]:
+    """The mean of each diagonal; None where all of it is hidden."""
+    found: list[float | None] = []
+    for back in range(len(rows)):
+        seen = [row[i - back] for i, row in enumerate(rows) if i >= back and row[i - back] is not None]
+        found.append(sum(seen) / len(seen) if seen else None)
+    return found

@@ -1,0 +1,243 @@
+"""`/v1/rotary`, `/v1/rotary/inspect` and `/v1/rotary/curves`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.engine.rotary.frequencies import wavelength
+from windlass.engine.rotary.rope_scaling import RotaryGroup, RotarySpec
+from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, joint_fingerprint
+from windlass.server.app.request_body import read_body
+from windlass.server.app.state import ServerState, loaded_model, state_of
+from windlass.server.errors import bad_request
+from windlass.server.schemas.base import RopeScalingField, RopeUpdateField, StrictModel
+from windlass.server.schemas.openapi import BODY_ERRORS, answers, body_of
+from windlass.server.schemas.response_parts import ModelRotary, RotaryChosen, RotaryLadderShown, ScalingValue
+from windlass.server.serving.request_rotation import check_rotates, planner_of, read_rotation
+from windlass.server.serving.response_format import groups_object, ladder_object
+
+
+class RotaryInspectRequest(StrictModel):
+    """`rope_scaling` and `rope_update` as a request would give them (null: the server's default); `length`: tokens,
+    which matter to dynamic and longrope only (null: the context's)."""
+
+    model: str | None = None
+    rope_scaling: RopeScalingField = None
+    rope_update: RopeUpdateField | None = None
+    length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+
+
+class DefaultRotary(ModelRotary):
+    """The rotation of requests that set none."""
+
+    policy: RopeUpdate
+
+
+class RotarySettings(StrictModel):
+    """What the model rotates by, this server's default and profiles, and what requests may set."""
+
+    model: ModelRotary
+    default: DefaultRotary
+    profiles: dict[str, dict[str, Any]]
+    policy: Literal["allow", "profiles", "off"]
+    rope_update: RopeUpdate | None
+    rope_exact: bool
+    max_model_len: int
+    auto: Annotated[RotaryLadderShown | None, Field(description="What `rope_scaling` `auto` chooses from, by length.")]
+
+
+class InspectedGroup(StrictModel):
+    """The frequencies and factors of a group of layers."""
+
+    rope_type: str
+    parameters: dict[str, ScalingValue]
+    inv_freq: list[float]
+    wavelengths: list[float | None]
+    attention_factor: float
+    softmax_scale: float
+    distances: Annotated[
+        dict[str, int] | None,
+        Field(
+            description="How far keys seem, where a kind changes that: `chunk_size` and `local_size` of `dual_chunk`, "
+            "`window` of `self_extend` and `rerope`, `group_size` of the former, and `log_n_length`, "
+            "beyond which scores grow; `null`: as many tokens as there are between."
+        ),
+    ] = None
+    effective_length: float | None
+    fingerprint: str
+
+
+class RotaryInspection(InspectedGroup):
+    """The first group's frequencies and factors; `groups`: those of every group, where there are several."""
+
+    policy: RopeUpdate
+    length: int
+    auto: Annotated[RotaryChosen | None, Field(description="Under `auto`: what the scaling was chosen by.")] = None
+    groups: dict[str, InspectedGroup] | None = None
+
+
+Place = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class RotaryCurvesRequest(RotaryInspectRequest):
+    """As an inspection, and where to look: cosines and sines at `positions`, curves at `distances`.
+
+    `group`: of layers, where a model has several; the first by default.
+    """
+
+    group: Annotated[str, Field(max_length=64)] | None = None
+    positions: Annotated[list[Place], Field(max_length=128, fail_fast=True, default_factory=list)]
+    distances: Annotated[list[Place], Field(max_length=512, fail_fast=True, default_factory=list)]
+
+
+class RotaryCurves(StrictModel):
+    """What the frequencies of one group of layers come to. A row of `cos` and `sin` is a position, a column a rotated pair."""
+
+    group: str
+    rope_type: str
+    length: int
+    fingerprint: str
+    trained_length: int
+    rotary_dim: int
+    slow_pairs: Annotated[int, Field(description="Pairs that turn less than once within `trained_length` tokens.")]
+    positions: list[int]
+    cos: list[list[float]]
+    sin: list[list[float]]
+    distances: list[int]
+    decay_bound: Annotated[
+        list[float],
+        Field(description="RoFormer's bound on a score by distance, over its own value at distance 0."),
+    ]
+    mean_cosine: Annotated[
+        list[float], Field(description="The score of equal vectors of ones by distance, over its value at distance 0.")
+    ]
+
+
+router = APIRouter(tags=["Rotary"])
+
+
+@router.get("/v1/rotary", responses=answers(RotarySettings))
+async def rotary(request: Request) -> Response:
+    """The model's own rotation, this server's default and profiles, and what requests may set."""
+    state = state_of(request)
+    info, settings = loaded_model(state), state.settings
+    check_rotates(info)
+    planner = planner_of(settings, info)
+    default = planner.plan(1 if planner.auto else info.max_model_len)
+    return _json(
+        {
+            "model": groups_object(info.model_rotary_groups),
+            "default": {**groups_object(info.rotary_groups), "policy": default.policy},
+            "profiles": {name: scaling.to_dict() for name, scaling in settings.rope_profiles.items()},
+            "policy": settings.rope_policy,
+            "rope_update": settings.rope_update,
+            "rope_exact": settings.rope_exact,
+            "max_model_len": info.max_model_len,
+            "auto": ladder_object(info),
+        }
+    )
+
+
+@router.post(
+    "/v1/rotary/inspect",
+    openapi_extra=body_of(RotaryInspectRequest),
+    responses=answers(RotaryInspection, errors=BODY_ERRORS),
+)
+async def inspect(request: Request) -> Response:
+    """The frequencies and factors a request would run under, computed from the model's own numbers."""
+    state = state_of(request)
+    body = await read_body(request, RotaryInspectRequest, stall_seconds=state.settings.body_stall_seconds)
+    state.check_model(body.model)
+    return _json(await state.text.on_thread(_inspect, *_planned(state, body)))
+
+
+@router.post(
+    "/v1/rotary/curves",
+    openapi_extra=body_of(RotaryCurvesRequest),
+    responses=answers(RotaryCurves, errors=BODY_ERRORS),
+)
+async def curves(request: Request) -> Response:
+    """What a scaling comes to by position and distance: cosines and sines, RoFormer's bound, and pairs that hardly turn."""
+    state = state_of(request)
+    body = await read_body(request, RotaryCurvesRequest, stall_seconds=state.settings.body_stall_seconds)
+    state.check_model(body.model)
+    plan, length = _planned(state, body)
+    names = [group.name for group in plan.groups_in(plan.stage(length))]
+    if body.group is not None and body.group not in names:
+        raise bad_request(f"group: this model has {' and '.join(names)}, not {body.group!r}", "group", "invalid_value")
+    group = names.index(body.group) if body.group is not None else 0
+    return _json(await state.text.on_thread(_curves, plan, length, group, body.positions, body.distances))
+
+
+def _planned(state: ServerState, body: RotaryInspectRequest) -> tuple[RotaryPlan, int]:
+    """What a request would run under, and the length that is asked about."""
+    info = loaded_model(state)
+    check_rotates(info)
+    rotation = read_rotation(body.rope_scaling, body.rope_update, state.settings, info)
+    length = min(info.max_model_len, rotation.longest or info.max_model_len) if body.length is None else body.length
+    return rotation.plan(length), length
+
+
+def _curves(plan: RotaryPlan, length: int, index: int, positions: list[int], distances: list[int]) -> dict[str, Any]:
+    import numpy as np  # here: nobody else in this process needs it
+
+    from windlass.engine.rotary.curves import angles, decay_bound, mean_cosine, slow_pairs
+
+    stage = plan.stage(length)
+    group, spec = plan.groups_in(stage)[index], stage.specs[index]
+    frequencies = np.array(spec.inv_freq)
+    turning = angles(np.array(positions, float), frequencies)
+    apart = np.array(distances, float)
+    return {
+        "group": group.name,
+        "rope_type": group.scaling.rope_type,
+        "length": length,
+        "fingerprint": spec.fingerprint,
+        "trained_length": group.base.trained_len,
+        "rotary_dim": group.base.rotary_dim,
+        "slow_pairs": slow_pairs(spec.inv_freq, group.base.trained_len),
+        "positions": positions,
+        "cos": np.cos(turning).tolist(),
+        "sin": np.sin(turning).tolist(),
+        "distances": distances,
+        "decay_bound": (decay_bound(apart, frequencies) / ((len(frequencies) + 1) / 2)).tolist(),
+        "mean_cosine": mean_cosine(apart, frequencies).tolist(),
+    }
+
+
+def _inspect(plan: RotaryPlan, length: int) -> dict[str, Any]:
+    stage = plan.stage(length)
+    groups = plan.groups_in(stage)
+    resolved = {
+        group.name: _resolved(group, spec, effective)
+        for group, spec, effective in zip(groups, stage.specs, stage.effective_lengths, strict=True)
+    }
+    main = {**resolved[groups[0].name], "fingerprint": joint_fingerprint(stage.specs)}
+    answer = {**main, "policy": plan.policy, "length": length}
+    if stage.choice is not None:
+        answer["auto"] = stage.choice.described()
+    return {**answer, "groups": resolved} if len(resolved) > 1 else answer
+
+
+def _resolved(group: RotaryGroup, spec: RotarySpec, effective_length: float | None) -> dict[str, Any]:
+    return {
+        "rope_type": group.scaling.rope_type,
+        "parameters": group.parameters(),
+        "inv_freq": list(spec.inv_freq),
+        "wavelengths": [wavelength(w) for w in spec.inv_freq],
+        "attention_factor": spec.rotary_scale,
+        "softmax_scale": spec.distances.score_factor,
+        "distances": spec.distances.described() or None,
+        "effective_length": effective_length,
+        "fingerprint": spec.fingerprint,
+    }
+
+
+def _json(payload: dict[str, Any]) -> Response:
+    return Response(to_json(payload), media_type="application/json")

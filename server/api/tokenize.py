@@ -1,0 +1,204 @@
+"""`POST /tokenize`, `/detokenize` and `/apply_template`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Self
+
+from fastapi import APIRouter
+from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError, to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.server.app.request_body import read_body
+from windlass.server.app.state import ServerState, caller_of, state_of
+from windlass.server.errors import answer_too_large, bad_request
+from windlass.server.schemas.base import FreeForm, StrictModel
+from windlass.server.schemas.chat import MAX_MESSAGES, ChatMessage
+from windlass.server.schemas.openapi import BODY_ERRORS, answers, body_of
+from windlass.server.schemas.tools import Tools
+from windlass.server.serving.prompts import check_token_ids
+from windlass.server.serving.streaming import LargeJson, while_connected
+from windlass.server.serving.tool_calls import tools_for_template
+
+
+class TokenizeRequest(StrictModel):
+    """Either `prompt` or `messages`, these with `tools` as in a chat.
+
+    `return_offsets`: character spans of the tokens in the text (default true).
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"messages": {"type": "null"}, "prompt": {"type": "string"}}},
+                {"required": ["messages"], "properties": {"prompt": {"type": "null"}, "messages": {"type": "array"}}},
+            ]
+        }
+    )
+
+    hints: ClassVar[dict[str, str]] = {"content": "it is called prompt here"}  # llama.cpp's name
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    return_offsets: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: FreeForm | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("source", "give either prompt or messages")
+        return self
+
+
+Span = Annotated[list[int], Field(min_length=2, max_length=2)]
+
+
+class TokenizeAnswer(StrictModel):
+    """`offsets[i]` is the [start, end) of token i in the tokenized text, in characters."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    offsets: list[Span] | None = None
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(StrictModel):
+    """`tokens`: ids, special ones kept unless `skip_special_tokens`. `return_token_strs`: also the text of each alone."""
+
+    model: str | None = None
+    # What is inside is looked at beside the event loop: there may be millions of them.
+    tokens: Annotated[
+        list[Any], Field(max_length=2**21, json_schema_extra={"items": {"type": "integer", "minimum": 0}})
+    ]
+    skip_special_tokens: bool | None = None
+    return_offsets: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeAnswer(StrictModel):
+    """`offsets[i]` is the [start, end) of what token i adds to the text, in characters; `token_strs[i]` its own text."""
+
+    prompt: str
+    offsets: list[Span] | None = None
+    token_strs: list[str] | None = None
+
+
+class TemplateRequest(StrictModel):
+    """A conversation, with `tools` as in a chat."""
+
+    model: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: FreeForm | None = None
+
+
+class TemplateAnswer(StrictModel):
+    """The text that a chat of these messages continues."""
+
+    prompt: str
+
+
+router = APIRouter(tags=["Tokens"])
+
+
+@router.post("/tokenize", openapi_extra=body_of(TokenizeRequest), responses=answers(TokenizeAnswer, errors=BODY_ERRORS))
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text, or of a conversation as the chat template renders it."""
+    state = state_of(request)
+    body = await read_body(request, TokenizeRequest, stall_seconds=state.settings.body_stall_seconds)
+    state.check_model(body.model)
+    _check_length(state, body)
+    return LargeJson(await while_connected(request, _tokenize(state, body, caller_of(request))))
+
+
+async def _tokenize(state: ServerState, body: TokenizeRequest, caller: str) -> bytes:
+    if body.messages is not None:
+        text = await _render(state, body, body.messages, caller)
+        add_special_tokens, param = bool(body.add_special_tokens), "messages"
+    else:
+        assert body.prompt is not None
+        text, add_special_tokens, param = body.prompt, body.add_special_tokens is not False, "prompt"
+    info = state.engine.info
+    return await state.text.tokenize(
+        text,
+        add_special_tokens=add_special_tokens,
+        offsets=body.return_offsets is not False,
+        token_strs=bool(body.return_token_strs),
+        max_model_len=None if info is None else info.max_model_len,
+        param=param,
+        caller=caller,
+    )
+
+
+async def _render(
+    state: ServerState, body: TokenizeRequest | TemplateRequest, messages: Sequence[ChatMessage], caller: str
+) -> str:
+    return await state.text.render(
+        messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+        tools=tools_for_template(body.tools),
+        caller=caller,
+    )
+
+
+@router.post(
+    "/apply_template", openapi_extra=body_of(TemplateRequest), responses=answers(TemplateAnswer, errors=BODY_ERRORS)
+)
+@router.post("/apply-template", include_in_schema=False)  # as llama.cpp spells it
+async def apply_template(request: Request) -> Response:
+    """A conversation as the chat template writes it: the text that a chat of these messages continues."""
+    state = state_of(request)
+    body = await read_body(request, TemplateRequest, stall_seconds=state.settings.body_stall_seconds)
+    state.check_model(body.model)
+    _check_length(state, body)
+    text = await while_connected(request, _render(state, body, body.messages, caller_of(request)))
+    answer = await state.text.on_thread(to_json, {"prompt": text})
+    if len(answer) > state.settings.max_response_bytes:
+        raise answer_too_large(len(answer), state.settings.max_response_bytes)
+    return LargeJson(answer)
+
+
+@router.post(
+    "/detokenize", openapi_extra=body_of(DetokenizeRequest), responses=answers(DetokenizeAnswer, errors=BODY_ERRORS)
+)
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    state = state_of(request)
+    body = await read_body(request, DetokenizeRequest, stall_seconds=state.settings.body_stall_seconds)
+    state.check_model(body.model)
+    info = state.engine.info
+    vocab_size = max(state.tokenizer.vocab_size, 0 if info is None else info.vocab_size)
+    await state.text.on_thread(check_token_ids, body.tokens, vocab_size, "tokens")
+    answer = state.text.detokenize(
+        body.tokens,
+        skip_special_tokens=bool(body.skip_special_tokens),
+        offsets=body.return_offsets is not False,
+        token_strs=bool(body.return_token_strs),
+        caller=caller_of(request),
+    )
+    return LargeJson(await while_connected(request, answer))
+
+
+def _check_length(state: ServerState, body: TokenizeRequest | TemplateRequest) -> None:
+    most = state.settings.max_tokenize_chars
+    if isinstance(body, TokenizeRequest) and body.prompt is not None:
+        size, param = len(body.prompt), "prompt"
+    else:
+        size, param = sum(len(message.content or "") for message in body.messages or ()), "messages"
+    if size > most:
+        raise bad_request(
+            f"{param} holds {size} characters, at most {most} are tokenized at once", param, "string_too_long"
+        )

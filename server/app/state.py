@@ -1,0 +1,307 @@
+"""Application state: engine client, text workers, callers, adapters, stored responses, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+
+from starlette.requests import Request
+
+from windlass.engine.client.engine_client import EngineClient
+from windlass.engine.interface.model_info import ModelInfo
+from windlass.server.app.adapter_registry import ServedAdapter, ServedAdapters
+from windlass.server.app.auth import CallerCollector, Callers
+from windlass.server.app.response_store import ResponseStore
+from windlass.server.config.api_keys import ApiKey
+from windlass.server.config.settings import ServerSettings
+from windlass.server.errors import ApiError, unavailable
+from windlass.server.http.event_loop_monitor import STALL
+from windlass.server.http.request_id import CALLER
+from windlass.server.observability.metrics import ServerMetrics
+from windlass.server.observability.recording import RecordingCollector, WorkloadRecorder
+from windlass.server.text.reasoning import ThinkingModel
+from windlass.server.text.service import TextService
+from windlass.server.text.tokenizer import answer_ids
+
+if TYPE_CHECKING:
+    from windlass.server.observability.tracing import Tracing
+    from windlass.server.text.tokenizer import Tokenizer
+
+
+ConditionCode = Literal["engine_restarted", "event_loop_stalled", "text_process_lost"]
+
+LASTS = 60.0  # seconds for which a condition is told
+
+
+class Conditions:
+    """clock: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._noted: dict[ConditionCode, float] = {}
+        self._counts: dict[ConditionCode, int] = {}
+
+    def note(self, code: ConditionCode) -> None:
+        """It has just happened."""
+        self._noted[code] = self._clock()
+
+    def follow(self, code: ConditionCode, count: int) -> None:
+        """How often it has happened since the start; noted when that is more than before."""
+        if count > self._counts.get(code, 0):
+            self.note(code)
+        self._counts[code] = count
+
+    def current(self) -> list[ConditionCode]:
+        """Those of the last minute, in the order of their names."""
+        since = self._clock() - LASTS
+        return sorted(code for code, at in self._noted.items() if at > since)
+
+
+T = TypeVar("T")
+
+MOMENT = 0.2  # seconds that an answer is good for
+
+_REST = 20.0  # times what it cost: it may take a twentieth of the time
+
+MOST_WAITING = 8
+
+
+class Recent(Generic[T]):
+    """The last answer, and until when it is good. For one event loop."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._answer: T | None = None
+        self._good_until = 0.0
+
+    async def get(self, make: Callable[[], Awaitable[tuple[T, float]]]) -> T:
+        """The last answer while it is recent, else a new one. make: gives it, and the seconds that it cost the engine."""
+        async with self._turn:
+            if self._answer is None or time.monotonic() >= self._good_until:
+                self._answer, cost = await make()
+                self._good_until = time.monotonic() + max(MOMENT, _REST * cost)
+            return self._answer
+
+
+class OneAtATime:
+    """Work of which a new piece begins when the one before has ended, also where nobody waits for that any more."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._waiting: set[asyncio.Task[Any]] = set()
+
+    async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The work's result; raises ApiError 429 where too much waits already. Cancelling it leaves the work to end by itself."""
+        if len(self._waiting) >= MOST_WAITING:
+            raise ApiError(
+                429,
+                f"{MOST_WAITING} such requests wait already",
+                type="rate_limit_error",
+                code="too_many_requests",
+                retry_after=1,
+            )
+        task = asyncio.create_task(self._in_turn(work))
+        self._waiting.add(task)
+        task.add_done_callback(self._forget)
+        return await asyncio.shield(task)
+
+    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async with self._turn:
+            return await work()
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._waiting.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waited has it, if anybody did
+
+
+MOST_RESPONSES = 16384  # kept for later requests, however small
+
+
+class Stoppable(Protocol):
+    """An exchange in progress that can be ended with an error."""
+
+    def stop(self, error: ApiError) -> None: ...
+
+
+class ServerState:
+    """Everything the routes share. One per app; there is no module-level state.
+
+    draining: set it to refuse new generation work with 503 while running work goes on.
+    """
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.callers = Callers((*map(ApiKey.plain, settings.api_keys), *settings.callers))
+        self.adapters = ServedAdapters(engine, settings)
+        self.metrics = ServerMetrics(
+            engine,
+            names=settings.metrics_names,
+            model_name=settings.served_model_name,
+            max_adapters=settings.max_loras if settings.adapters or settings.lora_folder else 0,
+            adapters=self.adapters.running,
+        )
+        if settings.callers:
+            self.metrics.registry.register(CallerCollector(self.callers))
+        self.conditions = Conditions()
+        self.recorder = None if settings.record is None else WorkloadRecorder(settings.record)
+        self.metrics.registry.register(RecordingCollector(self.recorder))
+        self.tracing = _tracing(settings.otel_endpoint)
+        self.draining = False
+        self.created = int(time.time())
+        self.text = TextService(tokenizer, settings)
+        # By which token the model judges a pair of texts, and perhaps by which other one; empty: it does not.
+        self.answer_ids = () if settings.ranking is None else answer_ids(tokenizer, settings.ranking.tokens)
+        self.thinking = ThinkingModel(settings.reasoning_parser, tokenizer)
+        self.responses = ResponseStore(most=MOST_RESPONSES, max_bytes=settings.response_store_bytes)
+        self.shown_cache: Recent[bytes] = Recent()
+        self.attention_turn = OneAtATime()
+        self._fingerprint: tuple[ModelInfo, str] | None = None
+        self._exchanges: set[Stoppable] = set()
+        self._serial = itertools.count()
+
+    @property
+    def in_flight(self) -> int:
+        """Generation requests running or waiting, streams included."""
+        return len(self._exchanges)
+
+    def beat(self, late: float) -> None:
+        """Called ten times a second or so, with the seconds by which the event loop was late."""
+        self.metrics.event_loop_lag.observe(late)
+        if late >= STALL:
+            self.conditions.note("event_loop_stalled")
+        self.conditions.follow("engine_restarted", self.engine.restarts)
+        self.conditions.follow("text_process_lost", self.text.processes_lost)
+
+    def admit(self, caller: str = "") -> ModelInfo:
+        """The loaded model if new generation work of `caller` may start now; raises ApiError 503 or 429 otherwise."""
+        retry_after = self.settings.retry_after_seconds
+        if self.draining:
+            raise unavailable("the server is shutting down", code="draining", retry_after=retry_after)
+        info = self.engine.info
+        if info is None or self.engine.state != "ready":
+            raise unavailable(f"the engine is {self.engine.state}", code="engine_unavailable", retry_after=retry_after)
+        if self.in_flight >= self.settings.max_in_flight:
+            raise ApiError(
+                429,
+                f"{self.in_flight} requests are in progress, the most this server takes",
+                type="rate_limit_error",
+                code="too_many_requests",
+                retry_after=retry_after,
+            )
+        self.callers.admit(caller)
+        return info
+
+    def check_model(self, name: str | None) -> None:
+        """Raise a 404 unless `name` is the served model (absent means the served model) or an adapter of it."""
+        names = (*self.settings.model_names, *(adapter.source.name for adapter in self.adapters.listed()))
+        if name is not None and name not in names:
+            raise ApiError(
+                404,
+                f"the model {name[:256]!r} does not exist here: this server serves {' and '.join(map(repr, names[:8]))}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def fingerprint(self, info: ModelInfo) -> str:
+        """`system_fingerprint`: alike where equal requests with equal seeds are answered in the same way."""
+        if self._fingerprint is None or self._fingerprint[0] is not info:
+            settings = self.settings
+            parts: tuple[object, ...] = (info.fingerprint, self.tokenizer.chat_template, settings.sampling)
+            parts += (self.tokenizer.tool_template, settings.reasoning_parser, settings.tool_call_parser)
+            parts += (sorted(settings.template_kwargs.items()),) if settings.template_kwargs else ()
+            parts += (
+                settings.context_overflow,
+                settings.default_max_tokens,
+                settings.completion_max_tokens,
+                info.max_model_len,
+            )
+            self._fingerprint = info, "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        return self._fingerprint[1]
+
+    def adapted_fingerprint(self, info: ModelInfo, adapter: ServedAdapter | None) -> str:
+        """`system_fingerprint` of requests with this adapter."""
+        plain = self.fingerprint(info)
+        known = None if adapter is None else self.adapters.info_of(adapter)
+        return plain if known is None else "fp_" + hashlib.sha256((plain + known.digest).encode()).hexdigest()[:16]
+
+    def register(self, exchange: Stoppable) -> None:
+        """Count an exchange as in flight until `unregister`."""
+        self._exchanges.add(exchange)
+
+    def unregister(self, exchange: Stoppable) -> None:
+        """Forget an exchange; unknown ones are ignored."""
+        self._exchanges.discard(exchange)
+
+    def abort_all(self) -> None:
+        """End everything in flight: streams with an error event and [DONE], others with 503."""
+        for exchange in tuple(self._exchanges):
+            exchange.stop(
+                unavailable(
+                    "the server is shutting down before this request finished",
+                    code="draining",
+                    retry_after=self.settings.retry_after_seconds,
+                )
+            )
+
+    def unique_id(self, request_id: str) -> str:
+        """An engine request id: the caller's id made unique, as callers may send one id twice."""
+        return f"{request_id}-{next(self._serial)}"
+
+    def close(self) -> None:
+        """End the text processes and the recording. The engine belongs to whoever made it."""
+        self.text.close()
+        if self.recorder is not None:
+            self.recorder.close()
+        if self.tracing is not None:
+            self.tracing.close()
+
+
+def _tracing(endpoint: str | None) -> Tracing | None:
+    if endpoint is None:
+        return None
+    from windlass.server.observability.tracing import tracing_to
+
+    return tracing_to(endpoint)
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the app that serves this request."""
+    state: ServerState = request.app.state.windlass
+    return state
+
+
+def caller_of(request: Request) -> str:
+    """Whose request it is, for taking turns: the API key where keys are asked for, else the address."""
+    if state_of(request).settings.asks_for_keys:
+        return owner_of(request)
+    return request.client.host if request.client is not None else ""
+
+
+def owner_of(request: Request) -> str:
+    """Whose request it is, for what is kept for its caller: a digest of the API key; empty where no keys are asked for."""
+    return request.scope.get(CALLER) or ""
+
+
+def loaded_model(state: ServerState) -> ModelInfo:
+    """What the engine has loaded; raises ApiError 503 before it has."""
+    info = state.engine.info
+    if info is None:
+        raise unavailable(
+            f"the engine is {state.engine.state}",
+            code="engine_unavailable",
+            retry_after=state.settings.retry_after_seconds,
+        )
+    return info
+
+
+def require_admin(request: Request) -> None:
+    """Raise ApiError 403 unless the request's key may do what concerns all callers."""
+    if not state_of(request).callers.may_administer(owner_of(request)):
+        raise ApiError(403, "this key may not do that: it takes one with admin = true", code="not_an_administrator")

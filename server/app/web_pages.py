@@ -1,0 +1,131 @@
+"""Pages for browsers: the start page, Swagger UI and Redoc."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".txt": "text/plain; charset=utf-8",
+}
+
+
+@cache
+def _read(folder: Path, name: str) -> tuple[bytes, bool, str]:
+    """The bytes of a file, whether they are compressed, and a tag of them."""
+    packed = folder / f"{name}.gz"
+    data = packed.read_bytes() if packed.exists() else (folder / name).read_bytes()
+    return data, packed.exists(), hashlib.sha256(data).hexdigest()[:32]
+
+
+async def send_file(request: Request, folder: Path, name: str, policy: str, vary: str = "accept-encoding") -> Response:
+    """The file `name` of `folder`, or 304 where the browser has it. The caller has checked the name.
+
+    policy: the Content-Security-Policy. vary: the request's headers on which the answer depends.
+    """
+    data, packed, tag = await asyncio.to_thread(_read, folder, name)
+    headers = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+        "vary": vary,
+    }
+    if packed and "gzip" in request.headers.get("accept-encoding", ""):
+        headers["content-encoding"] = "gzip"
+    elif packed:
+        data, tag = await asyncio.to_thread(gzip.decompress, data), f"{tag}-plain"
+    headers["etag"] = f'"{tag}"'
+    if headers["etag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(data, headers={**headers, "content-type": _TYPES[Path(name).suffix]})
+
+
+_STATIC = Path(__file__).parent / "ui"
+
+_UI_FILES = frozenset(
+    path.relative_to(_STATIC).as_posix() for path in _STATIC.rglob("*") if path.suffix in (".js", ".mjs", ".css")
+)
+
+UI_PATHS = frozenset({"/", *(f"/ui/{path}" for path in _UI_FILES)})
+
+_UI_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+
+_LINKS = {
+    "name": "windlass",
+    "models": "/v1/models",
+    "chat": "/v1/chat/completions",
+    "description": "/openapi.json",
+    "docs": "/docs",
+    "health": "/health",
+}
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/")
+async def page(request: Request) -> Response:
+    """The page, for whoever takes HTML."""
+    if "text/html" in request.headers.get("accept", ""):
+        return await send_file(request, _STATIC, "index.html", _UI_POLICY, "accept, accept-encoding")
+    return JSONResponse(_LINKS, headers={"vary": "accept"})
+
+
+@router.get("/ui/{name:path}")
+async def ui_file(request: Request, name: str) -> Response:
+    """What the page is made of."""
+    if name not in _UI_FILES:
+        raise HTTPException(404)
+    return await send_file(request, _STATIC, name, _UI_POLICY)
+
+
+_ASSETS = Path(__file__).parent / "openapi_pages"
+
+_PAGES = {"/docs": "docs.html", "/redoc": "redoc.html"}
+
+_DESCRIPTION_FILES = ("page.css", "page.js", "swagger-ui.css", "swagger-ui-bundle.js", "redoc.standalone.js")
+
+PAGE_PATHS = frozenset({*_PAGES, *(f"/docs/{file}" for file in _DESCRIPTION_FILES)})
+
+# Both write styles into their pages; Redoc searches in a worker that it makes of its own text.
+_DESCRIPTION_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src 'self' data:; "
+    "connect-src 'self'; worker-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+openapi_router = APIRouter(include_in_schema=False)
+
+
+@openapi_router.get("/docs")
+async def swagger_page(request: Request) -> Response:
+    """Swagger UI, from which requests can be tried out."""
+    return await send_file(request, _ASSETS, _PAGES["/docs"], _DESCRIPTION_POLICY)
+
+
+@openapi_router.get("/redoc")
+async def redoc_page(request: Request) -> Response:
+    """Redoc, to read."""
+    return await send_file(request, _ASSETS, _PAGES["/redoc"], _DESCRIPTION_POLICY)
+
+
+@openapi_router.get("/docs/{name}")
+async def description_file(request: Request, name: str) -> Response:
+    """What the two are made of."""
+    if name not in _DESCRIPTION_FILES:
+        raise HTTPException(404)
+    return await send_file(request, _ASSETS, name, _DESCRIPTION_POLICY)

@@ -1,0 +1,205 @@
+"""The FastAPI application: state, middleware, routes, error handlers and the OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute
+
+from windlass._version import __version__
+from windlass.engine.client.engine_client import EngineClient
+from windlass.engine.errors import EngineError, nearest
+from windlass.server.api import (
+    adapters,
+    chat,
+    completions,
+    embeddings,
+    health,
+    infill,
+    introspection,
+    messages,
+    models,
+    rerank,
+    responses,
+    rotary,
+    tokenize,
+)
+from windlass.server.app import web_pages
+from windlass.server.app.auth import OPEN_PATHS, AuthMiddleware
+from windlass.server.app.middleware import (
+    HeadMiddleware,
+    LimitsMiddleware,
+    RootPathMiddleware,
+    allowed_methods,
+    known_paths,
+)
+from windlass.server.app.state import ServerState
+from windlass.server.app.web_pages import PAGE_PATHS, UI_PATHS
+from windlass.server.config.settings import ServerSettings
+from windlass.server.errors import ApiError, error_response, from_exception, internal_error
+from windlass.server.http.request_id import RequestIdMiddleware
+from windlass.server.openapi import describe
+
+if TYPE_CHECKING:
+    from windlass.server.text.tokenizer import Tokenizer
+
+
+_PATHS_CUTOFF = 0.75  # share of characters that agree: "completion" is near "completions", "ping" is not near "pooling"
+
+_ROUTERS = (
+    completions.router,
+    infill.router,
+    chat.router,
+    responses.router,
+    messages.router,
+    embeddings.router,
+    rerank.router,
+    rerank.classify_router,
+    tokenize.router,
+    models.router,
+    adapters.router,
+    rotary.router,
+    introspection.router,
+    health.router,
+)
+
+
+def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+    """The HTTP app; its state is `app.state.windlass`. Chats are rendered by the tokenizer's chat template.
+
+    The engine may still be loading: generation answers 503 until it is ready. Whoever made the engine closes it.
+    """
+    state = ServerState(engine, tokenizer, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state.text.spawn()
+        try:
+            yield
+        finally:
+            state.close()
+
+    app = FastAPI(
+        title="Windlass",
+        version=__version__,
+        openapi_url=None,  # FastAPI's own route would make the description on the event loop
+        generate_unique_id_function=lambda route: route.name,
+        docs_url=None,  # FastAPI's own pages load scripts from other hosts
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would repeat the caller's Host header
+        servers=[{"url": settings.root_path}] if settings.root_path else None,
+        lifespan=lifespan,
+    )
+    app.state.windlass = state
+    for router in _ROUTERS:
+        app.include_router(router)
+    app.include_router(web_pages.openapi_router)
+    if settings.ui:
+        app.include_router(web_pages.router)
+    app.add_exception_handler(ApiError, _on_error)
+    app.add_exception_handler(EngineError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    making = threading.Lock()
+    app.openapi = lambda: _description(app, settings, making)  # type: ignore[method-assign]
+    app.add_route("/openapi.json", _send_description, include_in_schema=False)
+
+    # The last one added is the outermost.
+    app.add_middleware(HeadMiddleware)
+    if settings.asks_for_keys:
+        open_paths = OPEN_PATHS | PAGE_PATHS | (UI_PATHS if settings.ui else frozenset())
+        app.add_middleware(AuthMiddleware, callers=state.callers, open_paths=open_paths)
+    app.add_middleware(
+        LimitsMiddleware,
+        max_body_bytes=settings.max_body_bytes,
+        max_bodies_bytes=settings.max_bodies_bytes,
+        max_header_bytes=settings.max_header_bytes,
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
+            allow_headers=[
+                "*"
+            ],  # clients send many of their own (x-stainless-…); the origins are the operator's choice
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+            allow_credentials=False,
+        )
+    if state.tracing is not None:
+        from windlass.server.observability.tracing import TracingMiddleware
+
+        app.add_middleware(TracingMiddleware, tracing=state.tracing)
+    app.add_middleware(RequestIdMiddleware)
+    if settings.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=settings.root_path)
+    return app
+
+
+def _all_routes(app: FastAPI) -> list[BaseRoute]:
+    """The app's own routes, and those of the modules: it keeps these in branches that tell no methods."""
+    return [
+        *app.routes,
+        *(route for router in (*_ROUTERS, web_pages.openapi_router, web_pages.router) for route in router.routes),
+    ]
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(from_exception(error) or internal_error(), request.scope)
+
+
+def _nearest_path(path: str, known: Sequence[str]) -> str | None:
+    """The nearest by what stands behind /v1, which all have in common: /v1/batches is not near to /v1/cache."""
+    if f"/v1{path}" in known:
+        return f"/v1{path}"
+    versioned = path.startswith("/v1/")
+    ordered = sorted(known, key=lambda other: other.startswith("/v1/") == versioned)
+    behind = {_unversioned(other): other for other in ordered}
+    near = nearest(_unversioned(path), behind, _PATHS_CUTOFF)
+    return None if near is None else behind[near]
+
+
+def _unversioned(path: str) -> str:
+    return path.removeprefix("/v1").removeprefix("/")
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.scope['path'][:200]}"
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        path = request.scope["path"][:200]
+        meant = _nearest_path(path, [other for other in known_paths(_all_routes(request.app)) if other != path])
+        hint = "" if meant is None else f" (did you mean {meant!r}?)"
+        message = f"there is no endpoint {where}{hint}"
+    elif error.status_code == 405:
+        # The router names the methods of one route only.
+        headers = {"allow": allowed_methods(_all_routes(request.app), request.scope)}
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
+        methods = headers["allow"].replace("OPTIONS, ", "").removesuffix(", OPTIONS")
+        message = f"{where} is not how this endpoint is called: it takes {methods}"
+    else:
+        message = str(error.detail)
+    return error_response(ApiError(error.status_code, message, headers=headers), request.scope)
+
+
+async def _send_description(request: Request) -> Response:
+    """Made for the first who asks, since most servers are never asked, and on a thread, so that it holds up no stream."""
+    return JSONResponse(await asyncio.to_thread(request.app.openapi))
+
+
+def _description(app: FastAPI, settings: ServerSettings, making: threading.Lock) -> dict[str, Any]:
+    with making:
+        if app.openapi_schema is None:
+            app.openapi_schema = describe(app, settings)
+        return app.openapi_schema

@@ -1,0 +1,671 @@
+"""`windlass chat`: a chat in the terminal, with the commands that begin with a slash."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from windlass.clients import APIStatusError, Client, NotFoundError, RopeScaling
+from windlass.clients.options import ChatOptions
+from windlass.clients.terminal import CommandError, say
+from windlass.clients.types import ContextUse, Rotary
+from windlass.engine.errors import EngineError, did_you_mean
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.option_parsing import to_arguments
+from windlass.server.config.server_options import SamplingOptions
+from windlass.server.startup.model_files import choose_model
+
+if TYPE_CHECKING:
+    from windlass.clients import ChatCompletion, ChatCompletionChunk, Model, Stream
+    from windlass.server.cli.own_server import OwnServer
+
+
+@dataclass(slots=True)
+class Dialogue:
+    """exchanges: questions with their answers, in order. system: what the model is told first, None for nothing.
+
+    params: fields of the next requests. rope: their rotary scaling, an object or a profile's name; None: the server's own.
+    """
+
+    system: str | None = None
+    exchanges: list[tuple[str, str]] = field(default_factory=list)
+    params: dict[str, Any] = field(default_factory=dict)
+    rope: dict[str, Any] | str | None = None
+
+    def messages(self, question: str) -> list[dict[str, str]]:
+        """What a request for an answer to `question` sends: all that was said before it, too."""
+        told = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for asked, answered in self.exchanges:
+            told += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        return [*told, {"role": "user", "content": question}]
+
+    def options(self) -> dict[str, Any]:
+        """The other fields of a request."""
+        return self.params if self.rope is None else {**self.params, "rope_scaling": self.rope}
+
+
+_BLOCK = '"""'
+
+# What could move the cursor, change colours or type into the terminal. New lines and tabs are text.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class ChatConsole:
+    """interactive: a person types, rather than a file or another program. Make it in the main thread."""
+
+    def __init__(self) -> None:
+        self.interactive = sys.stdin.isatty()
+        self._screen = sys.stdout.isatty()
+        self._interrupt: Literal["raise", "once", "ignore"] = "ignore"
+        for stream in (sys.stdin, sys.stdout):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")
+        if self.interactive:
+            with contextlib.suppress(ImportError):
+                import readline  # arrow keys, and what was typed before
+
+                # Pasted lines then come as one message, which ends with the Enter that a person types.
+                readline.parse_and_bind("set enable-bracketed-paste on")
+        signal.signal(signal.SIGINT, self._on_interrupt)
+
+    def read(self) -> str:
+        """The next message, without blanks around it; may be empty. Raises EOFError at the end, KeyboardInterrupt on ctrl-C."""
+        line = self._line("> ")
+        if not line.lstrip().startswith(_BLOCK):
+            return line.strip()
+        text = line.lstrip().removeprefix(_BLOCK)
+        while not text.rstrip().endswith(_BLOCK):
+            try:
+                text += "\n" + self._line("... ")
+            except EOFError:
+                if self.interactive:
+                    raise  # ctrl-D leaves
+                return text.strip()  # the end of a file ends its last message too
+        return text.rstrip().removesuffix(_BLOCK).strip()
+
+    def _line(self, prompt: str) -> str:
+        if not self.interactive:
+            line = sys.stdin.readline()
+            if not line:
+                raise EOFError
+            return line.removesuffix("\n")
+        if not self._screen:  # `input` would write the prompt among the answers
+            print(prompt, end="", file=sys.stderr, flush=True)
+            prompt = ""
+        with self._on_ctrl_c("raise"):
+            return input(prompt)
+
+    def write(self, text: str) -> None:
+        """A piece of an answer, at once. A terminal gets no control characters: a model may write any."""
+        sys.stdout.write(_CONTROLS.sub("", text) if self._screen else text)
+        sys.stdout.flush()
+
+    def think(self, text: str) -> None:
+        """A piece of what the model thinks before it answers, at once; like notes no part of the answer."""
+        text = _CONTROLS.sub("", text)
+        sys.stderr.write(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text)
+        sys.stderr.flush()
+
+    def note(self, *lines: str) -> None:
+        """Lines that are no part of an answer; they go to standard error, as errors do."""
+        for line in lines:
+            line = _CONTROLS.sub("", line)
+            say(f"\x1b[2m{line}\x1b[0m" if sys.stderr.isatty() else line)
+
+    def greet(self, *lines: str) -> None:
+        """Lines for a person only."""
+        if self.interactive:
+            self.note(*lines)
+
+    @contextlib.contextmanager
+    def leavable(self) -> Iterator[None]:
+        """While nothing is there to stop but the chat: ctrl-C raises KeyboardInterrupt."""
+        with self._on_ctrl_c("raise"):
+            yield
+
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """While an answer comes: the first ctrl-C raises KeyboardInterrupt, further ones do nothing."""
+        with self._on_ctrl_c("once"):
+            yield
+
+    @contextlib.contextmanager
+    def _on_ctrl_c(self, what: Literal["raise", "once"]) -> Iterator[None]:
+        self._interrupt = what
+        try:
+            yield
+        finally:
+            self._interrupt = "ignore"  # between two of these it is never clear what ctrl-C was meant for
+
+    def _on_interrupt(self, signum: int, frame: object) -> None:
+        if self._interrupt == "ignore":
+            return
+        if self._interrupt == "once":
+            self._interrupt = "ignore"
+        raise KeyboardInterrupt
+
+
+HELP = """\
+/rope yarn 4       rotary scaling of the next answers: a kind and its factor, fields as name=value, a JSON object,
+                   or a profile of the server; auto: the least that each answer's length needs; default: unscaled; off: the
+                   server's own; alone: show it
+/context shift     what is done where the chat outgrows the context: stop, error, shift (the oldest tokens go), drop_turns;
+                   with keep=, window=, sinks=, reuse= (least tokens of a passage), recompute=; off: the server's own
+/system TEXT       what the model is told before the chat; off: nothing; alone: show it
+/params NAME=VALUE fields of the next requests, such as temperature=0.7 max_tokens=200 seed=1; NAME= takes one back
+/new               forget what was said
+/undo              take back the last question and its answer
+/retry             answer the last question again
+/quit              leave, as ctrl-D does
+ctrl-C             stop an answer; what is there of it stays
+\"\"\"                begins and ends a message of several lines"""
+
+# What a chat decides itself, or where an answer would not be one text.
+_OURS = {"n", "best_of", "logprobs", "top_logprobs", "stream_options", "rope_scaling"}
+
+_OURS |= {"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"}
+
+_OVERFLOWS = ("stop", "error", "shift", "drop_turns")
+
+# Their short names in /context.
+_CONTEXT_FIELDS = {
+    "keep": "keep_tokens",
+    "window": "attention_window",
+    "sinks": "attention_sinks",
+    "reuse": "cache_reuse",
+    "recompute": "cache_reuse_recompute",
+}
+
+_FIELDS = sorted(set(ChatOptions.__annotations__) - _OURS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandResult:
+    """lines: to show. ask: a question to answer now, in place of the exchange `again`, which it took from the dialogue."""
+
+    lines: tuple[str, ...] = ()
+    ask: str | None = None
+    again: tuple[str, str] | None = None
+    leave: bool = False
+
+
+class ChatCommands:
+    """The commands, on one dialogue. last: the scaling that the last answer ran under, as the server reported it."""
+
+    def __init__(self, dialogue: Dialogue, client: Client, model: str | None) -> None:
+        self._dialogue = dialogue
+        self._client = client
+        self._model = model
+        self.last: Rotary | None = None
+        self._known: dict[str, Callable[[str], CommandResult]] = {
+            "help": lambda rest: _said(*HELP.splitlines()),
+            "rope": self._rope,
+            "context": self._context,
+            "system": self._system,
+            "params": self._params,
+            "new": self._new,
+            "undo": self._undo,
+            "retry": self._retry,
+            "quit": lambda rest: CommandResult(leave=True),
+            "exit": lambda rest: CommandResult(leave=True),
+        }
+
+    def run(self, line: str) -> CommandResult:
+        """Carry out one line, which begins with a slash. Raises CommandError, one line, and APIError of the client."""
+        name, _, rest = line[1:].partition(" ")
+        command = self._known.get(name.lower())
+        if command is None:
+            raise CommandError(
+                f"there is no /{name}{did_you_mean(name.lower(), self._known)}: /help lists what there is"
+            )
+        return command(rest.strip())
+
+    def _rope(self, rest: str) -> CommandResult:
+        if rest == "off":
+            self._dialogue.rope = None
+            return _said("next answers: under the server's own scaling")
+        if rest:
+            wanted = _parse_rope(rest)
+            self._check(wanted)
+            self._dialogue.rope = wanted
+        asked = self._dialogue.rope
+        lines = [f"next answers: {'under the server’s own scaling' if asked is None else show_scaling(asked)}"]
+        if not rest and self.last is not None:
+            lines.append(f"last answer: {show_rotary(self.last)}, policy {self.last.policy}")
+        return _said(*lines)
+
+    def _check(self, wanted: dict[str, Any] | str) -> None:
+        """Have the server look at a scaling before an answer needs it. Another kind of server is asked nothing."""
+        try:
+            self._client.inspect(wanted, model=self._model)
+        except NotFoundError:
+            if isinstance(wanted, str):
+                raise CommandError(
+                    f"{wanted!r} is no kind of scaling, and this server tells of no profiles: {_KINDS}"
+                ) from None
+        except APIStatusError as error:
+            if isinstance(wanted, str):
+                raise CommandError(
+                    f"{wanted!r} is neither a kind of scaling ({_KINDS}) nor a profile here{did_you_mean(wanted, _WORDS)}"
+                ) from error
+            raise
+
+    def _context(self, rest: str) -> CommandResult:
+        params, fields = dict(self._dialogue.params), ("context_overflow", *_CONTEXT_FIELDS.values())
+        for word in rest.split():
+            name, equals, value = word.partition("=")
+            if word == "off":
+                params = {field: value for field, value in params.items() if field not in fields}
+            elif not equals and name in _OVERFLOWS:
+                params["context_overflow"] = name
+            elif not equals or name not in _CONTEXT_FIELDS:
+                wanted = [*_OVERFLOWS, *(f"{known}=NUMBER" for known in _CONTEXT_FIELDS), "off"]
+                raise CommandError(f"{word!r} says nothing of a context: write {', '.join(wanted)}")
+            elif value:
+                params[_CONTEXT_FIELDS[name]] = _value(value)
+            else:
+                params.pop(_CONTEXT_FIELDS[name], None)
+        self._dialogue.params = _checked(params)
+        shown = " ".join(f"{name}={_brief(params[name])}" for name in fields if name in params)
+        lines = [f"next answers: {shown or 'as the server has it'}"]
+        if not rest and self.last is not None:
+            lines.append(f"last answer: {show_context(self.last.context) or 'all of the chat, computed as it stands'}")
+        return _said(*lines)
+
+    def _system(self, rest: str) -> CommandResult:
+        if rest:
+            self._dialogue.system = None if rest == "off" else rest
+        return _said(f"the model is told: {self._dialogue.system or 'nothing of ours'}")
+
+    def _params(self, rest: str) -> CommandResult:
+        given: dict[str, Any] = {}
+        for word in _split(rest):
+            name, equals, value = word.partition("=")
+            if not equals:
+                raise CommandError(f"write name=value, such as temperature=0.7, not {word!r}")
+            if name not in _FIELDS:
+                others = did_you_mean(name, _FIELDS) or f": those are {', '.join(_FIELDS)}"
+                raise CommandError(f"{name!r} is no field that a chat can set{others}")
+            given[name] = _value(value) if value else None
+        merged = {**self._dialogue.params, **given}
+        self._dialogue.params = _checked({name: value for name, value in merged.items() if value is not None})
+        shown = " ".join(f"{name}={json.dumps(value)}" for name, value in self._dialogue.params.items())
+        return _said(f"next requests: {shown or 'as the server has them by default'}")
+
+    def _new(self, rest: str) -> CommandResult:
+        self._dialogue.exchanges.clear()
+        return _said("forgotten: the next message begins a new conversation")
+
+    def _undo(self, rest: str) -> CommandResult:
+        question, _ = self._last_exchange("take back")
+        return _said(f"taken back: {_short(question)}")
+
+    def _retry(self, rest: str) -> CommandResult:
+        again = self._last_exchange("answer again")
+        return CommandResult(ask=again[0], again=again)
+
+    def _last_exchange(self, what: str) -> tuple[str, str]:
+        if not self._dialogue.exchanges:
+            raise CommandError(f"nothing was said yet that one could {what}")
+        return self._dialogue.exchanges.pop()
+
+
+def show_scaling(scaling: dict[str, Any] | str) -> str:
+    """A scaling in a few words: "yarn, factor 4"; one by groups of layers as JSON."""
+    if scaling == "auto":
+        return "auto, the least scaling that each answer's length needs"
+    if isinstance(scaling, str):
+        return f"the server's profile {scaling}"
+    kind = scaling.get("rope_type")
+    if kind is None:
+        return json.dumps(scaling)
+    return ", ".join([str(kind), *(f"{n} {_brief(v)}" for n, v in scaling.items() if n != "rope_type")])
+
+
+def show_context(use: ContextUse | None) -> str:
+    """What became of the context of an answer, in a few words; "" where nothing did."""
+    if use is None:
+        return ""
+    counts = {
+        "{:,} turns dropped": use.dropped_turns,
+        "{:,} tokens dropped": use.dropped_tokens,
+        "{:,} tokens taken from passages": use.reused_tokens,
+        "a window of {:,} tokens": use.attention_window,
+    }
+    return ", ".join(text.format(count) for text, count in counts.items() if count)
+
+
+def show_rotary(rotary: Rotary) -> str:
+    """What an answer ran under."""
+    shown = show_scaling({"rope_type": rotary.rope_type, **rotary.parameters})
+    if rotary.auto is None or rotary.auto.length is None:
+        return shown
+    return f"{shown}, chosen for {rotary.auto.length:,} tokens"
+
+
+_KINDS = "default, linear, ntk, dynamic, yarn, llama3, longrope, proportional, dual_chunk, self_extend, rerope, log_n"
+
+_WORDS = (*_KINDS.split(", "), "auto", "off")
+
+_OLDER = ("su", "mrope", "learned")  # that are taken too
+
+
+def _parse_rope(text: str) -> dict[str, Any] | str:
+    """`yarn 4 beta_fast=16`, a JSON object, or a profile's name."""
+    if text.startswith("{"):
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CommandError(f"that is no JSON ({error}): write /rope yarn 4, or an object of config.json") from None
+        return _scaling(given)
+    kind, *words = _split(text)
+    fields: dict[str, Any] = {"rope_type": kind}
+    for word in words:
+        name, equals, value = word.partition("=")
+        fields |= {name: _value(value)} if equals else {"factor": _value(word)}
+    try:
+        return _scaling(fields)
+    except CommandError:
+        if not words and kind not in _KINDS.split(", "):
+            return kind  # perhaps a profile: the server knows
+        raise
+
+
+def _scaling(given: Any) -> dict[str, Any]:
+    try:
+        return dict(RopeScaling.from_dict(given))
+    except ValueError as error:
+        kind = given.get("rope_type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind not in (*_WORDS, *_OLDER):
+            raise CommandError(f"{kind!r} is no kind of scaling{did_you_mean(kind, _WORDS)}: {_KINDS}") from None
+        raise CommandError(str(error)) from None
+
+
+def _checked(params: dict[str, Any]) -> dict[str, Any]:
+    """The fields, if a request may have them; raises CommandError that names the one at fault."""
+    from windlass.server.app.request_body import parse_body
+    from windlass.server.errors import ApiError
+    from windlass.server.schemas.chat import ChatRequest
+
+    try:
+        parse_body(json.dumps({**params, "messages": [{"role": "user", "content": ""}]}).encode(), ChatRequest)
+    except ApiError as error:
+        raise CommandError(error.message) from None
+    return params
+
+
+def _split(text: str) -> list[str]:
+    """Words; a value in double quotes or brackets may hold spaces."""
+    words, depth, quoted = [""], 0, False
+    for letter in text:
+        if letter == '"' and not words[-1].endswith("\\"):
+            quoted = not quoted
+        elif not quoted:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter.isspace() and depth == 0 and not quoted:
+            words.append("")
+        else:
+            words[-1] += letter
+    return [word for word in words if word]
+
+
+def _value(text: str) -> Any:
+    """JSON where it is some, else the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{len(value)} numbers]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:59] + "…"
+
+
+def _said(*lines: str) -> CommandResult:
+    return CommandResult(lines=lines)
+
+
+def chat_here(model: str | None, options: EngineOptions, sampling: SamplingOptions, system: str | None) -> int:
+    """Chat with a server of its own, which ends with the chat. Returns the exit code; raises EngineError, one line each."""
+    from windlass.server.cli.own_server import OwnServer
+
+    options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
+    sampling.check()
+    console = ChatConsole()
+    name = None
+    if model is None or not Path(model).expanduser().exists():  # it may have to be downloaded, with a bar
+        with console.leavable():
+            name, path = choose_model(model)
+        model = model or (name if not Path(name).exists() else str(path))
+    with OwnServer(model, name, [*to_arguments(options), *to_arguments(sampling)]) as server:
+        from windlass.clients import APIError, RetryPolicy  # imported while the server starts
+
+        with console.leavable():
+            server.wait_ready()
+        console.greet(*(line.strip() for line in server.lines if line.startswith("  note: ")))
+        dialogue = Dialogue(system=system)
+        try:
+            with server.client(retry=RetryPolicy(max_retries=0)) as client:
+                return ChatLoop(console, dialogue, client, None, server).run()
+        except APIError as error:
+            raise EngineError(f"{server.url}: {_one_line(error)}") from error
+
+
+def chat_with(url: str, api_key: str | None, model: str | None, system: str | None) -> int:
+    """Chat through the server at `url` (with or without /v1). Returns the exit code; raises EngineError, one line each."""
+    from windlass.clients import APIError, Client, RetryPolicy
+    from windlass.server.cli.help import with_key_hint
+
+    console = ChatConsole()
+    try:
+        with Client(url, api_key=api_key, retry=RetryPolicy(max_retries=0)) as client:
+            return ChatLoop(console, Dialogue(system=system), client, model, None).run()
+    except APIError as error:
+        raise EngineError(f"{url}: {with_key_hint(error)}") from error
+    except ValueError as error:
+        raise EngineError(f"{url}: {_one_line(error)}") from error
+
+
+@dataclass(slots=True)
+class _AnswerTiming:
+    """Of one answer, on the monotonic clock: asked at, first text at, last text at; pieces of text that came."""
+
+    asked: float
+    first: float = 0.0
+    last: float = 0.0
+    pieces: int = 0
+
+    def tick(self) -> None:
+        self.last = time.monotonic()
+        self.first = self.first or self.last
+        self.pieces += 1
+
+
+class ChatLoop:
+    """One chat. server: the one that it has for itself, None where it uses another's."""
+
+    def __init__(
+        self, console: ChatConsole, dialogue: Dialogue, client: Client, model: str | None, server: OwnServer | None
+    ) -> None:
+
+        self._console = console
+        self._dialogue = dialogue
+        self._client = client
+        self._model = model
+        self._server = server
+        self._context: int | None = None
+        self._commands: ChatCommands = ChatCommands(dialogue, client, model)
+        self._failed = False
+
+    def run(self) -> int:
+        """Until the person leaves. 0, or 1 where a message from a file or another program got no answer."""
+        self._introduce()
+        while True:
+            try:
+                text = self._console.read()
+            except EOFError:
+                if self._console.interactive:
+                    print(file=sys.stderr)
+                break
+            except KeyboardInterrupt:
+                print(file=sys.stderr)
+                self._console.note("ctrl-D or /quit leaves")
+                continue
+            if not text:
+                continue
+            if text.startswith("/"):
+                if not self._command(text):
+                    break
+            else:
+                self._ask(text)
+            self._check_server(0.0)
+        return int(self._failed and not self._console.interactive)
+
+    def _introduce(self) -> None:
+        with self._console.leavable():
+            models = self._client.models()
+        served: Model | None = next(
+            (model for model in models if model.id == self._model), models[0] if models else None
+        )
+        if served is None:
+            return
+        self._check_template(served.id)
+        self._context = served.max_model_len
+        facts = [served.id, served.architecture, f"context of {self._context:,} tokens" if self._context else None]
+        self._console.greet(f"{', '.join(fact for fact in facts if fact)}. /help lists what there is, ctrl-D leaves.")
+        if served.recommended_sampling:  # which holds for requests that do not say
+            shown = " ".join(f"{name}={value:g}" for name, value in served.recommended_sampling.items())
+            self._console.greet(f"Drawn with {shown}, as this model's authors recommend; /params sets others.")
+
+    def _check_template(self, model: str) -> None:
+        """Raise EngineError, before anything is typed, where no message could be answered."""
+        from windlass.clients import APIError
+
+        try:
+            with self._console.leavable():
+                self._client.count_tokens([{"role": "user", "content": "hello"}], model=model)
+        except APIError as error:
+            if error.code == "no_chat_template":
+                raise EngineError(
+                    f"{model} has no chat template: continue texts with `windlass generate`, or give it one with "
+                    "`windlass serve --chat-template FILE` and chat through --url"
+                ) from None
+
+    def _command(self, line: str) -> bool:
+        """Carry it out; False to leave."""
+        from windlass.clients import APIError
+
+        try:
+            result = self._commands.run(line)
+        except (CommandError, APIError) as error:
+            self._fail(error)
+            return True
+        self._console.note(*result.lines)
+        if result.ask is not None and not self._ask(result.ask) and result.again is not None:
+            self._dialogue.exchanges.append(result.again)  # nothing better came of it
+        return not result.leave
+
+    def _ask(self, question: str) -> bool:
+        """Stream an answer; False where there is none that could be kept."""
+        from windlass.clients import APIError
+
+        stream: Stream[ChatCompletionChunk, ChatCompletion] | None = None
+        timing, stopped = _AnswerTiming(time.monotonic()), False
+        try:
+            with self._console.stoppable():
+                stream = self._client.chat(
+                    self._dialogue.messages(question), model=self._model, stream=True, **self._dialogue.options()
+                )
+                with stream:
+                    for chunk in stream:
+                        if chunk.reasoning or chunk.text:
+                            timing.tick()
+                        if chunk.reasoning:
+                            self._console.think(chunk.reasoning)
+                        if chunk.text:
+                            if stream.reasoning and stream.text == chunk.text:
+                                self._console.think("\n\n")
+                            self._console.write(chunk.text)
+        except KeyboardInterrupt:
+            stopped = True
+        except (APIError, ValueError) as error:
+            if timing.pieces:
+                self._console.write("\n")
+            self._fail(error)
+            return False
+        finally:
+            if stream is not None:
+                stream.close()
+        self._console.write("\n")
+        if stream is None or (stopped and not stream.text):
+            self._console.note(f"[stopped before the {'answer' if timing.pieces else 'first token'}]")
+            return False
+        self._dialogue.exchanges.append((question, stream.text))
+        self._commands.last = stream.rotary or self._commands.last
+        self._tell(stream, timing, stopped)
+        return True
+
+    def _tell(self, stream: Stream[ChatCompletionChunk, ChatCompletion], timing: _AnswerTiming, stopped: bool) -> None:
+
+        usage = stream.usage
+        tokens = usage.completion_tokens if usage else timing.pieces
+        facts = [f"{tokens} tokens" if usage else f"stopped after about {tokens} tokens"]
+        if timing.last > timing.first and tokens > 1:
+            facts.append(f"{(tokens - 1) / (timing.last - timing.first):.1f} tokens/s")
+        if timing.pieces:
+            facts.append(f"the first after {timing.first - timing.asked:.2f} s")
+        if usage and self._context:
+            facts.append(f"{usage.total_tokens:,} of {self._context:,} of the context")
+        if self._dialogue.rope is not None:
+            facts.append(show_rotary(stream.rotary) if stream.rotary else show_scaling(self._dialogue.rope))
+        if stream.rotary and (became := show_context(stream.rotary.context)):
+            facts.append(became)
+        self._console.note(f"[{', '.join(facts)}]")
+        if stopped or stream.finish_reasons.get(0) != "length":
+            return
+        if usage and self._context and usage.total_tokens >= self._context:
+            self._console.note(_FULL)
+        else:
+            self._console.note("[it ends at max_tokens: /params max_tokens=N allows more]")
+
+    def _check_server(self, seconds: float) -> None:
+        """Raise EngineError if the chat's own server ended, or does within so long."""
+        if self._server is not None and (failure := self._server.failure(seconds)) is not None:
+            raise EngineError(f"the server is gone: {failure}")
+
+    def _fail(self, error: Exception) -> None:
+        from windlass.clients import APIConnectionError
+
+        self._failed = True
+        if isinstance(error, APIConnectionError):
+            self._check_server(_DYING_SECONDS)
+        self._console.note("error: " + _one_line(error))
+        if getattr(error, "code", None) == "context_length_exceeded":
+            self._console.note(_FULL)
+
+
+_DYING_SECONDS = 2.0  # a process closes its connections a little before it is gone
+
+_FULL = (
+    "[the context is full: /new begins anew, /undo takes the last question back, /context drop_turns leaves the oldest turns "
+    "out, /context shift lets answers go on]"
+)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(getattr(error, "message", None) or error).split())

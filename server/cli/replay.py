@@ -1,0 +1,613 @@
+"""`windlass replay`: repeats the requests of a recording and compares the results."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import math
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, Field, ValidationError
+
+from windlass.clients import APIError, Client, RetryPolicy
+from windlass.clients.loadtest.display import ProgressDisplay
+from windlass.clients.loadtest.runner import Progress, RunProgress, tell, unless_stopped
+from windlass.clients.loadtest.workload import WORDS
+from windlass.clients.sse import SSEDecoder
+from windlass.clients.streams import read_rest_async
+from windlass.clients.terminal import CommandError, say, stopped_by_signals
+from windlass.engine.errors import LoadError
+from windlass.engine.interface.model_info import PoolingKind
+from windlass.server.cli.help import with_key_hint
+from windlass.server.cli.own_server import OwnServer
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.option_parsing import to_arguments
+from windlass.server.config.server_options import SamplingOptions
+from windlass.server.serving.observers import FORM, OK, digest, digest_of_rows
+from windlass.server.startup.model_files import choose_model
+
+Model = TypeVar("Model", bound=BaseModel)
+
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+class RecordHead(BaseModel):
+    """What a server says of itself before its first request."""
+
+    windlass_record: int
+    model: str = ""
+    fingerprint: str = ""
+    deterministic: bool = False
+    text: bool = False
+
+
+class RecordedAnswer(BaseModel):
+    """digest: of its tokens, or of a text's rows, where text was recorded."""
+
+    choice: int
+    tokens: Annotated[int, Field(ge=0)] = 0
+    digest: str | None = None
+
+
+class RecordedRows(BaseModel):
+    """How rows were made of a request's texts: see `PoolingRule`."""
+
+    kind: PoolingKind
+    dimensions: int | None = None
+    normalize: bool = False
+
+
+class RecordedLine(BaseModel):
+    """A request as it was recorded. `line` is its number in the file, `of` the head above it."""
+
+    at: float
+    request_id: str
+    route: str
+    model: str = ""
+    stream: bool = False
+    prompt_tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=4096)]
+    fields: dict[str, Any]
+    outcome: str
+    seconds: float = 0.0
+    answers: list[RecordedAnswer] = []
+    prompt_token_ids: list[TokenIds] | None = None
+    texts: dict[str, Any] = {}
+    exact: bool = False
+    body: dict[str, Any] | None = None
+    chat: bool = False
+    pooling: RecordedRows | None = None  # of one that generated nothing
+    line: int = 0
+    of: RecordHead = RecordHead(windlass_record=FORM)
+
+    @property
+    def ended_well(self) -> bool:
+        return self.outcome == OK
+
+    @property
+    def tokens(self) -> int:
+        """Of its longest answer."""
+        return max((answer.tokens for answer in self.answers), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedWorkload:
+    """The requests of a file, by their time of arrival. head: of the last server that wrote to it."""
+
+    head: RecordHead
+    requests: list[RecordedLine]
+
+
+def read_recording(path: Path) -> RecordedWorkload:
+    """Raises CommandError, which names the file and the line at fault. A last line that was cut off is left out and said."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    head: RecordHead | None = None
+    requests = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if number == len(lines):
+            say(f"notice: the last line of {path} is cut off and left out")
+            continue
+        found = _read(line, path, number)
+        if "windlass_record" in found:
+            head = _checked(RecordHead, found, path, number)
+            if head.windlass_record != FORM:
+                raise CommandError(f"{path}, line {number}: its form is {head.windlass_record}, this reads {FORM}")
+        elif head is None:
+            raise CommandError(f"{path} was not written by `windlass serve --record`: it does not begin as such a file")
+        else:
+            request = _checked(RecordedLine, found, path, number)
+            request.line, request.of = number, head
+            requests.append(request)
+    if head is None or not requests:
+        raise CommandError(f"{path} holds no requests")
+    return RecordedWorkload(head, sorted(requests, key=lambda request: request.at))
+
+
+def _read(line: str, path: Path, number: int) -> Mapping[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{path}, line {number} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise CommandError(f"{path}, line {number} is no object")
+    return found
+
+
+def _checked(kind: type[Model], found: Mapping[str, Any], path: Path, number: int) -> Model:
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CommandError(f"{path}, line {number}: {where}: {first['msg']}") from None
+
+
+# Of one client or one moment: a repetition has its own.
+_NOT_AGAIN = ("request_id", "timeout", "user", "metadata", "stream_options", "model", "safety_identifier")
+
+_TASKS = {"all": "token_embed", "classify": "classify", "classify tokens": "token_classify", "answer": "classify"}
+
+
+@dataclass(frozen=True, slots=True)
+class AskedAgain:
+    """path, body: what is posted. wanted: the digests of its answers by choice, None where there is nothing to compare with.
+
+    some: whether the answers are some of `wanted`, as the best of several are.
+    """
+
+    recorded: RecordedLine
+    path: str
+    body: dict[str, Any]
+    wanted: tuple[str, ...] | None = None
+    some: bool = False
+
+
+def asked_again(recorded: RecordedLine, ordinary: Sequence[int]) -> AskedAgain:
+    """ordinary: token ids to make prompts of, where those of the request are not known."""
+    if recorded.pooling is not None:
+        return _pooled_again(recorded, recorded.pooling, ordinary)
+    path = "/v1/completions"
+    if recorded.prompt_token_ids is None:
+        return AskedAgain(recorded, path, {**_common(recorded), **_synthetic(recorded, ordinary)})
+    wanted = None
+    if recorded.exact and recorded.ended_well:
+        digests = [answer.digest for answer in sorted(recorded.answers, key=lambda answer: answer.choice)]
+        wanted = tuple(digest for digest in digests if digest is not None)
+    if recorded.body is not None:
+        kept = {name: value for name, value in recorded.body.items() if name not in _NOT_AGAIN}
+        body = {**kept, **_common(recorded), "seed": recorded.fields.get("seed"), **_as_far(recorded, kept)}
+        some = bool(wanted) and (kept.get("best_of") or 1) > (kept.get("n") or 1)
+        return AskedAgain(recorded, "/v1/chat/completions" if recorded.chat else path, body, wanted, some)
+    ids: Any = recorded.prompt_token_ids
+    body = {**recorded.fields, **recorded.texts, **_common(recorded), "prompt": ids[0] if len(ids) == 1 else ids}
+    return AskedAgain(recorded, path, {**body, **_as_far(recorded, body)}, wanted)
+
+
+def _as_far(recorded: RecordedLine, body: dict[str, Any]) -> dict[str, Any]:
+    """The limits of one that did not end well: whoever left was not given more, and nobody asked for the rest."""
+    if recorded.ended_well:
+        return {}
+    most = max(1, recorded.tokens)
+    limits = {"max_tokens": most, "min_tokens": min(body.get("min_tokens") or 0, most)}
+    return limits | ({"max_completion_tokens": most} if "max_completion_tokens" in body else {})
+
+
+def _pooled_again(recorded: RecordedLine, rule: RecordedRows, ordinary: Sequence[int]) -> AskedAgain:
+    """Whatever was made of the rows, such as scores: the rows themselves, as float32, so that they can be compared."""
+    kind: dict[str, Any] = {"task": _TASKS[rule.kind]} if rule.kind in _TASKS else {"pooling": rule.kind}
+    if kind.get("task") in ("classify", "token_classify"):
+        kind["use_activation"] = False
+    else:
+        kind |= {"normalize": rule.normalize}
+        if rule.dimensions is not None:
+            kind["dimensions"] = rule.dimensions
+    wanted = None
+    if recorded.exact and recorded.ended_well:
+        digests = [answer.digest for answer in sorted(recorded.answers, key=lambda answer: answer.choice)]
+        wanted = tuple(digest for digest in digests if digest is not None)
+    ids = recorded.prompt_token_ids or _other_prompts(recorded, ordinary)
+    body = {**recorded.fields, **recorded.texts, **kind, **_named(recorded), "encoding_format": "base64", "input": ids}
+    return AskedAgain(recorded, "/pooling", body, wanted)
+
+
+def _common(recorded: RecordedLine) -> dict[str, Any]:
+    """What holds for every repetition of a generation."""
+    return {"stream": recorded.stream, "return_token_ids": True, **_named(recorded)}
+
+
+def _named(recorded: RecordedLine) -> dict[str, Any]:
+    """Only an adapter is asked for by its name: the model may be called something else now."""
+    return {"model": recorded.model} if recorded.model and recorded.model != recorded.of.model else {}
+
+
+def _other_prompts(recorded: RecordedLine, ordinary: Sequence[int]) -> list[list[int]]:
+    """As long, of other tokens; the same ones each time the file is repeated."""
+    random = Random(f"{recorded.line}/{recorded.request_id}")
+    return [random.choices(ordinary, k=max(1, count)) for count in recorded.prompt_tokens]
+
+
+def _synthetic(recorded: RecordedLine, ordinary: Sequence[int]) -> dict[str, Any]:
+    """As long a prompt and as long an answer."""
+    prompts = _other_prompts(recorded, ordinary)
+    tokens = recorded.tokens if recorded.ended_well or recorded.answers else 1
+    fixed = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
+    return {**recorded.fields, **fixed, "prompt": prompts[0] if len(prompts) == 1 else prompts}
+
+
+# An answer that is no stream comes when it is complete, and a recorded one may have taken hours.
+_PATIENCE = httpx.Timeout(None, connect=10.0)
+
+_SHOWN = 200  # characters of an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayPace:
+    """speed: 2 sends in half the time; None: each as soon as there is room. at_once: requests in flight at most."""
+
+    speed: float | None = 1.0
+    at_once: int = 1024
+
+
+@dataclass(slots=True)
+class Repeated:
+    """What came of one request. error: why there is no answer. late: seconds that it was sent after its time."""
+
+    asked: AskedAgain
+    digests: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+    fingerprint: str = ""
+    seconds: float = 0.0
+    late: float = 0.0
+    error: str = ""
+
+    @property
+    def compared(self) -> bool:
+        return self.asked.wanted is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was answered then and is not now."""
+        return bool(self.error) and self.asked.recorded.ended_well
+
+    @property
+    def equal(self) -> bool:
+        """Whether every answer has the tokens it had."""
+        wanted = self.asked.wanted
+        if wanted is None or self.error:
+            return False
+        if self.asked.some:
+            return not Counter(self.digests) - Counter(wanted)
+        return self.digests == wanted
+
+
+@dataclass(slots=True)
+class Replayed:
+    """All of them, in the order of the recording. seconds: from the first sent to the last answered.
+
+    interrupted: whether it was stopped before; then only those that had ended are in it.
+    """
+
+    requests: list[Repeated]
+    seconds: float = 0.0
+    interrupted: bool = False
+
+
+@dataclass(slots=True)
+class _Read:
+    """Token ids by choice, while an answer comes; or the digests of a text's rows."""
+
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    rows: dict[int, str] = field(default_factory=dict)
+    fingerprint: str = ""
+
+    def take(self, payload: Any) -> None:
+        if (error := payload.get("error")) or isinstance(error, dict):
+            raise ValueError(_reason(payload))
+        self.fingerprint = payload.get("system_fingerprint") or self.fingerprint
+        for choice in payload.get("choices", ()):
+            self.ids.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+        for item in payload.get("data", ()):
+            self.rows[item["index"]] = digest_of_rows(base64.b64decode(item["data"]))
+
+
+async def replay(
+    url: str,
+    api_key: str | None,
+    asked: Sequence[AskedAgain],
+    pace: ReplayPace,
+    *,
+    progress: Progress | None = None,
+    stop: asyncio.Event | None = None,
+) -> Replayed:
+    """Send all to the server at `url` (without /v1) and wait for all answers. What fails is in the result, never raised.
+
+    progress: called about twice a second. stop: once set, it ends at once and its result says `interrupted`.
+    """
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=pace.at_once, max_keepalive_connections=pace.at_once, keepalive_expiry=4.0)
+    room = asyncio.Semaphore(pace.at_once)
+    # Answers that are no streams come in no chunks.
+    how_far = RunProgress(phase="running", total=len(asked), chunks=None)
+    results: list[Repeated | None] = [None] * len(asked)
+    begun = time.monotonic()
+    first = asked[0].recorded.at if asked else 0.0
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=_PATIENCE, limits=limits, trust_env=False
+    ) as http:
+
+        async def one(index: int, each: AskedAgain) -> None:
+            async with room:
+                due = begun if pace.speed is None else begun + (each.recorded.at - first) / pace.speed
+                sent = time.monotonic()
+                how_far.running += 1
+                result = await _send(http, each)
+                how_far.running -= 1
+                how_far.ended += 1
+                how_far.failed += result.failed
+                result.seconds = time.monotonic() - sent
+                result.late = 0.0 if pace.speed is None else max(0.0, sent - due)
+                results[index] = result
+
+        async def every_one() -> None:
+            async with asyncio.TaskGroup() as group:
+                for index, each in enumerate(asked):
+                    if pace.speed is not None:
+                        due = begun + (each.recorded.at - first) / pace.speed
+                        await asyncio.sleep(max(0.0, due - time.monotonic()))
+                    group.create_task(one(index, each))
+
+        ticker = asyncio.create_task(tell(progress, lambda: how_far))
+        try:
+            finished = await unless_stopped(every_one(), stop or asyncio.Event())
+        finally:
+            ticker.cancel()
+        seconds = time.monotonic() - begun
+    return Replayed([result for result in results if result is not None], seconds, not finished)
+
+
+async def _send(http: httpx.AsyncClient, asked: AskedAgain) -> Repeated:
+    read = _Read()
+    try:
+        async with http.stream("POST", asked.path, json=asked.body) as response:
+            if response.status_code != 200:
+                raise ValueError(_refusal(response.status_code, await response.aread()))
+            if response.headers.get("content-type", "").startswith("text/event-stream"):
+                await _read_stream(response, read)
+            else:
+                payload = json.loads(await response.aread())
+                if not isinstance(payload, dict):
+                    raise ValueError(f"the answer is no object (HTTP {response.status_code})")
+                read.take(payload)
+    except httpx.HTTPError as error:
+        return Repeated(asked, error=f"{type(error).__name__}: {error}"[:_SHOWN])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Repeated(asked, error=str(error)[:_SHOWN] or type(error).__name__)
+    if read.rows:
+        return Repeated(asked, tuple(read.rows[index] for index in sorted(read.rows)))
+    if not read.ids:
+        return Repeated(asked, error="the answer has no choices")
+    ids = [read.ids[choice] for choice in sorted(read.ids)]
+    return Repeated(asked, tuple(map(digest, ids)), tuple(map(len, ids)), read.fingerprint)
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """What an answer of another status says, whoever sent it: a proxy, or another server, has its own form."""
+    try:
+        payload = json.loads(body)
+    except (ValueError, RecursionError):
+        payload = None
+    said = _reason(payload) if isinstance(payload, dict) else body.decode("utf-8", "replace")
+    return f"HTTP {status}: {' '.join(said.split())}".removesuffix(": ")
+
+
+def _reason(payload: dict[str, Any]) -> str:
+    error = payload.get("error") or payload.get("message") or payload.get("detail") or ""
+    return str(error.get("message") or error if isinstance(error, dict) else error)
+
+
+async def _read_stream(response: httpx.Response, read: _Read) -> None:
+    events = SSEDecoder()
+    pieces = response.aiter_bytes()
+    async for data in pieces:
+        for event in events.feed(data):
+            if event.data == "[DONE]":
+                await read_rest_async(response, pieces)
+                return
+            read.take(json.loads(event.data))
+    raise ValueError("the stream ended early")
+
+
+MOST_SHOWN = 20  # mismatches, and failures, in lines
+
+
+def good(replayed: Replayed) -> bool:
+    """Whether all that was answered then is answered now, and all that is compared is equal."""
+    return not any(each.failed or (each.compared and not each.equal) for each in replayed.requests)
+
+
+def as_object(recording: RecordedWorkload, replayed: Replayed) -> dict[str, Any]:
+    """The same as JSON, with every mismatch and failure."""
+    compared = [each for each in replayed.requests if each.compared]
+    return {
+        "requests": len(replayed.requests),
+        "recorded_requests": len(recording.requests),
+        "interrupted": replayed.interrupted,
+        "seconds": round(replayed.seconds, 3),
+        "recorded_seconds": round(_span(recording), 3),
+        "failed": [_told(each) | {"error": each.error} for each in replayed.requests if each.failed],
+        "compared": len(compared),
+        "equal": sum(each.equal for each in compared),
+        "mismatches": [
+            _told(each)
+            | {"recorded": list(each.asked.wanted or ()), "now": list(each.digests), "error": each.error or None}
+            for each in compared
+            if not each.equal
+        ],
+        "deterministic": recording.head.deterministic,
+        "fingerprint": {"recorded": recording.head.fingerprint, "now": _fingerprint(replayed)},
+        "most_late_seconds": round(max((each.late for each in replayed.requests), default=0.0), 3),
+        "tokens": sum(sum(each.tokens) for each in replayed.requests),
+    }
+
+
+def lines(recording: RecordedWorkload, replayed: Replayed) -> Iterator[str]:
+    """For a person."""
+    requests = replayed.requests
+    tokens = sum(sum(each.tokens) for each in requests)
+    late = max((each.late for each in requests), default=0.0)
+    yield (
+        f"{len(requests):,} requests in {replayed.seconds:.1f} s (recorded in {_span(recording):.1f} s), {tokens:,} tokens"
+        + (f", sent up to {late:.2f} s late" if late >= 0.1 else "")
+    )
+    if replayed.interrupted:
+        yield f"interrupted: {len(recording.requests) - len(requests):,} of {len(recording.requests):,} requests had not ended"
+    failed = [each for each in requests if each.failed]
+    yield from _some(failed, lambda each: f"failed: {_name(each)}: {each.error}")
+    compared = [each for each in requests if each.compared]
+    if not compared and replayed.interrupted:
+        yield "no answer was compared yet"
+        return
+    if not compared:
+        yield "no answer was compared: the recording has no text (--record-text)"
+        return
+    different = [each for each in compared if not each.equal]
+    yield from _some([each for each in different if not each.error], _difference)
+    yield f"{len(compared):,} compared: {len(compared) - len(different):,} equal to the last token, {len(different):,} not"
+    now, then = _fingerprint(replayed), recording.head.fingerprint
+    if different and now and then and now != then:
+        yield f"this server computes with another model or other settings: it is {now}, the recorded one was {then}"
+    elif different and not recording.head.deterministic:
+        yield "the recorded server ran without --deterministic: answers may depend on what ran beside them"
+
+
+def _difference(each: Repeated) -> str:
+    wanted = each.asked.wanted or ()
+    if each.asked.some or len(wanted) != len(each.digests):
+        return f"mismatch: {_name(each)}: {len(wanted)} answers recorded, {len(each.digests)} now, others among them"
+    index = next(i for i, (then, now) in enumerate(zip(wanted, each.digests, strict=True)) if then != now)
+    if each.asked.recorded.pooling is not None:
+        return f"mismatch: {_name(each)}: text {index}: its numbers were {wanted[index]}, now {each.digests[index]}"
+    answers = sorted(each.asked.recorded.answers, key=lambda answer: answer.choice)
+    return (
+        f"mismatch: {_name(each)}: answer {index}: {answers[index].tokens} tokens {wanted[index]} recorded, "
+        f"{each.tokens[index]} tokens {each.digests[index]} now"
+    )
+
+
+def _some(found: Sequence[Repeated], told: Any) -> Iterator[str]:
+    for each in found[:MOST_SHOWN]:
+        yield told(each)
+    if len(found) > MOST_SHOWN:
+        yield f"and {len(found) - MOST_SHOWN:,} more (--json has all)"
+
+
+def _name(each: Repeated) -> str:
+    recorded = each.asked.recorded
+    return f"line {recorded.line}, {recorded.route}, request {recorded.request_id}"
+
+
+def _told(each: Repeated) -> dict[str, Any]:
+    recorded = each.asked.recorded
+    return {"line": recorded.line, "route": recorded.route, "request_id": recorded.request_id}
+
+
+def _span(recording: RecordedWorkload) -> float:
+    requests = recording.requests
+    return max(request.at + request.seconds for request in requests) - requests[0].at
+
+
+def _fingerprint(replayed: Replayed) -> str:
+    return next((each.fingerprint for each in replayed.requests if each.fingerprint), "")
+
+
+def read_pace(speed: float, as_fast_as_possible: bool, concurrency: int) -> ReplayPace:
+    """Raises LoadError for a speed that is none."""
+    if not (math.isfinite(speed) and speed > 0):
+        raise LoadError(f"--speed must be more than 0, got {speed:g}")
+    return ReplayPace(speed=None if as_fast_as_possible else speed, at_once=concurrency)
+
+
+def replay_there(file: Path, url: str, api_key: str | None, pace: ReplayPace, as_json: bool) -> int:
+    """Repeat the recording on the server at `url`. Returns the exit code; raises CommandError, one line."""
+    recording = read_recording(file)
+    try:
+        client = Client(url, api_key=api_key, timeout=30, retry=RetryPolicy(max_retries=0))
+    except ValueError as error:
+        raise CommandError(f"{url}: {error}") from error
+    return _finish(recording, client, api_key, pace, as_json)
+
+
+def replay_here(
+    file: Path, model: str | None, options: EngineOptions, sampling: SamplingOptions, pace: ReplayPace, as_json: bool
+) -> int:
+    """Repeat it on a server of its own, which ends with it. Raises CommandError and EngineError, one line."""
+    options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
+    sampling.check()
+    recording = read_recording(file)
+    name = None
+    if model is None or not Path(model).expanduser().exists():
+        name, path = choose_model(model)
+        model = model or (name if not Path(name).exists() else str(path))
+    with OwnServer(model, name, [*to_arguments(options), *to_arguments(sampling)]) as server:
+        server.wait_ready()
+        client = server.client(timeout=30, retry=RetryPolicy(max_retries=0))
+        return _finish(recording, client, server.api_key, pace, as_json)
+
+
+def _finish(recording: RecordedWorkload, client: Client, api_key: str | None, pace: ReplayPace, as_json: bool) -> int:
+    url = client.base_url
+    try:
+        with client:
+            client.models()  # a wrong address or key is told once, not by every request
+            replayed, stopped_by = _run(recording, client, url, api_key, pace)
+    except APIError as error:
+        raise CommandError(f"{url}: {with_key_hint(error)}") from error
+    except ValueError as error:
+        raise CommandError(f"{url}: {error}") from error
+    if as_json:
+        print(json.dumps(as_object(recording, replayed)))
+    else:
+        for line in lines(recording, replayed):
+            print(line)
+    if stopped_by is not None:
+        return 128 + stopped_by
+    return 0 if good(replayed) else 1
+
+
+def _run(
+    recording: RecordedWorkload, client: Client, url: str, api_key: str | None, pace: ReplayPace
+) -> tuple[Replayed, signal.Signals | None]:
+    """What came of it, and the signal that cut it short."""
+    ordinary: list[int] = []
+    if any(request.prompt_token_ids is None for request in recording.requests):
+        found = client.tokenize(" ".join(WORDS), add_special_tokens=False)
+        ordinary = sorted(set(found.tokens))
+    asked = [asked_again(request, ordinary) for request in recording.requests]
+    say(f"repeating {len(asked):,} requests on {url}")
+    return asyncio.run(_until_stopped(url, api_key, asked, pace))
+
+
+async def _until_stopped(
+    url: str, api_key: str | None, asked: Sequence[AskedAgain], pace: ReplayPace
+) -> tuple[Replayed, signal.Signals | None]:
+    stop, signals = asyncio.Event(), list[signal.Signals]()
+    display = ProgressDisplay()
+    with stopped_by_signals(stop, signals), contextlib.ExitStack() as ending:
+        ending.callback(display.stop)
+        replayed = await replay(url, api_key, asked, pace, progress=display, stop=stop)
+    return replayed, signals[0] if signals else None

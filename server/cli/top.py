@@ -1,0 +1,477 @@
+"""`windlass top`: live metrics of a running server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import select
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from windlass.clients import APIError, APIStatusError, Client, RateLimitError, RetryPolicy, ServerError
+from windlass.clients.metrics import Metrics
+from windlass.clients.terminal import CommandError, leave_output, nobody_reads, say
+from windlass.server.cli.help import with_key_hint
+from windlass.server.config.option_parsing import option
+
+_PREFIX = "windlass_"
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsLook:
+    """What a server said at one moment. at: seconds on the monotonic clock. state: in the words of its /health."""
+
+    at: float
+    state: str
+    metrics: Metrics
+
+    @property
+    def is_windlass(self) -> bool:
+        """Whether the metrics bear the names that are read here."""
+        return self.metrics.value(_PREFIX + "engine_up") is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """Of one rotary scaling: requests that run under it, and tokens a second of their prompts and answers."""
+
+    name: str
+    running: int
+    prompt_rate: float
+    generated_rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Of the time between two looks, `seconds` apart; rates are a second. None: the server says nothing of it.
+
+    prefix_hits: share of the prompt tokens looked up that were found. Latencies: seconds at each of QUANTILES, None where
+    nothing was observed in this time.
+    """
+
+    seconds: float
+    state: str
+    running: int | None
+    waiting: int | None
+    prompt_rate: float | None
+    generated_rate: float | None
+    finished_rate: float
+    failed_rate: float
+    blocks: int | None
+    blocks_used: int | None
+    cache_usage: float | None
+    prefix_hits: float | None
+    first_token: tuple[float, ...] | None
+    between_tokens: tuple[float, ...] | None
+    loop_lag: tuple[float, ...] | None
+    restarts: int
+    preempted: float
+    scalings: tuple[Scaling, ...]
+
+
+def figures(before: MetricsLook, after: MetricsLook) -> Figures:
+    """before, after: two looks at one server, in this order."""
+    seconds = max(after.at - before.at, 1e-9)
+    first, last = before.metrics, after.metrics
+
+    def grown(name: str, **labels: str) -> float | None:
+        """The sum over engines, any of which may have begun again."""
+        found = [s for s in last.samples if s.name == _PREFIX + name and s.labels.items() >= labels.items()]
+        growths = [_growth(first.value(s.name, **s.labels), s.value) or 0.0 for s in found]
+        return sum(growths) if found else None
+
+    def rate(name: str, **labels: str) -> float | None:
+        growth = grown(name, **labels)
+        return None if growth is None else growth / seconds
+
+    def gauge(name: str) -> int | None:
+        value = last.value(_PREFIX + name)
+        return None if value is None else round(value)
+
+    looked_up = grown("prefix_cache_queries_total")
+    return Figures(
+        seconds=seconds,
+        state=after.state,
+        running=gauge("num_requests_running"),
+        waiting=gauge("num_requests_waiting"),
+        prompt_rate=rate("prompt_tokens_total"),
+        generated_rate=rate("generation_tokens_total"),
+        finished_rate=rate("request_success_total") or 0.0,
+        failed_rate=rate("request_errors_total") or 0.0,
+        blocks=gauge("kv_blocks"),
+        blocks_used=gauge("kv_blocks_used"),
+        cache_usage=max((s.value for s in last.samples if s.name == _PREFIX + "kv_cache_usage_perc"), default=None),
+        prefix_hits=(grown("prefix_cache_hits_total") or 0.0) / looked_up if looked_up else None,
+        first_token=_quantiles(first, last, "time_to_first_token_seconds"),
+        between_tokens=_quantiles(first, last, "inter_token_latency_seconds"),
+        loop_lag=_quantiles(first, last, "event_loop_lag_seconds"),
+        restarts=gauge("engine_restarts_total") or 0,
+        preempted=grown("num_preemptions_total") or 0.0,
+        scalings=tuple(
+            Scaling(
+                name=name,
+                running=round(last.value(_PREFIX + "scaling_requests_running", scaling=name) or 0),
+                prompt_rate=rate("scaling_tokens_total", scaling=name, kind="prompt") or 0.0,
+                generated_rate=rate("scaling_tokens_total", scaling=name, kind="generated") or 0.0,
+            )
+            for name in _labels(last, "scaling_requests_running", "scaling")
+        ),
+    )
+
+
+def _growth(before: float | None, after: float | None) -> float | None:
+    """Of a counter; one that has become less began again at 0, with its process."""
+    if after is None:
+        return None
+    return after - before if before is not None and after >= before else after
+
+
+def _labels(metrics: Metrics, name: str, label: str) -> list[str]:
+    found = (sample.labels.get(label) for sample in metrics.samples if sample.name == _PREFIX + name)
+    return sorted({value for value in found if value is not None})
+
+
+def _quantiles(before: Metrics, after: Metrics, name: str) -> tuple[float, ...] | None:
+    earlier, later = _buckets(before, name), _buckets(after, name)
+    if any(later[bound] < earlier.get(bound, 0.0) for bound in later):
+        earlier = {}
+    bounds = sorted(later)
+    counts = [later[bound] - earlier.get(bound, 0.0) for bound in bounds]
+    if not counts or counts[-1] <= 0:
+        return None
+    return tuple(quantile(share, bounds, counts) for share in QUANTILES)
+
+
+def _buckets(metrics: Metrics, name: str) -> Mapping[float, float]:
+    wanted = f"{_PREFIX}{name}_bucket"
+    return {float(sample.labels["le"]): sample.value for sample in metrics.samples if sample.name == wanted}
+
+
+def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> float:
+    """As Prometheus' histogram_quantile has it: evenly spread inside a bucket; past the last bound, that bound.
+
+    bounds: ascending, the last one infinite. counts: of all observations up to each bound, the last one more than 0.
+    """
+    wanted = share * counts[-1]
+    index = next(i for i, count in enumerate(counts) if count >= wanted)
+    if math.isinf(bounds[index]):
+        return bounds[index - 1] if index else math.nan
+    low = bounds[index - 1] if index else 0.0
+    under = counts[index - 1] if index else 0.0
+    inside = counts[index] - under
+    return low + (bounds[index] - low) * (wanted - under) / inside if inside else bounds[index]
+
+
+# What an arrow or a function key sends: it begins as the Escape key does and is not meant as one.
+_SEQUENCE = re.compile(r"\x1b(?:O.|\[[0-?]*[ -/]*[@-~])")
+
+
+class Keys:
+    """Keys typed on the standard input while `typed_keys` lasts."""
+
+    def __init__(self, on: bool) -> None:
+        self._on = on
+
+    def wait(self, wanted: str, seconds: float) -> bool:
+        """Whether one of these characters was typed within so many seconds. Others are dropped."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if not self._on:
+                time.sleep(left)
+            elif select.select([sys.stdin], [], [], left)[0]:
+                typed = os.read(sys.stdin.fileno(), 64)
+                if not typed:  # the terminal is gone
+                    return True
+                if any(character in wanted for character in _SEQUENCE.sub("", typed.decode("utf-8", "replace"))):
+                    return True
+        return False
+
+
+@contextlib.contextmanager
+def typed_keys() -> Iterator[Keys]:
+    """Takes keys as they are typed, unechoed, and leaves the terminal as it was. Where there is none, nothing is ever typed."""
+    try:
+        import termios
+        import tty
+    except ImportError:  # not on Windows
+        yield Keys(False)
+        return
+    if not sys.stdin.isatty():
+        yield Keys(False)
+        return
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+    tty.setcbreak(number)
+    try:
+        yield Keys(True)
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+MOST_SCALINGS = 8
+
+_NAME = 24  # columns of a scaling's name
+
+_BAR = 20
+
+_GOOD = "ready"
+
+
+def rows(figures: Figures) -> list[tuple[str, str]]:
+    """The figures as labelled lines, all but the scalings."""
+    found = [
+        ("engine", f"{figures.state}{_engine(figures)}"),
+        (
+            "requests",
+            f"{_count(figures.running)} running, {_count(figures.waiting)} waiting; "
+            f"{_rate(figures.finished_rate)}/s answered, {_rate(figures.failed_rate)}/s failed",
+        ),
+        ("tokens/s", f"{_rate(figures.prompt_rate)} in, {_rate(figures.generated_rate)} out"),
+        ("cache", _cache(figures)),
+        ("prefix hits", "-" if figures.prefix_hits is None else f"{figures.prefix_hits:.0%} of prompt tokens"),
+    ]
+    for label, latency in (
+        ("first token", figures.first_token),
+        ("next token", figures.between_tokens),
+        ("loop lag", figures.loop_lag),
+    ):
+        found.append((label, _latency(latency)))
+    return found
+
+
+def plain(figures: Figures, url: str) -> str:
+    """All of them as text, for files and pipes."""
+    lines = [f"{url}, the last {figures.seconds:.1f} s"]
+    lines += [f"  {label:<12} {text}" for label, text in rows(figures)]
+    for scaling in figures.scalings:
+        lines.append(
+            f"  scaling {scaling.name}: {_count(scaling.running)} running, {_rate(scaling.prompt_rate)} tokens/s in, "
+            f"{_rate(scaling.generated_rate)} out"
+        )
+    return "\n".join(lines)
+
+
+def screen(figures: Figures | None, url: str, trouble: str = "") -> RenderableType:
+    """What a terminal shows. figures: None before there are any. trouble: why there are no newer ones."""
+    head = Text(f"windlass top  {url}", style="bold", no_wrap=True, overflow="ellipsis")
+    parts: list[RenderableType] = [head]
+    if trouble:
+        parts.append(Text(trouble, style="bold red", no_wrap=True, overflow="ellipsis"))
+    if figures is None:
+        parts.append(Text("" if trouble else "asking ..."))
+    else:
+        parts += [_table(figures), *_scalings(figures)]
+    parts.append(Text("q leaves", style="dim"))
+    return Group(*parts)
+
+
+def _table(figures: Figures) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for label, text in rows(figures):
+        style = ("green" if figures.state == _GOOD else "bold red") if label == "engine" else ""
+        table.add_row(label, Text(text, style=style))
+        if label == "cache" and figures.cache_usage is not None:
+            filled = round(max(0.0, min(1.0, figures.cache_usage)) * _BAR)
+            table.add_row("", Text("#" * filled + "." * (_BAR - filled)))
+    return table
+
+
+def _scalings(figures: Figures) -> Sequence[RenderableType]:
+    if not figures.scalings:
+        return ()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("scaling", no_wrap=True, overflow="ellipsis", max_width=_NAME)
+    for name in ("running", "in/s", "out/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    busiest = sorted(figures.scalings, key=lambda each: (-each.running, -each.generated_rate, each.name))
+    for scaling in busiest[:MOST_SCALINGS]:
+        table.add_row(scaling.name, _count(scaling.running), _rate(scaling.prompt_rate), _rate(scaling.generated_rate))
+    more = len(busiest) - MOST_SCALINGS
+    return (Text(""), table, Text(f"and {more} more" if more > 0 else "", style="dim"))
+
+
+def _engine(figures: Figures) -> str:
+    told = []
+    if figures.restarts:
+        told.append(f"{_count(figures.restarts)} restart{'s' if figures.restarts > 1 else ''}")
+    if figures.preempted:
+        told.append(f"{_count(figures.preempted)} preempted")
+    return "".join(f", {text}" for text in told)
+
+
+def _cache(figures: Figures) -> str:
+    if figures.cache_usage is None:
+        return "-"
+    if not figures.blocks or figures.blocks_used is None:
+        return f"{figures.cache_usage:.0%} in use"
+    blocks = f"{_count(figures.blocks_used)} of {_count(figures.blocks)} blocks in use"
+    return f"{blocks}, {figures.cache_usage:.0%} of the fullest kind"
+
+
+def _latency(values: tuple[float, ...] | None) -> str:
+    if values is None:
+        return "-"
+    return ", ".join(f"p{share * 100:.0f} {_seconds(value)}" for share, value in zip(QUANTILES, values, strict=True))
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _count(value: float | None) -> str:
+    """12,345 as it is, 98,765,432 as 98.8M: a line has a bound."""
+    if value is None:
+        return "-"
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= unit:
+            return f"{value / unit:.3g}{name}"
+    return f"{value:,.0f}"
+
+
+def _rate(value: float | None) -> str:
+    return f"{value:,.1f}" if value is not None and value < 100 else _count(value)
+
+
+ANSWER_SECONDS = 5.0  # a server that takes longer counts as silent
+
+
+class NoWindlassError(ValueError):
+    """What answered has no metrics under the names that are read here; the message says what to do."""
+
+
+class ServerWatch:
+    """One server, looked at again and again. Making it looks for the first time."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._before = self._look()
+
+    def next(self) -> Figures:
+        """What has happened since the last look that succeeded. Raises APIError."""
+        before, self._before = self._before, self._look()
+        return figures(before, self._before)
+
+    def _look(self) -> MetricsLook:
+        state = self._client.ready().status or "unknown"
+        look = MetricsLook(at=time.monotonic(), state=state, metrics=self._client.metrics())
+        if not look.is_windlass:
+            raise NoWindlassError(
+                "its metrics have other names: this takes a Windlass server that was not started with --metrics-names vllm"
+            )
+        return look
+
+
+def watch(url: str, api_key: str | None, interval: float, *, once: bool, as_json: bool) -> int:
+    """Until the person leaves, or for one interval; the exit code. Raises CommandError, one line."""
+    try:
+        with Client(url, api_key=api_key, timeout=ANSWER_SECONDS, retry=RetryPolicy(max_retries=0)) as client:
+            watched = ServerWatch(client)
+            if once or as_json or not sys.stdout.isatty():
+                _write(watched, client.base_url, interval, once=once, as_json=as_json)
+            else:
+                _show(watched, client.base_url, interval)
+    except KeyboardInterrupt:
+        return 0
+    except OSError as error:
+        if not nobody_reads(error):
+            raise
+        leave_output()
+        return 0
+    except APIError as error:
+        raise CommandError(f"{url}: {_words(error)}") from error
+    except ValueError as error:
+        raise CommandError(f"{url}: {error}") from error
+    return 0
+
+
+def _write(watched: ServerWatch, url: str, interval: float, *, once: bool, as_json: bool) -> None:
+    """A server that falls silent is said once and asked again, unless once is all that is wanted."""
+    silent = False
+    while True:
+        time.sleep(interval)
+        try:
+            found = watched.next()
+        except APIError as error:
+            if once or not _is_silence(error):
+                raise
+            if not silent:
+                say(f"{url}: {_words(error)} (it is asked again)")
+            silent = True
+            continue
+        silent = False
+        print(json.dumps(_object(found)) if as_json else plain(found, url), flush=True)
+        if once:
+            return
+
+
+def _object(found: Figures) -> dict[str, object]:
+    """Latencies by the names of their quantiles."""
+    shown = asdict(found)
+    for name in ("first_token", "between_tokens", "loop_lag"):
+        if shown[name] is not None:
+            shown[name] = {f"p{share * 100:.0f}": value for share, value in zip(QUANTILES, shown[name], strict=True)}
+    return shown
+
+
+def _show(watched: ServerWatch, url: str, interval: float) -> None:
+    """A server that falls silent is asked again: it may be starting anew, and the person may leave."""
+    with typed_keys() as keys, Live(screen(None, url), console=Console(), screen=True, auto_refresh=False) as live:
+        found: Figures | None = None
+        while not keys.wait("qQ\x1b\x04", interval):
+            trouble = ""
+            try:
+                found = watched.next()
+            except APIError as error:
+                if not _is_silence(error):
+                    raise
+                trouble = _words(error)
+            live.update(screen(found, url, trouble), refresh=True)
+
+
+def _is_silence(error: APIError) -> bool:
+    """Whether the same question may be answered later: not where it is refused, as with a key that is none any more."""
+    return not isinstance(error, APIStatusError) or isinstance(error, (ServerError, RateLimitError))
+
+
+def _words(error: APIError) -> str:
+    if isinstance(error, APIStatusError):
+        return f"it answered {error.status}: {with_key_hint(error)}"
+    return error.message
+
+
+def top(
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="A running server, with or without /v1.", envvar="WINDLASS_BASE_URL"),
+    ] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, option("--api-key", help="The server's key; where keys are named, that of an administrator.")
+    ] = None,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Between two looks.")
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval as plain text, and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write one JSON object for each interval, and nothing else.")
+    ] = False,
+) -> int:
+    """Watch a running server: tokens, requests, cache, latencies, rotary scalings. q or ctrl-C ends it."""
+
+    return watch(url, api_key, interval, once=once, as_json=as_json)

@@ -1,0 +1,3 @@
+"""Options of the commands, settings of the server, rotary profiles and API keys."""
+
+from __future__ import annotations

@@ -1,0 +1,85 @@
+"""Named rotary scalings that an operator defines on the command line or in the environment."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.auto_scaling import AUTO_NAME
+from windlass.engine.rotary.rope_scaling import RopeScaling
+
+OPTION = "--rope-profile"
+
+DEFAULT_NAME = "default"  # what requests run under that ask for nothing
+
+EXAMPLE = 'long=\'{"rope_type": "yarn", "factor": 4}\''
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+_NAMED = re.compile(r"\s*([^\s={}]*)=")
+
+
+def is_profile_name(text: str) -> bool:
+    """Whether this may be the name of a profile: 1 to 64 letters, digits, dots, hyphens and underscores."""
+    return _NAME.fullmatch(text) is not None
+
+
+def parse_profiles(values: Sequence[str]) -> dict[str, RopeScaling]:
+    """Profiles from any number of `NAME=JSON` and `{"NAME": JSON, …}`; raises LoadError or RequestError naming one.
+
+    The values are read as one text, because the value of a variable comes split at its spaces.
+    """
+    text = " ".join(values)
+    decoder = json.JSONDecoder(object_pairs_hook=_no_duplicates)
+    profiles: dict[str, RopeScaling] = {}
+    position = len(text) - len(text.lstrip())
+    while position < len(text):
+        name = None
+        if text[position] != "{":
+            match = _NAMED.match(text, position)
+            if match is None:
+                raise LoadError(f"{OPTION} must be NAME=JSON such as {EXAMPLE}, got {_shown(text[position:])}")
+            name, position = match[1], match.end()
+        try:
+            value, position = decoder.raw_decode(text, position + _spaces(text, position))
+        except (ValueError, RecursionError) as error:
+            what = f" {name}" if name else ""
+            raise LoadError(f"{OPTION}{what} is not valid JSON ({error}): write {EXAMPLE}") from None
+        for key, item in {name: value}.items() if name is not None else value.items():
+            _add(profiles, key, item)
+        position += _spaces(text, position)
+    return profiles
+
+
+def _add(profiles: dict[str, RopeScaling], name: str, value: Any) -> None:
+    if not is_profile_name(name):
+        raise LoadError(
+            f"{OPTION} {_shown(name)}: a name has 1 to 64 letters, digits, dots, hyphens and underscores and begins "
+            "with a letter or digit"
+        )
+    if name == AUTO_NAME:
+        raise LoadError(f"{OPTION} {name}: the name stands for the least scaling that a length needs: choose another")
+    if name in profiles:
+        raise LoadError(f"{OPTION} {name} is given twice: keep one")
+    profiles[name] = RopeScaling.from_dict(value, param=f"{OPTION} {name}")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice[:64]!r} stands there twice")
+    return found
+
+
+def _spaces(text: str, position: int) -> int:
+    """How many spaces stand at `position`."""
+    return len(text) - position - len(text[position:].lstrip())
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")

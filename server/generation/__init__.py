@@ -1,1 +1,0 @@
-"""What a request asks of the engine (prompts, sampling, rotation), and the text of its outputs."""

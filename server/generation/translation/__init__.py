@@ -1,1 +1,0 @@
-"""Bodies of other APIs made into those of chats. Knows bodies only."""

@@ -1,0 +1,3 @@
+"""Metrics, tracing and recording."""
+
+from __future__ import annotations

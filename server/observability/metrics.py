@@ -1,0 +1,349 @@
+"""Prometheus metrics of one app."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from windlass.engine.client.engine_client import EngineClient, engine_name
+from windlass.engine.errors import EngineError
+from windlass.engine.interface.outputs import EngineStats
+from windlass.server.config.rope_profiles import DEFAULT_NAME
+from windlass.server.config.settings import MetricsNames
+from windlass.server.observability.histograms import Histogram, Observer, Several
+from windlass.server.observability.vllm_metrics import VllmMetrics
+
+
+class CountedTokens(Protocol):
+    """Counts of one request, which grow while it runs."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def completion_tokens(self) -> int: ...
+
+
+class ScalingCollector(Collector):
+    """Read at each scrape off the counts of the requests that run, so that a token costs nothing here."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, tuple[str, CountedTokens]] = {}
+        self._prompt: collections.Counter[str] = collections.Counter({DEFAULT_NAME: 0})
+        self._generated: collections.Counter[str] = collections.Counter()
+        self._serial = 0
+
+    @contextmanager
+    def running(self, scaling: str, tokens: CountedTokens) -> Iterator[None]:
+        """A request runs under the scaling of this name until the block ends."""
+        self._serial += 1
+        key = self._serial
+        self._running[key] = scaling, tokens
+        try:
+            yield
+        finally:
+            del self._running[key]
+            self._prompt[scaling] += tokens.prompt_tokens
+            self._generated[scaling] += tokens.completion_tokens
+
+    def collect(self) -> Iterator[Metric]:
+        prompt, generated, running = (
+            collections.Counter(self._prompt),
+            collections.Counter(self._generated),
+            collections.Counter[str](),
+        )
+        for name, tokens in self._running.values():
+            running[name] += 1
+            prompt[name] += tokens.prompt_tokens
+            generated[name] += tokens.completion_tokens
+        shown = GaugeMetricFamily(
+            "windlass_scaling_requests_running", "Requests that run, by rotary scaling.", labels=["scaling"]
+        )
+        counted = CounterMetricFamily(
+            "windlass_scaling_tokens",
+            "Tokens of prompts and of answers, by rotary scaling.",
+            labels=["scaling", "kind"],
+        )
+        for name in sorted(prompt):
+            shown.add_metric([name], running[name])
+            counted.add_metric([name, "prompt"], prompt[name])
+            counted.add_metric([name, "generated"], generated[name])
+        yield from (shown, counted)
+
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+STATS_SECONDS = 2.0  # an engine that is busy for longer is scraped with its last known numbers
+
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
+
+_GAUGES = {
+    "num_requests_running": ("num_running", "Sequences the engine is working on."),
+    "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
+    "kv_blocks": ("kv_blocks_total", "Blocks of the KV cache."),
+    "kv_blocks_used": ("kv_blocks_used", "Blocks held by live requests."),
+    "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
+    "adapters_loaded": ("adapters_loaded", "LoRA adapters loaded."),
+    "adapter_bytes": ("adapter_bytes", "Memory of the loaded LoRA adapters."),
+    "rotary_specs_live": ("rotary_specs_live", "Distinct rotary scalings in use."),
+}
+
+_COUNTERS = {
+    "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed or taken from the cache."),
+    "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "engine_steps": ("num_steps", "Steps of the engine."),
+    "key_moves": ("key_moves", "Cached tokens whose keys were turned to other frequencies."),
+    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that stood."),
+    "spec_decode_model_num_drafts": ("spec_decode_model_num_drafts", "Proposals of the draft model among them."),
+    "spec_decode_model_num_draft_tokens": ("spec_decode_model_num_draft_tokens", "Tokens proposed by the draft model."),
+    "spec_decode_model_num_accepted_tokens": (
+        "spec_decode_model_num_accepted_tokens",
+        "Tokens proposed by the draft model that stood.",
+    ),
+    "context_shifts": ("context_shifts", "Times a sequence dropped its oldest tokens."),
+    "dropped_tokens": ("dropped_tokens", "Tokens dropped by them."),
+    "reused_passages": ("reused_passages", "Cached passages taken up at another place of a prompt."),
+    "reused_tokens": ("reused_tokens", "Tokens of them that were not computed again."),
+}
+
+# Of cached blocks in files and in the host's memory: fields of `PersistStats`.
+_PERSIST_GAUGES = {
+    "kv_persist_waiting_blocks": ("persist.waiting_blocks", "KV blocks that wait to be written to files."),
+    "kv_persist_known_blocks": ("persist.known_blocks", "KV blocks in files that this engine may use."),
+    "kv_persist_disk_bytes": ("persist.disk_bytes", "Bytes of all files in the folder of KV blocks."),
+    "kv_host_blocks": ("persist.host_blocks", "KV blocks of a GPU that the host's memory holds."),
+    "kv_host_bytes": ("persist.host_bytes", "Bytes of them."),
+}
+
+_PERSIST_COUNTERS = {
+    "kv_persist_written_blocks": ("persist.written_blocks", "KV blocks written to files."),
+    "kv_persist_written_bytes": ("persist.written_bytes", "Bytes of them."),
+    "kv_persist_read_blocks": ("persist.read_blocks", "KV blocks read from files."),
+    "kv_persist_read_bytes": ("persist.read_bytes", "Bytes of them."),
+    "kv_persist_restored_tokens": (
+        "persist.restored_tokens",
+        "Prompt tokens whose KV blocks came back from files or the host's memory.",
+    ),
+    "kv_persist_damaged_blocks": ("persist.damaged_blocks", "Files of KV blocks that their checksum betrayed."),
+    "kv_persist_foreign_blocks": ("persist.foreign_blocks", "Files that held another KV block than their name says."),
+    "kv_persist_lost_blocks": ("persist.lost_blocks", "KV blocks evicted before they were written."),
+    "kv_persist_evicted_blocks": ("persist.evicted_blocks", "Files of KV blocks removed to hold the cap."),
+    "kv_persist_failures": ("persist.failures", "Failures to read, write or copy KV blocks."),
+    "kv_host_saved_blocks": (
+        "persist.host_saved_blocks",
+        "KV blocks copied to the host's memory as a GPU's cache evicted them.",
+    ),
+    "kv_host_saved_bytes": ("persist.host_saved_bytes", "Bytes of them."),
+    "kv_host_read_blocks": ("persist.host_read_blocks", "KV blocks copied back from the host's memory."),
+    "kv_host_read_bytes": ("persist.host_read_bytes", "Bytes of them."),
+    "kv_host_lost_blocks": (
+        "persist.host_lost_blocks",
+        "KV blocks that a GPU's cache evicted and no copy was made of.",
+    ),
+    "kv_host_evicted_blocks": ("persist.host_evicted_blocks", "KV blocks in the host's memory given up for others."),
+}
+
+MOST_ADAPTER_NAMES = 64  # as labels, in the life of a server
+
+_RECOMPUTE_REASONS = ("cache_reuse", "full_prefix_hit", "preemption", "rope_update")
+
+# Printed from the start: Prometheus cannot see the first increase of a series that begins with it.
+_FINISH_REASONS = ("stop", "length")
+
+_SERVER_FAULTS = ("deadline_exceeded", "engine_unavailable", "internal", "out_of_memory", "queue_full")
+
+
+class _EngineCollector(Collector):
+    """Turns the last `EngineStats` into metric families; of several engines each number has the label `engine`."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self.stats: EngineStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        engines = self._engine.engines
+        names = ["engine"] if self._engine.has_replicas else []
+        labels = [[engine_name(engine, number)] if names else [] for number, engine in enumerate(engines)]
+        restarts = CounterMetricFamily("windlass_engine_restarts", "Engine restarts.", labels=names)
+        up = GaugeMetricFamily("windlass_engine_up", "1 while the engine is ready.", labels=names)
+        for values, engine in zip(labels, engines, strict=True):
+            restarts.add_metric(values, engine.restarts)
+            up.add_metric(values, engine.state == "ready")
+        yield from (restarts, up)
+        if self.stats is None:
+            return
+        parts = self.stats.engines or (self.stats,)
+        known = [(values, part) for values, part in zip(labels, parts, strict=False) if part is not None]
+        kinds: tuple[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], dict[str, tuple[str, str]]], ...]
+        kinds = (
+            (GaugeMetricFamily, _GAUGES),
+            (CounterMetricFamily, _COUNTERS),
+            (GaugeMetricFamily, _PERSIST_GAUGES),
+            (CounterMetricFamily, _PERSIST_COUNTERS),
+        )
+        for kind, families in kinds:
+            for name, (attribute, text) in families.items():
+                family = kind(f"windlass_{name}", text, labels=names)
+                for values, part in known:
+                    family.add_metric(values, attrgetter(attribute)(part))
+                yield family
+        recomputed = CounterMetricFamily(
+            "windlass_recomputed_tokens",
+            "Positions passed through the model again, by reason.",
+            labels=[*names, "reason"],
+        )
+        for values, part in known:
+            counts = dict.fromkeys(_RECOMPUTE_REASONS, 0) | part.recomputed_tokens
+            for reason, count in sorted(counts.items()):
+                recomputed.add_metric([*values, reason], count)
+        yield recomputed
+
+
+class ServerMetrics:
+    """What the routes observe, and the text of `/metrics`. names: whose names it has; the others: see `VllmMetrics`."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        *,
+        names: MetricsNames = "windlass",
+        model_name: str = "",
+        max_adapters: int = 0,
+        adapters: Callable[[], Sequence[str]] = lambda: (),
+    ) -> None:
+        self._engine = engine
+        self._names = names
+        self.registry = CollectorRegistry()
+        self._vllm = (
+            VllmMetrics(engine, model_name, max_adapters=max_adapters, adapters=adapters)
+            if names != "windlass"
+            else None
+        )
+        self._collector = _EngineCollector(engine)
+        self.registry.register(self._collector)
+        self.scalings = ScalingCollector()
+        self.registry.register(self.scalings)
+        self._success = Counter(
+            "windlass_request_success", "Outputs finished, by reason.", ["finished_reason"], registry=self.registry
+        )
+        for reason in _FINISH_REASONS:
+            self._success.labels(reason)
+        self._failed = Counter("windlass_request_errors", "Requests failed, by code.", ["code"], registry=self.registry)
+        for code in _SERVER_FAULTS:
+            self._failed.labels(code)
+        self._adapters = Counter(
+            "windlass_adapter_requests", "Requests that ran with an adapter.", ["adapter"], registry=self.registry
+        )
+        self._adapters.labels("other")
+        self._adapter_names: set[str] = set()
+        first_token = self._histogram("time_to_first_token", "Arrival to first output.", _LONG)
+        token = self._histogram("inter_token_latency", "Gap between output tokens.", _LATENCY)
+        self.event_loop_lag = self._histogram(
+            "event_loop_lag", "How late the event loop of the HTTP side was.", _LATENCY
+        )
+        e2e = self._histogram("e2e_request_latency", "Arrival to the end of an output.", _LONG)
+        self.time_to_first_token: Observer = first_token
+        self.inter_token_latency: Observer = token
+        self._e2e: Observer = e2e
+        self._engine_samples: dict[str, list[Observer]] = {
+            "queue_seconds": [self._histogram("request_queue_time", "Arrival at the engine to first schedule.", _LONG)],
+            "prefill_seconds": [self._histogram("request_prefill_time", "First schedule to first token.", _LONG)],
+            "decode_seconds": [self._histogram("request_decode_time", "First token to the end.", _LONG)],
+        }
+        if (vllm := self._vllm) is not None:
+            self.time_to_first_token = Several(first_token, vllm.time_to_first_token)
+            self.inter_token_latency = Several(token, vllm.inter_token_latency, vllm.time_per_output_token)
+            self._e2e = Several(e2e, vllm.e2e)
+            for attribute, histogram in vllm.engine_samples.items():
+                self._engine_samples.setdefault(attribute, []).append(histogram)
+
+    def finished(
+        self,
+        reason: str,
+        seconds: float,
+        *,
+        prompt_tokens: int = 0,
+        generation_tokens: int = 0,
+        max_tokens: int = 0,
+        decode_seconds: float = 0.0,
+    ) -> None:
+        """Count an output that ended well, `seconds` after its request arrived; decode_seconds: first to last token."""
+        self._success.labels(reason).inc()
+        self._e2e.observe(seconds)
+        if self._vllm is not None:
+            self._vllm.finished(
+                reason,
+                prompt_tokens=prompt_tokens,
+                generation_tokens=generation_tokens,
+                max_tokens=max_tokens,
+                decode_seconds=decode_seconds,
+            )
+
+    def answered(self, samples: int, most_tokens: int) -> None:
+        """Count a prompt all of whose outputs ended well; most_tokens: of the longest of them."""
+        if self._vllm is not None:
+            self._vllm.answered(samples, most_tokens)
+
+    def adapted(self, name: str) -> None:
+        """Count a request that begins to run with the adapter of this name; only so many names are told apart."""
+        if name not in self._adapter_names and len(self._adapter_names) >= MOST_ADAPTER_NAMES:
+            name = "other"
+        self._adapter_names.add(name)
+        self._adapters.labels(name).inc()
+
+    def failed(self, code: str) -> None:
+        """Count a generation request that ended with an error."""
+        self._failed.labels(code).inc()
+        if self._vllm is not None:
+            self._vllm.ended("abort" if code == "client_disconnected" else "error")
+
+    @property
+    def last_stats(self) -> EngineStats | None:
+        """Those of the last `refresh` that got some."""
+        return self._collector.stats
+
+    async def refresh(self) -> EngineStats | None:
+        """Fresh engine statistics, which the next answer will show; None where the engine gives none in time.
+
+        Nobody else may ask the engine for them: each snapshot has the times of requests since the one before.
+        """
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                stats = await self._engine.stats()
+        except (EngineError, TimeoutError):
+            return None
+        self._collector.stats = stats
+        if self._vllm is not None:
+            self._vllm.stats = stats
+        for attribute, histograms in self._engine_samples.items():
+            for seconds in getattr(stats, attribute):
+                for histogram in histograms:
+                    histogram.observe(seconds)
+        return stats
+
+    async def render(self) -> bytes:
+        """The exposition text, with fresh engine statistics where the engine gives them in time."""
+        await self.refresh()
+        ours = generate_latest(self.registry) if self._names != "vllm" else b""
+        return ours + (generate_latest(self._vllm.registry) if self._vllm is not None else b"")
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"windlass_{name}_seconds", text, buckets)
+        self.registry.register(histogram)
+        return histogram

@@ -1,0 +1,133 @@
+"""A bounded JSON lines file that is written by its own thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from queue import Full, Queue
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+from pydantic_core import to_json
+
+from windlass.server.config.settings import RecordSettings
+
+_logger = logging.getLogger("windlass.server")
+
+MOST_WAITING = 1024  # lines for a slow disk; further ones are lost
+
+LOSSES = ("disk", "full", "slow")
+
+_END_SECONDS = 5.0  # for what waits when the server ends
+
+Line = Callable[[], dict[str, Any]]
+
+
+class WorkloadRecorder:
+    """Its thread begins with the first line. `written` and `lost`, by one of LOSSES, count lines, those of the server aside."""
+
+    def __init__(self, settings: RecordSettings) -> None:
+        self.settings = settings
+        self.written = 0
+        self.lost: Counter[str] = Counter()
+        self._waiting: Queue[tuple[Line, Line] | None] = Queue(MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._told: set[str] = set()
+        self._headed = False  # whether a file has what is said of this server
+
+    def put(self, line: Line, *, head: Line) -> None:
+        """Have a line written soon; never waits, never raises. line: makes the object, in the thread.
+
+        head: makes that of the server, which stands above the first line of this process and above the first one of a file.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait((line, head))
+        except Full:
+            self._lose("slow", "the disk is too slow for it: some requests are missing")
+
+    def close(self) -> None:
+        """Write what waits, for seconds at most. Safe to call twice."""
+        if self._thread is not None and self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        while (given := self._waiting.get()) is not None:
+            line, head = given
+            try:
+                self._write(_as_line(line), head)
+            except OSError as error:
+                self._lose("disk", f"{error.strerror or error}: some requests are missing")
+            except Exception:
+                _logger.exception("a request could not be recorded")
+                self.lost["disk"] += 1
+
+    def _write(self, data: bytes, head: Line) -> None:
+        """Append it whole or not at all, behind the head where that is missing.
+
+        The file is opened for each line, so that it may be moved away or come back.
+        """
+        # Only the owner may read it: it may hold what people wrote.
+        file = os.open(self.settings.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            about = os.fstat(file)
+            size = about.st_size
+            if not self._headed or (size == 0 and stat.S_ISREG(about.st_mode)):
+                data = _as_line(head) + data
+            if size + len(data) > self.settings.max_bytes:
+                self._lose(
+                    "full", f"it has {self.settings.max_bytes:,} bytes (--record-limit): nothing more is recorded"
+                )
+                return
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(file, rest) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(file, size)  # no half lines
+                raise
+        finally:
+            os.close(file)
+        self._headed = True
+        self.written += 1
+
+    def _lose(self, how: str, why: str) -> None:
+        self.lost[how] += 1
+        if how not in self._told:
+            self._told.add(how)
+            _logger.warning("--record %s: %s", self.settings.path, why)
+
+
+def _as_line(line: Line) -> bytes:
+    return to_json(line()) + b"\n"
+
+
+class RecordingCollector(Collector):
+    """The counts of a recorder, for /metrics; zeros where there is none."""
+
+    def __init__(self, recorder: WorkloadRecorder | None) -> None:
+        self._recorder = recorder
+
+    def collect(self) -> Iterator[Metric]:
+        recorder = self._recorder
+        yield CounterMetricFamily(
+            "windlass_recorded_requests",
+            "Requests written by --record.",
+            value=0 if recorder is None else recorder.written,
+        )
+        lost = CounterMetricFamily(
+            "windlass_record_lost", "Requests that --record could not write, by reason.", labels=["reason"]
+        )
+        for reason in LOSSES:
+            lost.add_metric([reason], 0 if recorder is None else recorder.lost[reason])
+        yield lost

@@ -1,0 +1,105 @@
+"""OpenTelemetry spans of requests, exported with OTLP over HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from windlass._version import __version__
+from windlass.server.http.request_id import CALLER_NAME, request_id
+
+SPAN = "windlass.span"  # in a scope
+
+_END_MILLISECONDS = 3000  # for what is not sent yet when the server ends
+
+_PATH_CHARS = 200
+
+_QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked all the time
+
+
+class Tracing:
+    """exporter: where spans go. They leave in batches, by a thread; what it cannot send in time is dropped."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        resource = Resource.create({"service.name": "windlass", "service.version": __version__})
+        self._provider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("windlass", __version__)
+        self._callers = TraceContextTextMapPropagator()
+
+    def begin(self, scope: Scope) -> Span:
+        """The span of an exchange, under the caller's where it sent a `traceparent`."""
+        wanted = (b"traceparent", b"tracestate")
+        carried = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in wanted}
+        path = scope["path"][:_PATH_CHARS]
+        return self._tracer.start_span(
+            f"{scope['method']} {path}",
+            self._callers.extract(carried),
+            SpanKind.SERVER,
+            {"http.request.method": scope["method"], "url.path": path, "windlass.request_id": request_id(scope)},
+        )
+
+    def phase(self, parent: Span, name: str, start: float, end: float, attributes: Mapping[str, Any]) -> None:
+        """A phase that is over. start, end: seconds on the monotonic clock, which the engine's process shares."""
+        offset = time.time_ns() - time.monotonic_ns()
+        span = self._tracer.start_span(
+            name, set_span_in_context(parent), attributes=dict(attributes), start_time=int(start * 1e9) + offset
+        )
+        span.end(int(max(start, end) * 1e9) + offset)
+
+    def flush(self) -> None:
+        """Send what waits, for seconds at most."""
+        self._provider.force_flush(_END_MILLISECONDS)
+
+    def close(self) -> None:
+        """Send what waits, and end the thread."""
+        self.flush()
+        self._provider.shutdown()
+
+
+def tracing_to(endpoint: str) -> Tracing:
+    """To the collector at this URL, with or without /v1/traces."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    path = "/v1/traces"
+    return Tracing(
+        OTLPSpanExporter(endpoint=endpoint.rstrip("/").removesuffix(path) + path, timeout=_END_MILLISECONDS / 1000)
+    )
+
+
+class TracingMiddleware:
+    """A span for every exchange but those that only look whether the server is there."""
+
+    def __init__(self, app: ASGIApp, *, tracing: Tracing) -> None:
+        self._app = app
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _QUIET:
+            await self._app(scope, receive, send)
+            return
+        span = scope[SPAN] = self._tracing.begin(scope)
+
+        async def send_seen(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                span.set_attribute("http.response.status_code", message["status"])
+                if message["status"] >= 500:
+                    span.set_status(Status(StatusCode.ERROR))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_seen)
+        finally:
+            # A body may have asked for another id, and the key was looked at, since the span began.
+            span.set_attribute("windlass.request_id", request_id(scope))
+            if caller := scope.get(CALLER_NAME):
+                span.set_attribute("windlass.caller", caller)
+            span.end()

@@ -1,0 +1,212 @@
+"""Metrics under the names, labels and buckets of vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from windlass.engine.client.engine_client import EngineClient, engine_name
+from windlass.engine.interface.outputs import STEP_TOKENS, EngineStats
+from windlass.server.observability.histograms import Histogram, family
+
+_FIRST_TOKEN: tuple[float, ...] = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+)
+
+_FIRST_TOKEN += (80, 160, 640, 2560)
+
+_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+
+_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+
+_LENGTHS = tuple(step * 10**power for power in range(8) for step in (1, 2, 5))
+
+_SAMPLES = (1, 2, 5, 10, 20)
+
+_GAUGES = {
+    "num_requests_running": ("num_running", "Sequences the engine is working on."),
+    "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
+    "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
+    "gpu_cache_usage_perc": ("kv_cache_usage", "The same under its older name."),
+}
+
+_COUNTERS = {
+    "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "gpu_prefix_cache_queries": ("prefix_cache_queries", "The same under its older name."),
+    "gpu_prefix_cache_hits": ("prefix_cache_hits", "The same under its older name."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed or taken from the cache."),
+    "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that stood."),
+}
+
+_REASONS = ("stop", "length", "abort", "error")
+
+
+class VllmMetrics(Collector):
+    """`vllm:` metrics of one app. model_name: the label that tells models apart; the engines are "0" and so on.
+
+    What the server itself observes, and not the engine, has the engine "all" where there are several.
+
+    max_adapters: how many may be loaded at once, 0 where none can be. adapters: the names of those that requests run with.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        model_name: str,
+        *,
+        max_adapters: int = 0,
+        adapters: Callable[[], Sequence[str]] = lambda: (),
+    ) -> None:
+        self._engine = engine
+        self._max_adapters = max_adapters
+        self._adapters = adapters
+        self._labels = {"model_name": model_name, "engine": "all" if engine.has_replicas else "0"}
+        self._finished = Counter(dict.fromkeys(_REASONS, 0))
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self.stats: EngineStats | None = None
+        self.time_to_first_token = self._seconds("time_to_first_token", "Arrival to first output.", _FIRST_TOKEN)
+        self.inter_token_latency = self._seconds("inter_token_latency", "Gap between output tokens.", _TOKEN)
+        self.time_per_output_token = self._seconds("time_per_output_token", "The same under its older name.", _TOKEN)
+        self.e2e = self._seconds("e2e_request_latency", "Arrival to the end of an output.", _REQUEST)
+        self.per_output_token = self._seconds(
+            "request_time_per_output_token", "First to last token of an output, by the tokens behind the first.", _TOKEN
+        )
+        self.engine_samples = {
+            "queue_seconds": self._seconds("request_queue_time", "Arrival at the engine to first schedule.", _REQUEST),
+            "prefill_seconds": self._seconds("request_prefill_time", "First schedule to first token.", _REQUEST),
+            "decode_seconds": self._seconds("request_decode_time", "First token to the end.", _REQUEST),
+            "inference_seconds": self._seconds("request_inference_time", "First schedule to the end.", _REQUEST),
+        }
+        self._prompt_tokens = self._lengths("request_prompt_tokens", "Prompt tokens of an output that ended.")
+        self._generation_tokens = self._lengths("request_generation_tokens", "Tokens of an output that ended.")
+        self._most_tokens = self._lengths(
+            "request_max_num_generation_tokens", "Tokens of the longest output to a prompt."
+        )
+        self._max_tokens = self._lengths("request_params_max_tokens", "Tokens an output might have had.")
+        self._n = self._register(
+            Histogram("vllm:request_params_n", "Outputs to a prompt.", _SAMPLES, labels=self._labels)
+        )
+
+    def finished(
+        self, reason: str, *, prompt_tokens: int, generation_tokens: int, max_tokens: int, decode_seconds: float
+    ) -> None:
+        """Count an output that ended. decode_seconds: between its first token and its last."""
+        self.ended(reason)
+        self._prompt_tokens.observe(prompt_tokens)
+        self._generation_tokens.observe(generation_tokens)
+        self._max_tokens.observe(max_tokens)
+        if generation_tokens > 1:
+            self.per_output_token.observe(decode_seconds / (generation_tokens - 1))
+
+    def ended(self, reason: str) -> None:
+        """Count an end that is not described further: one of `stop`, `length`, `abort` and `error`."""
+        self._finished[reason if reason in _REASONS else "error"] += 1
+
+    def answered(self, samples: int, most_tokens: int) -> None:
+        """Count a prompt all of whose outputs ended; most_tokens: of the longest of them."""
+        self._n.observe(samples)
+        self._most_tokens.observe(most_tokens)
+
+    def collect(self) -> Iterator[Metric]:
+        names, values = list(self._labels), list(self._labels.values())
+        success = CounterMetricFamily(
+            "vllm:request_success", "Outputs that ended, by reason.", labels=[*names, "finished_reason"]
+        )
+        for reason, count in self._finished.items():
+            success.add_metric([*values, reason], count)
+        yield success
+        yield from self._cache_config()
+        if self._max_adapters:
+            yield self._lora_requests()
+        if self.stats is None:
+            return
+        engines = [engine_name(engine, number) for number, engine in enumerate(self._engine.engines)]
+        parts = zip(engines, self.stats.engines or (self.stats,), strict=False)
+        known = [({**self._labels, "engine": engine}, part) for engine, part in parts if part is not None]
+        for name, (attribute, text) in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
+            for labels, part in known:
+                gauge.add_metric(list(labels.values()), getattr(part, attribute))
+            yield gauge
+        for name, (attribute, text) in _COUNTERS.items():
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
+            for labels, part in known:
+                counter.add_metric(list(labels.values()), getattr(part, attribute))
+            yield counter
+        text, each = "Tokens computed in a step of the engine.", []
+        for labels, part in known:
+            steps = part.step_tokens or (0,) * (len(STEP_TOKENS) + 1)
+            each.append(family("vllm:iteration_tokens_total", text, labels, STEP_TOKENS, steps, part.step_tokens_sum))
+        for more in each[1:]:
+            each[0].samples += more.samples
+        yield from each[:1]
+
+    def _lora_requests(self) -> Metric:
+        # The server does not know which of its requests wait in the engine: all of them count as running.
+        labels = {
+            "max_lora": str(self._max_adapters),
+            "running_lora_adapters": ",".join(self._adapters()),
+            "waiting_lora_adapters": "",
+        }
+        text = "Which LoRA adapters requests run with, in the labels; the value is the time."
+        info = GaugeMetricFamily("vllm:lora_requests_info", text, labels=list(labels))
+        info.add_metric(list(labels.values()), time.time())
+        return info
+
+    def _cache_config(self) -> Iterator[Metric]:
+        info = self._engine.info
+        if info is None:
+            return
+        labels = {
+            "block_size": str(info.block_size),
+            "cache_dtype": info.kv_cache_dtype,
+            "num_gpu_blocks": str(min(info.num_kv_blocks)),
+            **self._labels,
+        }
+        config = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is laid out.", labels=list(labels))
+        config.add_metric(list(labels.values()), 1)
+        yield config
+
+    def _seconds(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._register(Histogram(f"vllm:{name}_seconds", text, buckets, labels=self._labels))
+
+    def _lengths(self, name: str, text: str) -> Histogram:
+        return self._register(
+            Histogram(f"vllm:{name}", text, _LENGTHS, labels=self._labels, longest=self._longest_context)
+        )
+
+    def _register(self, histogram: Histogram) -> Histogram:
+        self.registry.register(histogram)
+        return histogram
+
+    def _longest_context(self) -> float | None:
+        info = self._engine.info
+        return None if info is None else info.max_model_len

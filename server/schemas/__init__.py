@@ -1,0 +1,3 @@
+"""Pydantic models of requests and responses."""
+
+from __future__ import annotations

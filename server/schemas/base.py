@@ -1,0 +1,300 @@
+"""Base of all request bodies: strict types, unknown fields, typed lists, and hints for fields of other servers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, from_json
+
+from windlass.engine.errors import did_you_mean, nearest
+from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
+
+_SCALING = "it is rope_scaling here, an object such as {'rope_type': 'linear', 'factor': 4}"
+
+# Field -> what to do instead, of every endpoint that generates.
+HINTS: dict[str, str] = {
+    "n_keep": "it is called keep_tokens here",
+    "num_keep": "it is called keep_tokens here",
+    "cache_prompt": "prompts are always cached, which changes no answer: leave it out",
+    "rope_freq_scale": _SCALING,
+    "rope_freq_base": "it is rope_scaling here, an object such as {'rope_type': 'default', 'rope_theta': 1000000}",
+    "repeat_penalty": "it is called repetition_penalty here",
+    "num_ctx": "the context is the server's, of --max-model-len: leave it out",
+}
+
+# Field -> the value at which it asks for nothing, so that it is accepted; any other is refused.
+NEUTRAL: Mapping[str, Any] = {
+    # vLLM
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "spaces_between_special_tokens": True,
+    "detokenize": True,
+    "include_reasoning": True,
+    "documents": [],
+    "kv_transfer_params": {},
+    "mm_processor_kwargs": {},
+    "logits_processors": [],
+    # llama.cpp
+    "cache_prompt": True,
+    "id_slot": -1,
+    "mirostat": 0,
+    "tfs_z": 1.0,
+    "dynatemp_range": 0.0,
+    "top_n_sigma": -1.0,
+    "n_probs": 0,
+    "timings_per_token": False,
+    "return_progress": False,
+}
+
+
+def asks_for_nothing(value: Any, neutral: Any) -> bool:
+    """Whether a value is the one that changes nothing: 1 and 1.0 are one, 1 and true are not."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+INT32_MAX = 2**31 - 1
+
+INT64_MAX = 2**63 - 1
+
+MAX_FREE_FORM = 100_000  # values inside free-form JSON
+
+MAX_NAME = 64  # characters of an unknown field's name that an error repeats
+
+
+class StrictModel(BaseModel):
+    """A JSON object whose unknown fields are refused by name and whose types are not coerced. Null counts as absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    hints: ClassVar[dict[str, str]] = {}  # unknown field -> what to do instead
+    ignored: ClassVar[frozenset[str]] = frozenset()  # fields accepted without effect, whatever they hold
+    neutral: ClassVar[Mapping[str, Any]] = {}  # fields accepted without effect where they hold this value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        # One error and not one per field: a body may hold a million of them.
+        if isinstance(data, dict):
+            known = cls.model_fields
+            dropped = set()
+            for name, value in data.items():
+                if name in cls.ignored:
+                    dropped.add(name)
+                elif value is None:
+                    if name not in known or not known[name].is_required():
+                        dropped.add(name)
+                elif name not in known:
+                    if name in cls.neutral and asks_for_nothing(value, cls.neutral[name]):
+                        dropped.add(name)
+                        continue
+                    hint = cls.hints.get(name)
+                    if hint is None:
+                        meant = nearest(name, known)
+                        hint = "remove it" if meant is None else f"did you mean {meant!r}?"
+                    raise PydanticCustomError(
+                        "unknown_field", "unknown field: {hint}", {"name": name[:MAX_NAME], "hint": hint}
+                    )
+            if dropped:
+                return {name: value for name, value in data.items() if name not in dropped}
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class OrString(BeforeValidator):
+    """A validator that makes something of a string; the description of the API says that a string is taken."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
+
+
+def without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """An object that is checked by hand, less what is null: that counts as absent."""
+    return {name: item for name, item in value.items() if item is not None}
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _token_bias(value: Any) -> Any:
+    """{"id": bias} with decimal ids, at most 1,024 of them."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > 1024:
+        raise PydanticCustomError(
+            "too_many", "logit_bias holds at most 1024 entries, got {count}", {"count": len(value)}
+        )
+    result: dict[int, Any] = {}
+    for key, bias in without_nulls(value).items():
+        if not re.fullmatch(r"[0-9]{1,10}", key):
+            raise PydanticCustomError(
+                "token_id", "keys are token ids written in decimal, got '{key}'", {"key": key[:MAX_NAME]}
+            )
+        result[int(key)] = bias
+    return result
+
+
+def check_free_form(value: Any, *, numbers: bool = True) -> Any:
+    """Refuse free-form JSON of too many values, and numbers that later arithmetic could trip over.
+
+    Those are infinities and integers past 64 bits. numbers: False where somebody else looks at them.
+    """
+    stack = [value]
+    seen = 0
+    while stack:
+        item = stack.pop()
+        seen += 1
+        if seen + len(stack) > MAX_FREE_FORM:
+            raise PydanticCustomError("too_many", "holds more than {most} values", {"most": MAX_FREE_FORM})
+        if isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, list):
+            stack.extend(item)
+        elif numbers and isinstance(item, float) and not -1e300 < item < 1e300:
+            raise PydanticCustomError("number", "holds a number that is not finite")
+        elif numbers and isinstance(item, int) and abs(item) > INT64_MAX:
+            raise PydanticCustomError("number", "holds an integer of more than 64 bits")
+    return value
+
+
+def _rope_scaling(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | dict):
+        raise PydanticCustomError(
+            "type", 'should be an object such as {"rope_type": "yarn", "factor": 4}, or the name of a profile'
+        )
+    if isinstance(value, dict):
+        groups = {name: without_nulls(part) if isinstance(part, dict) else part for name, part in value.items()}
+        value = without_nulls(groups)
+    return check_free_form(value, numbers=False)  # whoever reads the object names the very field
+
+
+def _rope_update(value: Any) -> Any:
+    if value is None or isinstance(value, dict):
+        return value
+    if not isinstance(value, str) or value not in ROPE_UPDATES:
+        *others, last = map(repr, ROPE_UPDATES)
+        raise PydanticCustomError(
+            "type",
+            "should be {allowed}{meant}",
+            {
+                "allowed": f"{', '.join(others)} or {last}, or an object {{'policy': …, 'exact': …}}",
+                "meant": did_you_mean(value, ROPE_UPDATES),
+            },
+        )
+    return {"policy": value}
+
+
+def _breaker_list(value: Any) -> Any:
+    """A list, or JSON strings with commas between them, as oobabooga writes it."""
+    if not isinstance(value, str):
+        return value
+    try:
+        if len(value) > MAX_BREAKERS * 6 * MAX_BREAKER_CHARS:
+            raise ValueError
+        return from_json(value if value.lstrip().startswith("[") else f"[{value}]")
+    except ValueError:
+        raise PydanticCustomError(
+            "type", 'should be a list of strings, or JSON strings with commas between them such as "\\n", ":"'
+        ) from None
+
+
+MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
+
+SequenceBreakers = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]],
+    Field(max_length=MAX_BREAKERS, fail_fast=True),
+    OrString(_breaker_list),
+]
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+
+FreeForm = Annotated[dict[str, Any], BeforeValidator(check_free_form)]
+
+StopStrings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=256)]],
+    Field(max_length=16, fail_fast=True),
+    OrString(_as_list),
+]
+
+LogitBias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_bias)]
+
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,128}$")]
+
+
+class RopeUpdateObject(StrictModel):
+    """`exact`: under `recompute`, frequencies follow every token, not steps; only where the operator allows it."""
+
+    policy: RopeUpdate
+    exact: bool | None = None
+
+    @field_validator("exact")
+    @classmethod
+    def _exact_recomputes(cls, exact: bool | None, info: ValidationInfo) -> bool | None:
+        if exact and info.data.get("policy", "recompute") != "recompute":  # a policy at fault has its own error
+            raise PydanticCustomError("exact", "goes with the policy 'recompute': leave it out")
+        return exact
+
+
+# An object, the name of a profile, or null.
+RopeScalingField = Annotated[Any, BeforeValidator(_rope_scaling, json_schema_input_type=dict[str, Any] | str | None)]
+
+RopeUpdateField = Annotated[
+    RopeUpdateObject,
+    BeforeValidator(_rope_update, json_schema_input_type=RopeUpdate | RopeUpdateObject),
+]
+
+OTHER = "[other]"  # tags stand in brackets: those are left out of the names of fields that errors tell
+
+
+def by_type(known: Collection[str], default: Callable[[dict[str, Any]], str] | None = None) -> Discriminator:
+    """Tells objects apart by `type`: each has the tag "[type]", or OTHER. default: the type of one that has none."""
+
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        if kind is None and default is not None and isinstance(value, dict):
+            kind = default(value)
+        return f"[{kind}]" if isinstance(kind, str) and kind in known else OTHER
+
+    return Discriminator(tag)
+
+
+class OtherKind(BaseModel):
+    """An object of any other kind, which never validates. what: "items"; instead: the kinds that there are."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    what: ClassVar[str]
+    instead: ClassVar[str]
+
+    type: Any
+
+    @field_validator("type")
+    @classmethod
+    def _refuse(cls, kind: Any) -> Any:
+        shown = repr(kind[:MAX_NAME]) if isinstance(kind, str) else "this"
+        raise PydanticCustomError(
+            "unsupported_field",
+            "{shown} is not among the {what} that are supported: {instead}",
+            {"shown": shown, "what": cls.what, "instead": cls.instead},
+        )
+
+
+def texts(kind: str) -> OrString:
+    """A list of parts, of which a string is the one of this kind."""
+    return OrString(lambda value: [{"type": kind, "text": value}] if isinstance(value, str) else value)

@@ -1,0 +1,519 @@
+"""Requests, responses and events of `/v1/messages`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, RootModel, Tag
+from pydantic_core import PydanticCustomError
+
+from windlass.server.schemas.base import (
+    INT32_MAX,
+    OTHER,
+    FreeForm,
+    OtherKind,
+    StopStrings,
+    StrictModel,
+    by_type,
+    texts,
+    without_nulls,
+)
+from windlass.server.schemas.chat import MAX_MESSAGES, Effort
+from windlass.server.schemas.generation import SharedRequest, only_empty, unsupported
+from windlass.server.schemas.response_parts import Rotary
+from windlass.server.schemas.tools import (
+    MAX_TOOLS,
+    FunctionDefinition,
+    FunctionName,
+    ToolDefinition,
+    check_functions,
+    check_parameters,
+)
+
+MAX_BLOCKS = 4096
+
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+
+_IGNORED_IN_BLOCKS = frozenset({"cache_control"})
+
+
+class TextBlock(StrictModel):
+    """Text. `citations`, which answers of other servers have, are without effect."""
+
+    ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"citations", "parsed_output"}
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(StrictModel):
+    """The thinking of an earlier turn. `signature` has no effect: this server signs none."""
+
+    ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"signature"}
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(StrictModel):
+    """Thinking that another server keeps to itself; nothing of it reaches the model."""
+
+    ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS
+
+    type: Literal["redacted_thinking"]
+    data: str | None = None
+
+
+class ToolUseBlock(StrictModel):
+    """A call that the assistant made."""
+
+    ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"caller", "toolset_name"}
+
+    type: Literal["tool_use"]
+    id: CallId
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    input: FreeForm
+
+
+class _OtherText(OtherKind):
+    what = "blocks"
+    instead = "text"
+
+
+_TextBlock = Annotated[
+    Annotated[TextBlock, Tag("[text]")] | Annotated[_OtherText, Tag(OTHER)],
+    by_type(("text",)),
+]
+
+Texts = Annotated[list[_TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), texts("text")]
+
+
+class ToolResultBlock(StrictModel):
+    """The result of a call. Of one with `is_error` the model is told that it is an error."""
+
+    ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"toolset_name"}
+
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: Texts | None = None
+    is_error: bool | None = None
+
+
+class _OtherBlock(OtherKind):
+    what = "blocks"
+    instead = "text, thinking, tool_use and tool_result"
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("[text]")]
+    | Annotated[ThinkingBlock, Tag("[thinking]")]
+    | Annotated[RedactedThinkingBlock, Tag("[redacted_thinking]")]
+    | Annotated[ToolUseBlock, Tag("[tool_use]")]
+    | Annotated[ToolResultBlock, Tag("[tool_result]")]
+    | Annotated[_OtherBlock, Tag(OTHER)],
+    by_type(("text", "thinking", "redacted_thinking", "tool_use", "tool_result")),
+]
+
+
+class InputMessage(StrictModel):
+    """One turn. `content`: a string or blocks. An answer may be sent back as it is: what it has besides has no effect."""
+
+    ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {
+        *("id", "type", "model", "stop_reason", "stop_sequence", "usage", "rotary"),
+        *("container", "context_management", "diagnostics", "input_transformations", "stop_details"),  # of Anthropic's
+    }
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), texts("text")]
+
+
+def text_of(blocks: Any) -> str:
+    """The text of blocks, which are joined by line breaks as the parts of a chat's messages are."""
+    return "\n".join(block.text for block in blocks)
+
+
+# What concerns Anthropic's own caches, machines and accounts.
+_IGNORED_IN_REQUESTS = frozenset(
+    {
+        *("billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "inference_geo", "speed"),
+        *("user_profile_id", "workspace_id"),
+    }
+)
+
+_KEEPS_ALL = ("all", {"type": "all"})
+
+
+class CustomTool(StrictModel):
+    """A tool on offer. `cache_control` and what concerns tools that the server would run have no effect.
+
+    `strict`: where a call is required, a schema that cannot be held to as a whole is refused.
+    """
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "eager_input_streaming", "input_examples", "allowed_callers"}
+    )
+
+    hints: ClassVar[dict[str, str]] = {
+        "function": "name, description and input_schema stand in the tool itself here",
+        "parameters": "it is input_schema here",
+    }
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: Annotated[FreeForm, AfterValidator(check_parameters)]
+    strict: bool | None = None
+    defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None
+
+
+class _OtherMessageTool(OtherKind):
+    what = "tools"
+    instead = "custom, which are functions of the caller"
+
+
+_Tool = Annotated[
+    Annotated[CustomTool, Tag("[custom]")] | Annotated[_OtherMessageTool, Tag(OTHER)],
+    by_type(("custom",), lambda _: "custom"),
+]
+
+
+def definitions(tools: Sequence[Any]) -> list[ToolDefinition]:
+    """The tools of a body, which are `CustomTool`s, as a chat offers them."""
+    return [
+        ToolDefinition.model_construct(
+            type="function",
+            function=FunctionDefinition.model_construct(
+                name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+            ),
+        )
+        for tool in tools
+    ]
+
+
+def _tools(value: list[CustomTool]) -> list[CustomTool]:
+    check_functions([tool.function for tool in definitions(value)])
+    return value
+
+
+class MessageToolChoice(StrictModel):
+    """Whether the model may call, or has to. `name` goes with `tool`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(StrictModel):
+    """`enabled` with a budget in tokens, `adaptive` (as much as the model likes) or `disabled`. `display` has no effect."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"display"})
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+
+
+def _format(value: dict[str, Any]) -> dict[str, Any]:
+    given = without_nulls(value)
+    if set(given) != {"type", "schema"} or given["type"] != "json_schema" or not isinstance(given["schema"], dict):
+        raise PydanticCustomError("type", "should be {'type': 'json_schema', 'schema': {…}}")
+    return given
+
+
+def _keeps_all(edit: Any) -> bool:
+    """Whether an edit leaves the conversation as it is: it clears thinking, and none of it."""
+    given = without_nulls(edit) if isinstance(edit, dict) else {}
+    kind = given.get("type")
+    clears = isinstance(kind, str) and kind.startswith("clear_thinking_")
+    return clears and set(given) == {"type", "keep"} and given["keep"] in _KEEPS_ALL
+
+
+def _context_management(value: Any) -> Any:
+    if value:
+        given = without_nulls(value) if isinstance(value, dict) else {"": value}
+        edits = given.pop("edits", [])
+        if given or not isinstance(edits, list) or not all(map(_keeps_all, edits)):
+            raise unsupported("context_management that changes the conversation is")
+    return value
+
+
+def _fallbacks(value: Any) -> Any:
+    if value and value != "default":
+        raise unsupported("fallbacks to other models are")
+    return value
+
+
+# What only Anthropic's own service does
+McpServers = Annotated[Any, only_empty("mcp_servers are")]
+
+ContextManagement = Annotated[
+    Any,
+    AfterValidator(_context_management),
+    Field(description="Edits that clear no thinking (`keep` is `all`) are accepted, without effect; no others are."),
+]
+
+# Those of the model, if it has any, are `default`.
+Fallbacks = Annotated[Any, AfterValidator(_fallbacks), Field(json_schema_extra={"enum": [None, [], "default"]})]
+
+# By these details the anthropic package's tool runner finds that it has to send the whole conversation each time.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+class OutputConfig(StrictModel):
+    """The form of the answer's text, and how much the model shall think."""
+
+    effort: Effort | None = None
+    format: Annotated[dict[str, Any], AfterValidator(_format)] | None = None
+
+
+class MessageMetadata(StrictModel):
+    """`user_id` has no effect."""
+
+    user_id: str | None = None
+
+
+Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+MessageTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_tools)]
+
+
+class CountTokensRequest(StrictModel):
+    """What an input comes to in tokens, the chat template's own included."""
+
+    ignored: ClassVar[frozenset[str]] = _IGNORED_IN_REQUESTS | {"compaction"}
+
+    model: str | None = None
+    messages: Messages
+    system: Texts | None = None
+    tools: MessageTools | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: FreeForm | None = None
+    mcp_servers: McpServers = None
+    context_management: ContextManagement = None
+
+
+class MessageRequest(SharedRequest):
+    """`messages` behind `system` go through the model's chat template. Where the last message is the assistant's, the answer
+    goes on with it."""
+
+    hints: ClassVar[dict[str, str]] = SharedRequest.hints | {
+        "stop": "it is called stop_sequences here",
+        "max_completion_tokens": "it is called max_tokens here",
+        "response_format": "it is called output_config.format here",
+        "n": "a message is one answer",
+        "n_predict": "it is called max_tokens here",
+        "num_predict": "it is called max_tokens here",
+    }
+    ignored: ClassVar[frozenset[str]] = _IGNORED_IN_REQUESTS
+
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    messages: Messages
+    system: Texts | None = None
+    stop_sequences: StopStrings | None = None
+    tools: MessageTools | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: MessageMetadata | None = None
+    chat_template_kwargs: FreeForm | None = None
+
+    container: Annotated[Any, only_empty("containers are")] = None
+    mcp_servers: McpServers = None
+    context_management: ContextManagement = None
+    compaction: Annotated[Any, only_empty("compaction is")] = None
+    fallbacks: Fallbacks = None
+    thread: Annotated[Any, only_empty("threads are", _NO_THREADS)] = None
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessageTokensDetails(StrictModel):
+    """Of the tokens that were generated."""
+
+    thinking_tokens: Annotated[
+        int, Field(description="Generated tokens up to the end of the thinking, its markers included.")
+    ]
+
+
+class MessageUsage(StrictModel):
+    """Token counts."""
+
+    input_tokens: Annotated[int, Field(description="Tokens of the input that were not found in the prefix cache.")]
+    cache_creation_input_tokens: Annotated[int, Field(description="Always 0: no cache is paid for.")]
+    cache_read_input_tokens: Annotated[int, Field(description="Tokens of the input that were found in it.")]
+    output_tokens: int
+    output_tokens_details: MessageTokensDetails | None = None
+
+
+class AnsweredText(StrictModel):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class AnsweredThinking(StrictModel):
+    """What the model thought."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Annotated[str, Field(description="Always empty: this server signs none.")]
+
+
+class AnsweredToolUse(StrictModel):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Annotated[dict[str, Any], Field(description="Its arguments.")]
+
+
+AnsweredBlock = Annotated[AnsweredText | AnsweredThinking | AnsweredToolUse, Field(discriminator="type")]
+
+
+class MessageAnswer(StrictModel):
+    """The answer."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnsweredBlock]
+    stop_reason: StopReason
+    stop_sequence: str | None
+    usage: MessageUsage
+    rotary: Rotary | None = None
+
+
+class TokenCount(StrictModel):
+    """What an input comes to."""
+
+    input_tokens: int
+
+
+class MessageErrorDetail(StrictModel):
+    """What went wrong, in words; `param` and `code` are as in errors of the other endpoints."""
+
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "overloaded_error",
+        "timeout_error",
+        "api_error",
+    ]
+    message: str
+    param: str | None
+    code: str
+    details: dict[str, Any] | None = None
+
+
+class MessageError(StrictModel):
+    """Every answer of these endpoints other than success has this shape, and so has the event that ends a failed stream."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+    request_id: str | None
+
+
+class BegunMessage(StrictModel):
+    """The message as a stream opens it."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: Annotated[list[Any], Field(max_length=0, description="Empty: events bring it.")]
+    stop_reason: None
+    stop_sequence: None
+    usage: MessageUsage
+
+
+class MessageStart(StrictModel):
+    """The message begins."""
+
+    type: Literal["message_start"]
+    message: BegunMessage
+
+
+class BlockStart(StrictModel):
+    """A block begins, empty."""
+
+    type: Literal["content_block_start"]
+    index: int
+    content_block: AnsweredBlock
+
+
+class TextDelta(StrictModel):
+    """More text."""
+
+    type: Literal["text_delta"]
+    text: str
+
+
+class ThinkingDelta(StrictModel):
+    """More of the thinking."""
+
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class InputDelta(StrictModel):
+    """More of the JSON text of a call's arguments."""
+
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+class BlockDelta(StrictModel):
+    """More of a block."""
+
+    type: Literal["content_block_delta"]
+    index: int
+    delta: Annotated[TextDelta | ThinkingDelta | InputDelta, Field(discriminator="type")]
+
+
+class BlockStop(StrictModel):
+    """A block is whole."""
+
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class MessageEnding(StrictModel):
+    """How the message ended."""
+
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(StrictModel):
+    """The message has ended."""
+
+    type: Literal["message_delta"]
+    delta: MessageEnding
+    usage: MessageUsage
+    rotary: Rotary | None = None
+
+
+class MessageSign(StrictModel):
+    """`ping`: the server is there, more will come. `message_stop`: nothing more will."""
+
+    type: Literal["ping", "message_stop"]
+
+
+class MessageEvent(
+    RootModel[
+        Annotated[
+            MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageSign | MessageError,
+            Field(discriminator="type"),
+        ]
+    ]
+):
+    """The JSON of an event of a stream; `event:` repeats its `type`."""

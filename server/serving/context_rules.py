@@ -1,0 +1,85 @@
+"""Rules for prompts that do not fit the context: from the request or from the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from windlass.engine.interface.context import (
+    DEFAULT_KEEP_TOKENS,
+    MIN_PASSAGE_TOKENS,
+    ContextRule,
+    ContextSize,
+    NonPrefixReuseParams,
+)
+from windlass.engine.interface.model_info import ModelInfo
+from windlass.server.config.settings import ContextOverflow, ServerSettings
+from windlass.server.errors import bad_request
+from windlass.server.schemas.generation import GenerationRequest
+from windlass.server.schemas.pooling import PromptRequest
+
+DEFAULT_RECOMPUTE = 0.15  # of a passage, at its head: what follows from the table in docs/endless-context.md
+
+
+def rule_of(body: GenerationRequest, overflow: ContextOverflow, settings: ServerSettings) -> ContextRule:
+    """The rule of a request under `overflow`; raises ApiError for fields that do not go together."""
+    if body.keep_tokens is not None and overflow != "shift":
+        raise bad_request("keep_tokens goes with context_overflow shift", "keep_tokens")
+    keep = settings.keep_tokens if body.keep_tokens is None else body.keep_tokens
+    return replace(
+        window_rule(body, settings),
+        overflow="shift" if overflow == "shift" else "stop",
+        keep_tokens=DEFAULT_KEEP_TOKENS if keep is None else keep,
+    )
+
+
+def window_rule(body: GenerationRequest | PromptRequest, settings: ServerSettings) -> ContextRule:
+    """What each token sees; raises ApiError for fields that do not go together."""
+    window, sinks = body.attention_window, body.attention_sinks
+    if window is None:
+        window = settings.attention_window
+        sinks = settings.attention_sinks if sinks is None else sinks
+    if sinks and window is None:
+        raise bad_request("attention_sinks goes with attention_window", "attention_sinks")
+    return ContextRule(attention_window=window, attention_sinks=sinks or 0)
+
+
+def reuse_of(body: GenerationRequest, scope: str, settings: ServerSettings, *, chat: bool) -> NonPrefixReuseParams:
+    """What a request takes of other prompts; raises ApiError for what cannot be. scope: see `NonPrefixReuseParams`.
+
+    One that takes nothing can still be taken from.
+    """
+    at_least = settings.cache_reuse if body.cache_reuse is None else body.cache_reuse
+    if 0 < at_least < MIN_PASSAGE_TOKENS:
+        raise bad_request(
+            f"cache_reuse must be 0 or at least {MIN_PASSAGE_TOKENS}: shorter passages are not taken, got {at_least}",
+            "cache_reuse",
+        )
+    if body.cache_reuse_recompute is not None and not at_least and body.passages is None:
+        raise bad_request("cache_reuse_recompute goes with cache_reuse or passages", "cache_reuse_recompute")
+    if body.passages is not None and body.cache_reuse == 0:
+        raise bad_request(
+            "cache_reuse 0 takes nothing, passages name what is to be taken: leave one of them out", "cache_reuse"
+        )
+    if body.passages is not None and chat:
+        raise bad_request("passages goes with a prompt; chats have cache_reuse", "passages")
+    spans = tuple((span.start, span.end) for span in body.passages or ())
+    recompute = DEFAULT_RECOMPUTE if body.cache_reuse_recompute is None else body.cache_reuse_recompute
+    return NonPrefixReuseParams(at_least, spans, recompute, scope)
+
+
+def size_of(rule: ContextRule, info: ModelInfo) -> ContextSize:
+    """What the rule comes to on this model; raises RequestError for one that cannot be."""
+    return info.size(rule)
+
+
+def keeping(rule: ContextRule, head: Sequence[int], prompt: Sequence[int], info: ModelInfo) -> ContextRule:
+    """The rule under which as much as may be of a chat's system prompt is kept: what the chat shares with `head`, its system
+    prompt alone. Where they share nothing, the rule as it is.
+    """
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(head, prompt, strict=False)) if a != b), min(len(head), len(prompt))
+    )
+    size = info.block_size
+    most = info.shift_context // size * size - 2 * size
+    return replace(rule, keep_tokens=max(0, min(shared, most))) if shared else rule

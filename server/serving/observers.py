@@ -1,0 +1,420 @@
+"""Observers of a request: the recorder and tracing."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
+
+from windlass._version import __version__
+from windlass.engine.interface.outputs import PooledRows, RequestOutput
+from windlass.engine.interface.request import PoolingRule
+from windlass.engine.rotary.auto_scaling import AUTO
+from windlass.server.errors import from_exception
+from windlass.server.observability.recording import Line, WorkloadRecorder
+from windlass.server.serving.deltas import Delta, GenerationPlan, Tally
+from windlass.server.serving.job import GenerationJob, PoolingJob, RequestJob
+from windlass.server.serving.request_rotation import Rotation
+from windlass.server.serving.streaming import Exchange
+
+if TYPE_CHECKING:
+    from windlass.server.observability.tracing import Tracing
+
+
+FORM = 1  # of the lines; the first field of a file's first line
+
+OK = "ok"
+
+
+def digest(token_ids: Sequence[int]) -> str:
+    """Of an answer's tokens: the same ids in the same order, and nothing else, give the same one."""
+    return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()[:32]
+
+
+def with_seed(job: GenerationJob) -> GenerationJob:
+    """The job with a seed that can be written down, where it is drawn and has none.
+
+    Several prompts keep drawing their own: one seed for all would give equal prompts equal answers.
+    """
+    if job.sampling.seed is not None or job.sampling.temperature == 0:
+        return job
+    return replace(job, sampling=replace(job.sampling, seed=secrets.randbits(53)))
+
+
+def outcome_of(error: BaseException | None, cut_short: str) -> str:
+    """OK, or the code of what ended a request. cut_short: the code where `error` is a cancellation."""
+    if error is None:
+        return OK
+    known = from_exception(error)
+    return cut_short if known is None else known.code or str(known.status)
+
+
+def put_line(recorder: WorkloadRecorder, job: RequestJob, clock: float, line: Line) -> None:
+    """Have a request's line written, where needed behind the one that tells of the server."""
+    recorder.put(line, head=lambda: _head(recorder, job, clock))
+
+
+def first_fields(job: RequestJob, route: str, now: float, clock: float) -> dict[str, Any]:
+    """What every request's line begins with. now, clock: the same moment, monotonic and as the clock has it, in seconds."""
+    return {
+        "at": round(clock - (now - job.arrival), 6),
+        "request_id": job.request_id,
+        "route": route,
+        "caller": job.state.callers.of(job.caller).name or None,
+        "model": job.model_name,
+    }
+
+
+def rotation_fields(rotation: Rotation, asked: Any) -> dict[str, Any]:
+    """The scaling as a request names it, and the rule of its updates. asked: the body's `rope_scaling`."""
+    fields: dict[str, Any] = {}
+    if rotation.update is not None:
+        fields["rope_update"] = {"policy": rotation.update, "exact": rotation.exact or None}
+    if isinstance(asked, str) or rotation.scaling is AUTO:
+        fields["rope_scaling"] = asked
+    elif rotation.scaling is not None:
+        fields["rope_scaling"] = rotation.scaling.to_dict()
+    return fields
+
+
+class RecordedRequest:
+    """One request while it runs. `take` its deltas, `end` it once.
+
+    route: as it was asked for. With text the line has the ids of prompts and the digests of answers, and the whole body where
+    something that was made of its texts, such as a grammar, goes into the answer.
+    """
+
+    def __init__(
+        self, recorder: WorkloadRecorder, job: GenerationJob, plan: GenerationPlan, tally: Tally, route: str
+    ) -> None:
+        self._recorder, self._job, self._plan, self._tally, self._route = recorder, job, plan, tally, route
+        self._first_at: float | None = None
+        self._ids: dict[int, array[int]] = {}
+        self._reasons: dict[int, str | None] = {}
+
+    def take(self, delta: Delta) -> None:
+        """What came now."""
+        if self._first_at is None:
+            self._first_at = time.monotonic()
+        self._ids.setdefault(delta.choice, array("q")).extend(delta.token_ids)
+        self._reasons[delta.choice] = delta.finish_reason
+
+    def end(self, error: BaseException | None, cut_short: str) -> None:
+        """Have it written. cut_short: the code of what ended it from outside, where `error` is a cancellation."""
+        outcome, now, clock = outcome_of(error, cut_short), time.monotonic(), time.time()
+        put_line(self._recorder, self._job, clock, lambda: self._line(outcome, now, clock))
+
+    def _line(self, outcome: str, now: float, clock: float) -> dict[str, Any]:
+        job, text = self._job, self._recorder.settings.text
+        line: dict[str, Any] = {
+            **first_fields(job, self._route, now, clock),
+            "stream": bool(job.body.stream),
+            "prompt_tokens": [len(prompt.token_ids) for prompt in self._plan.prompts],
+            "cached_tokens": self._tally.cached_tokens,
+            "fields": _fields(job),
+            "outcome": outcome,
+            "first_token_seconds": None if self._first_at is None else round(self._first_at - job.arrival, 6),
+            "seconds": round(now - job.arrival, 6),
+            "answers": [self._answer(choice, text) for choice in sorted(self._ids)],
+        }
+        if text:
+            line["prompt_token_ids"] = [prompt.token_ids for prompt in self._plan.prompts]
+            line["texts"] = _texts(job)
+            line["exact"] = job.line_limits is None and (job.sampling.seed is not None or job.sampling.temperature == 0)
+            if _made_of_texts(job):
+                line["body"] = job.body.model_dump(mode="json", exclude_none=True, by_alias=True)
+                line["chat"] = job.chat
+        return {name: value for name, value in line.items() if value is not None}
+
+    def _answer(self, choice: int, text: bool) -> dict[str, Any]:
+        ids = self._ids[choice]
+        answer = {"choice": choice, "tokens": len(ids), "finish_reason": self._reasons[choice]}
+        # Without text there is none either: few tokens could be guessed from it.
+        return answer | {"digest": digest(ids)} if text else answer
+
+
+def _head(recorder: WorkloadRecorder, job: RequestJob, clock: float) -> dict[str, Any]:
+    settings = recorder.settings
+    return {
+        "windlass_record": FORM,
+        "version": __version__,
+        "at": round(clock, 6),
+        "model": job.state.settings.served_model_name,
+        "fingerprint": job.state.fingerprint(job.info),
+        "deterministic": settings.deterministic,
+        "text": settings.text,
+    }
+
+
+def _fields(job: GenerationJob) -> dict[str, Any]:
+    """Fields of a completion that asks for the same: numbers, kinds and names that the operator chose."""
+    sampling, rule, reuse, rotation, body = job.sampling, job.rule, job.reuse, job.rotation, job.body
+    fields: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "n": sampling.n,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "typical_p": sampling.typical_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "xtc_probability": sampling.xtc_probability,
+        "xtc_threshold": sampling.xtc_threshold,
+        "seed": sampling.seed,
+        "min_tokens": sampling.min_tokens,
+        "ignore_eos": sampling.ignore_eos,
+        "prompt_logprobs": sampling.prompt_logprobs,
+        "context_overflow": rule.overflow,
+        "keep_tokens": rule.keep_tokens if rule.overflow == "shift" else None,
+        "attention_window": rule.attention_window,
+        "attention_sinks": rule.attention_sinks if rule.attention_window is not None else None,
+        "cache_reuse": reuse.at_least,
+        "cache_reuse_recompute": reuse.recompute if reuse.is_enabled else None,
+        "passages": [{"start": start, "end": end} for start, end in reuse.passages] or None,
+        "priority": job.priority or None,
+        **rotation_fields(rotation, body.rope_scaling),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _texts(job: GenerationJob) -> dict[str, Any]:
+    """Further fields, which may tell something of a text."""
+    sampling, body = job.sampling, job.body
+    fields: dict[str, Any] = {
+        "stop": list(body.stop) if body.stop else None,
+        "include_stop_str_in_output": body.include_stop_str_in_output,
+        "skip_special_tokens": body.skip_special_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "allowed_token_ids": None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids),
+        "logit_bias": None if sampling.logit_bias is None else {str(k): v for k, v in sampling.logit_bias.items()},
+        "cache_salt": body.cache_salt,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _made_of_texts(job: GenerationJob) -> bool:
+    """Whether something goes into the answer that fields of a completion by tokens cannot say."""
+    return bool(
+        job.structured is not None
+        or job.body.bad_words
+        or job.sampling.repeats is not None
+        or job.sampling.thinking is not None
+        or job.line_limits is not None
+    )
+
+
+@dataclass(slots=True)
+class _TracedPrompt:
+    """Times on the monotonic clock, None before they come."""
+
+    scheduled: float | None = None
+    first: float | None = None
+    last: float | None = None
+    tokens: int = 0
+
+
+class TracedRequest:
+    """One request while it runs. `take` its deltas, `end` it once. span: of its exchange, the parent of the phases."""
+
+    def __init__(self, tracing: Tracing, span: Any, job: GenerationJob, plan: GenerationPlan, tally: Tally) -> None:
+        self._tracing, self._span, self._job, self._plan, self._tally = tracing, span, job, plan, tally
+        self._handed = time.monotonic()
+        self._prompts = [_TracedPrompt() for _ in plan.prompts]
+
+    def take(self, delta: Delta) -> None:
+        """What came now."""
+        prompt = self._prompts[delta.choice // self._plan.samples]
+        prompt.last = time.monotonic()
+        if prompt.first is None:
+            prompt.first, prompt.scheduled = prompt.last, delta.scheduled_at
+        prompt.tokens += len(delta.token_ids)
+
+    def end(self, error: BaseException | None, cut_short: str) -> None:
+        """Write the spans of the phases that have begun. cut_short: see `RecordedRequest.end`."""
+        now, job = time.monotonic(), self._job
+        outcome = outcome_of(error, cut_short)
+        self._phase("prepare", job.arrival, self._handed, {})
+        for index, prompt in enumerate(self._prompts):
+            seen: dict[str, Any] = {"windlass.prompt": index} if len(self._prompts) > 1 else {}
+            prompt_tokens = len(self._plan.prompts[index].token_ids)
+            scheduled = self._handed if prompt.scheduled is None else max(self._handed, prompt.scheduled)
+            if prompt.first is None:  # it ended in the queue or in its prefill: which of them is not known here
+                self._phase("queue", self._handed, now, seen)
+                continue
+            self._phase("queue", self._handed, scheduled, seen)
+            self._phase("prefill", scheduled, prompt.first, {**seen, "gen_ai.usage.input_tokens": prompt_tokens})
+            tokens = {**seen, "gen_ai.usage.output_tokens": prompt.tokens}
+            self._phase("decode", prompt.first, prompt.last or now, tokens)
+        self._span.set_attributes(
+            {
+                "gen_ai.request.model": job.model_name,
+                "gen_ai.usage.input_tokens": self._tally.prompt_tokens,
+                "gen_ai.usage.output_tokens": self._tally.completion_tokens,
+                "windlass.cached_tokens": self._tally.cached_tokens,
+                "windlass.scaling": job.rotation.shown_name(job.body.rope_scaling),
+                "windlass.outcome": outcome,
+            }
+        )
+
+    def _phase(self, name: str, start: float, end: float, attributes: dict[str, Any]) -> None:
+        self._tracing.phase(self._span, name, start, end, attributes)
+
+
+P = ParamSpec("P")
+
+
+class RequestFollower(Protocol[P]):
+    """`take` what comes, part by part; `end` it once. cut_short: see `RecordedRequest.end`."""
+
+    def take(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
+
+    def end(self, error: BaseException | None, cut_short: str) -> None: ...
+
+
+@contextmanager
+def followed(exchange: Exchange, followers: Sequence[RequestFollower[P]]) -> Iterator[Callable[P, None] | None]:
+    """A request runs until the block ends; what comes goes to the function, where there is one."""
+    if not followers:
+        yield None
+        return
+
+    def take(*args: P.args, **kwargs: P.kwargs) -> None:
+        for follower in followers:
+            follower.take(*args, **kwargs)
+
+    failure: BaseException | None = None
+    try:
+        yield take
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        for follower in followers:
+            follower.end(failure, exchange.cut_short)
+
+
+def followers_of(
+    exchange: Exchange, job: GenerationJob, plan: GenerationPlan, tally: Tally
+) -> list[RequestFollower[[Delta]]]:
+    """Who wants to see a request that generates."""
+    state, followers = job.state, list[RequestFollower[[Delta]]]()
+    if state.recorder is not None:
+        followers.append(RecordedRequest(state.recorder, job, plan, tally, exchange.path))
+    if state.tracing is not None and exchange.span is not None:
+        followers.append(TracedRequest(state.tracing, exchange.span, job, plan, tally))
+    return followers
+
+
+def pooling_observers_of(
+    exchange: Exchange, job: PoolingJob, prompts: Sequence[Collection[int]], rules: Sequence[PoolingRule]
+) -> list[RequestFollower[[int, RequestOutput]]]:
+    """Who wants to see a request that is pooled. They take each prompt's place and output, in any order."""
+    state, followers = job.state, list[RequestFollower[[int, RequestOutput]]]()
+    if state.recorder is not None:
+        followers.append(RecordedPooling(state.recorder, job, prompts, rules, exchange.path))
+    if state.tracing is not None and exchange.span is not None:
+        followers.append(TracedPooling(state.tracing, exchange.span, job, sum(map(len, prompts))))
+    return followers
+
+
+class RecordedPooling:
+    """The line of one request. With text it has the ids of prompts and the digests of rows."""
+
+    def __init__(
+        self,
+        recorder: WorkloadRecorder,
+        job: PoolingJob,
+        prompts: Sequence[Collection[int]],
+        rules: Sequence[PoolingRule],
+        route: str,
+    ) -> None:
+        self._recorder, self._job, self._prompts, self._rules, self._route = recorder, job, prompts, rules, route
+        self._rows: dict[int, PooledRows] = {}
+
+    def take(self, index: int, output: RequestOutput) -> None:
+        """See `pooling_observers_of`."""
+        if output.pooled is not None:
+            self._rows[index] = output.pooled
+
+    def end(self, error: BaseException | None, cut_short: str) -> None:
+        """Have it written."""
+        outcome, now, clock = outcome_of(error, cut_short), time.monotonic(), time.time()
+        put_line(self._recorder, self._job, clock, lambda: self._line(outcome, now, clock))
+
+    def _line(self, outcome: str, now: float, clock: float) -> dict[str, Any]:
+        job, text = self._job, self._recorder.settings.text
+        fields: dict[str, Any] = {
+            "attention_window": job.rule.attention_window,
+            "attention_sinks": job.rule.attention_sinks if job.rule.attention_window is not None else None,
+            "priority": job.priority or None,
+            **rotation_fields(job.rotation, job.body.rope_scaling),
+        }
+        line: dict[str, Any] = {
+            **first_fields(job, self._route, now, clock),
+            "prompt_tokens": [len(ids) for ids in self._prompts],
+            "fields": {name: value for name, value in fields.items() if value is not None},
+            "pooling": {name: value for name, value in asdict(self._rules[0]).items() if name != "second_from"},
+            "outcome": outcome,
+            "seconds": round(now - job.arrival, 6),
+            "answers": [self._answer(index, text) for index in sorted(self._rows)],
+        }
+        if text:
+            line["prompt_token_ids"] = [list(ids) for ids in self._prompts]
+            line["texts"] = {} if job.body.cache_salt is None else {"cache_salt": job.body.cache_salt}
+            # Where the second text of a pair begins cannot be said in a request of tokens.
+            line["exact"] = all(each.second_from is None for each in self._rules)
+        return {name: value for name, value in line.items() if value is not None}
+
+    def _answer(self, index: int, text: bool) -> dict[str, Any]:
+        rows = self._rows[index]
+        answer = {"choice": index, "rows": rows.num_rows, "width": rows.width}
+        return answer | {"digest": digest_of_rows(rows.values)} if text else answer
+
+
+def digest_of_rows(values: bytes) -> str:
+    """Of a text's rows, float32 and little-endian: the same numbers to the last bit, and nothing else, give the same one."""
+    return hashlib.sha256(values).hexdigest()[:32]
+
+
+class TracedPooling:
+    """The phases of one request as spans: prepared, queued until the first of its texts began, pooled until the last was done."""
+
+    def __init__(self, tracing: Tracing, span: Any, job: PoolingJob, tokens: int) -> None:
+        self._tracing, self._span, self._job, self._tokens = tracing, span, job, tokens
+        self._handed = time.monotonic()
+        self._scheduled: float | None = None
+        self._texts = 0
+
+    def take(self, index: int, output: RequestOutput) -> None:
+        """See `pooling_observers_of`."""
+        self._texts += 1
+        begun = output.scheduled_at
+        if begun is not None and (self._scheduled is None or begun < self._scheduled):
+            self._scheduled = begun
+
+    def end(self, error: BaseException | None, cut_short: str) -> None:
+        """Write the spans of the phases that have begun."""
+        now, job, tracing, span = time.monotonic(), self._job, self._tracing, self._span
+        counts = {"gen_ai.usage.input_tokens": self._tokens, "windlass.texts": self._texts}
+        tracing.phase(span, "prepare", job.arrival, self._handed, {})
+        if self._texts == 0:
+            tracing.phase(span, "queue", self._handed, now, {})
+        else:
+            scheduled = self._handed if self._scheduled is None else max(self._handed, self._scheduled)
+            tracing.phase(span, "queue", self._handed, scheduled, {})
+            tracing.phase(span, "pool", scheduled, now, counts)
+        span.set_attributes(
+            {
+                "gen_ai.request.model": job.model_name,
+                "gen_ai.usage.input_tokens": self._tokens,
+                "windlass.scaling": job.rotation.shown_name(job.body.rope_scaling),
+                "windlass.outcome": outcome_of(error, cut_short),
+            }
+        )

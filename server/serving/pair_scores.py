@@ -1,0 +1,269 @@
+"""Scores of pairs of texts: cosines, classification heads, or the model's answer."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import mul
+from typing import Any
+
+from windlass.engine.interface.model_info import Activation
+from windlass.engine.interface.request import PoolingRule
+from windlass.server.errors import bad_request, context_length_exceeded
+from windlass.server.schemas.pooling import MAX_INPUTS
+from windlass.server.serving.job import PoolingJob
+from windlass.server.serving.pooling import Pool, embedding_rule, numbers, read_inputs, telling_what_bounds
+from windlass.server.text.pair_prompts import PairTemplate
+from windlass.server.text.service import PairJob
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """values: one for each pair. tokens: that were computed or taken from the cache for them."""
+
+    values: list[float]
+    tokens: int
+
+
+def check_texts(value: Any, param: str) -> list[str]:
+    """One text or several; raises ApiError for others, for empty ones and for too many."""
+    if isinstance(value, str):
+        texts: list[Any] = [value]
+    else:
+        texts = value
+    if len(texts) > MAX_INPUTS:
+        raise bad_request(
+            f"{param} holds {len(texts)} texts, at most {MAX_INPUTS} are taken at once", param, "too_many"
+        )
+    for index, text in enumerate(texts):
+        where = param if isinstance(value, str) else f"{param}[{index}]"
+        if not isinstance(text, str):
+            raise bad_request(f"{where} must be a string", where)
+        if not text:
+            raise bad_request(f"{where} is empty: give at least one token", where, "empty_prompt")
+    return texts
+
+
+def check_head(job: PoolingJob, pooling: str | None) -> None:
+    """Raise ApiError where this model cannot score pairs."""
+    classifier = job.info.classifier
+    if classifier is None and job.state.answer_ids:
+        if pooling is not None:
+            raise bad_request("pooling goes with a model that embeds: this one answers whether a pair fits", "pooling")
+    elif classifier is None:
+        embedding_rule(job, pooling=pooling, normalize=True, dimensions=None)
+    elif classifier.per_token:
+        raise bad_request(
+            "this model tells the class of each token and scores no pairs: use /pooling", "model", "no_score"
+        )
+    elif len(classifier.labels) != 1:
+        raise bad_request(
+            f"this model has {len(classifier.labels)} classes, and pairs are scored by a model of one class, or by one that "
+            "embeds: use /classify",
+            "model",
+            "no_score",
+        )
+    elif pooling is not None:
+        raise bad_request("pooling goes with a model that embeds: this one has a head that scores", "pooling")
+
+
+async def score_pairs(
+    job: PoolingJob,
+    first: Sequence[str],
+    second: Sequence[str],
+    names: tuple[str, str],
+    pooling: str | None,
+    instruction: str | None,
+    pool: Pool,
+) -> Scores:
+    """The scores of first[i] and second[i], or of first[0] and each. names: of the fields that they came from.
+
+    instruction: what pairs are judged by, for models whose prompt has room for it. Raises ApiError where there is none.
+    """
+    classifier = job.info.classifier
+    template = await _template(job, instruction)
+    if template is not None:
+        return await _in_prompt(job, first, second, names, template, instruction, pool)
+    if classifier is not None and job.info.is_bidirectional:
+        return await _by_encoder(job, first, second, names, classifier.activation, pool)
+    ids = [await read_inputs(job, first, names[0]), await read_inputs(job, second, names[1])]
+    if classifier is not None:
+        return await _by_head(job, ids[0], ids[1], names, classifier.activation, pool)
+    rule = embedding_rule(job, pooling=pooling, normalize=True, dimensions=None)
+    rows = await pool([*ids[0], *ids[1]], rule)
+    vectors = [numbers(row)[0] for row in rows]
+    values = await job.state.text.on_thread(_cosines, vectors[: len(first)], vectors[len(first) :])
+    return Scores(values, sum(map(len, (*ids[0], *ids[1]))))
+
+
+async def _by_encoder(
+    job: PoolingJob,
+    first: Sequence[str],
+    second: Sequence[str],
+    names: tuple[str, str],
+    activation: Activation,
+    pool: Pool,
+) -> Scores:
+    """Pairs as the model's tokenizer joins them, with what tells the second text from the first."""
+    pairs = _pairs(first, second)
+    _check_together(job, sum(len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
+    special = job.body.add_special_tokens is not False
+    with telling_what_bounds(job):
+        joined = await job.state.text.pairs.join(pairs, _pair_job(job, names, len(pairs), add_special_tokens=special))
+    rules = [PoolingRule("classify", second_from=begin) for _, begin in joined]
+    rows = await pool([ids for ids, _ in joined], rules)
+    values = [probabilities(numbers(row)[0], activation)[0] for row in rows]
+    return Scores(values, sum(len(ids) for ids, _ in joined))
+
+
+async def _template(job: PoolingJob, instruction: str | None) -> PairTemplate | None:
+    """What is put around pairs, None where nothing is. Raises ApiError for an instruction without a place."""
+    state, found = job.state, None
+    if state.settings.ranking is not None:
+        found = await state.text.on_thread(state.text.pairs.template)
+        if found is None and job.info.classifier is None:
+            raise bad_request(
+                "this model ranks by its answer, and its chat template shows no query and document: the server has to be started "
+                "with --rerank-template",
+                "model",
+                "no_score",
+            )
+    if instruction is not None and (found is None or found.instructed is None):
+        raise bad_request(
+            "this model scores pairs without an instruction: leave it out, or say it in the query",
+            "instruction",
+            "unsupported_value",
+        )
+    return found
+
+
+async def _in_prompt(
+    job: PoolingJob,
+    first: Sequence[str],
+    second: Sequence[str],
+    names: tuple[str, str],
+    template: PairTemplate,
+    instruction: str | None,
+    pool: Pool,
+) -> Scores:
+    """Pairs in the prompt that the model was trained with, by the token that it goes on with or by its head."""
+    classifier, ranking = job.info.classifier, job.state.settings.ranking
+    if instruction is None and ranking is not None and template.instructed is not None:
+        instruction = ranking.instruction
+    prompt = template.plain if instruction is None or template.instructed is None else template.instructed
+    pairs = _pairs(first, second)
+    special = job.body.add_special_tokens is True  # the prompt has its own
+    asked = _pair_job(job, names, len(pairs), add_special_tokens=special)
+    _check_together(job, sum(prompt.length + len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
+    prompts = await job.state.text.pairs.fill(prompt, instruction or "", pairs, asked)
+    rule = PoolingRule("classify") if classifier is not None else PoolingRule("answer", answers=job.state.answer_ids)
+    rows = await pool(prompts, rule)
+    activation = "sigmoid" if classifier is None else classifier.activation
+    return Scores([probabilities(numbers(row)[0], activation)[0] for row in rows], sum(map(len, prompts)))
+
+
+def _pairs(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
+    return list(zip([first[0]] * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+def _check_together(job: PoolingJob, size: int, count: int, unit: str, param: str) -> None:
+    """One query of a small body stands in the prompt of every document: together they are bounded as a body is."""
+    most = job.state.settings.max_body_bytes
+    if size > most:
+        raise bad_request(
+            f"the prompts of these {count} pairs hold {size} {unit}, at most {most} are taken: send fewer at once",
+            param,
+            "too_many",
+        )
+
+
+def _pair_job(job: PoolingJob, names: tuple[str, str], count: int, *, add_special_tokens: bool) -> PairJob:
+    return PairJob(
+        most=job.longest,
+        truncate=job.truncate,
+        keep_first=job.body.truncation_side != "left",
+        add_special_tokens=add_special_tokens,
+        first=names[0],
+        seconds=[f"{names[1]}[{index}]" if count > 1 else names[1] for index in range(count)],
+        caller=job.caller,
+    )
+
+
+async def _by_head(
+    job: PoolingJob,
+    first: list[list[int]],
+    second: list[list[int]],
+    names: tuple[str, str],
+    activation: Activation,
+    pool: Pool,
+) -> Scores:
+    """The second text behind the first, as tokenizers of decoders join a pair."""
+    if len(first) == 1:
+        first = first * len(second)
+    prompts = [_Joined(a, _cut(job, len(a), b, names[0])) for a, b in zip(first, second, strict=True)]
+    for index, prompt in enumerate(prompts):
+        if len(prompt) > job.longest:
+            where = f"{names[1]}[{index}]" if len(prompts) > 1 else names[1]
+            raise context_length_exceeded(job.longest, len(prompt), param=where)
+    tokens = sum(map(len, prompts))
+    _check_together(job, tokens, len(prompts), "tokens", names[1])
+    rows = await pool(prompts, PoolingRule("classify"))
+    return Scores([probabilities(numbers(row)[0], activation)[0] for row in rows], tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined(Collection[int]):
+    """Two lists behind each other, which many pairs share: they are put together when the pair's turn comes."""
+
+    first: list[int]
+    second: list[int]
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self.first, self.second)
+
+    def __contains__(self, token_id: object) -> bool:
+        return token_id in self.first or token_id in self.second
+
+
+def _cut(job: PoolingJob, taken: int, second: list[int], param: str) -> list[int]:
+    """What of the second text a pair may have, of which the first has `taken` tokens; `param`: of the first."""
+    if job.truncate is None or taken + len(second) <= job.truncate:
+        return second
+    room = job.truncate - taken
+    if room < 1:
+        raise bad_request(
+            f"the first text has {taken} tokens or more, which leave no room for the second among {job.truncate}: shorten it",
+            param,
+        )
+    return second[-room:] if job.body.truncation_side == "left" else second[:room]
+
+
+def _cosines(first: list[array[float]], second: list[array[float]]) -> list[float]:
+    """Products of vectors of length 1."""
+    if len(first) == 1:
+        first = first * len(second)
+    return [sum(map(mul, a, b)) for a, b in zip(first, second, strict=True)]
+
+
+def probabilities(logits: Sequence[float], activation: Activation) -> list[float]:
+    """What the head gives, as probabilities."""
+    if activation == "softmax":
+        most = max(logits)
+        weights = [math.exp(value - most) for value in logits]
+        total = math.fsum(weights)
+        return [weight / total for weight in weights]
+    if activation == "sigmoid":
+        return [_sigmoid(value) for value in logits]
+    return list(logits)
+
+
+def _sigmoid(value: float) -> float:
+    """1 / (1 + e^-x), without an overflow."""
+    small = math.exp(-abs(value))
+    return (1.0 if value >= 0 else small) / (1.0 + small)

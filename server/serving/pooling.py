@@ -1,0 +1,219 @@
+"""Requests that do not generate: from texts to pooled rows."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from windlass.engine.errors import EngineDeadError
+from windlass.engine.interface.outputs import PooledRows, RequestOutput
+from windlass.engine.interface.request import PoolingRule, SamplingParams
+from windlass.server.app.request_body import read_body
+from windlass.server.app.state import caller_of, state_of
+from windlass.server.errors import ApiError, bad_request
+from windlass.server.http.request_id import request_id, set_request_id
+from windlass.server.schemas.pooling import MAX_INPUTS, PromptRequest
+from windlass.server.serving.job import PoolingJob, check_prompt_request, engine_request, telling_of_scalings
+from windlass.server.serving.observers import followed, pooling_observers_of
+from windlass.server.serving.prompts import check_token_prompts
+from windlass.server.serving.streaming import Exchange
+
+B = TypeVar("B", bound=PromptRequest)
+
+
+async def begin(request: Request, model: type[B]) -> tuple[B, PoolingJob]:
+    """The body and the job that it asks for; raises ApiError or RequestError naming the field at fault."""
+    arrival = time.monotonic()
+    state = state_of(request)
+    body = await read_body(request, model, stall_seconds=state.settings.body_stall_seconds)
+    if body.request_id is not None:
+        set_request_id(request.scope, body.request_id)
+    state.check_model(body.model)
+    info = state.admit(caller_of(request))
+    job = check_prompt_request(
+        state, body, info, request_id=request_id(request.scope), caller=caller_of(request), arrival=arrival
+    )
+    return body, job
+
+
+def usage(tokens: int) -> dict[str, int]:
+    """OpenAI's, of a request that generates nothing."""
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+# What `pool` is once its exchange and its job are known.
+Pool = Callable[[Sequence[Collection[int]], PoolingRule | Sequence[PoolingRule]], Awaitable[list[PooledRows]]]
+
+_NOTHING = SamplingParams(max_tokens=0, temperature=0.0)
+
+
+@contextmanager
+def telling_what_bounds(job: PoolingJob) -> Iterator[None]:
+    """Errors about a text's length say why it is bounded, where that is no property of the model."""
+    step = job.info.max_num_batched_tokens
+    try:
+        with telling_of_scalings(job):
+            yield
+    except ApiError as error:
+        if error.code != "context_length_exceeded" or not job.info.is_bidirectional or job.info.max_model_len < step:
+            raise
+        why = (
+            f"each token of this model sees the whole text, which one step computes: --max-num-batched-tokens is {step}"
+        )
+        raise bad_request(f"{error.message} ({why})", error.param, error.code) from None
+
+
+async def read_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]], param: str) -> list[list[int]]:
+    """The token ids of texts or of lists of ids, cut as the request says. Errors name `param` and the place in it."""
+    many, side = len(given) > 1, job.body.truncation_side
+    prompts: list[list[int]]
+    if isinstance(given[0], str):
+        with telling_what_bounds(job):
+            encoded = await job.state.text.encode(
+                given,  # type: ignore[arg-type]
+                add_special_tokens=job.body.add_special_tokens is not False,
+                max_model_len=job.longest,
+                truncate=job.truncate,
+                keep_first=side != "left",
+                param=param,
+                caller=job.caller,
+                numbered=many,
+            )
+        prompts = [prompt.token_ids for prompt in encoded]
+    else:
+        with telling_what_bounds(job):
+            prompts = await job.state.text.on_thread(
+                lambda: check_token_prompts(
+                    given,  # type: ignore[arg-type]
+                    job.info.vocab_size,
+                    job.longest,
+                    truncate=job.truncate,
+                    keep_first=side != "left",
+                    param=param,
+                    numbered=many,
+                )
+            )
+    for index, ids in enumerate(prompts):
+        if not ids:
+            where = f"{param}[{index}]" if many else param
+            raise bad_request(f"{where} is empty: give at least one token", where, "empty_prompt")
+    return prompts
+
+
+async def pool(
+    exchange: Exchange,
+    job: PoolingJob,
+    prompts: Sequence[Collection[int]],
+    rule: PoolingRule | Sequence[PoolingRule],
+) -> list[PooledRows]:
+    """The rows of each prompt, in order. rule: of all of them, or of each.
+
+    Raises what the engine raises; being cancelled aborts all of them.
+    """
+    state, found = job.state, {}
+    rules = [rule] * len(prompts) if isinstance(rule, PoolingRule) else rule
+    todo = iter(enumerate(prompts))
+
+    async def work() -> None:
+        for index, ids in todo:
+            output = await _pool_one(job, list(ids), rules[index])
+            assert output.pooled is not None
+            found[index] = output.pooled
+            if take is not None:
+                take(index, output)
+            await asyncio.sleep(0)
+
+    with followed(exchange, pooling_observers_of(exchange, job, prompts, rules)) as take:
+        state.callers.take_prompts(job.caller, sum(map(len, prompts)))
+        with state.adapters.using(job.adapter):
+            if job.adapter is not None:
+                state.metrics.adapted(job.adapter.source.name)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(job.info.max_num_seqs, len(prompts))):
+                        group.create_task(work())
+            except* Exception as errors:
+                raise _first(errors) from None
+    return [found[index] for index in range(len(prompts))]
+
+
+def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
+    """One of them: the others follow from it, or say the same of other prompts."""
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> RequestOutput:
+    """The only output of a prompt, which has its rows."""
+    state, request = job.state, engine_request(job, ids, _NOTHING, pooling=rule)
+    async with aclosing(state.engine.generate(request)) as outputs:  # type: ignore[type-var]
+        async for output in outputs:
+            if output.error is not None:
+                raise output.error
+            if output.finish_reason is not None and output.pooled is not None:
+                now = time.monotonic()
+                state.metrics.time_to_first_token.observe(now - job.arrival)
+                state.metrics.finished(output.finish_reason, now - job.arrival, prompt_tokens=len(ids))
+                state.metrics.answered(1, 0)
+                return output
+    raise EngineDeadError("the engine ended this request early: send it again")
+
+
+def embedding_rule(
+    job: PoolingJob, *, pooling: str | None, normalize: bool | None, dimensions: int | None
+) -> PoolingRule:
+    """How vectors are made, by the request and else by the model. Raises ApiError for what cannot be."""
+    info, defaults = job.info, job.info.pooling
+    if pooling is None and defaults.refusal is not None:
+        raise bad_request(
+            f"{defaults.refusal}: say with pooling how vectors are to be made", "pooling", "unsupported_value"
+        )
+    if dimensions is not None and dimensions > info.hidden_size:
+        raise bad_request(
+            f"dimensions is {dimensions}, this model's vectors have {info.hidden_size}: ask for at most that",
+            "dimensions",
+        )
+    return PoolingRule(
+        kind=pooling or defaults.kind,  # type: ignore[arg-type]
+        dimensions=dimensions,
+        normalize=defaults.normalize if normalize is None else normalize,
+    )
+
+
+def split_inputs(value: object) -> list[str] | list[list[int]]:
+    """A list of texts or a list of token-id lists; raises ApiError for mixed kinds, empty and too long lists."""
+    if value == "":
+        raise bad_request("input is empty: give at least one token", "input", "empty_prompt")
+    if isinstance(value, str):
+        return [value]
+    assert isinstance(value, list)
+    kind = type(value[0])
+    if kind is int:
+        return [value]
+    if len(value) > MAX_INPUTS:
+        raise bad_request(
+            f"input holds {len(value)} texts, at most {MAX_INPUTS} are taken at once", "input", "too_many"
+        )
+    for index, item in enumerate(value):
+        if type(item) is not kind:
+            name = "string" if kind is str else "list of token ids"
+            raise bad_request(f"input mixes kinds: item {index} is not a {name}", f"input[{index}]")
+        if not item:
+            raise bad_request(f"input[{index}] is empty: give at least one token", f"input[{index}]", "empty_prompt")
+    return value
+
+
+def numbers(rows: PooledRows) -> list[array[float]]:
+    """The rows as float32."""
+    flat = array("f")
+    flat.frombytes(rows.values)
+    if sys.byteorder == "big":
+        flat.byteswap()
+    return [flat[start : start + rows.width] for start in range(0, len(flat), rows.width)]

@@ -1,0 +1,252 @@
+"""Prompts of completions: their four shapes, and prompts with a gap to fill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.server.errors import bad_request, context_length_exceeded
+from windlass.server.schemas.completions import CompletionRequest, FilePassage, InfillRequest
+from windlass.server.serving.job import GenerationJob
+from windlass.server.text.fill_in import FillIn
+from windlass.server.text.service import Prompt
+
+
+def split_prompts(value: Any, *, max_prompts: int) -> list[str] | list[list[int]]:
+    """A list of texts or a list of token-id lists; raises ApiError for mixed shapes, empty and too long lists."""
+    if isinstance(value, str):
+        return [value]
+    kind = type(value[0])
+    if kind is int:
+        return [value]
+    if len(value) > max_prompts:
+        raise bad_request(
+            f"prompt holds {len(value)} prompts, at most {max_prompts} are allowed in a request", "prompt"
+        )
+    for index, item in enumerate(value):
+        if type(item) is not kind:
+            raise bad_request(f"prompt mixes kinds: item {index} is not a {_NAMES[kind]}", "prompt")
+        if kind is list and not item:
+            raise bad_request(f"prompt[{index}] is empty: give at least one token", "prompt", "empty_prompt")
+    return value  # type: ignore[no-any-return]
+
+
+_IDS_AT_ONCE = 100_000  # checked in one go: each go holds the interpreter lock
+
+_NAMES: dict[Any, str] = {str: "string", list: "list of token ids"}
+
+
+def check_token_prompts(
+    prompts: list[list[int]],
+    vocab_size: int,
+    longest: int,
+    *,
+    truncate: int | None,
+    keep_first: bool = False,
+    param: str = "prompt",
+    numbered: bool = False,
+) -> list[list[int]]:
+    """The prompts, cut to their last `truncate` ids, or to the first. longest: tokens that one may have.
+
+    param: the field that they came from. numbered: errors name a prompt's place in it, too.
+
+    Raises ApiError for one that is too long or holds no valid ids. Lengths come first, as they cost nothing:
+    32 MiB of digits are refused without being looked at.
+    """
+    if truncate is None:
+        for index, ids in enumerate(prompts):
+            if len(ids) > longest:
+                raise context_length_exceeded(longest, len(ids), param=f"{param}[{index}]" if numbered else param)
+    checked = []
+    for index, ids in enumerate(prompts):
+        check_token_ids(ids, vocab_size, f"{param}[{index}]" if numbered else param)
+        checked.append(ids if truncate is None else ids[:truncate] if keep_first else ids[-truncate:])
+    return checked
+
+
+def check_token_ids(ids: list[Any], vocab_size: int, param: str) -> None:
+    """Raise ApiError unless all are integers inside the vocabulary. Slow for millions: call it beside the event loop."""
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        some = ids[start : start + _IDS_AT_ONCE]
+        if set(map(type, some)) != {int}:
+            raise bad_request(f"{param}: token ids must be integers", param)
+        if min(some) < 0 or max(some) >= vocab_size:
+            wrong = min(some) if min(some) < 0 else max(some)
+            shown = str(wrong) if abs(wrong) < 2**63 else "of more than 64 bits"
+            raise bad_request(
+                f"{param}: token id {shown} is outside the vocabulary, ids run from 0 to {vocab_size - 1}", param
+            )
+
+
+MOST_REPEATED = 1 << 20  # tokens that copies of one suffix come to
+
+
+def fill_in_of(job: GenerationJob, param: str) -> FillIn:
+    """The model's own tokens around gaps; raises ApiError naming `param` where it has none."""
+    if job.state.text.fill_in is None:
+        raise bad_request(
+            "this model's tokenizer has no tokens for fill-in-the-middle that are known here: ask for a completion of what "
+            "stands before the gap, or serve a model that was taught to fill gaps, such as Qwen2.5-Coder",
+            param,
+            "no_fill_in_the_middle",
+        )
+    return job.state.text.fill_in
+
+
+def check_suffix(job: GenerationJob, body: CompletionRequest) -> None:
+    """Raise ApiError where this model, or this body, leaves no way to fill a gap."""
+    fill_in_of(job, "suffix")
+    if body.truncate_prompt_tokens is not None:
+        raise bad_request(
+            "truncate_prompt_tokens cannot say which side of a gap to cut: cut prompt and suffix before sending them",
+            "truncate_prompt_tokens",
+        )
+
+
+async def prompts_around_gaps(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
+    """Prompts that ask for what stands between each of them and `suffix`."""
+    text, most = job.state.text, job.size.longest_prompt
+    fill_in = fill_in_of(job, "suffix")
+    assert body.suffix
+    given = split_prompts(body.prompt, max_prompts=job.state.settings.max_prompts)
+    after = await _encode_part(job, body.suffix, "suffix")
+    if len(given) * len(after) > MOST_REPEATED:
+        raise bad_request(
+            f"suffix has {len(after)} tokens and stands behind each of {len(given)} prompts, at most {MOST_REPEATED} are made "
+            "of it: send fewer prompts at once",
+            "suffix",
+        )
+    if isinstance(given[0], str):
+        before = [await _encode_part(job, part, "prompt") for part in given]
+    else:
+        before = await text.on_thread(lambda: check_token_prompts(given, job.info.vocab_size, most, truncate=None))
+    for ids in before:
+        if (count := len(ids) + len(after) + FillIn.MOST_AROUND) > most:
+            raise context_length_exceeded(most, count, param="prompt")
+    return await text.on_thread(_around_gaps, fill_in, given, before, after, body.add_special_tokens is not False)
+
+
+async def _encode_part(job: GenerationJob, text: str, param: str) -> list[int]:
+    """The ids of a text beside a gap; raises ApiError for one that cannot fit, before looking at what is in it."""
+    service, most = job.state.text, job.size.longest_prompt
+    await service.refuse_long(len(text), most, truncated=False, param=param)
+    pieces = await service.on_thread(fill_in_of(job, param).pieces, text)
+    if len(pieces) > most:
+        raise context_length_exceeded(most, len(pieces), param=param, at_least=True)
+    encoded = await service.encode(
+        pieces, add_special_tokens=False, max_model_len=most, truncate=None, param=param, caller=job.caller
+    )
+    return [token for piece in encoded for token in piece.token_ids]
+
+
+def _around_gaps(
+    fill_in: FillIn,
+    given: Sequence[str] | Sequence[list[int]],
+    before: Sequence[Sequence[int]],
+    after: Sequence[int],
+    add_special_tokens: bool,
+) -> list[Prompt]:
+    return [
+        Prompt(
+            fill_in.prompt(ids, after, add_special_tokens=add_special_tokens), part if isinstance(part, str) else None
+        )
+        for part, ids in zip(given, before, strict=True)
+    ]
+
+
+# ---- parts that are cut to fit ---------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class FittedPrompt:
+    """truncated: whether anything of what was given is missing."""
+
+    prompt: Prompt
+    truncated: bool
+
+
+async def fitted_prompt(job: GenerationJob, body: InfillRequest) -> FittedPrompt:
+    """The prompt of an editor, who sends what there is: of each part as much as the context holds beside the answer.
+
+    Before the gap the end is kept and behind it the start, that being at most a quarter of the room where both are long. What
+    is left goes to whole passages, the last ones given first.
+    """
+    fill_in = fill_in_of(job, "input_prefix")
+    longest = job.size.longest_prompt
+    room = longest - min(job.sampling.max_tokens, longest // 4) - FillIn.MOST_AROUND
+    if room < 1:
+        raise context_length_exceeded(longest, FillIn.MOST_AROUND + 1, param="input_prefix")
+    before, cut_before = await _encode_end(job, body.input_prefix, room, "input_prefix", keep_first=False)
+    typed, cut_typed = await _encode_end(job, body.prompt or "", room, "prompt", keep_first=False)
+    after, cut_after = await _encode_end(job, body.input_suffix, room, "input_suffix", keep_first=True)
+    before = before + typed
+    behind = min(len(after), max(room // 4, room - len(before)))
+    ahead = min(len(before), room - behind)
+    cut = cut_before or cut_typed or cut_after or behind < len(after) or ahead < len(before)
+    around, left_out = await _passages(job, fill_in, body.input_extra or [], room - behind - ahead)
+    ids = fill_in.prompt(
+        before[len(before) - ahead :],
+        after[:behind],
+        add_special_tokens=body.add_special_tokens is not False,
+        around=around,
+    )
+    return FittedPrompt(Prompt(ids), cut or left_out)
+
+
+async def _encode_end(
+    job: GenerationJob, text: str, most: int, param: str, *, keep_first: bool
+) -> tuple[list[int], bool]:
+    """The first or last ids of a text, at most so many, and whether any are missing."""
+    service, tokenizer = job.state.text, job.state.tokenizer
+    # So many characters come to enough tokens for certain; what is beyond them need not be looked at.
+    enough = await service.on_thread(lambda: (most + 1) * tokenizer.max_token_chars)
+    enough = min(enough, job.state.settings.max_tokenize_chars)
+    short = text[:enough] if keep_first else text[-enough:]
+    pieces = await service.on_thread(fill_in_of(job, param).pieces, short)
+    kept = pieces[:most] if keep_first else pieces[-most:]  # each has a token at least
+    encoded = await service.encode(
+        kept,
+        add_special_tokens=False,
+        max_model_len=job.size.longest_prompt,
+        truncate=most,
+        keep_first=keep_first,
+        param=param,
+        caller=job.caller,
+    )
+    ids = [token for piece in encoded for token in piece.token_ids]
+    cut = len(short) < len(text) or len(kept) < len(pieces) or any(piece.text is None for piece in encoded)
+    if len(ids) > most:
+        return (ids[:most] if keep_first else ids[-most:]), True
+    return ids, cut
+
+
+async def _passages(
+    job: GenerationJob, fill_in: FillIn, passages: Sequence[FilePassage], room: int
+) -> tuple[list[int], bool]:
+    """The ids of the last passages that fit into `room`, each with its head, and whether any were left out."""
+    if not passages:
+        return [], False
+    opening, closing = [await _headed(job, *part) for part in (fill_in.project(), fill_in.current())]
+    room -= len(opening) + len(closing)
+    taken: list[list[int]] = []
+    for passage in reversed(passages):
+        if room < 1:
+            break
+        ids, name = fill_in.head(passage.filename or "tmp")
+        head = await _headed(job, ids, name)
+        text, cut = await _encode_end(job, passage.text, max(room, 1), "input_extra", keep_first=True)
+        if cut or len(head) + len(text) > room:
+            break
+        taken.append(head + text)
+        room -= len(head) + len(text)
+    if not taken:
+        return [], True
+    around = [*opening, *(token for ids in reversed(taken) for token in ids), *closing]
+    return around, len(taken) < len(passages)
+
+
+async def _headed(job: GenerationJob, ids: list[int], text: str) -> list[int]:
+    """Ids, and those of a text behind them."""
+    encoded, _ = (
+        await _encode_end(job, text, job.size.longest_prompt, "input_extra", keep_first=True) if text else ([], False)
+    )
+    return [*ids, *encoded]

@@ -1,0 +1,187 @@
+"""Rotary scaling of a request: what it may ask for and what it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.interface.context import ContextSize
+from windlass.engine.interface.model_info import ModelInfo
+from windlass.engine.rotary.auto_scaling import AUTO, AUTO_NAME
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryGroup, apply_scaling, main_group
+from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport
+from windlass.engine.rotary.scaling_fields import KINDS
+from windlass.server.config.rope_profiles import DEFAULT_NAME, OPTION
+from windlass.server.config.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from windlass.server.schemas.base import RopeUpdateObject
+
+
+NOT_ALLOWED = "rope_scaling_not_allowed"
+
+_NAMES_SHOWN = 20  # of profiles in an error
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What a request asked for, found to fit the model. None means the server's default, `AUTO` the least that it needs."""
+
+    scaling: RopeScaling | None
+    update: RopeUpdate | None
+    exact: bool
+    planner: RotaryPlanner
+
+    def plan(self, longest: int) -> RotaryPlan:
+        """What the engine plans for a request of at most `longest` tokens."""
+        return self.planner.plan(longest, self.scaling, self.update, exact=self.exact)
+
+    def shown_name(self, asked: Any) -> str:
+        """What it is counted under: the name of a profile, "auto", the kind, or "default". asked: the body's field."""
+        if isinstance(asked, str):
+            return asked
+        return DEFAULT_NAME if self.scaling is None else self.scaling.rope_type
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that a request may come to; None: nothing here says so."""
+        ladder = self.planner.ladder
+        return ladder.end if ladder is not None and self.planner.chooses(self.scaling) else None
+
+    def within(self, size: ContextSize) -> ContextSize:
+        """What a context of this size may hold, where the steps of a ladder end before it does."""
+        most = self.longest
+        return size if most is None or size.rotary_length <= most else replace(size, longest=min(size.longest, most))
+
+    def check_length(self, prompt_tokens: int, max_tokens: int, size: ContextSize) -> None:
+        """Raise RequestError for output that was asked for and that no step of the ladder holds behind such a prompt.
+
+        size: what the context holds, before `within`.
+        """
+        most = self.longest
+        if most is None or prompt_tokens >= most or min(prompt_tokens + max_tokens, size.rotary_length) <= most:
+            return
+        raise RequestError(
+            f"max_tokens: {prompt_tokens} tokens of prompt and {max_tokens} of output are more than the {most} that "
+            f"rope_scaling auto takes on this server: ask for at most {most - prompt_tokens}, or name a scaling",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+
+
+def planner_of(settings: ServerSettings, info: ModelInfo) -> RotaryPlanner:
+    """Plans as the engine does."""
+    return RotaryPlanner(info.rotary_groups, settings.rope_update, info.rotary_ladder, info.rotary_auto)
+
+
+def rotation_of(
+    rope_scaling: Any, rope_update: RopeUpdateObject | None, settings: ServerSettings, info: ModelInfo
+) -> Rotation:
+    """The rotation of a generation request; raises RequestError naming the field and what it may be.
+
+    rope_scaling: the body's field: an object, a profile's name, "auto" or None.
+    """
+    _check_allowed(rope_scaling, rope_update, settings)
+    rotation = read_rotation(rope_scaling, rope_update, settings, info)
+    if rotation.scaling is not None and rotation.scaling.depends_on_length:
+        # Kinds that follow the length may leave the range of usable frequencies only there.
+        rotation.plan(info.max_model_len).stage(info.max_model_len)
+    return rotation
+
+
+def read_rotation(
+    rope_scaling: Any, rope_update: RopeUpdateObject | None, settings: ServerSettings, info: ModelInfo
+) -> Rotation:
+    """`rotation_of` whatever the operator allows, for questions that generate nothing."""
+    scaling, planner = _scaling_of(rope_scaling, settings.rope_profiles), planner_of(settings, info)
+    if planner.chooses(scaling):
+        planner.plan(1, scaling)
+    else:
+        apply_scaling(planner.groups, scaling)
+    if rope_update is None:
+        return Rotation(scaling, None, False, planner)
+    return Rotation(scaling, rope_update.policy, bool(rope_update.exact), planner)
+
+
+def check_profiles(profiles: Mapping[str, RopeScaling], groups: tuple[RotaryGroup, ...]) -> None:
+    """Raise LoadError, naming the profile, for one that this model cannot run."""
+    for name, scaling in profiles.items():
+        try:
+            apply_scaling(groups, scaling, param=f"{OPTION} {name}")
+        except RequestError as error:
+            raise LoadError(error.message) from None
+
+
+def report_at(plan: RotaryPlan, prompt_tokens: int, tokens: int) -> RotaryReport:
+    """The report of a sample that the server itself ended after `tokens` tokens, of which the engine knows nothing yet.
+
+    The last of these tokens was drawn and not computed: the context was one shorter.
+    """
+    length = prompt_tokens + max(tokens - 1, 0)
+    if plan.policy != "rotate":
+        return plan.report(plan.stage(length), 0)
+    stage, moves = plan.stage(prompt_tokens), 0
+    while stage.last_length is not None and stage.last_length < length:
+        stage = plan.stage(stage.last_length + 1)
+        moves += 1
+    return plan.report(stage, moves)
+
+
+def check_rotates(info: ModelInfo) -> None:
+    """Raise RequestError for a model none of whose layers rotates."""
+    why = main_group(info.rotary_groups).base.unrotated
+    if why is not None:
+        raise RequestError(f"this model does not rotate: {why}", "model", "no_rotation")
+
+
+def _check_allowed(rope_scaling: Any, rope_update: RopeUpdateObject | None, settings: ServerSettings) -> None:
+    policy = settings.rope_policy
+    if policy == "off":
+        for name, value in (("rope_scaling", rope_scaling), ("rope_update", rope_update)):
+            if value is not None:
+                raise RequestError(
+                    f"{name} cannot be set by requests on this server (--rope-policy off): leave it out",
+                    name,
+                    NOT_ALLOWED,
+                )
+    if policy == "profiles" and isinstance(rope_scaling, dict):
+        raise RequestError(
+            "rope_scaling must be the name of a profile on this server (--rope-policy profiles), not an object: "
+            + _known(settings.rope_profiles),
+            "rope_scaling",
+            NOT_ALLOWED,
+        )
+    if rope_update is not None and rope_update.exact and not settings.rope_exact:
+        raise RequestError(
+            "rope_update.exact is not allowed on this server: leave it out (the operator allows it with --rope-exact)",
+            "rope_update.exact",
+            "rope_exact_not_allowed",
+        )
+
+
+def _scaling_of(value: Any, profiles: Mapping[str, RopeScaling]) -> RopeScaling | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        return RopeScaling.from_dict(value)
+    if value == AUTO_NAME:
+        return AUTO
+    if value not in profiles:
+        is_kind = value in KINDS
+        written = '; a kind is written as an object such as {"rope_type": "yarn", "factor": 4}' if is_kind else ""
+        raise RequestError(
+            f"rope_scaling: there is no profile {value[:64]!r} on this server: {_known(profiles)}{written}",
+            "rope_scaling",
+            "unknown_profile",
+        )
+    return profiles[value]
+
+
+def _known(profiles: Mapping[str, RopeScaling]) -> str:
+    if not profiles:
+        return "it has none (the operator declares them with --rope-profile)"
+    names = sorted(profiles)
+    more = f" and {len(names) - _NAMES_SHOWN} more (see GET /v1/rotary)" if len(names) > _NAMES_SHOWN else ""
+    return f"it has {', '.join(names[:_NAMES_SHOWN])}{more}"

@@ -1,0 +1,284 @@
+"""JSON pieces of responses: log-probabilities, rotary reports, and large JSON in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
+
+from windlass.engine.interface.context import ContextReport, ContextRule
+from windlass.engine.interface.model_info import ModelInfo
+from windlass.engine.interface.outputs import TokenLogprobs
+from windlass.engine.rotary.auto_scaling import AutoScalingThresholds
+from windlass.engine.rotary.rope_scaling import RotaryGroup, main_group, original_len
+from windlass.engine.rotary.rotary_policy import RotaryReport, make_auto_plan
+from windlass.server.serving.deltas import SampleReport
+from windlass.server.text.tokenizer import TextOffsets
+
+if TYPE_CHECKING:
+    from windlass.server.text.tokenizer import Tokenizer
+
+
+class JsonList:
+    """A JSON array written as its items come; only their text is kept. size: bytes of that text."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self.size = 0
+
+    def extend(self, items: Sequence[Any]) -> None:
+        """Append items. Give at most a few hundred at once: they are written in one go."""
+        if items:
+            part = to_json(items)[1:-1]
+            self._parts.append(part)
+            self.size += len(part) + 1
+
+    def take(self, other: JsonList) -> None:
+        """Append the items of another array."""
+        self._parts += other._parts
+        self.size += other.size
+
+    def __add__(self, other: JsonList) -> JsonList:
+        both = JsonList()
+        both._parts = self._parts + other._parts
+        both.size = self.size + other.size
+        return both
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The array's text."""
+        yield b"["
+        for number, part in enumerate(self._parts):
+            if number:
+                yield b","
+            yield part
+        yield b"]"
+
+
+def encode_pieces(value: Any) -> Iterator[bytes]:
+    """The JSON text of a value in which any array may be a `JsonList`. Other arrays and strings come in one piece."""
+    if isinstance(value, JsonList):
+        yield from value.pieces()
+    elif isinstance(value, dict):
+        before = b"{"
+        for key, item in value.items():
+            yield before + to_json(key) + b":"
+            yield from encode_pieces(item)
+            before = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list) and value and isinstance(value[0], dict | JsonList):
+        before = b"["
+        for item in value:
+            yield before
+            yield from encode_pieces(item)
+            before = b","
+        yield b"]"
+    else:
+        yield to_json(value)
+
+
+def encode(value: Any) -> bytes:
+    """The same as one piece."""
+    return b"".join(encode_pieces(value))
+
+
+LOWEST = -9999.0  # stands for minus infinity, which JSON cannot carry
+
+
+def token_name(token_id: int) -> str:
+    """How a token is called where texts, of which several tokens may have the same, will not do."""
+    return f"token_id:{token_id}"
+
+
+def finite(logprob: float) -> float:
+    """The log-probability, or LOWEST for one that JSON could not carry (minus infinity, not a number)."""
+    return logprob if logprob > LOWEST else LOWEST
+
+
+class CompletionLogprobLists:
+    """Builds the parallel lists of a completions choice, over as many chunks as it takes.
+
+    top: alternatives per token, as the caller asked for. Each of `top_logprobs` also holds the token that stands
+    there, so it may have top + 1 entries; of two alternatives with one text the likelier counts.
+    start: characters that stand before the first token. names: call tokens by their ids.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, top: int, *, skip_special_tokens: bool, start: int = 0, names: bool = False
+    ) -> None:
+        self._text = token_name if names else tokenizer.token_text
+        self._top = top
+        self._offsets = TextOffsets(tokenizer, skip_special_tokens=skip_special_tokens, start=start)
+
+    @property
+    def position(self) -> int:
+        """Where the next token will begin, in characters."""
+        return self._offsets.position
+
+    def layout(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """`token_ids` and `entries` are parallel; an entry is None for a token that nothing stands before."""
+        text = self._text
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            offsets.append(self._offsets.advance(token_id))
+            tokens.append(text(token_id))
+            if entry is None:
+                logprobs.append(None)
+                tops.append(None)
+                continue
+            own = finite(entry.logprob)
+            logprobs.append(own)
+            top: dict[str, float] = {}
+            for other, logprob in entry.top[: self._top]:
+                top.setdefault(text(other), finite(logprob))
+            top.setdefault(tokens[-1], own)
+            tops.append(top)
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, *, names: bool = False
+) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice. names: call tokens by their ids; their bytes are there all the same."""
+    text = token_name if names else tokenizer.token_text
+
+    def describe(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": text(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+    content = []
+    for entry in entries:
+        described = describe(entry.token_id, entry.logprob)
+        described["top_logprobs"] = [describe(*other) for other in entry.top[:top]]
+        content.append(described)
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs_object(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], top: int
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` of an answer: per prompt token an object by token id, null for the first."""
+    result: list[dict[str, Any] | None] = []
+    for entry in entries:
+        if entry is None:
+            result.append(None)
+            continue
+        described = {
+            str(token_id): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": tokenizer.token_text(token_id),
+            }
+            for rank, (token_id, logprob) in enumerate(entry.top[:top], start=1)
+        }
+        described.setdefault(
+            str(entry.token_id),
+            {
+                "logprob": finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": tokenizer.token_text(entry.token_id),
+            },
+        )
+        result.append(described)
+    return result
+
+
+def sample_object(report: SampleReport, dropped_turns: int | None) -> dict[str, Any]:
+    """The `rotary` field of an answer. dropped_turns: None where none may be."""
+    context = context_object(report.context, report.rule)
+    if dropped_turns is not None:
+        context = {**(context or {}), "dropped_turns": dropped_turns}
+    return rotary_object(report.rotary, context)
+
+
+def rotary_object(report: RotaryReport, context: dict[str, int] | None) -> dict[str, Any]:
+    """A scaling as answers show it, with what became of the context, where anything did."""
+    shown: dict[str, Any] = {
+        "rope_type": report.rope_type,
+        "parameters": report.parameters,
+        "policy": report.policy,
+        "effective_length": report.effective_length,
+        "fingerprint": report.fingerprint,
+        "moves": report.moves,
+    }
+    if report.groups:
+        shown["groups"] = report.groups
+    if context:
+        shown["context"] = context
+    if report.auto is not None:
+        shown["auto"] = report.auto
+    return shown
+
+
+def context_object(report: ContextReport | None, rule: ContextRule) -> dict[str, int] | None:
+    """What became of a context: what applies alone."""
+    if report is None:
+        return None
+    shown: dict[str, int] = {}
+    if rule.attention_window is not None:
+        shown |= {"attention_window": rule.attention_window, "attention_sinks": rule.attention_sinks}
+    elif report.window is not None:
+        shown |= {
+            "window": report.window,
+            "kept_tokens": report.kept_tokens,
+            "dropped_tokens": report.dropped_tokens,
+            "shifts": report.shifts,
+        }
+    if report.reused_passages:
+        shown |= {"reused_tokens": report.reused_tokens, "reused_passages": report.reused_passages}
+    return shown
+
+
+def model_rotation(info: ModelInfo) -> dict[str, Any] | None:
+    """What `/v1/models` tells of it; None for a model that does not rotate."""
+    return groups_object(info.rotary_groups) if main_group(info.rotary_groups).base.unrotated is None else None
+
+
+def groups_object(groups: tuple[RotaryGroup, ...]) -> dict[str, Any]:
+    """The main group's scaling and dimensions, and under `groups` every group's."""
+    described = {group.name: _group(group) for group in groups}
+    return {**described[groups[0].name], "groups": described}
+
+
+def _group(group: RotaryGroup) -> dict[str, Any]:
+    return {
+        "rope_type": group.scaling.rope_type,
+        **group.parameters(),
+        "rotary_dim": group.base.rotary_dim,
+        "original_max_position_embeddings": original_len(group.scaling, group.base),
+        "max_position_embeddings": group.base.trained_len,
+    }
+
+
+def ladder_object(info: ModelInfo) -> dict[str, Any] | None:
+    """What `auto` chooses from, as answers show it; None for a model that cannot be scaled."""
+    if info.rotary_ladder is None:
+        return None
+    return {"default": info.rotary_auto, "steps": _steps(info.rotary_ladder, info.max_model_len)}
+
+
+@lru_cache(maxsize=8)
+def _steps(ladder: AutoScalingThresholds, longest: int) -> list[dict[str, Any]]:
+    """The stages of a request that grows to `longest` tokens, as far as there are steps for it."""
+    longest = longest if ladder.end is None else min(longest, ladder.end)
+    plan, shown = make_auto_plan(ladder, longest, "recompute"), []
+    length: int | None = 1
+    while length is not None:
+        stage = plan.stage(length)
+        assert stage.choice is not None
+        main = main_group(plan.groups_in(stage))
+        effective = stage.effective_lengths[plan.groups.index(main_group(plan.groups))]
+        step = {"up_to": stage.choice.up_to, "rope_scaling": main.scaling.to_dict(), "effective_length": effective}
+        shown.append(step if stage.choice.step.profile is None else {**step, "profile": stage.choice.step.profile})
+        length = None if stage.last_length is None else stage.last_length + 1
+    return shown

@@ -1,0 +1,324 @@
+"""Streaming to a client: late headers, server-sent events, keep-alives, disconnects, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from windlass.server.app.state import ServerState, T
+from windlass.server.errors import ApiError, bad_request, error_body, from_exception, internal_error
+from windlass.server.http.request_id import CALLER, direct_send, request_id
+
+SLICE = 128 * 1024  # bytes handed to the server at once: it copies them, and the event loop waits meanwhile
+
+
+async def send_whole(
+    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], pieces: Sequence[bytes | bytearray]
+) -> None:
+    """Send a response whose body is known. headers: all but content-length."""
+    length = (b"content-length", str(sum(map(len, pieces))).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    last = b""
+    for part in _slices(pieces):
+        if last:
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+        last = part
+    await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _slices(pieces: Sequence[bytes | bytearray]) -> Iterator[bytes]:
+    """The same bytes in pieces of SLICE, the last one shorter."""
+    held: list[bytes | bytearray] = []
+    size = 0
+    for piece in pieces:
+        for start in range(0, len(piece), SLICE):
+            part = piece[start : start + SLICE]
+            held.append(part)
+            size += len(part)
+            if size >= SLICE:
+                yield b"".join(held)
+                held, size = [], 0
+    if held:
+        yield b"".join(held)
+
+
+class LargeJson(Response):
+    """A JSON answer that may be large, written as the client takes it."""
+
+    def __init__(self, body: bytes) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [(b"content-type", b"application/json")]
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_whole(send, self.status_code, self.raw_headers, [self._body])
+
+
+DONE = b"data: [DONE]\n\n"
+
+KEEP_ALIVE = b": keep-alive\n\n"
+
+FAREWELL_SECONDS = 5.0  # a client that stopped reading does not get longer to take its error event
+
+_logger = logging.getLogger("windlass.server")
+
+_JSON_HEADERS = [(b"content-type", b"application/json")]
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+
+
+def sse(payload: dict[str, Any]) -> bytes:
+    """One server-sent event with a JSON object."""
+    return b"data: " + to_json(payload) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How the streams of one API fail and end, and what fills their silence. failure: the events of an error."""
+
+    failure: Callable[[ApiError], bytes] = lambda error: sse(error.body())
+    done: bytes = DONE
+    keep_alive: bytes = KEEP_ALIVE
+
+
+PLAIN = StreamForm()
+
+
+class Exchange(Response):
+    """Runs `work(exchange)`, which sends its answer with `send_json` or `send_events` and `finish`.
+
+    Headers go out with the first event, or with the first keep-alive comment: until then a failure of a stream is
+    still answered with its own status. When the client goes away the work is cancelled, which closes the engine's
+    stream and so aborts the request.
+
+    deadline: `time.monotonic()` seconds. The engine ends the request then; should it not, this does.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        work: Callable[[Exchange], Awaitable[None]],
+        *,
+        deadline: float | None = None,
+        form: StreamForm = PLAIN,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = []
+        self._state = state
+        self._work = work
+        self._deadline = deadline
+        self._form = form
+        self._scope: Scope
+        self._send: Send  # through all middlewares
+        self._send_direct: Send  # past them, for the bodies of streams
+        self._id = ""  # under which the log speaks of the request, and the client of its error
+        self._task: asyncio.Task[Any] | None = None
+        self._closed = False  # the work is over: no more interruptions
+        self._gone = False
+        self._reason: ApiError | None = None
+        self._streaming = False
+        self._quiet = True  # nothing was sent since the keep-alive timer last looked
+        self._sending = False
+        self._keep_alive_timer: asyncio.TimerHandle | None = None
+        self._keep_alive_task: asyncio.Task[None] | None = None
+
+    @property
+    def path(self) -> str:
+        """Of the endpoint that was asked for."""
+        return str(self._scope["path"])
+
+    @property
+    def span(self) -> Any:
+        """The span of the exchange, None where there are none."""
+        return self._scope.get("windlass.span")
+
+    @property
+    def cut_short(self) -> str:
+        """The code of what has ended the work from outside; empty where nothing has."""
+        if self._gone:
+            return "client_disconnected"
+        return "" if self._reason is None else self._reason.code or str(self._reason.status)
+
+    # ---- for the work ------------------------------------------------------------------------------------------------
+    def begin_stream(self) -> None:
+        """Say that the answer is a stream: from now on silence is filled with keep-alive comments."""
+        if self._state.settings.keep_alive_seconds > 0:
+            self._schedule_keep_alive()
+
+    async def send_json(self, pieces: Sequence[bytes]) -> None:
+        """The whole answer: JSON text in pieces."""
+        await self._send_body(200, pieces, {})
+
+    async def send_events(self, events: bytes) -> None:
+        """Events already encoded, one or several."""
+        self._quiet = False
+        self._sending = True
+        if not self._streaming:
+            await self._start_stream()
+        for start in range(0, len(events), SLICE):  # one, but for the log-probabilities of a long prompt
+            part = events[start : start + SLICE]
+            await self._send_direct({"type": "http.response.body", "body": part, "more_body": True})
+        self._sending = False
+
+    async def finish(self, events: bytes = b"") -> None:
+        """Last events of a stream, what its form ends with, and the end of the body."""
+        self._stop_keep_alive()
+        if not self._streaming:
+            await self._start_stream()
+        await self._send_direct({"type": "http.response.body", "body": events + self._form.done, "more_body": False})
+
+    # ---- for the server ----------------------------------------------------------------------------------------------
+    def stop(self, error: ApiError) -> None:
+        """End the exchange with this error; without effect once it is ending."""
+        self._interrupt(error, gone=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        self._scope = scope
+        self._send = send
+        self._send_direct = direct_send(scope, send)
+        self._id = request_id(scope)
+        # A task of its own: awaiting a token then passes through our few frames and not through the framework's twenty.
+        self._task = loop.create_task(self._run())
+        watcher = loop.create_task(wait_for_disconnect(receive))
+        watcher.add_done_callback(self._on_disconnect)
+        timer = None
+        if self._deadline is not None:
+            error = ApiError(504, "the request's deadline passed before it finished", code="deadline_exceeded")
+            timer = loop.call_at(self._deadline + self._state.settings.deadline_slack, self.stop, error)
+        self._state.register(self)
+        try:
+            with self._state.callers.running(scope.get(CALLER) or ""):
+                await self._task
+        finally:
+            self._closed = True
+            self._task.cancel()  # without effect unless the server itself is being torn down
+            self._state.unregister(self)
+            self._stop_keep_alive()
+            if self._keep_alive_task is not None:
+                self._keep_alive_task.cancel()  # not before: what is half sent, as the headers, the end relies on
+            watcher.cancel()
+            if timer is not None:
+                timer.cancel()
+
+    async def _run(self) -> None:
+        try:
+            try:
+                await self._work(self)
+            except asyncio.CancelledError:
+                if self._reason is None and not self._gone:
+                    raise  # the server itself is being torn down
+                assert self._task is not None
+                self._task.uncancel()  # what follows may await
+                if self._gone:
+                    # The client cannot tell what became of its request, and may ask.
+                    _logger.info("request %s: the client left before its answer was complete", self._id)
+                    self._state.metrics.failed("client_disconnected")
+                    return
+                assert self._reason is not None
+                raise self._reason from None
+        except Exception as error:
+            self._closed = True
+            known = from_exception(error, retry_after=self._state.settings.retry_after_seconds)
+            if known is None:
+                _logger.exception("request %s failed", self._id, exc_info=error)
+                known = internal_error()
+            elif known.status >= 500:
+                _logger.info("request %s: answered %d: %s", self._id, known.status, known.message)
+            self._state.metrics.failed(known.code or str(known.status))
+            await self._send_error(known)
+
+    # ---- the parts ---------------------------------------------------------------------------------------------------
+    def _interrupt(self, reason: ApiError | None, *, gone: bool) -> None:
+        if self._closed or self._task is None:
+            return
+        self._closed = True  # one interruption is enough; a second could hit the error event that follows the first
+        self._reason, self._gone = reason, gone
+        self._task.cancel()
+
+    def _on_disconnect(self, watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled() and watcher.exception() is None:
+            self._interrupt(None, gone=True)
+
+    async def _send_error(self, error: ApiError) -> None:
+        self._stop_keep_alive()
+        try:
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                if self._streaming:
+                    await self.finish(self._form.failure(error))
+                else:
+                    await self._send_body(error.status, [to_json(error_body(error, self._scope))], error.headers)
+        except TimeoutError:
+            _logger.info("request %s: its client does not read; the stream ends without its error event", self._id)
+
+    async def _send_body(self, status: int, pieces: Sequence[bytes], headers: dict[str, str]) -> None:
+        self._stop_keep_alive()
+        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await send_whole(self._send, status, [*_JSON_HEADERS, *encoded], pieces)
+
+    async def _start_stream(self) -> None:
+        self._streaming = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+
+    def _schedule_keep_alive(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._keep_alive_timer = loop.call_later(self._state.settings.keep_alive_seconds, self._tick)
+
+    def _tick(self) -> None:
+        # A timer beside the work costs nothing per token, where waiting for each token with a timeout would.
+        if self._closed:
+            return
+        if self._quiet and not self._sending and (self._keep_alive_task is None or self._keep_alive_task.done()):
+            self._keep_alive_task = asyncio.get_running_loop().create_task(self._send_keep_alive())
+        self._quiet = True
+        self._schedule_keep_alive()
+
+    async def _send_keep_alive(self) -> None:
+        # The answer may end in the turn in which this task was made, and while the headers wait for the client.
+        if self._closed or self._keep_alive_timer is None:
+            return
+        if not self._streaming:
+            await self._start_stream()
+            if self._keep_alive_timer is None:
+                return
+        await self._send_direct({"type": "http.response.body", "body": self._form.keep_alive, "more_body": True})
+
+    def _stop_keep_alive(self) -> None:
+        if self._keep_alive_timer is not None:
+            self._keep_alive_timer.cancel()
+            self._keep_alive_timer = None
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Ends when the client has gone away, and takes what it still sends."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result; the work is cancelled when the client goes away. Read the request's body before."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise bad_request("the client went away", code="client_disconnected")  # nobody reads it
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)

@@ -1,0 +1,129 @@
+"""Tools of a request: what the template receives, and the parser of the output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from windlass.server.errors import bad_request
+from windlass.server.schemas.chat import ChatRequest
+from windlass.server.schemas.tools import ALLOWED, FunctionDefinition, known_tools
+from windlass.server.text.stream_parser import MAX_CALLS, CallOptions, ParsingPlan
+from windlass.server.text.template_facts import TemplateFacts
+from windlass.server.text.tool_parsers.forced_calls import Forced
+from windlass.server.text.tool_parsers.formats import PLAIN_JSON, format_of
+
+if TYPE_CHECKING:
+    from windlass.server.text.tokenizer import Tokenizer
+
+
+INVALID = "invalid_value"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What the tools of a request come to.
+
+    tools: for the template. parsing: None where the answer is not searched for calls.
+    grammar: the Lark of an answer that is nothing but calls, None where calling is up to the model; field: who asks for it.
+    calls: the same, for an answer that may be calls or has to have a form; empty where no form is wanted.
+    """
+
+    tools: list[dict[str, Any]] | None = None
+    parsing: ParsingPlan | None = None
+    grammar: str | None = None
+    field: str = "tool_choice"
+    calls: str = ""
+
+
+def tools_for_template(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
+    """Tools as templates expect them, which is as OpenAI writes them."""
+    return [_told(tool.function) for tool in known_tools(tools)] if tools else None
+
+
+def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, formed: bool = False) -> ToolUse:
+    """See `ToolUse`; raises ApiError naming the field.
+
+    parser: a format's name, "auto" or "none". formed: whether an answer without calls has to have a form.
+    """
+    functions, choice, field = _functions(body)
+    if not functions:
+        if choice not in (None, "none", "auto"):
+            raise bad_request(
+                f"{field} asks for a call, and there are no {field.replace('_choice', 's')} to call", field, INVALID
+            )
+        return ToolUse()
+    tools = [_told(function) for function in functions]
+    if choice == "none":
+        return ToolUse(tools)
+    names, named = _chosen(choice)
+    offered = {function.name: function.parameters or {} for function in functions}
+    for name in names or ():
+        if name not in offered:
+            raise bad_request(f"{field} names {name[:64]!r}, which is not among the functions on offer", field, INVALID)
+    schemas = offered if names is None else {name: offered[name] for name in names}
+    must_call = named or choice == "required" or (names is not None and choice[ALLOWED]["mode"] == "required")
+    if parser == "none":
+        if must_call:
+            raise bad_request(
+                f"{field} cannot ask for a call: this server runs with --tool-call-parser none", field, INVALID
+            )
+        return ToolUse(tools)
+    older = body.functions is not None
+    template = tokenizer.template_for(True) or ""
+    facts = TemplateFacts.of(template)
+    once = older or named or facts.single_call  # more could not be sent back
+    several = body.parallel_tool_calls is not False and not once
+    known = format_of(parser, template)
+    grammar = None
+    if must_call or formed:
+        strict = [function.name for function in functions if function.strict]
+        forced = Forced(schemas, several, partial(_token, tokenizer), strict)
+        grammar = known.grammar(forced)
+        if grammar is None:  # these functions have no such form
+            known, grammar = PLAIN_JSON, PLAIN_JSON.grammar(forced)
+    options = CallOptions(
+        schemas=schemas,
+        new_id=known.new_id,
+        max_calls=MAX_CALLS if several else 1,
+        only_calls=must_call,
+        barred=offered.keys() - schemas.keys(),
+    )
+    parsing = ParsingPlan(lambda: known.parser(options), known.markers, older)
+    if not must_call:
+        return ToolUse(tools, parsing, calls=grammar or "")
+    return ToolUse(tools, parsing, grammar, field)
+
+
+def _chosen(choice: Any) -> tuple[list[str] | None, bool]:
+    """The functions that a choice names, None where it names none; and whether it is one that has to be called."""
+    if not isinstance(choice, dict):
+        return None, False
+    if choice.get("type") == ALLOWED:
+        return [tool["function"]["name"] for tool in choice[ALLOWED]["tools"]], False
+    return [choice.get("function", choice)["name"]], True
+
+
+def _token(tokenizer: Tokenizer, marker: str) -> str:
+    """The Lark for a marker: the token that it is, or its text where it is none of its own."""
+    token_id = tokenizer.backend.token_to_id(marker)
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return f"<[{token_id}]>" if token_id is not None and token_id in added else json.dumps(marker)
+
+
+def _functions(body: ChatRequest) -> tuple[list[FunctionDefinition], Any, str]:
+    """The functions on offer, the choice among them, and the name of its field."""
+    if body.functions is None:
+        if body.function_call is not None:
+            raise bad_request("function_call goes with functions", "function_call", INVALID)
+        return [tool.function for tool in known_tools(body.tools or ())], body.tool_choice, "tool_choice"
+    if body.tools is not None or body.tool_choice is not None:
+        raise bad_request("functions is the older name of tools: give one of them", "functions", INVALID)
+    return body.functions, body.function_call, "function_call"
+
+
+def _told(function: FunctionDefinition) -> dict[str, Any]:
+    return {"type": "function", "function": function.model_dump(exclude_none=True, exclude={"strict"})}

@@ -1,0 +1,272 @@
+"""Directories derived from a model's files and cached for later starts: GGUF configurations and converted tokenizers."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from stat import S_ISDIR
+from typing import Any
+
+from windlass.clients.terminal import say
+from windlass.engine.errors import LoadError
+from windlass.engine.model.gguf.split_files import find_parts, model_stem
+from windlass.server.startup.model_catalog import cache_folder
+from windlass.server.text.tokenizer_files import TOKENIZER, find_tokenizer
+
+_LONGEST_STEM = 120
+
+_MAKING = ".making-"  # how the name of what is not yet whole begins
+
+_ABANDONED_SECONDS = 3600.0  # nothing is that long in the making
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """What is derived, and how. folder: its place in the cache. index: the file that tells what a directory was made from.
+
+    files: names that a whole directory has. made_by: counted up when newer code would make something else from the same files.
+    """
+
+    folder: str
+    index: str
+    files: Sequence[str]
+    made_by: int
+    # Descriptors that hold the lock of what this process uses, one for each directory however often it is asked for. They are
+    # let go by its end alone, as nobody tells of the last use: engines are started again, and models of an LLM outlive it.
+    _held: dict[Path, int] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def directory(self, stem: str, sources: Sequence[Path], source: str, fill: Callable[[Path], None]) -> Path:
+        """The directory made from these files as they are now; made where it is not there yet.
+
+        stem: how its name begins. source: what to call the files. fill: writes into an empty directory all files, the index among
+        them (see `described`). It is in use for as long as this process lives. The directory of what the first file was before it
+        changed goes, unless it is in use. Raises LoadError, one line.
+        """
+        files = self.described(sources, source)
+        digest = hashlib.sha256(json.dumps([self.made_by, files]).encode()).hexdigest()[:16]
+        try:
+            target = cache_folder() / self.folder / f"{stem[:_LONGEST_STEM]}-{digest}"
+            if self._use(target, files):
+                return target
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._remove_abandoned(target.parent, _MAKING)
+            made = Path(tempfile.mkdtemp(prefix=_MAKING, dir=target.parent))
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+            reason = getattr(error, "strerror", None) or error
+            say(f"notice: what is derived from {source} cannot be kept for later starts ({reason}): set WINDLASS_CACHE")
+            prefix = f"windlass-{self.folder}-"
+            self._remove_abandoned(Path(tempfile.gettempdir()), prefix)
+            made = Path(tempfile.mkdtemp(prefix=prefix))
+            atexit.register(shutil.rmtree, made, ignore_errors=True)
+            fill(made)
+            self._use(made, files)
+            return made
+        try:
+            fill(made)
+            self._put_in_place(made, target, files)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+        self._use(target, files)
+        self._remove_older(target, files)
+        return target
+
+    def described(self, sources: Sequence[Path], source: str) -> list[dict[str, Any]]:
+        """What tells these files from what they were before, the `files` of an index. Raises LoadError."""
+        try:
+            found = [(path, path.stat()) for path in sources]
+        except OSError as error:
+            raise LoadError(f"cannot read {source}: {error.strerror or error}") from None
+        return [{"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns} for path, stat in found]
+
+    def read_index(self, directory: Path) -> dict[str, Any] | None:
+        """The index, None where there is none that can be used."""
+        try:
+            index = json.loads((directory / self.index).read_text(encoding="utf-8"))
+            return index if all(isinstance(file["path"], str) for file in index["files"]) else None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+    def _put_in_place(self, made: Path, target: Path, files: Sequence[dict[str, Any]]) -> None:
+        """Rename the finished directory; where another server was quicker, its directory is as good."""
+        try:
+            made.rename(target)
+            return
+        except OSError:
+            if self._is_current(target, files):
+                return
+        # What lies there is damaged: it is moved away first, since a directory replaces no other that holds something.
+        with tempfile.TemporaryDirectory(prefix=_MAKING, dir=target.parent) as away:
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    target.rename(Path(away) / "old")
+                made.rename(target)
+            except OSError as error:
+                if not self._is_current(target, files):
+                    raise LoadError(f"cannot write {target} ({error.strerror or error}): remove it") from None
+
+    def _remove_abandoned(self, folder: Path, prefix: str) -> None:
+        """What killed starts have left: not yet whole, or, where nothing could be kept, whole and used no more."""
+        for left in folder.glob(prefix + "*"):
+            with contextlib.suppress(OSError):
+                found = left.lstat()
+                if found.st_uid != os.geteuid() or not S_ISDIR(found.st_mode):
+                    continue  # another's, in a folder for all
+                if time.time() - found.st_mtime < _ABANDONED_SECONDS:
+                    continue
+                if (left / self.index).exists():
+                    self._remove_unused(left)
+                else:
+                    shutil.rmtree(left, ignore_errors=True)
+
+    def _remove_older(self, target: Path, files: Sequence[dict[str, Any]]) -> None:
+        """Directories of what the first file was before it changed."""
+        for other in target.parent.iterdir():
+            if other != target and not other.name.startswith("."):
+                theirs = (self.read_index(other) or {}).get("files")
+                if theirs and theirs[0]["path"] == files[0]["path"]:
+                    self._remove_unused(other)
+
+    def _use(self, directory: Path, files: Sequence[dict[str, Any]]) -> bool:
+        """Whether it is current, and then nobody removes it any more: a server may start its engine again from there."""
+        with contextlib.suppress(OSError):
+            held = os.open(directory / self.index, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(held, fcntl.LOCK_SH)  # never let go: the end of the process does
+            if self._is_current(directory, files):
+                before = self._held.pop(directory, None)  # perhaps of one that was there before, and damaged
+                self._held[directory] = held
+                if before is not None:
+                    os.close(before)
+                return True
+            os.close(held)
+        return False
+
+    def _remove_unused(self, directory: Path) -> None:
+        with contextlib.suppress(OSError):  # another process uses it, or has removed it
+            held = os.open(directory / self.index, os.O_RDWR)  # NFS locks nothing else against all others
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                os.close(held)
+
+    def _is_current(self, directory: Path, files: Sequence[dict[str, Any]]) -> bool:
+        return (self.read_index(directory) or {}).get("files") == list(files) and all(
+            (directory / name).is_file() for name in self.files
+        )
+
+
+def write_files(directory: Path, texts: dict[str, str]) -> None:
+    """Write every file. A disk that is full is the person's to know of."""
+    try:
+        for name, text in texts.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LoadError(f"cannot write to {directory} ({error.strerror or error}): free some space there") from None
+
+
+_POOLING = "1_Pooling"
+
+_GGUF_DERIVATION = Derivation(
+    folder="gguf",
+    index="gguf.json",
+    files=("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    made_by=4,
+)
+
+_MAGIC = b"GGUF"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is a GGUF, by its name or, where that says nothing, by its first bytes."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def derive_directory(path: Path) -> Path:
+    """The directory of the model in a GGUF file, or in any part of a split one; made where it is not there yet.
+
+    A file that has changed gets a new one in place of the old. Raises LoadError, one line, for a file that cannot be served.
+    """
+    parts = find_parts(path.absolute())
+    return _GGUF_DERIVATION.directory(
+        model_stem(path.name), parts, str(path), lambda directory: _fill_gguf_directory(directory, parts)
+    )
+
+
+def source_stem(directory: Path) -> str | None:
+    """The name of the model whose derived directory this is; None for a directory of another kind."""
+    files = (_GGUF_DERIVATION.read_index(directory) or {}).get("files")
+    return model_stem(Path(files[0]["path"]).name) if files else None
+
+
+def _fill_gguf_directory(directory: Path, parts: Sequence[Path]) -> None:
+    from windlass.engine.model.gguf.gguf_description import describe_gguf
+    from windlass.server.text.vocabularies.conversion import gguf_tokenizer_files
+
+    found = describe_gguf(parts)
+    tokenizer = gguf_tokenizer_files(found.metadata, str(parts[0]))
+    for notice in tokenizer.notices:
+        say(f"notice: {notice}")
+    texts = {
+        "config.json": json.dumps(found.config, indent=2),
+        "generation_config.json": json.dumps(found.generation, indent=2),
+        "tokenizer.json": tokenizer.tokenizer,
+        "tokenizer_config.json": tokenizer.config,
+        _GGUF_DERIVATION.index: json.dumps(found.index),
+    }
+    if found.pooling is not None:  # as sentence-transformers says it; embeddings are normalized, as llama.cpp has them
+        modules = [("Transformer", ""), ("Pooling", _POOLING), ("Normalize", "2_Normalize")]
+        listed = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in modules]
+        texts["modules.json"] = json.dumps(listed)
+        texts[f"{_POOLING}/config.json"] = json.dumps({"pooling_mode": found.pooling})
+    write_files(directory, texts)
+
+
+_CONFIG = "tokenizer_config.json"
+
+_TOKENIZER_DERIVATION = Derivation(folder="tokenizers", index="derived.json", files=(TOKENIZER, _CONFIG), made_by=1)
+
+
+def with_tokenizer(directory: Path) -> Path:
+    """The directory itself where it has a tokenizer.json, else one made from it. Raises LoadError, one line."""
+    directory = directory.absolute()
+    vocabulary = find_tokenizer(directory)
+    if vocabulary.name == TOKENIZER:
+        return directory
+    sources = [vocabulary, *sorted(path for path in directory.iterdir() if path != vocabulary and path.exists())]
+    return _TOKENIZER_DERIVATION.directory(
+        directory.name, sources, str(directory), lambda made: _fill_tokenizer_directory(made, sources)
+    )
+
+
+def _fill_tokenizer_directory(directory: Path, sources: Sequence[Path]) -> None:
+    from windlass.server.text.vocabularies.conversion import tokenizer_files
+
+    made = tokenizer_files(sources[0])
+    for notice in made.notices:
+        say(f"notice: {notice}")
+    index = json.dumps({"files": _TOKENIZER_DERIVATION.described(sources, str(sources[0].parent))})
+    write_files(directory, {TOKENIZER: made.tokenizer, _CONFIG: made.config, _TOKENIZER_DERIVATION.index: index})
+    try:
+        for source in sources:
+            if source.name != _CONFIG:
+                (directory / source.name).symlink_to(source)
+    except OSError as error:
+        raise LoadError(f"cannot write to {directory} ({error.strerror or error}): free some space there") from None

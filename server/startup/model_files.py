@@ -1,0 +1,450 @@
+"""Model lookup: from a name to a directory, a GGUF file, a hub snapshot or the bundled model."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.resources
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from windlass.clients.terminal import say
+from windlass.engine.errors import LoadError, did_you_mean
+from windlass.engine.model.gguf.split_files import model_stem, part_names, part_number
+from windlass.engine.model.loading.checkpoint import describe_other_format
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.startup.derived_files import derive_directory, is_gguf, source_stem
+from windlass.server.startup.model_catalog import DEMO, KNOWN, SMOLLM2, KnownModel, is_file_of
+
+_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+
+_MOST_NAMED = 24  # files in a message
+
+_QUANTIZATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*))$", re.IGNORECASE)
+
+
+def model_files(names: Iterable[str]) -> dict[str, str]:
+    """The models among these files: the first file of each, by its name without ending and number of a part."""
+    first: dict[str, str] = {}
+    for name in sorted(names):
+        file = PurePosixPath(name)
+        if file.suffix.lower() == ".gguf" and not _NO_MODEL.search(file.name):
+            first.setdefault(str(file.with_name(model_stem(file.name))), name)
+    return first
+
+
+def choose_file(names: Iterable[str], wanted: str | None, place: str, repo: str | None = None) -> str:
+    """The name of the only model, or of the one that `wanted` means: a quantization, or a file.
+
+    place: what holds the files, in words. repo: the hub id, where they are a repository's. Raises LoadError that lists them.
+    """
+    models = model_files(names)
+    if not models:
+        raise LoadError(f"{place} holds no GGUF file of a language model: choose another")
+    found = list(models)
+    if wanted is not None:
+        found = [stem for stem in models if _means(wanted, stem, models[stem])]
+        # What is called so is meant before what only ends so: Q8_0 before UD-Q8_0.
+        spoken = _spoken(found)
+        found = [stem for stem, name in zip(found, spoken, strict=True) if name.lower() == wanted.lower()] or found
+    if len(found) == 1:
+        return models[found[0]]
+    stems = found or list(models)
+    spoken = [models[stem] for stem in stems] if repo is None else _spoken(stems)
+    more = f" and {len(spoken) - _MOST_NAMED} more" if len(spoken) > _MOST_NAMED else ""
+    there = ", ".join(spoken[:_MOST_NAMED]) + more
+    example = f"{place}/{spoken[0]}" if repo is None else f"{repo}:{spoken[0]}"
+    if not found:
+        raise LoadError(f"{place} has no GGUF file {wanted}: there are {there}")
+    which = "" if wanted is None else f" {wanted}"
+    raise LoadError(f"{place} holds several GGUF files{which} ({there}): name one, such as {example}")
+
+
+def spoken_models(names: Iterable[str]) -> dict[str, str]:
+    """The first file of each model among these, by what a person writes behind a repository's colon."""
+    models = model_files(names)
+    return dict(zip(_spoken(list(models)), models.values(), strict=True))
+
+
+def gguf_names(directory: Path) -> list[str]:
+    """The GGUF files of a directory and those below it, relative to it."""
+    return [file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.suffix.lower() == ".gguf"]
+
+
+def all_parts(name: str) -> list[str]:
+    """Every file of the model that this one belongs to."""
+    file = PurePosixPath(name)
+    return [str(file.with_name(part)) for part in part_names(file.name)]
+
+
+def _means(wanted: str, stem: str, name: str) -> bool:
+    """Whether a person who says `wanted` means this model. Letter case is no matter."""
+    wanted, stem, name = wanted.lower(), stem.lower(), name.lower()
+    if wanted.endswith(".gguf"):
+        return wanted in (name, PurePosixPath(name).name, f"{stem}.gguf") or (
+            part_number(wanted) is not None and model_stem(PurePosixPath(wanted).name) == PurePosixPath(stem).name
+        )
+    return stem == wanted or (stem.endswith(wanted) and not stem[: -len(wanted)][-1:].isalnum())
+
+
+def _spoken(stems: list[str]) -> list[str]:
+    """How a person names each: by its quantization where that is enough, else by the file."""
+    short = [found[1] if (found := _QUANTIZATION.search(stem)) else f"{stem}.gguf" for stem in stems]
+    return short if len(set(short)) == len(short) else [f"{stem}.gguf" for stem in stems]
+
+
+DOWNLOAD_PATTERNS = (
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "tokenizer*",
+    "*.model",
+    "*.tiktoken",
+    "vocab.txt",
+    "merges.txt",
+)
+
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(?:/[A-Za-z0-9][\w.\-]*)?")
+
+_REVISION = _GGUF = re.compile(r"[\w][\w.\-/]*")
+
+_PART = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
+
+_REACH_SECONDS = 5.0
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+
+
+def resolve_model(name: str | None) -> Path:
+    """The directory with the model's files.
+
+    name: a directory; a GGUF file, or a directory that holds one; a name of the catalogue, such as `smollm2`, which is pulled
+    where it is not here; a hub id such as `Qwen/Qwen3-0.6B`, optionally `id@revision`, for a GGUF file of it `id:Q4_K_M` or
+    `id:file.gguf`; None for the bundled model. An existing path wins over a name. A cached model is used as it is, without
+    asking the network. Of a GGUF it is the directory that is derived from it. Raises LoadError, one line that says what was
+    tried.
+    """
+    if name is None:
+        return bundled_model()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _in_directory(path, name)
+    if path.exists():
+        if is_gguf(path):
+            return derive_directory(path)
+        foreign = describe_other_format(path)
+        raise LoadError(
+            foreign or f"{path} is a file: give the directory that holds config.json and the safetensors files"
+        )
+    if name in KNOWN:
+        return known_model(KNOWN[name])
+    repo, colon, wanted = name.partition(":")
+    repo, _, revision = repo.partition("@")
+    revision = revision or "main"
+    if (
+        not _REPO_ID.fullmatch(repo)
+        or not _REVISION.fullmatch(revision)
+        or (colon and not _GGUF.fullmatch(wanted))
+        or ".." in name
+        or "--" in repo
+    ):
+        raise LoadError(
+            f"no file or directory {name!r}, and that is no hub id: give a model directory, a GGUF file or an id such as "
+            "Qwen/Qwen3-0.6B"
+        )
+    if colon:
+        return derive_directory(_cached_gguf(repo, revision, wanted) or _download_gguf(repo, revision, wanted))
+    cached = find_cached(repo, revision)
+    if cached is not None:
+        return cached
+    for snapshot in _snapshots(repo, revision):
+        if any(snapshot.glob("model*.safetensors")):
+            continue
+        if model_files(names := gguf_names(snapshot)):
+            return derive_directory(snapshot / choose_file(names, None, repo, repo))
+        if foreign := describe_other_format(snapshot):
+            raise LoadError(foreign)
+    return _download(repo, revision)
+
+
+def described_model(name: str | None) -> Path | None:
+    """Where the config.json of a hub id lies whose weights are not here, downloaded without them; None for every other name.
+
+    Raises LoadError as `resolve_model` does.
+    """
+    if name is None or Path(name).expanduser().exists() or name in KNOWN or ":" in name:
+        return None
+    repo, _, revision = name.partition("@")
+    revision = revision or "main"
+    if not _REPO_ID.fullmatch(repo) or not _REVISION.fullmatch(revision) or ".." in name or "--" in repo:
+        return None
+    if find_cached(repo, revision) is not None:
+        return None
+    for snapshot in _snapshots(repo, revision):
+        if (snapshot / "config.json").is_file():
+            return snapshot
+        if gguf_names(snapshot):
+            return None
+    snapshot = _fetch(repo, revision, ["*.json"])
+    return snapshot if (snapshot / "config.json").is_file() else None
+
+
+def _in_directory(directory: Path, name: str) -> Path:
+    """A model in a directory that a person named so: its safetensors, else the one GGUF file in it."""
+    directory = directory.resolve()
+    names = [] if any(directory.glob("*.safetensors")) else [name for name in gguf_names(directory) if "/" not in name]
+    if model_files(names):
+        return derive_directory(directory / choose_file(names, None, str(directory)))
+    if not (directory / "config.json").is_file():
+        foreign = describe_other_format(directory)
+        hides = f" (the folder hides the known model {name}: start from another)" if name in KNOWN else ""
+        raise LoadError(
+            foreign
+            or f"{directory} holds no config.json: give the directory of a Hugging Face model, or a GGUF file{hides}"
+        )
+    return directory
+
+
+def known_model(model: KnownModel) -> Path:
+    """The directory of a model of the catalogue, pulled where it is not here. Raises LoadError, PullError among them."""
+    if model.file is None:
+        return bundled_model()
+    from windlass.server.startup.model_catalog import pull
+
+    return resolve_model(str(pull(model)))
+
+
+def bundled_model() -> Path:
+    """The demo model inside the installed package."""
+    resource = importlib.resources.files("windlass").joinpath("models", "demo")
+    if isinstance(resource, Path) and (resource / "config.json").is_file():
+        return resource.resolve()
+    raise LoadError(
+        "this installation has no bundled model (windlass/models/demo): name a model, for example Qwen/Qwen3-0.6B"
+    )
+
+
+def cache_directory() -> Path:
+    """Where huggingface_hub keeps models: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(variable):
+            return Path(os.path.expandvars(os.environ[variable])).expanduser()
+    home = os.environ.get("HF_HOME") or str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    return Path(os.path.expandvars(home)).expanduser() / "hub"
+
+
+def find_cached(repo: str, revision: str = "main") -> Path | None:
+    """The cached snapshot of a hub id, None when missing or incomplete. revision: a ref or a commit."""
+    return next(filter(_is_complete, _snapshots(repo, revision)), None)
+
+
+def cached_repositories() -> Iterator[tuple[str, Path]]:
+    """Every repository whose main revision lies whole in the local cache: its id and the snapshot."""
+    for repo in _repositories():
+        if (snapshot := find_cached(repo)) is not None:
+            yield repo, snapshot
+
+
+def cached_ggufs() -> Iterator[tuple[str, list[Path]]]:
+    """Every GGUF model whose files lie whole in the local cache: what `resolve_model` takes for it, and its files."""
+    for repo in _repositories():
+        for snapshot in _snapshots(repo, "main"):
+            names = {name for name in gguf_names(snapshot) if (snapshot / name).is_file()}
+            for spoken, name in spoken_models(names).items():
+                if names.issuperset(parts := all_parts(name)):
+                    yield f"{repo}:{spoken}", [snapshot / part for part in parts]
+
+
+def _repositories() -> list[str]:
+    return [
+        path.name.removeprefix("models--").replace("--", "/") for path in sorted(cache_directory().glob("models--*"))
+    ]
+
+
+def _snapshots(repo: str, revision: str) -> Iterator[Path]:
+    """Where a revision may lie in the cache."""
+    storage = cache_directory() / ("models--" + repo.replace("/", "--"))
+    candidates = [revision]
+    with contextlib.suppress(OSError, ValueError):
+        candidates.insert(0, (storage / "refs" / revision).read_text(encoding="utf-8").strip())
+    for commit in candidates:
+        if re.fullmatch(r"[\w.\-]+", commit) and commit not in (".", ".."):
+            yield storage / "snapshots" / commit
+
+
+def _is_complete(snapshot: Path) -> bool:
+    """Whether a snapshot can be loaded. An interrupted download leaves files out; is_file follows links into blobs."""
+    if not (snapshot / "config.json").is_file():
+        return False
+    index = snapshot / "model.safetensors.index.json"
+    if index.is_file():
+        shards = set(re.findall(r'"([^"/\\]+\.safetensors)"', index.read_text(encoding="utf-8", errors="replace")))
+        return all((snapshot / shard).is_file() for shard in shards)
+    if (snapshot / "model.safetensors").is_file():
+        return True
+    names = [file.name for file in snapshot.glob("*.safetensors") if file.is_file()]
+    # A download that was killed early has no index yet: the names themselves say how many parts there are.
+    parts = Counter(match.groups() for match in map(_PART.fullmatch, names) if match)
+    return bool(names) and all(found >= int(count) for (_, count), found in parts.items())
+
+
+def _cached_gguf(repo: str, revision: str, wanted: str) -> Path | None:
+    """A GGUF file in the cache with all its parts; None where the hub must be asked. Raises LoadError for several."""
+    for snapshot in _snapshots(repo, revision):
+        names = [name for name in gguf_names(snapshot) if (snapshot / name).is_file()]
+        with contextlib.suppress(LoadError):
+            name = choose_file(names, wanted, repo, repo)
+            if set(all_parts(name)) <= set(names):
+                return snapshot / name
+    return None
+
+
+def _download_gguf(repo: str, revision: str, wanted: str | None) -> Path:
+    """The file that is meant, with all its parts and nothing else of the repository."""
+    label, tried = _tried(repo, revision)
+    hub = _reach_hub(tried)
+    try:
+        names = hub.list_repo_files(repo, revision=revision)
+        name = choose_file(names, wanted, label, label)
+        parts = all_parts(name)
+        if missing := sorted(set(parts) - set(names)):
+            raise LoadError(f"{label} has no {missing[0]}, a part of {name}: choose another of its files")
+        found = hub.snapshot_download(repo, revision=revision, allow_patterns=[glob.escape(part) for part in parts])
+    except LoadError:
+        raise
+    except Exception as error:  # the library raises its own, its HTTP client's and the operating system's errors
+        raise LoadError(f"{tried}; the download failed: {_reason(error, label)}") from error
+    return Path(found) / name
+
+
+def _tried(repo: str, revision: str) -> tuple[str, str]:
+    """A hub id with its revision, and what to say was looked for without success."""
+    label = repo if revision == "main" else f"{repo}@{revision}"
+    return label, f"no directory {label!r}{did_you_mean(label, KNOWN)}, and {cache_directory()} does not hold it"
+
+
+def _reach_hub(tried: str) -> Any:
+    """The library that downloads, once it is clear that there is a hub to download from."""
+    if any(os.environ.get(name, "").lower() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
+        raise LoadError(f"{tried}; downloads are off (HF_HUB_OFFLINE): unset it or give a model directory")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise LoadError(
+            f"{tried}; to download it run `.venv/bin/pip install -c constraints.txt -e '.[hub]'` in Windlass's folder, or "
+            "give a model directory"
+        ) from error
+    import httpx  # here, late: most models are on disk, and the engine is started only once this module is imported
+
+    endpoint = _endpoint()
+    try:  # huggingface_hub retries for minutes where there is no network at all
+        httpx.head(endpoint, timeout=_REACH_SECONDS)
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+        raise LoadError(
+            f"{tried}; {endpoint} cannot be reached ({_one_line(error)}): give a model directory"
+        ) from error
+    return huggingface_hub
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
+
+def _download(repo: str, revision: str) -> Path:
+    label, tried = _tried(repo, revision)
+    hub = _reach_hub(tried)
+    try:
+        path = hub.snapshot_download(repo, revision=revision, allow_patterns=list(DOWNLOAD_PATTERNS))
+        snapshot = Path(path)
+        whole = any(snapshot.glob("*.safetensors"))
+        ggufs = (
+            [] if whole else [name for name in hub.list_repo_files(repo, revision=revision) if name.endswith(".gguf")]
+        )
+    except Exception as error:  # the library raises its own, its HTTP client's and the operating system's errors
+        raise LoadError(f"{tried}; the download failed: {_reason(error, label)}") from error
+    if model_files(ggufs):
+        return derive_directory(_download_gguf(repo, revision, None))
+    if not (snapshot / "config.json").is_file():
+        if foreign := describe_other_format(snapshot):
+            raise LoadError(foreign)
+        raise LoadError(f"{label} on {_endpoint()} holds no config.json: it is no Hugging Face model, choose another")
+    return snapshot
+
+
+def _fetch(repo: str, revision: str, patterns: list[str]) -> Path:
+    """Files of a repository in the cache. Raises LoadError."""
+    label, tried = _tried(repo, revision)
+    hub = _reach_hub(tried)
+    try:
+        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # as above
+        raise LoadError(f"{tried}; the download failed: {_reason(error, label)}") from error
+
+
+def _reason(error: Exception, label: str) -> str:
+    name = type(error).__name__
+    if name == "GatedRepoError":
+        return f"{label} is gated, accept its terms on the hub and set HF_TOKEN"
+    if name == "RepositoryNotFoundError":
+        return f"the hub has no model {label}, check the name (a private one needs HF_TOKEN)"
+    if name == "RevisionNotFoundError":
+        return f"{label} has no such revision"
+    return f"{name}: {_one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+
+
+FIRST_MODEL = SMOLLM2
+
+
+def choose_model(given: str | None) -> tuple[str, Path]:
+    """What to call the model in the API, and its directory.
+
+    given: as `resolve_model` takes it. None: smollm2, pulled where it is not here, or the bundled model where it cannot be
+    had, with one line on standard error that says why. Raises LoadError.
+    """
+    if given is not None:
+        path = resolve_model(given)
+        return _name_of(given, path), path
+    try:
+        return FIRST_MODEL.name, known_model(FIRST_MODEL)
+    except LoadError as error:
+        say(f"note: this is the bundled model ({DEMO.about}), since {error}")
+        return DEMO.name, bundled_model()
+
+
+def known_sampling(given: str | None, name: str) -> Mapping[str, float]:
+    """What the authors of a known model recommend. given, name: what was asked for, and what `choose_model` calls it.
+
+    A file that is given by its path is known by its content.
+    """
+    here = None if given is None else Path(given).expanduser()
+    if here is not None and here.exists():  # a folder wins over a name
+        return next((model.sampling for model in KNOWN.values() if is_file_of(model, here)), {})
+    return KNOWN[name].sampling if name in KNOWN else {}
+
+
+def with_draft_model(options: EngineOptions) -> EngineOptions:
+    """The options with the directory of the draft model in place of its name, if they name one. Raises LoadError."""
+    if options.speculative_model is None:
+        return options
+    try:
+        return replace(options, speculative_model=str(resolve_model(options.speculative_model)))
+    except LoadError as error:
+        raise LoadError(f"--speculative-model: {error}") from None
+
+
+def _name_of(given: str, path: Path) -> str:
+    """A hub id or a known name as given, since the directory behind it is named by a hash; else that of the directory
+    or the GGUF file."""
+    local = Path(given).expanduser()
+    if not local.exists():
+        return given
+    return source_stem(path) or path.name

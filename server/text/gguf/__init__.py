@@ -1,1 +1,0 @@
-"""Makes the tokenizer of a model from what its GGUF file says."""

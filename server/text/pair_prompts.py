@@ -1,0 +1,59 @@
+"""The prompt that puts a query and a document before the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Gap = Literal["query", "document", "instruction"]
+
+# That of Qwen3-Reranker, as its authors publish it: the instruction is a message in front of the others, and has a default.
+QWEN3_RERANKER = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: '
+    "{{ messages[0].content if messages | length > 2 else "
+    "'Given a web search query, retrieve relevant passages that answer the query' }}\n"
+    "<Query>: {{ messages[-2].content }}\n<Document>: {{ messages[-1].content }}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n\n"  # Jinja takes the last one off
+)
+
+
+def may_take_pairs(source: str) -> bool:
+    """Whether a template names both roles; those of chats do not."""
+    return all(re.search(rf"['\"]{role}['\"]", source) for role in ("query", "document"))
+
+
+@dataclass(frozen=True, slots=True)
+class PairPrompt:
+    """texts: around the gaps, one more than there are. trimmed: per gap, whether white space around what it takes is left out."""
+
+    texts: tuple[str, ...]
+    gaps: tuple[Gap, ...]
+    trimmed: tuple[bool, ...]
+
+    @property
+    def length(self) -> int:
+        """Characters around the gaps."""
+        return sum(map(len, self.texts))
+
+    def fill(self, given: Mapping[Gap, str]) -> tuple[str, int, str]:
+        """The whole text; where in it the document begins, first of all places, and what of it stands there."""
+        parts, size = [self.texts[0]], len(self.texts[0])
+        begin, document = size, ""
+        for gap, trimmed, text in zip(self.gaps, self.trimmed, self.texts[1:], strict=True):
+            value = given[gap].strip() if trimmed else given[gap]
+            if gap == "document" and not document:
+                begin, document = size, value
+            parts += (value, text)
+            size += len(value) + len(text)
+        return "".join(parts), begin, document
+
+
+@dataclass(frozen=True, slots=True)
+class PairTemplate:
+    """plain: without an instruction of the caller's. instructed: with one; None: there is no place for one."""
+
+    plain: PairPrompt
+    instructed: PairPrompt | None

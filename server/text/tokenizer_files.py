@@ -1,0 +1,135 @@
+"""Files with a model's vocabulary and special tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from windlass.engine.errors import LoadError
+
+TOKENIZER = "tokenizer.json"
+
+# Others that are read, the first that is there before the rest.
+_CONVERTED = ("tekken.json", "tokenizer.model", "tiktoken.model", "*.tiktoken")
+
+_UNREAD = ("vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
+
+
+def find_tokenizer(directory: Path) -> Path:
+    """tokenizer.json, or else the file that it is made from; LoadError, one line, where there is neither."""
+    file = directory / TOKENIZER
+    if file.is_file():
+        return file
+    if not directory.is_dir():
+        raise LoadError(f"{directory} is not a directory: give the directory that holds tokenizer.json")
+    for pattern in _CONVERTED:
+        found = sorted(file for file in directory.glob(pattern) if file.is_file())
+        if len(found) > 1:
+            raise LoadError(
+                f"no tokenizer.json in {directory}, and several files it could be made from "
+                f"({', '.join(file.name for file in found)}): leave one of them there"
+            )
+        if found:
+            return found[0]
+    unread = [name for name in _UNREAD if (directory / name).is_file()]
+    if unread:
+        raise LoadError(
+            f"no tokenizer.json in {directory}, only {unread[0]}: convert it with transformers, "
+            f"AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+        )
+    raise LoadError(f"no tokenizer.json in {directory}: copy it from the model's repository")
+
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, short enough for a message."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file; an empty one where there is no such file. Raises LoadError, one line."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise LoadError(f"cannot read {file} ({one_line(error)}): fetch the file again or remove it") from error
+    if not isinstance(value, dict):
+        raise LoadError(f"{file} must hold a JSON object: fetch the file again or remove it")
+    return value
+
+
+def content_of(token: str | tokenizers.AddedToken) -> str:
+    """The token as text."""
+    return token if isinstance(token, str) else token.content
+
+
+def _added_token(value: Any, *, special: bool | None = None) -> str | tokenizers.AddedToken:
+    """A special token as configs write it: a string, or an object with content and flags."""
+    if isinstance(value, str):
+        return value
+    flags = {key: value[key] for key in ("lstrip", "rstrip", "single_word", "normalized", "special") if key in value}
+    if special is not None:
+        flags["special"] = special
+    return tokenizers.AddedToken(value["content"], **flags)
+
+
+def special_tokens(
+    directory: Path, config: dict[str, Any]
+) -> tuple[dict[str, str | tokenizers.AddedToken], list[str | tokenizers.AddedToken]]:
+    """Named and nameless special tokens. special_tokens_map.json counts only beside configs of the old form."""
+    source = {
+        key: _added_token(value)
+        for key, value in config.items()
+        if key.endswith("_token")
+        and isinstance(value, (str, dict))
+        and (key in _NAMED_TOKENS or isinstance(value, str) or "content" in value)
+    }
+    nameless = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if "added_tokens_decoder" not in config:
+        for key, value in read_json(directory / "special_tokens_map.json").items():
+            if key in ("additional_special_tokens", "extra_special_tokens"):
+                nameless = nameless or value
+            elif isinstance(value, (str, dict)):
+                source[key] = _added_token(value, special=True)
+    if isinstance(nameless, dict):
+        source.update({key: _added_token(value) for key, value in nameless.items()})
+        nameless = []
+    return source, [_added_token(value) for value in nameless]
+
+
+def add_missing_tokens(
+    backend: tokenizers.Tokenizer,
+    directory: Path,
+    config: dict[str, Any],
+    named: dict[str, str | tokenizers.AddedToken],
+    nameless: list[str | tokenizers.AddedToken],
+) -> None:
+    """Add what the files beside tokenizer.json declare and it lacks, in the order of their ids."""
+    present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    declared: dict[int, tokenizers.AddedToken] = {}
+    for index, value in (config.get("added_tokens_decoder") or {}).items():
+        token = _added_token(value)
+        declared[int(index)] = token if not isinstance(token, str) else tokenizers.AddedToken(token)
+    if "added_tokens_decoder" not in config:
+        specials = {content_of(token) for token in [*named.values(), *nameless]}
+        for text, index in read_json(directory / "added_tokens.json").items():
+            special = text in specials
+            declared[int(index)] = tokenizers.AddedToken(text, normalized=not special, special=special)
+    missing = [token for _, token in sorted(declared.items()) if repr(token) not in present]
+    known = {token.content for token in backend.get_added_tokens_decoder().values()} | {t.content for t in missing}
+    for token in [*named.values(), *nameless]:
+        text = content_of(token)
+        if text not in known:
+            known.add(text)
+            missing.append(tokenizers.AddedToken(text, special=True) if isinstance(token, str) else token)
+    if missing:
+        names = {content_of(token) for token in named.values()}
+        for token in missing:
+            token.special = token.special or token.content in names
+        backend.add_tokens(missing)

@@ -1,0 +1,255 @@
+"""Tool calls in JSON: bare, tagged, Mistral's and DeepSeek's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from windlass.server.text.stream_parser import MAX_NAME, Reading, StreamParser
+
+_SCALAR = re.compile(r"[0-9A-Za-z+\-.]")
+
+
+@dataclass(slots=True)
+class _CallHead:
+    """What is known of a call object before its arguments can be passed on."""
+
+    name: str | None = None
+    arguments: list[str] | None = None  # those that came before the name
+    begun: bool = False
+
+
+class JsonCallParser(StreamParser):
+    """What parsers of such calls have in common."""
+
+    def call_object(self, known_only: bool = False) -> Generator[None, None, bool]:
+        """Take {"name": …, "arguments": {…}} and make the call; False where it is none.
+
+        known_only: only functions on offer count, where nothing else tells a call from other JSON.
+        What was taken of a call that was made is forgotten; what was taken otherwise can be given back.
+        """
+        head = _CallHead()
+        made = yield from self._call_object(head, known_only)
+        if made:
+            self.forget()
+        return made
+
+    def _call_object(self, head: _CallHead, known_only: bool) -> Generator[None, None, bool]:
+        if (yield from self.peek()) != "{":
+            return False
+        self.take(1)
+        while True:
+            yield from self.space()
+            if (yield from self.literal("}")):
+                break
+            key = yield from self.string()
+            yield from self.space()
+            if key is None or not (yield from self.literal(":")):
+                return head.begun
+            yield from self.space()
+            if not (yield from self._member(key, head, known_only)):
+                return head.begun
+            yield from self.space()
+            if not (yield from self.literal(",")):
+                if (yield from self.literal("}")):
+                    break
+                return head.begun
+        if not head.begun:
+            if not head.name:
+                return False
+            self.begin_call(head.name)
+            self.argue("".join(head.arguments) if head.arguments is not None else "{}")
+            self.end_call()
+        return True
+
+    def _member(self, key: str, head: _CallHead, known_only: bool) -> Generator[None, None, bool]:
+        character = yield from self.peek()
+        if key == "name":
+            name = yield from self.string()
+            known = name in self.options.schemas if known_only else self.may_call(name)
+            if not known or head.name is not None:
+                return False
+            head.name = name
+            return True
+        if key not in ("arguments", "parameters") or head.begun or head.arguments is not None:
+            return (yield from self._skip(character))
+        if character == "{":
+            return (yield from self._members_of_arguments(head))
+        if character == '"':  # JSON within JSON
+            inner = yield from self.string()
+            head.arguments = None if inner is None else [inner.strip() or "{}"]
+            return inner is not None and inner.lstrip()[:1] in ("{", "")
+        return bool((yield from self.literal("null")))
+
+    def _members_of_arguments(self, head: _CallHead) -> Generator[None, None, bool]:
+        if head.name is None:
+            head.arguments = []
+            return (yield from self.bracketed(head.arguments.append))
+        if not (yield from self.opens_object()):
+            return False
+        self.begin_call(head.name)
+        head.begun = True
+        return (yield from self.take_arguments())
+
+    def _skip(self, first: str) -> Generator[None, None, bool]:
+        """Take a value of no interest."""
+        if first == '"':
+            return (yield from self.string()) is not None
+        if first and first in "{[":
+            return (yield from self.bracketed(lambda text: None))
+        return bool((yield from self.run_of(_SCALAR)))
+
+    def call_list(self, known_only: bool = False) -> Generator[None, None, bool]:
+        """Take one call object or an array of them; False where not even one call was made. See `call_object`."""
+        if (yield from self.peek()) != "[":
+            return (yield from self.call_object(known_only))
+        self.take(1)
+        return (yield from self.rest_of_list(known_only))
+
+    def rest_of_list(self, known_only: bool = False) -> Generator[None, None, bool]:
+        """The same behind the bracket that opens an array."""
+        made = False
+        while True:
+            yield from self.space()
+            if not (yield from self.call_object(known_only)):
+                return made
+            made = True
+            yield from self.space()
+            if not (yield from self.literal(",")):
+                if (yield from self.literal("]")):
+                    self.forget()
+                return made
+
+
+class PlainJsonParser(JsonCallParser):
+    """A JSON object at the start of the text or of a line is a call if it names a function on offer, else content."""
+
+    markers: ClassVar[tuple[str, ...]] = ("\n{", "\n[", "\n```json")
+    tag: ClassVar[str] = "```json"
+
+    def run(self) -> Reading:
+        marker = yield from self.literal(self.tag)
+        while True:
+            while True:
+                yield from self.space()
+                made = yield from self.call_list(known_only=True)
+                if self.give_back() or not made:  # behind a call there may be something that is none
+                    break
+                yield from self.space()
+                if (yield from self.literal(";", ",")):  # Llama 3 puts it between calls
+                    yield from self.space()
+                elif marker.endswith(self.tag):
+                    yield from self.literal("```")
+                self.forget()
+                if (yield from self.peek()) not in ("{", "["):
+                    break
+            marker = yield from self.until(self.markers, self.say)
+            if not marker:
+                return
+            if marker in ("\n{", "\n["):
+                self.put_back(1)
+
+
+class Llama3JsonParser(PlainJsonParser):
+    """The same behind `<|python_tag|>` or at the start of the text only."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+    tag: ClassVar[str] = "<|python_tag|>"
+
+
+class TaggedJsonParser(JsonCallParser):
+    """Each marker is followed by a call object or a list of them, and perhaps by a closing marker."""
+
+    openers: ClassVar[tuple[str, ...]] = ("<tool_call>", "<|tool_call|>")
+    closers: ClassVar[tuple[str, ...]] = ("</tool_call>", "<|/tool_call|>")
+
+    def run(self) -> Reading:
+        while (yield from self.until(self.openers, self.say)):
+            yield from self.space()
+            made = yield from self.call_list()
+            self.give_back()
+            if made:
+                yield from self.space()
+                yield from self.literal(*self.closers)
+                self.forget()
+
+
+_MISTRAL_NAME = re.compile(r"[\w.\-]")
+
+
+class MistralParser(JsonCallParser):
+    """Both forms, told apart by what stands behind the marker."""
+
+    def run(self) -> Reading:
+        while (yield from self.until(("[TOOL_CALLS]",), self.say)):
+            yield from self.space()
+            character = yield from self.peek()
+            if character and character in "[{":
+                yield from self.call_list()
+            else:
+                yield from self._named()
+            self.give_back()
+
+    def _named(self) -> Generator[None, None, None]:
+        name = yield from self.run_of(_MISTRAL_NAME)
+        if (yield from self.literal("[CALL_ID]")):
+            yield from self.run_of(_MISTRAL_NAME)
+        yield from self.literal("[ARGS]")
+        yield from self.space()
+        if self.may_call(name) and (yield from self.opens_object()):
+            self.begin_call(name)
+            yield from self.take_arguments()
+            self.forget()
+
+
+DEEPSEEK_CALLS, DEEPSEEK_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+
+DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+
+DEEPSEEK_MARKERS = frozenset({DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_SEPARATOR})
+
+_DEEPSEEK_NAME = re.compile(r"[^\s<{]")
+
+
+class DeepSeekParser(StreamParser):
+    """Both forms; what stands behind the separator tells them apart."""
+
+    def run(self) -> Reading:
+        while marker := (yield from self.until((DEEPSEEK_CALLS, DEEPSEEK_CALL), self.say)):
+            if marker == DEEPSEEK_CALLS:
+                yield from self.space()
+                if not (yield from self.literal(DEEPSEEK_CALL)):
+                    self.give_back()
+                    continue
+            made = yield from self._call()
+            self.give_back()
+            if made:
+                yield from self.space()
+                yield from self.literal("```")
+                yield from self.space()
+                yield from self.literal(DEEPSEEK_CALL_END)
+                yield from self.space()
+                yield from self.literal(DEEPSEEK_CALLS_END)
+                self.forget()
+
+    def _call(self) -> Generator[None, None, bool]:
+        yield from self.space()
+        name = yield from self.run_of(_DEEPSEEK_NAME)
+        if not (yield from self.literal(DEEPSEEK_SEPARATOR)):
+            return False
+        yield from self.space()
+        if (yield from self.peek()) != "{":  # the first word was the kind
+            name = yield from self.run_of(_DEEPSEEK_NAME)
+            yield from self.space()
+            yield from self.literal("```json")
+            yield from self.space()
+        if len(name) == MAX_NAME or not self.may_call(name) or not (yield from self.opens_object()):
+            return False
+        self.begin_call(name)
+        yield from self.take_arguments()
+        self.forget()
+        return True

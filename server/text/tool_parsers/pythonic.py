@@ -1,0 +1,216 @@
+"""Tool calls in Python syntax: Llama 3.2, Llama 4 and LFM2."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Generator
+from typing import Any
+
+from windlass.server.text.stream_parser import Reading, StreamParser, as_json
+from windlass.server.text.tool_parsers.json_calls import JsonCallParser
+
+START, END = "<|python_start|>", "<|python_end|>"
+
+MAX_PYTHON = 16384  # characters of a value that is Python and no JSON: reading longer ones would hold up others
+
+_NAME = re.compile(r"[\w.\-]")
+
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+_OUTSIDE = re.compile(r"[^'\"()\[\]{},=]*")
+
+_STRING = re.compile(r"""'(?:[^'\\]++|\\.)*+'|"(?:[^"\\]++|\\.)*+\"""", re.DOTALL)
+
+_BREAK = re.compile(r"\\.|[\n\r]", re.DOTALL)
+
+_ESCAPES = {"\n": "\\n", "\r": "\\r"}
+
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+class PythonicParser(StreamParser):
+    """A list of calls at the start of the text, or behind `<|python_start|>`, whose first name is on offer."""
+
+    def run(self) -> Reading:
+        yield from self.space()
+        yield from self.literal(START)
+        while True:
+            yield from self.space()
+            if (yield from self.literal("[")):
+                yield from self.rest_of_calls(END)
+            self.give_back()
+            if not (yield from self.until((START,), self.say)):
+                return
+
+    def is_call(self, name: str) -> bool:
+        """Whether Python that begins with this name and a parenthesis is a call."""
+        return name in self.options.schemas
+
+    def rest_of_calls(self, end: str) -> Generator[None, None, None]:
+        """Take calls behind the bracket that opens their list, and the marker that may close it."""
+        while True:
+            yield from self.space()
+            name = yield from self.run_of(_NAME)
+            if not self.is_call(name) or not (yield from self.literal("(")):
+                return
+            self.begin_call(name)
+            if not (yield from self._arguments(name)):
+                if not (yield from self.peek()):
+                    self.forget()  # the answer ended within a value
+                return
+            yield from self.space()
+            if not (yield from self.literal(",")):
+                break
+        if (yield from self.literal("]")):
+            yield from self.space()
+            yield from self.literal(end)
+            self.forget()
+
+    def _arguments(self, function: str) -> Generator[None, None, bool]:
+        """Read up to the closing parenthesis; False where it does not come."""
+        self.argue("{")
+        written: set[str] = set()
+        positions = iter(_properties(self.options.schemas.get(function)))
+        while True:
+            yield from self.space()
+            if (yield from self.literal(")")):
+                break
+            text, end = yield from self._value()
+            name: str | None = None
+            if end == "=":
+                name = text.strip()
+                text, end = yield from self._value()
+            if not end:  # it breaks off
+                return False
+            name = name or next(positions, None) or f"argument_{len(written)}"
+            if name not in written:
+                before = ", " if written else ""
+                written.add(name)
+                self.argue(f"{before}{json.dumps(name)}: {_as_json(text.strip())}")
+            self.forget()
+            if end == ")":
+                break
+        self.argue("}")
+        self.end_call()
+        self.forget()
+        return True
+
+    def _value(self) -> Generator[None, None, tuple[str, str]]:
+        """Python text up to the `,`, `=` or `)` behind it, and that character, which is taken; empty at the end."""
+        parts: list[str] = []
+        closing: list[str] = []
+        while True:
+            character = yield from self.peek()
+            if not character:
+                break
+            if character in "'\"":
+                text = yield from self._quoted(character)
+            elif not closing and character in ",=)":
+                self.take(1)
+                return "".join(parts), character
+            elif character in _CLOSING:
+                closing.append(_CLOSING[character])
+                text = self.take(1)
+            elif character in ")]}":
+                if closing.pop() != character if closing else True:
+                    break
+                text = self.take(1)
+            elif character in ",=":
+                text = self.take(1)
+            else:
+                text = self.ahead(_OUTSIDE)
+            parts.append(text)
+        return "".join(parts), ""
+
+    def _quoted(self, quote: str) -> Generator[None, None, str]:
+        """A string literal with its quotes; what there is of it where it is not closed."""
+        parts = [self.take(1)]
+        plain = _PLAIN[quote]
+        while True:
+            character = yield from self.peek()
+            if not character:
+                break
+            if character == quote:
+                parts.append(self.take(1))
+                break
+            if character == "\\":
+                parts.append(self.take(1))
+                if (yield from self.peek()):
+                    parts.append(self.take(1))
+            else:
+                parts.append(self.ahead(plain))
+        return "".join(parts)
+
+
+_PLAIN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "'\""}
+
+
+def _properties(schema: Any) -> list[str]:
+    found = schema.get("properties") if isinstance(schema, dict) else None
+    return list(found) if isinstance(found, dict) else []
+
+
+def _as_json(text: str) -> str:
+    """A Python value as JSON; what is none as a JSON string, so that nothing is lost."""
+    try:
+        return as_json(json.loads(text, strict=False))
+    except (ValueError, RecursionError):
+        pass
+    if len(text) > MAX_PYTHON and text[:1] not in ("'", '"'):
+        return json.dumps(text)
+    try:
+        return as_json(_plain(ast.parse(_one_line(text), mode="eval").body))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return json.dumps(text)
+
+
+def _one_line(text: str) -> str:
+    """The text with the line breaks within its strings escaped, as Python wants them."""
+    return _STRING.sub(lambda found: _BREAK.sub(lambda each: _ESCAPES.get(each[0], each[0]), found[0]), text)
+
+
+def _plain(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return _CONSTANTS[node.id]
+    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return [_plain(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        return {str(_key(key)): _plain(value) for key, value in zip(node.keys, node.values, strict=True)}
+    value = ast.literal_eval(node)
+    if isinstance(value, bytes | complex):
+        raise ValueError("no JSON value")
+    return value
+
+
+def _key(node: ast.expr | None) -> Any:
+    if not isinstance(node, ast.Constant):
+        raise ValueError("no JSON key")
+    return node.value
+
+
+LFM2_BEGIN, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
+
+LFM2_MARKERS = frozenset({LFM2_BEGIN, LFM2_END})
+
+
+class Lfm2Parser(PythonicParser, JsonCallParser):
+    """`<|tool_call_start|>[look(city="Rome")]<|tool_call_end|>`, anywhere in the text, whatever function it names."""
+
+    def run(self) -> Reading:
+        while (yield from self.until((LFM2_BEGIN,), self.say)):
+            yield from self.space()
+            is_list = yield from self.literal("[")
+            yield from self.space()
+            if (yield from self.peek()) != "{":
+                if is_list:
+                    yield from self.rest_of_calls(LFM2_END)
+            elif (yield from (self.rest_of_list() if is_list else self.call_object())):
+                yield from self.space()
+                yield from self.literal(LFM2_END)
+                self.forget()
+            self.give_back()
+
+    def is_call(self, name: str) -> bool:
+        return self.may_call(name)

@@ -1,0 +1,246 @@
+"""tiktoken and tekken files: readers and conversion to tokenizer.json."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from windlass.engine.errors import LoadError
+from windlass.server.text.token_pieces import text_of_bytes
+from windlass.server.text.vocabularies.bpe import WORD_RULES, merging_model
+from windlass.server.text.vocabularies.vocabulary import (
+    MAX_CHARACTERS,
+    MAX_TOKEN_CHARACTERS,
+    MAX_TOKENS,
+    GgufVocabulary,
+    ReadVocabulary,
+    TokenType,
+    added_token,
+)
+
+
+def refuse(source: str, what: str) -> NoReturn:
+    """Raise the LoadError that says what is wrong with a vocabulary's file."""
+    raise LoadError(f"cannot make a tokenizer from {source}: {what}; fetch the file again")
+
+
+def ranked_parts(tokens: Sequence[bytes], splits: Sequence[str], source: str, *, first_id: int = 0) -> dict[str, Any]:
+    """The parts of tokenizer.json by name, without normalizer and added tokens. Raises LoadError.
+
+    tokens: by rank, each single byte among them. splits: regular expressions that cut a text into words, applied in order.
+    first_id: the id of the token of rank 0.
+    """
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    if (
+        len(tokens) > MAX_TOKENS
+        or sum(map(len, tokens)) > MAX_CHARACTERS
+        or max(map(len, tokens)) > MAX_TOKEN_CHARACTERS
+    ):
+        refuse(source, "its vocabulary is larger than any model's")
+    if len(ranks) != len(tokens) or b"" in ranks:
+        refuse(source, "two of its tokens are the same, or one is empty")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        refuse(source, "not every byte is a token")
+    texts = [text_of_bytes(token) for token in tokens]
+    vocabulary = GgufVocabulary(
+        source=source,
+        kind="gpt2",
+        pre=None,
+        tokens=texts,
+        types=[TokenType.NORMAL] * len(texts),
+        ids={text: first_id + rank for rank, text in enumerate(texts)},
+    )
+    steps: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False} for split in splits
+    ]
+    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False})
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": merging_model(vocabulary, _merges(ranks), whole_words=True),
+    }
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
+    """The pairs that make a token, by the rank of what they make, which is all that tiktoken goes by.
+
+    Here every pair has a rank of its own: of those that make one token the one with the longer left part comes first.
+    """
+    texts = {token: text_of_bytes(token) for token in ranks}
+    return [
+        (texts[token[:cut]], texts[token[cut:]])
+        for token in ranks
+        for cut in range(len(token) - 1, 0, -1)
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+
+
+TEKKEN_FILE = "tekken.json"
+
+# What files before version 7 leave out (mistral-common, the same file).
+_OLDER_SPECIAL = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *(
+        "[/TOOL_RESULTS]",
+        "[TOOL_CALLS]",
+        "[IMG]",
+        "<pad>",
+        "[IMG_BREAK]",
+        "[IMG_END]",
+        "[PREFIX]",
+        "[MIDDLE]",
+        "[SUFFIX]",
+    ),
+    *("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+
+_NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+
+def read_tekken(data: bytes, source: str) -> ReadVocabulary:
+    """The vocabulary in a file's bytes; `source` names the file. Raises LoadError, one line."""
+    try:
+        content = json.loads(data)
+        config = content["config"]
+        pattern, count, size = config["pattern"], config["default_num_special_tokens"], config["default_vocab_size"]
+        special = _tekken_special_tokens(content.get("special_tokens"), count)
+        tokens = [base64.b64decode(token["token_bytes"], validate=True) for token in content["vocab"][: size - count]]
+        ranks = [token["rank"] for token in content["vocab"][: size - count]]
+    except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
+        refuse(
+            source,
+            f"it is not in the form of tekken.json ({type(error).__name__}: {' '.join(str(error).split())[:100]})",
+        )
+    if ranks != list(range(len(ranks))) or not tokens or not isinstance(pattern, str):
+        refuse(source, "the ranks of its tokens are not 0, 1, 2, …")
+    parts = ranked_parts(tokens, [pattern], source, first_id=count)
+    parts["added_tokens"] = [added_token(index, text, special=True) for index, text in enumerate(special)]
+    parts["model"]["vocab"] |= {text: index for index, text in enumerate(special)}
+    return ReadVocabulary(
+        parts, count + len(tokens), {name: text for name, text in _NAMED.items() if text in special}, add_bos=True
+    )
+
+
+def _tekken_special_tokens(given: Any, count: int) -> list[str]:
+    """Special tokens by id, `count` of them, those without a name filled in as mistral-common does."""
+    older = enumerate(_OLDER_SPECIAL)
+    named = dict(older if given is None else ((int(token["rank"]), str(token["token_str"])) for token in given))
+    if len(named) > count or any(not 0 <= index < count for index in named):
+        raise ValueError(f"{len(named)} special tokens, and there is room for {count}")
+    return [named.get(index, f"<SPECIAL_{index}>") for index in range(count)]
+
+
+TIKTOKEN_FILE = "tiktoken.model"
+
+_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|\Z)")
+
+
+def is_tiktoken(data: bytes) -> bool:
+    """Whether a file's bytes are in tiktoken's form, by its first line."""
+    return _LINE.match(data) is not None
+
+
+def read_tiktoken(data: bytes, file: Path, config: Mapping[str, Any], model_type: str) -> ReadVocabulary:
+    """The vocabulary in a file's bytes.
+
+    config: of tokenizer_config.json; model_type: of config.json. They and the file's name tell whose it is. Raises LoadError, one
+    line, where they do not, or the file is damaged.
+    """
+    kind = _kind(file, str(config.get("tokenizer_class") or ""), model_type)
+    tokens = _tokens(data, str(file))
+    parts = ranked_parts(tokens, WORD_RULES[kind.words].splits, str(file))
+    if kind.composes:
+        parts["normalizer"] = {"type": "NFC"}
+    special = _tiktoken_special_tokens(len(tokens), config.get("added_tokens_decoder") or {}, kind)
+    parts["added_tokens"] = [added_token(index, text, special=flag) for index, (text, flag) in special.items()]
+    return ReadVocabulary(parts, len(tokens) + len(special), dict(kind.named), add_bos=kind.add_bos)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a model's code knows of its vocabulary.
+
+    words: the rules by their name in GGUF files. special: texts of the tokens behind the last rank. total: how many those are
+    with the reserved ones. composes: a text is brought into NFC first.
+    """
+
+    words: str
+    special: tuple[str, ...] = ()
+    total: int = 0
+    named: Mapping[str, str] = field(default_factory=dict)
+    add_bos: bool = False
+    composes: bool = False
+
+
+# QwenLM/Qwen, tokenization_qwen.py.
+_QWEN = _Kind(
+    words="qwen2",
+    special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205))),
+    named={"eos_token": "<|endoftext|>"},
+    composes=True,
+)
+
+# meta-llama/llama-models, models/llama3/tokenizer.py: the names since Llama 3.1, which only renamed what was reserved before.
+_LLAMA3 = _Kind(
+    words="llama-bpe",
+    special=(
+        *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
+        *("<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>"),
+        *("<|eot_id|>", "<|python_tag|>", *(f"<|reserved_special_token_{number}|>" for number in range(2, 247))),
+    ),
+    named={"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+    add_bos=True,
+)
+
+# moonshotai/Kimi-K2-Instruct, tokenization_kimi.py: tokenizer_config.json has the names.
+_KIMI = _Kind(words="kimi-k2", total=256)
+
+
+def _kind(file: Path, tokenizer_class: str, model_type: str) -> _Kind:
+    if tokenizer_class == "QWenTokenizer" or file.name == "qwen.tiktoken":
+        return _QWEN
+    if tokenizer_class == "TikTokenTokenizer" and model_type in ("kimi_k2", "deepseek_v3"):
+        return _KIMI
+    if file.name == "tokenizer.model" and model_type in ("llama", "mllama", "llama4"):
+        return _LLAMA3
+    raise LoadError(
+        f"{file} does not say how a text is cut into words, and the tiktoken files whose rules are known here are those of Qwen "
+        "(qwen.tiktoken), Llama 3 and Kimi K2: save the tokenizer as tokenizer.json"
+    )
+
+
+def _tokens(data: bytes, source: str) -> list[bytes]:
+    """Tokens by rank."""
+    found: dict[int, bytes] = {}
+    for line in data.splitlines():
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            found[int(rank)] = base64.b64decode(token, validate=True)
+        except (ValueError, binascii.Error):
+            refuse(source, f"a line of it is no token in base64 and its rank ({line[:40]!r})")
+    if sorted(found) != list(range(len(found))) or not found:
+        refuse(source, "the ranks of its tokens are not 0, 1, 2, …")
+    return [found[rank] for rank in range(len(found))]
+
+
+def _tiktoken_special_tokens(first: int, declared: Mapping[str, Any], kind: _Kind) -> dict[int, tuple[str, bool]]:
+    """Tokens behind the ranks, by id without a gap: their text, and whether they are left out of decoded text."""
+    found = {first + place: (text, True) for place, text in enumerate(kind.special)}
+    for name, token in declared.items():
+        if int(name) >= first:
+            found[int(name)] = (token["content"], bool(token.get("special", False)))
+    end = max(found, default=first - 1) + 1
+    if end - first > 2**16:
+        raise ValueError(f"token {end - 1} of added_tokens_decoder stands far behind the vocabulary's {first} tokens")
+    for index in range(first, max(end, first + kind.total)):
+        found.setdefault(index, (f"<|reserved_token_{index}|>", True))
+    return dict(sorted(found.items()))
