@@ -38,9 +38,9 @@ def measure(options: argparse.Namespace) -> None:
     from windlass.engine.core.engine_core import EngineCore
     from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
     from windlass.engine.interface.request import EngineRequest, SamplingParams
-    from windlass.server.startup.derived_files import derive_directory, is_gguf
+    from windlass.server.startup.derived_files import derive_gguf_directory, is_gguf
 
-    model = derive_directory(options.model) if is_gguf(options.model) else options.model
+    model = derive_gguf_directory(options.model) if is_gguf(options.model) else options.model
     persist = None if options.folder is None else str(options.folder)
     core = EngineCore(
         EngineConfig(

@@ -37,7 +37,7 @@ A = TypeVar("A")
 
 
 @dataclass(slots=True)
-class _CallPieces:
+class _PartialToolCall:
     """What has arrived of one call so far."""
 
     id: str = ""
@@ -51,19 +51,19 @@ class _CallPieces:
             self.arguments.append(function.arguments)
 
     def function(self) -> FunctionCall:
-        return FunctionCall(name=self.name, arguments=joined_text(self.arguments))
+        return FunctionCall(name=self.name, arguments=join_pieces(self.arguments))
 
 
 @dataclass(slots=True)
-class _Choice:
+class _PartialChoice:
     """What has arrived of one choice so far."""
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     role: str | None = None
     refusal: str | None = None
-    tool_calls: dict[int, _CallPieces] = field(default_factory=dict)
-    function_call: _CallPieces | None = None
+    tool_calls: dict[int, _PartialToolCall] = field(default_factory=dict)
+    function_call: _PartialToolCall | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     completion_logprobs: list[Logprobs] = field(default_factory=list)
@@ -74,31 +74,31 @@ class _Choice:
     rotary: Rotary | None = None
 
 
-class Accumulator(ABC, Generic[Chunk, A]):
-    """Add chunks in order; `answer` is what they make so far.
+class ChoiceAccumulator(ABC, Generic[Chunk, A]):
+    """Add chunks in order; `result` is what they make so far.
 
     usage: the last one sent. rotary: the first choice's, once it has ended.
     """
 
-    ending = "[DONE]"
+    final_event = "[DONE]"
     ended = False  # no chunk says that nothing follows
 
     def __init__(self) -> None:
         self.usage: Usage | None = None
         self.rotary: Rotary | None = None
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _PartialChoice] = {}
         self._id, self._model, self._created = "", "", 0
         self._fingerprint: str | None = None
 
     @property
     def text(self) -> str:
         """Text of the first choice."""
-        return joined_text(self._choices[0].texts) if 0 in self._choices else ""
+        return join_pieces(self._choices[0].texts) if 0 in self._choices else ""
 
     @property
     def reasoning(self) -> str:
         """Thinking of the first choice."""
-        return joined_text(self._choices[0].reasoning) if 0 in self._choices else ""
+        return join_pieces(self._choices[0].reasoning) if 0 in self._choices else ""
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
@@ -117,7 +117,7 @@ class Accumulator(ABC, Generic[Chunk, A]):
         return {index: choice.finish_reason for index, choice in ended if choice.finish_reason is not None}
 
     @property
-    def begun(self) -> int:
+    def num_started(self) -> int:
         """How many choices have begun."""
         return len(self._choices)
 
@@ -129,7 +129,7 @@ class Accumulator(ABC, Generic[Chunk, A]):
         if chunk.usage is not None:
             self.usage = chunk.usage
         for part in chunk.choices:
-            choice = self._choices.setdefault(part.index, _Choice())
+            choice = self._choices.setdefault(part.index, _PartialChoice())
             if part.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
                 choice.rotary = chunk.rotary
@@ -139,17 +139,17 @@ class Accumulator(ABC, Generic[Chunk, A]):
         # A chunk without choices carries the usage, and the first choice's report.
         if chunk.rotary is not None and (not chunk.choices or chunk.choices[0].index == 0):
             self.rotary = chunk.rotary
-        self._take(chunk)
+        self._add_chunk(chunk)
 
     @abstractmethod
-    def _take(self, chunk: Chunk) -> None:
+    def _add_chunk(self, chunk: Chunk) -> None:
         """What only this kind of chunk brings."""
 
     @abstractmethod
-    def answer(self, request_id: str | None) -> A:
+    def result(self, request_id: str | None) -> A:
         """The whole answer."""
 
-    def _numbered(self) -> Iterator[tuple[int, _Choice, Rotary | None]]:
+    def _choices_with_rotary(self) -> Iterator[tuple[int, _PartialChoice, Rotary | None]]:
         """Each choice with the report it shows: its own where they differ, as in an answer that was not streamed."""
         if 0 in self._choices:
             self._choices[0].rotary = self.rotary
@@ -157,7 +157,7 @@ class Accumulator(ABC, Generic[Chunk, A]):
         for index, choice in sorted(self._choices.items()):
             yield index, choice, choice.rotary if differ else None
 
-    def _envelope(self, request_id: str | None) -> dict[str, Any]:
+    def _common_fields(self, request_id: str | None) -> dict[str, Any]:
         return {
             "id": self._id,
             "model": self._model,
@@ -169,10 +169,10 @@ class Accumulator(ABC, Generic[Chunk, A]):
         }
 
 
-class CompletionAccumulator(Accumulator[CompletionChunk, Completion]):
+class CompletionAccumulator(ChoiceAccumulator[CompletionChunk, Completion]):
     """Chunks of /v1/completions."""
 
-    def _take(self, chunk: CompletionChunk) -> None:
+    def _add_chunk(self, chunk: CompletionChunk) -> None:
         for part in chunk.choices:
             choice = self._choices[part.index]
             choice.texts.append(part.text)
@@ -181,42 +181,42 @@ class CompletionAccumulator(Accumulator[CompletionChunk, Completion]):
             choice.prompt_token_ids = part.prompt_token_ids or choice.prompt_token_ids
             choice.prompt_logprobs = part.prompt_logprobs or choice.prompt_logprobs
 
-    def answer(self, request_id: str | None) -> Completion:
+    def result(self, request_id: str | None) -> Completion:
         choices = [
             CompletionChoice(
                 index=index,
                 text="".join(choice.texts),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
-                logprobs=_joined(choice.completion_logprobs),
+                logprobs=_join_logprobs(choice.completion_logprobs),
                 token_ids=_tuple(choice.token_ids),
                 prompt_token_ids=choice.prompt_token_ids,
                 prompt_logprobs=choice.prompt_logprobs,
                 rotary=rotary,
             )
-            for index, choice, rotary in self._numbered()
+            for index, choice, rotary in self._choices_with_rotary()
         ]
-        return Completion(choices=tuple(choices), **self._envelope(request_id))
+        return Completion(choices=tuple(choices), **self._common_fields(request_id))
 
 
-class ChatAccumulator(Accumulator[ChatCompletionChunk, ChatCompletion]):
+class ChatAccumulator(ChoiceAccumulator[ChatCompletionChunk, ChatCompletion]):
     """Chunks of /v1/chat/completions. What concerns the prompt stands at the top level."""
 
     def __init__(self, read: Callable[[str], Any] | None = None) -> None:
         """read: from the text of an answer to what the caller wants it to be."""
         super().__init__()
-        self._read = read
+        self._parse_content = read
         self._prompt_token_ids: tuple[int, ...] | None = None
         self._prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
 
-    def _take(self, chunk: ChatCompletionChunk) -> None:
+    def _add_chunk(self, chunk: ChatCompletionChunk) -> None:
         self._prompt_token_ids = chunk.prompt_token_ids or self._prompt_token_ids
         self._prompt_logprobs = chunk.prompt_logprobs or self._prompt_logprobs
         for part in chunk.choices:
-            self._take_choice(self._choices[part.index], part)
+            self._add_choice(self._choices[part.index], part)
 
     @staticmethod
-    def _take_choice(choice: _Choice, part: ChatChunkChoice) -> None:
+    def _add_choice(choice: _PartialChoice, part: ChatChunkChoice) -> None:
         delta = part.delta
         choice.role = delta.role or choice.role
         if delta.content is not None:
@@ -225,9 +225,9 @@ class ChatAccumulator(Accumulator[ChatCompletionChunk, ChatCompletion]):
             choice.reasoning.append(delta.reasoning_content)
         choice.refusal = delta.refusal or choice.refusal
         for call in delta.tool_calls or ():
-            _merge(choice.tool_calls.setdefault(call.index, _CallPieces()), call)
+            _add_call_delta(choice.tool_calls.setdefault(call.index, _PartialToolCall()), call)
         if delta.function_call is not None:
-            choice.function_call = choice.function_call or _CallPieces()
+            choice.function_call = choice.function_call or _PartialToolCall()
             choice.function_call.add(delta.function_call)
         if part.logprobs is not None:
             choice.chat_logprobs = choice.chat_logprobs or []
@@ -237,7 +237,7 @@ class ChatAccumulator(Accumulator[ChatCompletionChunk, ChatCompletion]):
     def parsed(self) -> Any:
         return self._message(self._choices[0]).parsed if 0 in self.finish_reasons else None
 
-    def _message(self, choice: _Choice) -> ChatMessage:
+    def _message(self, choice: _PartialChoice) -> ChatMessage:
         return ChatMessage(
             role=choice.role or "assistant",
             content="".join(choice.texts) if choice.texts else None,
@@ -245,10 +245,10 @@ class ChatAccumulator(Accumulator[ChatCompletionChunk, ChatCompletion]):
             tool_calls=_calls(choice) or None,
             function_call=None if choice.function_call is None else choice.function_call.function(),
             refusal=choice.refusal,
-            _read=self._read,
+            _parse_content=self._parse_content,
         )
 
-    def answer(self, request_id: str | None) -> ChatCompletion:
+    def result(self, request_id: str | None) -> ChatCompletion:
         choices = [
             ChatChoice(
                 index=index,
@@ -259,17 +259,17 @@ class ChatAccumulator(Accumulator[ChatCompletionChunk, ChatCompletion]):
                 token_ids=_tuple(choice.token_ids),
                 rotary=rotary,
             )
-            for index, choice, rotary in self._numbered()
+            for index, choice, rotary in self._choices_with_rotary()
         ]
         return ChatCompletion(
             choices=tuple(choices),
             prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs,
-            **self._envelope(request_id),
+            **self._common_fields(request_id),
         )
 
 
-def joined_text(parts: list[str]) -> str:
+def join_pieces(parts: list[str]) -> str:
     """The parts as one, kept so: callers ask after every chunk, and the text is not joined from the start each time."""
     if len(parts) > 1:
         parts[:] = ["".join(parts)]
@@ -280,7 +280,7 @@ def _tuple(items: Iterable[int] | None) -> tuple[int, ...] | None:
     return None if items is None else tuple(items)
 
 
-def _joined(parts: list[Logprobs]) -> Logprobs | None:
+def _join_logprobs(parts: list[Logprobs]) -> Logprobs | None:
     """Log-probabilities in order; a list that no part has stays absent."""
     if not parts:
         return None
@@ -294,13 +294,13 @@ def _joined(parts: list[Logprobs]) -> Logprobs | None:
     )
 
 
-def _merge(call: _CallPieces, delta: ToolCallDelta) -> None:
+def _add_call_delta(call: _PartialToolCall, delta: ToolCallDelta) -> None:
     """Add a piece of a tool call: arguments come in parts, everything else once."""
     call.id, call.type = delta.id or call.id, delta.type or call.type
     call.add(delta.function)
 
 
-def _calls(choice: _Choice) -> tuple[ToolCall, ...]:
+def _calls(choice: _PartialChoice) -> tuple[ToolCall, ...]:
     return tuple(
         ToolCall(id=call.id, type=call.type, function=call.function()) for _, call in sorted(choice.tool_calls.items())
     )
@@ -309,14 +309,14 @@ def _calls(choice: _Choice) -> tuple[ToolCall, ...]:
 A_co = TypeVar("A_co", covariant=True)
 
 
-class Whole(Protocol[A_co]):
-    """Add what comes in order; `answer` is what it makes. The other names are those of a stream.
+class StreamAccumulator(Protocol[A_co]):
+    """Add what comes in order; `result` is what it makes. The other names are those of a stream.
 
     ending: the stream's last event, as errors call it. ended: whether an event said that nothing follows.
     """
 
     @property
-    def ending(self) -> str: ...
+    def final_event(self) -> str: ...
     @property
     def ended(self) -> bool: ...
     @property
@@ -330,7 +330,7 @@ class Whole(Protocol[A_co]):
     @property
     def finish_reasons(self) -> dict[int, str]: ...
     @property
-    def begun(self) -> int: ...
+    def num_started(self) -> int: ...
     @property
     def usage(self) -> Usage | None: ...
     @property
@@ -338,15 +338,15 @@ class Whole(Protocol[A_co]):
 
     def add(self, chunk: Any) -> None: ...
 
-    def answer(self, request_id: str | None) -> A_co: ...
+    def result(self, request_id: str | None) -> A_co: ...
 
 
 # What the two APIs call blocks.
-_KINDS = {"message": "text", "reasoning": "thinking", "function_call": "call", "tool_use": "call"}
+_BLOCK_KINDS = {"message": "text", "reasoning": "thinking", "function_call": "call", "tool_use": "call"}
 
 
 @dataclass(slots=True)
-class _BlockPieces:
+class _PartialBlock:
     kind: str
     id: str = ""
     name: str = ""
@@ -354,29 +354,29 @@ class _BlockPieces:
 
     @property
     def text(self) -> str:
-        return joined_text(self.pieces)
+        return join_pieces(self.pieces)
 
 
-class _InBlocks:
+class BlockAccumulator:
     """What both kinds of streams share: blocks in a row, of kinds text, thinking and call."""
 
     parsed = None
 
     def __init__(self) -> None:
         self.ended = False
-        self.begun = 0
+        self.num_started = 0
         self.rotary: Rotary | None = None
-        self._blocks: dict[int, _BlockPieces] = {}
+        self._blocks: dict[int, _PartialBlock] = {}
 
     @property
     def text(self) -> str:
         """The text so far."""
-        return self._of_kind("text")
+        return self._text_of_blocks("text")
 
     @property
     def reasoning(self) -> str:
         """The thinking so far."""
-        return self._of_kind("thinking")
+        return self._text_of_blocks("thinking")
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
@@ -387,14 +387,14 @@ class _InBlocks:
             if block.kind == "call"
         )
 
-    def _of_kind(self, kind: str) -> str:
+    def _text_of_blocks(self, kind: str) -> str:
         return "".join(block.text for block in self._blocks.values() if block.kind == kind)
 
 
-class ResponseAccumulator(_InBlocks):
+class ResponseAccumulator(BlockAccumulator):
     """Events of /v1/responses. The last one bears the whole response."""
 
-    ending = "response.completed"
+    final_event = "response.completed"
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,11 +402,13 @@ class ResponseAccumulator(_InBlocks):
 
     def add(self, chunk: ResponseEvent) -> None:
         """Take what an event brings."""
-        self.begun = 1
+        self.num_started = 1
         index = chunk.output_index or 0
         if chunk.type == "response.output_item.added" and chunk.item is not None:
             item = chunk.item
-            self._blocks[index] = _BlockPieces(_KINDS.get(item.type, item.type), item.call_id or "", item.name or "")
+            self._blocks[index] = _PartialBlock(
+                _BLOCK_KINDS.get(item.type, item.type), item.call_id or "", item.name or ""
+            )
         elif chunk.delta is not None and index in self._blocks:
             self._blocks[index].pieces.append(chunk.delta)
         elif chunk.type in ("response.completed", "response.incomplete") and chunk.response is not None:
@@ -434,16 +436,16 @@ class ResponseAccumulator(_InBlocks):
             ),
         )
 
-    def answer(self, request_id: str | None) -> Response:
+    def result(self, request_id: str | None) -> Response:
         """The whole response."""
         assert self._response is not None
         return replace(self._response, request_id=request_id)
 
 
-class MessageAccumulator(_InBlocks):
+class MessageAccumulator(BlockAccumulator):
     """Events of /v1/messages."""
 
-    ending = "message_stop"
+    final_event = "message_stop"
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,11 +455,11 @@ class MessageAccumulator(_InBlocks):
     def add(self, chunk: MessageEvent) -> None:
         """Take what an event brings."""
         if chunk.message is not None:
-            self.begun, self._message, self._usage = 1, chunk.message, chunk.message.usage
+            self.num_started, self._message, self._usage = 1, chunk.message, chunk.message.usage
         elif chunk.content_block is not None:
             block = chunk.content_block
-            self._blocks[chunk.index or 0] = _BlockPieces(
-                _KINDS.get(block.type, block.type), block.id or "", block.name or ""
+            self._blocks[chunk.index or 0] = _PartialBlock(
+                _BLOCK_KINDS.get(block.type, block.type), block.id or "", block.name or ""
             )
         elif chunk.type == "content_block_delta" and chunk.delta is not None and chunk.index in self._blocks:
             delta = chunk.delta
@@ -488,14 +490,14 @@ class MessageAccumulator(_InBlocks):
             prompt_tokens_details=PromptTokensDetails(cached_tokens=found.cache_read_input_tokens),
         )
 
-    def answer(self, request_id: str | None) -> Message:
+    def result(self, request_id: str | None) -> Message:
         """The whole message. The input of a call that was cut short is empty."""
-        content = tuple(map(_content, self._blocks.values()))
+        content = tuple(map(_content_block, self._blocks.values()))
         usage = self._usage or MessageUsage()
         return replace(self._message, content=content, usage=usage, rotary=self.rotary, request_id=request_id)
 
 
-def _content(block: _BlockPieces) -> ContentBlock:
+def _content_block(block: _PartialBlock) -> ContentBlock:
     if block.kind == "call":
         try:
             found = loads(block.text) if block.text else {}

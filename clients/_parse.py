@@ -22,33 +22,33 @@ def loads(text: str) -> Any:
         raise ValueError("this JSON is nested too deeply") from None
 
 
-def parse(cls: type[T], data: Any, *, nulls: bool = False) -> T:
+def parse(cls: type[T], data: Any, *, keep_nulls: bool = False) -> T:
     """An instance of the dataclass `cls` from a JSON object; raises ValueError that names the field at fault.
 
     nulls: whether a null is stored as None in a field that takes it. Otherwise it is the same as an absent key, as servers
     write the one or the other: the field's default.
     """
-    reader: Callable[[Any, str], T] = _reader(typing.cast(Any, cls), nulls)
+    reader: Callable[[Any, str], T] = _reader(typing.cast(Any, cls), keep_nulls)
     return reader(data, cls.__name__)
 
 
 @functools.cache
-def _reader(hint: Any, nulls: bool) -> Callable[[Any, str], Any]:
+def _reader(hint: Any, keep_nulls: bool) -> Callable[[Any, str], Any]:
     if hint is Any:
         return lambda value, where: value
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return _union(get_args(hint), nulls)
+        return _union_reader(get_args(hint), keep_nulls)
     if dataclasses.is_dataclass(hint):
-        return _object(typing.cast(type, hint), nulls)
+        return _dataclass_reader(typing.cast(type, hint), keep_nulls)
     if origin is tuple:
-        return _tuple(get_args(hint), nulls)
+        return _tuple_reader(get_args(hint), keep_nulls)
     if origin is list:
-        return _list(_reader(get_args(hint)[0], nulls))
+        return _list_reader(_reader(get_args(hint)[0], keep_nulls))
     if origin is Literal:
-        return _literal(get_args(hint))
+        return _literal_reader(get_args(hint))
     if origin is dict and get_args(hint)[1] is not Any:
-        return _named(_reader(get_args(hint)[1], nulls))
+        return _mapping_reader(_reader(get_args(hint)[1], keep_nulls))
     plain: Any = (int, float) if hint is float else (dict if origin is dict else hint)
 
     def check(value: Any, where: str) -> Any:
@@ -62,9 +62,9 @@ def _reader(hint: Any, nulls: bool) -> Callable[[Any, str], Any]:
     return check
 
 
-def _union(options: tuple[Any, ...], nulls: bool) -> Callable[[Any, str], Any]:
+def _union_reader(options: tuple[Any, ...], keep_nulls: bool) -> Callable[[Any, str], Any]:
     optional = type(None) in options
-    readers = [_reader(option, nulls) for option in options if option is not type(None)]
+    readers = [_reader(option, keep_nulls) for option in options if option is not type(None)]
 
     def read(value: Any, where: str) -> Any:
         if value is None and optional:
@@ -79,9 +79,9 @@ def _union(options: tuple[Any, ...], nulls: bool) -> Callable[[Any, str], Any]:
     return read
 
 
-def _tuple(items: tuple[Any, ...], nulls: bool) -> Callable[[Any, str], Any]:
+def _tuple_reader(items: tuple[Any, ...], keep_nulls: bool) -> Callable[[Any, str], Any]:
     variable = len(items) == 2 and items[1] is Ellipsis
-    readers = [_reader(item, nulls) for item in (items[:1] if variable else items)]
+    readers = [_reader(item, keep_nulls) for item in (items[:1] if variable else items)]
 
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, list) or (not variable and len(value) != len(readers)):
@@ -93,7 +93,7 @@ def _tuple(items: tuple[Any, ...], nulls: bool) -> Callable[[Any, str], Any]:
     return read
 
 
-def _list(reader: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+def _list_reader(reader: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise ValueError(f"{where} should be a list")
@@ -102,7 +102,7 @@ def _list(reader: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     return read
 
 
-def _literal(choices: tuple[Any, ...]) -> Callable[[Any, str], Any]:
+def _literal_reader(choices: tuple[Any, ...]) -> Callable[[Any, str], Any]:
     def read(value: Any, where: str) -> Any:
         for choice in choices:
             if value == choice and type(value) is type(choice):
@@ -112,7 +112,7 @@ def _literal(choices: tuple[Any, ...]) -> Callable[[Any, str], Any]:
     return read
 
 
-def _named(reader: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+def _mapping_reader(reader: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise ValueError(f"{where} should be an object")
@@ -121,15 +121,19 @@ def _named(reader: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     return read
 
 
-def _object(cls: type, nulls: bool) -> Callable[[Any, str], Any]:
+def _dataclass_reader(cls: type, keep_nulls: bool) -> Callable[[Any, str], Any]:
     hints = typing.get_type_hints(cls)
-    absent = dataclasses.MISSING
+    missing = dataclasses.MISSING
     fields = [
-        (field.name, _reader(hints[field.name], nulls), field.default is absent and field.default_factory is absent)
+        (
+            field.name,
+            _reader(hints[field.name], keep_nulls),
+            field.default is missing and field.default_factory is missing,
+        )
         for field in dataclasses.fields(cls)
         if field.init and not field.name.startswith("_")
     ]
-    kept = {name for name, reader, _ in fields if nulls and _takes_null(reader)}
+    nullable = {name for name, reader, _ in fields if keep_nulls and _accepts_null(reader)}
 
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
@@ -137,7 +141,7 @@ def _object(cls: type, nulls: bool) -> Callable[[Any, str], Any]:
         found: dict[str, Any] = {}
         for name, reader, required in fields:
             item = value.get(name)
-            if item is not None or (name in kept and name in value):  # else null is as absent: the default
+            if item is not None or (name in nullable and name in value):  # else null is as absent: the default
                 found[name] = reader(item, f"{where}.{name}")
             elif required:
                 raise ValueError(f"{where}.{name} is missing")
@@ -146,7 +150,7 @@ def _object(cls: type, nulls: bool) -> Callable[[Any, str], Any]:
     return read
 
 
-def _takes_null(reader: Callable[[Any, str], Any]) -> bool:
+def _accepts_null(reader: Callable[[Any, str], Any]) -> bool:
     try:
         reader(None, "")
     except ValueError:
@@ -156,7 +160,7 @@ def _takes_null(reader: Callable[[Any, str], Any]) -> bool:
 
 AnswerType = Mapping[str, Any] | type
 
-_PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
 def response_format(answer_type: AnswerType) -> dict[str, Any]:
@@ -176,7 +180,7 @@ def reader(answer_type: AnswerType) -> Callable[[str], Any]:
     if hasattr(answer_type, "model_validate_json"):
         validate: Callable[[str], Any] = answer_type.model_validate_json
         return validate
-    return lambda text: parse(answer_type, loads(text), nulls=True)
+    return lambda text: parse(answer_type, loads(text), keep_nulls=True)
 
 
 def _schema(answer_type: AnswerType) -> dict[str, Any]:
@@ -187,41 +191,41 @@ def _schema(answer_type: AnswerType) -> dict[str, Any]:
         return schema
     if not (isinstance(answer_type, type) and dataclasses.is_dataclass(answer_type)):
         raise TypeError("answer_type should be a JSON Schema, a pydantic model or a dataclass")
-    return _of_hint(answer_type, ())
+    return _hint_schema(answer_type, ())
 
 
-def _of_hint(hint: Any, inside: tuple[Any, ...]) -> dict[str, Any]:
+def _hint_schema(hint: Any, enclosing: tuple[Any, ...]) -> dict[str, Any]:
     """The schema of a type hint. inside: the dataclasses around it."""
     if hint is Any:
         return {}
-    if hint in _PLAIN:
-        return {"type": _PLAIN[hint]}
+    if hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint]}
     origin, items = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_of_hint(item, inside) for item in items]}
+        return {"anyOf": [_hint_schema(item, enclosing) for item in items]}
     if origin is Literal:
         return {"enum": list(items)}
     if origin is list or (origin is tuple and len(items) == 2 and items[1] is Ellipsis):
-        return {"type": "array", "items": _of_hint(items[0], inside)}
+        return {"type": "array", "items": _hint_schema(items[0], enclosing)}
     if origin is dict and items[0] is str:
-        return {"type": "object", "additionalProperties": _of_hint(items[1], inside)}
-    if dataclasses.is_dataclass(hint) and hint not in inside:
-        return _of_dataclass(hint, (*inside, hint))
+        return {"type": "object", "additionalProperties": _hint_schema(items[1], enclosing)}
+    if dataclasses.is_dataclass(hint) and hint not in enclosing:
+        return _dataclass_schema(hint, (*enclosing, hint))
     raise TypeError(
         f"answer_type: {getattr(hint, '__name__', hint)} has no JSON Schema here: give one, or a pydantic model"
     )
 
 
-def _of_dataclass(cls: Any, inside: tuple[Any, ...]) -> dict[str, Any]:
+def _dataclass_schema(cls: Any, enclosing: tuple[Any, ...]) -> dict[str, Any]:
     try:
         hints = typing.get_type_hints(cls)
     except NameError as error:
         raise TypeError(f"answer_type: {cls.__name__} must stand at the top of its module ({error})") from error
     fields = [field for field in dataclasses.fields(cls) if field.init]
-    absent = dataclasses.MISSING
+    missing = dataclasses.MISSING
     return {
         "type": "object",
-        "properties": {field.name: _of_hint(hints[field.name], inside) for field in fields},
-        "required": [field.name for field in fields if field.default is absent and field.default_factory is absent],
+        "properties": {field.name: _hint_schema(hints[field.name], enclosing) for field in fields},
+        "required": [field.name for field in fields if field.default is missing and field.default_factory is missing],
         "additionalProperties": False,
     }

@@ -17,11 +17,11 @@ import httpx
 from windlass.clients._calls import Call, StreamCall
 from windlass.clients._stream import ChunkReader
 from windlass.clients.errors import (
-    REQUEST_ID,
+    REQUEST_ID_HEADER,
     APIError,
-    broken_answer,
-    not_understood,
-    request_id_of,
+    get_request_id,
+    interrupted_response_error,
+    invalid_response_error,
     status_error,
     transport_error,
 )
@@ -36,9 +36,9 @@ DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 # A long answer that is not streamed comes all at once; streams hear from the server every few seconds.
 DEFAULT_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
-_RETRIED = frozenset({429, 503})
+_RETRY_STATUSES = frozenset({429, 503})
 
-_USABLE_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")  # what the server takes
+_VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")  # what the server takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ Step = SendRequest | ReadBody | CloseResponse | Sleep
 Steps = Generator[Step, Any, T]
 
 
-class CallRules:
+class CallFlow:
     """Settings, and the rules by which calls run. Shared by both clients; holds no connection."""
 
     def __init__(
@@ -100,25 +100,27 @@ class CallRules:
 
     def run(self, call: Call[T]) -> Steps[T]:
         """Send, with retries, and give the parsed answer; raises APIError of some kind."""
-        request = self._request(call.method, call.path, call.body, call.timeout)
-        response = yield from self._exchange(request, call.accepted, call.retried)
-        yield from self._read(response)
+        request = self._build_request(call.method, call.path, call.body, call.timeout)
+        response = yield from self._send_with_retries(request, call.accepted_statuses, call.retryable)
+        yield from self._read_body(response)
         try:
-            return call.answer(response)
+            return call.read_response(response)
         except (ValueError, RecursionError) as error:  # of the JSON decoder, or of a field
-            raise not_understood(response, str(error)) from error
+            raise invalid_response_error(response, str(error)) from error
 
     def open(self, call: StreamCall[T, A]) -> Steps[tuple[httpx.Response, ChunkReader[T, A]]]:
         """Send, with retries, until a stream begins; from then on nothing is sent again."""
-        request = self._request("POST", call.path, call.body, call.timeout)
-        response = yield from self._exchange(request, frozenset(), True)
+        request = self._build_request("POST", call.path, call.body, call.timeout)
+        response = yield from self._send_with_retries(request, frozenset(), True)
         kind = response.headers.get("content-type", "")
         if not kind.lower().startswith("text/event-stream"):
             yield CloseResponse(response)
-            raise not_understood(response, f"a stream was expected, not {kind or 'an answer without a type'}")
-        return response, ChunkReader(call.chunk, call.accumulator(), call.expected, request_id_of(response))
+            raise invalid_response_error(response, f"a stream was expected, not {kind or 'an answer without a type'}")
+        return response, ChunkReader(call.chunk, call.accumulator(), call.expected_choices, get_request_id(response))
 
-    def _exchange(self, request: httpx.Request, accepted: frozenset[int], retried: bool) -> Steps[httpx.Response]:
+    def _send_with_retries(
+        self, request: httpx.Request, accepted_statuses: frozenset[int], retryable: bool
+    ) -> Steps[httpx.Response]:
         attempt = 0
         while True:
             failure: APIError
@@ -128,33 +130,33 @@ class CallRules:
             except httpx.HTTPError as error:
                 failure = transport_error(error, request)
                 failure.__cause__ = error
-                again = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+                can_retry = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
             else:
-                if response.is_success or response.status_code in accepted:
+                if response.is_success or response.status_code in accepted_statuses:
                     return response
-                yield from self._read(response)
+                yield from self._read_body(response)
                 refusal = status_error(response)
                 failure, retry_after = refusal, refusal.retry_after
-                again = response.status_code in _RETRIED
-            delay = self.retry.delay(attempt, retry_after, self._random.random()) if again and retried else None
+                can_retry = response.status_code in _RETRY_STATUSES
+            delay = self.retry.delay(attempt, retry_after, self._random.random()) if can_retry and retryable else None
             if delay is None:
                 raise failure
             attempt += 1
             yield Sleep(delay)
 
-    def _read(self, response: httpx.Response) -> Steps[None]:
+    def _read_body(self, response: httpx.Response) -> Steps[None]:
         try:
             yield ReadBody(response)
         except httpx.HTTPError as error:
-            raise broken_answer(error, response) from error
+            raise interrupted_response_error(error, response) from error
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout: Timeout) -> httpx.Request:
+    def _build_request(self, method: str, path: str, body: dict[str, Any] | None, timeout: Timeout) -> httpx.Request:
         headers = self.headers.copy()
         wanted = None if body is None else body.get("request_id")
-        if isinstance(wanted, str) and _USABLE_ID.fullmatch(wanted):
-            headers[REQUEST_ID] = wanted
-        elif REQUEST_ID not in headers:
-            headers[REQUEST_ID] = uuid.uuid4().hex  # known before any answer: a timeout can be looked up too
+        if isinstance(wanted, str) and _VALID_REQUEST_ID.fullmatch(wanted):
+            headers[REQUEST_ID_HEADER] = wanted
+        elif REQUEST_ID_HEADER not in headers:
+            headers[REQUEST_ID_HEADER] = uuid.uuid4().hex  # known before any answer: a timeout can be looked up too
         content = None
         if body is not None:
             headers["content-type"] = "application/json"

@@ -11,7 +11,7 @@ import httpx
 from windlass.clients import _calls as calls
 from windlass.clients._calls import Call, StreamCall
 from windlass.clients._parse import AnswerType
-from windlass.clients._transport import CallRules, run_async
+from windlass.clients._transport import CallFlow, run_async
 from windlass.clients.message_types import Message, MessageEvent
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import (
@@ -239,17 +239,17 @@ class AsyncInfillMethods:
         fixed = {"input_prefix": input_prefix, "input_suffix": input_suffix, "model": model, "timeout": deadline}
         body = calls.build_body(fixed, options, extra_body)
         if stream:
-            return await self._open(calls.infill_stream(body, timeout))
+            return await self._open_stream(calls.infill_stream(body, timeout))
         return await self._run(calls.infill(body, timeout))
 
     async def _run(self, call: Call[T]) -> T:
         raise NotImplementedError
 
-    async def _open(self, call: StreamCall[T, A]) -> AsyncStream[T, A]:
+    async def _open_stream(self, call: StreamCall[T, A]) -> AsyncStream[T, A]:
         raise NotImplementedError
 
 
-class AsyncLookingMethods:
+class AsyncIntrospectionMethods:
     """What `AsyncClient` has to look on with."""
 
     async def curves(
@@ -280,7 +280,7 @@ class AsyncLookingMethods:
         raise NotImplementedError
 
 
-class AsyncClient(AsyncInfillMethods, AsyncLookingMethods, AsyncRetrievalMethods, AsyncTokenMethods):
+class AsyncClient(AsyncInfillMethods, AsyncIntrospectionMethods, AsyncRetrievalMethods, AsyncTokenMethods):
     """`Client` for asyncio and trio: the same arguments, and methods to await."""
 
     def __init__(
@@ -296,7 +296,7 @@ class AsyncClient(AsyncInfillMethods, AsyncLookingMethods, AsyncRetrievalMethods
         keepalive_expiry: float = 4.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._rules = CallRules(base_url, api_key, timeout, retry, headers)
+        self._flow = CallFlow(base_url, api_key, timeout, retry, headers)
         limits = httpx.Limits(
             max_connections=max_connections,
             max_keepalive_connections=max_keepalive_connections,
@@ -307,7 +307,7 @@ class AsyncClient(AsyncInfillMethods, AsyncLookingMethods, AsyncRetrievalMethods
     @property
     def base_url(self) -> str:
         """The server's URL, without /v1."""
-        return self._rules.base_url
+        return self._flow.base_url
 
     async def __aenter__(self) -> Self:
         return self
@@ -361,7 +361,7 @@ class AsyncClient(AsyncInfillMethods, AsyncLookingMethods, AsyncRetrievalMethods
         """See `Client.completions`. A stream begins with `async with await client.completions(…, stream=True)`."""
         body = calls.build_body({"prompt": prompt, "model": model, "timeout": deadline}, options, extra_body)
         if stream:
-            return await self._open(calls.completion_stream(body, timeout))
+            return await self._open_stream(calls.completion_stream(body, timeout))
         return await self._run(calls.completion(body, timeout))
 
     @overload
@@ -407,7 +407,7 @@ class AsyncClient(AsyncInfillMethods, AsyncLookingMethods, AsyncRetrievalMethods
         """See `Client.chat`."""
         body = calls.build_body({"messages": messages, "model": model, "timeout": deadline}, options, extra_body)
         if stream:
-            return await self._open(calls.chat_stream(body, timeout, answer_type))
+            return await self._open_stream(calls.chat_stream(body, timeout, answer_type))
         return await self._run(calls.chat(body, timeout, answer_type))
 
     @overload
@@ -450,7 +450,7 @@ class AsyncClient(AsyncInfillMethods, AsyncLookingMethods, AsyncRetrievalMethods
         """See `Client.responses`."""
         body = calls.build_body({"input": input, "model": model, "timeout": deadline}, options, extra_body)
         if stream:
-            return await self._open(calls.response_stream(body, timeout))
+            return await self._open_stream(calls.response_stream(body, timeout))
         return await self._run(calls.response(body, timeout))
 
     async def count_input(
@@ -468,7 +468,7 @@ class AsyncClient(AsyncInfillMethods, AsyncLookingMethods, AsyncRetrievalMethods
 
     async def response(self, response_id: str) -> Response:
         """See `Client.response`."""
-        return await self._run(calls.kept_response(response_id))
+        return await self._run(calls.get_response(response_id))
 
     async def delete_response(self, response_id: str) -> bool:
         """See `Client.delete_response`."""
@@ -525,7 +525,7 @@ class AsyncClient(AsyncInfillMethods, AsyncLookingMethods, AsyncRetrievalMethods
             {"messages": messages, "max_tokens": max_tokens, "model": model, "timeout": deadline}, options, extra_body
         )
         if stream:
-            return await self._open(calls.message_stream(body, timeout))
+            return await self._open_stream(calls.message_stream(body, timeout))
         return await self._run(calls.message(body, timeout))
 
     async def count_tokens(
@@ -596,7 +596,7 @@ class AsyncClient(AsyncInfillMethods, AsyncLookingMethods, AsyncRetrievalMethods
         return await self._run(calls.openapi())
 
     async def _run(self, call: Call[T]) -> T:
-        return await run_async(self._http, self._rules.run(call))
+        return await run_async(self._http, self._flow.run(call))
 
-    async def _open(self, call: StreamCall[T, A]) -> AsyncStream[T, A]:
-        return AsyncStream(*await run_async(self._http, self._rules.open(call)))
+    async def _open_stream(self, call: StreamCall[T, A]) -> AsyncStream[T, A]:
+        return AsyncStream(*await run_async(self._http, self._flow.open(call)))

@@ -11,7 +11,7 @@ import httpx
 from windlass.clients import _calls as calls
 from windlass.clients._calls import Call, StreamCall
 from windlass.clients._parse import AnswerType
-from windlass.clients._transport import CallRules, run
+from windlass.clients._transport import CallFlow, run
 from windlass.clients.message_types import Message, MessageEvent
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import (
@@ -241,17 +241,17 @@ class InfillMethods:
         fixed = {"input_prefix": input_prefix, "input_suffix": input_suffix, "model": model, "timeout": deadline}
         body = calls.build_body(fixed, options, extra_body)
         if stream:
-            return self._open(calls.infill_stream(body, timeout))
+            return self._open_stream(calls.infill_stream(body, timeout))
         return self._run(calls.infill(body, timeout))
 
     def _run(self, call: Call[T]) -> T:
         raise NotImplementedError
 
-    def _open(self, call: StreamCall[T, A]) -> Stream[T, A]:
+    def _open_stream(self, call: StreamCall[T, A]) -> Stream[T, A]:
         raise NotImplementedError
 
 
-class LookingMethods:
+class IntrospectionMethods:
     """What `Client` has to look on with."""
 
     def curves(
@@ -282,7 +282,7 @@ class LookingMethods:
         raise NotImplementedError
 
 
-class Client(InfillMethods, LookingMethods, RetrievalMethods, TokenMethods):
+class Client(InfillMethods, IntrospectionMethods, RetrievalMethods, TokenMethods):
     """A synchronous client; use it from any number of threads, and close it or use it in a `with` block.
 
     base_url: of the server, with or without /v1 (default: WINDLASS_BASE_URL, else http://127.0.0.1:8000).
@@ -305,7 +305,7 @@ class Client(InfillMethods, LookingMethods, RetrievalMethods, TokenMethods):
         keepalive_expiry: float = 4.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._rules = CallRules(base_url, api_key, timeout, retry, headers)
+        self._flow = CallFlow(base_url, api_key, timeout, retry, headers)
         limits = httpx.Limits(
             max_connections=max_connections,
             max_keepalive_connections=max_keepalive_connections,
@@ -316,7 +316,7 @@ class Client(InfillMethods, LookingMethods, RetrievalMethods, TokenMethods):
     @property
     def base_url(self) -> str:
         """The server's URL, without /v1."""
-        return self._rules.base_url
+        return self._flow.base_url
 
     def __enter__(self) -> Self:
         return self
@@ -374,7 +374,7 @@ class Client(InfillMethods, LookingMethods, RetrievalMethods, TokenMethods):
         """
         body = calls.build_body({"prompt": prompt, "model": model, "timeout": deadline}, options, extra_body)
         if stream:
-            return self._open(calls.completion_stream(body, timeout))
+            return self._open_stream(calls.completion_stream(body, timeout))
         return self._run(calls.completion(body, timeout))
 
     @overload
@@ -424,7 +424,7 @@ class Client(InfillMethods, LookingMethods, RetrievalMethods, TokenMethods):
         """
         body = calls.build_body({"messages": messages, "model": model, "timeout": deadline}, options, extra_body)
         if stream:
-            return self._open(calls.chat_stream(body, timeout, answer_type))
+            return self._open_stream(calls.chat_stream(body, timeout, answer_type))
         return self._run(calls.chat(body, timeout, answer_type))
 
     @overload
@@ -467,7 +467,7 @@ class Client(InfillMethods, LookingMethods, RetrievalMethods, TokenMethods):
         """Answer an input: a string, or items. See `completions` for the other arguments."""
         body = calls.build_body({"input": input, "model": model, "timeout": deadline}, options, extra_body)
         if stream:
-            return self._open(calls.response_stream(body, timeout))
+            return self._open_stream(calls.response_stream(body, timeout))
         return self._run(calls.response(body, timeout))
 
     def count_input(
@@ -483,7 +483,7 @@ class Client(InfillMethods, LookingMethods, RetrievalMethods, TokenMethods):
 
     def response(self, response_id: str) -> Response:
         """A response that the server keeps; raises NotFoundError."""
-        return self._run(calls.kept_response(response_id))
+        return self._run(calls.get_response(response_id))
 
     def delete_response(self, response_id: str) -> bool:
         """Have the server forget a response; raises NotFoundError."""
@@ -540,7 +540,7 @@ class Client(InfillMethods, LookingMethods, RetrievalMethods, TokenMethods):
             {"messages": messages, "max_tokens": max_tokens, "model": model, "timeout": deadline}, options, extra_body
         )
         if stream:
-            return self._open(calls.message_stream(body, timeout))
+            return self._open_stream(calls.message_stream(body, timeout))
         return self._run(calls.message(body, timeout))
 
     def count_tokens(
@@ -611,7 +611,7 @@ class Client(InfillMethods, LookingMethods, RetrievalMethods, TokenMethods):
         return self._run(calls.openapi())
 
     def _run(self, call: Call[T]) -> T:
-        return run(self._http, self._rules.run(call))
+        return run(self._http, self._flow.run(call))
 
-    def _open(self, call: StreamCall[T, A]) -> Stream[T, A]:
-        return Stream(*run(self._http, self._rules.open(call)))
+    def _open_stream(self, call: StreamCall[T, A]) -> Stream[T, A]:
+        return Stream(*run(self._http, self._flow.open(call)))

@@ -104,20 +104,20 @@ def status_error_class(status: int) -> type[APIStatusError]:
     return ServerError if status >= 500 else BadRequestError
 
 
-REQUEST_ID = "x-request-id"
+REQUEST_ID_HEADER = "x-request-id"
 
 
-def request_id_of(response: httpx.Response) -> str | None:
+def get_request_id(response: httpx.Response) -> str | None:
     """The id under which the server knows the request: the answer's, else the one that was sent."""
-    answered: str | None = response.headers.get(REQUEST_ID)
-    sent: str | None = response.request.headers.get(REQUEST_ID)
+    answered: str | None = response.headers.get(REQUEST_ID_HEADER)
+    sent: str | None = response.request.headers.get(REQUEST_ID_HEADER)
     return answered or sent
 
 
 def transport_error(error: httpx.HTTPError | httpx.StreamError, request: httpx.Request) -> APIError:
     """The error for a failure below HTTP. It carries the id that was sent, which the server's log may have."""
     what = " ".join(str(error).split()) or type(error).__name__
-    sent, url = request.headers.get(REQUEST_ID), request.url
+    sent, url = request.headers.get(REQUEST_ID_HEADER), request.url
     if isinstance(error, httpx.PoolTimeout):
         message = f"no connection to {url} came free in time: raise max_connections or the timeout, or close streams"
         return APITimeoutError(message, request_id=sent)
@@ -131,10 +131,10 @@ def transport_error(error: httpx.HTTPError | httpx.StreamError, request: httpx.R
     return APIConnectionError(f"the connection to {url} broke: {what}", request_id=sent)
 
 
-def broken_answer(error: httpx.HTTPError | httpx.StreamError, response: httpx.Response) -> APIError:
+def interrupted_response_error(error: httpx.HTTPError | httpx.StreamError, response: httpx.Response) -> APIError:
     """A failure below HTTP after the answer has begun."""
     failure = transport_error(error, response.request)
-    failure.status, failure.request_id = response.status_code, request_id_of(response)
+    failure.status, failure.request_id = response.status_code, get_request_id(response)
     return failure
 
 
@@ -147,25 +147,25 @@ def status_error(response: httpx.Response) -> APIStatusError:
     except (ValueError, RecursionError):
         data = None
     if isinstance(data, dict) and isinstance(data.get("error"), dict):
-        fields = {name: _text(data["error"].get(name)) for name in fields}
+        fields = {name: _optional_text(data["error"].get(name)) for name in fields}
     elif isinstance(data, dict):
-        fields["message"] = _text(data.get("message") or data.get("detail") or data.get("error"))
+        fields["message"] = _optional_text(data.get("message") or data.get("detail") or data.get("error"))
     message = fields.pop("message")
     if message is None:  # not our server: a proxy, or something else altogether
         location = response.headers.get("location")
         what = f"redirects to {location}" if response.is_redirect and location else response.text.strip()[:200]
         message = f"HTTP {status} {response.reason_phrase} from {response.request.url}" + (f": {what}" if what else "")
     return status_error_class(status)(
-        message, status=status, request_id=request_id_of(response), retry_after=_retry_after(response), **fields
+        message, status=status, request_id=get_request_id(response), retry_after=_retry_after(response), **fields
     )
 
 
-def not_understood(response: httpx.Response, what: str) -> ResponseError:
+def invalid_response_error(response: httpx.Response, what: str) -> ResponseError:
     """The error for an answer that is not what this endpoint gives."""
     return ResponseError(
         f"the answer of {response.request.url} is not understood: {what}",
         status=response.status_code,
-        request_id=request_id_of(response),
+        request_id=get_request_id(response),
     )
 
 
@@ -180,5 +180,5 @@ def _retry_after(response: httpx.Response) -> float | None:
         return None
 
 
-def _text(value: object) -> str | None:
+def _optional_text(value: object) -> str | None:
     return None if value is None else str(value)

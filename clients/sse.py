@@ -44,24 +44,24 @@ class SSEDecoder:
         unfinished = lines.pop() if lines and not chunk.endswith((b"\n", b"\r")) else b""
         events: list[ServerSentEvent] = []
         for line in lines:
-            self._grow(len(line))
+            self._count_bytes(len(line))
             if self._partial:
                 line = b"".join([*self._partial, line])
                 self._partial.clear()
-            event = self._line(line)
+            event = self._process_line(line)
             if event is not None:
                 events.append(event)
         if unfinished:
-            self._grow(len(unfinished))
+            self._count_bytes(len(unfinished))
             self._partial.append(unfinished)
         return events
 
-    def _grow(self, count: int) -> None:
+    def _count_bytes(self, count: int) -> None:
         self._size += count
         if self._size > self._max_bytes:
             raise ValueError(f"an event of the stream holds more than {self._max_bytes} bytes")
 
-    def _line(self, raw: bytes) -> ServerSentEvent | None:
+    def _process_line(self, raw: bytes) -> ServerSentEvent | None:
         line = raw.decode("utf-8", "replace")
         if self._at_start:
             self._at_start = False

@@ -12,24 +12,24 @@ from typing import Any, Generic, Self, TypeVar
 import httpx
 
 from windlass.clients._stream import ChunkReader
-from windlass.clients.errors import broken_answer
+from windlass.clients.errors import interrupted_response_error
 from windlass.clients.types import Rotary, ToolCall, Usage
 
 # More is not waited for: a connection is soon made anew.
-_REST_BYTES = 64 * 1024
+_DRAIN_BYTES = 64 * 1024
 
-_REST_SECONDS = 1.0
+_DRAIN_SECONDS = 1.0
 
 
-def read_rest(response: httpx.Response, pieces: Iterator[bytes]) -> None:
+def drain_response(response: httpx.Response, pieces: Iterator[bytes]) -> None:
     """Read what is left of a response, if that is little and comes soon, so that its connection can be used again.
 
     pieces: the iterator that read the response so far. Never raises; the caller closes the response.
     """
-    if not _serves_more(response):
+    if not _is_reusable(response):
         return
     # httpcore has read its timeout when the body began, so another thread has to end a wait that lasts.
-    watch = threading.Timer(_REST_SECONDS, wake_reader, (response,))
+    watch = threading.Timer(_DRAIN_SECONDS, interrupt_reader, (response,))
     watch.daemon = True
     watch.start()
     try:
@@ -37,27 +37,27 @@ def read_rest(response: httpx.Response, pieces: Iterator[bytes]) -> None:
             size = 0
             for data in pieces:
                 size += len(data)
-                if size > _REST_BYTES:
+                if size > _DRAIN_BYTES:
                     break
     finally:
         watch.cancel()
 
 
-async def read_rest_async(response: httpx.Response, pieces: AsyncIterator[bytes]) -> None:
-    """`read_rest` for an asynchronous client."""
-    if not _serves_more(response):
+async def drain_response_async(response: httpx.Response, pieces: AsyncIterator[bytes]) -> None:
+    """`drain_response` for an asynchronous client."""
+    if not _is_reusable(response):
         return
     import anyio  # httpx brings it
 
-    with anyio.move_on_after(_REST_SECONDS), contextlib.suppress(httpx.HTTPError, httpx.StreamClosed):
+    with anyio.move_on_after(_DRAIN_SECONDS), contextlib.suppress(httpx.HTTPError, httpx.StreamClosed):
         size = 0
         async for data in pieces:
             size += len(data)
-            if size > _REST_BYTES:
+            if size > _DRAIN_BYTES:
                 break
 
 
-def wake_reader(response: httpx.Response) -> None:
+def interrupt_reader(response: httpx.Response) -> None:
     """End the connection under a thread that waits for its next bytes: one whose socket is only closed waits on."""
     network = response.extensions.get("network_stream")
     shared = response.http_version == "HTTP/2"  # with the streams of other requests
@@ -67,7 +67,7 @@ def wake_reader(response: httpx.Response) -> None:
             socket.socket.shutdown(found, socket.SHUT_RDWR)  # that of TLS forgets its keys, which the reader still uses
 
 
-def _serves_more(response: httpx.Response) -> bool:
+def _is_reusable(response: httpx.Response) -> bool:
     """Whether there is a connection that takes another request once this response was read."""
     kept = response.headers.get("connection", "").lower() != "close"
     return kept and response.http_version == "HTTP/1.1" and "network_stream" in response.extensions
@@ -78,15 +78,15 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-class _Generated(Generic[T, A]):
+class _StreamProperties(Generic[T, A]):
     """What both streams say of the generation while it runs."""
 
     _reader: ChunkReader[T, A]
-    _left = False  # its `with` block is over
+    _exited = False  # its `with` block is over
 
-    def _check_end(self) -> None:
+    def _check_finished(self) -> None:
         """Raise StreamError where no chunk comes any more though the generation has not ended."""
-        if not self._left:
+        if not self._exited:
             self._reader.check_done()
 
     @property
@@ -97,17 +97,17 @@ class _Generated(Generic[T, A]):
     @property
     def text(self) -> str:
         """Text of the first choice, as far as it was read."""
-        return self._reader.whole.text
+        return self._reader.accumulator.text
 
     @property
     def reasoning(self) -> str:
         """What the first choice of a chat thought, as far as it was read."""
-        return self._reader.whole.reasoning
+        return self._reader.accumulator.reasoning
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The calls of the first choice of a chat, as far as they were read: the last one may lack arguments."""
-        return self._reader.whole.tool_calls
+        return self._reader.accumulator.tool_calls
 
     @property
     def parsed(self) -> Any:
@@ -115,25 +115,25 @@ class _Generated(Generic[T, A]):
 
         See `ChatMessage.parsed`, also for what it raises.
         """
-        return self._reader.whole.parsed
+        return self._reader.accumulator.parsed
 
     @property
     def finish_reasons(self) -> dict[int, str]:
         """Why each choice ended, by its index; only of choices that have."""
-        return self._reader.whole.finish_reasons
+        return self._reader.accumulator.finish_reasons
 
     @property
     def usage(self) -> Usage | None:
         """Token counts; None until the server has told them, which by default it does at the end."""
-        return self._reader.whole.usage
+        return self._reader.accumulator.usage
 
     @property
     def rotary(self) -> Rotary | None:
         """The rotary scaling the first choice ran under; None until that choice has ended."""
-        return self._reader.whole.rotary
+        return self._reader.accumulator.rotary
 
 
-class Stream(_Generated[T, A]):
+class Stream(_StreamProperties[T, A]):
     """Chunks of a running generation, as they come. Iterate it once, best inside `with`.
 
     Leaving the `with` block, `close`, an error and the end all close the HTTP response, and a server stops generating
@@ -152,7 +152,7 @@ class Stream(_Generated[T, A]):
     def __next__(self) -> T:
         for chunk in self._chunks:
             return chunk
-        self._check_end()
+        self._check_finished()
         raise StopIteration
 
     def __enter__(self) -> Self:
@@ -161,7 +161,7 @@ class Stream(_Generated[T, A]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._left = True
+        self._exited = True
         self.close()
 
     def until_done(self) -> Self:
@@ -175,19 +175,19 @@ class Stream(_Generated[T, A]):
 
         Raises StreamError where the stream was closed, or has failed, before its end.
         """
-        return self.until_done()._reader.answer()
+        return self.until_done()._reader.result()
 
     def close(self) -> None:
         """End the stream now. Safe to call twice, and from any thread: one that waits for a chunk gets its error then."""
         try:
             self._chunks.close()
         except ValueError:  # another thread is in the generator
-            wake_reader(self._response)
+            interrupt_reader(self._response)
         finally:
             self._response.close()  # a generator that never started has no `finally`
 
 
-class AsyncStream(_Generated[T, A]):
+class AsyncStream(_StreamProperties[T, A]):
     """`Stream` for `async for` and `async with`."""
 
     def __init__(self, response: httpx.Response, reader: ChunkReader[T, A]) -> None:
@@ -201,7 +201,7 @@ class AsyncStream(_Generated[T, A]):
     async def __anext__(self) -> T:
         async for chunk in self._chunks:
             return chunk
-        self._check_end()
+        self._check_finished()
         raise StopAsyncIteration
 
     async def __aenter__(self) -> Self:
@@ -210,7 +210,7 @@ class AsyncStream(_Generated[T, A]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._left = True
+        self._exited = True
         await self.aclose()
 
     async def until_done(self) -> Self:
@@ -221,7 +221,7 @@ class AsyncStream(_Generated[T, A]):
 
     async def get_final(self) -> A:
         """See `Stream.get_final`."""
-        return (await self.until_done())._reader.answer()
+        return (await self.until_done())._reader.result()
 
     async def aclose(self) -> None:
         """End the stream now. Safe to call twice, and from any task: one that waits for a chunk gets its error then."""
@@ -240,11 +240,11 @@ def _chunks(response: httpx.Response, reader: ChunkReader[T, A]) -> Generator[T,
         for data in pieces:
             yield from reader.feed(data)
             if reader.done:
-                read_rest(response, pieces)
+                drain_response(response, pieces)
                 return
         reader.end()
     except (httpx.HTTPError, httpx.StreamClosed) as error:  # the latter where another thread was quicker
-        raise broken_answer(error, response) from error
+        raise interrupted_response_error(error, response) from error
     finally:
         response.close()
 
@@ -256,10 +256,10 @@ async def _chunks_async(response: httpx.Response, reader: ChunkReader[T, A]) -> 
             for chunk in reader.feed(data):
                 yield chunk
             if reader.done:
-                await read_rest_async(response, pieces)
+                await drain_response_async(response, pieces)
                 return
         reader.end()
     except (httpx.HTTPError, httpx.StreamClosed) as error:  # the latter where another task was quicker
-        raise broken_answer(error, response) from error
+        raise interrupted_response_error(error, response) from error
     finally:
         await response.aclose()

@@ -26,7 +26,7 @@ class CommandError(Exception):
     """An option, an argument or a file is at fault; the message is one line that says what to change."""
 
 
-def say(line: str) -> None:
+def print_status(line: str) -> None:
     """One line on standard error. Where it cannot be written, on a full disk or into a closed pipe, work goes on without it."""
     if sys.stderr is None:  # print would take standard output
         return
@@ -58,7 +58,7 @@ def _is_open(number: int) -> bool:
     return True
 
 
-def nobody_reads(error: OSError) -> bool:
+def is_output_closed(error: OSError) -> bool:
     """Whether an error tells of standard output that it is a closed pipe, or a terminal that is gone."""
     if isinstance(error, BrokenPipeError):
         return True
@@ -71,19 +71,19 @@ def nobody_reads(error: OSError) -> bool:
     return False
 
 
-def leave_output() -> None:
+def discard_output() -> None:
     """Nothing is left to be flushed at the end."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def on_terminal() -> bool:
+def stderr_is_terminal() -> bool:
     """Whether standard error is a terminal. The host of a library may have none."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextlib.contextmanager
-def stopped_by_signals(stop: asyncio.Event, received: list[signal.Signals]) -> Iterator[None]:
+def stop_on_signals(stop: asyncio.Event, received: list[signal.Signals]) -> Iterator[None]:
     """The first ctrl-C or SIGTERM sets `stop` and is put into `received`; a second one ends the program."""
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -145,12 +145,12 @@ def write_output(path: Path, text: str) -> None:
 def version_option(line: str) -> Any:
     """The option --version, short -V: prints the line and ends the program."""
 
-    def tell(asked: bool) -> None:
-        if asked:
+    def print_version(requested: bool) -> None:
+        if requested:
             print(line)
             raise typer.Exit
 
-    return typer.Option("--version", "-V", is_eager=True, callback=tell, help="Print the version.")
+    return typer.Option("--version", "-V", is_eager=True, callback=print_version, help="Print the version.")
 
 
 # Private: set by a Windlass command that starts a server, so that the command can display the progress. Each update is then a
@@ -166,7 +166,7 @@ class LoadingDisplay:
     """
 
     def __init__(self, terminal: bool | None = None, first: str | None = None) -> None:
-        self._terminal = on_terminal() if terminal is None else terminal
+        self._terminal = stderr_is_terminal() if terminal is None else terminal
         self._first = first
         self._stage: str | None = None
         self._progress: Progress | None = None
@@ -175,10 +175,10 @@ class LoadingDisplay:
     def __call__(self, stage: str, done: int, total: int) -> None:
         self.begin()
         if PROGRESS_VARIABLE in os.environ:
-            say(PROGRESS_VARIABLE + json.dumps([stage, done, total]))
+            print_status(PROGRESS_VARIABLE + json.dumps([stage, done, total]))
         elif not self._terminal:
             if stage != self._stage:
-                say(f"{stage} ...")
+                print_status(f"{stage} ...")
         else:
             progress = self._progress or self._start()
             if stage != self._stage:
@@ -192,7 +192,7 @@ class LoadingDisplay:
     def begin(self) -> None:
         """Print the first line, unless it has been printed."""
         if self._first is not None:
-            say(self._first)
+            print_status(self._first)
             self._first = None
 
     def _start(self) -> Progress:
@@ -213,14 +213,14 @@ class LoadingDisplay:
 # Older typers use click's exceptions, newer ones their own copy of them.
 _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
-_WHETHER = re.compile(r"^--(no-|disable-)?(enable-)?")
+_SWITCH_PREFIX = re.compile(r"^--(no-|disable-)?(enable-)?")
 
-_NO_COMMAND = re.compile(r"No such command '(?P<name>[^']*)'")
+_UNKNOWN_COMMAND = re.compile(r"No such command '(?P<name>[^']*)'")
 
 _CUTOFF = 0.75  # share of characters that agree: "prot" is near "port", "ctx-size" is not near "block-size"
 
 # What only writing meets.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run_app(
@@ -228,8 +228,8 @@ def run_app(
     name: str,
     arguments: Sequence[str] | None,
     errors: tuple[type[Exception], ...] = (),
-    words: Callable[[str], str] = str,
-    elsewhere: Callable[[Any, str], str | None] = lambda context, name: None,
+    translate: Callable[[str], str] = str,
+    find_replacement: Callable[[Any, str], str | None] = lambda context, name: None,
 ) -> int:
     """Run one command and return the exit code; errors are one line on standard error.
 
@@ -242,29 +242,29 @@ def run_app(
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # not every console's encoding has every sign
     given = None if arguments is None else list(arguments)
-    mendable: tuple[type[Exception], ...] = (CommandError, *errors)
+    user_errors: tuple[type[Exception], ...] = (CommandError, *errors)
     try:
         code = app(args=given, prog_name=name, standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()  # else the interpreter meets what is wrong with it when nobody can tell any more
         return code if isinstance(code, int) else 0
     except _ClickError as error:
-        return _usage_error(error, sys.argv[1:] if given is None else given, elsewhere)
-    except mendable as error:
-        return _fail(words(str(error)))
+        return _usage_error(error, sys.argv[1:] if given is None else given, find_replacement)
+    except user_errors as error:
+        return _print_error(translate(str(error)))
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except OSError as error:
-        if nobody_reads(error):
-            leave_output()
+        if is_output_closed(error):
+            discard_output()
             return 1  # as click ends where it meets a closed pipe first
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _DISK_FULL_ERRNOS:
             raise
-        leave_output()
-        return _fail(f"cannot write: {error.strerror}")
+        discard_output()
+        return _print_error(f"cannot write: {error.strerror}")
 
 
-def _usage_error(error: Any, arguments: Sequence[str], elsewhere: Callable[[Any, str], str | None]) -> int:
+def _usage_error(error: Any, arguments: Sequence[str], find_replacement: Callable[[Any, str], str | None]) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()  # the help page
         return 2
@@ -275,14 +275,16 @@ def _usage_error(error: Any, arguments: Sequence[str], elsewhere: Callable[[Any,
         name = error.option_name
         if len(name) == 2:  # of -ngl, it is -n that there is not
             name = next((given for given in arguments if given.startswith(name)), name)
-        meant = elsewhere(context, name) or _as_argument(context, name) or _nearest_option(context, name)
-        message = f"No such option: {name}" + (f": {meant}" if meant else "")
-    elif (absent := _NO_COMMAND.match(message)) and (meant := elsewhere(context, absent["name"])):
-        message = f"{absent[0]}: {meant}"
-    return _fail(message.rstrip(".") + hint)
+        suggestion = (
+            find_replacement(context, name) or _suggest_argument(context, name) or _suggest_option(context, name)
+        )
+        message = f"No such option: {name}" + (f": {suggestion}" if suggestion else "")
+    elif (absent := _UNKNOWN_COMMAND.match(message)) and (suggestion := find_replacement(context, absent["name"])):
+        message = f"{absent[0]}: {suggestion}"
+    return _print_error(message.rstrip(".") + hint)
 
 
-def _as_argument(context: Any, name: str) -> str | None:
+def _suggest_argument(context: Any, name: str) -> str | None:
     """That an argument of the command is meant: it stands without its name."""
     for parameter in context.command.params:
         if parameter.param_type_name == "argument" and parameter.name == name.removeprefix("--").replace("-", "_"):
@@ -290,21 +292,21 @@ def _as_argument(context: Any, name: str) -> str | None:
     return None
 
 
-def _nearest_option(context: Any, name: str) -> str | None:
+def _suggest_option(context: Any, name: str) -> str | None:
     """The nearest option in a question. Only what switches off is near to one that does: never --no-x to --enable-x."""
     off = name.startswith(("--no-", "--disable-"))
     options = [
         option for parameter in context.command.params for option in (*parameter.opts, *parameter.secondary_opts)
     ]
     known = {
-        _WHETHER.sub("", option): option
+        _SWITCH_PREFIX.sub("", option): option
         for option in options
         if option.startswith("--") and option.startswith("--no-") == off
     }
-    near = difflib.get_close_matches(_WHETHER.sub("", name)[:64], known, n=1, cutoff=_CUTOFF)
+    near = difflib.get_close_matches(_SWITCH_PREFIX.sub("", name)[:64], known, n=1, cutoff=_CUTOFF)
     return f"did you mean {known[near[0]]}?" if near else None
 
 
-def _fail(message: str) -> int:
-    say("error: " + " ".join(message.split()))
+def _print_error(message: str) -> int:
+    print_status("error: " + " ".join(message.split()))
     return 2

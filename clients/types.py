@@ -202,7 +202,7 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] | None = None
     function_call: FunctionCall | None = None
     refusal: str | None = None
-    _read: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
+    _parse_content: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
 
     @property
     def parsed(self) -> Any:
@@ -210,7 +210,11 @@ class ChatMessage:
 
         Raises ValueError where the content does not hold: it was cut short (`finish_reason` "length"), mostly.
         """
-        return None if self._read is None or (not self.content and self.tool_calls) else self._read(self.content or "")
+        return (
+            None
+            if self._parse_content is None or (not self.content and self.tool_calls)
+            else self._parse_content(self.content or "")
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The message as a request takes it."""
@@ -219,10 +223,11 @@ class ChatMessage:
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls is not None:
             message["tool_calls"] = [
-                {"id": call.id, "type": call.type, "function": _plain(call.function)} for call in self.tool_calls
+                {"id": call.id, "type": call.type, "function": _function_dict(call.function)}
+                for call in self.tool_calls
             ]
         if self.function_call is not None:
-            message["function_call"] = _plain(self.function_call)
+            message["function_call"] = _function_dict(self.function_call)
         return message
 
 
@@ -238,7 +243,7 @@ class ChatDelta:
     refusal: str | None = None
 
 
-def _plain(call: FunctionCall) -> dict[str, Any]:
+def _function_dict(call: FunctionCall) -> dict[str, Any]:
     return {"name": call.name, "arguments": call.arguments}
 
 
@@ -570,21 +575,21 @@ class Infill:
 class InfillAccumulator:
     """Events of /infill, put together. The names are those of a stream."""
 
-    ending = "the event with stop: true"
+    final_event = "the event with stop: true"
     reasoning = ""
     tool_calls: tuple[ToolCall, ...] = ()
     parsed = None
 
     def __init__(self) -> None:
         self.ended = False
-        self.begun = 0
+        self.num_started = 0
         self._pieces: list[str] = []
         self._tokens: list[int] = []
         self._last: Infill | None = None
 
     def add(self, chunk: Infill) -> None:
         """Take what an event brings."""
-        self.begun = 1
+        self.num_started = 1
         self._pieces.append(chunk.content)
         self._tokens += chunk.tokens
         self._last, self.ended = chunk, chunk.stop
@@ -619,7 +624,7 @@ class InfillAccumulator:
         """What it ran under, once it has ended."""
         return None if self._last is None else self._last.rotary
 
-    def answer(self, request_id: str | None) -> Infill:
+    def result(self, request_id: str | None) -> Infill:
         """The whole answer."""
         assert self._last is not None
         return replace(self._last, content=self.text, tokens=tuple(self._tokens), request_id=request_id)

@@ -14,7 +14,7 @@ from pathlib import Path
 from windlass.lab.gallery import KINDS, Extras, draw
 from windlass.lab.gallery_subject import make_subject
 from windlass.lab.plotting import save_figure
-from windlass.server.startup.derived_files import with_tokenizer
+from windlass.server.startup.derived_files import ensure_tokenizer
 from windlass.server.startup.model_files import choose_model
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -75,7 +75,7 @@ def main() -> None:
     for name, kind in KINDS.items():
         subject = make_subject(None, None, [], None, MODEL if kind.draw is None else "Llama 2")
         extras = Extras(
-            load_tokenizer=lambda path: Tokenizer.from_directory(with_tokenizer(path)), model=model, layer=given.layer
+            load_tokenizer=lambda path: Tokenizer.from_directory(ensure_tokenizer(path)), model=model, layer=given.layer
         )
         save_figure(draw(name, subject, extras), DOCS / "gallery" / f"{name}.png")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.clients.terminal import LoadingDisplay, say
+from windlass.clients.terminal import LoadingDisplay, print_status
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.rope_scaling import RopeScaling, original_len
 from windlass.engine.rotary.rotary_policy import ROPE_UPDATES
@@ -301,7 +301,7 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
         content={**result.to_json(), "recommendation": recommendation.to_json()},
         draw=lambda ink: draw_sweep(result, ink),
     )
-    say(f"{recommendation.curve} for {result.target_len:,} tokens: {recommendation.command}")
+    print_status(f"{recommendation.curve} for {result.target_len:,} tokens: {recommendation.command}")
     return result
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.clients.terminal import LoadingDisplay, say
+from windlass.clients.terminal import LoadingDisplay, print_status
 from windlass.engine.errors import LoadError, RequestError, did_you_mean
 from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig
 from windlass.engine.interface.context import ContextRule
@@ -322,9 +322,9 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
     )
     for verdict in verdicts:
         if verdict.command is not None:
-            say(f"{verdict.chosen} for {verdict.length:,} tokens: {verdict.command}")
+            print_status(f"{verdict.chosen} for {verdict.length:,} tokens: {verdict.command}")
         else:
-            say(f"{verdict.length:,} tokens: {verdict.reasons[0]}")
+            print_status(f"{verdict.length:,} tokens: {verdict.reasons[0]}")
     return result
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from windlass.clients.terminal import say
+from windlass.clients.terminal import print_status
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -55,7 +55,7 @@ class SweepProgress:
         if self._progress is not None:
             self._progress.console.print(line, markup=False, highlight=False)
         else:
-            say(line)
+            print_status(line)
 
     def _remaining(self) -> str:
         left = self._total - self._done

@@ -34,7 +34,7 @@ from windlass.server.api import (
     tokenize,
 )
 from windlass.server.app import web_pages
-from windlass.server.app.auth import OPEN_PATHS, AuthMiddleware
+from windlass.server.app.auth import PUBLIC_PATHS, AuthMiddleware
 from windlass.server.app.middleware import (
     HeadMiddleware,
     LimitsMiddleware,
@@ -43,17 +43,19 @@ from windlass.server.app.middleware import (
     known_paths,
 )
 from windlass.server.app.state import ServerState
-from windlass.server.app.web_pages import PAGE_PATHS, UI_PATHS
+from windlass.server.app.web_pages import DOCS_PATHS, UI_PATHS
 from windlass.server.config.settings import ServerSettings
-from windlass.server.errors import ApiError, error_response, from_exception, internal_error
+from windlass.server.errors import ApiError, error_response, internal_error, to_api_error
 from windlass.server.http.request_id import RequestIdMiddleware
-from windlass.server.openapi import describe
+from windlass.server.openapi import openapi_document
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 
-_PATHS_CUTOFF = 0.75  # share of characters that agree: "completion" is near "completions", "ping" is not near "pooling"
+_PATH_SIMILARITY = (
+    0.75  # share of characters that agree: "completion" is near "completions", "ping" is not near "pooling"
+)
 
 _ROUTERS = (
     completions.router,
@@ -108,19 +110,19 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    making = threading.Lock()
-    app.openapi = lambda: _description(app, settings, making)  # type: ignore[method-assign]
-    app.add_route("/openapi.json", _send_description, include_in_schema=False)
+    build_lock = threading.Lock()
+    app.openapi = lambda: _cached_openapi(app, settings, build_lock)  # type: ignore[method-assign]
+    app.add_route("/openapi.json", _send_openapi, include_in_schema=False)
 
     # The last one added is the outermost.
     app.add_middleware(HeadMiddleware)
-    if settings.asks_for_keys:
-        open_paths = OPEN_PATHS | PAGE_PATHS | (UI_PATHS if settings.ui else frozenset())
+    if settings.requires_key:
+        open_paths = PUBLIC_PATHS | DOCS_PATHS | (UI_PATHS if settings.ui else frozenset())
         app.add_middleware(AuthMiddleware, callers=state.callers, open_paths=open_paths)
     app.add_middleware(
         LimitsMiddleware,
         max_body_bytes=settings.max_body_bytes,
-        max_bodies_bytes=settings.max_bodies_bytes,
+        max_total_body_bytes=settings.max_total_body_bytes,
         max_header_bytes=settings.max_header_bytes,
     )
     if settings.cors_origins:
@@ -153,7 +155,7 @@ def _all_routes(app: FastAPI) -> list[BaseRoute]:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(from_exception(error) or internal_error(), request.scope)
+    return error_response(to_api_error(error) or internal_error(), request.scope)
 
 
 def _nearest_path(path: str, known: Sequence[str]) -> str | None:
@@ -162,9 +164,9 @@ def _nearest_path(path: str, known: Sequence[str]) -> str | None:
         return f"/v1{path}"
     versioned = path.startswith("/v1/")
     ordered = sorted(known, key=lambda other: other.startswith("/v1/") == versioned)
-    behind = {_unversioned(other): other for other in ordered}
-    near = nearest(_unversioned(path), behind, _PATHS_CUTOFF)
-    return None if near is None else behind[near]
+    by_suffix = {_unversioned(other): other for other in ordered}
+    near = nearest(_unversioned(path), by_suffix, _PATH_SIMILARITY)
+    return None if near is None else by_suffix[near]
 
 
 def _unversioned(path: str) -> str:
@@ -178,8 +180,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == 404:
         path = request.scope["path"][:200]
-        meant = _nearest_path(path, [other for other in known_paths(_all_routes(request.app)) if other != path])
-        hint = "" if meant is None else f" (did you mean {meant!r}?)"
+        suggestion = _nearest_path(path, [other for other in known_paths(_all_routes(request.app)) if other != path])
+        hint = "" if suggestion is None else f" (did you mean {suggestion!r}?)"
         message = f"there is no endpoint {where}{hint}"
     elif error.status_code == 405:
         # The router names the methods of one route only.
@@ -193,13 +195,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return error_response(ApiError(error.status_code, message, headers=headers), request.scope)
 
 
-async def _send_description(request: Request) -> Response:
+async def _send_openapi(request: Request) -> Response:
     """Made for the first who asks, since most servers are never asked, and on a thread, so that it holds up no stream."""
     return JSONResponse(await asyncio.to_thread(request.app.openapi))
 
 
-def _description(app: FastAPI, settings: ServerSettings, making: threading.Lock) -> dict[str, Any]:
-    with making:
+def _cached_openapi(app: FastAPI, settings: ServerSettings, build_lock: threading.Lock) -> dict[str, Any]:
+    with build_lock:
         if app.openapi_schema is None:
-            app.openapi_schema = describe(app, settings)
+            app.openapi_schema = openapi_document(app, settings)
         return app.openapi_schema

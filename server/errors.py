@@ -17,15 +17,15 @@ from windlass.engine.errors import (
     RequestError,
     SlowConsumerError,
 )
-from windlass.server.config.option_names import in_options
+from windlass.server.config.option_names import with_option_names
 
-INVALID = "invalid_request_error"
-SERVER = "server_error"
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
 
 
 # What an error is called where nobody has a closer word.
-_CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed"}
-_SHORTER = "shorten the prompt or set truncate_prompt_tokens"
+_DEFAULT_CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed"}
+_SHORTEN_ADVICE = "shorten the prompt or set truncate_prompt_tokens"
 
 
 class ApiError(Exception):
@@ -50,8 +50,8 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        self.code = code or _CODES.get(status, "internal")
-        self.type = type or (INVALID if status < 500 else SERVER)
+        self.code = code or _DEFAULT_CODES.get(status, "internal")
+        self.type = type or (INVALID_REQUEST if status < 500 else SERVER_ERROR)
         self.headers = dict(headers or {})
         self.details = details
         if retry_after is not None:
@@ -76,16 +76,16 @@ def context_length_exceeded(max_model_len: int, prompt_tokens: int, *, param: st
     """
     return bad_request(
         f"this model's context holds {max_model_len} tokens, prompt and answer together, but the prompt has "
-        f"{'at least ' if at_least else ''}{prompt_tokens} tokens: {_SHORTER}",
+        f"{'at least ' if at_least else ''}{prompt_tokens} tokens: {_SHORTEN_ADVICE}",
         param,
         "context_length_exceeded",
     )
 
 
-def without_older_turns(error: ApiError) -> ApiError:
+def after_dropping_turns(error: ApiError) -> ApiError:
     """The same of a chat that has lost its older turns already, so that other advice is needed."""
     advice = "without its older turns: shorten the system message, the tools or the last turn"
-    return ApiError(error.status, error.message.replace(_SHORTER, advice), param=error.param, code=error.code)
+    return ApiError(error.status, error.message.replace(_SHORTEN_ADVICE, advice), param=error.param, code=error.code)
 
 
 def answer_exceeds_context(max_model_len: int, prompt_tokens: int, max_tokens: int) -> ApiError:
@@ -99,10 +99,10 @@ def answer_exceeds_context(max_model_len: int, prompt_tokens: int, max_tokens: i
     )
 
 
-def answer_too_large(size: int, most: int, *, grown: bool = False) -> ApiError:
+def response_too_large(size: int, limit: int, *, grown: bool = False) -> ApiError:
     """The 400 for an answer of too many bytes, with both numbers. grown: it was found while it was written."""
     return bad_request(
-        f"the answer {'has grown to' if grown else 'could become'} {size} bytes, and this server sends at most {most} at "
+        f"the answer {'has grown to' if grown else 'could become'} {size} bytes, and this server sends at most {limit} at "
         "once (--max-response-bytes): ask for fewer tokens, prompts, choices or log-probabilities"
         f"{'' if grown else ', or stream it'}",
         code="response_too_large",
@@ -114,7 +114,7 @@ def unavailable(message: str, *, code: str, retry_after: int) -> ApiError:
     return ApiError(503, message, code=code, retry_after=retry_after)
 
 
-def from_exception(error: BaseException, *, retry_after: int = 1) -> ApiError | None:
+def to_api_error(error: BaseException, *, retry_after: int = 1) -> ApiError | None:
     """The API's view of an engine error; None for an exception nobody raised on purpose."""
     if isinstance(error, ApiError):
         return error
@@ -133,7 +133,9 @@ def from_exception(error: BaseException, *, retry_after: int = 1) -> ApiError | 
         return unavailable(str(error), code="out_of_memory", retry_after=retry_after)
     if isinstance(error, EngineDeadError):
         return unavailable(
-            in_options(str(error)) or "the engine is not running", code="engine_unavailable", retry_after=retry_after
+            with_option_names(str(error)) or "the engine is not running",
+            code="engine_unavailable",
+            retry_after=retry_after,
         )
     return None
 
@@ -160,7 +162,7 @@ _MESSAGES_TYPES = {
 }
 
 
-def of_messages(scope: Scope) -> bool:
+def is_messages_api(scope: Scope) -> bool:
     """Whether an endpoint of Anthropic's API is asked for."""
     path = scope["path"]
     return bool(path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"))
@@ -168,9 +170,9 @@ def of_messages(scope: Scope) -> bool:
 
 def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
     """The error in the shape of the endpoint that `scope` asks for; in Anthropic's it has `param` and `code` besides."""
-    if not of_messages(scope):
+    if not is_messages_api(scope):
         return error.body()
-    kind = _MESSAGES_TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
+    kind = _MESSAGES_TYPES.get(error.status, INVALID_REQUEST if error.status < 500 else "api_error")
     detail: dict[str, Any] = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
     if error.details is not None:
         detail["details"] = error.details

@@ -26,10 +26,10 @@ from windlass.server.api.tokenize import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from windlass.server.app.auth import OPEN_PATHS
+from windlass.server.app.auth import PUBLIC_PATHS
 from windlass.server.config.settings import ServerSettings
-from windlass.server.errors import of_messages
-from windlass.server.openapi_examples import examples_of, streams_of
+from windlass.server.errors import is_messages_api
+from windlass.server.openapi_examples import request_examples, stream_examples
 from windlass.server.openapi_field_texts import ASKED, TOLD
 from windlass.server.schemas.chat import ChatCompletion, ChatEvent, ChatRequest
 from windlass.server.schemas.completions import (
@@ -72,7 +72,7 @@ from windlass.server.schemas.responses import (
     ResponseRequest,
 )
 
-INFO = """An inference server for language models with rotary attention. Its endpoints are those of OpenAI's API and of Anthropic's Messages API, with further fields beside theirs.
+API_DESCRIPTION = """An inference server for language models with rotary attention. Its endpoints are those of OpenAI's API and of Anthropic's Messages API, with further fields beside theirs.
 
 A field that the server does not know is refused by name, and `null` counts as left out. Types are strict: an integer has no fraction, not even `.0`. Strings hold no null character. `HEAD` answers as `GET` does, without the body; `OPTIONS`, and the 405 of another method, name in `Allow` what a path takes. Bodies are UTF-8 JSON. An error has OpenAI's form, under `/v1/messages` Anthropic's; what is refused before it reaches an endpoint, such as a connection too many, has OpenAI's.
 """  # noqa: E501
@@ -94,7 +94,7 @@ TAGS = {
     "Health": "How the server is.",
 }
 
-PARAMETERS = {
+PARAMETER_DESCRIPTIONS = {
     "model": "A name of the served model.",
     "response_id": "The `id` of a response that is kept.",
     "X-Request-Id": "An id of 1 to 128 characters (letters, digits and `._:/-`) that the answer and the server's log repeat. "
@@ -114,12 +114,12 @@ LINKS: dict[str, Any] = {
 }
 
 # Any request may be answered with these: before it reaches a route, while it is read, or for a defect.
-EVERYWHERE = (408, 413, 429, 431, 500, 503)
+COMMON_STATUSES = (408, 413, 429, 431, 500, 503)
 
 # By connections that no route sees, so that they have OpenAI's shape wherever they were meant for.
-_OF_CONNECTIONS = (408, 429, 503)
+_CONNECTION_STATUSES = (408, 429, 503)
 
-_NAMES = {
+_RESPONSE_NAMES = {
     400: "BadRequest",
     401: "Unauthorized",
     403: "Forbidden",
@@ -133,7 +133,7 @@ _NAMES = {
     504: "DeadlineExceeded",
 }
 
-_MEANING = {
+_STATUS_DESCRIPTIONS = {
     400: "The request is at fault: `param` names the field and `code` says how (`invalid_json`, `missing_field`, "
     "`unknown_field`, `unsupported_field`, `invalid_value`, `context_length_exceeded`, …).",
     401: "A valid API key is needed (`invalid_api_key`).",
@@ -151,7 +151,7 @@ _MEANING = {
     504: "The request's deadline passed (`deadline_exceeded`).",
 }
 
-_TYPES = {429: "rate_limit_error"}
+_ERROR_TYPES = {429: "rate_limit_error"}
 
 _MESSAGES_TYPES = {
     400: "invalid_request_error",
@@ -196,41 +196,43 @@ HEADERS: dict[str, Any] = {
 }
 
 
-def name_of(status: int, *, messages: bool) -> str:
+def response_name(status: int, *, messages: bool) -> str:
     """The name of a response among the components. messages: of Anthropic's API."""
-    return ("Messages" if messages else "") + _NAMES.get(status, f"Status{status}")
+    return ("Messages" if messages else "") + _RESPONSE_NAMES.get(status, f"Status{status}")
 
 
 def error_responses(*, keys: bool) -> dict[str, Any]:
     """The responses of all errors, by name. keys: whether this server asks for any."""
-    statuses = [status for status in _NAMES if keys or status != 401]
-    return {name_of(status, messages=both): _response(status, both) for both in (False, True) for status in statuses}
+    statuses = [status for status in _RESPONSE_NAMES if keys or status != 401]
+    return {
+        response_name(status, messages=both): _response(status, both) for both in (False, True) for status in statuses
+    }
 
 
 def _response(status: int, messages: bool) -> dict[str, Any]:
     message, param, code = _EXAMPLES[status]
-    error = {"message": message, "type": _TYPES.get(status, _type(status)), "param": param, "code": code}
+    error = {"message": message, "type": _ERROR_TYPES.get(status, _error_type(status)), "param": param, "code": code}
     example: dict[str, Any] = {"error": error}
     schema: dict[str, Any] = {"$ref": "#/components/schemas/ErrorAnswer"}
     headers = {"X-Request-Id": _header("X-Request-Id")}
     if messages:
         detail = {"type": _MESSAGES_TYPES[status], "message": message, "param": param, "code": code}
         example = {"type": "error", "error": detail, "request_id": "0b6f5d3c9e7a4d0f8f8c2b1a3d4e5f60"}
-        ours = {"$ref": "#/components/schemas/MessageError"}
-        schema = {"anyOf": [ours, schema]} if status in _OF_CONNECTIONS else ours
+        messages_error = {"$ref": "#/components/schemas/MessageError"}
+        schema = {"anyOf": [messages_error, schema]} if status in _CONNECTION_STATUSES else messages_error
         headers["Request-Id"] = _header("Request-Id")
     if status in (429, 503):
         headers["Retry-After"] = _header("Retry-After")
     if status == 401:
         headers["WWW-Authenticate"] = _header("WWW-Authenticate")
     return {
-        "description": _MEANING[status],
+        "description": _STATUS_DESCRIPTIONS[status],
         "headers": headers,
         "content": {"application/json": {"schema": schema, "example": example}},
     }
 
 
-def _type(status: int) -> str:
+def _error_type(status: int) -> str:
     return "invalid_request_error" if status < 500 else "server_error"
 
 
@@ -295,7 +297,7 @@ _MODELS: tuple[type[BaseModel], ...] = (
     ErrorAnswer,
 )
 
-_WORDS = ASKED | TOLD
+_FIELD_TEXTS = ASKED | TOLD
 
 
 def schemas() -> dict[str, Any]:
@@ -303,31 +305,33 @@ def schemas() -> dict[str, Any]:
     _, found = models_json_schema([(model, "validation") for model in _MODELS], ref_template=REF)
     known: dict[str, Any] = found["$defs"]
     # Objects of unknown kinds are let through to be refused by name: they are no part of what is taken.
-    others = {REF.format(model=name) for name in known if name.startswith("_Other")}
-    kept = {name: schema for name, schema in known.items() if REF.format(model=name) not in others}
-    for name, schema in kept.items():
-        _without(schema, others)
+    other_kinds = {REF.format(model=name) for name in known if name.startswith("_Other")}
+    remaining = {name: schema for name, schema in known.items() if REF.format(model=name) not in other_kinds}
+    for name, schema in remaining.items():
+        _remove_alternatives(schema, other_kinds)
         for field, described in schema.get("properties", {}).items():
             described.pop("title", None)  # it only repeats the name
-            if "description" not in described and (text := _WORDS.get(f"{name}.{field}", _WORDS.get(field))):
+            if "description" not in described and (
+                text := _FIELD_TEXTS.get(f"{name}.{field}", _FIELD_TEXTS.get(field))
+            ):
                 described["description"] = text
-    return kept
+    return remaining
 
 
-def _without(schema: Any, refs: set[str]) -> None:
+def _remove_alternatives(schema: Any, refs: set[str]) -> None:
     """Take alternatives that refer to these out of a schema, in place."""
     if isinstance(schema, list):
         for item in schema:
-            _without(item, refs)
+            _remove_alternatives(item, refs)
     elif isinstance(schema, dict):
         for key in ("anyOf", "oneOf"):
             if isinstance(alternatives := schema.get(key), list):
-                schema[key] = _distinct([item for item in alternatives if item.get("$ref") not in refs])
+                schema[key] = _deduplicated([item for item in alternatives if item.get("$ref") not in refs])
         for item in schema.values():
-            _without(item, refs)
+            _remove_alternatives(item, refs)
 
 
-def _distinct(alternatives: list[Any]) -> list[Any]:
+def _deduplicated(alternatives: list[Any]) -> list[Any]:
     return [item for number, item in enumerate(alternatives) if item not in alternatives[:number]]
 
 
@@ -337,86 +341,86 @@ _REQUEST_ID: dict[str, Any] = {
     "name": "X-Request-Id",
     "in": "header",
     "required": False,
-    "description": PARAMETERS["X-Request-Id"],
+    "description": PARAMETER_DESCRIPTIONS["X-Request-Id"],
     "schema": {"type": "string"},
 }
 
-_KEYS = {
+_SECURITY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "A key of this server."},
     "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same, in another header."},
 }
 
 
-def describe(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:
+def openapi_document(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:
     """The whole document of this server."""
     document = FastAPI.openapi(app)
-    document["info"]["description"] = INFO
+    document["info"]["description"] = API_DESCRIPTION
     document["info"]["license"] = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
     document["components"] = {
         "schemas": schemas(),
-        "responses": error_responses(keys=settings.asks_for_keys),
+        "responses": error_responses(keys=settings.requires_key),
         "headers": HEADERS,
         "parameters": {"RequestId": _REQUEST_ID},
     }
-    if settings.asks_for_keys:
-        document["components"]["securitySchemes"] = _KEYS
-        document["security"] = [{name: []} for name in _KEYS]
+    if settings.requires_key:
+        document["components"]["securitySchemes"] = _SECURITY_SCHEMES
+        document["security"] = [{name: []} for name in _SECURITY_SCHEMES]
     tags: dict[str, str] = {}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             if method in _METHODS:
                 (tag,) = operation["tags"]
                 tags[tag] = TAGS[tag]
-                _complete(operation, path, method, settings)
+                _complete_operation(operation, path, method, settings)
     document["tags"] = [{"name": name, "description": text} for name, text in tags.items()]
     return document
 
 
-def _complete(operation: dict[str, Any], path: str, method: str, settings: ServerSettings) -> None:
+def _complete_operation(operation: dict[str, Any], path: str, method: str, settings: ServerSettings) -> None:
     """Fill in what one operation leaves to this room, in place."""
     operation["description"] = " ".join(operation.get("description", "").split())
     operation["summary"] = operation["description"].split(". ")[0].rstrip(".")
     for parameter in operation.setdefault("parameters", []):
-        parameter.setdefault("description", PARAMETERS.get(parameter["name"], ""))
+        parameter.setdefault("description", PARAMETER_DESCRIPTIONS.get(parameter["name"], ""))
         parameter["schema"].pop("title", None)
         if parameter["name"] == "model":
             parameter["example"] = settings.served_model_name
     operation["parameters"].append({"$ref": "#/components/parameters/RequestId"})
-    if examples := examples_of(path, settings.served_model_name):
+    if examples := request_examples(path, settings.served_model_name):
         operation["requestBody"]["content"]["application/json"]["examples"] = examples
-    _complete_responses(operation["responses"], path, method, settings.asks_for_keys)
-    if path in OPEN_PATHS and settings.asks_for_keys:
+    _complete_responses(operation["responses"], path, method, settings.requires_key)
+    if path in PUBLIC_PATHS and settings.requires_key:
         operation["security"] = []
 
 
 def _complete_responses(responses: dict[str, Any], path: str, method: str, keys: bool) -> None:
-    messages = of_messages({"path": path})
-    needs_key = keys and path not in OPEN_PATHS
+    messages = is_messages_api({"path": path})
+    needs_key = keys and path not in PUBLIC_PATHS
     responses.pop("422", None)  # bodies are read by the routes themselves
-    statuses = {int(status) for status in responses if status != "200"} | set(EVERYWHERE)
+    statuses = {int(status) for status in responses if status != "200"} | set(COMMON_STATUSES)
     statuses = statuses | {401} if needs_key else statuses - {401}
     for status in statuses:
-        shared = {"$ref": f"#/components/responses/{name_of(status, messages=messages)}"}
+        shared = {"$ref": f"#/components/responses/{response_name(status, messages=messages)}"}
         own = responses.get(str(status), {}).get("content")
-        responses[str(status)] = _either(status, own, messages=messages) if own else shared
-    good = responses["200"]
-    good["content"] = {
-        kind: media for kind, media in good["content"].items() if media.get("schema")
+        responses[str(status)] = _own_answer_or_error(status, own, messages=messages) if own else shared
+    success = responses["200"]
+    success["content"] = {
+        kind: media for kind, media in success["content"].items() if media.get("schema")
     }  # what FastAPI adds
     names = ["X-Request-Id", "Request-Id"] if messages else ["X-Request-Id"]
-    good["headers"] = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
-    if examples := streams_of(path):
-        good["content"]["text/event-stream"]["examples"] = examples
+    success["headers"] = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+    if examples := stream_examples(path):
+        success["content"]["text/event-stream"]["examples"] = examples
     if method == "post" and path in LINKS:
-        good["links"] = LINKS[path]
+        success["links"] = LINKS[path]
     ordered = dict(sorted(responses.items()))
     responses.clear()
     responses.update(ordered)
 
 
-def _either(status: int, own: dict[str, Any], *, messages: bool) -> dict[str, Any]:
+def _own_answer_or_error(status: int, own: dict[str, Any], *, messages: bool) -> dict[str, Any]:
     """A status with an answer of the route's own, which may also be an error of a connection that no route sees."""
-    response = error_responses(keys=True)[name_of(status, messages=messages)]
+    response = error_responses(keys=True)[response_name(status, messages=messages)]
     error = response["content"]["application/json"]["schema"]
     return {
         **response,

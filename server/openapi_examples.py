@@ -9,10 +9,10 @@ _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "requir
 
 _USER = {"role": "user", "content": "Where does the river begin?"}
 
-_STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+_STREAMING = {"stream": True, "stream_options": {"include_usage": True}}
 
 # By path: name -> summary and body.
-_BODIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+_REQUEST_EXAMPLES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "/v1/completions": {
         "plain": ("What follows a prompt", {"prompt": "The king said", "max_tokens": 16}),
         "several": (
@@ -23,7 +23,7 @@ _BODIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "The log-probabilities of a text",
             {"prompt": "The sea is wide", "max_tokens": 0, "echo": True, "logprobs": 1},
         ),
-        "streamed": ("As events", {"prompt": "The king said", "max_tokens": 16, **_STREAMED}),
+        "streamed": ("As events", {"prompt": "The king said", "max_tokens": 16, **_STREAMING}),
         "scaled": (
             "Under another rotary scaling",
             {"prompt": "The king said", "max_tokens": 8, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
@@ -48,7 +48,7 @@ _BODIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
     "/v1/chat/completions": {
         "plain": ("The next turn", {"messages": [_USER], "max_tokens": 16}),
-        "streamed": ("As events", {"messages": [_USER], "max_tokens": 16, **_STREAMED}),
+        "streamed": ("As events", {"messages": [_USER], "max_tokens": 16, **_STREAMING}),
         "held": (
             "Held to a schema",
             {
@@ -152,11 +152,11 @@ _BODIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
-def examples_of(path: str, model: str) -> dict[str, Any]:
+def request_examples(path: str, model: str) -> dict[str, Any]:
     """The examples of a body, by name; empty where there are none. model: the name that clients send."""
     return {
         name: {"summary": summary, "value": body if "lora_name" in body else {"model": model, **body}}
-        for name, (summary, body) in _BODIES.get(path, {}).items()
+        for name, (summary, body) in _REQUEST_EXAMPLES.get(path, {}).items()
     }
 
 
@@ -164,11 +164,11 @@ _CHUNK = {"created": 1767225600, "model": "demo", "system_fingerprint": "fp_4f1d
 
 _USAGE = {"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8, "prompt_tokens_details": {"cached_tokens": 0}}
 
-_PLAIN = {"logprobs": None, "finish_reason": None}
+_UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 _MESSAGE_USAGE = {"input_tokens": 6, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 2}
 
-_FILLED = {"tokens_predicted": 9, "tokens_evaluated": 21}
+_INFILL_COUNTS = {"tokens_predicted": 9, "tokens_evaluated": 21}
 
 
 def _completion(choice: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
@@ -180,16 +180,16 @@ def _chat(choice: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
     return {**_completion(choice, **more), "id": "chatcmpl-1", "object": "chat.completion.chunk"}
 
 
-_STREAMS: dict[str, list[dict[str, Any]]] = {
+_STREAM_EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
-        _completion({"text": " no", **_PLAIN}),
-        _completion({"text": ".", **_PLAIN, "finish_reason": "length", "stop_reason": None}),
+        _completion({"text": " no", **_UNFINISHED}),
+        _completion({"text": ".", **_UNFINISHED, "finish_reason": "length", "stop_reason": None}),
         _completion(None, usage=_USAGE),
     ],
     "/v1/chat/completions": [
-        _chat({"delta": {"role": "assistant", "content": ""}, **_PLAIN}),
-        _chat({"delta": {"content": "Far"}, **_PLAIN}),
-        _chat({"delta": {"content": "."}, **_PLAIN, "finish_reason": "length", "stop_reason": None}),
+        _chat({"delta": {"role": "assistant", "content": ""}, **_UNFINISHED}),
+        _chat({"delta": {"content": "Far"}, **_UNFINISHED}),
+        _chat({"delta": {"content": "."}, **_UNFINISHED, "finish_reason": "length", "stop_reason": None}),
         _chat(None, usage=_USAGE),
     ],
     "/v1/messages": [
@@ -214,7 +214,7 @@ _STREAMS: dict[str, list[dict[str, Any]]] = {
         {"type": "message_stop"},
     ],
     "/infill": [
-        {"index": 0, "content": "3.14 * r * r", "tokens": [], "stop": False, "id_slot": 0, **_FILLED},
+        {"index": 0, "content": "3.14 * r * r", "tokens": [], "stop": False, "id_slot": 0, **_INFILL_COUNTS},
         {
             "index": 0,
             "content": "",
@@ -222,7 +222,7 @@ _STREAMS: dict[str, list[dict[str, Any]]] = {
             "stop": True,
             "id_slot": 0,
             "model": "demo",
-            **_FILLED,
+            **_INFILL_COUNTS,
             "tokens_cached": 0,
             "has_new_line": False,
             "truncated": False,
@@ -253,17 +253,18 @@ _STREAMS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
-_CLOSED = ("/v1/completions", "/v1/chat/completions")  # their streams have a last event that says so
+_WITH_DONE_EVENT = ("/v1/completions", "/v1/chat/completions")  # their streams have a last event that says so
 
-_UNNAMED = (*_CLOSED, "/infill")  # their events have no `event:` line
+_WITHOUT_EVENT_NAMES = (*_WITH_DONE_EVENT, "/infill")  # their events have no `event:` line
 
 
-def streams_of(path: str) -> dict[str, Any]:
+def stream_examples(path: str) -> dict[str, Any]:
     """Examples of a stream's events, by name; empty where nothing is streamed."""
-    named = path not in _UNNAMED
+    named = path not in _WITHOUT_EVENT_NAMES
     events = [
-        {**({"event": event["type"]} if named else {}), "data": json.dumps(event)} for event in _STREAMS.get(path, ())
+        {**({"event": event["type"]} if named else {}), "data": json.dumps(event)}
+        for event in _STREAM_EXAMPLES.get(path, ())
     ]
-    if path in _CLOSED:
+    if path in _WITH_DONE_EVENT:
         events.append({"data": "[DONE]"})
     return {f"event_{number}": {"value": event} for number, event in enumerate(events, start=1)}

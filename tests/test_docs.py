@@ -276,7 +276,7 @@ def test_the_rotary_report_on_the_page_is_that_of_the_example():
 
 LIMITS = {
     "max_body_bytes": "32 MiB",
-    "max_bodies_bytes": "512 MiB",
+    "max_total_body_bytes": "512 MiB",
     "max_header_bytes": "64 KiB",
     "max_prompts": "1,024",
     "max_tokenize_chars": "4,194,304",

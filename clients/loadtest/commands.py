@@ -24,17 +24,24 @@ from windlass.clients.loadtest.options import (
     SloOptions,
     TargetOptions,
     WorkloadOptions,
-    first_rate,
+    initial_rate,
     make_plan,
 )
 from windlass.clients.loadtest.results import RequestRecord, RunResult, Summary, to_json
 from windlass.clients.loadtest.sweep import SweepResult
-from windlass.clients.terminal import CommandError, check_outputs, run_app, say, stopped_by_signals, version_option
+from windlass.clients.terminal import (
+    CommandError,
+    check_outputs,
+    print_status,
+    run_app,
+    stop_on_signals,
+    version_option,
+)
 
 if TYPE_CHECKING:
     from windlass.clients.loadtest.compare import Comparison, Line
     from windlass.clients.loadtest.load_plan import LoadPlan
-    from windlass.clients.loadtest.results import Measured, NamedRun
+    from windlass.clients.loadtest.results import NamedRun, ResultFile
     from windlass.clients.loadtest.sweep import Judgement
 
 
@@ -126,29 +133,29 @@ async def _run(
     from windlass.clients.loadtest.load_plan import Arrivals
     from windlass.clients.loadtest.runner import prepare, run_load, sweep_load
     from windlass.clients.loadtest.sweep import SweepSpec
-    from windlass.clients.loadtest.target import Control
+    from windlass.clients.loadtest.target import ControlClient
 
-    async with Control(plan.target) as control:
+    async with ControlClient(plan.target) as control:
         server, workload = await prepare(plan, control)
     stop = asyncio.Event()
     signals: list[signal.Signals] = []
     display = ProgressDisplay()
-    with stopped_by_signals(stop, signals), contextlib.ExitStack() as ending:
+    with stop_on_signals(stop, signals), contextlib.ExitStack() as ending:
         ending.callback(display.stop)
         if not slo.sweep:
             result: Any = await run_load(plan, progress=display, stop=stop, workload=workload, server=server)
         else:
             shape = arrivals.gap_shape()
             spec = SweepSpec(
-                start=first_rate(arrivals),
+                start=initial_rate(arrivals),
                 share=slo.sweep_share,
-                most_runs=slo.sweep_runs,
-                least_seconds=slo.sweep_seconds,
+                max_runs=slo.sweep_runs,
+                min_seconds=slo.sweep_seconds,
             )
 
-            def told(judged: Judgement, run: RunResult) -> None:
+            def on_run(judged: Judgement, run: RunResult) -> None:
                 display.stop()
-                say(f"{judged.line()}, {run.summary()['output_tokens_per_second']:,.0f} tokens/s")
+                print_status(f"{judged.line()}, {run.summary()['output_tokens_per_second']:,.0f} tokens/s")
 
             result = await sweep_load(
                 plan,
@@ -158,7 +165,7 @@ async def _run(
                 stop=stop,
                 workload=workload,
                 server=server,
-                told=told,
+                on_run=on_run,
             )
     return result, signals[0] if signals else None
 
@@ -235,7 +242,7 @@ def _write(
         raise CommandError("; ".join(failures))
 
 
-_BETWEEN = "\0"  # between the files of both sides: no file has such a name
+_SIDE_SEPARATOR = "\0"  # between the files of both sides: no file has such a name
 
 
 def report(
@@ -249,13 +256,13 @@ def report(
 ) -> None:
     """Make one HTML page of one run, of a sweep, or of several runs side by side."""
     from windlass.clients.loadtest.report import write_html
-    from windlass.clients.loadtest.results import unique
+    from windlass.clients.loadtest.results import unique_names
 
     if name and len(name) != len(files):
         raise CommandError(
             f"--name was given {len(name)} times for {len(files)} files: give it once per file or not at all"
         )
-    names = unique(name or [path.stem for path in files])
+    names = unique_names(name or [path.stem for path in files])
     measured = [_named(_read(path), text, alone=len(files) == 1) for path, text in zip(files, names, strict=True)]
     heading = title or (f"Load test: {names[0]}" if len(files) == 1 else "Load tests")
     try:
@@ -305,15 +312,15 @@ class SidesCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--" in args:
-            args[args.index("--")] = _BETWEEN
+            args[args.index("--")] = _SIDE_SEPARATOR
         return super().parse_args(ctx, args)
 
 
 def _sides(files: Sequence[str]) -> tuple[list[Path], list[Path]]:
     """The files of both sides. Raises CommandError."""
-    place = files.index(_BETWEEN) if _BETWEEN in files else 1
-    first, second = files[:place], [name for name in files[place:] if name != _BETWEEN]
-    if not first or not second or (_BETWEEN not in files and len(files) > 2):
+    place = files.index(_SIDE_SEPARATOR) if _SIDE_SEPARATOR in files else 1
+    first, second = files[:place], [name for name in files[place:] if name != _SIDE_SEPARATOR]
+    if not first or not second or (_SIDE_SEPARATOR not in files and len(files) > 2):
         raise CommandError(
             f"{len(files)} files do not say which to compare with which: write A.json B.json, or several runs of each "
             "with -- between, such as a1.json a2.json a3.json -- b1.json b2.json b3.json"
@@ -321,7 +328,7 @@ def _sides(files: Sequence[str]) -> tuple[list[Path], list[Path]]:
     return [Path(name) for name in first], [Path(name) for name in second]
 
 
-def _read(path: Path) -> Measured:
+def _read(path: Path) -> ResultFile:
     from windlass.clients.loadtest.results import read_file
 
     try:
@@ -342,7 +349,7 @@ def _single(path: Path) -> NamedRun:
     return measured.runs[0]
 
 
-def _named(measured: Measured, name: str, alone: bool) -> Measured:
+def _named(measured: ResultFile, name: str, alone: bool) -> ResultFile:
     """The same under its name on the page. Sweeps beside others have it before their rates and a line of their own."""
     if not measured.sweep:
         return dataclasses.replace(measured, runs=(dataclasses.replace(measured.runs[0], name=name),))

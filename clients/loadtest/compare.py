@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.clients.loadtest import figures
-from windlass.clients.loadtest.figures import MEASURES, beginning, tokens_per_chunk
+from windlass.clients.loadtest.figures import MEASURES, start_time, tokens_per_chunk
 from windlass.clients.loadtest.results import PERCENTILES, RequestRecord, RunResult
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Side = Sequence[RunResult]
 
-_OWN = {"seed"}  # settings that runs of one side are free to differ in
+_PER_RUN_SETTINGS = {"seed"}  # settings that runs of one side are free to differ in
 
 
 def differing(first: Side, second: Side) -> dict[str, tuple[str, str]]:
@@ -47,7 +47,11 @@ def cautions(first: Side, second: Side) -> Iterator[str]:
             yield f"the {name} took no time: its rates cannot be told"
     for name, side in (("first", first), ("second", second)):
         flats = [_flat(run) for run in side]
-        unequal = [key for key in flats[0] if key not in _OWN and any(flat.get(key) != flats[0][key] for flat in flats)]
+        unequal = [
+            key
+            for key in flats[0]
+            if key not in _PER_RUN_SETTINGS and any(flat.get(key) != flats[0][key] for flat in flats)
+        ]
         if unequal:
             yield f"the runs of the {name} side differ among themselves in {', '.join(unequal)}"
     if any(run.slo != first[0].slo for run in (*first, *second)):
@@ -82,7 +86,7 @@ def _drifts(run: RunResult) -> bool:
 FORMAT = "windlass-bench-comparison/2"
 
 # Means over requests of the share of a prompt that came from a cache, and of the part of it that stood elsewhere.
-_TOLD = ("cached", "reused")
+_CACHE_MEASURES = ("cached", "reused")
 
 Verdict = Literal["better", "worse", "no difference shown", "too few requests", "one run cannot tell"]
 
@@ -187,10 +191,10 @@ def _over_runs(sides: Sequence[Sequence[RunResult]], confidence: float) -> Itera
         shares = [[(each["failed"], each["failed"] + each["completed"]) for each in side] for side in summaries]
         difference = compare_repeated_shares(shares[0], shares[1], confidence)
         yield _line("failed", "share", "", difference, lower_is_better=True, over_runs=True)
-    for measure in _TOLD:
-        told = [[_shares(run, measure) for run in side] for side in sides]
-        if _worth_telling(each for side in told for each in side):
-            means = [[math.fsum(each) / len(each) for each in side] for side in told]
+    for measure in _CACHE_MEASURES:
+        shares_by_side = [[_shares(run, measure) for run in side] for side in sides]
+        if _is_worth_reporting(each for side in shares_by_side for each in side):
+            means = [[math.fsum(each) / len(each) for each in side] for side in shares_by_side]
             yield line((measure, "share", ""), means, less=False)
     for measure in MEASURES:
         data = [[Clustered(_by_request(run, measure)) for run in side] for side in sides]
@@ -264,10 +268,10 @@ def _rates(first: RunResult, second: RunResult, confidence: float) -> Iterator[L
     shares = [(failed, failed + len(run.completed)) for run in runs for failed in [sum(run.errors.values())]]
     yield _line("failed", "share", "", compare_shares(shares[0], shares[1], confidence), lower_is_better=True)
 
-    for measure in _TOLD:
-        told = [_shares(run, measure) for run in runs]
-        if _worth_telling(told) and min(map(len, told)) > 1:
-            yield _line(measure, "share", "", compare_means(told[0], told[1], confidence))
+    for measure in _CACHE_MEASURES:
+        shares_by_side = [_shares(run, measure) for run in runs]
+        if _is_worth_reporting(shares_by_side) and min(map(len, shares_by_side)) > 1:
+            yield _line(measure, "share", "", compare_means(shares_by_side[0], shares_by_side[1], confidence))
 
 
 def _shares(run: RunResult, measure: str) -> list[float]:
@@ -276,7 +280,7 @@ def _shares(run: RunResult, measure: str) -> list[float]:
     return [] if None in shares else shares
 
 
-def _worth_telling(shares: Iterable[Sequence[float]]) -> bool:
+def _is_worth_reporting(shares: Iterable[Sequence[float]]) -> bool:
     """Whether every run knows, and one of them has some."""
     known = list(shares)
     return all(known) and any(map(any, known))
@@ -293,10 +297,10 @@ def _batches(run: RunResult, arrivals: Iterator[tuple[float, float]]) -> list[fl
     """Rates of equal spans of the run; their mean is the rate of the whole."""
     from windlass.clients.loadtest.intervals import BATCHES
 
-    width, begin = run.duration_s / BATCHES, beginning(run)
+    width, start = run.duration_s / BATCHES, start_time(run)
     amounts = [0.0] * BATCHES
     for moment, amount in arrivals:
-        amounts[min(max(int((moment - begin) / width), 0), BATCHES - 1)] += amount
+        amounts[min(max(int((moment - start) / width), 0), BATCHES - 1)] += amount
     return [amount / width for amount in amounts]
 
 

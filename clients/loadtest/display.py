@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from windlass.clients.loadtest.results import RunResult
 from windlass.clients.loadtest.runner import RunProgress
 from windlass.clients.loadtest.sweep import SweepResult
-from windlass.clients.terminal import on_terminal, say
+from windlass.clients.terminal import print_status, stderr_is_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-_QUIET_SECONDS = 10.0
+_LINE_SECONDS = 10.0
 _MEASURES = (
     ("ttft_ms", "time to first token"),
     ("ttft_actual_ms", "  from the actual send"),
@@ -37,11 +37,11 @@ class ProgressDisplay:
     """The callback of a run: a bar on a terminal, else a line when a phase begins and every few seconds."""
 
     def __init__(self, terminal: bool | None = None, name: str = "") -> None:
-        self._terminal = on_terminal() if terminal is None else terminal
+        self._terminal = stderr_is_terminal() if terminal is None else terminal
         self._name = f"{name}: " if name else ""
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._said = float("-inf")
+        self._last_line_at = float("-inf")
         self._phase = ""
         self._chunks = (time.monotonic(), 0)
 
@@ -50,9 +50,9 @@ class ProgressDisplay:
         if self._terminal:
             with contextlib.suppress(OSError):  # a terminal that is gone ends no measurement
                 self._draw(snapshot, now)
-        elif snapshot.phase != self._phase or now - self._said >= _QUIET_SECONDS:
-            self._said = now
-            say(self._name + _line(snapshot))
+        elif snapshot.phase != self._phase or now - self._last_line_at >= _LINE_SECONDS:
+            self._last_line_at = now
+            print_status(self._name + _progress_line(snapshot))
         self._phase = snapshot.phase
 
     def stop(self) -> None:
@@ -79,7 +79,7 @@ class ProgressDisplay:
             self._task = self._progress.add_task("", total=snapshot.total)
             self._progress.start()
         assert self._task is not None
-        text = self._name + _line(snapshot)
+        text = self._name + _progress_line(snapshot)
         if snapshot.chunks is not None:
             since, chunks = self._chunks
             speed = (snapshot.chunks - chunks) / (now - since) if now > since else 0.0
@@ -90,7 +90,7 @@ class ProgressDisplay:
         self._progress.refresh()
 
 
-def _line(snapshot: RunProgress) -> str:
+def _progress_line(snapshot: RunProgress) -> str:
     if snapshot.phase != "running":
         return f"{snapshot.phase} ..."
     total = "" if snapshot.total is None else f"/{snapshot.total}"

@@ -12,7 +12,7 @@ from typing import Any
 from windlass.clients.loadtest.results import NamedRun, RequestRecord, RunResult, linear_fit, percentile
 
 
-def milliseconds(value: float | None) -> str:
+def format_ms(value: float | None) -> str:
     """Three significant digits or whole milliseconds, without the unit; empty for None."""
     if value is None:
         return ""
@@ -25,7 +25,7 @@ def duration(value: float | None) -> tuple[str, str]:
     """Milliseconds as (number, unit), in seconds from ten of them on."""
     if value is None:
         return "–", ""
-    return (milliseconds(value), "ms") if abs(value) < 10_000 else (f"{value / 1000:,.1f}", "s")
+    return (format_ms(value), "ms") if abs(value) < 10_000 else (f"{value / 1000:,.1f}", "s")
 
 
 def number(value: float | int | None) -> str:
@@ -38,7 +38,7 @@ def number(value: float | int | None) -> str:
     return text if "e" not in text else f"{value:.2e}"
 
 
-def per_second(value: float | None) -> str:
+def format_rate(value: float | None) -> str:
     """A rate: three significant digits or whole, – for None."""
     return number(None if value is None else float(value))
 
@@ -73,7 +73,7 @@ def phase_means(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         stem = name.removesuffix("_seconds_sum")
         count = metrics.get(f"{stem}_seconds_count", 0.0)
         if stem != name and count > 0 and any(phase in stem for phase in _PHASES):
-            found.append((stem, f"{milliseconds(total / count * 1000)} ms"))
+            found.append((stem, f"{format_ms(total / count * 1000)} ms"))
     return found
 
 
@@ -120,7 +120,7 @@ def bins_for(records: Sequence[RequestRecord]) -> int:
     return min(BINS, max(3, len(records) // 8))
 
 
-def binned(pairs: Sequence[tuple[float, float]], bins: int = BINS) -> list[dict[str, float]]:
+def bin_points(pairs: Sequence[tuple[float, float]], bins: int = BINS) -> list[dict[str, float]]:
     """Equal steps over x; of each that holds anything its mean x, the mean, the median and p95 of y, and how many.
 
     Neighbours that together are no wider than a step are one: an edge must not cut a cluster in two.
@@ -153,11 +153,11 @@ def binned(pairs: Sequence[tuple[float, float]], bins: int = BINS) -> list[dict[
     return found
 
 
-def thinned(points: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` of them, evenly spread over their order, first and last included."""
-    if len(points) <= most:
+def subsample(points: Sequence[Any], max_points: int) -> list[Any]:
+    """At most `max_points` of them, evenly spread over their order, first and last included."""
+    if len(points) <= max_points:
         return list(points)
-    return [points[round(k * (len(points) - 1) / (most - 1))] for k in range(most)]
+    return [points[round(k * (len(points) - 1) / (max_points - 1))] for k in range(max_points)]
 
 
 def tail_curve(values: Sequence[float], steps: int = 120) -> list[tuple[float, float]]:
@@ -173,29 +173,29 @@ def tail_curve(values: Sequence[float], steps: int = 120) -> list[tuple[float, f
     return [(percent, percentile(ordered, percent)) for percent in percents]
 
 
-def nice_step(span: float, most: int) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that divides `span` into at most `most` steps."""
+def nice_step(span: float, max_points: int) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that divides `span` into at most `max_points` steps."""
     if span <= 0:
         return 1.0
-    power = 10.0 ** math.floor(math.log10(span / most))
-    return next(step for step in (power, 2 * power, 5 * power, 10 * power, 20 * power) if span / step <= most)
+    power = 10.0 ** math.floor(math.log10(span / max_points))
+    return next(step for step in (power, 2 * power, 5 * power, 10 * power, 20 * power) if span / step <= max_points)
 
 
-def over_time(run: RunResult, most: int = 100) -> dict[str, Any]:
+def over_time(run: RunResult, max_points: int = 100) -> dict[str, Any]:
     """Output tokens per second, requests waiting for their first token and requests decoding, in equal steps of time.
 
     Tokens count when they arrive, those of failed requests too: it is what the server delivered. Steps begin at the
     first intended send, as a run's duration does; the last is half to one and a half steps long.
     """
-    step, begin = nice_step(run.duration_s, most), beginning(run)
+    step, start = nice_step(run.duration_s, max_points), start_time(run)
     edges = [step * k for k in range(max(1, math.floor(run.duration_s / step + 0.5)))]
     tokens = [0.0] * len(edges)
     for record in run.records:
         per_chunk = tokens_per_chunk(record)
         for moment in record.chunks:
-            tokens[min(max(int((moment - begin) / step), 0), len(edges) - 1)] += per_chunk
+            tokens[min(max(int((moment - start) / step), 0), len(edges) - 1)] += per_chunk
     widths = [step] * (len(edges) - 1) + [run.duration_s - edges[-1] or step]
-    middles = [begin + edge + width / 2 for edge, width in zip(edges, widths, strict=True)]
+    middles = [start + edge + width / 2 for edge, width in zip(edges, widths, strict=True)]
     sent = [r for r in run.records if r.sent is not None]
     starts = sorted(r.sent for r in sent if r.sent is not None)
     firsts = sorted(r.chunks[0] for r in sent if r.chunks)
@@ -217,27 +217,27 @@ def over_time(run: RunResult, most: int = 100) -> dict[str, Any]:
     }
 
 
-def beginning(run: RunResult) -> float:
+def start_time(run: RunResult) -> float:
     """The first intended send, in seconds: what a run's duration counts from."""
     return min((record.intended for record in run.records), default=0.0)
 
 
 def _end(record: RequestRecord, run: RunResult) -> float:
-    return beginning(run) + run.duration_s if record.ended is None else record.ended
+    return start_time(run) + run.duration_s if record.ended is None else record.ended
 
 
-def timeline(run: RunResult, most: int = MAX_ROWS) -> dict[str, Any]:
+def timeline(run: RunResult, max_points: int = MAX_ROWS) -> dict[str, Any]:
     """One row per request in the order they were to be sent: intended, sent, first token, end, and what went wrong.
 
-    Past `most` rows completed requests are thinned evenly; failed ones all stay unless they alone are more. failed: false
+    Past `max_points` rows completed requests are thinned evenly; failed ones all stay unless they alone are more. failed: false
     for requests that this side gave up on purpose.
     """
     errors = run.errors
     ordered = sorted(run.records, key=lambda record: (record.intended, record.index))
     shown = ordered
-    if len(ordered) > most:
-        failed = thinned([r for r in ordered if r.outcome in errors], most)
-        others = thinned([r for r in ordered if r.outcome not in errors], max(2, most - len(failed)))
+    if len(ordered) > max_points:
+        failed = subsample([r for r in ordered if r.outcome in errors], max_points)
+        others = subsample([r for r in ordered if r.outcome not in errors], max(2, max_points - len(failed)))
         keep = {id(r) for r in [*failed, *others]}
         shown = [r for r in ordered if id(r) in keep]
     rows = [
@@ -280,22 +280,26 @@ def _context_of(name: str, runs: Sequence[NamedRun]) -> dict[str, Any]:
         if r.ttft_actual_ms and r.input_tokens > (r.cached_tokens or 0)
     ]
     gaps, bins = [gaps_at_context(record) for record in done], bins_for(done)
-    itl = binned([pair for each in gaps for pair in each], bins)
+    itl = bin_points([pair for each in gaps for pair in each], bins)
     # The same bins, as the contexts are the same.
-    tokens = binned([(x, tokens_per_chunk(r)) for r, each in zip(done, gaps, strict=True) for x, _ in each], bins)
+    tokens = bin_points([(x, tokens_per_chunk(r)) for r, each in zip(done, gaps, strict=True) for x, _ in each], bins)
     wide = bool(itl) and itl[-1]["x"] >= 1.5 * itl[0]["x"]
     fit = linear_fit(gaps) if wide else None
     return {
         "name": name,
-        "ttft": {"points": thinned(sorted(ttft), MAX_POINTS), "bins": binned(ttft, bins), "left_out": _cut(ttft)},
-        "prefill": {"points": thinned(sorted(prefill), MAX_POINTS), "left_out": _cut(prefill)},
+        "ttft": {
+            "points": subsample(sorted(ttft), MAX_POINTS),
+            "bins": bin_points(ttft, bins),
+            "left_out": _num_left_out(ttft),
+        },
+        "prefill": {"points": subsample(sorted(prefill), MAX_POINTS), "left_out": _num_left_out(prefill)},
         "itl": {"bins": itl},
         "decode": [[b["x"], t["mean"] * 1000 / b["mean"]] for b, t in zip(itl, tokens, strict=True) if b["mean"] > 0],
         "itl_fit": None if fit is None else asdict(fit),
     }
 
 
-def _cut(points: Sequence[Any]) -> int:
+def _num_left_out(points: Sequence[Any]) -> int:
     return max(0, len(points) - MAX_POINTS)
 
 
@@ -338,14 +342,14 @@ def _concurrency(run: RunResult) -> float | None:
     return float(found)
 
 
-def rounded(value: Any, digits: int = 7) -> Any:
+def round_floats(value: Any, digits: int = 7) -> Any:
     """Plain data with every float cut to `digits` significant digits: a page shows no more."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):
-        return {key: rounded(entry, digits) for key, entry in value.items()}
+        return {key: round_floats(entry, digits) for key, entry in value.items()}
     return (
-        [rounded(entry, digits) for entry in value]
+        [round_floats(entry, digits) for entry in value]
         if isinstance(value, Iterable) and not isinstance(value, str)
         else value
     )

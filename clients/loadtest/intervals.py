@@ -96,16 +96,16 @@ class Clustered:
                 means[row], found[row] = math.nan, math.nan
                 continue
             means[row] = counts @ self.sums / total
-            found[row] = self._weighted(np.cumsum(counts[self._owner]), total, percents)
+            found[row] = self._weighted_percentiles(np.cumsum(counts[self._owner]), total, percents)
         return means, found
 
-    def _weighted(self, reach: NDArray[np.int64], total: int, percents: Sequence[float]) -> _Floats:
+    def _weighted_percentiles(self, half_width: NDArray[np.int64], total: int, percents: Sequence[float]) -> _Floats:
         """Percentiles of the sorted values, each as often as it was drawn; reach: how many are at or before it."""
-        places = (total - 1) * np.asarray(percents) / 100
-        below = np.floor(places)
-        low = self._sorted[np.searchsorted(reach, below, side="right")]
-        high = self._sorted[np.searchsorted(reach, np.minimum(below + 1, total - 1), side="right")]
-        result: _Floats = low + (high - low) * (places - below)
+        positions = (total - 1) * np.asarray(percents) / 100
+        below = np.floor(positions)
+        low = self._sorted[np.searchsorted(half_width, below, side="right")]
+        high = self._sorted[np.searchsorted(half_width, np.minimum(below + 1, total - 1), side="right")]
+        result: _Floats = low + (high - low) * (positions - below)
         return result
 
 
@@ -136,10 +136,10 @@ def compare_latency(
         generators = [np.random.default_rng(seed), np.random.default_rng(seed)]
     drawn = [data.resampled(percents, resamples, g) for data, g in zip((first, second), generators, strict=True)]
     found = {}
-    for place, name in enumerate(["mean", *(f"p{percent:g}" for percent in percents)]):
-        percent = None if place == 0 else percents[place - 1]
+    for position, name in enumerate(["mean", *(f"p{percent:g}" for percent in percents)]):
+        percent = None if position == 0 else percents[position - 1]
         values = [data.mean() if percent is None else data.percentile(percent) for data in (first, second)]
-        a, b = (means if percent is None else rows[:, place - 1] for means, rows in drawn)
+        a, b = (means if percent is None else rows[:, position - 1] for means, rows in drawn)
         known = [enough(data, percent) for data in (first, second)]
         found[name] = Difference(
             values[0],
@@ -171,8 +171,8 @@ def compare_means(first: Sequence[float], second: Sequence[float], confidence: f
     total = sum(errors)
     gap = b - a
     parts = sum(error**2 / (len(values) - 1) for error, values in zip(errors, (first, second), strict=True))
-    reach = student_quantile(confidence, total**2 / parts) * math.sqrt(total) if parts > 0 else 0.0
-    return Difference(a, b, around_a, around_b, Interval(gap - reach, gap + reach))
+    half_width = student_quantile(confidence, total**2 / parts) * math.sqrt(total) if parts > 0 else 0.0
+    return Difference(a, b, around_a, around_b, Interval(gap - half_width, gap + half_width))
 
 
 def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, Interval | None]:
@@ -181,8 +181,8 @@ def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, In
     mean = float(data.mean())
     if len(data) < 2:
         return mean, None
-    reach = student_quantile(confidence, len(data) - 1) * math.sqrt(float(data.var(ddof=1)) / len(data))
-    return mean, Interval(mean - reach, mean + reach)
+    half_width = student_quantile(confidence, len(data) - 1) * math.sqrt(float(data.var(ddof=1)) / len(data))
+    return mean, Interval(mean - half_width, mean + half_width)
 
 
 def compare_shares(first: tuple[int, int], second: tuple[int, int], confidence: float) -> Difference:
@@ -219,8 +219,8 @@ def wilson(hits: int, total: int, confidence: float) -> Interval:
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     share, square = hits / total, z * z / total
     middle = (share + square / 2) / (1 + square)
-    reach = z / (1 + square) * math.sqrt(share * (1 - share) / total + square / (4 * total))
-    return Interval(0.0 if hits == 0 else middle - reach, 1.0 if hits == total else middle + reach)
+    half_width = z / (1 + square) * math.sqrt(share * (1 - share) / total + square / (4 * total))
+    return Interval(0.0 if hits == 0 else middle - half_width, 1.0 if hits == total else middle + half_width)
 
 
 def student_quantile(confidence: float, freedom: float) -> float:

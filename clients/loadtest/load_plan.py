@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from windlass.clients.loadtest.target import LoadTestError, Target
 
 
-def fits_json(value: Any) -> bool:
+def is_json_value(value: Any) -> bool:
     """Whether a value can be sent to a server and written into a report."""
     try:
         json.dumps(value, allow_nan=False)
@@ -24,7 +24,7 @@ def fits_json(value: Any) -> bool:
     return True
 
 
-_KINDS = {"uniform": ("LOW", "HIGH"), "normal": ("MEAN", "SD"), "lognormal": ("MEAN", "SD")}
+_DISTRIBUTIONS = {"uniform": ("LOW", "HIGH"), "normal": ("MEAN", "SD"), "lognormal": ("MEAN", "SD")}
 
 _SPELLINGS = "128, uniform:LOW:HIGH, normal:MEAN:SD or lognormal:MEAN:SD"
 
@@ -47,11 +47,11 @@ class Lengths:
         return cls("fixed", value)
 
     @classmethod
-    def parse(cls, text: str, name: str = "a length", least: int = 1) -> Lengths:
+    def parse(cls, text: str, name: str = "a length", minimum: int = 1) -> Lengths:
         """From "128", "uniform:100:200", "normal:500:100" or "lognormal:500:300". Raises LoadTestError naming `name`."""
         kind, _, rest = text.strip().partition(":")
         try:
-            if kind not in _KINDS:
+            if kind not in _DISTRIBUTIONS:
                 kind, numbers = "fixed", [float(text)]
             else:
                 numbers = [float(part) for part in rest.split(":")]
@@ -61,16 +61,16 @@ class Lengths:
                 raise ValueError
         except ValueError:
             raise LoadTestError(f"{name}: {text!r} is no length: write {_SPELLINGS}") from None
-        if numbers[0] < least:
-            raise LoadTestError(f"{name}: lengths begin at {least}, got {text}")
+        if numbers[0] < minimum:
+            raise LoadTestError(f"{name}: lengths begin at {minimum}, got {text}")
         if kind == "uniform" and numbers[1] < numbers[0]:
             raise LoadTestError(f"{name}: uniform:LOW:HIGH wants the lower length first, got {text}")
         if kind in ("normal", "lognormal") and (numbers[1] < 0 or numbers[0] <= 0):
             raise LoadTestError(f"{name}: {kind}:MEAN:SD wants a mean above 0 and no negative deviation, got {text}")
         return cls(kind, *numbers)
 
-    def draw(self, random: Random, least: int = 1, most: int | None = None) -> int:
-        """One length, between `least` and `most`: what the distribution puts outside is moved to the bound."""
+    def sample(self, random: Random, minimum: int = 1, maximum: int | None = None) -> int:
+        """One length, between `minimum` and `maximum`: what the distribution puts outside is moved to the bound."""
         if self.kind == "fixed":
             value = self.a
         elif self.kind == "uniform":
@@ -81,11 +81,11 @@ class Lengths:
             # The parameters of the underlying normal: https://en.wikipedia.org/wiki/Log-normal_distribution
             spread = math.log1p((self.b / self.a) ** 2)
             value = random.lognormvariate(math.log(self.a) - spread / 2, math.sqrt(spread))
-        length = max(least, round(value))
-        return length if most is None else min(length, most)
+        length = max(minimum, round(value))
+        return length if maximum is None else min(length, maximum)
 
     @property
-    def least(self) -> int:
+    def minimum(self) -> int:
         """The smallest value it must be able to give: what has to fit in any case."""
         return int(self.a) if self.kind in ("fixed", "uniform") else 1
 
@@ -104,7 +104,7 @@ class WeightedScaling:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if not fits_json(self.value):
+        if not is_json_value(self.value):
             raise LoadTestError("a rotary scaling (--rope-scaling) holds NaN or infinity, which no JSON has")
 
     @classmethod
@@ -226,11 +226,11 @@ def _entry(data: Any, line: int) -> TraceEntry:
     )
 
 
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
+def _whole(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value < 2**31
 
 
-def _is_time(value: Any) -> bool:
+def _is_timestamp(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < 1e15
 
 
@@ -241,12 +241,12 @@ def _is_prompt(value: Any) -> bool:
 
 
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "timestamp": (_is_time, "seconds, as a number"),
+    "timestamp": (_is_timestamp, "seconds, as a number"),
     "input_len": (lambda value: _whole(value, 1), "a whole number of tokens from 1"),
     "max_tokens": (lambda value: _whole(value, 1), "a whole number of tokens from 1"),
     "prompt": (_is_prompt, "text or a list of token ids, and not empty"),
     "rope_scaling": (
-        lambda value: value is None or (isinstance(value, dict | str) and fits_json(value)),
+        lambda value: value is None or (isinstance(value, dict | str) and is_json_value(value)),
         "an object of JSON, the name of a profile, or null",
     ),
 }
@@ -293,9 +293,9 @@ class WorkloadSpec:
     def __post_init__(self) -> None:
         if bool(self.prefix_groups) != bool(self.prefix_len):
             raise LoadTestError("shared prefixes want both a number of groups and a length: give both, or neither")
-        if bool(self.documents) != bool(self.document_len.least):
+        if bool(self.documents) != bool(self.document_len.minimum):
             raise LoadTestError("documents want both a number and a length: give both, or neither")
-        if self.documents_per_prompt != Lengths.fixed(1) and self.documents < self.documents_per_prompt.least:
+        if self.documents_per_prompt != Lengths.fixed(1) and self.documents < self.documents_per_prompt.minimum:
             raise LoadTestError(
                 f"prompts of {self.documents_per_prompt} documents want as many to choose from: there are {self.documents}"
             )
@@ -307,18 +307,18 @@ class WorkloadSpec:
             raise LoadTestError("a trace brings its own lengths: leave prefixes, documents, turns and the ladder out")
         if self.ladder and (self.prefix_groups or self.documents or self.turns > 1):
             raise LoadTestError("the ladder sets the lengths itself: leave prefixes, documents and turns out")
-        if not fits_json(self.temperature):
+        if not is_json_value(self.temperature):
             raise LoadTestError(f"the temperature must be a number, got {self.temperature:g}")
-        if not fits_json(self.extra_body):
+        if not is_json_value(self.extra_body):
             raise LoadTestError("the further fields of requests (--extra-body) hold NaN or infinity, which no JSON has")
-        least = {"prefix_groups": 0, "prefix_len": 0, "documents": 0, "turns": 1, "think_s": 0}
-        least |= {"disconnect_after": 1}
-        for name, bound in least.items():
+        minimum = {"prefix_groups": 0, "prefix_len": 0, "documents": 0, "turns": 1, "think_s": 0}
+        minimum |= {"disconnect_after": 1}
+        for name, bound in minimum.items():
             if not (getattr(self, name) >= bound and math.isfinite(getattr(self, name))):
                 raise LoadTestError(f"{name.replace('_', ' ')} must be at least {bound}, got {getattr(self, name):g}")
 
 
-MOST_REQUESTS = 10_000_000  # more than one generator can send; beyond it a mistyped rate would fill the memory
+MAX_REQUESTS = 10_000_000  # more than one generator can send; beyond it a mistyped rate would fill the memory
 
 
 class Schedule(Protocol):
@@ -395,7 +395,7 @@ def ramp(start: float, end: float, count: int | None, seconds: float | None, bur
 class Replay:
     """Given times, ascending; `speed` 2 replays them in half the time. Its first request is sent at 0."""
 
-    at: Sequence[float]
+    timestamps: Sequence[float]
     speed: float = 1.0
 
     def __post_init__(self) -> None:
@@ -406,7 +406,7 @@ class Replay:
         return _mean_rate(times)
 
     def times(self, seed: int) -> Iterator[float]:
-        return ((time - self.at[0]) / self.speed for time in self.at)
+        return ((time - self.timestamps[0]) / self.speed for time in self.timestamps)
 
 
 def _mean_rate(times: Sequence[float]) -> float | None:
@@ -420,9 +420,9 @@ def intended_times(schedule: Schedule, seed: int, count: int | None, seconds: fl
     times = schedule.times(seed)
     if seconds is not None:
         times = itertools.takewhile(lambda time: time < seconds, times)
-    found = list(itertools.islice(times, MOST_REQUESTS + 1 if count is None else min(count, MOST_REQUESTS + 1)))
-    if len(found) > MOST_REQUESTS:
-        raise LoadTestError(f"this schedule holds more than {MOST_REQUESTS:,} requests: lower the rate or the duration")
+    found = list(itertools.islice(times, MAX_REQUESTS + 1 if count is None else min(count, MAX_REQUESTS + 1)))
+    if len(found) > MAX_REQUESTS:
+        raise LoadTestError(f"this schedule holds more than {MAX_REQUESTS:,} requests: lower the rate or the duration")
     return found
 
 
@@ -465,13 +465,13 @@ class LoadPlan:
             raise LoadTestError("a run needs an end: give a number of prompts or a duration")
         if self.schedule is None and self.concurrency is None:
             raise LoadTestError("a closed loop needs a concurrency: give one, or a request rate")
-        for name, value, least in (
+        for name, value, minimum in (
             ("the number of prompts", self.count, 1),
             ("the concurrency", self.concurrency, 1),
             ("the number of warm-up requests", self.warmup, 0),
         ):
-            if value is not None and value < least:
-                raise LoadTestError(f"{name} must be at least {least}, got {value}")
+            if value is not None and value < minimum:
+                raise LoadTestError(f"{name} must be at least {minimum}, got {value}")
         for name, seconds in (("the duration", self.duration_s), ("the timeout", self.timeout_s)):
             if seconds is not None and not seconds > 0:
                 raise LoadTestError(f"{name} must be more than 0 seconds, got {seconds:g}")

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPTS = 32
 
-_server = "Server"
+_SERVER_PANEL = "Server"
 
-_load = "Load"
+_LOAD_PANEL = "Load"
 
-_workload = "Workload"
+_WORKLOAD_PANEL = "Workload"
 
-_target = "Targets"
+_SLO_PANEL = "Targets"
 
-_output = "Output"
+_OUTPUT_PANEL = "Output"
 
 
 def _option(name: str, panel: str, help: str, **more: Any) -> Any:
@@ -39,17 +39,21 @@ def _option(name: str, panel: str, help: str, **more: Any) -> Any:
 class TargetOptions:
     """Which server."""
 
-    url: Annotated[str, _option("--url", _server, "Its address, such as http://127.0.0.1:8000, with or without /v1.")]
-    model: Annotated[str | None, _option("--model", _server, "A model it serves. Default: its first.")] = None
+    url: Annotated[
+        str, _option("--url", _SERVER_PANEL, "Its address, such as http://127.0.0.1:8000, with or without /v1.")
+    ]
+    model: Annotated[str | None, _option("--model", _SERVER_PANEL, "A model it serves. Default: its first.")] = None
     api_key: Annotated[
         str | None,
-        _option("--api-key", _server, "Its key.", envvar=["WINDLASS_API_KEY", "OPENAI_API_KEY"], show_envvar=True),
+        _option(
+            "--api-key", _SERVER_PANEL, "Its key.", envvar=["WINDLASS_API_KEY", "OPENAI_API_KEY"], show_envvar=True
+        ),
     ] = None
     header: Annotated[
         list[str] | None,
-        _option("--header", _server, "A further header of each request; repeatable.", metavar="NAME:VALUE"),
+        _option("--header", _SERVER_PANEL, "A further header of each request; repeatable.", metavar="NAME:VALUE"),
     ] = None
-    endpoint: Annotated[str, _option("--endpoint", _server, "completions or chat.")] = "completions"
+    endpoint: Annotated[str, _option("--endpoint", _SERVER_PANEL, "completions or chat.")] = "completions"
 
     def to_target(self) -> Target:
         """Raises LoadTestError or CommandError."""
@@ -78,19 +82,21 @@ class ArrivalOptions:
         int | None,
         _option(
             "--num-prompts",
-            _load,
+            _LOAD_PANEL,
             f"Requests to send, conversations with --turns. Default: {DEFAULT_PROMPTS}, "
             "or no bound with --duration, or the whole --trace.",
             min=1,
             show_default=False,
         ),
     ] = None
-    duration: Annotated[float | None, _option("--duration", _load, "Seconds after which no request begins.")] = None
+    duration: Annotated[float | None, _option("--duration", _LOAD_PANEL, "Seconds after which no request begins.")] = (
+        None
+    )
     concurrency: Annotated[
         int | None,
         _option(
             "--concurrency",
-            _load,
+            _LOAD_PANEL,
             "Clients that send their next request when the last has ended (default: 1); "
             "with a rate or a trace: the most requests in flight (default: no bound).",
             min=1,
@@ -99,25 +105,28 @@ class ArrivalOptions:
     ] = None
     request_rate: Annotated[
         float | None,
-        _option("--request-rate", _load, "Requests per second that do not wait for answers; inf: all at once."),
+        _option("--request-rate", _LOAD_PANEL, "Requests per second that do not wait for answers; inf: all at once."),
     ] = None
-    arrival: Annotated[str, _option("--arrival", _load, "How they come at that rate: poisson, gamma or constant.")] = (
-        "poisson"
-    )
+    arrival: Annotated[
+        str, _option("--arrival", _LOAD_PANEL, "How they come at that rate: poisson, gamma or constant.")
+    ] = "poisson"
     burstiness: Annotated[
-        float | None, _option("--burstiness", _load, "For gamma: below 1 in bursts, 1 as poisson, above 1 more evenly.")
+        float | None,
+        _option("--burstiness", _LOAD_PANEL, "For gamma: below 1 in bursts, 1 as poisson, above 1 more evenly."),
     ] = None
     ramp_to: Annotated[
         float | None,
-        _option("--ramp-to", _load, "The rate changes evenly from --request-rate to this one over the run."),
+        _option("--ramp-to", _LOAD_PANEL, "The rate changes evenly from --request-rate to this one over the run."),
     ] = None
     trace: Annotated[
-        Path | None, _option("--trace", _load, "Replay a JSONL file of timestamps and requests.", metavar="FILE")
+        Path | None, _option("--trace", _LOAD_PANEL, "Replay a JSONL file of timestamps and requests.", metavar="FILE")
     ] = None
-    trace_speed: Annotated[float, _option("--trace-speed", _load, "2 replays it in half the time.")] = 1.0
-    warmup: Annotated[int, _option("--warmup", _load, "Requests before the measured part.", min=0)] = 0
-    timeout: Annotated[float, _option("--timeout", _load, "Seconds after which a request counts as failed.")] = 600.0
-    seed: Annotated[int, _option("--seed", _load, "The same seed gives the same prompts at the same times.")] = 0
+    trace_speed: Annotated[float, _option("--trace-speed", _LOAD_PANEL, "2 replays it in half the time.")] = 1.0
+    warmup: Annotated[int, _option("--warmup", _LOAD_PANEL, "Requests before the measured part.", min=0)] = 0
+    timeout: Annotated[float, _option("--timeout", _LOAD_PANEL, "Seconds after which a request counts as failed.")] = (
+        600.0
+    )
+    seed: Annotated[int, _option("--seed", _LOAD_PANEL, "The same seed gives the same prompts at the same times.")] = 0
 
     def gap_shape(self) -> float | None:
         """The burstiness of arrivals, None for constant gaps. Raises CommandError."""
@@ -163,29 +172,33 @@ class WorkloadOptions:
         str,
         _option(
             "--input-len",
-            _workload,
+            _WORKLOAD_PANEL,
             "Tokens of a prompt: a number, uniform:LOW:HIGH, normal:MEAN:SD or lognormal:MEAN:SD.",
             metavar="LENGTH",
         ),
     ] = "128"
     output_len: Annotated[
-        str, _option("--output-len", _workload, "Tokens of an answer, in the same way.", metavar="LENGTH")
+        str, _option("--output-len", _WORKLOAD_PANEL, "Tokens of an answer, in the same way.", metavar="LENGTH")
     ] = "64"
     prefix_groups: Annotated[
-        int, _option("--prefix-groups", _workload, "Prompts begin with one of so many texts they share ...", min=0)
+        int,
+        _option("--prefix-groups", _WORKLOAD_PANEL, "Prompts begin with one of so many texts they share ...", min=0),
     ] = 0
     prefix_len: Annotated[
-        int, _option("--prefix-len", _workload, "... of so many tokens, before --input-len.", min=0)
+        int, _option("--prefix-len", _WORKLOAD_PANEL, "... of so many tokens, before --input-len.", min=0)
     ] = 0
-    documents: Annotated[int, _option("--documents", _workload, "Prompts hold one of so many documents ...", min=0)] = 0
+    documents: Annotated[
+        int, _option("--documents", _WORKLOAD_PANEL, "Prompts hold one of so many documents ...", min=0)
+    ] = 0
     document_len: Annotated[
-        str, _option("--document-len", _workload, "... of so many tokens, a length as above ...", metavar="LENGTH")
+        str,
+        _option("--document-len", _WORKLOAD_PANEL, "... of so many tokens, a length as above ...", metavar="LENGTH"),
     ] = "0"
     documents_per_prompt: Annotated[
         str,
         _option(
             "--documents-per-prompt",
-            _workload,
+            _WORKLOAD_PANEL,
             "... or several of them, in another order each time ...",
             metavar="COUNT",
         ),
@@ -194,64 +207,69 @@ class WorkloadOptions:
         str,
         _option(
             "--document-offset",
-            _workload,
+            _WORKLOAD_PANEL,
             "... after so many other tokens, a length as above, so that they come at different positions.",
             metavar="LENGTH",
         ),
     ] = "0"
     turns: Annotated[
-        int, _option("--turns", _workload, "Messages of a conversation; each holds all that came before.", min=1)
+        int, _option("--turns", _WORKLOAD_PANEL, "Messages of a conversation; each holds all that came before.", min=1)
     ] = 1
-    think_time: Annotated[float, _option("--think-time", _workload, "Seconds between an answer and the next turn.")] = (
-        0.0
-    )
+    think_time: Annotated[
+        float, _option("--think-time", _WORKLOAD_PANEL, "Seconds between an answer and the next turn.")
+    ] = 0.0
     ladder: Annotated[
-        bool, _option("--ladder", _workload, "Prompts of 1,024 tokens, twice that, and so on to the server's limit.")
+        bool,
+        _option("--ladder", _WORKLOAD_PANEL, "Prompts of 1,024 tokens, twice that, and so on to the server's limit."),
     ] = False
     rope_scaling: Annotated[
         list[str] | None,
         _option(
             "--rope-scaling",
-            _workload,
+            _WORKLOAD_PANEL,
             "A rotary scaling that requests draw from: JSON, a profile's name or null, "
             "with a weight as in 3@null; repeatable.",
             metavar="[WEIGHT@]SCALING",
         ),
     ] = None
     disconnect_share: Annotated[
-        float, _option("--disconnect-share", _workload, "Share of clients that go away in the middle, 0 to 1.")
+        float, _option("--disconnect-share", _WORKLOAD_PANEL, "Share of clients that go away in the middle, 0 to 1.")
     ] = 0.0
-    disconnect_after: Annotated[int, _option("--disconnect-after", _workload, "Chunks after which they do.", min=1)] = 1
-    temperature: Annotated[float, _option("--temperature", _workload, "0: always the most likely token.", min=0.0)] = (
-        0.0
-    )
+    disconnect_after: Annotated[
+        int, _option("--disconnect-after", _WORKLOAD_PANEL, "Chunks after which they do.", min=1)
+    ] = 1
+    temperature: Annotated[
+        float, _option("--temperature", _WORKLOAD_PANEL, "0: always the most likely token.", min=0.0)
+    ] = 0.0
     ignore_eos: Annotated[
         bool | None,
         _option(
             "--ignore-eos/--no-ignore-eos",
-            _workload,
+            _WORKLOAD_PANEL,
             "Ask for answers of exactly --output-len tokens. Default: where the server is known to take that field.",
             show_default=False,
         ),
     ] = None
     usage: Annotated[
-        bool, _option("--usage/--no-usage", _workload, "Ask for token counts; without, chunks are counted.")
+        bool, _option("--usage/--no-usage", _WORKLOAD_PANEL, "Ask for token counts; without, chunks are counted.")
     ] = True
     extra_body: Annotated[
         str | None,
-        _option("--extra-body", _workload, "Further fields of each request; null takes one out.", metavar="JSON"),
+        _option("--extra-body", _WORKLOAD_PANEL, "Further fields of each request; null takes one out.", metavar="JSON"),
     ] = None
     vocab_size: Annotated[
         int | None,
         _option(
             "--vocab-size",
-            _workload,
+            _WORKLOAD_PANEL,
             "Tokens the model knows, where the server has no /tokenize: prompts are then "
             "token ids all the same, and their lengths exact.",
             min=8,
         ),
     ] = None
-    text_prompts: Annotated[bool, _option("--text-prompts", _workload, "Send text even where ids would do.")] = False
+    text_prompts: Annotated[bool, _option("--text-prompts", _WORKLOAD_PANEL, "Send text even where ids would do.")] = (
+        False
+    )
 
     def to_spec(self, chat: bool, trace: list[TraceEntry]) -> WorkloadSpec:
         """Raises LoadTestError or CommandError."""
@@ -264,9 +282,9 @@ class WorkloadOptions:
             prefix_groups=self.prefix_groups,
             prefix_len=self.prefix_len,
             documents=self.documents,
-            document_len=Lengths.parse(self.document_len, "--document-len", least=0),
+            document_len=Lengths.parse(self.document_len, "--document-len", minimum=0),
             documents_per_prompt=Lengths.parse(self.documents_per_prompt, "--documents-per-prompt"),
-            document_offset=Lengths.parse(self.document_offset, "--document-offset", least=0),
+            document_offset=Lengths.parse(self.document_offset, "--document-offset", minimum=0),
             turns=self.turns,
             think_s=self.think_time,
             ladder=self.ladder,
@@ -298,7 +316,7 @@ class SloOptions:
         list[str] | None,
         _option(
             "--slo",
-            _target,
+            _SLO_PANEL,
             "The most a request may take, such as ttft:500 (ttft, tpot, itl, e2el; repeatable).",
             metavar="NAME:MS",
         ),
@@ -307,19 +325,21 @@ class SloOptions:
         bool,
         _option(
             "--sweep",
-            _target,
+            _SLO_PANEL,
             "Find the highest rate that meets the SLOs: runs at rates that double from "
             "--request-rate (default: 1), then bisection.",
         ),
     ] = False
-    sweep_share: Annotated[float, _option("--sweep-share", _target, "Share of the requests that must meet them.")] = (
-        0.99
-    )
-    sweep_runs: Annotated[int, _option("--sweep-runs", _target, "Most runs of a sweep.", min=1)] = 12
+    sweep_share: Annotated[
+        float, _option("--sweep-share", _SLO_PANEL, "Share of the requests that must meet them.")
+    ] = 0.99
+    sweep_runs: Annotated[int, _option("--sweep-runs", _SLO_PANEL, "Most runs of a sweep.", min=1)] = 12
     sweep_seconds: Annotated[
         float,
         _option(
-            "--sweep-seconds", _target, "That each run of a sweep sends for, at least; longer where answers are slow."
+            "--sweep-seconds",
+            _SLO_PANEL,
+            "That each run of a sweep sends for, at least; longer where answers are slow.",
         ),
     ] = 5.0
 
@@ -339,10 +359,14 @@ class SloOptions:
 class OutputOptions:
     """Where the results go."""
 
-    as_json: Annotated[Path | None, _option("--json", _output, "Every figure and request.", metavar="FILE")] = None
-    csv: Annotated[Path | None, _option("--csv", _output, "A row per request.", metavar="FILE")] = None
-    html: Annotated[Path | None, _option("--html", _output, "The report as one page.", metavar="FILE")] = None
-    save_text: Annotated[bool, _option("--save-text", _output, "Keep the text of each answer in the JSON.")] = False
+    as_json: Annotated[Path | None, _option("--json", _OUTPUT_PANEL, "Every figure and request.", metavar="FILE")] = (
+        None
+    )
+    csv: Annotated[Path | None, _option("--csv", _OUTPUT_PANEL, "A row per request.", metavar="FILE")] = None
+    html: Annotated[Path | None, _option("--html", _OUTPUT_PANEL, "The report as one page.", metavar="FILE")] = None
+    save_text: Annotated[bool, _option("--save-text", _OUTPUT_PANEL, "Keep the text of each answer in the JSON.")] = (
+        False
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -350,7 +374,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) or value in (math.inf, -math.inf) else value
 
 
-def first_rate(arrivals: ArrivalOptions) -> float:
+def initial_rate(arrivals: ArrivalOptions) -> float:
     """Where a sweep begins."""
     return 1.0 if arrivals.request_rate is None else arrivals.request_rate
 
@@ -372,16 +396,16 @@ def make_plan(
     elif count is None and arrivals.duration is None:
         count = DEFAULT_PROMPTS
     if slo.sweep:
-        schedule: Schedule | None = Arrivals(first_rate(arrivals), arrivals.gap_shape())
+        schedule: Schedule | None = Arrivals(initial_rate(arrivals), arrivals.gap_shape())
     else:
         schedule = arrivals.to_schedule(count, trace)
     concurrency = 1 if schedule is None and arrivals.concurrency is None else arrivals.concurrency
-    shown = asdict(arrivals) | asdict(workload) | {"model": target.model, "endpoint": target.endpoint}
-    for name, value in shown.items():
+    settings = asdict(arrivals) | asdict(workload) | {"model": target.model, "endpoint": target.endpoint}
+    for name, value in settings.items():
         # Also where nothing reads it: the report shows every setting.
         if isinstance(value, float) and math.isnan(value):
             raise CommandError(f"--{name.replace('_', '-')} must be a number, got nan")
-    shown |= {"num_prompts": count, "concurrency": concurrency, "rope_scaling": workload.rope_scaling or []}
+    settings |= {"num_prompts": count, "concurrency": concurrency, "rope_scaling": workload.rope_scaling or []}
     return LoadPlan(
         target=target.to_target(),
         workload=workload.to_spec(target.chat, trace),
@@ -396,5 +420,5 @@ def make_plan(
         vocab_size=workload.vocab_size,
         text_prompts=workload.text_prompts,
         keep_text=output.save_text,
-        settings={name: _plain(value) for name, value in shown.items()},
+        settings={name: _plain(value) for name, value in settings.items()},
     )

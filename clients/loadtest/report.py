@@ -19,7 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from windlass.clients.loadtest import figures
-from windlass.clients.loadtest.results import PERCENTILES, NamedRun, RequestRecord, RunResult, unique
+from windlass.clients.loadtest.results import PERCENTILES, NamedRun, RequestRecord, RunResult, unique_names
 
 MAX_FAILURES = 50  # rows of the table of failures
 _SCRIPTS = ("uPlot.iife.min.js", "chart.js", "report.js")
@@ -28,7 +28,7 @@ _UNITS = {"ttft": "ms", "ttft_actual": "ms", "tpot": "ms per token", "itl": "ms 
 
 
 class Sweep(Protocol):
-    """Several runs and what was searched for: `files.Measured`, or what a search returns."""
+    """Several runs and what was searched for: `results.ResultFile`, or what a search returns."""
 
     @property
     def runs(self) -> Sequence[RunResult | NamedRun]: ...
@@ -76,7 +76,7 @@ def to_html(results: Results, *, title: str = "Load test") -> str:
         ),
         styles=[Markup(_asset(name)) for name in _STYLES],
         scripts=[Markup(script) for script in scripts],
-        data=Markup(_json_in_html(figures.rounded(data))),
+        data=Markup(_json_in_html(figures.round_floats(data))),
         rates=data["rate"] is not None,
         offered=data["rate"] is not None and data["rate"]["offered"],
         warnings=[warning for run in runs for warning in _warnings(run, several=len(runs) > 1)],
@@ -105,7 +105,7 @@ def named(results: Results) -> list[NamedRun]:
         run if isinstance(run, NamedRun) else NamedRun(name=_name(run, index, len(given)), result=run)
         for index, run in enumerate(given, 1)
     ]
-    names = unique(run.name for run in runs)
+    names = unique_names(run.name for run in runs)
     return [NamedRun(name=name, result=run.result, series=run.series) for name, run in zip(names, runs, strict=True)]
 
 
@@ -196,7 +196,7 @@ def _run_view(run: NamedRun) -> dict[str, Any]:
             )
             if values
         ],
-        "lag": [(name, figures.milliseconds(value)) for name, value in summary["schedule_lag_ms"].items()],
+        "lag": [(name, figures.format_ms(value)) for name, value in summary["schedule_lag_ms"].items()],
         "means": figures.phase_means(result.server_metrics),
         "metrics": [(name, figures.number(value)) for name, value in sorted(result.server_metrics.items())],
         "labels": _labels(result),
@@ -215,20 +215,20 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
         return tile(label, value, unit, f"median; p99 {tail} {tail_unit}")
 
     offered, achieved = summary["offered_rate"], summary["achieved_rate"]
-    kept = "" if achieved is None else f", {figures.per_second(achieved)} achieved"
+    kept = "" if achieved is None else f", {figures.format_rate(achieved)} achieved"
     span = f"in {figures.number(float(result.duration_s))} s"
     tiles = [
         tile(
             "Output",
-            figures.per_second(summary["output_tokens_per_second"]),
+            figures.format_rate(summary["output_tokens_per_second"]),
             "tokens/s",
             f"{summary['output_tokens']:,} tokens {span}",
         ),
         tile(
             "Requests",
-            figures.per_second(summary["request_rate"]),
+            figures.format_rate(summary["request_rate"]),
             "per s",
-            "no rate set" if offered is None else f"{figures.per_second(offered)} offered{kept}",
+            "no rate set" if offered is None else f"{figures.format_rate(offered)} offered{kept}",
         ),
         latency("Time to first token", "ttft"),
         latency("Inter-token latency", "itl"),
@@ -248,7 +248,7 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
         tiles.append(tile("From the cache", figures.number(share), "% of prompt tokens", elsewhere))
     if summary["goodput"] is not None:
         limits = ", ".join(f"{name} ≤ {figures.plain(limit)} ms" for name, limit in result.slo.items())
-        tiles.insert(2, tile("Goodput", figures.per_second(summary["goodput"]), "per s", f"inside {limits}"))
+        tiles.insert(2, tile("Goodput", figures.format_rate(summary["goodput"]), "per s", f"inside {limits}"))
     return tiles
 
 
@@ -261,7 +261,7 @@ def _percentiles(summary: dict[str, Any], result: RunResult) -> list[dict[str, A
             {
                 "label": label,
                 "unit": _UNITS[measure],
-                "cells": [figures.milliseconds(summary[f"{measure}_ms"][column]) or "–" for column in columns],
+                "cells": [figures.format_ms(summary[f"{measure}_ms"][column]) or "–" for column in columns],
                 "limit": "" if limit is None else figures.plain(limit),
             }
         )
@@ -293,9 +293,7 @@ def _labels(result: RunResult) -> list[dict[str, Any]]:
     rows = []
     for label, records in sorted(by_label.items()):
         part = RunResult(records=tuple(records), duration_s=result.duration_s).summary()
-        cells = [
-            figures.milliseconds(part[f"{m}_ms"][p]) or "–" for m in ("ttft", "itl", "e2el") for p in ("p50", "p99")
-        ]
+        cells = [figures.format_ms(part[f"{m}_ms"][p]) or "–" for m in ("ttft", "itl", "e2el") for p in ("p50", "p99")]
         rows.append({"label": label, "completed": part["completed"], "failed": part["failed"], "cells": cells})
     return rows
 
@@ -310,8 +308,8 @@ def _overview(runs: Sequence[NamedRun]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "name": run.name,
-                "rates": [figures.per_second(summary[name]) for name in rates],
-                "latencies": [figures.milliseconds(summary[name][percent]) or "–" for name, percent in latencies],
+                "rates": [figures.format_rate(summary[name]) for name in rates],
+                "latencies": [figures.format_ms(summary[name][percent]) or "–" for name, percent in latencies],
                 "requests": f"{summary['completed']:,}",
                 "failed": f"{summary['failed']:,}" if summary["failed"] else "",
             }

@@ -118,12 +118,12 @@ class RequestRecord:
     @property
     def cached_share(self) -> float | None:
         """How much of the prompt was found in a cache."""
-        return _share(self.cached_tokens, self.input_tokens)
+        return _ratio(self.cached_tokens, self.input_tokens)
 
     @property
     def reused_share(self) -> float | None:
         """How much of the prompt was taken from passages that stood elsewhere; a part of `cached_share`."""
-        return _share(self.reused_tokens, self.input_tokens)
+        return _ratio(self.reused_tokens, self.input_tokens)
 
     @property
     def scheduled(self) -> bool:
@@ -159,10 +159,10 @@ class Summary:
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """The percentile of an ascending, non-empty sequence, linear between order statistics."""
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,11 +208,11 @@ class RunResult:
 
         Its slope is 1 where answers end as far apart as requests were meant to come, 3 where a second of them takes three.
         """
-        served = sorted((r for r in self.records if r.scheduled and _served(r)), key=lambda r: r.intended)
-        sends = linear_fit([[(float(place), r.intended)] for place, r in enumerate(served)])
+        served = sorted((r for r in self.records if r.scheduled and _is_served(r)), key=lambda r: r.intended)
+        sends = linear_fit([[(float(position), r.intended)] for position, r in enumerate(served)])
         if sends is None or sends.slope <= 0:
             return None
-        return linear_fit([[(place * sends.slope, r.ended or 0.0)] for place, r in enumerate(served)])
+        return linear_fit([[(position * sends.slope, r.ended or 0.0)] for position, r in enumerate(served)])
 
     @property
     def achieved_rate(self) -> float | None:
@@ -221,7 +221,7 @@ class RunResult:
         None in a closed loop, and where there is no such line.
         """
         scheduled = [record for record in self.records if record.scheduled]
-        served = sum(map(_served, scheduled))
+        served = sum(map(_is_served, scheduled))
         if self.offered_rate is None or not scheduled or (served and self.pace is None):
             return None
         slope = self.pace.slope if self.pace is not None else 1.0
@@ -293,7 +293,7 @@ class RunResult:
             raise ValueError(f"the JSON of this load test cannot be read: {error}") from error
 
 
-def _share(part: int | None, whole: int) -> float | None:
+def _ratio(part: int | None, whole: int) -> float | None:
     return None if part is None or not whole else part / whole
 
 
@@ -303,7 +303,7 @@ def _total(counts: Iterable[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def _served(record: RequestRecord) -> bool:
+def _is_served(record: RequestRecord) -> bool:
     """Whether the server did all it was asked for: of clients that left, as much as they wanted."""
     return record.ended is not None and (record.completed or record.outcome == "disconnected")
 
@@ -333,11 +333,11 @@ def read_json(path: Path) -> RunResult:
 
 SWEEP_FORMAT = "windlass-bench-sweep/2"
 
-_OLDER_SWEEP = "windlass-bench-sweep/1"  # its highest rate was one whose answers were in time, kept up with or not
+_OLD_SWEEP_FORMAT = "windlass-bench-sweep/1"  # its highest rate was one whose answers were in time, kept up with or not
 
 _Number = int | float
 
-_MOST = 2**63  # whole numbers in a file have no bound, and beyond that of a float arithmetic fails
+_MAX_NUMBER = 2**63  # whole numbers in a file have no bound, and beyond that of a float arithmetic fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,7 +355,7 @@ class NamedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class ResultFile:
     """The contents of one file. sweep: whether it is one; highest_rate: the highest rate in requests per second that
     met `slo` (limits in ms by measure), None where none did or none was searched for."""
 
@@ -365,7 +365,7 @@ class Measured:
     highest_rate: float | None = None
 
 
-def read_file(path: Path) -> Measured:
+def read_file(path: Path) -> ResultFile:
     """A run, named after the file, or a sweep, its runs named after their rates.
 
     Raises OSError, or ValueError whose one line says what is wrong, without the file's name.
@@ -376,14 +376,14 @@ def read_file(path: Path) -> Measured:
         raise ValueError("not a JSON file: it is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a JSON file: {error}") from None
-    if isinstance(data, Mapping) and data.get("format") in (SWEEP_FORMAT, _OLDER_SWEEP):
+    if isinstance(data, Mapping) and data.get("format") in (SWEEP_FORMAT, _OLD_SWEEP_FORMAT):
         return _read_sweep(data)
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise ValueError(
             f"not the JSON of a load test: its `format` should be {FORMAT!r}, or {SWEEP_FORMAT!r} for a sweep"
         )
     result = read_run(data)
-    return Measured(runs=(NamedRun(name=path.stem, result=result),), slo=result.slo)
+    return ResultFile(runs=(NamedRun(name=path.stem, result=result),), slo=result.slo)
 
 
 def read_run(data: Mapping[str, Any]) -> RunResult:
@@ -393,7 +393,7 @@ def read_run(data: Mapping[str, Any]) -> RunResult:
     return result
 
 
-def _read_sweep(data: Mapping[str, Any]) -> Measured:
+def _read_sweep(data: Mapping[str, Any]) -> ResultFile:
     runs = data.get("runs")
     if not isinstance(runs, Sequence) or isinstance(runs, str) or not runs:
         raise ValueError("this sweep holds no `runs`")
@@ -403,8 +403,8 @@ def _read_sweep(data: Mapping[str, Any]) -> Measured:
         raise ValueError("the sweep's `highest_rate` is not a number")
     _check_numbers("slo", slo)
     results = [read_run(run) for run in runs]
-    names = unique(_rate(result, index) for index, result in enumerate(results, 1))
-    return Measured(
+    names = unique_names(_rate_name(result, index) for index, result in enumerate(results, 1))
+    return ResultFile(
         runs=tuple(NamedRun(name=name, result=result) for name, result in zip(names, results, strict=True)),
         sweep=True,
         slo=slo,
@@ -412,11 +412,11 @@ def _read_sweep(data: Mapping[str, Any]) -> Measured:
     )
 
 
-def _rate(result: RunResult, index: int) -> str:
+def _rate_name(result: RunResult, index: int) -> str:
     return f"run {index}" if result.offered_rate is None else f"{result.offered_rate:.4g} req/s"
 
 
-def unique(names: Iterable[str]) -> list[str]:
+def unique_names(names: Iterable[str]) -> list[str]:
     """The names, those that repeat with a number behind them."""
     found: list[str] = []
     for name in names:
@@ -437,13 +437,13 @@ def _check_run(run: RunResult) -> None:
             raise ValueError(f"the run's `{name}` is not an object")
     _check_numbers("slo", run.slo)
     _check_numbers("server_metrics", run.server_metrics)
-    for place, record in enumerate(run.records):
-        fault = _fault(record)
+    for position, record in enumerate(run.records):
+        fault = _invalid_field(record)
         if fault:
-            raise ValueError(f"request {place} of the run has a wrong `{fault}`")
+            raise ValueError(f"request {position} of the run has a wrong `{fault}`")
 
 
-def _fault(record: RequestRecord) -> str | None:
+def _invalid_field(record: RequestRecord) -> str | None:
     """The first field that is not what it should be."""
     if not _is_number(record.intended):
         return "intended"
@@ -476,8 +476,8 @@ def _is_number(value: object, *, optional: bool = False) -> bool:
         return optional
     if isinstance(value, bool) or not isinstance(value, _Number):
         return False
-    return abs(value) < _MOST if isinstance(value, int) else math.isfinite(value)
+    return abs(value) < _MAX_NUMBER if isinstance(value, int) else math.isfinite(value)
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_NUMBER

@@ -18,8 +18,8 @@ from typing import Any
 from windlass.clients.loadtest.load_plan import LoadPlan, Schedule, intended_times
 from windlass.clients.loadtest.results import ABANDONED, RequestRecord, RunResult, percentile
 from windlass.clients.loadtest.sweep import Judgement, SweepResult, SweepSpec, find_highest_rate
-from windlass.clients.loadtest.target import Control, LoadTestError, Server, changes
-from windlass.clients.loadtest.timed_requests import Exchanges, Pool
+from windlass.clients.loadtest.target import ControlClient, LoadTestError, Server, metric_changes
+from windlass.clients.loadtest.timed_requests import Pool, RequestSender
 from windlass.clients.loadtest.workload import Conversation, PreparedRequest, Workload, find_vocabulary
 
 _PROGRESS_SECONDS = 0.5
@@ -35,7 +35,7 @@ class RunProgress:
     phase: str = "preparing"
     seconds: float = 0.0
     total: int | None = None
-    begun: int = 0
+    num_started: int = 0
     ended: int = 0
     completed: int = 0
     failed: int = 0
@@ -46,7 +46,7 @@ class RunProgress:
 Progress = Callable[[RunProgress], None]
 
 
-async def tell(progress: Progress | None, snapshot: Callable[[], RunProgress]) -> None:
+async def report_progress(progress: Progress | None, snapshot: Callable[[], RunProgress]) -> None:
     """Call it about twice a second, until cancelled."""
     while progress is not None:
         with contextlib.suppress(OSError):  # whoever shows it has lost its terminal or its disk, and the run goes on
@@ -54,7 +54,7 @@ async def tell(progress: Progress | None, snapshot: Callable[[], RunProgress]) -
         await asyncio.sleep(_PROGRESS_SECONDS)
 
 
-async def unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
+async def run_until_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
     """Do the work unless told to stop; whether it was done to its end."""
     if stop.is_set():
         work.close()
@@ -121,11 +121,11 @@ class GeneratorHealth:
         self._waited = self._selector.waited if self._selector else 0.0
         self._schedule()
 
-    def sent(self, late_seconds: float) -> None:
+    def record_send(self, late_seconds: float) -> None:
         """A request went out this many seconds later than it could have."""
         self._sends.append(late_seconds)
 
-    def out_of_files(self) -> None:
+    def record_unsent(self) -> None:
         """A request did not go out, as there was no file left for its connection."""
         self._unsent += 1
 
@@ -151,7 +151,7 @@ class GeneratorHealth:
         wall, cpu, waited = self._taken
         wall = max(wall, 1e-9)
         busy = 1 - waited / wall if self._selector else None
-        lag, sends = _spread(self._lags), _spread(self._sends)
+        lag, sends = _percentiles_ms(self._lags), _percentiles_ms(self._sends)
         reasons = []
         if self._unsent:
             reasons.append(f"it had no file left for {self._unsent} connections: lower the load, or raise `ulimit -Hn`")
@@ -175,7 +175,7 @@ class GeneratorHealth:
         }
 
 
-def _spread(seconds: list[float]) -> dict[str, float]:
+def _percentiles_ms(seconds: list[float]) -> dict[str, float]:
     """Median, 99th percentile and maximum in milliseconds; zeros for nothing measured."""
     if not seconds:
         return {"p50": 0.0, "p99": 0.0, "max": 0.0}
@@ -192,9 +192,9 @@ _PREPARED_REQUESTS = 4096
 _PREPARED_BYTES = 256 * 2**20
 
 # After a connection that failed, doubled with each further one.
-_FIRST_PAUSE_S = 0.1
+_INITIAL_BACKOFF_S = 0.1
 
-_LONGEST_PAUSE_S = 1.0
+_MAX_BACKOFF_S = 1.0
 
 _STEP_SECONDS = 0.02  # preparing pauses for the event loop after so long
 
@@ -218,17 +218,17 @@ async def run_load(
     progress: called about twice a second. stop: once set, the run ends at once and its result says `interrupted`.
     workload, server: as an earlier run of the same plan found them, see `prepare`.
     """
-    async with Control(plan.target) as control:
+    async with ControlClient(plan.target) as control:
         if server is None or workload is None:
             server, workload = await prepare(plan, control)
         return await _Run(plan, control, server, workload, progress, stop or asyncio.Event()).run()
 
 
-async def prepare(plan: LoadPlan, control: Control) -> tuple[Server, Workload]:
+async def prepare(plan: LoadPlan, control: ControlClient) -> tuple[Server, Workload]:
     """Ask the server what it is and what prompts for it are made of. Raises LoadTestError."""
     server = await control.discover(plan.ready_s)
     spec = plan.workload
-    text = plan.text_prompts or (spec.turns > 1 and not server.takes_token_ids)
+    text = plan.text_prompts or (spec.turns > 1 and not server.supports_token_ids)
     if spec.chat and plan.vocab_size is not None:
         raise LoadTestError("--vocab-size makes prompts of token ids, which no chat takes: leave it out")
     if server.ignores_scalings and (spec.scalings or any(entry.has_scaling for entry in spec.trace)):
@@ -239,7 +239,7 @@ async def prepare(plan: LoadPlan, control: Control) -> tuple[Server, Workload]:
     vocabulary = await find_vocabulary(control, server, chat=spec.chat, text=text, size=plan.vocab_size)
     limit = server.max_model_len
     if spec.ignore_eos is None:
-        spec = dataclasses.replace(spec, ignore_eos=server.takes_ignore_eos)
+        spec = dataclasses.replace(spec, ignore_eos=server.supports_ignore_eos)
     return server, Workload(spec, model=server.model, vocabulary=vocabulary, limit=limit, seed=plan.seed)
 
 
@@ -252,7 +252,7 @@ async def sweep_load(
     stop: asyncio.Event | None = None,
     workload: Workload,
     server: Server,
-    told: Callable[[Judgement, RunResult], None] | None = None,
+    on_run: Callable[[Judgement, RunResult], None] | None = None,
 ) -> SweepResult:
     """A run of the plan per rate, with the schedule that `arrivals` makes of it, until the highest rate is found.
 
@@ -268,7 +268,7 @@ async def sweep_load(
         other = workload.with_seed(own.seed)
         return await run_load(own, progress=progress, stop=stop, workload=other, server=server)
 
-    return await find_highest_rate(run, spec, plan.slo, told)
+    return await find_highest_rate(run, spec, plan.slo, on_run)
 
 
 class _Run:
@@ -277,7 +277,7 @@ class _Run:
     def __init__(
         self,
         plan: LoadPlan,
-        control: Control,
+        control: ControlClient,
         server: Server,
         workload: Workload,
         progress: Progress | None,
@@ -289,7 +289,7 @@ class _Run:
         self._health = GeneratorHealth()
         self._pool = Pool(plan.target.base, plan.target.all_headers(), plan.target.tls())
         keep = plan.keep_text or workload.spec.turns > 1
-        self._exchanges = Exchanges(self._pool, plan.timeout_s, keep=keep)
+        self._sender = RequestSender(self._pool, plan.timeout_s, keep=keep)
         self._records: list[RequestRecord] = []
         self._numbers = itertools.count()
         self._slots: asyncio.Semaphore | None = None
@@ -297,7 +297,7 @@ class _Run:
         self._start = time.perf_counter()
 
     async def run(self) -> RunResult:
-        ticker = asyncio.create_task(tell(self._progress, self._how_far))
+        ticker = asyncio.create_task(report_progress(self._progress, self._progress_snapshot))
         try:
             return await self._measure()
         finally:
@@ -314,22 +314,22 @@ class _Run:
             self._snapshot.total = len(times)
         elif plan.workload.trace:
             self._snapshot.total = min(len(plan.workload.trace), plan.count or len(plan.workload.trace))
-        await unless_stopped(self._pool.look_up(), self._stop)
-        await unless_stopped(self._warm_up(), self._stop)
+        await run_until_stopped(self._pool.resolve_address(), self._stop)
+        await run_until_stopped(self._warm_up(), self._stop)
         source = await self._prepared(self._snapshot.total)
         before = await self._control.metrics()
         started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._snapshot.phase = "running"
         self._start = time.perf_counter()
         self._health.start()
-        finished = await unless_stopped(
+        finished = await run_until_stopped(
             self._closed_loop(source) if times is None else self._open_loop(source, times), self._stop
         )
         self._health.stop()
         ended = self._now()
         if self._problem is not None:
             raise self._problem
-        metrics = changes(before, await self._control.metrics())
+        metrics = metric_changes(before, await self._control.metrics())
         # What an interrupted run did not come to was not asked of the server.
         due = [time for time in times or () if finished or time <= ended]
         return self._result(started_at, ended, due, not finished, metrics)
@@ -366,13 +366,13 @@ class _Run:
         if not plan.warmup:
             return
         self._snapshot.phase = "warm-up"
-        source = itertools.islice(workload.others().conversations(), plan.warmup)
+        source = itertools.islice(workload.with_other_prompts().conversations(), plan.warmup)
 
         async def client() -> None:
             for conversation in source:
-                await self._exchanges.exchange(conversation.request, lambda record: None)
+                await self._sender.send_request(conversation.request, lambda record: None)
 
-        await _together(client() for _ in range(min(plan.warmup, plan.concurrency or plan.warmup)))
+        await _run_all(client() for _ in range(min(plan.warmup, plan.concurrency or plan.warmup)))
 
     async def _prepared(self, total: int | None) -> Iterator[Conversation]:
         """The conversations of the run; the first ones are made ahead."""
@@ -390,7 +390,7 @@ class _Run:
             if time.perf_counter() > pause:
                 await asyncio.sleep(0)
                 pause = time.perf_counter() + _STEP_SECONDS
-        return _draining(ready, source)
+        return _prepared_then(ready, source)
 
     # ---- the two loops -----------------------------------------------------------------------------------------------
     async def _closed_loop(self, source: Iterator[Conversation]) -> None:
@@ -409,11 +409,11 @@ class _Run:
                     return
                 failed = await self._converse(conversation, intended) in ("connection", "unsent")
                 # A server that is gone fails at once: without a pause it would be asked thousands of times a second.
-                pause = min(_LONGEST_PAUSE_S, 2 * pause or _FIRST_PAUSE_S) if failed else 0.0
+                pause = min(_MAX_BACKOFF_S, 2 * pause or _INITIAL_BACKOFF_S) if failed else 0.0
                 if pause and plan.duration_s is not None:  # a run that ends by its count alone ends soon
                     await asyncio.sleep(max(0.0, min(pause, plan.duration_s - self._now())))
 
-        await _together(client() for _ in range(min(plan.concurrency, self._snapshot.total or plan.concurrency)))
+        await _run_all(client() for _ in range(min(plan.concurrency, self._snapshot.total or plan.concurrency)))
 
     async def _open_loop(self, source: Iterator[Conversation], times: list[float]) -> None:
         if self._plan.concurrency is not None:
@@ -429,7 +429,7 @@ class _Run:
 
     async def _converse(self, conversation: Conversation, intended: float) -> str:
         """All turns of one conversation, the first of them at `intended`; how the last of them ended."""
-        self._snapshot.begun += 1
+        self._snapshot.num_started += 1
         while True:
             record = await self._request(conversation.request, intended)
             try:
@@ -455,10 +455,10 @@ class _Run:
         full = self._slots is not None and self._slots.locked()
         async with self._slots or contextlib.nullcontext():
             # Waiting for a slot is intended; only the rest of the delay is the generator's own.
-            self._health.sent(0.0 if full else max(0.0, self._now() - intended))
+            self._health.record_send(0.0 if full else max(0.0, self._now() - intended))
             self._snapshot.running += 1
             try:
-                return await self._exchanges.exchange(
+                return await self._sender.send_request(
                     request, self._record, index=index, intended=intended, start=self._start
                 )
             finally:
@@ -469,25 +469,25 @@ class _Run:
         self._snapshot.completed += record.completed
         self._snapshot.failed += not record.completed and record.outcome not in ABANDONED
         if record.outcome == "unsent":
-            self._health.out_of_files()
+            self._health.record_unsent()
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
     def _now(self) -> float:
         return time.perf_counter() - self._start
 
-    def _how_far(self) -> RunProgress:
+    def _progress_snapshot(self) -> RunProgress:
         self._snapshot.seconds = self._now()
-        self._snapshot.chunks = self._exchanges.chunks
+        self._snapshot.chunks = self._sender.chunks
         return self._snapshot
 
 
-async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def _run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     async with asyncio.TaskGroup() as group:
         for item in work:
             group.create_task(item)
 
 
-def _draining(ready: deque[Conversation], source: Iterator[Conversation]) -> Iterator[Conversation]:
+def _prepared_then(ready: deque[Conversation], source: Iterator[Conversation]) -> Iterator[Conversation]:
     while ready:
         yield ready.popleft()
     yield from source

@@ -10,11 +10,11 @@ from typing import Any, Literal
 from windlass.clients.loadtest.results import RunResult, Summary
 from windlass.clients.loadtest.target import LoadTestError
 
-KEPT_UP = 0.95  # of the offered rate, at least, where a server keeps up
+MIN_ACHIEVED_SHARE = 0.95  # of the offered rate, at least, where a server keeps up
 
-LEAST_REQUESTS = 10
+MIN_REQUESTS = 10
 
-LATENCIES = 5.0  # how long to send, in median latencies: a queue shows only once requests wait for answers
+MIN_LATENCIES = 5.0  # how long to send, in median latencies: a queue shows only once requests wait for answers
 
 Verdict = Literal["met", "missed", "behind", "short"]
 
@@ -47,8 +47,8 @@ class Judgement:
         return f"{self.offered:,.4g} requests per second: {achieved}{says[self.verdict]}"
 
 
-def judge(run: RunResult, share: float, least_seconds: float) -> Judgement:
-    """share: of the requests that must meet every SLO. least_seconds: of sending.
+def judge_run(run: RunResult, share: float, min_seconds: float) -> Judgement:
+    """share: of the requests that must meet every SLO. min_seconds: of sending.
 
     Raises ValueError for a run without an offered rate.
     """
@@ -59,17 +59,17 @@ def judge(run: RunResult, share: float, least_seconds: float) -> Judgement:
     # By the number of requests or by the clock: random gaps make either the longer one.
     sending = max(count / run.offered_rate, (intended[-1] - intended[0]) * count / (count - 1)) if count > 1 else 0.0
     latency = Summary.of(record.e2el_ms for record in run.completed).p50 or 0.0
-    needed = max(least_seconds, LEAST_REQUESTS / run.offered_rate, LATENCIES * latency / 1000)
+    needed = max(min_seconds, MIN_REQUESTS / run.offered_rate, MIN_LATENCIES * latency / 1000)
     achieved, pace, attained = run.achieved_rate, run.pace, attainment(run)
-    slow = achieved is not None and achieved < KEPT_UP * run.offered_rate
+    slow = achieved is not None and achieved < MIN_ACHIEVED_SHARE * run.offered_rate
     # A queue that grows makes answers late, so a longer run is no help: it shows in a short one, too.
-    surely = slow and pace is not None and pace.slope - 2 * pace.error > 1 / KEPT_UP
+    certain = slow and pace is not None and pace.slope - 2 * pace.error > 1 / MIN_ACHIEVED_SHARE
     verdict: Verdict | None = "met"
     if run.interrupted or run.abandoned.get("unsent"):
         verdict = None
     elif attained < share:
         verdict = "missed"
-    elif surely or (slow and sending >= needed):
+    elif certain or (slow and sending >= needed):
         verdict = "behind"
     elif sending < needed or achieved is None:
         verdict = "short"
@@ -93,30 +93,30 @@ FORMAT = "windlass-bench-sweep/2"
 
 Run = Callable[[float, int, float], Awaitable[RunResult]]
 
-_NEARLY = 0.9  # random gaps end a run of so many seconds a little early
+_DURATION_TOLERANCE = 0.9  # random gaps end a run of so many seconds a little early
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSpec:
     """start: the first rate, requests per second. share: of the requests that must meet every SLO for a rate to count as
-    met. most_runs: bound on the search. precision: it ends when the bounds are within this share of each other.
-    least_seconds: that a run sends for."""
+    met. max_runs: bound on the search. precision: it ends when the bounds are within this share of each other.
+    min_seconds: that a run sends for."""
 
     start: float = 1.0
     share: float = 0.99
-    most_runs: int = 12
+    max_runs: int = 12
     precision: float = 0.05
-    least_seconds: float = 5.0
+    min_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise LoadTestError(
                 f"the share of requests that meet the SLOs lies above 0 and at most at 1, got {self.share:g}"
             )
-        if self.most_runs < 1:
-            raise LoadTestError(f"a sweep makes at least 1 run, got {self.most_runs}")
-        if not 0 < self.least_seconds < math.inf:
-            raise LoadTestError(f"a run of a sweep sends for more than 0 seconds, got {self.least_seconds:g}")
+        if self.max_runs < 1:
+            raise LoadTestError(f"a sweep makes at least 1 run, got {self.max_runs}")
+        if not 0 < self.min_seconds < math.inf:
+            raise LoadTestError(f"a run of a sweep sends for more than 0 seconds, got {self.min_seconds:g}")
         if not 0 < self.start < math.inf:
             raise LoadTestError(f"a sweep starts at a finite rate above 0, got {self.start:g}")
 
@@ -156,14 +156,14 @@ class SweepResult:
 
 
 async def find_highest_rate(
-    run: Run, spec: SweepSpec, slo: Mapping[str, float], told: Callable[[Judgement, RunResult], None] | None = None
+    run: Run, spec: SweepSpec, slo: Mapping[str, float], on_run: Callable[[Judgement, RunResult], None] | None = None
 ) -> SweepResult:
     """Search. run: makes the run for a rate. Its second argument numbers the runs, so that each can draw its own prompts
     (a server that remembers prompts would answer the second run faster); its third is how many seconds it is to send, at
     least. told: called after each. Raises LoadTestError without an SLO, or what `run` raises in the first run; a later
     one ends the sweep.
 
-    A rate counts as met by a run long enough to show a queue (see `judge`). One that is too short is made once more,
+    A rate counts as met by a run long enough to show a queue (see `judge_run`). One that is too short is made once more,
     longer; one that cannot be longer ends the sweep.
     """
     if not slo:
@@ -172,9 +172,9 @@ async def find_highest_rate(
     judgements: list[Judgement] = []
     low: float | None = None  # met
     high: float | None = None  # not met
-    rate, ended, seconds = spec.start, "found", spec.least_seconds
+    rate, ended, seconds = spec.start, "found", spec.min_seconds
     while True:
-        if len(runs) == spec.most_runs:
+        if len(runs) == spec.max_runs:
             ended = "runs"
             break
         try:
@@ -184,14 +184,14 @@ async def find_highest_rate(
                 raise
             ended = "failed"
             break
-        judged = judge(result, spec.share, spec.least_seconds)
+        judged = judge_run(result, spec.share, spec.min_seconds)
         runs.append(result)
         judgements.append(judged)
         if result.interrupted:
             ended = "interrupted"
             break
-        if told is not None:
-            told(judged, result)
+        if on_run is not None:
+            on_run(judged, result)
         if not result.completed and not result.abandoned:
             # Nothing was answered, though a lower rate was fine: the rate alone does not do that.
             ended = "failed" if set(result.errors) <= {"connection"} else ended
@@ -201,7 +201,7 @@ async def find_highest_rate(
             ended = "generator"
             break
         if judged.verdict == "short":
-            if judged.sending_s < seconds * _NEARLY:
+            if judged.sending_s < seconds * _DURATION_TOLERANCE:
                 ended = "short"
                 break
             seconds = max(judged.needed_s, 2 * judged.sending_s)

@@ -20,37 +20,37 @@ class LoadTestError(Exception):
 
 
 # Of the process and the language, not of the work it did.
-_OTHERS = ("process_", "python_", "go_", "http_")
+_PROCESS_PREFIXES = ("process_", "python_", "go_", "http_")
 
 _KINDS = ("counter", "gauge", "histogram", "summary")
 
 
-def changes(before: str | None, after: str | None) -> dict[str, float]:
+def metric_changes(before: str | None, after: str | None) -> dict[str, float]:
     """Differences of counters (and of the sums and counts of histograms), last values of gauges, by metric name.
 
     Of a server that was started anew in between, what it has counted since.
 
     Samples that differ in labels only are added up. Empty where the server has no metrics or they cannot be read.
     """
-    first, last = _read(before), _read(after)
+    first, last = _read_metrics(before), _read_metrics(after)
     result = {}
     for name, (kind, value) in last.items():
         if kind != "gauge":
-            begun = first.get(name, (kind, 0.0))[1]
-            value -= begun if begun <= value else 0.0  # a counter that is lower began anew with its server
+            initial = first.get(name, (kind, 0.0))[1]
+            value -= initial if initial <= value else 0.0  # a counter that is lower began anew with its server
         if math.isfinite(value):
             result[name] = value
     return result
 
 
-def _read(text: str | None) -> dict[str, tuple[str, float]]:
+def _read_metrics(text: str | None) -> dict[str, tuple[str, float]]:
     found: dict[str, tuple[str, float]] = {}
     try:
         families: Any = list(text_string_to_metric_families(text or ""))
     except (ValueError, KeyError, IndexError):
         return {}
     for family in families:
-        if family.name.startswith(_OTHERS):
+        if family.name.startswith(_PROCESS_PREFIXES):
             continue
         for sample in family.samples:
             if sample.name.endswith(("_bucket", "_created")) or "quantile" in sample.labels:
@@ -64,16 +64,16 @@ def _read(text: str | None) -> dict[str, tuple[str, float]]:
 
 
 # Servers that are known to take `ignore_eos`, by what their models say under `owned_by`.
-_TAKES_IGNORE_EOS = frozenset({"windlass", "vllm", "sglang", "llamacpp"})
+_SUPPORTS_IGNORE_EOS = frozenset({"windlass", "vllm", "sglang", "llamacpp"})
 
-_TAKES_TOKEN_IDS = frozenset({"windlass", "vllm"})  # `return_token_ids`
+_SUPPORTS_TOKEN_IDS = frozenset({"windlass", "vllm"})  # `return_token_ids`
 
 _IGNORES_SCALINGS = frozenset({"vllm", "llamacpp"})  # they answer as if `rope_scaling` had not been asked for
 
 # Of a model's entry, what is no property of the server: vLLM makes it anew for each answer.
-_OF_THE_MOMENT = frozenset({"created", "permission"})
+_VOLATILE_FIELDS = frozenset({"created", "permission"})
 
-_OWN_HEADERS = frozenset({"content-length", "transfer-encoding", "connection"})
+_RESERVED_HEADERS = frozenset({"content-length", "transfer-encoding", "connection"})
 
 _CONTROL_SECONDS = 30.0
 
@@ -105,7 +105,7 @@ class Target:
                 f"--api-key or --header"
             )
         for name, value in self.all_headers().items():
-            if name in _OWN_HEADERS:
+            if name in _RESERVED_HEADERS:
                 raise LoadTestError(f"the header {name} is not yours to set: leave it out")
             if not (name.isascii() and name.replace("-", "").replace("_", "").isalnum()):
                 raise LoadTestError(f"{name!r} is no name of a header: write NAME: VALUE")
@@ -148,13 +148,13 @@ class Server:
         return limit if isinstance(limit, int) and limit > 0 else None
 
     @property
-    def takes_ignore_eos(self) -> bool:
-        return self.owner in _TAKES_IGNORE_EOS
+    def supports_ignore_eos(self) -> bool:
+        return self.owner in _SUPPORTS_IGNORE_EOS
 
     @property
-    def takes_token_ids(self) -> bool:
+    def supports_token_ids(self) -> bool:
         """Whether it tells the token ids of an answer."""
-        return self.owner in _TAKES_TOKEN_IDS
+        return self.owner in _SUPPORTS_TOKEN_IDS
 
     @property
     def ignores_scalings(self) -> bool:
@@ -163,11 +163,11 @@ class Server:
 
     def to_dict(self) -> dict[str, Any]:
         """For the report."""
-        entry = {name: value for name, value in self.entry.items() if name not in _OF_THE_MOMENT}
+        entry = {name: value for name, value in self.entry.items() if name not in _VOLATILE_FIELDS}
         return {"version": self.version, **entry, "model": self.model}
 
 
-class Control:
+class ControlClient:
     """The control connection to a target; an asynchronous context manager."""
 
     def __init__(self, target: Target) -> None:
@@ -205,9 +205,9 @@ class Control:
     async def _version(self) -> str | None:
         for path, name in (("/version", "version"), ("/props", "build_info")):  # llama.cpp has the second
             answer = await self._json("GET", path)
-            told = answer.get(name) if isinstance(answer, Mapping) else None
-            if isinstance(told, str):
-                return told
+            reported = answer.get(name) if isinstance(answer, Mapping) else None
+            if isinstance(reported, str):
+                return reported
         return None
 
     async def _model(self) -> Server:

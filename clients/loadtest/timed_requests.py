@@ -24,24 +24,26 @@ _MAX_ERROR_BYTES = 64 * 1024
 _MAX_MESSAGE = 300
 
 # The finish reasons of servers that gave a request up themselves.
-_ABORTED = frozenset({"abort", "aborted", "error", "cancelled"})
+_ABORT_REASONS = frozenset({"abort", "aborted", "error", "cancelled"})
 
-_NO_STREAMS = frozenset({"application/json", "text/html"})
+_NON_STREAM_TYPES = frozenset({"application/json", "text/html"})
 
-_TEXTS = ("text", "content")
+_TEXT_FIELDS = ("text", "content")
 
-_THOUGHTS = ("reasoning_content", "reasoning")
+_REASONING_FIELDS = ("reasoning_content", "reasoning")
 
 
-class AnswerReader:
+class TimedResponse:
     """One answer. `finished` is called once, when it is clear how it ended.
 
-    leave_after: go away after so many chunks with tokens. keep: whether to keep the text.
+    disconnect_after: go away after so many chunks with tokens. keep: whether to keep the text.
     """
 
-    def __init__(self, finished: Callable[[], None], *, leave_after: int | None = None, keep: bool = False) -> None:
+    def __init__(
+        self, finished: Callable[[], None], *, disconnect_after: int | None = None, keep: bool = False
+    ) -> None:
         self._finished = finished
-        self._leave_after = leave_after
+        self._leave_after = disconnect_after
         self._keep = keep
         self._decoder = SSEDecoder()
         self._status: int | None = None
@@ -61,7 +63,7 @@ class AnswerReader:
 
     # ---- told by the connection --------------------------------------------------------------------------------------
     @property
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether the server has said anything."""
         return self._status is not None
 
@@ -70,7 +72,7 @@ class AnswerReader:
         self._status = status
         self.request_id = headers.get("x-request-id")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        self._streams = status == 200 and kind not in _NO_STREAMS  # some servers mislabel their streams
+        self._streams = status == 200 and kind not in _NON_STREAM_TYPES  # some servers mislabel their streams
 
     def data(self, data: bytes, when: float) -> None:
         """Bytes of the body that arrived at `when`."""
@@ -89,21 +91,21 @@ class AnswerReader:
             if self.outcome is not None:
                 return
 
-    def body_end(self, when: float) -> None:
+    def on_body_end(self, when: float) -> None:
         """The body is complete."""
         if self.outcome is not None:
             return
         if self._streams:
-            self.end("truncated", when, f"the stream ended without {self._missing()}")
+            self.end("truncated", when, f"the stream ended without {self._missing_parts()}")
         elif self._status == 200:
             self.end("malformed", when, f"the answer is no event stream: {_shorten(_decode(self._body))}")
         else:
             self.end(f"http_{self._status}", when, _error_text(_decode(self._body)))
 
-    def broken(self, when: float, what: str) -> None:
+    def on_connection_lost(self, when: float, what: str) -> None:
         """The connection broke."""
-        if self.begun:
-            self.end("truncated", when, f"{what}, after {len(self.chunks)} chunks and without {self._missing()}")
+        if self.has_started:
+            self.end("truncated", when, f"{what}, after {len(self.chunks)} chunks and without {self._missing_parts()}")
         else:
             self.end("connection", when, what)
 
@@ -115,7 +117,7 @@ class AnswerReader:
             self._finished()
 
     # ---- the parts ---------------------------------------------------------------------------------------------------
-    def _missing(self) -> str:
+    def _missing_parts(self) -> str:
         return "[DONE]" if self.finish_reason is not None else "a finish reason and [DONE]"
 
     def _event(self, data: str, kind: str, when: float) -> None:
@@ -139,15 +141,15 @@ class AnswerReader:
         if usage := payload.get("usage"):
             self.usage = {**usage}
         if rotary := payload.get("rotary"):
-            self.reused_tokens = count((rotary.get("context") or {}).get("reused_tokens"), 0)
+            self.reused_tokens = token_count((rotary.get("context") or {}).get("reused_tokens"), 0)
         for choice in payload.get("choices") or ():
             part = choice.get("delta") or choice
             ids = choice.get("token_ids")
-            text = _first(part, _TEXTS)
-            thought = "" if text else _first(part, _THOUGHTS)
+            text = _first_text(part, _TEXT_FIELDS)
+            reasoning = "" if text else _first_text(part, _REASONING_FIELDS)
             reason = choice.get("finish_reason")
             # Without a chunk that could be read, the first token counts as arriving at the end.
-            if text or thought or ids or part.get("tool_calls") or (reason is not None and not self.chunks):
+            if text or reasoning or ids or part.get("tool_calls") or (reason is not None and not self.chunks):
                 self.chunks.append(when)
             if ids is not None:
                 self.token_ids = (self.token_ids or []) + ids
@@ -155,7 +157,7 @@ class AnswerReader:
                 self.text.append(text)
             if reason is not None:
                 self.finish_reason = reason
-                if reason in _ABORTED:
+                if reason in _ABORT_REASONS:
                     self.end("aborted", when, f"the server ended it with finish_reason {reason!r}")
                     return
         if self._leave_after is not None and len(self.chunks) >= self._leave_after:
@@ -168,7 +170,7 @@ class AnswerReader:
             self.end("completed", when)
 
 
-def _first(part: Mapping[str, Any], names: tuple[str, ...]) -> str:
+def _first_text(part: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """The text under the first of these names that has any. Raises TypeError for what is no text."""
     for name in names:
         if text := part.get(name):
@@ -178,9 +180,9 @@ def _first(part: Mapping[str, Any], names: tuple[str, ...]) -> str:
     return ""
 
 
-def count(told: Any, otherwise: int) -> int:
-    """A number of tokens that a server told, and `otherwise` for what is none."""
-    return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else otherwise
+def token_count(value: Any, default: int) -> int:
+    """A number of tokens that a server told, and `default` for what is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
 
 
 def _decode(body: bytes | bytearray) -> str:
@@ -205,12 +207,12 @@ def _error_text(body: str) -> str:
 
 _MAX_HEAD_BYTES = 64 * 1024
 
-_LOOK_UP_SECONDS = 10.0
+_RESOLVE_SECONDS = 10.0
 
 MAX_IDLE_SECONDS = 1.0  # servers close idle connections after 2 seconds and more
 
 # Some servers close the connection after each stream, a moment after its end and whatever their headers promise: llama.cpp's.
-PROOF_SECONDS = 0.1
+KEEP_ALIVE_PROOF_SECONDS = 0.1
 
 
 class TimedConnection(asyncio.Protocol):
@@ -220,18 +222,18 @@ class TimedConnection(asyncio.Protocol):
         self._pool = pool
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
         self._transport: asyncio.Transport | None = None
-        self._reader: AnswerReader | None = None
+        self._reader: TimedResponse | None = None
         self.idle_since: float | None = None  # None before its first answer
 
     @property
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, reader: AnswerReader, request: h11.Request, body: bytes) -> None:
+    def send(self, reader: TimedResponse, request: h11.Request, body: bytes) -> None:
         """Send a request; its answer goes to `reader`."""
         assert self._transport is not None
         if not self.open:
-            reader.broken(time.perf_counter(), "the server closed the connection")
+            reader.on_connection_lost(time.perf_counter(), "the server closed the connection")
             return
         self._reader = reader
         parts = [self._http.send(request), self._http.send(h11.Data(data=body)), self._http.send(h11.EndOfMessage())]
@@ -283,7 +285,7 @@ class TimedConnection(asyncio.Protocol):
                 reader.head(event.status_code, headers)
             elif isinstance(event, h11.EndOfMessage):
                 self._reader = None
-                reader.body_end(when)
+                reader.on_body_end(when)
                 self._next_cycle()
                 return
             elif isinstance(event, h11.ConnectionClosed):
@@ -299,9 +301,9 @@ class TimedConnection(asyncio.Protocol):
     def _lost(self, when: float, what: str) -> None:
         reader, self._reader = self._reader, None
         if reader is not None:
-            if self.idle_since is not None and not reader.begun:
-                self._pool.hung_up()
-            reader.broken(when, what)
+            if self.idle_since is not None and not reader.has_started:
+                self._pool.disable_keep_alive()
+            reader.on_connection_lost(when, what)
 
     def _fail(self, outcome: str, what: str, when: float) -> None:
         reader, self._reader = self._reader, None
@@ -323,31 +325,33 @@ class Pool:
         self._headers = list({**fields, **headers}.items())
         self._idle: list[TimedConnection] = []
         self._open: set[TimedConnection] = set()
-        self._kept: bool | None = None  # whether the server keeps connections after an answer; None: not known yet
+        self._keep_alive: bool | None = (
+            None  # whether the server keeps connections after an answer; None: not known yet
+        )
 
-    async def take(self) -> TimedConnection:
+    async def acquire(self) -> TimedConnection:
         """An idle connection, else a new one. Raises OSError where none can be made.
 
         A request is never sent twice: a server that hangs up is a failure to be counted. So a connection that has been
         idle for long is not used, as the server may be about to close it, and none before one has stayed open for
-        PROOF_SECONDS after its answer, as the server may close them all.
+        KEEP_ALIVE_PROOF_SECONDS after its answer, as the server may close them all.
         """
-        if self._kept is None:
-            self._kept = any(c.open and _idle_seconds(c) >= PROOF_SECONDS for c in self._idle) or None
-        while self._kept and self._idle:
+        if self._keep_alive is None:
+            self._keep_alive = any(c.open and _idle_seconds(c) >= KEEP_ALIVE_PROOF_SECONDS for c in self._idle) or None
+        while self._keep_alive and self._idle:
             connection = self._idle.pop()
             if connection.open and _idle_seconds(connection) < MAX_IDLE_SECONDS:
                 return connection
             connection.abort()
         return await self._connect()
 
-    async def look_up(self) -> None:
+    async def resolve_address(self) -> None:
         """Find the address of a server that is given by name, ahead of what is measured. Failures show later."""
         with contextlib.suppress(ValueError):
             self._address = str(ipaddress.ip_address(self._host))
             return
         with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(_LOOK_UP_SECONDS):
+            async with asyncio.timeout(_RESOLVE_SECONDS):
                 (await self._connect()).abort()
 
     def request(self, path: str, body: bytes) -> h11.Request:
@@ -367,21 +371,21 @@ class Pool:
 
     def idle(self, connection: TimedConnection) -> None:
         connection.idle_since = time.perf_counter()
-        if self._kept is False:
+        if self._keep_alive is False:
             connection.abort()
         else:
             self._idle.append(connection)
 
-    def hung_up(self) -> None:
+    def disable_keep_alive(self) -> None:
         """The server closed a connection between two requests: from now on each request gets a new one."""
-        self._kept = False
+        self._keep_alive = False
 
     def closed(self, connection: TimedConnection) -> None:
         self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
             if _idle_seconds(connection) < MAX_IDLE_SECONDS:
-                self.hung_up()
+                self.disable_keep_alive()
 
     async def _connect(self) -> TimedConnection:
         loop = asyncio.get_running_loop()
@@ -401,18 +405,18 @@ def _idle_seconds(connection: TimedConnection) -> float:
 
 
 # After these the rest of the answer is not waited for; after others the connection ends by itself, or is used again.
-_CUT_OFF = frozenset({"timeout", "disconnected", "interrupted", "aborted", "malformed"})
+_ABORT_OUTCOMES = frozenset({"timeout", "disconnected", "interrupted", "aborted", "malformed"})
 
 # Of this process, and of its machine: what the generator lacks is no failure of the server.
-_NO_FILES = (errno.EMFILE, errno.ENFILE)
+_FILE_LIMIT_ERRNOS = (errno.EMFILE, errno.ENFILE)
 
 
-class Exchanges:
+class RequestSender:
     """Requests over a pool. timeout_s: for each of them, from its sending. keep: whether to keep texts and token ids."""
 
     def __init__(self, pool: Pool, timeout_s: float, *, keep: bool = False) -> None:
         self._pool, self._timeout_s, self._keep = pool, timeout_s, keep
-        self._active: set[AnswerReader] = set()
+        self._active: set[TimedResponse] = set()
         self._ended_chunks = 0
 
     @property
@@ -420,7 +424,7 @@ class Exchanges:
         """Chunks with tokens received until now."""
         return self._ended_chunks + sum(len(reader.chunks) for reader in self._active)
 
-    async def exchange(
+    async def send_request(
         self,
         request: PreparedRequest,
         done: Callable[[RequestRecord], None],
@@ -436,22 +440,22 @@ class Exchanges:
         sent = time.perf_counter()
         finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def notice() -> None:
+        def mark_finished() -> None:
             if not finished.done():
                 finished.set_result(None)
 
-        reader = AnswerReader(notice, leave_after=request.disconnect_after, keep=self._keep)
+        reader = TimedResponse(mark_finished, disconnect_after=request.disconnect_after, keep=self._keep)
         self._active.add(reader)
         connection: TimedConnection | None = None
         try:
             async with asyncio.timeout(self._timeout_s) as clock:
-                connection = await self._pool.take()
+                connection = await self._pool.acquire()
                 connection.send(reader, self._pool.request(request.path, request.body), request.body)
                 await finished
         except OSError as error:  # TimeoutError is one: the system's own is a connection that cannot be made
             if clock.expired():
                 reader.end("timeout", time.perf_counter(), f"no complete answer within {self._timeout_s:g} s")
-            elif error.errno in _NO_FILES:
+            elif error.errno in _FILE_LIMIT_ERRNOS:
                 reader.end(
                     "unsent", time.perf_counter(), f"the load generator has no file left for a connection: {error}"
                 )
@@ -467,7 +471,7 @@ class Exchanges:
 
     def _close(
         self,
-        reader: AnswerReader,
+        reader: TimedResponse,
         connection: TimedConnection | None,
         request: PreparedRequest,
         index: int,
@@ -478,7 +482,7 @@ class Exchanges:
         self._active.discard(reader)
         self._ended_chunks += len(reader.chunks)
         outcome = reader.outcome or "interrupted"
-        if connection is not None and outcome in _CUT_OFF:
+        if connection is not None and outcome in _ABORT_OUTCOMES:
             connection.abort()
         usage = reader.usage
         return RequestRecord(
@@ -487,8 +491,8 @@ class Exchanges:
             sent=sent - start,
             chunks=tuple(when - start for when in reader.chunks),
             ended=None if reader.ended is None else reader.ended - start,
-            input_tokens=count(usage.get("prompt_tokens"), request.input_tokens),
-            output_tokens=count(usage.get("completion_tokens"), len(reader.chunks)),
+            input_tokens=token_count(usage.get("prompt_tokens"), request.input_tokens),
+            output_tokens=token_count(usage.get("completion_tokens"), len(reader.chunks)),
             cached_tokens=_cached(usage.get("prompt_tokens_details")),
             reused_tokens=reader.reused_tokens,
             outcome=outcome,
@@ -503,5 +507,5 @@ class Exchanges:
 
 
 def _cached(details: Any) -> int | None:
-    cached = count(details.get("cached_tokens"), -1) if isinstance(details, dict) else -1
+    cached = token_count(details.get("cached_tokens"), -1) if isinstance(details, dict) else -1
     return None if cached < 0 else cached

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from windlass.clients.loadtest.load_plan import TraceEntry, WeightedScaling, WorkloadSpec
-from windlass.clients.loadtest.target import Control, LoadTestError, Server
+from windlass.clients.loadtest.target import ControlClient, LoadTestError, Server
 
 WORDS = (
     "the of and to in that is was he for it with as his on be at by had not are but from or have an they which one you "
@@ -40,7 +40,7 @@ class Vocabulary:
     first: bytes = b""
     turn_overhead: int = 0
 
-    def draw(self, random: Random, count: int) -> bytes:
+    def sample(self, random: Random, count: int) -> bytes:
         """`count` pieces at random, joined."""
         return self._glue.join(random.choices(self.pieces, k=count))
 
@@ -65,7 +65,9 @@ class Vocabulary:
         return b"," if self.ids else b" "
 
 
-async def find_vocabulary(control: Control, server: Server, *, chat: bool, text: bool, size: int | None) -> Vocabulary:
+async def find_vocabulary(
+    control: ControlClient, server: Server, *, chat: bool, text: bool, size: int | None
+) -> Vocabulary:
     """The best vocabulary for this server. text: prompts must be text, even where ids would do.
 
     size: number of tokens of the vocabulary, as the person knows it. Where the server tokenizes, ids are those of
@@ -73,14 +75,14 @@ async def find_vocabulary(control: Control, server: Server, *, chat: bool, text:
     """
     if not (chat or text):
         if size is not None:
-            return _middle_of(size)
+            return _middle_ids(size)
         answer = await control.tokenize(model=server.model, prompt=_sample_text(), add_special_tokens=False)
         if answer is not None:
             return Vocabulary(pieces=[b"%d" % item for item in sorted(set(answer["tokens"]))], ids=True, exact=True)
-    return await _words(control, server, chat)
+    return await _word_vocabulary(control, server, chat)
 
 
-def _middle_of(size: int) -> Vocabulary:
+def _middle_ids(size: int) -> Vocabulary:
     """Ids from the middle half: special tokens stand at the beginning and at the end."""
     if size < 8:
         raise LoadTestError(f"--vocab-size should be the number of tokens the model knows, got {size}")
@@ -100,7 +102,7 @@ def _sample_text() -> str:
     return " ".join([*WORDS, *(word.capitalize() for word in WORDS), *syllables, *numbers])
 
 
-async def _words(control: Control, server: Server, chat: bool) -> Vocabulary:
+async def _word_vocabulary(control: ControlClient, server: Server, chat: bool) -> Vocabulary:
     """Words that are one token each after a space, as far as the server tells."""
     first, *others = WORDS
     everything = Vocabulary(pieces=[word.encode() for word in others], ids=False, exact=False, first=first.encode())
@@ -216,9 +218,9 @@ class Workload:
         self.spec, self.vocabulary, self.limit, self.seed = spec, vocabulary, limit, seed
         self._model = model
         random = Random(f"{seed}/shared")
-        self._prefixes = [vocabulary.draw(random, spec.prefix_len) for _ in range(spec.prefix_groups)]
-        lengths = [spec.document_len.draw(random) for _ in range(spec.documents)]
-        self._documents = [(vocabulary.draw(random, length), length) for length in lengths]
+        self._prefixes = [vocabulary.sample(random, spec.prefix_len) for _ in range(spec.prefix_groups)]
+        lengths = [spec.document_len.sample(random) for _ in range(spec.documents)]
+        self._documents = [(vocabulary.sample(random, length), length) for length in lengths]
         self._check_fit()
 
     @property
@@ -230,7 +232,7 @@ class Workload:
         """The same kind of load, drawn from another seed."""
         return Workload(self.spec, model=self._model, vocabulary=self.vocabulary, limit=self.limit, seed=seed)
 
-    def others(self) -> Workload:
+    def with_other_prompts(self) -> Workload:
         """The same kind of load with other prompts; those that a trace holds become drawn ones of about their lengths."""
         trace = [
             entry if entry.prompt is None else replace(entry, prompt=None, input_len=self._length_of(entry))
@@ -246,26 +248,28 @@ class Workload:
         }
         if self.spec.trace:
             for entry in self.spec.trace:
-                yield Conversation(self._traced(entry, streams))
+                yield Conversation(self._trace_request(entry, streams))
             return
-        rungs = itertools.cycle(self.rungs()) if self.spec.ladder else None
+        ladder_lengths = itertools.cycle(self.ladder_lengths()) if self.spec.ladder else None
         while True:
-            output = self.spec.output_len.draw(streams["output"], most=self._room(0, self._least_prompt()))
-            if rungs is not None:
-                yield Conversation(self._laddered(next(rungs), output, streams))
+            output = self.spec.output_len.sample(
+                streams["output"], maximum=self._remaining_tokens(0, self._min_prompt_tokens())
+            )
+            if ladder_lengths is not None:
+                yield Conversation(self._ladder_request(next(ladder_lengths), output, streams))
                 continue
             prompt, tokens = self._prompt(streams, output)
             scaling, label = self._scaling(streams["scaling"])
             if self.spec.turns == 1:
                 yield Conversation(self.prepare(prompt, tokens, output, streams["leave"], scaling, label))
             else:
-                yield _Chat(self, prompt, tokens, output, streams, scaling, label)
+                yield _MultiTurnConversation(self, prompt, tokens, output, streams, scaling, label)
 
-    def rungs(self) -> list[int]:
+    def ladder_lengths(self) -> list[int]:
         """The lengths of the ladder: 1,024 doubling, then what fits the server."""
         if self.limit is None:
             raise LoadTestError("the ladder needs the server's limit, which it does not tell: use --input-len")
-        longest = self.limit - self.spec.output_len.least
+        longest = self.limit - self.spec.output_len.minimum
         if longest <= self.vocabulary.overhead:
             raise LoadTestError(
                 f"answers of {self.spec.output_len} tokens leave no room for a prompt: the server takes {self.limit} "
@@ -279,7 +283,7 @@ class Workload:
         prompt: bytes,
         tokens: int,
         output: int,
-        leave: Random,
+        disconnect_random: Random,
         scaling: Mapping[str, Any],
         label: str | None,
     ) -> PreparedRequest:
@@ -299,14 +303,14 @@ class Workload:
         fields = {name: value for name, value in fields.items() if value is not None or name in scaling}
         head = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()[:-1]
         name = b"messages" if spec.chat else b"prompt"
-        goes = spec.disconnect_share > 0 and leave.random() < spec.disconnect_share
+        disconnects = spec.disconnect_share > 0 and disconnect_random.random() < spec.disconnect_share
         return PreparedRequest(
             path="/v1/chat/completions" if spec.chat else "/v1/completions",
             body=b'%b,"%b":%b}' % (head, name, prompt),
             input_tokens=tokens,
             output_tokens=output,
             label=label,
-            disconnect_after=spec.disconnect_after if goes else None,
+            disconnect_after=spec.disconnect_after if disconnects else None,
         )
 
     def pieces(self, tokens: int) -> int:
@@ -327,21 +331,23 @@ class Workload:
             parts.append(share.choice(self._prefixes))
             shared += spec.prefix_len
         if self._documents:
-            chosen = self._choose_documents(share, self._room(output, shared + spec.input_len.least))
+            chosen = self._choose_documents(share, self._remaining_tokens(output, shared + spec.input_len.minimum))
             length = sum(length for _, length in chosen)
-            offset = spec.document_offset.draw(
-                share, least=0, most=self._room(output, shared + length + spec.input_len.least, least=0)
+            offset = spec.document_offset.sample(
+                share,
+                minimum=0,
+                maximum=self._remaining_tokens(output, shared + length + spec.input_len.minimum, minimum=0),
             )
-            parts += [self.vocabulary.draw(tokens, offset), *(document for document, _ in chosen)]
+            parts += [self.vocabulary.sample(tokens, offset), *(document for document, _ in chosen)]
             shared += offset + length
-        own = spec.input_len.draw(streams["input"], most=self._room(output, shared))
-        parts.append(self.vocabulary.draw(tokens, self.pieces(own)))
+        own = spec.input_len.sample(streams["input"], maximum=self._remaining_tokens(output, shared))
+        parts.append(self.vocabulary.sample(tokens, self.pieces(own)))
         joined = self.vocabulary.join(*parts)
         return (self.wrap(joined) if spec.turns == 1 else joined), shared + own
 
     def _choose_documents(self, share: Random, room: int | None) -> list[tuple[bytes, int]]:
         """Documents of a prompt with their lengths, in the order in which they come."""
-        count = self.spec.documents_per_prompt.draw(share, most=len(self._documents))
+        count = self.spec.documents_per_prompt.sample(share, maximum=len(self._documents))
         chosen: list[tuple[bytes, int]] = []
         used = 0
         for document, length in share.sample(self._documents, count):
@@ -350,33 +356,33 @@ class Workload:
                 used += length
         return chosen
 
-    def _least_prompt(self) -> int:
+    def _min_prompt_tokens(self) -> int:
         """Tokens of the shortest prompt there may be."""
         spec = self.spec
         if spec.ladder:
             return self.vocabulary.overhead + 1
-        offset = spec.document_offset.least if spec.documents else 0
+        offset = spec.document_offset.minimum if spec.documents else 0
         # Whichever document comes first stays.
         document = max((length for _, length in self._documents), default=0)
-        return spec.prefix_len + document + offset + spec.input_len.least
+        return spec.prefix_len + document + offset + spec.input_len.minimum
 
-    def _room(self, output: int, used: int, least: int = 1) -> int | None:
-        return None if self.limit is None else max(least, self.limit - output - used)
+    def _remaining_tokens(self, output: int, used: int, minimum: int = 1) -> int | None:
+        return None if self.limit is None else max(minimum, self.limit - output - used)
 
     def _length_of(self, entry: TraceEntry) -> int:
         """Tokens of a prompt of a trace; of a text its words, as far as the server has room for them."""
         length = len(entry.prompt.split() if isinstance(entry.prompt, str) else entry.prompt or ())
-        room = self._room(entry.max_tokens, 0)
+        room = self._remaining_tokens(entry.max_tokens, 0)
         return max(1, length if room is None else min(length, room))
 
-    def _laddered(self, rung: int, output: int, streams: Mapping[str, Random]) -> PreparedRequest:
+    def _ladder_request(self, rung: int, output: int, streams: Mapping[str, Random]) -> PreparedRequest:
         assert self.limit is not None
         tokens = min(rung, self.limit - output)
         scaling, label = self._scaling(streams["scaling"])
-        prompt = self.wrap(self.vocabulary.draw(streams["tokens"], self.pieces(tokens)))
+        prompt = self.wrap(self.vocabulary.sample(streams["tokens"], self.pieces(tokens)))
         return self.prepare(prompt, tokens, output, streams["leave"], scaling, _label(f"{rung} tokens", label))
 
-    def _traced(self, entry: TraceEntry, streams: Mapping[str, Random]) -> PreparedRequest:
+    def _trace_request(self, entry: TraceEntry, streams: Mapping[str, Random]) -> PreparedRequest:
         if isinstance(entry.prompt, tuple):
             prompt, tokens = b"[" + self.vocabulary.from_ids(entry.prompt) + b"]", len(entry.prompt)
         elif entry.prompt is not None:
@@ -385,7 +391,7 @@ class Workload:
         else:
             assert entry.input_len is not None
             tokens = entry.input_len
-            prompt = self.wrap(self.vocabulary.draw(streams["tokens"], self.pieces(tokens)))
+            prompt = self.wrap(self.vocabulary.sample(streams["tokens"], self.pieces(tokens)))
         scaling, label = self._scaling(streams["scaling"])
         if entry.has_scaling:
             own = WeightedScaling(entry.rope_scaling)
@@ -405,7 +411,7 @@ class Workload:
             line = next(entry.line for entry in spec.trace if isinstance(entry.prompt, tuple))
             raise LoadTestError(f"line {line} of the trace holds token ids, which no chat takes: use completions")
         if spec.ladder:
-            self.rungs()
+            self.ladder_lengths()
             return
         if limit is None:
             return
@@ -420,8 +426,8 @@ class Workload:
         if spec.trace:
             return
         around = self.vocabulary.turn_overhead if spec.chat else 0
-        own, output = (spec.input_len.least + around) * (spec.turns - 1), spec.output_len.least * spec.turns
-        needed = self._least_prompt() + own + output
+        own, output = (spec.input_len.minimum + around) * (spec.turns - 1), spec.output_len.minimum * spec.turns
+        needed = self._min_prompt_tokens() + own + output
         if needed > limit:
             parts = [f"--input-len {spec.input_len}"]
             parts += [f"--prefix-len {spec.prefix_len}"] if spec.prefix_len else []
@@ -433,7 +439,7 @@ class Workload:
             )
 
 
-class _Chat(Conversation):
+class _MultiTurnConversation(Conversation):
     """Several turns; each sends all that came before with its answers, and a new message."""
 
     def __init__(
@@ -454,8 +460,8 @@ class _Chat(Conversation):
         self._tokens = tokens
         spec, vocabulary = workload.spec, workload.vocabulary
         # What the server adds to a turn: by the vocabulary, until an answer tells more.
-        self._around = vocabulary.turn_overhead if spec.chat else 0
-        self._known = 0  # of this turn's prompt, without that; 0 for the first turn
+        self._template_tokens = vocabulary.turn_overhead if spec.chat else 0
+        self._counted_tokens = 0  # of this turn's prompt, without that; 0 for the first turn
         if spec.chat:
             self._history = b'{"role":"user","content":%b}' % vocabulary.prompt(joined)
         else:
@@ -476,14 +482,17 @@ class _Chat(Conversation):
         if self._turn == spec.turns:
             return False
         self._turn += 1
-        own = spec.input_len.draw(self._streams["input"])
-        output = spec.output_len.draw(self._streams["output"])
-        message = vocabulary.draw(self._streams["tokens"], own)
+        own = spec.input_len.sample(self._streams["input"])
+        output = spec.output_len.sample(self._streams["output"])
+        message = vocabulary.sample(self._streams["tokens"], own)
         counted = self._tokens if input_tokens is None else input_tokens
         answered = self.request.output_tokens if output_tokens is None else output_tokens
         if spec.chat:
-            said = json.dumps(text).encode()
-            self._history += b',{"role":"assistant","content":%b},{"role":"user","content":"%b"}' % (said, message)
+            assistant_text = json.dumps(text).encode()
+            self._history += b',{"role":"assistant","content":%b},{"role":"user","content":"%b"}' % (
+                assistant_text,
+                message,
+            )
         elif vocabulary.ids:
             if token_ids is None:
                 raise LoadTestError("the server does not tell the token ids of its answers: use --text-prompts")
@@ -491,10 +500,10 @@ class _Chat(Conversation):
             self._history = vocabulary.join(self._history, vocabulary.from_ids(token_ids), message)
         else:
             self._history += json.dumps(text).encode()[1:-1] + b" " + message
-        if self._known:
-            self._around = max(self._around, counted - self._known)
-        self._known = counted + answered + own
-        self._tokens = self._known + self._around
+        if self._counted_tokens:
+            self._template_tokens = max(self._template_tokens, counted - self._counted_tokens)
+        self._counted_tokens = counted + answered + own
+        self._tokens = self._counted_tokens + self._template_tokens
         if limit is not None and self._tokens + output > limit:
             return False  # the conversation no longer fits the server: it ends
         self.request = self._make(output)

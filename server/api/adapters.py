@@ -12,23 +12,23 @@ from starlette.responses import JSONResponse, Response
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import require_admin, state_of
 from windlass.server.schemas.base import StrictModel
-from windlass.server.schemas.openapi import BODY_ERRORS, answers, body_of
-from windlass.server.serving.streaming import while_connected
+from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
+from windlass.server.serving.streaming import run_while_connected
 
-Name = Annotated[str, Field(min_length=1, max_length=128)]
+AdapterName = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class LoadAdapterRequest(StrictModel):
     """`lora_path`: a directory as PEFT writes it, in the server's folder of adapters or relative to it."""
 
-    lora_name: Name
+    lora_name: AdapterName
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class UnloadAdapterRequest(StrictModel):
     """`lora_name`: of a loaded adapter."""
 
-    lora_name: Name
+    lora_name: AdapterName
 
 
 class AdapterAnswer(StrictModel):
@@ -48,8 +48,8 @@ _ERRORS = (*BODY_ERRORS, 403)
 
 @router.post(
     "/v1/load_lora_adapter",
-    openapi_extra=body_of(LoadAdapterRequest),
-    responses=answers(AdapterAnswer, errors=_ERRORS),
+    openapi_extra=openapi_body(LoadAdapterRequest),
+    responses=openapi_responses(AdapterAnswer, errors=_ERRORS),
 )
 async def load_adapter(request: Request) -> Response:
     """Load an adapter, which requests name as their model from then on."""
@@ -57,7 +57,7 @@ async def load_adapter(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, LoadAdapterRequest, stall_seconds=state.settings.body_stall_seconds)
     state.admit()
-    adapter = await while_connected(request, state.adapters.load(body.lora_name, body.lora_path))
+    adapter = await run_while_connected(request, state.adapters.load(body.lora_name, body.lora_path))
     answer = AdapterAnswer(id=body.lora_name, status="loaded")
     if adapter.info is not None:
         answer.rank, answer.targets = adapter.info.rank, list(adapter.info.targets)
@@ -66,14 +66,14 @@ async def load_adapter(request: Request) -> Response:
 
 @router.post(
     "/v1/unload_lora_adapter",
-    openapi_extra=body_of(UnloadAdapterRequest),
-    responses=answers(AdapterAnswer, errors=_ERRORS),
+    openapi_extra=openapi_body(UnloadAdapterRequest),
+    responses=openapi_responses(AdapterAnswer, errors=_ERRORS),
 )
 async def unload_adapter(request: Request) -> Response:
     """Take no further requests for an adapter, and answer when the last one that ran has ended, or after a while."""
     require_admin(request)
     state = state_of(request)
     body = await read_body(request, UnloadAdapterRequest, stall_seconds=state.settings.body_stall_seconds)
-    gone = await while_connected(request, state.adapters.unload(body.lora_name))
-    answer = AdapterAnswer(id=body.lora_name, status="unloaded" if gone else "draining")
+    unloaded = await run_while_connected(request, state.adapters.unload(body.lora_name))
+    answer = AdapterAnswer(id=body.lora_name, status="unloaded" if unloaded else "draining")
     return JSONResponse(answer.model_dump())

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.engine.interface.outputs import TokenLogprobs
-from windlass.server.errors import answer_too_large
-from windlass.server.serving.deltas import Delta, Tally
+from windlass.server.errors import response_too_large
+from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.response_format import JsonList, chat_logprobs, sample_object
-from windlass.server.serving.response_writer import AnswerOptions
+from windlass.server.serving.response_writer import ResponseOptions
 from windlass.server.text.stream_parser import (
     CallArguments,
     CallStart,
@@ -19,9 +19,9 @@ from windlass.server.text.stream_parser import (
     Event,
     OutputParser,
     ParsingPlan,
-    PlainText,
+    PlainTextParser,
     Reasoning,
-    TellsThinking,
+    TracksThinking,
 )
 
 if TYPE_CHECKING:
@@ -29,66 +29,66 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _MadeCall:
+class _CallParts:
     id: str
     name: str
     arguments: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Turn:
+class MessageBuilder:
     """One choice of a chat. keep: whether the message is put together (`message`), as whole answers need it.
 
     thinking_tokens: how many tokens the thinking took, None where it is not told apart.
     """
 
     parser: OutputParser
-    older_functions: bool
-    keep: bool
-    called: bool = False
-    spoke: bool = False
-    cut: bool = False  # the end came within the arguments of a call
+    legacy_function_call: bool
+    collect: bool
+    has_calls: bool = False
+    has_text: bool = False
+    incomplete: bool = False  # the end came within the arguments of a call
     thinking_tokens: int | None = field(init=False)
-    _uncounted: int = 0  # tokens that may turn out to have opened the thinking
-    _stage: TellsThinking | None = field(init=False)
+    _pending_tokens: int = 0  # tokens that may turn out to have opened the thinking
+    _stage: TracksThinking | None = field(init=False)
     _content: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
-    _calls: list[_MadeCall] = field(default_factory=list)
+    _calls: list[_CallParts] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._stage = self.parser if isinstance(self.parser, TellsThinking) else None
+        self._stage = self.parser if isinstance(self.parser, TracksThinking) else None
         self.thinking_tokens = None if self._stage is None else 0
 
-    def take(self, delta: Delta) -> list[Event]:
+    def parse(self, delta: Delta) -> list[Event]:
         """The events that the text of a delta brings, those of one kind in a row joined."""
         events: list[Event] = []
         pieces, tokens = delta.pieces or (delta.text,), len(delta.token_ids)
         for number in range(max(len(pieces), tokens)):
             piece = pieces[number] if number < len(pieces) else ""
             if self._stage is not None and number < tokens:
-                self._uncounted += self._stage.thinking
+                self._pending_tokens += self._stage.thinking
             if piece:
                 events += self.parser.feed(piece)
-            if self._uncounted:
-                self._count()
+            if self._pending_tokens:
+                self._count_thinking()
         if delta.finish_reason is not None:
             events += self.parser.finish()
-        events = _joined(events)
+        events = _merge_adjacent(events)
         for event in events:
-            self.called = self.called or isinstance(event, CallStart)
-            self.spoke = self.spoke or isinstance(event, Content)
-            if self.keep:
-                self._keep(event)
+            self.has_calls = self.has_calls or isinstance(event, CallStart)
+            self.has_text = self.has_text or isinstance(event, Content)
+            if self.collect:
+                self._collect(event)
         # A model that ends by itself has said all that it wanted to, however it is written.
         if delta.finish_reason == "length" or isinstance(delta.stop_reason, str):
-            self.cut = self.parser.in_call
+            self.incomplete = self.parser.in_call
         return events
 
     def finish_reason(self, reason: str | None) -> str | None:
         """The reason as a chat tells it: a turn that ends by itself and calls, ended to call. Not where a stop string cut one."""
-        if reason != "stop" or not self.called or self.cut:
+        if reason != "stop" or not self.has_calls or self.incomplete:
             return reason
-        return "function_call" if self.older_functions else "tool_calls"
+        return "function_call" if self.legacy_function_call else "tool_calls"
 
     def delta(self, event: Event) -> dict[str, Any]:
         """The `delta` of a chunk with this event."""
@@ -102,11 +102,15 @@ class Turn:
         else:
             function = {"arguments": event.text}
             head = {"index": event.index}
-        return {"function_call": function} if self.older_functions else {"tool_calls": [{**head, "function": function}]}
+        return (
+            {"function_call": function}
+            if self.legacy_function_call
+            else {"tool_calls": [{**head, "function": function}]}
+        )
 
-    def ending(self) -> dict[str, Any]:
+    def final_delta(self) -> dict[str, Any]:
         """The `delta` of the last chunk. Content is null only where there are calls, so it may become empty text here."""
-        return {} if self.spoke or self.called else {"content": ""}
+        return {} if self.has_text or self.has_calls else {"content": ""}
 
     def message(self) -> dict[str, Any]:
         """The message of a whole answer. Content is null where there are calls and no text."""
@@ -117,7 +121,7 @@ class Turn:
         if self._calls:
             message["content"] = content or None
             functions = [{"name": call.name, "arguments": "".join(call.arguments)} for call in self._calls]
-            if self.older_functions:
+            if self.legacy_function_call:
                 message["function_call"] = functions[0]
             else:
                 message["tool_calls"] = [
@@ -126,41 +130,41 @@ class Turn:
                 ]
         return message
 
-    def _count(self) -> None:
+    def _count_thinking(self) -> None:
         assert self._stage is not None and self.thinking_tokens is not None
-        if self._stage.thought:
-            self.thinking_tokens += self._uncounted
-        if self._stage.thought or not self._stage.thinking:
-            self._uncounted = 0
+        if self._stage.has_thought:
+            self.thinking_tokens += self._pending_tokens
+        if self._stage.has_thought or not self._stage.thinking:
+            self._pending_tokens = 0
 
-    def _keep(self, event: Event) -> None:
+    def _collect(self, event: Event) -> None:
         if isinstance(event, Content):
             self._content.append(event.text)
         elif isinstance(event, Reasoning):
             self._reasoning.append(event.text)
         elif isinstance(event, CallStart):
-            self._calls.append(_MadeCall(event.id, event.name))
+            self._calls.append(_CallParts(event.id, event.name))
         else:
             self._calls[event.index].arguments.append(event.text)
 
 
-def _joined(events: Sequence[Event]) -> list[Event]:
+def _merge_adjacent(events: Sequence[Event]) -> list[Event]:
     """The same with fewer, longer events."""
-    joined: list[Event] = []
+    merged: list[Event] = []
     for event in events:
-        last = joined[-1] if joined else None
+        last = merged[-1] if merged else None
         if isinstance(event, Content) and isinstance(last, Content):
-            joined[-1] = Content(last.text + event.text)
+            merged[-1] = Content(last.text + event.text)
         elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + event.text)
+            merged[-1] = Reasoning(last.text + event.text)
         elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.index == last.index:
-            joined[-1] = CallArguments(event.index, last.text + event.text)
+            merged[-1] = CallArguments(event.index, last.text + event.text)
         else:
-            joined.append(event)
-    return joined
+            merged.append(event)
+    return merged
 
 
-Kind = Literal["thinking", "text", "call"]
+BlockKind = Literal["thinking", "text", "call"]
 
 
 @dataclass(slots=True)
@@ -171,10 +175,10 @@ class AnswerBlock:
     """
 
     index: int
-    kind: Kind
+    kind: BlockKind
     call_id: str = ""
     name: str = ""
-    cut: bool = False
+    incomplete: bool = False
     logprobs: JsonList | None = None
     _parts: list[str] = field(default_factory=list)
 
@@ -194,37 +198,39 @@ class BlockWriter(ABC):
     keeps: whether a stream keeps its blocks, because it repeats them.
     """
 
-    keeps = True
+    collects = True
 
-    def __init__(self, tokenizer: Tokenizer, tally: Tally, options: AnswerOptions, parsing: ParsingPlan | None) -> None:
-        self.tally = tally
+    def __init__(
+        self, tokenizer: Tokenizer, token_usage: TokenUsage, options: ResponseOptions, parsing: ParsingPlan | None
+    ) -> None:
+        self.token_usage = token_usage
         self.blocks: list[AnswerBlock] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.rotary: dict[str, object] | None = None
         self.size = 0
-        self.begun = False
+        self.started = False
         self._tokenizer = tokenizer
         self._options = options
-        self._turn = Turn(PlainText() if parsing is None else parsing.make(), False, keep=False)
-        self._open: AnswerBlock | None = None
+        self._builder = MessageBuilder(PlainTextParser() if parsing is None else parsing.make(), False, collect=False)
+        self._open_block: AnswerBlock | None = None
         self._logprobs: list[TokenLogprobs] = []  # of tokens whose text has not come yet
 
     # ---- to be filled in ---------------------------------------------------------------------------------------------
     @abstractmethod
-    def head(self) -> bytes:
+    def opening_events(self) -> bytes:
         """The events that open the stream."""
 
     @abstractmethod
-    def opened(self, block: AnswerBlock) -> bytes:
+    def block_start_events(self, block: AnswerBlock) -> bytes:
         """The events of a block that begins."""
 
     @abstractmethod
-    def grown(self, block: AnswerBlock, text: str, logprobs: JsonList | None) -> bytes:
+    def block_delta_events(self, block: AnswerBlock, text: str, logprobs: JsonList | None) -> bytes:
         """The events of more text of a block."""
 
     @abstractmethod
-    def closed(self, block: AnswerBlock) -> bytes:
+    def block_stop_events(self, block: AnswerBlock) -> bytes:
         """The events of a block that ends."""
 
     @abstractmethod
@@ -239,66 +245,70 @@ class BlockWriter(ABC):
     def event(self, delta: Delta) -> bytes:
         """The events of one delta. Raises ApiError where what is kept becomes too large."""
         events = b""
-        if not self.begun:
-            self.begun = True
-            events = self.head()
-        return events + b"".join(self._written(delta, keep=self.keeps))
+        if not self.started:
+            self.started = True
+            events = self.opening_events()
+        return events + b"".join(self._process(delta, collect=self.collects))
 
     def add(self, delta: Delta) -> None:
         """Keep what a delta brings. Raises ApiError where the answer becomes too large."""
-        for _ in self._written(delta, keep=True, tell=False):
+        for _ in self._process(delta, collect=True, emit=False):
             pass
 
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
         raise AssertionError("these answers have none")  # no body of theirs asks for any
 
-    def _written(self, delta: Delta, *, keep: bool, tell: bool = True) -> Iterator[bytes]:
-        before = self._turn.thinking_tokens or 0
-        events = self._turn.take(delta)
-        if self._turn.thinking_tokens is not None:
-            self.tally.reasoning_tokens = (self.tally.reasoning_tokens or 0) + self._turn.thinking_tokens - before
+    def _process(self, delta: Delta, *, collect: bool, emit: bool = True) -> Iterator[bytes]:
+        before = self._builder.thinking_tokens or 0
+        events = self._builder.parse(delta)
+        if self._builder.thinking_tokens is not None:
+            self.token_usage.reasoning_tokens = (
+                (self.token_usage.reasoning_tokens or 0) + self._builder.thinking_tokens - before
+            )
         if self._options.logprobs is not None:
             self._logprobs += delta.logprobs
         for event in events:
-            if not self._goes_on(event):
-                yield from self._close(tell)
-                self._open = self._begin(event)
-                if tell:
-                    yield self.opened(self._open)
-            block = self._open
+            if not self._continues_open_block(event):
+                yield from self._close(emit)
+                self._open_block = self._new_block(event)
+                if emit:
+                    yield self.block_start_events(self._open_block)
+            block = self._open_block
             assert block is not None
             text = "" if isinstance(event, CallStart) else event.text
             logprobs = self._logprobs_of(block)
-            if keep:
-                self._keep(block, text, logprobs)
-            if tell and text:
-                yield self.grown(block, text, logprobs)
+            if collect:
+                self._collect(block, text, logprobs)
+            if emit and text:
+                yield self.block_delta_events(block, text, logprobs)
         if delta.finish_reason is not None:
-            yield from self._finish(delta, tell)
+            yield from self._finish(delta, emit)
 
-    def _finish(self, delta: Delta, tell: bool) -> Iterator[bytes]:
+    def _finish(self, delta: Delta, emit: bool) -> Iterator[bytes]:
         if not self.blocks:  # an answer has at least a text, if an empty one
-            self._open = self._begin(Content(""))
-            if tell:
-                yield self.opened(self._open)
-        self.finish_reason = self._turn.finish_reason(delta.finish_reason)
+            self._open_block = self._new_block(Content(""))
+            if emit:
+                yield self.block_start_events(self._open_block)
+        self.finish_reason = self._builder.finish_reason(delta.finish_reason)
         self.stop_reason = delta.stop_reason
         if delta.report is not None:
             self.rotary = sample_object(delta.report, self._options.dropped_turns)
-        called = self._open is not None and self._open.kind == "call"
-        yield from self._close(tell, cut=self._turn.cut if called else delta.finish_reason == "length")
+        in_call = self._open_block is not None and self._open_block.kind == "call"
+        yield from self._close(
+            emit, incomplete=self._builder.incomplete if in_call else delta.finish_reason == "length"
+        )
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
-    def _goes_on(self, event: Event) -> bool:
+    def _continues_open_block(self, event: Event) -> bool:
         """Whether the event belongs to the block that is open."""
-        kind = None if self._open is None else self._open.kind
+        kind = None if self._open_block is None else self._open_block.kind
         if isinstance(event, Content):
             return kind == "text"
         if isinstance(event, Reasoning):
             return kind == "thinking"
         return isinstance(event, CallArguments)
 
-    def _begin(self, event: Event) -> AnswerBlock:
+    def _new_block(self, event: Event) -> AnswerBlock:
         index = len(self.blocks)
         if isinstance(event, Content):
             block = AnswerBlock(index, "text", logprobs=None if self._options.logprobs is None else JsonList())
@@ -310,12 +320,12 @@ class BlockWriter(ABC):
         self.blocks.append(block)
         return block
 
-    def _close(self, tell: bool, *, cut: bool = False) -> Iterator[bytes]:
-        if self._open is not None:
-            self._open.cut = cut
-            if tell:
-                yield self.closed(self._open)
-        self._open = None
+    def _close(self, emit: bool, *, incomplete: bool = False) -> Iterator[bytes]:
+        if self._open_block is not None:
+            self._open_block.incomplete = incomplete
+            if emit:
+                yield self.block_stop_events(self._open_block)
+        self._open_block = None
 
     def _logprobs_of(self, block: AnswerBlock) -> JsonList | None:
         """Log-probabilities that go with the text that has just come; those of what is no text are left out."""
@@ -323,15 +333,15 @@ class BlockWriter(ABC):
             self._logprobs.clear()
             return None
         found = JsonList()
-        top, names = self._options.logprobs or 0, self._options.token_names
+        top, names = self._options.logprobs or 0, self._options.tokens_as_ids
         found.extend(chat_logprobs(self._tokenizer, self._logprobs, top, names=names)["content"])
         self._logprobs.clear()
         return found
 
-    def _keep(self, block: AnswerBlock, text: str, logprobs: JsonList | None) -> None:
+    def _collect(self, block: AnswerBlock, text: str, logprobs: JsonList | None) -> None:
         block.append(text)
         self.size += len(text) + (0 if logprobs is None else logprobs.size)
         if logprobs is not None and block.logprobs is not None:
             block.logprobs.take(logprobs)
         if self.size > self._options.max_bytes:
-            raise answer_too_large(self.size, self._options.max_bytes, grown=True)
+            raise response_too_large(self.size, self._options.max_bytes, grown=True)

@@ -12,22 +12,22 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.api.assistant_message import Turn
+from windlass.server.api.assistant_message import MessageBuilder
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.schemas.chat import ChatCompletion, ChatEvent, ChatRequest
-from windlass.server.schemas.openapi import GENERATION_ERRORS, answers, body_of
-from windlass.server.serving.conversation import check_chat, prepare
-from windlass.server.serving.deltas import Delta, Tally
-from windlass.server.serving.generation import fingerprinted_envelope, run
+from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
+from windlass.server.serving.conversation import check_chat, prepare_chat
+from windlass.server.serving.deltas import Delta, TokenUsage
+from windlass.server.serving.generation import fingerprinted_envelope, run_generation
 from windlass.server.serving.response_format import JsonList, chat_logprobs
-from windlass.server.serving.response_writer import AnswerWriter, Result
+from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
 from windlass.server.text.stream_parser import Content, Event, ParsingPlan
 
 
-class ChatWriter(AnswerWriter):
+class ChatWriter(ChoiceWriter):
     """A chat has one prompt, so what concerns the prompt stands at the top level of the answer.
 
     parsing: how texts are taken apart; None where all text is content.
@@ -35,9 +35,9 @@ class ChatWriter(AnswerWriter):
 
     def __init__(self, *args: Any, parsing: ParsingPlan | None = None) -> None:
         super().__init__(*args)
-        self._contents: dict[int, JsonList] = {}  # log-probabilities by choice
+        self._logprobs_by_choice: dict[int, JsonList] = {}  # log-probabilities by choice
         self._parsing = parsing
-        self._turns: dict[int, Turn] = {}
+        self._builders: dict[int, MessageBuilder] = {}
 
     def begin(self, choice: int) -> bytes:
         return self._begin(choice, "")
@@ -46,7 +46,7 @@ class ChatWriter(AnswerWriter):
         self._begun.add(choice)
         delta = {"role": "assistant", "content": content}
         first = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self.opening([first], **self.extras())
+        return self.opening([first], **self.extra_fields())
 
     def plain(self, choice: int, text: bytes) -> bytes:
         return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (choice, text)
@@ -55,7 +55,7 @@ class ChatWriter(AnswerWriter):
     def event(self, delta: Delta) -> bytes:
         if self._parsing is None:
             return super().event(delta)
-        turn, events = self._parsed(delta, keep=False)
+        builder, events = self._parsed(delta, collect=False)
         if not events and delta.finish_reason is None and not self._detailed:
             return b""  # the parser holds it back
         first = b""
@@ -64,37 +64,41 @@ class ChatWriter(AnswerWriter):
             first = self._begin(delta.choice, "" if events and isinstance(events[0], Content) else None)
         if len(events) == 1 and isinstance(events[0], Content) and not self._detailed and delta.finish_reason is None:
             return first + self._head + self.plain(delta.choice, to_json(events[0].text)) + self._tail
-        return first + b"".join(self._chunks(turn, delta, events))
+        return first + b"".join(self._chunks(builder, delta, events))
 
-    def _chunks(self, turn: Turn, delta: Delta, events: list[Event]) -> Iterator[bytes]:
+    def _chunks(self, builder: MessageBuilder, delta: Delta, events: list[Event]) -> Iterator[bytes]:
         """A chunk for each event, and one for the end. What belongs to the tokens goes with the first of them."""
         of_tokens, reason = delta, delta.finish_reason
         for event in events:
-            yield self.chunk([self._choice(replace(of_tokens, finish_reason=None), turn.delta(event))])
+            yield self.chunk([self._choice(replace(of_tokens, finish_reason=None), builder.delta(event))])
             of_tokens = replace(delta, logprobs=(), token_ids=())
         if reason is not None:
-            ending = replace(of_tokens, finish_reason=turn.finish_reason(reason))
-            yield self.chunk([self._choice(ending, turn.ending())], **self.report(delta))
+            ending = replace(of_tokens, finish_reason=builder.finish_reason(reason))
+            yield self.chunk([self._choice(ending, builder.final_delta())], **self.report(delta))
         elif not events:
             yield self.chunk([self._choice(of_tokens, {})])
 
-    def _parsed(self, delta: Delta, *, keep: bool) -> tuple[Turn, list[Event]]:
-        turn = self._turn(delta.choice, keep=keep)
-        before = turn.thinking_tokens or 0
-        events = turn.take(delta)
-        if turn.thinking_tokens is not None:
-            self.tally.reasoning_tokens = (self.tally.reasoning_tokens or 0) + turn.thinking_tokens - before
-        return turn, events
+    def _parsed(self, delta: Delta, *, collect: bool) -> tuple[MessageBuilder, list[Event]]:
+        builder = self._builder(delta.choice, collect=collect)
+        before = builder.thinking_tokens or 0
+        events = builder.parse(delta)
+        if builder.thinking_tokens is not None:
+            self.token_usage.reasoning_tokens = (
+                (self.token_usage.reasoning_tokens or 0) + builder.thinking_tokens - before
+            )
+        return builder, events
 
-    def _turn(self, choice: int, *, keep: bool) -> Turn:
+    def _builder(self, choice: int, *, collect: bool) -> MessageBuilder:
         assert self._parsing is not None
-        turn = self._turns.get(choice)
-        if turn is None:
-            turn = self._turns[choice] = Turn(self._parsing.make(), self._parsing.older_functions, keep)
-        return turn
+        builder = self._builders.get(choice)
+        if builder is None:
+            builder = self._builders[choice] = MessageBuilder(
+                self._parsing.make(), self._parsing.legacy_function_call, collect
+            )
+        return builder
 
     # ---- choices -----------------------------------------------------------------------------------------------------
-    def detailed(self, delta: Delta) -> dict[str, Any]:
+    def detailed_choice(self, delta: Delta) -> dict[str, Any]:
         return self._choice(delta, {"content": delta.text} if delta.text or delta.finish_reason is None else {})
 
     def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
@@ -115,14 +119,14 @@ class ChatWriter(AnswerWriter):
     def add(self, delta: Delta) -> None:
         super().add(delta)
         if self._parsing is not None:
-            self._parsed(delta, keep=True)
+            self._parsed(delta, collect=True)
 
-    def whole(self, index: int, choice: int, result: Result) -> dict[str, Any]:
+    def whole(self, index: int, choice: int, result: CollectedChoice) -> dict[str, Any]:
         if self._parsing is None:
             message, reason = {"role": "assistant", "content": result.text, "refusal": None}, result.finish_reason
         else:
-            turn = self._turn(choice, keep=True)
-            message, reason = turn.message(), turn.finish_reason(result.finish_reason)
+            builder = self._builder(choice, collect=True)
+            message, reason = builder.message(), builder.finish_reason(result.finish_reason)
         fields: dict[str, Any] = {
             "index": index,
             "message": message,
@@ -131,23 +135,23 @@ class ChatWriter(AnswerWriter):
             "stop_reason": result.stop_reason,
         }
         if self.options.logprobs is not None:
-            fields["logprobs"] = {"content": self._contents.get(choice) or JsonList(), "refusal": None}
+            fields["logprobs"] = {"content": self._logprobs_by_choice.get(choice) or JsonList(), "refusal": None}
         if self.options.return_token_ids:
             fields["token_ids"] = result.token_ids
         return fields
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        top, names = self.options.logprobs or 0, self.options.token_names
+        top, names = self.options.logprobs or 0, self.options.tokens_as_ids
         return chat_logprobs(self.tokenizer, delta.logprobs, top, names=names)
 
-    def keep_logprobs(self, delta: Delta) -> int:
+    def store_logprobs(self, delta: Delta) -> int:
         assert self.options.logprobs is not None
-        content = self._contents.setdefault(delta.choice, JsonList())
+        content = self._logprobs_by_choice.setdefault(delta.choice, JsonList())
         before = content.size
         content.extend(self._logprobs(delta)["content"])
         return content.size - before
 
-    def extras(self) -> dict[str, Any]:
+    def extra_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if self.options.return_token_ids:
             fields["prompt_token_ids"] = self.prompts[0].token_ids
@@ -161,8 +165,8 @@ router = APIRouter(tags=["Chat"])
 
 @router.post(
     "/v1/chat/completions",
-    openapi_extra=body_of(ChatRequest),
-    responses=answers(ChatCompletion, events=ChatEvent, errors=GENERATION_ERRORS),
+    openapi_extra=openapi_body(ChatRequest),
+    responses=openapi_responses(ChatCompletion, events=ChatEvent, errors=GENERATION_ERRORS),
 )
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation, rendered by the model's chat template."""
@@ -174,14 +178,14 @@ async def create_chat_completion(request: Request) -> Response:
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        prompts, job = await prepare(chat)
+        prompts, job = await prepare_chat(chat)
 
-        def make_writer(prompts: Sequence[Prompt], tally: Tally) -> AnswerWriter:
+        def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> ChoiceWriter:
             head = fingerprinted_envelope(
                 "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", job
             )
-            return ChatWriter(state.tokenizer, prompts, tally, job.options, head, parsing=job.parsing)
+            return ChatWriter(state.tokenizer, prompts, token_usage, job.options, head, parsing=job.parsing)
 
-        await run(exchange, job, prompts, param="messages", make_writer=make_writer)
+        await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
 
     return Exchange(state, work, deadline=chat.job.deadline)

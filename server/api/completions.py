@@ -16,13 +16,13 @@ from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
 from windlass.server.http.request_id import request_id, set_request_id
 from windlass.server.schemas.completions import Completion, CompletionEvent, CompletionRequest
-from windlass.server.schemas.openapi import GENERATION_ERRORS, answers, body_of
-from windlass.server.serving.deltas import Delta, Tally
-from windlass.server.serving.generation import check, fingerprinted_envelope, run
-from windlass.server.serving.job import GenerationJob, telling_of_scalings
-from windlass.server.serving.prompts import check_suffix, check_token_prompts, prompts_around_gaps, split_prompts
+from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
+from windlass.server.serving.deltas import Delta, TokenUsage
+from windlass.server.serving.generation import check_generation, fingerprinted_envelope, run_generation
+from windlass.server.serving.job import GenerationJob, scaling_hint
+from windlass.server.serving.prompts import check_suffix, check_token_prompts, fill_in_prompts, split_prompts
 from windlass.server.serving.response_format import CompletionLogprobLists, JsonList
-from windlass.server.serving.response_writer import AnswerOptions, AnswerWriter, Result, in_pieces
+from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice, ResponseOptions, in_batches
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 
-_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+_LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 @dataclass(slots=True)
@@ -42,32 +42,32 @@ class _Echo:
     end: int = 0
 
 
-class CompletionWriter(AnswerWriter):
+class CompletionWriter(ChoiceWriter):
     """`echoes`: per prompt the text to repeat before each of its choices, or None."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         prompts: Sequence[Prompt],
-        tally: Tally,
-        options: AnswerOptions,
+        token_usage: TokenUsage,
+        options: ResponseOptions,
         envelope: dict[str, Any],
         echoes: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(tokenizer, prompts, tally, options, envelope)
-        self._echoes = None if echoes is None else [_Echo(text) for text in echoes]
+        super().__init__(tokenizer, prompts, token_usage, options, envelope)
+        self._echo_texts = None if echoes is None else [_Echo(text) for text in echoes]
         self._layouts: dict[int, CompletionLogprobLists] = {}
         self._lists: dict[int, dict[str, JsonList]] = {}  # log-probabilities by choice
 
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
         super().take_prompt_logprobs(prompt_index, entries)
-        if self._echoes is not None and self.options.logprobs is not None:
-            echo = self._echoes[prompt_index]
+        if self._echo_texts is not None and self.options.logprobs is not None:
+            echo = self._echo_texts[prompt_index]
             layout = self._new_layout(0)
             echo.logprobs = _empty_lists()
             pairs = list(zip(self.prompts[prompt_index].token_ids, entries, strict=True))
-            for piece in in_pieces(pairs):
-                self.grow(_extend(echo.logprobs, layout.layout(*zip(*piece, strict=True))))
+            for piece in in_batches(pairs):
+                self.count_bytes(_extend(echo.logprobs, layout.layout(*zip(*piece, strict=True))))
             echo.end = layout.position
 
     def begin(self, choice: int) -> bytes:
@@ -79,8 +79,8 @@ class CompletionWriter(AnswerWriter):
         if prompt_index in self.prompt_objects:
             first["prompt_logprobs"] = self.prompt_objects[prompt_index]
         text, logprobs = "", None
-        if self._echoes is not None:
-            echo = self._echoes[prompt_index]
+        if self._echo_texts is not None:
+            echo = self._echo_texts[prompt_index]
             text, logprobs = echo.text, echo.logprobs
         if not (first or text or logprobs):
             return b""
@@ -89,7 +89,7 @@ class CompletionWriter(AnswerWriter):
     def plain(self, choice: int, text: bytes) -> bytes:
         return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (choice, text)
 
-    def detailed(self, delta: Delta) -> dict[str, Any]:
+    def detailed_choice(self, delta: Delta) -> dict[str, Any]:
         fields = self._choice(delta.choice, delta.text, delta.finish_reason, delta.stop_reason)
         if self.options.logprobs is not None:
             fields["logprobs"] = self._layout(delta.choice).layout(delta.token_ids, delta.logprobs)
@@ -97,15 +97,15 @@ class CompletionWriter(AnswerWriter):
             fields["token_ids"] = delta.token_ids
         return fields
 
-    def whole(self, index: int, choice: int, result: Result) -> dict[str, Any]:
+    def whole(self, index: int, choice: int, result: CollectedChoice) -> dict[str, Any]:
         prompt_index = choice // self.options.samples
-        echo = None if self._echoes is None else self._echoes[prompt_index]
+        echo = None if self._echo_texts is None else self._echo_texts[prompt_index]
         text = result.text if echo is None else echo.text + result.text
         fields = self._choice(index, text, result.finish_reason, result.stop_reason)
         if self.options.logprobs is not None:
             generated = self._lists.get(choice) or _empty_lists()
             if echo is not None and echo.logprobs is not None:
-                generated = {name: echo.logprobs[name] + generated[name] for name in _LISTS}
+                generated = {name: echo.logprobs[name] + generated[name] for name in _LOGPROB_LISTS}
             fields["logprobs"] = generated
         if self.options.return_token_ids:
             fields["prompt_token_ids"] = self.prompts[prompt_index].token_ids
@@ -114,7 +114,7 @@ class CompletionWriter(AnswerWriter):
             fields["prompt_logprobs"] = self.prompt_objects[prompt_index]
         return fields
 
-    def keep_logprobs(self, delta: Delta) -> int:
+    def store_logprobs(self, delta: Delta) -> int:
         lists = self._lists.setdefault(delta.choice, _empty_lists())
         return _extend(lists, self._layout(delta.choice).layout(delta.token_ids, delta.logprobs))
 
@@ -128,7 +128,7 @@ class CompletionWriter(AnswerWriter):
     def _layout(self, choice: int) -> CompletionLogprobLists:
         layout = self._layouts.get(choice)
         if layout is None:
-            end = 0 if self._echoes is None else self._echoes[choice // self.options.samples].end
+            end = 0 if self._echo_texts is None else self._echo_texts[choice // self.options.samples].end
             layout = self._layouts[choice] = self._new_layout(end)
         return layout
 
@@ -139,12 +139,12 @@ class CompletionWriter(AnswerWriter):
             top,
             skip_special_tokens=self.options.skip_special_tokens,
             start=start,
-            names=self.options.token_names,
+            names=self.options.tokens_as_ids,
         )
 
 
 def _empty_lists() -> dict[str, JsonList]:
-    return {name: JsonList() for name in _LISTS}
+    return {name: JsonList() for name in _LOGPROB_LISTS}
 
 
 def _extend(lists: dict[str, JsonList], layout: dict[str, Any]) -> int:
@@ -160,8 +160,8 @@ router = APIRouter(tags=["Completions"])
 
 @router.post(
     "/v1/completions",
-    openapi_extra=body_of(CompletionRequest),
-    responses=answers(Completion, events=CompletionEvent, errors=GENERATION_ERRORS),
+    openapi_extra=openapi_body(CompletionRequest),
+    responses=openapi_responses(Completion, events=CompletionEvent, errors=GENERATION_ERRORS),
 )
 async def create_completion(request: Request) -> Response:
     """Continue one or several prompts, given as text or token ids."""
@@ -172,7 +172,7 @@ async def create_completion(request: Request) -> Response:
         set_request_id(request.scope, body.request_id)
     state.check_model(body.model)
     info = state.admit(caller_of(request))
-    job = check(
+    job = check_generation(
         state,
         body,
         info,
@@ -191,26 +191,26 @@ async def create_completion(request: Request) -> Response:
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        with telling_of_scalings(job):
-            prompts = await (prompts_around_gaps if body.suffix else _prompts)(job, body)
-        echoes = await _echoes(job, prompts) if body.echo else None
+        with scaling_hint(job):
+            prompts = await (fill_in_prompts if body.suffix else _encode_prompts)(job, body)
+        echoes = await _echo_texts(job, prompts) if body.echo else None
 
-        def make_writer(prompts: Sequence[Prompt], tally: Tally) -> AnswerWriter:
+        def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> ChoiceWriter:
             head = fingerprinted_envelope("cmpl", "text_completion", job)
-            return CompletionWriter(state.tokenizer, prompts, tally, job.options, head, echoes)
+            return CompletionWriter(state.tokenizer, prompts, token_usage, job.options, head, echoes)
 
-        await run(exchange, job, prompts, param="prompt", make_writer=make_writer)
+        await run_generation(exchange, job, prompts, param="prompt", make_writer=make_writer)
 
     return Exchange(state, work, deadline=job.deadline)
 
 
-async def _prompts(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
+async def _encode_prompts(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
     state = job.state
-    given = split_prompts(body.prompt, max_prompts=state.settings.max_prompts)
+    prompts_given = split_prompts(body.prompt, max_prompts=state.settings.max_prompts)
     truncate, keep_first = body.truncate_prompt_tokens, body.truncation_side == "right"
-    if isinstance(given[0], str):
+    if isinstance(prompts_given[0], str):
         return await state.text.encode(
-            given,
+            prompts_given,
             add_special_tokens=body.add_special_tokens is not False,
             max_model_len=job.size.longest_prompt,
             truncate=truncate,
@@ -218,19 +218,19 @@ async def _prompts(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
             param="prompt",
             caller=job.caller,
         )
-    checked = await state.text.on_thread(
+    checked = await state.text.run_in_thread(
         lambda: check_token_prompts(
-            given, job.info.vocab_size, job.size.longest_prompt, truncate=truncate, keep_first=keep_first
+            prompts_given, job.info.vocab_size, job.size.longest_prompt, truncate=truncate, keep_first=keep_first
         )
     )
     return [Prompt(ids) for ids in checked]
 
 
-async def _echoes(job: GenerationJob, prompts: list[Prompt]) -> list[str]:
+async def _echo_texts(job: GenerationJob, prompts: list[Prompt]) -> list[str]:
     """What `echo` repeats: the caller's own text where there is one, else what the token ids say."""
-    unwritten = [prompt.token_ids for prompt in prompts if prompt.text is None]
+    without_text = [prompt.token_ids for prompt in prompts if prompt.text is None]
     decoded: Iterator[str] = iter(())
-    if unwritten:
+    if without_text:
         skip = job.options.skip_special_tokens
-        decoded = iter(await job.state.text.decode(unwritten, skip_special_tokens=skip, caller=job.caller))
+        decoded = iter(await job.state.text.decode(without_text, skip_special_tokens=skip, caller=job.caller))
     return [next(decoded) if prompt.text is None else prompt.text for prompt in prompts]

@@ -15,18 +15,26 @@ from starlette.responses import Response
 from windlass.engine.interface.model_info import Activation
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
-from windlass.server.errors import answer_too_large, bad_request
-from windlass.server.schemas.openapi import GENERATION_ERRORS, answers, body_of
+from windlass.server.errors import bad_request, response_too_large
+from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
 from windlass.server.schemas.pooling import EmbeddingList, EmbeddingRequest, PoolingRequest, RowsList
 from windlass.server.serving.job import PoolingJob, envelope
 from windlass.server.serving.pair_scores import probabilities
-from windlass.server.serving.pooling import begin, embedding_rule, numbers, pool, read_inputs, split_inputs, usage
+from windlass.server.serving.pooling import (
+    begin_pooling,
+    embedding_rule,
+    encode_inputs,
+    pool,
+    split_inputs,
+    unpack_rows,
+    usage,
+)
 from windlass.server.serving.streaming import Exchange
 
 _NUMBER_BYTES = 16  # "-0.000123456789,"
 
 
-def vector_bytes(values: int, *, base64: bool) -> int:
+def max_vector_bytes(values: int, *, base64: bool) -> int:
     """How large a vector of so many values may become in JSON."""
     return 2 + (-(-4 * values // 3) + 4 if base64 else _NUMBER_BYTES * values)
 
@@ -45,37 +53,43 @@ router = APIRouter(tags=["Embeddings"])
 
 _ITEM_BYTES = 80  # of JSON around a vector
 
-_EACH_TOKEN = ("all", "classify tokens")  # kinds of pooling with a row for each token
+_PER_TOKEN_KINDS = ("all", "classify tokens")  # kinds of pooling with a row for each token
 
-_CLASSES = ("classify", "classify tokens", "answer")
+_CLASS_KINDS = ("classify", "classify tokens", "answer")
 
-_BATCH = 256 * 1024  # numbers written before others get their turn
+_VALUES_PER_BATCH = 256 * 1024  # numbers written before others get their turn
 
 
 @router.post(
     "/v1/embeddings",
-    openapi_extra=body_of(EmbeddingRequest),
-    responses=answers(EmbeddingList, errors=GENERATION_ERRORS),
+    openapi_extra=openapi_body(EmbeddingRequest),
+    responses=openapi_responses(EmbeddingList, errors=GENERATION_ERRORS),
 )
 async def create_embeddings(request: Request) -> Response:
     """A vector for each text."""
-    body, job = await begin(request, EmbeddingRequest)
-    given = split_inputs(body.input)
+    body, job = await begin_pooling(request, EmbeddingRequest)
+    inputs = split_inputs(body.input)
     rule = embedding_rule(job, pooling=body.pooling, normalize=body.normalize, dimensions=body.dimensions)
-    return _answer(job, given, rule, "embd", base64=body.encoding_format == "base64")
+    return _respond(job, inputs, rule, "embd", base64=body.encoding_format == "base64")
 
 
-@router.post("/pooling", openapi_extra=body_of(PoolingRequest), responses=answers(RowsList, errors=GENERATION_ERRORS))
+@router.post(
+    "/pooling",
+    openapi_extra=openapi_body(PoolingRequest),
+    responses=openapi_responses(RowsList, errors=GENERATION_ERRORS),
+)
 async def create_pooling(request: Request) -> Response:
     """The hidden states of texts, pooled or token by token."""
-    body, job = await begin(request, PoolingRequest)
-    given = split_inputs(body.input)
-    rule = _rule(job, body)
-    activated = rule.kind in _CLASSES and body.use_activation is not False
-    return _answer(job, given, rule, "pool", base64=body.encoding_format == "base64", activated=activated)
+    body, job = await begin_pooling(request, PoolingRequest)
+    inputs = split_inputs(body.input)
+    rule = _pooling_rule(job, body)
+    apply_activation = rule.kind in _CLASS_KINDS and body.use_activation is not False
+    return _respond(
+        job, inputs, rule, "pool", base64=body.encoding_format == "base64", apply_activation=apply_activation
+    )
 
 
-def _rule(job: PoolingJob, body: PoolingRequest) -> PoolingRule:
+def _pooling_rule(job: PoolingJob, body: PoolingRequest) -> PoolingRule:
     """What the body's task comes to. Raises ApiError for one without a head here, or fields that do not go with it."""
     classifier, task = job.info.classifier, body.task
     if task is None and classifier is not None and classifier.per_token and body.pooling is None:
@@ -94,8 +108,8 @@ def _rule(job: PoolingJob, body: PoolingRequest) -> PoolingRule:
     for field in ("pooling", "normalize", "dimensions"):
         if getattr(body, field) is not None:
             raise bad_request(f"{field} goes with states: {task} gives classes, so leave it out", field)
-    if task == "classify" and classifier is None and job.state.answer_ids:
-        return PoolingRule("answer", answers=job.state.answer_ids)
+    if task == "classify" and classifier is None and job.state.rerank_answer_ids:
+        return PoolingRule("answer", answers=job.state.rerank_answer_ids)
     wanted = "…ForTokenClassification" if task == "token_classify" else "…ForSequenceClassification"
     if classifier is None or classifier.per_token != (task == "token_classify"):
         raise bad_request(
@@ -106,14 +120,14 @@ def _rule(job: PoolingJob, body: PoolingRequest) -> PoolingRule:
     return PoolingRule("classify tokens" if task == "token_classify" else "classify")
 
 
-def _answer(
+def _respond(
     job: PoolingJob,
-    given: list[str] | list[list[int]],
+    inputs: list[str] | list[list[int]],
     rule: PoolingRule,
     prefix: str,
     *,
     base64: bool,
-    activated: bool = False,
+    apply_activation: bool = False,
 ) -> Exchange:
     """Refused where it would become too large: before the texts are tokenized, or of single tokens right after.
 
@@ -121,61 +135,64 @@ def _answer(
     """
     classifier = job.info.classifier
     width = rule.dimensions or job.info.hidden_size
-    if rule.kind in _CLASSES:
+    if rule.kind in _CLASS_KINDS:
         width = 1 if classifier is None else len(classifier.labels)
     activation: Activation = "none"
-    if activated:
+    if apply_activation:
         activation = "sigmoid" if classifier is None else classifier.activation
-    _check_size(job, len(given), len(given), width, base64=base64)
+    _check_size(job, len(inputs), len(inputs), width, base64=base64)
 
     async def work(exchange: Exchange) -> None:
-        prompts = await read_inputs(job, given, "input")
+        prompts = await encode_inputs(job, inputs, "input")
         count = sum(map(len, prompts))
-        if rule.kind in _EACH_TOKEN:
+        if rule.kind in _PER_TOKEN_KINDS:
             _check_size(job, len(prompts), count, width, base64=base64)
         pieces = [to_json(envelope(prefix, "list", job))[:-1], b',"data":[']
         batch: list[PooledRows] = []
-        first = held = 0
+        first = batch_bytes = 0
         for number, rows in enumerate(await pool(exchange, job, prompts, rule), start=1):
             batch.append(rows)
-            held += len(rows.values)
-            if number == len(prompts) or held >= 4 * _BATCH:
+            batch_bytes += len(rows.values)
+            if number == len(prompts) or batch_bytes >= 4 * _VALUES_PER_BATCH:
                 if activation != "none":
-                    batch = await job.state.text.on_thread(_activated, batch, activation)
-                pieces.append(await job.state.text.on_thread(_data, batch, first, prefix, rule, base64))
-                batch, first, held = [], number, 0
+                    batch = await job.state.text.run_in_thread(_apply_activation, batch, activation)
+                pieces.append(await job.state.text.run_in_thread(_render_items, batch, first, prefix, rule, base64))
+                batch, first, batch_bytes = [], number, 0
         await exchange.send_json([*pieces, b'],"usage":', to_json(usage(count)), b"}"])
 
     return Exchange(job.state, work, deadline=job.deadline)
 
 
 def _check_size(job: PoolingJob, items: int, rows: int, width: int, *, base64: bool) -> None:
-    size, most = items * _ITEM_BYTES + rows * vector_bytes(width, base64=base64), job.state.settings.max_response_bytes
+    size, most = (
+        items * _ITEM_BYTES + rows * max_vector_bytes(width, base64=base64),
+        job.state.settings.max_response_bytes,
+    )
     if size > most:
-        raise answer_too_large(size, most)
+        raise response_too_large(size, most)
 
 
-def _activated(batch: list[PooledRows], activation: Activation) -> list[PooledRows]:
+def _apply_activation(batch: list[PooledRows], activation: Activation) -> list[PooledRows]:
     """Probabilities in place of logits."""
     found = []
     for rows in batch:
-        flat = array("f", [value for row in numbers(rows) for value in probabilities(row, activation)])
+        flat = array("f", [value for row in unpack_rows(rows) for value in probabilities(row, activation)])
         if sys.byteorder == "big":
             flat.byteswap()
         found.append(PooledRows(flat.tobytes(), rows.width))
     return found
 
 
-def _data(batch: list[PooledRows], first: int, prefix: str, rule: PoolingRule, base64: bool) -> bytes:
+def _render_items(batch: list[PooledRows], first: int, prefix: str, rule: PoolingRule, base64: bool) -> bytes:
     """The items of a few texts."""
     parts = []
     for index, rows in enumerate(batch, start=first):
         if base64:
             vector = base64_json(rows)
-        elif rule.kind in _EACH_TOKEN:
-            vector = b"[" + b",".join([vector_json(row) for row in numbers(rows)]) + b"]"
+        elif rule.kind in _PER_TOKEN_KINDS:
+            vector = b"[" + b",".join([vector_json(row) for row in unpack_rows(rows)]) + b"]"
         else:
-            vector = vector_json(numbers(rows)[0])
+            vector = vector_json(unpack_rows(rows)[0])
         comma = b"," if index else b""
         if prefix == "embd":
             parts.append(b'%s{"object":"embedding","index":%d,"embedding":%s}' % (comma, index, vector))

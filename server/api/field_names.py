@@ -20,29 +20,31 @@ class FieldNames:
     parts: by the chat's name of a field of a message, what it is called there; "" for the place itself.
     """
 
-    def __init__(self, names: Mapping[str, str], places: Sequence[str], parts: Mapping[str, str]) -> None:
+    def __init__(
+        self, names: Mapping[str, str], message_paths: Sequence[str], message_fields: Mapping[str, str]
+    ) -> None:
         self._names = names
-        self._places = places
-        self._parts = parts
+        self._message_paths = message_paths
+        self._message_fields = message_fields
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def renamed_errors(self) -> Iterator[None]:
         """Errors raised inside name the fields as this API does."""
         try:
             yield
         except ApiError as error:
             if error.param is not None or error.status == 400:
-                error.message, error.param = self._renamed(error.message, error.param)
+                error.message, error.param = self._rename(error.message, error.param)
             raise
         except RequestError as error:
-            error.message, error.param = self._renamed(error.message, error.param)
+            error.message, error.param = self._rename(error.message, error.param)
             raise
 
-    def _renamed(self, message: str, param: str | None) -> tuple[str, str | None]:
+    def _rename(self, message: str, param: str | None) -> tuple[str, str | None]:
         found = None if param is None else _MESSAGE.fullmatch(param)
         if found is not None and param is not None:
-            place = self._places[min(int(found[1]), len(self._places) - 1)]
-            part = self._parts.get(found[2] or "", "")
+            place = self._message_paths[min(int(found[1]), len(self._message_paths) - 1)]
+            part = self._message_fields.get(found[2] or "", "")
             here = f"{place}.{part}" if part else place
             message, param = message.replace(param, here), here
         elif param is not None:
@@ -53,7 +55,7 @@ class FieldNames:
 
 
 @dataclass(frozen=True, slots=True)
-class Translated:
+class ChatTranslation:
     """A chat in place of another body, and how errors about it are told."""
 
     body: ChatRequest

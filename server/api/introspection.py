@@ -19,10 +19,10 @@ from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, loaded_model, require_admin, state_of
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.base import RopeScalingField, StrictModel
-from windlass.server.schemas.openapi import BODY_ERRORS, answers, body_of
+from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
 from windlass.server.serving.prompts import check_token_ids
-from windlass.server.serving.request_rotation import read_rotation
-from windlass.server.serving.streaming import LargeJson, while_connected
+from windlass.server.serving.request_rotation import parse_rotation
+from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
 
 
 class CacheGroup(StrictModel):
@@ -130,22 +130,22 @@ _COUNTERS = (
 )
 
 
-@router.get("/v1/cache", responses=answers(CachePages, errors=(403,)))
+@router.get("/v1/cache", responses=openapi_responses(CachePages, errors=(403,)))
 async def cache_pages(request: Request) -> Response:
     """Which pages of the cache are held, kept or free, by whom, and the counters beside them."""
     require_admin(request)
     state = state_of(request)
-    return LargeJson(await state.shown_cache.get(lambda: _cache(state)))
+    return LargeJsonResponse(await state.cache_view.get(lambda: _cache_json(state)))
 
 
-async def _cache(state: ServerState) -> tuple[bytes, float]:
+async def _cache_json(state: ServerState) -> tuple[bytes, float]:
     """The answer, and the seconds that it cost the engine."""
     info = loaded_model(state)
     # Asked for together, both are answered between the same two steps.
-    picture, fresh = await asyncio.gather(state.engine.inspect(CacheQuery()), state.metrics.refresh())
+    snapshot, fresh = await asyncio.gather(state.engine.inspect(CacheQuery()), state.metrics.refresh())
     stats = fresh or state.metrics.last_stats
     counters = {name: getattr(stats, name) for name in _COUNTERS} if stats is not None else {}
-    shown = asdict(picture)
+    shown = asdict(snapshot)
     cost = shown.pop("seconds")
     answer = {"time": time.monotonic(), "bytes_per_token": info.kv_bytes_per_token, **shown, "counters": counters}
     return to_json(answer), cost
@@ -153,14 +153,14 @@ async def _cache(state: ServerState) -> tuple[bytes, float]:
 
 @router.post(
     "/v1/attention",
-    openapi_extra=body_of(AttentionRequest),
-    responses=answers(AttentionMap, errors=(*BODY_ERRORS, 403)),
+    openapi_extra=openapi_body(AttentionRequest),
+    responses=openapi_responses(AttentionMap, errors=(*BODY_ERRORS, 403)),
 )
 async def attention(request: Request) -> Response:
     """What a head of a layer attends to in a short text, under a rotary scaling. Other requests wait for its one pass."""
     state = state_of(request)
     require_admin(request)
-    _check_shown(state)
+    _require_attention_maps(state)
     body = await read_body(request, AttentionRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
     if state.adapters.find(body.model) is not None:
@@ -180,15 +180,17 @@ async def attention(request: Request) -> Response:
             caller=caller_of(request),
         )
         token_ids = prompt.token_ids
-    scaling = read_rotation(body.rope_scaling, None, state.settings, info).scaling
-    question = AttentionQuery(tuple(token_ids), body.layer, body.head, scaling)
+    scaling = parse_rotation(body.rope_scaling, None, state.settings, info).scaling
+    attention_query = AttentionQuery(tuple(token_ids), body.layer, body.head, scaling)
     # One at a time: each holds up the steps of everybody else.
-    inspect = state.attention_turn.run(lambda: state.engine.inspect(question))
-    picture = await while_connected(request, inspect)
-    return LargeJson(await state.text.on_thread(_shown, state.settings.served_model_name, question, picture))
+    inspect = state.attention_executor.run(lambda: state.engine.inspect(attention_query))
+    snapshot = await run_while_connected(request, inspect)
+    return LargeJsonResponse(
+        await state.text.run_in_thread(_attention_json, state.settings.served_model_name, attention_query, snapshot)
+    )
 
 
-def _check_shown(state: ServerState) -> None:
+def _require_attention_maps(state: ServerState) -> None:
     """Raise ApiError 403 unless this server shows attention."""
     if not state.settings.attention_maps:
         raise ApiError(
@@ -198,29 +200,29 @@ def _check_shown(state: ServerState) -> None:
         )
 
 
-def _shown(model: str, question: AttentionQuery, picture: AttentionSnapshot) -> bytes:
-    weights = picture.rows(picture.weights)
-    scores = [[x if x > -math.inf else None for x in row] for row in picture.rows(picture.scores)]
+def _attention_json(model: str, attention_query: AttentionQuery, snapshot: AttentionSnapshot) -> bytes:
+    weights = snapshot.rows(snapshot.weights)
+    scores = [[x if x > -math.inf else None for x in row] for row in snapshot.rows(snapshot.scores)]
     answer: dict[str, Any] = {
         "model": model,
-        "layer": question.layer,
-        "head": question.head,
-        "num_layers": picture.num_layers,
-        "num_heads": picture.num_heads,
-        "tokens": question.token_ids,
-        "fingerprint": picture.fingerprint,
+        "layer": attention_query.layer,
+        "head": attention_query.head,
+        "num_layers": snapshot.num_layers,
+        "num_heads": snapshot.num_heads,
+        "tokens": attention_query.token_ids,
+        "fingerprint": snapshot.fingerprint,
         "weights": weights,
         "scores": scores,
-        "weight_by_distance": _by_distance(weights),
-        "score_by_distance": _by_distance(scores),
+        "weight_by_distance": _mean_by_distance(weights),
+        "score_by_distance": _mean_by_distance(scores),
     }
     return to_json(answer)
 
 
-def _by_distance(rows: list[list[Any]]) -> list[float | None]:
+def _mean_by_distance(rows: list[list[Any]]) -> list[float | None]:
     """The mean of each diagonal; None where all of it is hidden."""
     found: list[float | None] = []
-    for back in range(len(rows)):
-        seen = [row[i - back] for i, row in enumerate(rows) if i >= back and row[i - back] is not None]
-        found.append(sum(seen) / len(seen) if seen else None)
+    for distance in range(len(rows)):
+        values = [row[i - distance] for i, row in enumerate(rows) if i >= distance and row[i - distance] is not None]
+        found.append(sum(values) / len(values) if values else None)
     return found

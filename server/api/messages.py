@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import FieldNames, Translated
+from windlass.server.api.field_names import ChatTranslation, FieldNames
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.errors import ApiError, bad_request, error_body
@@ -32,42 +32,42 @@ from windlass.server.schemas.messages import (
     TokenCount,
     ToolResultBlock,
     ToolUseBlock,
-    definitions,
+    function_definitions,
     text_of,
 )
-from windlass.server.schemas.openapi import BODY_ERRORS, GENERATION_ERRORS, answers, body_of
-from windlass.server.schemas.tools import MadeFunctionCall, MadeToolCall, whole_escapes
-from windlass.server.serving.conversation import check_chat, count_chat, prepare
-from windlass.server.serving.deltas import Tally
-from windlass.server.serving.generation import run
+from windlass.server.schemas.openapi import BODY_ERRORS, GENERATION_ERRORS, openapi_body, openapi_responses
+from windlass.server.schemas.tools import MadeFunctionCall, MadeToolCall, replace_lone_surrogates
+from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
+from windlass.server.serving.deltas import TokenUsage
+from windlass.server.serving.generation import run_generation
 from windlass.server.serving.response_format import JsonList
-from windlass.server.serving.streaming import Exchange, LargeJson, StreamForm, while_connected
-from windlass.server.text.reasoning import ThinkingModel
+from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected
+from windlass.server.text.reasoning import ThinkingControl
 from windlass.server.text.service import Prompt
 
-_NAMES = {
+_FIELD_NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 
-_THINKING_NAMES = {"reasoning_effort": "thinking", "thinking_budget": "thinking"}
+_THINKING_FIELD_NAMES = {"reasoning_effort": "thinking", "thinking_budget": "thinking"}
 
-_PARTS = {"tool_call_id": "content", "tool_calls": "content", "content": "content"}
+_MESSAGE_FIELD_NAMES = {"tool_call_id": "content", "tool_calls": "content", "content": "content"}
 
 
-def chat_of_messages(body: MessageRequest | CountTokensRequest, model: ThinkingModel) -> Translated:
+def chat_request_from_messages(body: MessageRequest | CountTokensRequest, model: ThinkingControl) -> ChatTranslation:
     """The chat that a body of messages asks for; raises ApiError naming the field. model: how it can be told to think."""
     messages: list[ChatMessage] = []
-    places: list[str] = []
+    message_paths: list[str] = []
     if body.system is not None:
         messages.append(ChatMessage.model_construct(role="system", content=text_of(body.system)))
-        places.append("system")
+        message_paths.append("system")
     for number, message in enumerate(body.messages):
-        made = _assistant(message) if message.role == "assistant" else _others(message, number)
+        made = _assistant_messages(message) if message.role == "assistant" else _other_messages(message, number)
         messages += made
-        places += [f"messages[{number}]"] * len(made)
+        message_paths += [f"messages[{number}]"] * len(made)
     if len(messages) > MAX_MESSAGES:
         raise bad_request(f"the conversation has more than {MAX_MESSAGES} messages", "messages")
     fields: dict[str, Any] = {}
@@ -75,36 +75,40 @@ def chat_of_messages(body: MessageRequest | CountTokensRequest, model: ThinkingM
         fields = {name: getattr(body, name) for name in SharedRequest.model_fields}
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     output = body.output_config
-    effort, budget = _thinking(body.thinking)
-    if not model.told_apart:
+    effort, budget = _effort_and_budget(body.thinking)
+    if not model.separates_thinking:
         # Clients that have thinking switched on for one model have it for any: as much as it likes.
         budget = None
     if output is not None and output.effort is not None:
         # Anthropic's clients send one with every request, whatever the model, as a hint.
         effort = model.nearest_effort(output.effort) if effort is None else effort
     choice = body.tool_choice
-    goes_on = messages[-1].role == "assistant" and not messages[-1].tool_calls
+    continues_last = messages[-1].role == "assistant" and not messages[-1].tool_calls
     chat = ChatRequest.model_construct(
         **{"model": body.model, **fields},
         messages=messages,
-        tools=None if body.tools is None else definitions(body.tools),
-        tool_choice=_choice(choice),
+        tools=None if body.tools is None else function_definitions(body.tools),
+        tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
-        response_format=None if output is None or output.format is None else _form(output.format),
+        response_format=None if output is None or output.format is None else _response_format(output.format),
         reasoning_effort=effort,
         thinking_budget=budget,
-        chat_template_kwargs=_variables(body, model.switched_on()),
-        continue_final_message=True if goes_on else None,
-        add_generation_prompt=False if goes_on else None,
+        chat_template_kwargs=_template_variables(body, model.variables_to_enable()),
+        continue_final_message=True if continues_last else None,
+        add_generation_prompt=False if continues_last else None,
     )
     by_config = output is not None and output.effort is not None and body.thinking is None
-    names = {**_NAMES, **_THINKING_NAMES, **({"reasoning_effort": "output_config.effort"} if by_config else {})}
-    return Translated(chat, FieldNames(names, places, _PARTS))
+    names = {
+        **_FIELD_NAMES,
+        **_THINKING_FIELD_NAMES,
+        **({"reasoning_effort": "output_config.effort"} if by_config else {}),
+    }
+    return ChatTranslation(chat, FieldNames(names, message_paths, _MESSAGE_FIELD_NAMES))
 
 
-def _assistant(message: InputMessage) -> list[ChatMessage]:
-    said = [block for block in message.content if isinstance(block, TextBlock)]
-    thought = "\n".join(block.thinking for block in message.content if isinstance(block, ThinkingBlock))
+def _assistant_messages(message: InputMessage) -> list[ChatMessage]:
+    text_blocks = [block for block in message.content if isinstance(block, TextBlock)]
+    thinking_text = "\n".join(block.thinking for block in message.content if isinstance(block, ThinkingBlock))
     calls = [
         MadeToolCall.model_construct(
             id=block.id, function=MadeFunctionCall.model_construct(name=block.name, arguments=block.input)
@@ -112,15 +116,15 @@ def _assistant(message: InputMessage) -> list[ChatMessage]:
         for block in message.content
         if isinstance(block, ToolUseBlock)
     ]
-    fields: dict[str, Any] = {"content": text_of(said) if said else None if calls else ""}
-    if thought:
-        fields["reasoning_content"] = thought
+    fields: dict[str, Any] = {"content": text_of(text_blocks) if text_blocks else None if calls else ""}
+    if thinking_text:
+        fields["reasoning_content"] = thinking_text
     if calls:
         fields["tool_calls"] = calls
     return [ChatMessage.model_construct(role="assistant", **fields)]
 
 
-def _others(message: InputMessage, number: int) -> list[ChatMessage]:
+def _other_messages(message: InputMessage, number: int) -> list[ChatMessage]:
     """A message for each result of a call, and one for the text behind them."""
     made: list[ChatMessage] = []
     texts: list[TextBlock] = []
@@ -134,8 +138,8 @@ def _others(message: InputMessage, number: int) -> list[ChatMessage]:
                     f"messages[{number}].content[{place}]",
                 )
             result = text_of(block.content or ())
-            told = f"Error: {result}" if block.is_error else result
-            made.append(ChatMessage.model_construct(role="tool", tool_call_id=block.tool_use_id, content=told))
+            text = f"Error: {result}" if block.is_error else result
+            made.append(ChatMessage.model_construct(role="tool", tool_call_id=block.tool_use_id, content=text))
         else:
             raise bad_request(
                 f"a message of the {message.role} holds no block of type {block.type!r}",
@@ -146,7 +150,7 @@ def _others(message: InputMessage, number: int) -> list[ChatMessage]:
     return made
 
 
-def _choice(choice: MessageToolChoice | None) -> Any:
+def _tool_choice(choice: MessageToolChoice | None) -> Any:
     if choice is None:
         return None
     if (choice.type == "tool") != (choice.name is not None):
@@ -156,7 +160,7 @@ def _choice(choice: MessageToolChoice | None) -> Any:
     return "required" if choice.type == "any" else choice.type
 
 
-def _thinking(thinking: Thinking | None) -> tuple[Any, int | None]:
+def _effort_and_budget(thinking: Thinking | None) -> tuple[Any, int | None]:
     """A chat's effort and budget."""
     if thinking is None:
         return None, None
@@ -167,13 +171,15 @@ def _thinking(thinking: Thinking | None) -> tuple[Any, int | None]:
     return None, thinking.budget_tokens
 
 
-def _variables(body: MessageRequest | CountTokensRequest, thinks: Mapping[str, Any]) -> dict[str, Any] | None:
-    if body.thinking is None or body.thinking.type == "disabled" or not thinks:
+def _template_variables(
+    body: MessageRequest | CountTokensRequest, thinking_variables: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    if body.thinking is None or body.thinking.type == "disabled" or not thinking_variables:
         return body.chat_template_kwargs
-    return {**thinks, **(body.chat_template_kwargs or {})}
+    return {**thinking_variables, **(body.chat_template_kwargs or {})}
 
 
-def _form(given: dict[str, Any]) -> dict[str, Any]:
+def _response_format(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given["schema"]}}
 
 
@@ -185,22 +191,22 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 class MessageWriter(BlockWriter):
     """A content block for each block: `thinking`, `text` or `tool_use`. message: the answer's `id` and `model`."""
 
-    keeps = False  # its last events repeat nothing
+    collects = False  # its last events repeat nothing
 
     def __init__(self, *args: Any, message: dict[str, Any]) -> None:
         super().__init__(*args)
         self._message = {"type": "message", "role": "assistant", **message}
 
     # ---- streams -----------------------------------------------------------------------------------------------------
-    def head(self) -> bytes:
+    def opening_events(self) -> bytes:
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return _event("message_start", message={**self._message, **begun})
 
-    def opened(self, block: AnswerBlock) -> bytes:
-        events = _event("content_block_start", index=block.index, content_block=_empty(block))
+    def block_start_events(self, block: AnswerBlock) -> bytes:
+        events = _event("content_block_start", index=block.index, content_block=_empty_block(block))
         return events if block.index else events + PING
 
-    def grown(self, block: AnswerBlock, text: str, logprobs: JsonList | None) -> bytes:
+    def block_delta_events(self, block: AnswerBlock, text: str, logprobs: JsonList | None) -> bytes:
         if block.kind == "text":
             delta = {"type": "text_delta", "text": text}
         elif block.kind == "thinking":
@@ -209,20 +215,22 @@ class MessageWriter(BlockWriter):
             delta = {"type": "input_json_delta", "partial_json": text}
         return _event("content_block_delta", index=block.index, delta=delta)
 
-    def closed(self, block: AnswerBlock) -> bytes:
+    def block_stop_events(self, block: AnswerBlock) -> bytes:
         return _event("content_block_stop", index=block.index)
 
     def last_event(self) -> bytes:
         rotary = {} if self.rotary is None else {"rotary": self.rotary}
-        return _event("message_delta", delta=self._ending(), usage=self._usage(), **rotary) + _event("message_stop")
+        return _event("message_delta", delta=self._stop_fields(), usage=self._usage(), **rotary) + _event(
+            "message_stop"
+        )
 
     # ---- whole answers -----------------------------------------------------------------------------------------------
     def pieces(self) -> list[bytes]:
-        content = [_whole(block) for block in self.blocks]
-        answer = {**self._message, "content": content, **self._ending(), "usage": self._usage()}
+        content = [_complete_block(block) for block in self.blocks]
+        answer = {**self._message, "content": content, **self._stop_fields(), "usage": self._usage()}
         return [to_json(answer if self.rotary is None else {**answer, "rotary": self.rotary})]
 
-    def _ending(self) -> dict[str, Any]:
+    def _stop_fields(self) -> dict[str, Any]:
         # What is no text is the id of a token that ends answers.
         stopped = self.finish_reason == "stop" and isinstance(self.stop_reason, str)
         reason = "stop_sequence" if stopped else _STOP_REASONS.get(self.finish_reason or "", "end_turn")
@@ -230,14 +238,14 @@ class MessageWriter(BlockWriter):
 
     def _usage(self) -> dict[str, Any]:
         """`input_tokens` are those that were not found in the cache; thinking is counted where it is told apart."""
-        tally = self.tally
-        thought = tally.reasoning_tokens
-        details = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}
+        token_usage = self.token_usage
+        thinking_tokens = token_usage.reasoning_tokens
+        details = {} if thinking_tokens is None else {"output_tokens_details": {"thinking_tokens": thinking_tokens}}
         return {
-            "input_tokens": tally.prompt_tokens - tally.cached_tokens,
+            "input_tokens": token_usage.prompt_tokens - token_usage.cached_tokens,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": tally.cached_tokens,
-            "output_tokens": tally.completion_tokens,
+            "cache_read_input_tokens": token_usage.cached_tokens,
+            "output_tokens": token_usage.completion_tokens,
             **details,
         }
 
@@ -246,7 +254,7 @@ def _event(name: str, **fields: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + to_json({"type": name, **fields}) + b"\n\n"
 
 
-def _empty(block: AnswerBlock) -> dict[str, Any]:
+def _empty_block(block: AnswerBlock) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": ""}
     if block.kind == "thinking":
@@ -254,18 +262,18 @@ def _empty(block: AnswerBlock) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
 
 
-def _whole(block: AnswerBlock) -> dict[str, Any]:
+def _complete_block(block: AnswerBlock) -> dict[str, Any]:
     if block.kind == "text":
-        return {**_empty(block), "text": block.text}
+        return {**_empty_block(block), "text": block.text}
     if block.kind == "thinking":
-        return {**_empty(block), "thinking": block.text}
-    return {**_empty(block), "input": _arguments(block.text)}
+        return {**_empty_block(block), "thinking": block.text}
+    return {**_empty_block(block), "input": _arguments_object(block.text)}
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _arguments_object(text: str) -> dict[str, Any]:
     """A call's arguments as an object: as much of one as there is, where the answer was cut short or is no JSON."""
     try:
-        found = from_json(whole_escapes(text), allow_partial="trailing-strings", allow_inf_nan=False)
+        found = from_json(replace_lone_surrogates(text), allow_partial="trailing-strings", allow_inf_nan=False)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -273,58 +281,64 @@ def _arguments(text: str) -> dict[str, Any]:
 
 router = APIRouter(tags=["Messages"])
 
-MANY_MESSAGES = 500  # from which making a chat of them leaves the event loop
+MAX_MESSAGES_ON_EVENT_LOOP = 500  # from which making a chat of them leaves the event loop
 
 
 @router.post(
     "/v1/messages",
-    openapi_extra=body_of(MessageRequest),
-    responses=answers(MessageAnswer, events=MessageEvent, errors=GENERATION_ERRORS, named=True),
+    openapi_extra=openapi_body(MessageRequest),
+    responses=openapi_responses(MessageAnswer, events=MessageEvent, errors=GENERATION_ERRORS, named=True),
 )
 async def create_message(request: Request) -> Response:
     """Answer a conversation, in the form of Anthropic's Messages API."""
     arrival = time.monotonic()
     state = state_of(request)
     body = await read_body(request, MessageRequest, stall_seconds=state.settings.body_stall_seconds)
-    translated = await _translated(state, body)
-    with translated.names.told():
+    translated = await _translate(state, body)
+    with translated.names.renamed_errors():
         chat = await check_chat(state, request, translated.body, arrival=arrival)
 
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        with translated.names.told():
-            prompts, job = await prepare(chat)
+        with translated.names.renamed_errors():
+            prompts, job = await prepare_chat(chat)
 
-            def make_writer(prompts: Sequence[Prompt], tally: Tally) -> MessageWriter:
+            def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> MessageWriter:
                 message = {"id": f"msg_{uuid.uuid4().hex}", "model": job.model_name}
-                return MessageWriter(state.tokenizer, tally, job.options, job.parsing, message=message)
+                return MessageWriter(state.tokenizer, token_usage, job.options, job.parsing, message=message)
 
-            await run(exchange, job, prompts, param="messages", make_writer=make_writer)
+            await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
 
     def failure(error: ApiError) -> bytes:
         return b"event: error\ndata: " + to_json(error_body(error, request.scope)) + b"\n\n"
 
-    return Exchange(state, work, deadline=chat.job.deadline, form=StreamForm(failure, done=b"", keep_alive=PING))
+    return Exchange(
+        state, work, deadline=chat.job.deadline, stream_format=StreamFormat(failure, done=b"", keep_alive=PING)
+    )
 
 
-async def _translated(state: ServerState, body: MessageRequest | CountTokensRequest) -> Translated:
+async def _translate(state: ServerState, body: MessageRequest | CountTokensRequest) -> ChatTranslation:
     made = body, state.thinking
-    many = len(body.messages) > MANY_MESSAGES
-    return await state.text.on_thread(chat_of_messages, *made) if many else chat_of_messages(*made)
+    large = len(body.messages) > MAX_MESSAGES_ON_EVENT_LOOP
+    return (
+        await state.text.run_in_thread(chat_request_from_messages, *made)
+        if large
+        else chat_request_from_messages(*made)
+    )
 
 
 @router.post(
     "/v1/messages/count_tokens",
-    openapi_extra=body_of(CountTokensRequest),
-    responses=answers(TokenCount, errors=BODY_ERRORS),
+    openapi_extra=openapi_body(CountTokensRequest),
+    responses=openapi_responses(TokenCount, errors=BODY_ERRORS),
 )
 async def count_tokens(request: Request) -> Response:
     """How many tokens an input comes to, without generating. It needs the tokenizer only, so it works while the engine starts."""
     state = state_of(request)
     body = await read_body(request, CountTokensRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
-    translated = await _translated(state, body)
-    with translated.names.told():
-        count = await while_connected(request, count_chat(state, translated.body, caller_of(request)))
-    return LargeJson(to_json({"input_tokens": count}))
+    translated = await _translate(state, body)
+    with translated.names.renamed_errors():
+        count = await run_while_connected(request, count_chat(state, translated.body, caller_of(request)))
+    return LargeJsonResponse(to_json({"input_tokens": count}))

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.app.adapter_registry import ServedAdapter
 from windlass.server.app.state import ServerState, state_of
-from windlass.server.schemas.openapi import answers
+from windlass.server.schemas.openapi import openapi_responses
 from windlass.server.schemas.response_parts import Model, ModelDraft, ModelList
-from windlass.server.serving.response_format import ladder_object, model_rotation
+from windlass.server.serving.response_format import auto_scaling_object, model_rotary_object
 from windlass.server.text.reasoning import NONE
 
 router = APIRouter(tags=["Models"])
@@ -27,50 +27,50 @@ _CONTEXT_DEFAULTS = ("context_overflow", "keep_tokens", "attention_window", "att
 _CONTEXT_LIMITS = ("shift_context", "max_total_tokens", "shift_refusal", "reuse_refusal")
 
 
-@router.get("/v1/models", responses=answers(ModelList))
+@router.get("/v1/models", responses=openapi_responses(ModelList))
 async def list_models(request: Request) -> Response:
     """The served model, under each of its names, and its adapters."""
     state = state_of(request)
-    described = describe_model(state)
-    found = [{**described, "id": name} for name in state.settings.model_names]
-    found += [{**described, **_adapter(state, adapter)} for adapter in state.adapters.listed()]
-    found = [_for_anthropic(model) for model in found]
+    fields = model_object(state)
+    found = [{**fields, "id": name} for name in state.settings.model_names]
+    found += [{**fields, **_adapter_fields(state, adapter)} for adapter in state.adapters.listed()]
+    found = [_with_anthropic_fields(model) for model in found]
     ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
     return _json({"object": "list", "data": found, **ends})
 
 
-@router.get("/v1/models/{model:path}", responses=answers(Model, errors=(404,)))
+@router.get("/v1/models/{model:path}", responses=openapi_responses(Model, errors=(404,)))
 async def get_model(request: Request, model: str) -> Response:
     """The served model by its id."""
     state = state_of(request)
     state.check_model(model)
     adapter = state.adapters.find(model)
-    described = {**describe_model(state), "id": model, **({} if adapter is None else _adapter(state, adapter))}
-    return _json(_for_anthropic(described))
+    fields = {**model_object(state), "id": model, **({} if adapter is None else _adapter_fields(state, adapter))}
+    return _json(_with_anthropic_fields(fields))
 
 
-def _for_anthropic(model: dict[str, Any]) -> dict[str, Any]:
+def _with_anthropic_fields(model: dict[str, Any]) -> dict[str, Any]:
     """The same with what clients of Anthropic's read of a model."""
     created = datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {**model, "type": "model", "display_name": model["id"], "created_at": created}
 
 
-def _adapter(state: ServerState, adapter: ServedAdapter) -> dict[str, Any]:
+def _adapter_fields(state: ServerState, adapter: ServedAdapter) -> dict[str, Any]:
     """What an adapter says beside its model; what the engine knows is null until it has loaded."""
     info = state.adapters.info_of(adapter)
-    facts = None if info is None else {"rank": info.rank, "targets": info.targets, "num_bytes": info.num_bytes}
+    capabilities = None if info is None else {"rank": info.rank, "targets": info.targets, "num_bytes": info.num_bytes}
     return {
         "id": adapter.source.name,
         "created": adapter.created,
         "parent": state.settings.served_model_name,
-        "adapter": facts,
+        "adapter": capabilities,
     }
 
 
-def describe_model(state: ServerState) -> dict[str, Any]:
+def model_object(state: ServerState) -> dict[str, Any]:
     """The model object; what the engine knows is null until it has loaded."""
     info = state.engine.info
-    described: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "id": state.settings.served_model_name,
         "object": "model",
         "created": state.created,
@@ -89,46 +89,44 @@ def describe_model(state: ServerState) -> dict[str, Any]:
         "vocab_size",
         "trained_len",
     ):
-        described[name] = None if info is None else getattr(info, name)
+        fields[name] = None if info is None else getattr(info, name)
     draft = None if info is None else info.draft_model
-    described["draft_model"] = (
-        None if draft is None else {name: getattr(draft, name) for name in ModelDraft.model_fields}
-    )
-    described["sampling_defaults"] = asdict(state.settings.sampling)
-    described["recommended_sampling"] = dict(state.settings.recommended_sampling) or None
-    described["context"] = {name: getattr(state.settings, name) for name in _CONTEXT_DEFAULTS} | {
+    fields["draft_model"] = None if draft is None else {name: getattr(draft, name) for name in ModelDraft.model_fields}
+    fields["sampling_defaults"] = asdict(state.settings.sampling)
+    fields["recommended_sampling"] = dict(state.settings.recommended_sampling) or None
+    fields["context"] = {name: getattr(state.settings, name) for name in _CONTEXT_DEFAULTS} | {
         name: None if info is None else getattr(info, name) for name in _CONTEXT_LIMITS
     }
-    described["rotary"] = None if info is None else model_rotation(info)
-    described["special_tokens"] = state.tokenizer.special_tokens
-    described["template"] = _template(state)
-    described["rotary_auto"] = None if info is None else ladder_object(info)
-    described |= _beyond_generating(info, fills_in=state.text.fill_in is not None)
-    described["scored_by"] = None if info is None else _scored_by(info, answers=bool(state.answer_ids))
-    return described
+    fields["rotary"] = None if info is None else model_rotary_object(info)
+    fields["special_tokens"] = state.tokenizer.special_tokens
+    fields["template"] = _template_support(state)
+    fields["rotary_auto"] = None if info is None else auto_scaling_object(info)
+    fields |= _task_fields(info, supports_infill=state.text.fill_in is not None)
+    fields["scored_by"] = None if info is None else _scored_by(info, has_answer_tokens=bool(state.rerank_answer_ids))
+    return fields
 
 
-def _template(state: ServerState) -> dict[str, Any] | None:
+def _template_support(state: ServerState) -> dict[str, Any] | None:
     """What the chat template can be told; that for tools where there are two."""
-    facts = state.text.template_facts
-    if facts is None:
+    capabilities = state.text.template_capabilities
+    if capabilities is None:
         return None
     thinking = state.thinking
     return {
-        "tools": facts.tools,
-        "calls": facts.calls,
-        "developer": facts.developer,
+        "tools": capabilities.tools,
+        "calls": capabilities.calls,
+        "developer": capabilities.developer,
         "thinking": None if thinking.name == NONE else thinking.name,
         "thinking_choices": sorted(thinking.choices),
     }
 
 
-def _beyond_generating(info: ModelInfo | None, *, fills_in: bool) -> dict[str, Any]:
+def _task_fields(info: ModelInfo | None, *, supports_infill: bool) -> dict[str, Any]:
     """What it can be asked for, how vectors are made, and its classes."""
     if info is None:
         return {"tasks": None, "embedding": None, "classes": None}
     pooling, classifier = info.pooling, info.classifier
-    generating = ["generate", "infill"] if fills_in else ["generate"]
+    generating = ["generate", "infill"] if supports_infill else ["generate"]
     tasks = [*(generating if info.generates else []), "embed"]
     if classifier is not None:
         tasks.append("token_classify" if classifier.per_token else "classify")
@@ -147,12 +145,12 @@ def _beyond_generating(info: ModelInfo | None, *, fills_in: bool) -> dict[str, A
     return {"tasks": tasks, "embedding": embedding, "classes": classes}
 
 
-def _scored_by(info: ModelInfo, *, answers: bool) -> str | None:
+def _scored_by(info: ModelInfo, *, has_answer_tokens: bool) -> str | None:
     """What the score of a pair of texts comes from; None: it has none."""
     classifier = info.classifier
     if classifier is not None:
         return "head" if len(classifier.labels) == 1 and not classifier.per_token else None
-    return "answer" if answers else "vectors"
+    return "answer" if has_answer_tokens else "vectors"
 
 
 def _json(payload: dict[str, Any]) -> Response:

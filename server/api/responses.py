@@ -14,14 +14,20 @@ from starlette.responses import Response
 
 from windlass.engine.interface.request import SamplingParams
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import FieldNames, Translated
+from windlass.server.api.field_names import ChatTranslation, FieldNames
 from windlass.server.app.request_body import read_body
-from windlass.server.app.response_store import Kept, ResponseStore, items_until
+from windlass.server.app.response_store import ResponseStore, StoredResponse, items_until
 from windlass.server.app.state import ServerState, caller_of, owner_of, state_of
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.chat import MAX_CALLS, MAX_MESSAGES, ChatMessage, ChatRequest
 from windlass.server.schemas.generation import SharedRequest
-from windlass.server.schemas.openapi import BODY_ERRORS, GENERATION_ERRORS, answers, body_of, query
+from windlass.server.schemas.openapi import (
+    BODY_ERRORS,
+    GENERATION_ERRORS,
+    openapi_body,
+    openapi_responses,
+    query_parameter,
+)
 from windlass.server.schemas.responses import (
     INCOMPLETE,
     LOGPROBS,
@@ -38,8 +44,8 @@ from windlass.server.schemas.responses import (
     ResponseAnswer,
     ResponseEvent,
     ResponseRequest,
-    kept_items,
-    known_items,
+    as_items,
+    input_items_of_output,
     text_of,
 )
 from windlass.server.schemas.tools import (
@@ -50,15 +56,15 @@ from windlass.server.schemas.tools import (
     allowed_choice,
     named_choice,
 )
-from windlass.server.serving.conversation import check_chat, count_chat, prepare
-from windlass.server.serving.deltas import Tally
-from windlass.server.serving.generation import run
+from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
+from windlass.server.serving.deltas import TokenUsage
+from windlass.server.serving.generation import run_generation
 from windlass.server.serving.response_format import JsonList, encode, encode_pieces
 from windlass.server.serving.response_writer import usage_object
-from windlass.server.serving.streaming import Exchange, LargeJson, StreamForm, while_connected
+from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected
 from windlass.server.text.service import Prompt
 
-_NAMES = {
+_FIELD_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
@@ -66,24 +72,24 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 
-_PARTS = {"tool_call_id": "call_id", "tool_calls": "call_id", "content": "content"}
+_MESSAGE_FIELD_NAMES = {"tool_call_id": "call_id", "tool_calls": "call_id", "content": "content"}
 
 
-def chat_of_response(body: ResponseRequest, earlier: Sequence[Item]) -> Translated:
+def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -> ChatTranslation:
     """The chat that a response's body asks for; raises ApiError naming the field. earlier: the conversation it goes on from."""
     messages: list[ChatMessage] = []
-    places: list[str] = []
+    message_paths: list[str] = []
     if body.instructions is not None:
         messages.append(ChatMessage.model_construct(role="system", content=body.instructions))
-        places.append("instructions")
-    given = known_items(body.input)
-    answered = {item.call_id for item in given if isinstance(item, CallOutputItem)}
-    turns = _Turns(messages, places, answered)
+        message_paths.append("instructions")
+    given = as_items(body.input)
+    outputs = {item.call_id for item in given if isinstance(item, CallOutputItem)}
+    builder = _MessagesBuilder(messages, message_paths, outputs)
     for item in earlier:
-        turns.add(item, "previous_response_id")
+        builder.add(item, "previous_response_id")
     for number, item in enumerate(given):
-        turns.add(item, f"input[{number}]")
-    turns.end()
+        builder.add(item, f"input[{number}]")
+    builder.end()
     if not messages:
         raise bad_request("input has nothing that a model could answer: give at least one message", "input")
     if len(messages) > MAX_MESSAGES:
@@ -92,7 +98,7 @@ def chat_of_response(body: ResponseRequest, earlier: Sequence[Item]) -> Translat
         )
     logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     fields: dict[str, Any] = {name: getattr(body, name) for name in SharedRequest.model_fields}
-    fields["context_overflow"] = _overflow(body)
+    fields["context_overflow"] = _context_overflow(body)
     chat = ChatRequest.model_construct(
         **fields,
         messages=messages,
@@ -101,78 +107,82 @@ def chat_of_response(body: ResponseRequest, earlier: Sequence[Item]) -> Translat
         logprobs=logprobs or None,
         top_logprobs=body.top_logprobs,
         tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
-        tool_choice=_choice(body.tool_choice),
+        tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
-        response_format=_format(body),
+        response_format=_response_format(body),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         thinking_budget=body.thinking_budget,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    return Translated(chat, FieldNames(_NAMES, places, _PARTS))
+    return ChatTranslation(chat, FieldNames(_FIELD_NAMES, message_paths, _MESSAGE_FIELD_NAMES))
 
 
-class _Turns:
+class _MessagesBuilder:
     """Puts items together to messages: thinking, text and calls of the assistant in a row are one.
 
     answered: ids of calls of which there are results. A call that was cut short and that nobody carried out is left out.
     """
 
-    def __init__(self, messages: list[ChatMessage], places: list[str], answered: Set[str]) -> None:
+    def __init__(self, messages: list[ChatMessage], message_paths: list[str], outputs: Set[str]) -> None:
         self._messages = messages
-        self._places = places
-        self._answered = answered
-        self._turn: dict[str, Any] = {}  # of the assistant
-        self._place = ""
+        self._message_paths = message_paths
+        self._answered = outputs
+        self._assistant_fields: dict[str, Any] = {}  # of the assistant
+        self._path = ""
 
-    def add(self, item: Item, place: str) -> None:
+    def add(self, item: Item, path: str) -> None:
         if isinstance(item, ReasoningItem):
-            if "content" in self._turn or "tool_calls" in self._turn:
+            if "content" in self._assistant_fields or "tool_calls" in self._assistant_fields:
                 self.end()
-            thoughts = self._row("reasoning_content", place)
-            if thoughts == [""]:
-                thoughts.clear()
-            thoughts.append(text_of(item.content or item.summary))
+            thinking = self._list_field("reasoning_content", path)
+            if thinking == [""]:
+                thinking.clear()
+            thinking.append(text_of(item.content or item.summary))
         elif isinstance(item, CallItem):
             if item.status == INCOMPLETE and item.call_id not in self._answered:
                 return
             function = MadeFunctionCall.model_construct(name=item.name, arguments=item.arguments)
             call = MadeToolCall.model_construct(id=item.call_id, function=function)
-            calls = self._row("tool_calls", place)
+            calls = self._list_field("tool_calls", path)
             if len(calls) == MAX_CALLS:
-                raise bad_request(f"{place} is one call more than the {MAX_CALLS} that a turn may hold", place)
+                raise bad_request(f"{path} is one call more than the {MAX_CALLS} that a turn may hold", path)
             calls.append(call)
         elif isinstance(item, CallOutputItem):
             self.end()
-            self._message(place, role="tool", tool_call_id=item.call_id, content=text_of(item.output))
+            self._message(path, role="tool", tool_call_id=item.call_id, content=text_of(item.output))
         else:
             assert isinstance(item, MessageItem)
             if item.role != "assistant":
                 self.end()
-                self._message(place, role=item.role, content=text_of(item.content))
+                self._message(path, role=item.role, content=text_of(item.content))
                 return
-            if "content" in self._turn or "tool_calls" in self._turn:
+            if "content" in self._assistant_fields or "tool_calls" in self._assistant_fields:
                 self.end()
-            self._turn["content"] = text_of(item.content)
-            self._place = place
+            self._assistant_fields["content"] = text_of(item.content)
+            self._path = path
 
     def end(self) -> None:
         """The assistant's turn is over, if there is one."""
-        turn, self._turn = self._turn, {}
-        if "reasoning_content" in turn:
-            turn["reasoning_content"] = "\n".join(turn["reasoning_content"])
-        if turn.get("content") is None and "tool_calls" not in turn and not turn.get("reasoning_content"):
+        assistant, self._assistant_fields = self._assistant_fields, {}
+        if "reasoning_content" in assistant:
+            assistant["reasoning_content"] = "\n".join(assistant["reasoning_content"])
+        if (
+            assistant.get("content") is None
+            and "tool_calls" not in assistant
+            and not assistant.get("reasoning_content")
+        ):
             return  # nothing, or thinking of which nothing is told
-        self._message(self._place, role="assistant", **turn)
+        self._message(self._path, role="assistant", **assistant)
 
-    def _row(self, name: str, place: str) -> list[Any]:
+    def _list_field(self, name: str, path: str) -> list[Any]:
         """What stands in a row in the turn: a list to add to, as copying all of it with each part takes quadratic time."""
-        self._place = place
-        row: list[Any] = self._turn.setdefault(name, [])
-        return row
+        self._path = path
+        values: list[Any] = self._assistant_fields.setdefault(name, [])
+        return values
 
-    def _message(self, place: str, **fields: Any) -> None:
+    def _message(self, path: str, **fields: Any) -> None:
         self._messages.append(ChatMessage.model_construct(**fields))
-        self._places.append(place)
+        self._message_paths.append(path)
 
 
 def _tool(tool: Any) -> ToolDefinition:
@@ -182,7 +192,7 @@ def _tool(tool: Any) -> ToolDefinition:
     return ToolDefinition.model_construct(type="function", function=function)
 
 
-def _choice(choice: Any) -> Any:
+def _tool_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
     if choice["type"] == "function":
@@ -190,7 +200,7 @@ def _choice(choice: Any) -> Any:
     return allowed_choice(choice["mode"], [tool["name"] for tool in choice["tools"]])
 
 
-def _format(body: ResponseRequest) -> dict[str, Any] | None:
+def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
     """A chat's `response_format`: the schema stands beside the type here, and inside `json_schema` there."""
     given = None if body.text is None else body.text.format
     if given is None or given.get("type") != "json_schema":
@@ -201,7 +211,7 @@ def _format(body: ResponseRequest) -> dict[str, Any] | None:
     return {"type": kind, "json_schema": rest}
 
 
-def _overflow(body: ResponseRequest) -> Any:
+def _context_overflow(body: ResponseRequest) -> Any:
     if body.truncation is None:
         return body.context_overflow
     if body.context_overflow is not None:
@@ -214,22 +224,22 @@ def _overflow(body: ResponseRequest) -> Any:
     return "stop" if body.max_output_tokens is None else "error"
 
 
-_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
+_OUTPUT_ID_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
 
-_MORE = {
+_DELTA_EVENTS = {
     "thinking": "response.reasoning_text.delta",
     "text": "response.output_text.delta",
     "call": "response.function_call_arguments.delta",
 }
 
 # What OpenAI calls the failures of a response.
-_FAILURES = {429: "rate_limit_exceeded"}
+_FAILURE_CODES = {429: "rate_limit_exceeded"}
 
 
 class ResponseWriter(BlockWriter):
     """An item for each block: `reasoning`, `message` or `function_call`.
 
-    response: see `begun_response`.
+    response: see `new_response`.
     keep: takes the whole response as JSON and its items once it has finished, before the last event or the answer is sent.
     """
 
@@ -237,107 +247,115 @@ class ResponseWriter(BlockWriter):
         self,
         *args: Any,
         response: dict[str, Any],
-        keep: Callable[[bytes, list[dict[str, Any]]], None] | None = None,
+        store_response: Callable[[bytes, list[dict[str, Any]]], None] | None = None,
     ) -> None:
         super().__init__(*args)
         self._response = response
-        self._serial = str(response["id"]).removeprefix("resp_")
-        self._keep_response = keep
-        self._sent = 0
+        self._id_suffix = str(response["id"]).removeprefix("resp_")
+        self._store_response = store_response
+        self._sequence_number = 0
 
     # ---- streams -----------------------------------------------------------------------------------------------------
-    def head(self) -> bytes:
+    def opening_events(self) -> bytes:
         response = {**self._response, "status": "in_progress"}
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
-    def opened(self, block: AnswerBlock) -> bytes:
+    def block_start_events(self, block: AnswerBlock) -> bytes:
         item = self._item(block, "in_progress", empty=True)
         event = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
             return event
-        return event + self._of_part(block, "response.content_part.added", part=_part(block, "", JsonList()))
+        return event + self._part_event(block, "response.content_part.added", part=_content_part(block, "", JsonList()))
 
-    def grown(self, block: AnswerBlock, text: str, logprobs: JsonList | None) -> bytes:
+    def block_delta_events(self, block: AnswerBlock, text: str, logprobs: JsonList | None) -> bytes:
         if block.kind == "text":
-            return self._of_part(block, _MORE["text"], delta=text, logprobs=logprobs or [])
+            return self._part_event(block, _DELTA_EVENTS["text"], delta=text, logprobs=logprobs or [])
         if block.kind == "thinking":
-            return self._of_part(block, _MORE["thinking"], delta=text)
-        return self._of_item(block, _MORE["call"], delta=text)
+            return self._part_event(block, _DELTA_EVENTS["thinking"], delta=text)
+        return self._item_event(block, _DELTA_EVENTS["call"], delta=text)
 
-    def closed(self, block: AnswerBlock) -> bytes:
+    def block_stop_events(self, block: AnswerBlock) -> bytes:
         text = block.text
         if block.kind == "call":
-            events = self._of_item(
+            events = self._item_event(
                 block, "response.function_call_arguments.done", name=block.name, arguments=text or "{}"
             )
         else:
             logprobs = block.logprobs or JsonList()
             if block.kind == "text":
-                events = self._of_part(block, "response.output_text.done", text=text, logprobs=logprobs)
+                events = self._part_event(block, "response.output_text.done", text=text, logprobs=logprobs)
             else:
-                events = self._of_part(block, "response.reasoning_text.done", text=text)
-            events += self._of_part(block, "response.content_part.done", part=_part(block, text, logprobs))
-        item = self._item(block, _status(block))
+                events = self._part_event(block, "response.reasoning_text.done", text=text)
+            events += self._part_event(block, "response.content_part.done", part=_content_part(block, text, logprobs))
+        item = self._item(block, _item_status(block))
         return events + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def last_event(self) -> bytes:
         answer = self._answer()
-        return self._event(f"response.{answer['status']}", response=self._kept(answer))
+        return self._event(f"response.{answer['status']}", response=self._stored(answer))
 
     def failure(self, error: ApiError) -> bytes:
         """The event of an answer that fails on its way."""
-        detail = {"code": _FAILURES.get(error.status, "server_error"), "message": error.message, "param": error.param}
-        output = [self._item(block, "incomplete" if block is self._open else "completed") for block in self.blocks]
+        detail = {
+            "code": _FAILURE_CODES.get(error.status, "server_error"),
+            "message": error.message,
+            "param": error.param,
+        }
+        output = [
+            self._item(block, "incomplete" if block is self._open_block else "completed") for block in self.blocks
+        ]
         failed = {**self._response, "status": "failed", "error": {**detail, "type": error.type}, "output": output}
         return self._event("response.failed", response=failed)
 
-    def _of_item(self, block: AnswerBlock, event: str, /, **fields: Any) -> bytes:
+    def _item_event(self, block: AnswerBlock, event: str, /, **fields: Any) -> bytes:
         return self._event(event, item_id=self._id(block), output_index=block.index, **fields)
 
-    def _of_part(self, block: AnswerBlock, event: str, /, **fields: Any) -> bytes:
-        return self._of_item(block, event, content_index=0, **fields)
+    def _part_event(self, block: AnswerBlock, event: str, /, **fields: Any) -> bytes:
+        return self._item_event(block, event, content_index=0, **fields)
 
     def _event(self, event: str, /, **fields: Any) -> bytes:
-        data = {"type": event, "sequence_number": self._sent, **fields}
-        self._sent += 1
+        data = {"type": event, "sequence_number": self._sequence_number, **fields}
+        self._sequence_number += 1
         return b"event: " + event.encode() + b"\ndata: " + encode(data) + b"\n\n"
 
     # ---- whole answers -----------------------------------------------------------------------------------------------
     def pieces(self) -> list[bytes]:
-        return list(encode_pieces(self._kept(self._answer())))
+        return list(encode_pieces(self._stored(self._answer())))
 
     def _answer(self) -> dict[str, Any]:
-        usage, cut = usage_object(self.tally), self.finish_reason == "length"
+        usage, incomplete = usage_object(self.token_usage), self.finish_reason == "length"
         answer = {
             **self._response,
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "completed_at": None if cut else int(time.time()),
-            "output": [self._item(block, _status(block)) for block in self.blocks],
+            "status": "incomplete" if incomplete else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
+            "completed_at": None if incomplete else int(time.time()),
+            "output": [self._item(block, _item_status(block)) for block in self.blocks],
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 # The prefix cache costs nobody anything, so nothing is counted as written to it.
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self.tally.reasoning_tokens or 0},
+                "output_tokens_details": {"reasoning_tokens": self.token_usage.reasoning_tokens or 0},
                 "total_tokens": usage["total_tokens"],
             },
         }
         return answer if self.rotary is None else {**answer, "rotary": self.rotary}
 
-    def _kept(self, answer: dict[str, Any]) -> dict[str, Any]:
-        if self._keep_response is not None:
-            items = [self._item(block, _status(block), bare=True) for block in self.blocks]
-            self._keep_response(encode(answer), items)
+    def _stored(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if self._store_response is not None:
+            items = [self._item(block, _item_status(block), without_logprobs=True) for block in self.blocks]
+            self._store_response(encode(answer), items)
         return answer
 
     # ---- items -------------------------------------------------------------------------------------------------------
     def _id(self, block: AnswerBlock) -> str:
-        return f"{_PREFIXES[block.kind]}_{self._serial}{block.index:04x}"
+        return f"{_OUTPUT_ID_PREFIXES[block.kind]}_{self._id_suffix}{block.index:04x}"
 
-    def _item(self, block: AnswerBlock, status: str, *, empty: bool = False, bare: bool = False) -> dict[str, Any]:
+    def _item(
+        self, block: AnswerBlock, status: str, *, empty: bool = False, without_logprobs: bool = False
+    ) -> dict[str, Any]:
         """empty: as an item begins. bare: without log-probabilities, as it may be sent back."""
         item: dict[str, Any] = {"id": self._id(block)}
         text = "" if empty else block.text
@@ -346,8 +364,8 @@ class ResponseWriter(BlockWriter):
             arguments = text if empty or status == "incomplete" else text or "{}"
             call = {"call_id": block.call_id, "name": block.name, "arguments": arguments}
             return {**item, "type": "function_call", "status": status, **call}
-        logprobs = JsonList() if bare or block.logprobs is None else block.logprobs
-        parts = [] if empty else [_part(block, text, logprobs)]
+        logprobs = JsonList() if without_logprobs or block.logprobs is None else block.logprobs
+        parts = [] if empty else [_content_part(block, text, logprobs)]
         if block.kind == "thinking":
             return {
                 **item,
@@ -360,17 +378,17 @@ class ResponseWriter(BlockWriter):
         return {**item, "type": "message", "status": status, "role": "assistant", "content": parts}
 
 
-def _part(block: AnswerBlock, text: str, logprobs: JsonList) -> dict[str, Any]:
+def _content_part(block: AnswerBlock, text: str, logprobs: JsonList) -> dict[str, Any]:
     if block.kind == "thinking":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _status(block: AnswerBlock) -> str:
-    return "incomplete" if block.cut else "completed"
+def _item_status(block: AnswerBlock) -> str:
+    return "incomplete" if block.incomplete else "completed"
 
 
-def begun_response(body: ResponseRequest, *, model: str, sampling: SamplingParams, drops_turns: bool) -> dict[str, Any]:
+def new_response(body: ResponseRequest, *, model: str, sampling: SamplingParams, drops_turns: bool) -> dict[str, Any]:
     """A response that has no output yet: what it was asked for, and what holds where that was left out."""
     text, reasoning = body.text, body.reasoning
     tools = [tool.model_dump(exclude_none=True, exclude={"defer_loading"}) for tool in body.tools or ()]
@@ -408,7 +426,7 @@ def begun_response(body: ResponseRequest, *, model: str, sampling: SamplingParam
     }
 
 
-def unbegun_failure(error: ApiError) -> bytes:
+def early_failure_event(error: ApiError) -> bytes:
     """The event of a stream that fails before its response was created."""
     data = {
         "type": "error",
@@ -420,7 +438,7 @@ def unbegun_failure(error: ApiError) -> bytes:
     return b"event: error\ndata: " + to_json(data) + b"\n\n"
 
 
-_SERIAL = 32  # characters of an item's id behind its prefix, which its response's id has, too
+_ID_SUFFIX_LENGTH = 32  # characters of an item's id behind its prefix, which its response's id has, too
 
 
 def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: str) -> None:
@@ -437,13 +455,13 @@ def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: s
         if item.id in named:
             raise bad_request(f"{param} names {shown!r} for the second time: name an item once", param)
         named.add(item.id)
-        response_id = "resp_" + item.id.partition("_")[2][:_SERIAL]
+        response_id = "resp_" + item.id.partition("_")[2][:_ID_SUFFIX_LENGTH]
         if response_id not in found:
-            kept = responses.get(response_id, owner)
-            items = () if kept is None else (*kept.asked.items, *kept.answered.items)
+            stored = responses.get(response_id, owner)
+            items = () if stored is None else (*stored.inputs.items, *stored.outputs.items)
             found[response_id] = {each.id: each for each in items}
-        known = found[response_id].get(item.id)
-        if known is None:
+        item_found = found[response_id].get(item.id)
+        if item_found is None:
             raise ApiError(
                 404,
                 f"there is no item {shown!r} (any more): items are kept with their responses, the oldest are forgotten; those of "
@@ -451,78 +469,78 @@ def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: s
                 param=param,
                 code="item_not_found",
             )
-        body.input[number] = known.model_copy()  # its id may become another one
+        body.input[number] = item_found.model_copy()  # its id may become another one
 
 
 router = APIRouter(tags=["Responses"])
 
-MANY_ITEMS = 500  # items from which making a chat of them leaves the event loop
+MAX_ITEMS_ON_EVENT_LOOP = 500  # items from which making a chat of them leaves the event loop
 
 ITEM_BYTES = 1024  # what an item takes in memory beside its text
 
 
 @router.post(
     "/v1/responses",
-    openapi_extra=body_of(ResponseRequest),
-    responses=answers(ResponseAnswer, events=ResponseEvent, errors=GENERATION_ERRORS, named=True),
+    openapi_extra=openapi_body(ResponseRequest),
+    responses=openapi_responses(ResponseAnswer, events=ResponseEvent, errors=GENERATION_ERRORS, named=True),
 )
 async def create_response(request: Request) -> Response:
     """Answer an input, or go on with an earlier response's conversation."""
     arrival = time.monotonic()
     state, owner = state_of(request), owner_of(request)
     body = await read_body(request, ResponseRequest, stall_seconds=state.settings.body_stall_seconds)
-    previous = _previous(state, body, owner)
-    translated = await _translated(state, body, owner, previous)
-    with translated.names.told():
+    previous = _previous_response(state, body, owner)
+    translated = await _translate(state, body, owner, previous)
+    with translated.names.renamed_errors():
         chat = await check_chat(state, request, translated.body, arrival=arrival)
     writers: list[ResponseWriter] = []  # one, once it is made
 
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        with translated.names.told():
-            prompts, job = await prepare(chat)
-            response = begun_response(
+        with translated.names.renamed_errors():
+            prompts, job = await prepare_chat(chat)
+            response = new_response(
                 body, model=job.model_name, sampling=job.sampling, drops_turns=job.overflow == "drop_turns"
             )
 
-            def keep(answer: bytes, output: list[dict[str, Any]]) -> None:
-                _keep(state, owner, str(response["id"]), body, previous, answer, output)
+            def store_response(answer: bytes, output: list[dict[str, Any]]) -> None:
+                _store(state, owner, str(response["id"]), body, previous, answer, output)
 
-            def make_writer(prompts: Sequence[Prompt], tally: Tally) -> ResponseWriter:
+            def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> ResponseWriter:
                 writer = ResponseWriter(
                     state.tokenizer,
-                    tally,
+                    token_usage,
                     job.options,
                     job.parsing,
                     response=response,
-                    keep=None if body.store is False else keep,
+                    store_response=None if body.store is False else store_response,
                 )
                 writers.append(writer)
                 return writer
 
-            await run(exchange, job, prompts, param="messages", make_writer=make_writer)
+            await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
 
     def failure(error: ApiError) -> bytes:
-        return writers[0].failure(error) if writers and writers[0].begun else unbegun_failure(error)
+        return writers[0].failure(error) if writers and writers[0].started else early_failure_event(error)
 
-    return Exchange(state, work, deadline=chat.job.deadline, form=StreamForm(failure, done=b""))
+    return Exchange(state, work, deadline=chat.job.deadline, stream_format=StreamFormat(failure, done=b""))
 
 
 @router.post(
     "/v1/responses/input_tokens",
-    openapi_extra=body_of(CountInputRequest),
-    responses=answers(InputTokens, errors=BODY_ERRORS),
+    openapi_extra=openapi_body(CountInputRequest),
+    responses=openapi_responses(InputTokens, errors=BODY_ERRORS),
 )
 async def count_input_tokens(request: Request) -> Response:
     """How many tokens an input comes to, without generating. It needs the tokenizer only, so it works while the engine starts."""
     state, owner = state_of(request), owner_of(request)
     body = await read_body(request, CountInputRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
-    translated = await _translated(state, body, owner, _previous(state, body, owner))
-    with translated.names.told():
-        count = await while_connected(request, count_chat(state, translated.body, caller_of(request)))
-    return LargeJson(to_json({"object": "response.input_tokens", "input_tokens": count}))
+    translated = await _translate(state, body, owner, _previous_response(state, body, owner))
+    with translated.names.renamed_errors():
+        count = await run_while_connected(request, count_chat(state, translated.body, caller_of(request)))
+    return LargeJsonResponse(to_json({"object": "response.input_tokens", "input_tokens": count}))
 
 
 @router.post("/v1/responses/compact", include_in_schema=False)
@@ -535,27 +553,29 @@ async def compact_response(request: Request) -> Response:
     )
 
 
-async def _translated(state: ServerState, body: ResponseRequest, owner: str, previous: Kept | None) -> Translated:
+async def _translate(
+    state: ServerState, body: ResponseRequest, owner: str, previous: StoredResponse | None
+) -> ChatTranslation:
     """The chat that a body asks for. What its input names by ids stands in it afterwards."""
-    earlier: list[Item] = [] if previous is None else items_until(previous.answered)
+    earlier: list[Item] = [] if previous is None else items_until(previous.outputs)
 
-    def translate() -> Translated:
+    def translate() -> ChatTranslation:
         resolve_references(body, state.responses, owner)
-        return chat_of_response(body, earlier)
+        return chat_request_from_response(body, earlier)
 
-    many = len(earlier) + len(body.input) > MANY_ITEMS
-    return await state.text.on_thread(translate) if many else translate()
+    large = len(earlier) + len(body.input) > MAX_ITEMS_ON_EVENT_LOOP
+    return await state.text.run_in_thread(translate) if large else translate()
 
 
-def _previous(state: ServerState, body: ResponseRequest, owner: str) -> Kept | None:
+def _previous_response(state: ServerState, body: ResponseRequest, owner: str) -> StoredResponse | None:
     if body.previous_response_id is None:
         return None
-    return _found(state, body.previous_response_id, owner, param="previous_response_id")
+    return _stored_response(state, body.previous_response_id, owner, param="previous_response_id")
 
 
-def _found(state: ServerState, response_id: str, owner: str, *, param: str | None = None) -> Kept:
-    kept = state.responses.get(response_id, owner)
-    if kept is None:
+def _stored_response(state: ServerState, response_id: str, owner: str, *, param: str | None = None) -> StoredResponse:
+    stored = state.responses.get(response_id, owner)
+    if stored is None:
         raise ApiError(
             404,
             f"there is no response {response_id[:64]!r} (any more): responses are kept in memory, the oldest are forgotten, and "
@@ -563,45 +583,47 @@ def _found(state: ServerState, response_id: str, owner: str, *, param: str | Non
             param=param,
             code="previous_response_not_found" if param else "response_not_found",
         )
-    return kept
+    return stored
 
 
-def _keep(
+def _store(
     state: ServerState,
     owner: str,
     response_id: str,
     body: ResponseRequest,
-    previous: Kept | None,
+    previous: StoredResponse | None,
     answer: bytes,
     output: list[dict[str, Any]],
 ) -> None:
-    asked, answered = known_items(body.input), kept_items(output)
+    inputs, outputs = as_items(body.input), input_items_of_output(output)
     # Pages begin behind an id: one that a caller repeats, such as an output item's beside its response, would lead back.
-    taken = {item.id for item in ([] if previous is None else items_until(previous.answered))}
-    for number, item in enumerate(asked):
+    taken = {item.id for item in ([] if previous is None else items_until(previous.outputs))}
+    for number, item in enumerate(inputs):
         if item.id is None or item.id in taken:
-            item.id = f"{_PREFIX[item.type]}_{response_id.removeprefix('resp_')}i{number:04x}"
+            item.id = f"{_INPUT_ID_PREFIXES[item.type]}_{response_id.removeprefix('resp_')}i{number:04x}"
         taken.add(item.id)
-    sizes = [len(to_json(items)) + ITEM_BYTES * (1 + len(items)) for items in (asked, answered)]
+    sizes = [len(to_json(items)) + ITEM_BYTES * (1 + len(items)) for items in (inputs, outputs)]
     state.responses.put(
         response_id,
         owner,
         answer,
         previous=previous,
-        asked=asked,
-        answered=answered,
+        inputs=inputs,
+        outputs=outputs,
         sizes=(sizes[0], sizes[1]),
     )
 
 
-_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_INPUT_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
-_STREAM = query("stream", {"enum": ["false"]}, "Only `false`: a response that is kept is not streamed again.")
+_STREAM = query_parameter("stream", {"enum": ["false"]}, "Only `false`: a response that is kept is not streamed again.")
 
 _PAGING = [
-    query("order", {"enum": ["asc", "desc"], "default": "desc"}, "The last item first (`desc`), or the first one."),
-    query("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "Items on a page."),
-    query(
+    query_parameter(
+        "order", {"enum": ["asc", "desc"], "default": "desc"}, "The last item first (`desc`), or the first one."
+    ),
+    query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "Items on a page."),
+    query_parameter(
         "after",
         {"type": "string"},
         "The id of the item that the page begins behind, such as the last page's `last_id`.",
@@ -612,59 +634,59 @@ _PAGING = [
 @router.get(
     "/v1/responses/{response_id}",
     openapi_extra={"parameters": [_STREAM]},
-    responses=answers(ResponseAnswer, errors=(400, 404)),
+    responses=openapi_responses(ResponseAnswer, errors=(400, 404)),
 )
 async def get_response(request: Request, response_id: str) -> Response:
     """A response that is kept, as it was answered."""
     if request.query_params.get("stream", "false") != "false":
         raise bad_request("a response that is kept is not streamed again: leave stream out", "stream")
-    return LargeJson(_found(state_of(request), response_id, owner_of(request)).body)
+    return LargeJsonResponse(_stored_response(state_of(request), response_id, owner_of(request)).body)
 
 
-@router.delete("/v1/responses/{response_id}", responses=answers(DeletedResponse, errors=(404,)))
+@router.delete("/v1/responses/{response_id}", responses=openapi_responses(DeletedResponse, errors=(404,)))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget a response. Those that went on from it keep their conversation."""
     state, owner = state_of(request), owner_of(request)
-    _found(state, response_id, owner)
+    _stored_response(state, response_id, owner)
     state.responses.delete(response_id, owner)
-    return LargeJson(to_json({"id": response_id, "object": "response", "deleted": True}))
+    return LargeJsonResponse(to_json({"id": response_id, "object": "response", "deleted": True}))
 
 
 @router.get(
     "/v1/responses/{response_id}/input_items",
     openapi_extra={"parameters": _PAGING},
-    responses=answers(ItemList, errors=(400, 404)),
+    responses=openapi_responses(ItemList, errors=(400, 404)),
 )
 async def list_input_items(request: Request, response_id: str) -> Response:
     """The items that a response answered, those of the responses before it included."""
-    query = request.query_params
-    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    params = request.query_params
+    order, limit, after = params.get("order", "desc"), params.get("limit", "20"), params.get("after")
     if order not in ("asc", "desc"):
         raise bad_request("order should be 'asc' or 'desc'", "order")
     if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= 100):
         raise bad_request("limit should be a number from 1 to 100", "limit")
     state = state_of(request)
-    kept = _found(state, response_id, owner_of(request))
-    items: list[Item] = items_until(kept.asked)
+    stored = _stored_response(state, response_id, owner_of(request))
+    items: list[Item] = items_until(stored.inputs)
     if order == "desc":
         items.reverse()
     if after is not None:
-        places = [place for place, item in enumerate(items) if item.id == after]
-        if not places:
+        positions = [position for position, item in enumerate(items) if item.id == after]
+        if not positions:
             raise bad_request("after names no item of this response", "after")
-        items = items[places[0] + 1 :]
+        items = items[positions[0] + 1 :]
     page, more = items[: int(limit)], len(items) > int(limit)
     listed = {
         "object": "list",
-        "data": [listed_item(item) for item in page],
+        "data": [input_item_object(item) for item in page],
         "first_id": page[0].id if page else None,
         "last_id": page[-1].id if page else None,
         "has_more": more,
     }
-    return LargeJson(await state.text.on_thread(to_json, listed))
+    return LargeJsonResponse(await state.text.run_in_thread(to_json, listed))
 
 
-def listed_item(item: Item) -> dict[str, Any]:
+def input_item_object(item: Item) -> dict[str, Any]:
     """An item of an input as it is listed: with its status, and the texts of calls' results in one string."""
     shown = item.model_dump(exclude_none=True)
     if item.type == "function_call_output":

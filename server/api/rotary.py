@@ -17,10 +17,10 @@ from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, loaded_model, state_of
 from windlass.server.errors import bad_request
 from windlass.server.schemas.base import RopeScalingField, RopeUpdateField, StrictModel
-from windlass.server.schemas.openapi import BODY_ERRORS, answers, body_of
+from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
 from windlass.server.schemas.response_parts import ModelRotary, RotaryChosen, RotaryLadderShown, ScalingValue
-from windlass.server.serving.request_rotation import check_rotates, planner_of, read_rotation
-from windlass.server.serving.response_format import groups_object, ladder_object
+from windlass.server.serving.request_rotation import build_planner, check_has_rotary, parse_rotation
+from windlass.server.serving.response_format import auto_scaling_object, groups_object
 
 
 class RotaryInspectRequest(StrictModel):
@@ -82,7 +82,7 @@ class RotaryInspection(InspectedGroup):
     groups: dict[str, InspectedGroup] | None = None
 
 
-Place = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Position = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class RotaryCurvesRequest(RotaryInspectRequest):
@@ -92,8 +92,8 @@ class RotaryCurvesRequest(RotaryInspectRequest):
     """
 
     group: Annotated[str, Field(max_length=64)] | None = None
-    positions: Annotated[list[Place], Field(max_length=128, fail_fast=True, default_factory=list)]
-    distances: Annotated[list[Place], Field(max_length=512, fail_fast=True, default_factory=list)]
+    positions: Annotated[list[Position], Field(max_length=128, fail_fast=True, default_factory=list)]
+    distances: Annotated[list[Position], Field(max_length=512, fail_fast=True, default_factory=list)]
 
 
 class RotaryCurves(StrictModel):
@@ -122,13 +122,13 @@ class RotaryCurves(StrictModel):
 router = APIRouter(tags=["Rotary"])
 
 
-@router.get("/v1/rotary", responses=answers(RotarySettings))
+@router.get("/v1/rotary", responses=openapi_responses(RotarySettings))
 async def rotary(request: Request) -> Response:
     """The model's own rotation, this server's default and profiles, and what requests may set."""
     state = state_of(request)
     info, settings = loaded_model(state), state.settings
-    check_rotates(info)
-    planner = planner_of(settings, info)
+    check_has_rotary(info)
+    planner = build_planner(settings, info)
     default = planner.plan(1 if planner.auto else info.max_model_len)
     return _json(
         {
@@ -139,52 +139,54 @@ async def rotary(request: Request) -> Response:
             "rope_update": settings.rope_update,
             "rope_exact": settings.rope_exact,
             "max_model_len": info.max_model_len,
-            "auto": ladder_object(info),
+            "auto": auto_scaling_object(info),
         }
     )
 
 
 @router.post(
     "/v1/rotary/inspect",
-    openapi_extra=body_of(RotaryInspectRequest),
-    responses=answers(RotaryInspection, errors=BODY_ERRORS),
+    openapi_extra=openapi_body(RotaryInspectRequest),
+    responses=openapi_responses(RotaryInspection, errors=BODY_ERRORS),
 )
 async def inspect(request: Request) -> Response:
     """The frequencies and factors a request would run under, computed from the model's own numbers."""
     state = state_of(request)
     body = await read_body(request, RotaryInspectRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
-    return _json(await state.text.on_thread(_inspect, *_planned(state, body)))
+    return _json(await state.text.run_in_thread(_inspection_object, *_requested_plan(state, body)))
 
 
 @router.post(
     "/v1/rotary/curves",
-    openapi_extra=body_of(RotaryCurvesRequest),
-    responses=answers(RotaryCurves, errors=BODY_ERRORS),
+    openapi_extra=openapi_body(RotaryCurvesRequest),
+    responses=openapi_responses(RotaryCurves, errors=BODY_ERRORS),
 )
 async def curves(request: Request) -> Response:
     """What a scaling comes to by position and distance: cosines and sines, RoFormer's bound, and pairs that hardly turn."""
     state = state_of(request)
     body = await read_body(request, RotaryCurvesRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
-    plan, length = _planned(state, body)
+    plan, length = _requested_plan(state, body)
     names = [group.name for group in plan.groups_in(plan.stage(length))]
     if body.group is not None and body.group not in names:
         raise bad_request(f"group: this model has {' and '.join(names)}, not {body.group!r}", "group", "invalid_value")
     group = names.index(body.group) if body.group is not None else 0
-    return _json(await state.text.on_thread(_curves, plan, length, group, body.positions, body.distances))
+    return _json(await state.text.run_in_thread(_curves_object, plan, length, group, body.positions, body.distances))
 
 
-def _planned(state: ServerState, body: RotaryInspectRequest) -> tuple[RotaryPlan, int]:
+def _requested_plan(state: ServerState, body: RotaryInspectRequest) -> tuple[RotaryPlan, int]:
     """What a request would run under, and the length that is asked about."""
     info = loaded_model(state)
-    check_rotates(info)
-    rotation = read_rotation(body.rope_scaling, body.rope_update, state.settings, info)
+    check_has_rotary(info)
+    rotation = parse_rotation(body.rope_scaling, body.rope_update, state.settings, info)
     length = min(info.max_model_len, rotation.longest or info.max_model_len) if body.length is None else body.length
     return rotation.plan(length), length
 
 
-def _curves(plan: RotaryPlan, length: int, index: int, positions: list[int], distances: list[int]) -> dict[str, Any]:
+def _curves_object(
+    plan: RotaryPlan, length: int, index: int, positions: list[int], distances: list[int]
+) -> dict[str, Any]:
     import numpy as np  # here: nobody else in this process needs it
 
     from windlass.engine.rotary.curves import angles, decay_bound, mean_cosine, slow_pairs
@@ -192,8 +194,8 @@ def _curves(plan: RotaryPlan, length: int, index: int, positions: list[int], dis
     stage = plan.stage(length)
     group, spec = plan.groups_in(stage)[index], stage.specs[index]
     frequencies = np.array(spec.inv_freq)
-    turning = angles(np.array(positions, float), frequencies)
-    apart = np.array(distances, float)
+    position_angles = angles(np.array(positions, float), frequencies)
+    distance_values = np.array(distances, float)
     return {
         "group": group.name,
         "rope_type": group.scaling.rope_type,
@@ -203,19 +205,19 @@ def _curves(plan: RotaryPlan, length: int, index: int, positions: list[int], dis
         "rotary_dim": group.base.rotary_dim,
         "slow_pairs": slow_pairs(spec.inv_freq, group.base.trained_len),
         "positions": positions,
-        "cos": np.cos(turning).tolist(),
-        "sin": np.sin(turning).tolist(),
+        "cos": np.cos(position_angles).tolist(),
+        "sin": np.sin(position_angles).tolist(),
         "distances": distances,
-        "decay_bound": (decay_bound(apart, frequencies) / ((len(frequencies) + 1) / 2)).tolist(),
-        "mean_cosine": mean_cosine(apart, frequencies).tolist(),
+        "decay_bound": (decay_bound(distance_values, frequencies) / ((len(frequencies) + 1) / 2)).tolist(),
+        "mean_cosine": mean_cosine(distance_values, frequencies).tolist(),
     }
 
 
-def _inspect(plan: RotaryPlan, length: int) -> dict[str, Any]:
+def _inspection_object(plan: RotaryPlan, length: int) -> dict[str, Any]:
     stage = plan.stage(length)
     groups = plan.groups_in(stage)
     resolved = {
-        group.name: _resolved(group, spec, effective)
+        group.name: _group_object(group, spec, effective)
         for group, spec, effective in zip(groups, stage.specs, stage.effective_lengths, strict=True)
     }
     main = {**resolved[groups[0].name], "fingerprint": joint_fingerprint(stage.specs)}
@@ -225,7 +227,7 @@ def _inspect(plan: RotaryPlan, length: int) -> dict[str, Any]:
     return {**answer, "groups": resolved} if len(resolved) > 1 else answer
 
 
-def _resolved(group: RotaryGroup, spec: RotarySpec, effective_length: float | None) -> dict[str, Any]:
+def _group_object(group: RotaryGroup, spec: RotarySpec, effective_length: float | None) -> dict[str, Any]:
     return {
         "rope_type": group.scaling.rope_type,
         "parameters": group.parameters(),

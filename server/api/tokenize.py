@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
-from windlass.server.errors import answer_too_large, bad_request
+from windlass.server.errors import bad_request, response_too_large
 from windlass.server.schemas.base import FreeForm, StrictModel
 from windlass.server.schemas.chat import MAX_MESSAGES, ChatMessage
-from windlass.server.schemas.openapi import BODY_ERRORS, answers, body_of
+from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
 from windlass.server.schemas.tools import Tools
 from windlass.server.serving.prompts import check_token_ids
-from windlass.server.serving.streaming import LargeJson, while_connected
+from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
 from windlass.server.serving.tool_calls import tools_for_template
 
 
@@ -112,14 +112,18 @@ class TemplateAnswer(StrictModel):
 router = APIRouter(tags=["Tokens"])
 
 
-@router.post("/tokenize", openapi_extra=body_of(TokenizeRequest), responses=answers(TokenizeAnswer, errors=BODY_ERRORS))
+@router.post(
+    "/tokenize",
+    openapi_extra=openapi_body(TokenizeRequest),
+    responses=openapi_responses(TokenizeAnswer, errors=BODY_ERRORS),
+)
 async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of a conversation as the chat template renders it."""
     state = state_of(request)
     body = await read_body(request, TokenizeRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
-    _check_length(state, body)
-    return LargeJson(await while_connected(request, _tokenize(state, body, caller_of(request))))
+    _check_characters(state, body)
+    return LargeJsonResponse(await run_while_connected(request, _tokenize(state, body, caller_of(request))))
 
 
 async def _tokenize(state: ServerState, body: TokenizeRequest, caller: str) -> bytes:
@@ -155,7 +159,9 @@ async def _render(
 
 
 @router.post(
-    "/apply_template", openapi_extra=body_of(TemplateRequest), responses=answers(TemplateAnswer, errors=BODY_ERRORS)
+    "/apply_template",
+    openapi_extra=openapi_body(TemplateRequest),
+    responses=openapi_responses(TemplateAnswer, errors=BODY_ERRORS),
 )
 @router.post("/apply-template", include_in_schema=False)  # as llama.cpp spells it
 async def apply_template(request: Request) -> Response:
@@ -163,16 +169,18 @@ async def apply_template(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, TemplateRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
-    _check_length(state, body)
-    text = await while_connected(request, _render(state, body, body.messages, caller_of(request)))
-    answer = await state.text.on_thread(to_json, {"prompt": text})
+    _check_characters(state, body)
+    text = await run_while_connected(request, _render(state, body, body.messages, caller_of(request)))
+    answer = await state.text.run_in_thread(to_json, {"prompt": text})
     if len(answer) > state.settings.max_response_bytes:
-        raise answer_too_large(len(answer), state.settings.max_response_bytes)
-    return LargeJson(answer)
+        raise response_too_large(len(answer), state.settings.max_response_bytes)
+    return LargeJsonResponse(answer)
 
 
 @router.post(
-    "/detokenize", openapi_extra=body_of(DetokenizeRequest), responses=answers(DetokenizeAnswer, errors=BODY_ERRORS)
+    "/detokenize",
+    openapi_extra=openapi_body(DetokenizeRequest),
+    responses=openapi_responses(DetokenizeAnswer, errors=BODY_ERRORS),
 )
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
@@ -181,7 +189,7 @@ async def detokenize(request: Request) -> Response:
     state.check_model(body.model)
     info = state.engine.info
     vocab_size = max(state.tokenizer.vocab_size, 0 if info is None else info.vocab_size)
-    await state.text.on_thread(check_token_ids, body.tokens, vocab_size, "tokens")
+    await state.text.run_in_thread(check_token_ids, body.tokens, vocab_size, "tokens")
     answer = state.text.detokenize(
         body.tokens,
         skip_special_tokens=bool(body.skip_special_tokens),
@@ -189,10 +197,10 @@ async def detokenize(request: Request) -> Response:
         token_strs=bool(body.return_token_strs),
         caller=caller_of(request),
     )
-    return LargeJson(await while_connected(request, answer))
+    return LargeJsonResponse(await run_while_connected(request, answer))
 
 
-def _check_length(state: ServerState, body: TokenizeRequest | TemplateRequest) -> None:
+def _check_characters(state: ServerState, body: TokenizeRequest | TemplateRequest) -> None:
     most = state.settings.max_tokenize_chars
     if isinstance(body, TokenizeRequest) and body.prompt is not None:
         size, param = len(body.prompt), "prompt"

@@ -14,7 +14,7 @@ from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
 from windlass.server.config.engine_options import NAME_RULE, is_adapter_name
-from windlass.server.config.option_names import in_options
+from windlass.server.config.option_names import with_option_names
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, bad_request
 
@@ -30,33 +30,33 @@ class ServedAdapter:
     created: int
     info: AdapterInfo | None = None
     users: int = 0
-    leaving: bool = False
+    unloading: bool = False
     unused: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class ServedAdapters:
+class AdapterRegistry:
     """Those of one app. All methods run in its event loop."""
 
     def __init__(self, engine: EngineClient, settings: ServerSettings) -> None:
         self._engine, self._settings = engine, settings
         now = int(time.time())
         self._by_name = {source.name: ServedAdapter(source, now) for source in settings.adapters}
-        self._leaving: set[ServedAdapter] = set()
+        self._unloading: set[ServedAdapter] = set()
         self._loading: set[str] = set()
         last = max((source.adapter_id for source in settings.adapters), default=0)
         self._ids = itertools.count(last + 1)
 
     def find(self, name: str | None) -> ServedAdapter | None:
         """The adapter of this name, None where there is none."""
-        return None if name is None else self._there().get(name)
+        return None if name is None else self._current().get(name)
 
     def listed(self) -> list[ServedAdapter]:
         """Those that requests may name, as they came."""
-        return list(self._there().values())
+        return list(self._current().values())
 
-    def running(self) -> list[str]:
+    def active_names(self) -> list[str]:
         """The names of those that requests run with, in order."""
-        return sorted({adapter.source.name for adapter in (*self._by_name.values(), *self._leaving) if adapter.users})
+        return sorted({adapter.source.name for adapter in (*self._by_name.values(), *self._unloading) if adapter.users})
 
     def info_of(self, adapter: ServedAdapter) -> AdapterInfo | None:
         """What the engine says of it; None until the engine has loaded."""
@@ -70,23 +70,23 @@ class ServedAdapters:
         if adapter is None:
             yield
             return
-        if adapter.leaving:
-            raise not_found(adapter.source.name)
+        if adapter.unloading:
+            raise adapter_not_found(adapter.source.name)
         adapter.users += 1
         try:
             yield
         finally:
             adapter.users -= 1
-            self._let_go(adapter)
+            self._drop_if_unused(adapter)
 
     async def load(self, name: str, path: str) -> ServedAdapter:
         """Load an adapter out of the allowed folder. Raises ApiError or RequestError that names the field at fault."""
-        folder = self._allowed()
+        folder = self._require_folder()
         if not is_adapter_name(name):
             raise bad_request(f"lora_name must be {NAME_RULE}", "lora_name")
-        if name in self._there() or name in self._loading or name in self._settings.model_names:
+        if name in self._current() or name in self._loading or name in self._settings.model_names:
             raise bad_request(f"the name {name!r} is taken: unload that adapter first", "lora_name", "name_taken")
-        if len(self._by_name) + len(self._leaving) + len(self._loading) >= self._settings.max_loras:
+        if len(self._by_name) + len(self._unloading) + len(self._loading) >= self._settings.max_loras:
             raise bad_request(
                 f"this server holds at most {self._settings.max_loras} adapters (--max-loras): unload one first",
                 "lora_name",
@@ -94,12 +94,12 @@ class ServedAdapters:
             )
         self._loading.add(name)
         try:
-            directory = await asyncio.to_thread(_inside, folder, path)
+            directory = await asyncio.to_thread(_resolve_inside, folder, path)
             source = AdapterSource(next(self._ids), name, str(directory))
             try:
                 info = await self._engine.load_adapter(source)
             except RequestError as error:
-                raise bad_request(in_options(error.message), error.param, error.code) from None
+                raise bad_request(with_option_names(error.message), error.param, error.code) from None
             adapter = self._by_name[name] = ServedAdapter(source, int(time.time()), info)
         finally:
             self._loading.discard(name)
@@ -110,13 +110,13 @@ class ServedAdapters:
 
         It goes then without anybody waiting. Raises ApiError for an unknown one.
         """
-        self._allowed()
-        adapter = self._there().pop(name, None)
+        self._require_folder()
+        adapter = self._current().pop(name, None)
         if adapter is None:
-            raise not_found(name, param="lora_name")
-        adapter.leaving = True
-        self._leaving.add(adapter)
-        self._let_go(adapter)
+            raise adapter_not_found(name, param="lora_name")
+        adapter.unloading = True
+        self._unloading.add(adapter)
+        self._drop_if_unused(adapter)
         try:
             async with asyncio.timeout(self._settings.adapter_drain_seconds):
                 await adapter.unused.wait()
@@ -124,23 +124,23 @@ class ServedAdapters:
             return False
         return True
 
-    def _there(self) -> dict[str, ServedAdapter]:
+    def _current(self) -> dict[str, ServedAdapter]:
         """Those that there are, by name, without any that an engine found gone when it was started again."""
         known = self._engine.adapter_ids
         if known is not None:
             for name, adapter in [*self._by_name.items()]:
                 if adapter.source.adapter_id not in known:
-                    adapter.leaving = True
+                    adapter.unloading = True
                     del self._by_name[name]
         return self._by_name
 
-    def _let_go(self, adapter: ServedAdapter) -> None:
-        if adapter.leaving and adapter.users == 0 and not adapter.unused.is_set():
-            self._leaving.discard(adapter)
+    def _drop_if_unused(self, adapter: ServedAdapter) -> None:
+        if adapter.unloading and adapter.users == 0 and not adapter.unused.is_set():
+            self._unloading.discard(adapter)
             adapter.unused.set()
             self._engine.drop_adapter(adapter.source.adapter_id)
 
-    def _allowed(self) -> Path:
+    def _require_folder(self) -> Path:
         folder = self._settings.lora_folder
         if folder is None:
             raise ApiError(
@@ -152,12 +152,12 @@ class ServedAdapters:
         return folder
 
 
-def not_found(name: str, param: str = "model") -> ApiError:
+def adapter_not_found(name: str, param: str = "model") -> ApiError:
     """The 404 for an adapter that is not there (any more)."""
     return ApiError(404, f"there is no adapter {name[:256]!r} (any more)", param=param, code="model_not_found")
 
 
-def _inside(folder: Path, path: str) -> Path:
+def _resolve_inside(folder: Path, path: str) -> Path:
     """The directory that `path` names, if it and the files read from it lie in `folder`, wherever links lead."""
     try:
         allowed = folder.resolve(strict=True)

@@ -26,11 +26,11 @@ LIMITS: tuple[Limit, ...] = get_args(Limit)
 
 _MINUTE = 60.0
 
-_UNKNOWN = ApiKey(digest="")
+_UNLIMITED_KEY = ApiKey(digest="")
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _TokenBucket:
     """What is left of a rate: a minute's worth at most, and less than nothing where more was taken than there was."""
 
     rate: float  # a minute
@@ -63,7 +63,7 @@ class Callers:
     def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or time.monotonic
         self._keys: dict[str, ApiKey] = {}
-        self._buckets: dict[tuple[str, Limit], _Bucket] = {}
+        self._buckets: dict[tuple[str, Limit], _TokenBucket] = {}
         self._in_flight: Counter[str] = Counter()
         self.usage: dict[str, CallerUsage] = {}  # by name
         self.replace(keys)
@@ -83,13 +83,13 @@ class Callers:
                 found = key
         return found
 
-    def of(self, caller: str) -> ApiKey:
+    def key_of(self, caller: str) -> ApiKey:
         """The key behind a digest that was found before; one without limits, where it is gone or none is asked for."""
-        return self._keys.get(caller, _UNKNOWN)
+        return self._keys.get(caller, _UNLIMITED_KEY)
 
     def admit(self, caller: str) -> None:
         """Count one request of `caller`; raises ApiError 429 where that is one too many."""
-        key = self.of(caller)
+        key = self.key_of(caller)
         self._check_concurrency(key)
         bucket = self._bucket(key, "requests_per_minute", key.requests_per_minute)
         if bucket is not None:
@@ -100,12 +100,12 @@ class Callers:
         if key.name:
             self.usage[key.name].requests += 1
 
-    def take_prompts(self, caller: str, tokens: int) -> None:
+    def charge_prompt_tokens(self, caller: str, tokens: int) -> None:
         """Count a request's prompts; raises ApiError 429 where the key has not so many tokens left now.
 
         One longer than a minute's worth is let in when a whole minute's is there, and is paid for by waiting after it.
         """
-        key = self.of(caller)
+        key = self.key_of(caller)
         bucket = self._bucket(key, "tokens_per_minute", key.tokens_per_minute)
         if bucket is not None:
             if seconds := bucket.seconds_until(float(tokens)):
@@ -115,32 +115,32 @@ class Callers:
         if key.name:
             self.usage[key.name].prompt_tokens += tokens
 
-    def take_generated(self, caller: str, tokens: int) -> None:
+    def charge_generated_tokens(self, caller: str, tokens: int) -> None:
         """Count what was generated. Never refused: the next request waits instead."""
-        key = self.of(caller)
+        key = self.key_of(caller)
         bucket = self._bucket(key, "tokens_per_minute", key.tokens_per_minute)
         if bucket is not None:
             bucket.left -= tokens
         if key.name:
             self.usage[key.name].generated_tokens += tokens
 
-    def priority(self, caller: str, asked: int | None) -> int:
+    def priority(self, caller: str, requested: int | None) -> int:
         """That of a request which asks for this one; raises ApiError where the key may not have it."""
-        least = self.of(caller).priority
+        least = self.key_of(caller).priority
         if least is None:
-            return asked or 0
-        if asked is not None and asked < least:
-            raise bad_request(f"priority must be {least} or higher with this key, got {asked}", "priority")
-        return least if asked is None else asked
+            return requested or 0
+        if requested is not None and requested < least:
+            raise bad_request(f"priority must be {least} or higher with this key, got {requested}", "priority")
+        return least if requested is None else requested
 
-    def may_administer(self, caller: str) -> bool:
+    def is_admin(self, caller: str) -> bool:
         """Whether the caller may change and see what belongs to all callers; everybody where no key is asked for."""
         return not self._keys or (caller in self._keys and self._keys[caller].admin)
 
     @contextmanager
     def running(self, caller: str) -> Iterator[None]:
         """A request is in flight until the block ends; raises ApiError 429 where others have become too many since `admit`."""
-        key = self.of(caller)
+        key = self.key_of(caller)
         self._check_concurrency(key)
         name = key.name
         self._in_flight[name] += 1
@@ -156,11 +156,11 @@ class Callers:
             text = f"{key.concurrency} requests of this key are in progress, the most it may have"
             self._refuse(key, "concurrency", text, 1.0)
 
-    def _bucket(self, key: ApiKey, limit: Limit, rate: float | None) -> _Bucket | None:
+    def _bucket(self, key: ApiKey, limit: Limit, rate: float | None) -> _TokenBucket | None:
         if rate is None:
             return None
         now = self._clock()
-        bucket = self._buckets.setdefault((key.name, limit), _Bucket(rate, rate, now))
+        bucket = self._buckets.setdefault((key.name, limit), _TokenBucket(rate, rate, now))
         bucket.fill(rate, now)
         return bucket
 
@@ -198,13 +198,13 @@ class CallerCollector(Collector):
         yield from (requests, tokens, refused)
 
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+PUBLIC_PATHS = frozenset({"/health", "/ready"})
 
 
 class AuthMiddleware:
     """Asks for `Authorization: Bearer <key>`, or `x-api-key: <key>`, on every path but those that are open."""
 
-    def __init__(self, app: ASGIApp, *, callers: Callers, open_paths: Collection[str] = OPEN_PATHS) -> None:
+    def __init__(self, app: ASGIApp, *, callers: Callers, open_paths: Collection[str] = PUBLIC_PATHS) -> None:
         self._app = app
         self._open = open_paths
         self._callers = callers
@@ -216,7 +216,7 @@ class AuthMiddleware:
             caller = self._caller(scope)
             if caller is not None or scope["path"] in self._open:
                 scope[CALLER] = caller
-                scope[CALLER_NAME] = self._callers.of(caller).name if caller is not None else ""
+                scope[CALLER_NAME] = self._callers.key_of(caller).name if caller is not None else ""
                 await self._app(scope, receive, send)
             else:
                 error = ApiError(

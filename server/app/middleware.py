@@ -13,10 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from windlass.server.errors import ApiError, error_response
 from windlass.server.http.request_id import CALLER
 
-SMALL = 64 * 1024  # bytes of each body that are not counted: such requests are bounded by their number
+UNCOUNTED_BYTES = 64 * 1024  # bytes of each body that are not counted: such requests are bounded by their number
 
 
-class HeldBody:
+class BodyReservation:
     """What one request's body has been given. Set `caller` before the first `add`."""
 
     def __init__(self, budget: BodyBudget) -> None:
@@ -27,7 +27,7 @@ class HeldBody:
     def add(self, num_bytes: int) -> None:
         """So many more have come; raises ApiError 429 where that is too much now."""
         self.received += num_bytes
-        counted = max(0, self.received - SMALL)
+        counted = max(0, self.received - UNCOUNTED_BYTES)
         if counted > self.counted:
             self._budget.take(self, counted - self.counted)
 
@@ -37,33 +37,33 @@ class BodyBudget:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._held: Counter[str] = Counter()
+        self._reserved_bytes: Counter[str] = Counter()
 
     @property
-    def held(self) -> int:
+    def reserved_bytes(self) -> int:
         """Bytes that are counted now."""
-        return self._held.total()
+        return self._reserved_bytes.total()
 
     @contextmanager
-    def hold(self) -> Iterator[HeldBody]:
+    def reserve(self) -> Iterator[BodyReservation]:
         """A body that counts until the block ends, since its texts are kept as long as the request."""
-        body = HeldBody(self)
+        body = BodyReservation(self)
         try:
             yield body
         finally:
-            self._held[body.caller] -= body.counted
-            if self._held[body.caller] == 0:
-                del self._held[body.caller]
+            self._reserved_bytes[body.caller] -= body.counted
+            if self._reserved_bytes[body.caller] == 0:
+                del self._reserved_bytes[body.caller]
 
-    def take(self, body: HeldBody, num_bytes: int) -> None:
-        """Count more bytes of a body; see `HeldBody.add`."""
-        of_caller = self._held[body.caller] + num_bytes
-        if self.held + num_bytes > self._most:
+    def take(self, body: BodyReservation, num_bytes: int) -> None:
+        """Count more bytes of a body; see `BodyReservation.add`."""
+        of_caller = self._reserved_bytes[body.caller] + num_bytes
+        if self.reserved_bytes + num_bytes > self._most:
             who, most = "all requests in progress", self._most
         elif of_caller > self._most // 2:
             who, most = "your requests in progress", self._most // 2
         else:
-            self._held[body.caller] = of_caller
+            self._reserved_bytes[body.caller] = of_caller
             body.counted += num_bytes
             return
         raise ApiError(
@@ -90,12 +90,12 @@ class _BodyTooLarge(Exception):
 class LimitsMiddleware:
     """431 for headers and 413 for bodies over their limits. A declared length is refused before a byte is read.
 
-    max_bodies_bytes: see `BodyBudget`.
+    max_total_body_bytes: see `BodyBudget`.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_bodies_bytes: int, max_header_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_total_body_bytes: int, max_header_bytes: int) -> None:
         self._app = app
-        self._budget = BodyBudget(max_bodies_bytes)
+        self._budget = BodyBudget(max_total_body_bytes)
         self._max_body = max_body_bytes
         self._max_headers = max_header_bytes
 
@@ -138,7 +138,7 @@ class LimitsMiddleware:
             await send(message)
 
         try:
-            with self._budget.hold() as body:
+            with self._budget.reserve() as body:
                 await self._app(scope, counted, watched)
         except _BodyTooLarge:
             if started:

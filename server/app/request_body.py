@@ -58,7 +58,7 @@ def parse_body(raw: bytes | bytearray, model: type[M]) -> M:
         # Not json.loads: this parser bounds nesting and the digits of integers, and refuses NaN and lone surrogates.
         data = from_json(raw, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
-        where = _not_a_number(raw)
+        where = _find_non_finite(raw)
         if where is not None:
             raise bad_request(
                 f"{where} must be a finite number: JSON has no NaN and no Infinity", where, "invalid_value"
@@ -87,7 +87,7 @@ def _check_headers(request: Request) -> None:
         pairs = (parameter.partition("=") for parameter in parameters)
         if not _CHARSETS.issuperset(value.strip(' "') for name, _, value in pairs if name.strip() == "charset"):
             raise bad_request("send the body in UTF-8", "content-type", "unsupported_media_type")
-    elif _is_from_a_page(request):
+    elif _is_browser_request(request):
         raise bad_request(
             "a page in a browser has to say content-type: application/json with the body, since any page may send one without",
             "content-type",
@@ -97,7 +97,7 @@ def _check_headers(request: Request) -> None:
         raise bad_request("send the body without content-encoding", "content-encoding", "unsupported_media_type")
 
 
-def _is_from_a_page(request: Request) -> bool:
+def _is_browser_request(request: Request) -> bool:
     """Whether a browser says that a page sends this.
 
     For a page of elsewhere it asks the server first (CORS) where a body has the type of JSON, and not where it has none: without
@@ -157,7 +157,7 @@ def _refuse_structure(raw: bytes | bytearray) -> None:
         position = max(match.end(), position + 1)
 
 
-def _not_a_number(raw: bytes | bytearray) -> str | None:
+def _find_non_finite(raw: bytes | bytearray) -> str | None:
     """Where a body that is JSON but for NaN and Infinity has the first of them: Python's json module writes them."""
     if b"NaN" not in raw and b"Infinity" not in raw:
         return None
@@ -204,25 +204,25 @@ def _validation_error(error: ValidationError) -> ApiError:
     kind = first["type"]
     if kind == "unknown_field":
         location.append(str(context["name"]))
-    absent = kind == "missing" or (first["input"] is None and isinstance(location[-1] if location else None, str))
-    place = _spelt(location)
+    missing = kind == "missing" or (first["input"] is None and isinstance(location[-1] if location else None, str))
+    place = _field_path(location)
     while kind != "model_type" and len(location) > 1 and isinstance(location[-1], int):
         location.pop()  # an item of a flat list: `param` is the list
-    path = _spelt(location)
+    path = _field_path(location)
     message = str(first["msg"])
     if kind == "unknown_field":
         return bad_request(f"unknown field {path!r}: {context['hint']}", path, "unknown_field")
-    if absent:
+    if missing:
         return bad_request(f"the field {path!r} is missing", path, "missing_field")
     code = kind if kind == "unsupported_field" else "invalid_value"
     if kind == "literal_error":
         message += did_you_mean(first["input"], re.findall(r"'([^']*)'", context["expected"]))
     elif kind == "model_type":
         message = "should be an object"
-    return bad_request(_sentence(location, place, message), path or None, code, context.get("details"))
+    return bad_request(_error_message(location, place, message), path or None, code, context.get("details"))
 
 
-def _spelt(location: list[int | str]) -> str:
+def _field_path(location: list[int | str]) -> str:
     """As a caller would write it: `messages[0].content`."""
     path = ""
     for part in location:
@@ -230,7 +230,7 @@ def _spelt(location: list[int | str]) -> str:
     return path[:200]
 
 
-def _sentence(location: list[int | str], path: str, message: str) -> str:
+def _error_message(location: list[int | str], path: str, message: str) -> str:
     """What is wrong with the field at `path` as one sentence, its name at the beginning."""
     if not path:
         return message

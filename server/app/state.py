@@ -13,19 +13,19 @@ from starlette.requests import Request
 
 from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.interface.model_info import ModelInfo
-from windlass.server.app.adapter_registry import ServedAdapter, ServedAdapters
+from windlass.server.app.adapter_registry import AdapterRegistry, ServedAdapter
 from windlass.server.app.auth import CallerCollector, Callers
 from windlass.server.app.response_store import ResponseStore
 from windlass.server.config.api_keys import ApiKey
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, unavailable
-from windlass.server.http.event_loop_monitor import STALL
+from windlass.server.http.event_loop_monitor import STALL_SECONDS
 from windlass.server.http.request_id import CALLER
 from windlass.server.observability.metrics import ServerMetrics
 from windlass.server.observability.recording import RecordingCollector, WorkloadRecorder
-from windlass.server.text.reasoning import ThinkingModel
+from windlass.server.text.reasoning import ThinkingControl
 from windlass.server.text.service import TextService
-from windlass.server.text.tokenizer import answer_ids
+from windlass.server.text.tokenizer import rerank_answer_ids
 
 if TYPE_CHECKING:
     from windlass.server.observability.tracing import Tracing
@@ -34,83 +34,83 @@ if TYPE_CHECKING:
 
 ConditionCode = Literal["engine_restarted", "event_loop_stalled", "text_process_lost"]
 
-LASTS = 60.0  # seconds for which a condition is told
+CONDITION_SECONDS = 60.0  # seconds for which a condition is told
 
 
-class Conditions:
+class HealthConditions:
     """clock: seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._noted: dict[ConditionCode, float] = {}
+        self._recorded_at: dict[ConditionCode, float] = {}
         self._counts: dict[ConditionCode, int] = {}
 
-    def note(self, code: ConditionCode) -> None:
+    def mark(self, code: ConditionCode) -> None:
         """It has just happened."""
-        self._noted[code] = self._clock()
+        self._recorded_at[code] = self._clock()
 
-    def follow(self, code: ConditionCode, count: int) -> None:
+    def update_count(self, code: ConditionCode, count: int) -> None:
         """How often it has happened since the start; noted when that is more than before."""
         if count > self._counts.get(code, 0):
-            self.note(code)
+            self.mark(code)
         self._counts[code] = count
 
     def current(self) -> list[ConditionCode]:
         """Those of the last minute, in the order of their names."""
-        since = self._clock() - LASTS
-        return sorted(code for code, at in self._noted.items() if at > since)
+        since = self._clock() - CONDITION_SECONDS
+        return sorted(code for code, at in self._recorded_at.items() if at > since)
 
 
 T = TypeVar("T")
 
-MOMENT = 0.2  # seconds that an answer is good for
+MIN_CACHE_SECONDS = 0.2  # seconds that an answer is good for
 
-_REST = 20.0  # times what it cost: it may take a twentieth of the time
+_CACHE_COST_FACTOR = 20.0  # times what it cost: it may take a twentieth of the time
 
-MOST_WAITING = 8
+MAX_WAITING = 8
 
 
-class Recent(Generic[T]):
+class TimedCache(Generic[T]):
     """The last answer, and until when it is good. For one event loop."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._answer: T | None = None
-        self._good_until = 0.0
+        self._valid_until = 0.0
 
     async def get(self, make: Callable[[], Awaitable[tuple[T, float]]]) -> T:
         """The last answer while it is recent, else a new one. make: gives it, and the seconds that it cost the engine."""
-        async with self._turn:
-            if self._answer is None or time.monotonic() >= self._good_until:
+        async with self._lock:
+            if self._answer is None or time.monotonic() >= self._valid_until:
                 self._answer, cost = await make()
-                self._good_until = time.monotonic() + max(MOMENT, _REST * cost)
+                self._valid_until = time.monotonic() + max(MIN_CACHE_SECONDS, _CACHE_COST_FACTOR * cost)
             return self._answer
 
 
-class OneAtATime:
+class SerialExecutor:
     """Work of which a new piece begins when the one before has ended, also where nobody waits for that any more."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._waiting: set[asyncio.Task[Any]] = set()
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The work's result; raises ApiError 429 where too much waits already. Cancelling it leaves the work to end by itself."""
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= MAX_WAITING:
             raise ApiError(
                 429,
-                f"{MOST_WAITING} such requests wait already",
+                f"{MAX_WAITING} such requests wait already",
                 type="rate_limit_error",
                 code="too_many_requests",
                 retry_after=1,
             )
-        task = asyncio.create_task(self._in_turn(work))
+        task = asyncio.create_task(self._run_locked(work))
         self._waiting.add(task)
         task.add_done_callback(self._forget)
         return await asyncio.shield(task)
 
-    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        async with self._turn:
+    async def _run_locked(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async with self._lock:
             return await work()
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
@@ -119,10 +119,10 @@ class OneAtATime:
             task.exception()  # whoever waited has it, if anybody did
 
 
-MOST_RESPONSES = 16384  # kept for later requests, however small
+MAX_STORED_RESPONSES = 16384  # kept for later requests, however small
 
 
-class Stoppable(Protocol):
+class StoppableExchange(Protocol):
     """An exchange in progress that can be ended with an error."""
 
     def stop(self, error: ApiError) -> None: ...
@@ -139,17 +139,17 @@ class ServerState:
         self.tokenizer = tokenizer
         self.settings = settings
         self.callers = Callers((*map(ApiKey.plain, settings.api_keys), *settings.callers))
-        self.adapters = ServedAdapters(engine, settings)
+        self.adapters = AdapterRegistry(engine, settings)
         self.metrics = ServerMetrics(
             engine,
             names=settings.metrics_names,
             model_name=settings.served_model_name,
             max_adapters=settings.max_loras if settings.adapters or settings.lora_folder else 0,
-            adapters=self.adapters.running,
+            adapters=self.adapters.active_names,
         )
         if settings.callers:
             self.metrics.registry.register(CallerCollector(self.callers))
-        self.conditions = Conditions()
+        self.conditions = HealthConditions()
         self.recorder = None if settings.record is None else WorkloadRecorder(settings.record)
         self.metrics.registry.register(RecordingCollector(self.recorder))
         self.tracing = _tracing(settings.otel_endpoint)
@@ -157,13 +157,15 @@ class ServerState:
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
         # By which token the model judges a pair of texts, and perhaps by which other one; empty: it does not.
-        self.answer_ids = () if settings.ranking is None else answer_ids(tokenizer, settings.ranking.tokens)
-        self.thinking = ThinkingModel(settings.reasoning_parser, tokenizer)
-        self.responses = ResponseStore(most=MOST_RESPONSES, max_bytes=settings.response_store_bytes)
-        self.shown_cache: Recent[bytes] = Recent()
-        self.attention_turn = OneAtATime()
+        self.rerank_answer_ids = (
+            () if settings.ranking is None else rerank_answer_ids(tokenizer, settings.ranking.tokens)
+        )
+        self.thinking = ThinkingControl(settings.reasoning_parser, tokenizer)
+        self.responses = ResponseStore(most=MAX_STORED_RESPONSES, max_bytes=settings.response_store_bytes)
+        self.cache_view: TimedCache[bytes] = TimedCache()
+        self.attention_executor = SerialExecutor()
         self._fingerprint: tuple[ModelInfo, str] | None = None
-        self._exchanges: set[Stoppable] = set()
+        self._exchanges: set[StoppableExchange] = set()
         self._serial = itertools.count()
 
     @property
@@ -171,13 +173,13 @@ class ServerState:
         """Generation requests running or waiting, streams included."""
         return len(self._exchanges)
 
-    def beat(self, late: float) -> None:
+    def observe_event_loop_lag(self, lag: float) -> None:
         """Called ten times a second or so, with the seconds by which the event loop was late."""
-        self.metrics.event_loop_lag.observe(late)
-        if late >= STALL:
-            self.conditions.note("event_loop_stalled")
-        self.conditions.follow("engine_restarted", self.engine.restarts)
-        self.conditions.follow("text_process_lost", self.text.processes_lost)
+        self.metrics.event_loop_lag.observe(lag)
+        if lag >= STALL_SECONDS:
+            self.conditions.mark("event_loop_stalled")
+        self.conditions.update_count("engine_restarted", self.engine.restarts)
+        self.conditions.update_count("text_process_lost", self.text.processes_lost)
 
     def admit(self, caller: str = "") -> ModelInfo:
         """The loaded model if new generation work of `caller` may start now; raises ApiError 503 or 429 otherwise."""
@@ -225,17 +227,17 @@ class ServerState:
             self._fingerprint = info, "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
         return self._fingerprint[1]
 
-    def adapted_fingerprint(self, info: ModelInfo, adapter: ServedAdapter | None) -> str:
+    def fingerprint_with_adapter(self, info: ModelInfo, adapter: ServedAdapter | None) -> str:
         """`system_fingerprint` of requests with this adapter."""
         plain = self.fingerprint(info)
         known = None if adapter is None else self.adapters.info_of(adapter)
         return plain if known is None else "fp_" + hashlib.sha256((plain + known.digest).encode()).hexdigest()[:16]
 
-    def register(self, exchange: Stoppable) -> None:
+    def register(self, exchange: StoppableExchange) -> None:
         """Count an exchange as in flight until `unregister`."""
         self._exchanges.add(exchange)
 
-    def unregister(self, exchange: Stoppable) -> None:
+    def unregister(self, exchange: StoppableExchange) -> None:
         """Forget an exchange; unknown ones are ignored."""
         self._exchanges.discard(exchange)
 
@@ -266,9 +268,9 @@ class ServerState:
 def _tracing(endpoint: str | None) -> Tracing | None:
     if endpoint is None:
         return None
-    from windlass.server.observability.tracing import tracing_to
+    from windlass.server.observability.tracing import create_tracing
 
-    return tracing_to(endpoint)
+    return create_tracing(endpoint)
 
 
 def state_of(request: Request) -> ServerState:
@@ -279,7 +281,7 @@ def state_of(request: Request) -> ServerState:
 
 def caller_of(request: Request) -> str:
     """Whose request it is, for taking turns: the API key where keys are asked for, else the address."""
-    if state_of(request).settings.asks_for_keys:
+    if state_of(request).settings.requires_key:
         return owner_of(request)
     return request.client.host if request.client is not None else ""
 
@@ -303,5 +305,5 @@ def loaded_model(state: ServerState) -> ModelInfo:
 
 def require_admin(request: Request) -> None:
     """Raise ApiError 403 unless the request's key may do what concerns all callers."""
-    if not state_of(request).callers.may_administer(owner_of(request)):
+    if not state_of(request).callers.is_admin(owner_of(request)):
         raise ApiError(403, "this key may not do that: it takes one with admin = true", code="not_an_administrator")

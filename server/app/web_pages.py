@@ -53,10 +53,10 @@ async def send_file(request: Request, folder: Path, name: str, policy: str, vary
     return Response(data, headers={**headers, "content-type": _TYPES[Path(name).suffix]})
 
 
-_STATIC = Path(__file__).parent / "ui"
+_UI_FOLDER = Path(__file__).parent / "ui"
 
 _UI_FILES = frozenset(
-    path.relative_to(_STATIC).as_posix() for path in _STATIC.rglob("*") if path.suffix in (".js", ".mjs", ".css")
+    path.relative_to(_UI_FOLDER).as_posix() for path in _UI_FOLDER.rglob("*") if path.suffix in (".js", ".mjs", ".css")
 )
 
 UI_PATHS = frozenset({"/", *(f"/ui/{path}" for path in _UI_FILES)})
@@ -82,7 +82,7 @@ router = APIRouter(include_in_schema=False)
 async def page(request: Request) -> Response:
     """The page, for whoever takes HTML."""
     if "text/html" in request.headers.get("accept", ""):
-        return await send_file(request, _STATIC, "index.html", _UI_POLICY, "accept, accept-encoding")
+        return await send_file(request, _UI_FOLDER, "index.html", _UI_POLICY, "accept, accept-encoding")
     return JSONResponse(_LINKS, headers={"vary": "accept"})
 
 
@@ -91,19 +91,19 @@ async def ui_file(request: Request, name: str) -> Response:
     """What the page is made of."""
     if name not in _UI_FILES:
         raise HTTPException(404)
-    return await send_file(request, _STATIC, name, _UI_POLICY)
+    return await send_file(request, _UI_FOLDER, name, _UI_POLICY)
 
 
-_ASSETS = Path(__file__).parent / "openapi_pages"
+_DOCS_FOLDER = Path(__file__).parent / "openapi_pages"
 
 _PAGES = {"/docs": "docs.html", "/redoc": "redoc.html"}
 
-_DESCRIPTION_FILES = ("page.css", "page.js", "swagger-ui.css", "swagger-ui-bundle.js", "redoc.standalone.js")
+_DOCS_FILES = ("page.css", "page.js", "swagger-ui.css", "swagger-ui-bundle.js", "redoc.standalone.js")
 
-PAGE_PATHS = frozenset({*_PAGES, *(f"/docs/{file}" for file in _DESCRIPTION_FILES)})
+DOCS_PATHS = frozenset({*_PAGES, *(f"/docs/{file}" for file in _DOCS_FILES)})
 
 # Both write styles into their pages; Redoc searches in a worker that it makes of its own text.
-_DESCRIPTION_POLICY = (
+_DOCS_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src 'self' data:; "
     "connect-src 'self'; worker-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
@@ -114,18 +114,18 @@ openapi_router = APIRouter(include_in_schema=False)
 @openapi_router.get("/docs")
 async def swagger_page(request: Request) -> Response:
     """Swagger UI, from which requests can be tried out."""
-    return await send_file(request, _ASSETS, _PAGES["/docs"], _DESCRIPTION_POLICY)
+    return await send_file(request, _DOCS_FOLDER, _PAGES["/docs"], _DOCS_POLICY)
 
 
 @openapi_router.get("/redoc")
 async def redoc_page(request: Request) -> Response:
     """Redoc, to read."""
-    return await send_file(request, _ASSETS, _PAGES["/redoc"], _DESCRIPTION_POLICY)
+    return await send_file(request, _DOCS_FOLDER, _PAGES["/redoc"], _DOCS_POLICY)
 
 
 @openapi_router.get("/docs/{name}")
 async def description_file(request: Request, name: str) -> Response:
     """What the two are made of."""
-    if name not in _DESCRIPTION_FILES:
+    if name not in _DOCS_FILES:
         raise HTTPException(404)
-    return await send_file(request, _ASSETS, name, _DESCRIPTION_POLICY)
+    return await send_file(request, _DOCS_FOLDER, name, _DOCS_POLICY)

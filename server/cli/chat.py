@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.clients import APIStatusError, Client, NotFoundError, RopeScaling
 from windlass.clients.options import ChatOptions
-from windlass.clients.terminal import CommandError, say
+from windlass.clients.terminal import CommandError, print_status
 from windlass.clients.types import ContextUse, Rotary
 from windlass.engine.errors import EngineError, did_you_mean
 from windlass.server.config.engine_options import EngineOptions
@@ -25,7 +25,7 @@ from windlass.server.startup.model_files import choose_model
 
 if TYPE_CHECKING:
     from windlass.clients import ChatCompletion, ChatCompletionChunk, Model, Stream
-    from windlass.server.cli.own_server import OwnServer
+    from windlass.server.cli.own_server import ManagedServer
 
 
 @dataclass(slots=True)
@@ -42,10 +42,10 @@ class Dialogue:
 
     def messages(self, question: str) -> list[dict[str, str]]:
         """What a request for an answer to `question` sends: all that was said before it, too."""
-        told = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages_so_far = [] if self.system is None else [{"role": "system", "content": self.system}]
         for asked, answered in self.exchanges:
-            told += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        return [*told, {"role": "user", "content": question}]
+            messages_so_far += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        return [*messages_so_far, {"role": "user", "content": question}]
 
     def options(self) -> dict[str, Any]:
         """The other fields of a request."""
@@ -108,7 +108,7 @@ class ChatConsole:
         sys.stdout.write(_CONTROLS.sub("", text) if self._screen else text)
         sys.stdout.flush()
 
-    def think(self, text: str) -> None:
+    def write_reasoning(self, text: str) -> None:
         """A piece of what the model thinks before it answers, at once; like notes no part of the answer."""
         text = _CONTROLS.sub("", text)
         sys.stderr.write(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text)
@@ -118,21 +118,21 @@ class ChatConsole:
         """Lines that are no part of an answer; they go to standard error, as errors do."""
         for line in lines:
             line = _CONTROLS.sub("", line)
-            say(f"\x1b[2m{line}\x1b[0m" if sys.stderr.isatty() else line)
+            print_status(f"\x1b[2m{line}\x1b[0m" if sys.stderr.isatty() else line)
 
-    def greet(self, *lines: str) -> None:
+    def note_if_interactive(self, *lines: str) -> None:
         """Lines for a person only."""
         if self.interactive:
             self.note(*lines)
 
     @contextlib.contextmanager
-    def leavable(self) -> Iterator[None]:
+    def interrupt_exits(self) -> Iterator[None]:
         """While nothing is there to stop but the chat: ctrl-C raises KeyboardInterrupt."""
         with self._on_ctrl_c("raise"):
             yield
 
     @contextlib.contextmanager
-    def stoppable(self) -> Iterator[None]:
+    def interrupt_stops_answer(self) -> Iterator[None]:
         """While an answer comes: the first ctrl-C raises KeyboardInterrupt, further ones do nothing."""
         with self._on_ctrl_c("once"):
             yield
@@ -169,9 +169,9 @@ ctrl-C             stop an answer; what is there of it stays
 \"\"\"                begins and ends a message of several lines"""
 
 # What a chat decides itself, or where an answer would not be one text.
-_OURS = {"n", "best_of", "logprobs", "top_logprobs", "stream_options", "rope_scaling"}
+_RESERVED_FIELDS = {"n", "best_of", "logprobs", "top_logprobs", "stream_options", "rope_scaling"}
 
-_OURS |= {"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"}
+_RESERVED_FIELDS |= {"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"}
 
 _OVERFLOWS = ("stop", "error", "shift", "drop_turns")
 
@@ -184,17 +184,17 @@ _CONTEXT_FIELDS = {
     "recompute": "cache_reuse_recompute",
 }
 
-_FIELDS = sorted(set(ChatOptions.__annotations__) - _OURS)
+_CHAT_FIELDS = sorted(set(ChatOptions.__annotations__) - _RESERVED_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """lines: to show. ask: a question to answer now, in place of the exchange `again`, which it took from the dialogue."""
+    """lines: to show. ask: a question to answer now, in place of the exchange `retried`, which it took from the dialogue."""
 
     lines: tuple[str, ...] = ()
-    ask: str | None = None
-    again: tuple[str, str] | None = None
-    leave: bool = False
+    question: str | None = None
+    retried: tuple[str, str] | None = None
+    exits: bool = False
 
 
 class ChatCommands:
@@ -205,8 +205,8 @@ class ChatCommands:
         self._client = client
         self._model = model
         self.last: Rotary | None = None
-        self._known: dict[str, Callable[[str], CommandResult]] = {
-            "help": lambda rest: _said(*HELP.splitlines()),
+        self._handlers: dict[str, Callable[[str], CommandResult]] = {
+            "help": lambda rest: _lines_result(*HELP.splitlines()),
             "rope": self._rope,
             "context": self._context,
             "system": self._system,
@@ -214,24 +214,24 @@ class ChatCommands:
             "new": self._new,
             "undo": self._undo,
             "retry": self._retry,
-            "quit": lambda rest: CommandResult(leave=True),
-            "exit": lambda rest: CommandResult(leave=True),
+            "quit": lambda rest: CommandResult(exits=True),
+            "exit": lambda rest: CommandResult(exits=True),
         }
 
     def run(self, line: str) -> CommandResult:
         """Carry out one line, which begins with a slash. Raises CommandError, one line, and APIError of the client."""
         name, _, rest = line[1:].partition(" ")
-        command = self._known.get(name.lower())
+        command = self._handlers.get(name.lower())
         if command is None:
             raise CommandError(
-                f"there is no /{name}{did_you_mean(name.lower(), self._known)}: /help lists what there is"
+                f"there is no /{name}{did_you_mean(name.lower(), self._handlers)}: /help lists what there is"
             )
         return command(rest.strip())
 
     def _rope(self, rest: str) -> CommandResult:
         if rest == "off":
             self._dialogue.rope = None
-            return _said("next answers: under the server's own scaling")
+            return _lines_result("next answers: under the server's own scaling")
         if rest:
             wanted = _parse_rope(rest)
             self._check(wanted)
@@ -240,7 +240,7 @@ class ChatCommands:
         lines = [f"next answers: {'under the server’s own scaling' if asked is None else show_scaling(asked)}"]
         if not rest and self.last is not None:
             lines.append(f"last answer: {show_rotary(self.last)}, policy {self.last.policy}")
-        return _said(*lines)
+        return _lines_result(*lines)
 
     def _check(self, wanted: dict[str, Any] | str) -> None:
         """Have the server look at a scaling before an answer needs it. Another kind of server is asked nothing."""
@@ -254,7 +254,7 @@ class ChatCommands:
         except APIStatusError as error:
             if isinstance(wanted, str):
                 raise CommandError(
-                    f"{wanted!r} is neither a kind of scaling ({_KINDS}) nor a profile here{did_you_mean(wanted, _WORDS)}"
+                    f"{wanted!r} is neither a kind of scaling ({_KINDS}) nor a profile here{did_you_mean(wanted, _SCALING_WORDS)}"
                 ) from error
             raise
 
@@ -273,17 +273,17 @@ class ChatCommands:
                 params[_CONTEXT_FIELDS[name]] = _value(value)
             else:
                 params.pop(_CONTEXT_FIELDS[name], None)
-        self._dialogue.params = _checked(params)
+        self._dialogue.params = _validate_params(params)
         shown = " ".join(f"{name}={_brief(params[name])}" for name in fields if name in params)
         lines = [f"next answers: {shown or 'as the server has it'}"]
         if not rest and self.last is not None:
             lines.append(f"last answer: {show_context(self.last.context) or 'all of the chat, computed as it stands'}")
-        return _said(*lines)
+        return _lines_result(*lines)
 
     def _system(self, rest: str) -> CommandResult:
         if rest:
             self._dialogue.system = None if rest == "off" else rest
-        return _said(f"the model is told: {self._dialogue.system or 'nothing of ours'}")
+        return _lines_result(f"the model is told: {self._dialogue.system or 'nothing of ours'}")
 
     def _params(self, rest: str) -> CommandResult:
         given: dict[str, Any] = {}
@@ -291,26 +291,26 @@ class ChatCommands:
             name, equals, value = word.partition("=")
             if not equals:
                 raise CommandError(f"write name=value, such as temperature=0.7, not {word!r}")
-            if name not in _FIELDS:
-                others = did_you_mean(name, _FIELDS) or f": those are {', '.join(_FIELDS)}"
+            if name not in _CHAT_FIELDS:
+                others = did_you_mean(name, _CHAT_FIELDS) or f": those are {', '.join(_CHAT_FIELDS)}"
                 raise CommandError(f"{name!r} is no field that a chat can set{others}")
             given[name] = _value(value) if value else None
         merged = {**self._dialogue.params, **given}
-        self._dialogue.params = _checked({name: value for name, value in merged.items() if value is not None})
+        self._dialogue.params = _validate_params({name: value for name, value in merged.items() if value is not None})
         shown = " ".join(f"{name}={json.dumps(value)}" for name, value in self._dialogue.params.items())
-        return _said(f"next requests: {shown or 'as the server has them by default'}")
+        return _lines_result(f"next requests: {shown or 'as the server has them by default'}")
 
     def _new(self, rest: str) -> CommandResult:
         self._dialogue.exchanges.clear()
-        return _said("forgotten: the next message begins a new conversation")
+        return _lines_result("forgotten: the next message begins a new conversation")
 
     def _undo(self, rest: str) -> CommandResult:
         question, _ = self._last_exchange("take back")
-        return _said(f"taken back: {_short(question)}")
+        return _lines_result(f"taken back: {_short(question)}")
 
     def _retry(self, rest: str) -> CommandResult:
-        again = self._last_exchange("answer again")
-        return CommandResult(ask=again[0], again=again)
+        retried = self._last_exchange("answer again")
+        return CommandResult(question=retried[0], retried=retried)
 
     def _last_exchange(self, what: str) -> tuple[str, str]:
         if not self._dialogue.exchanges:
@@ -353,9 +353,9 @@ def show_rotary(rotary: Rotary) -> str:
 
 _KINDS = "default, linear, ntk, dynamic, yarn, llama3, longrope, proportional, dual_chunk, self_extend, rerope, log_n"
 
-_WORDS = (*_KINDS.split(", "), "auto", "off")
+_SCALING_WORDS = (*_KINDS.split(", "), "auto", "off")
 
-_OLDER = ("su", "mrope", "learned")  # that are taken too
+_SCALING_ALIASES = ("su", "mrope", "learned")  # that are taken too
 
 
 def _parse_rope(text: str) -> dict[str, Any] | str:
@@ -384,12 +384,14 @@ def _scaling(given: Any) -> dict[str, Any]:
         return dict(RopeScaling.from_dict(given))
     except ValueError as error:
         kind = given.get("rope_type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind not in (*_WORDS, *_OLDER):
-            raise CommandError(f"{kind!r} is no kind of scaling{did_you_mean(kind, _WORDS)}: {_KINDS}") from None
+        if isinstance(kind, str) and kind not in (*_SCALING_WORDS, *_SCALING_ALIASES):
+            raise CommandError(
+                f"{kind!r} is no kind of scaling{did_you_mean(kind, _SCALING_WORDS)}: {_KINDS}"
+            ) from None
         raise CommandError(str(error)) from None
 
 
-def _checked(params: dict[str, Any]) -> dict[str, Any]:
+def _validate_params(params: dict[str, Any]) -> dict[str, Any]:
     """The fields, if a request may have them; raises CommandError that names the one at fault."""
     from windlass.server.app.request_body import parse_body
     from windlass.server.errors import ApiError
@@ -436,28 +438,28 @@ def _short(text: str) -> str:
     return line if len(line) <= 60 else line[:59] + "…"
 
 
-def _said(*lines: str) -> CommandResult:
+def _lines_result(*lines: str) -> CommandResult:
     return CommandResult(lines=lines)
 
 
-def chat_here(model: str | None, options: EngineOptions, sampling: SamplingOptions, system: str | None) -> int:
+def chat_locally(model: str | None, options: EngineOptions, sampling: SamplingOptions, system: str | None) -> int:
     """Chat with a server of its own, which ends with the chat. Returns the exit code; raises EngineError, one line each."""
-    from windlass.server.cli.own_server import OwnServer
+    from windlass.server.cli.own_server import ManagedServer
 
     options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
     sampling.check()
     console = ChatConsole()
     name = None
     if model is None or not Path(model).expanduser().exists():  # it may have to be downloaded, with a bar
-        with console.leavable():
+        with console.interrupt_exits():
             name, path = choose_model(model)
         model = model or (name if not Path(name).exists() else str(path))
-    with OwnServer(model, name, [*to_arguments(options), *to_arguments(sampling)]) as server:
+    with ManagedServer(model, name, [*to_arguments(options), *to_arguments(sampling)]) as server:
         from windlass.clients import APIError, RetryPolicy  # imported while the server starts
 
-        with console.leavable():
+        with console.interrupt_exits():
             server.wait_ready()
-        console.greet(*(line.strip() for line in server.lines if line.startswith("  note: ")))
+        console.note_if_interactive(*(line.strip() for line in server.lines if line.startswith("  note: ")))
         dialogue = Dialogue(system=system)
         try:
             with server.client(retry=RetryPolicy(max_retries=0)) as client:
@@ -466,7 +468,7 @@ def chat_here(model: str | None, options: EngineOptions, sampling: SamplingOptio
             raise EngineError(f"{server.url}: {_one_line(error)}") from error
 
 
-def chat_with(url: str, api_key: str | None, model: str | None, system: str | None) -> int:
+def chat_remote(url: str, api_key: str | None, model: str | None, system: str | None) -> int:
     """Chat through the server at `url` (with or without /v1). Returns the exit code; raises EngineError, one line each."""
     from windlass.clients import APIError, Client, RetryPolicy
     from windlass.server.cli.help import with_key_hint
@@ -500,7 +502,7 @@ class ChatLoop:
     """One chat. server: the one that it has for itself, None where it uses another's."""
 
     def __init__(
-        self, console: ChatConsole, dialogue: Dialogue, client: Client, model: str | None, server: OwnServer | None
+        self, console: ChatConsole, dialogue: Dialogue, client: Client, model: str | None, server: ManagedServer | None
     ) -> None:
 
         self._console = console
@@ -537,7 +539,7 @@ class ChatLoop:
         return int(self._failed and not self._console.interactive)
 
     def _introduce(self) -> None:
-        with self._console.leavable():
+        with self._console.interrupt_exits():
             models = self._client.models()
         served: Model | None = next(
             (model for model in models if model.id == self._model), models[0] if models else None
@@ -547,17 +549,21 @@ class ChatLoop:
         self._check_template(served.id)
         self._context = served.max_model_len
         facts = [served.id, served.architecture, f"context of {self._context:,} tokens" if self._context else None]
-        self._console.greet(f"{', '.join(fact for fact in facts if fact)}. /help lists what there is, ctrl-D leaves.")
+        self._console.note_if_interactive(
+            f"{', '.join(fact for fact in facts if fact)}. /help lists what there is, ctrl-D leaves."
+        )
         if served.recommended_sampling:  # which holds for requests that do not say
             shown = " ".join(f"{name}={value:g}" for name, value in served.recommended_sampling.items())
-            self._console.greet(f"Drawn with {shown}, as this model's authors recommend; /params sets others.")
+            self._console.note_if_interactive(
+                f"Drawn with {shown}, as this model's authors recommend; /params sets others."
+            )
 
     def _check_template(self, model: str) -> None:
         """Raise EngineError, before anything is typed, where no message could be answered."""
         from windlass.clients import APIError
 
         try:
-            with self._console.leavable():
+            with self._console.interrupt_exits():
                 self._client.count_tokens([{"role": "user", "content": "hello"}], model=model)
         except APIError as error:
             if error.code == "no_chat_template":
@@ -573,12 +579,12 @@ class ChatLoop:
         try:
             result = self._commands.run(line)
         except (CommandError, APIError) as error:
-            self._fail(error)
+            self._report_error(error)
             return True
         self._console.note(*result.lines)
-        if result.ask is not None and not self._ask(result.ask) and result.again is not None:
-            self._dialogue.exchanges.append(result.again)  # nothing better came of it
-        return not result.leave
+        if result.question is not None and not self._ask(result.question) and result.retried is not None:
+            self._dialogue.exchanges.append(result.retried)  # nothing better came of it
+        return not result.exits
 
     def _ask(self, question: str) -> bool:
         """Stream an answer; False where there is none that could be kept."""
@@ -587,7 +593,7 @@ class ChatLoop:
         stream: Stream[ChatCompletionChunk, ChatCompletion] | None = None
         timing, stopped = _AnswerTiming(time.monotonic()), False
         try:
-            with self._console.stoppable():
+            with self._console.interrupt_stops_answer():
                 stream = self._client.chat(
                     self._dialogue.messages(question), model=self._model, stream=True, **self._dialogue.options()
                 )
@@ -596,17 +602,17 @@ class ChatLoop:
                         if chunk.reasoning or chunk.text:
                             timing.tick()
                         if chunk.reasoning:
-                            self._console.think(chunk.reasoning)
+                            self._console.write_reasoning(chunk.reasoning)
                         if chunk.text:
                             if stream.reasoning and stream.text == chunk.text:
-                                self._console.think("\n\n")
+                                self._console.write_reasoning("\n\n")
                             self._console.write(chunk.text)
         except KeyboardInterrupt:
             stopped = True
         except (APIError, ValueError) as error:
             if timing.pieces:
                 self._console.write("\n")
-            self._fail(error)
+            self._report_error(error)
             return False
         finally:
             if stream is not None:
@@ -617,10 +623,12 @@ class ChatLoop:
             return False
         self._dialogue.exchanges.append((question, stream.text))
         self._commands.last = stream.rotary or self._commands.last
-        self._tell(stream, timing, stopped)
+        self._show_statistics(stream, timing, stopped)
         return True
 
-    def _tell(self, stream: Stream[ChatCompletionChunk, ChatCompletion], timing: _AnswerTiming, stopped: bool) -> None:
+    def _show_statistics(
+        self, stream: Stream[ChatCompletionChunk, ChatCompletion], timing: _AnswerTiming, stopped: bool
+    ) -> None:
 
         usage = stream.usage
         tokens = usage.completion_tokens if usage else timing.pieces
@@ -639,7 +647,7 @@ class ChatLoop:
         if stopped or stream.finish_reasons.get(0) != "length":
             return
         if usage and self._context and usage.total_tokens >= self._context:
-            self._console.note(_FULL)
+            self._console.note(_CONTEXT_FULL_HINT)
         else:
             self._console.note("[it ends at max_tokens: /params max_tokens=N allows more]")
 
@@ -648,20 +656,20 @@ class ChatLoop:
         if self._server is not None and (failure := self._server.failure(seconds)) is not None:
             raise EngineError(f"the server is gone: {failure}")
 
-    def _fail(self, error: Exception) -> None:
+    def _report_error(self, error: Exception) -> None:
         from windlass.clients import APIConnectionError
 
         self._failed = True
         if isinstance(error, APIConnectionError):
-            self._check_server(_DYING_SECONDS)
+            self._check_server(_EXIT_SECONDS)
         self._console.note("error: " + _one_line(error))
         if getattr(error, "code", None) == "context_length_exceeded":
-            self._console.note(_FULL)
+            self._console.note(_CONTEXT_FULL_HINT)
 
 
-_DYING_SECONDS = 2.0  # a process closes its connections a little before it is gone
+_EXIT_SECONDS = 2.0  # a process closes its connections a little before it is gone
 
-_FULL = (
+_CONTEXT_FULL_HINT = (
     "[the context is full: /new begins anew, /undo takes the last question back, /context drop_turns leaves the oldest turns "
     "out, /context shift lets answers go on]"
 )

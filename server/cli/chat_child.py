@@ -13,18 +13,18 @@ import time
 
 from windlass.server.cli.main import run
 
-_PATIENCE_SECONDS = 5.0
+_TERMINATE_SECONDS = 5.0
 
 
-def _end_with_parent() -> None:
+def _stop_with_parent() -> None:
     """Wait for the end of standard input: the chat holds its other end, and that closes however the chat ends."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_PATIENCE_SECONDS)
+    time.sleep(_TERMINATE_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
     sys.exit(run(sys.argv[1:]))

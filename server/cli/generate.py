@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.clients import APIConnectionError, APIError, APIStatusError, Client, RetryPolicy, Stream
-from windlass.clients.terminal import LoadingDisplay, say
+from windlass.clients.terminal import LoadingDisplay, print_status
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.interface.request import EngineRequest
 from windlass.server.cli.help import with_key_hint
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.server_options import SamplingOptions
-from windlass.server.startup.derived_files import with_tokenizer
+from windlass.server.startup.derived_files import ensure_tokenizer
 from windlass.server.startup.engines import Engines
 from windlass.server.startup.launch import check_model
 from windlass.server.startup.model_defaults import find_sampling
@@ -77,29 +77,29 @@ class GenerateOptions:
             raise LoadError(error.message.replace(name, f"--{name.replace('_', '-')}", 1)) from None
 
 
-def generate_here(
-    wanted: GenerateOptions, model: str | None, options: EngineOptions, sampling: SamplingOptions, log_level: str
+def generate_locally(
+    request: GenerateOptions, model: str | None, options: EngineOptions, sampling: SamplingOptions, log_level: str
 ) -> None:
     """Load the model, write the continuation, end. Raises EngineError subclasses, one line each."""
-    asyncio.run(_generate_here(wanted, model, options, sampling, log_level))
+    asyncio.run(_generate_locally(request, model, options, sampling, log_level))
 
 
-async def _generate_here(
-    wanted: GenerateOptions, model: str | None, options: EngineOptions, sampling: SamplingOptions, log_level: str
+async def _generate_locally(
+    request: GenerateOptions, model: str | None, options: EngineOptions, sampling: SamplingOptions, log_level: str
 ) -> None:
     options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
     sampling.check()
     with contextlib.closing(Engines(options, log_level)) as engines:
-        await _generate_with(engines, wanted, model, options, sampling)
+        await _generate_with(engines, request, model, options, sampling)
 
 
 async def _generate_with(
-    engines: Engines, wanted: GenerateOptions, model: str | None, options: EngineOptions, given: SamplingOptions
+    engines: Engines, request: GenerateOptions, model: str | None, options: EngineOptions, given: SamplingOptions
 ) -> None:
     name, path = choose_model(model)
     options = with_draft_model(options)
     check_model(options, path)
-    path = with_tokenizer(path)
+    path = ensure_tokenizer(path)
     recommended = known_sampling(model, name)
     found = find_sampling(path, recommended, given.generation_config, given.override_generation_config)
     client = engines.client(options, path)
@@ -113,19 +113,19 @@ async def _generate_with(
         from windlass.server.text.tokenizer import Tokenizer
 
         tokenizer = await asyncio.to_thread(Tokenizer.from_directory, path)
-        prompt = await _prompt_ids(wanted, tokenizer)
+        prompt = await _prompt_ids(request, tokenizer)
         info = await client.wait_ready()
         loading.stop()
         sampling = build_sampling(
-            wanted.body(),
+            request.body(),
             info,
-            max_tokens=max(1, min(wanted.max_tokens, info.max_model_len - len(prompt))),
+            max_tokens=max(1, min(request.max_tokens, info.max_model_len - len(prompt))),
             samples=1,
             logprobs=None,
             prompt_logprobs=None,
             defaults=found.sampling,
         )
-        detokenizer = Detokenizer(tokenizer, prompt, stop=wanted.stop)
+        detokenizer = Detokenizer(tokenizer, prompt, stop=request.stop)
         start, first, tokens, reason = time.monotonic(), 0.0, 0, ""
         async with contextlib.aclosing(client.generate(EngineRequest("generate", prompt, sampling))) as outputs:
             async for output in outputs:
@@ -137,10 +137,10 @@ async def _generate_with(
                 if detokenizer.stopped is not None:
                     reason = "stop"
                     break
-        finish()
-        if wanted.stats:
+        end_line()
+        if request.stats:
             rate = (tokens - 1) / (time.monotonic() - first) if tokens > 1 else 0.0
-            say(
+            print_status(
                 f"[{len(prompt)} prompt tokens, first token after {first - start:.2f} s, "
                 f"{tokens} tokens at {rate:.1f} tokens/s, {reason}]"
             )
@@ -149,9 +149,9 @@ async def _generate_with(
         await client.close()
 
 
-async def _prompt_ids(wanted: GenerateOptions, tokenizer: Tokenizer) -> list[int]:
-    text = await _rendered(wanted.prompt, tokenizer) if wanted.chat else wanted.prompt
-    ids = tokenizer.encode(text, add_special_tokens=not wanted.chat)
+async def _prompt_ids(request: GenerateOptions, tokenizer: Tokenizer) -> list[int]:
+    text = await _render_chat(request.prompt, tokenizer) if request.chat else request.prompt
+    ids = tokenizer.encode(text, add_special_tokens=not request.chat)
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
@@ -159,7 +159,7 @@ async def _prompt_ids(wanted: GenerateOptions, tokenizer: Tokenizer) -> list[int
     return ids
 
 
-async def _rendered(prompt: str, tokenizer: Tokenizer) -> str:
+async def _render_chat(prompt: str, tokenizer: Tokenizer) -> str:
     """The prompt as a chat. The template is code that came with the model: it runs with limits, as on a server."""
     from windlass.server.config.settings import ServerSettings
     from windlass.server.errors import ApiError
@@ -184,22 +184,22 @@ async def _rendered(prompt: str, tokenizer: Tokenizer) -> str:
 
 
 def generate_remote(
-    wanted: GenerateOptions, model: str | None, options: EngineOptions, url: str, api_key: str | None
+    request: GenerateOptions, model: str | None, options: EngineOptions, url: str, api_key: str | None
 ) -> None:
     """Ask the server at `url` (with or without /v1), write its stream. Raises EngineError, one line."""
     declared = options.profiles()
-    if options.names_profile() and options.rope_scaling not in declared:
+    if options.is_profile_reference() and options.rope_scaling not in declared:
         scaling: Any = options.rope_scaling  # a profile of that server
     else:
         parsed = options.parse_rope_scaling()
         scaling = parsed.to_dict() if parsed else None
     rest = {"model": model, "rope_scaling": scaling, "rope_update": options.parse_rope_update()}
-    settings = wanted.fields() | {name: value for name, value in rest.items() if value is not None}
+    settings = request.fields() | {name: value for name, value in rest.items() if value is not None}
     start, reason = time.monotonic(), None
     try:
         with (
             Client(url, api_key=api_key, retry=RetryPolicy(max_retries=0)) as client,
-            _open(client, wanted, settings) as stream,
+            _open(client, request, settings) as stream,
         ):
             for chunk in stream:
                 write(chunk.text)
@@ -212,15 +212,15 @@ def generate_remote(
     except (APIError, ValueError) as error:
         raise EngineError(f"{url}: {error}") from error
     finally:
-        finish()
-    if wanted.stats:
-        say(f"[{time.monotonic() - start:.2f} s, {reason}]")
+        end_line()
+    if request.stats:
+        print_status(f"[{time.monotonic() - start:.2f} s, {reason}]")
 
 
-def _open(client: Client, wanted: GenerateOptions, settings: dict[str, Any]) -> Stream[Any, Any]:
-    if wanted.chat:
-        return client.chat([{"role": "user", "content": wanted.prompt}], stream=True, **settings)
-    return client.completions(wanted.prompt, stream=True, **settings)
+def _open(client: Client, request: GenerateOptions, settings: dict[str, Any]) -> Stream[Any, Any]:
+    if request.chat:
+        return client.chat([{"role": "user", "content": request.prompt}], stream=True, **settings)
+    return client.completions(request.prompt, stream=True, **settings)
 
 
 def write(text: str) -> None:
@@ -230,7 +230,7 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def finish() -> None:
+def end_line() -> None:
     """End the line on a terminal; a file or a pipe gets the text alone."""
     if sys.stdout.isatty():
         write("\n")

@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 from windlass.clients import APIError
 
 # By parameter. A command's own options are always shown.
-MAIN = (
+COMMON_OPTIONS = (
     "dtype",
     "quantization",
     "served_model_name",
@@ -34,16 +34,16 @@ MAIN = (
     "chat_template",
 )
 
-_ALL = "windlass.help_all"
+_HELP_ALL = "windlass.help_all"
 
 
 class BriefHelp(TyperCommand):
     """A command whose `--help` is short. Hidden options work, and are completed, as ever."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        if ctx.meta.get(_ALL):
+        if ctx.meta.get(_HELP_ALL):
             return super().format_help(ctx, formatter)
-        rare = [p for p in self.params if getattr(p, "rich_help_panel", None) and p.name not in MAIN]
+        rare = [p for p in self.params if getattr(p, "rich_help_panel", None) and p.name not in COMMON_OPTIONS]
         named = [p for p in self.params if getattr(p, "show_envvar", False)]
         epilog = self.epilog
         try:
@@ -67,7 +67,7 @@ def help_all_option() -> Any:
 
     def show(ctx: typer.Context, asked: bool) -> None:
         if asked:
-            ctx.meta[_ALL] = True
+            ctx.meta[_HELP_ALL] = True
             print(ctx.get_help(), end="")
             raise typer.Exit
 

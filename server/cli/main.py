@@ -14,7 +14,7 @@ from typer_injector import Depends, InjectingTyper
 
 from windlass._version import __version__
 from windlass.clients.loadtest.commands import add_commands
-from windlass.clients.terminal import run_app, say, version_option
+from windlass.clients.terminal import print_status, run_app, version_option
 from windlass.engine.errors import EngineError
 from windlass.engine.process_setup import gc_paused_imports
 from windlass.server.cli.help import BriefHelp, help_all_option
@@ -22,14 +22,14 @@ from windlass.server.cli.ray_commands import app as ray
 from windlass.server.cli.rope import app as rope
 from windlass.server.cli.top import top
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_names import in_options, to_flat
+from windlass.server.config.option_names import to_flat, with_option_names
 from windlass.server.config.option_parsing import (
     LogLevel,
     ModelArgument,
     ModelOption,
     config_option,
-    hint,
-    mistyped,
+    foreign_option_hint,
+    misspelled_variables,
     option,
 )
 from windlass.server.config.server_options import ConnectionOptions, ReplicaOptions, SamplingOptions, ServerOptions
@@ -58,8 +58,8 @@ def program(
     context: typer.Context, version: Annotated[bool, version_option(f"windlass {__version__}")] = False
 ) -> None:
     """What stands before a command."""
-    for name, near in mistyped(context.command, os.environ):
-        say(f"warning: the variable {name} has no effect: did you mean {near}?")
+    for name, near in misspelled_variables(context.command, os.environ):
+        print_status(f"warning: the variable {name} has no effect: did you mean {near}?")
 
 
 @app.command(cls=BriefHelp)
@@ -74,9 +74,9 @@ def serve(
     help_all: HelpAll = False,
 ) -> int:
     """Serve a model over an OpenAI-compatible HTTP API."""
-    from windlass.server.startup.early_signals import ended_by_sigterm
+    from windlass.server.startup.early_signals import exit_on_sigterm
 
-    with ended_by_sigterm():
+    with exit_on_sigterm():
         with gc_paused_imports():
             from windlass.server.startup.launch import serve as launch
         return launch(model, engine, server, connections, log_level, replicas.checked())
@@ -117,7 +117,7 @@ def generate(
     help_all: HelpAll = False,
 ) -> None:
     """Continue one prompt on the terminal."""
-    from windlass.server.cli.generate import GenerateOptions, generate_here, generate_remote
+    from windlass.server.cli.generate import GenerateOptions, generate_locally, generate_remote
     from windlass.server.config.option_parsing import check_log_level
 
     wanted = GenerateOptions(
@@ -131,7 +131,7 @@ def generate(
         stats=stats,
     )
     if url is None:
-        generate_here(wanted, model, engine, sampling, check_log_level(log_level))
+        generate_locally(wanted, model, engine, sampling, check_log_level(log_level))
     else:
         generate_remote(wanted, model, engine, url, api_key)
 
@@ -199,11 +199,11 @@ def chat(
     help_all: HelpAll = False,
 ) -> int:
     """Chat with a model on the terminal. /help lists what it understands."""
-    from windlass.server.cli.chat import chat_here, chat_with
+    from windlass.server.cli.chat import chat_locally, chat_remote
 
     if url is None:
-        return chat_here(model, engine, sampling, system)
-    return chat_with(url, api_key, model, system)
+        return chat_locally(model, engine, sampling, system)
+    return chat_remote(url, api_key, model, system)
 
 
 @app.command(cls=BriefHelp)
@@ -232,12 +232,12 @@ def replay(
     help_all: HelpAll = False,
 ) -> int:
     """Repeat a recorded workload. Recorded with text, the answers are compared token by token: exit code 1 where one differs."""
-    from windlass.server.cli.replay import read_pace, replay_here, replay_there
+    from windlass.server.cli.replay import read_pace, replay_locally, replay_remote
 
     pace = read_pace(speed, as_fast_as_possible, concurrency)
     if url is None:
-        return replay_here(file, model, engine, sampling, pace, as_json)
-    return replay_there(file, url, api_key, pace, as_json)
+        return replay_locally(file, model, engine, sampling, pace, as_json)
+    return replay_remote(file, url, api_key, pace, as_json)
 
 
 app.command("top")(top)
@@ -292,7 +292,14 @@ def version() -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; errors are one line on standard error."""
-    return run_app(app, "windlass", arguments, errors=(EngineError,), words=in_options, elsewhere=hint)
+    return run_app(
+        app,
+        "windlass",
+        arguments,
+        errors=(EngineError,),
+        translate=with_option_names,
+        find_replacement=foreign_option_hint,
+    )
 
 
 def main() -> None:

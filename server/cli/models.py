@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from windlass.clients.terminal import say
+from windlass.clients.terminal import print_status
 from windlass.engine.errors import EngineError, LoadError, did_you_mean
 from windlass.engine.model.model_spec import ModelSpec
 from windlass.server.startup.model_catalog import (
     KNOWN,
     KnownModel,
     cache_folder,
-    check,
-    is_here,
+    is_downloaded,
     megabytes,
     model_file,
     pull,
+    verify_checksum,
 )
 from windlass.server.startup.model_files import bundled_model, cache_directory, cached_ggufs, cached_repositories
 
@@ -50,17 +50,17 @@ def pull_named(name: str) -> None:
             "of the Hugging Face hub is downloaded by `windlass serve`"
         )
     if model.file is None:
-        say(f"{name} came with this installation: {bundled_model()}")
-    elif is_here(model):
-        check(model)
-        say(f"{name} is here already, and whole: {model_file(model)}")
+        print_status(f"{name} came with this installation: {bundled_model()}")
+    elif is_downloaded(model):
+        verify_checksum(model)
+        print_status(f"{name} is here already, and whole: {model_file(model)}")
     else:
         pull(model)
 
 
 def list_models(as_json: bool) -> None:
     """Write what is known and what is here to standard output."""
-    listed = [*(_of_catalogue(model) for model in KNOWN.values()), *_of_hub_cache()]
+    listed = [*(_list_catalog(model) for model in KNOWN.values()), *_list_hub_cache()]
     if as_json:
         print(json.dumps({"models": [asdict(model) for model in listed], "cache": str(cache_folder())}))
         return
@@ -71,13 +71,13 @@ def list_models(as_json: bool) -> None:
         print(" " * width, f" {model.where or model.source}")
     missing = [model.name for model in listed if not model.here]
     if missing:
-        say(
+        print_status(
             f"`windlass pull {missing[0]}` gets what is not here; `windlass serve` and `windlass chat` do so by themselves"
         )
 
 
-def _of_catalogue(model: KnownModel) -> ListedModel:
-    here = is_here(model)
+def _list_catalog(model: KnownModel) -> ListedModel:
+    here = is_downloaded(model)
     if model.file is None:
         where: Path | None
         try:
@@ -99,14 +99,14 @@ def _of_catalogue(model: KnownModel) -> ListedModel:
     )
 
 
-def _of_hub_cache() -> list[ListedModel]:
+def _list_hub_cache() -> list[ListedModel]:
     """What the Hugging Face cache holds whole and the decoder can run."""
-    places: list[tuple[str, Path, list[Path], Callable[[Sequence[Path]], str]]] = [
+    candidates: list[tuple[str, Path, list[Path], Callable[[Sequence[Path]], str]]] = [
         *((name, snapshot, [snapshot], _describe) for name, snapshot in cached_repositories()),
         *((name, files[0], files, _describe_gguf) for name, files in cached_ggufs()),
     ]
     found = []
-    for name, where, paths, describe in sorted(places, key=lambda place: place[0]):
+    for name, where, paths, describe in sorted(candidates, key=lambda place: place[0]):
         try:
             about = describe(paths)
         except (EngineError, OSError, ValueError):  # another kind of model: not for this server

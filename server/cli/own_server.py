@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 # Of the variables: what the command has no option for. Its options are on the child's command line.
-_KEPT = {"WINDLASS_CACHE", "WINDLASS_CRASH_DIR", "WINDLASS_CPU_ISA"}
+_INHERITED_VARIABLES = {"WINDLASS_CACHE", "WINDLASS_CRASH_DIR", "WINDLASS_CPU_ISA"}
 
-_END_SECONDS = 8.0
+_STOP_SECONDS = 8.0
 
 _POLL_SECONDS = 0.02
 
 
-class OwnServer:
+class ManagedServer:
     """Started when it is made; in a `with` block, whose end ends it. The kernel closes its standard input if this process dies.
 
     url: known once `wait_ready` came back. api_key: of this server alone, so that other users of the machine cannot ask it.
@@ -54,7 +54,7 @@ class OwnServer:
             *(["--served-model-name", name] if name else []),
             *options,
         ]
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("WINDLASS_") or k in _KEPT}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("WINDLASS_") or k in _INHERITED_VARIABLES}
         self._process = subprocess.Popen(
             command,
             env={**kept, "WINDLASS_API_KEY": self.api_key, PROGRESS_VARIABLE: "1"},
@@ -133,7 +133,7 @@ class OwnServer:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
-            self._process.wait(_END_SECONDS)
+            self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -21,19 +21,19 @@ from pydantic import BaseModel, Field, ValidationError
 
 from windlass.clients import APIError, Client, RetryPolicy
 from windlass.clients.loadtest.display import ProgressDisplay
-from windlass.clients.loadtest.runner import Progress, RunProgress, tell, unless_stopped
+from windlass.clients.loadtest.runner import Progress, RunProgress, report_progress, run_until_stopped
 from windlass.clients.loadtest.workload import WORDS
 from windlass.clients.sse import SSEDecoder
-from windlass.clients.streams import read_rest_async
-from windlass.clients.terminal import CommandError, say, stopped_by_signals
+from windlass.clients.streams import drain_response_async
+from windlass.clients.terminal import CommandError, print_status, stop_on_signals
 from windlass.engine.errors import LoadError
 from windlass.engine.interface.model_info import PoolingKind
 from windlass.server.cli.help import with_key_hint
-from windlass.server.cli.own_server import OwnServer
+from windlass.server.cli.own_server import ManagedServer
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_parsing import to_arguments
 from windlass.server.config.server_options import SamplingOptions
-from windlass.server.serving.observers import FORM, OK, digest, digest_of_rows
+from windlass.server.serving.observers import OK, RECORD_VERSION, digest, rows_digest
 from windlass.server.startup.model_files import choose_model
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -87,7 +87,7 @@ class RecordedLine(BaseModel):
     chat: bool = False
     pooling: RecordedRows | None = None  # of one that generated nothing
     line: int = 0
-    of: RecordHead = RecordHead(windlass_record=FORM)
+    of: RecordHead = RecordHead(windlass_record=RECORD_VERSION)
 
     @property
     def ended_well(self) -> bool:
@@ -115,18 +115,20 @@ def read_recording(path: Path) -> RecordedWorkload:
         raise CommandError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     head: RecordHead | None = None
     requests = []
-    lines = text.split("\n")
-    for number, line in enumerate(lines, 1):
+    report_lines = text.split("\n")
+    for number, line in enumerate(report_lines, 1):
         if not line.strip():
             continue
-        if number == len(lines):
-            say(f"notice: the last line of {path} is cut off and left out")
+        if number == len(report_lines):
+            print_status(f"notice: the last line of {path} is cut off and left out")
             continue
         found = _read(line, path, number)
         if "windlass_record" in found:
             head = _checked(RecordHead, found, path, number)
-            if head.windlass_record != FORM:
-                raise CommandError(f"{path}, line {number}: its form is {head.windlass_record}, this reads {FORM}")
+            if head.windlass_record != RECORD_VERSION:
+                raise CommandError(
+                    f"{path}, line {number}: its form is {head.windlass_record}, this reads {RECORD_VERSION}"
+                )
         elif head is None:
             raise CommandError(f"{path} was not written by `windlass serve --record`: it does not begin as such a file")
         else:
@@ -158,47 +160,52 @@ def _checked(kind: type[Model], found: Mapping[str, Any], path: Path, number: in
 
 
 # Of one client or one moment: a repetition has its own.
-_NOT_AGAIN = ("request_id", "timeout", "user", "metadata", "stream_options", "model", "safety_identifier")
+_OMITTED_FIELDS = ("request_id", "timeout", "user", "metadata", "stream_options", "model", "safety_identifier")
 
 _TASKS = {"all": "token_embed", "classify": "classify", "classify tokens": "token_classify", "answer": "classify"}
 
 
 @dataclass(frozen=True, slots=True)
-class AskedAgain:
+class ReplayRequest:
     """path, body: what is posted. wanted: the digests of its answers by choice, None where there is nothing to compare with.
 
-    some: whether the answers are some of `wanted`, as the best of several are.
+    some: whether the answers are some of `expected`, as the best of several are.
     """
 
     recorded: RecordedLine
     path: str
     body: dict[str, Any]
-    wanted: tuple[str, ...] | None = None
-    some: bool = False
+    expected: tuple[str, ...] | None = None
+    allows_subset: bool = False
 
 
-def asked_again(recorded: RecordedLine, ordinary: Sequence[int]) -> AskedAgain:
+def make_replay_request(recorded: RecordedLine, ordinary: Sequence[int]) -> ReplayRequest:
     """ordinary: token ids to make prompts of, where those of the request are not known."""
     if recorded.pooling is not None:
-        return _pooled_again(recorded, recorded.pooling, ordinary)
+        return _pooling_request(recorded, recorded.pooling, ordinary)
     path = "/v1/completions"
     if recorded.prompt_token_ids is None:
-        return AskedAgain(recorded, path, {**_common(recorded), **_synthetic(recorded, ordinary)})
-    wanted = None
+        return ReplayRequest(recorded, path, {**_common(recorded), **_synthetic(recorded, ordinary)})
+    expected = None
     if recorded.exact and recorded.ended_well:
         digests = [answer.digest for answer in sorted(recorded.answers, key=lambda answer: answer.choice)]
-        wanted = tuple(digest for digest in digests if digest is not None)
+        expected = tuple(digest for digest in digests if digest is not None)
     if recorded.body is not None:
-        kept = {name: value for name, value in recorded.body.items() if name not in _NOT_AGAIN}
-        body = {**kept, **_common(recorded), "seed": recorded.fields.get("seed"), **_as_far(recorded, kept)}
-        some = bool(wanted) and (kept.get("best_of") or 1) > (kept.get("n") or 1)
-        return AskedAgain(recorded, "/v1/chat/completions" if recorded.chat else path, body, wanted, some)
+        kept = {name: value for name, value in recorded.body.items() if name not in _OMITTED_FIELDS}
+        body = {
+            **kept,
+            **_common(recorded),
+            "seed": recorded.fields.get("seed"),
+            **_limits_of_incomplete(recorded, kept),
+        }
+        allows_subset = bool(expected) and (kept.get("best_of") or 1) > (kept.get("n") or 1)
+        return ReplayRequest(recorded, "/v1/chat/completions" if recorded.chat else path, body, expected, allows_subset)
     ids: Any = recorded.prompt_token_ids
     body = {**recorded.fields, **recorded.texts, **_common(recorded), "prompt": ids[0] if len(ids) == 1 else ids}
-    return AskedAgain(recorded, path, {**body, **_as_far(recorded, body)}, wanted)
+    return ReplayRequest(recorded, path, {**body, **_limits_of_incomplete(recorded, body)}, expected)
 
 
-def _as_far(recorded: RecordedLine, body: dict[str, Any]) -> dict[str, Any]:
+def _limits_of_incomplete(recorded: RecordedLine, body: dict[str, Any]) -> dict[str, Any]:
     """The limits of one that did not end well: whoever left was not given more, and nobody asked for the rest."""
     if recorded.ended_well:
         return {}
@@ -207,7 +214,7 @@ def _as_far(recorded: RecordedLine, body: dict[str, Any]) -> dict[str, Any]:
     return limits | ({"max_completion_tokens": most} if "max_completion_tokens" in body else {})
 
 
-def _pooled_again(recorded: RecordedLine, rule: RecordedRows, ordinary: Sequence[int]) -> AskedAgain:
+def _pooling_request(recorded: RecordedLine, rule: RecordedRows, ordinary: Sequence[int]) -> ReplayRequest:
     """Whatever was made of the rows, such as scores: the rows themselves, as float32, so that they can be compared."""
     kind: dict[str, Any] = {"task": _TASKS[rule.kind]} if rule.kind in _TASKS else {"pooling": rule.kind}
     if kind.get("task") in ("classify", "token_classify"):
@@ -216,26 +223,33 @@ def _pooled_again(recorded: RecordedLine, rule: RecordedRows, ordinary: Sequence
         kind |= {"normalize": rule.normalize}
         if rule.dimensions is not None:
             kind["dimensions"] = rule.dimensions
-    wanted = None
+    expected = None
     if recorded.exact and recorded.ended_well:
         digests = [answer.digest for answer in sorted(recorded.answers, key=lambda answer: answer.choice)]
-        wanted = tuple(digest for digest in digests if digest is not None)
-    ids = recorded.prompt_token_ids or _other_prompts(recorded, ordinary)
-    body = {**recorded.fields, **recorded.texts, **kind, **_named(recorded), "encoding_format": "base64", "input": ids}
-    return AskedAgain(recorded, "/pooling", body, wanted)
+        expected = tuple(digest for digest in digests if digest is not None)
+    ids = recorded.prompt_token_ids or _random_prompts(recorded, ordinary)
+    body = {
+        **recorded.fields,
+        **recorded.texts,
+        **kind,
+        **_adapter_field(recorded),
+        "encoding_format": "base64",
+        "input": ids,
+    }
+    return ReplayRequest(recorded, "/pooling", body, expected)
 
 
 def _common(recorded: RecordedLine) -> dict[str, Any]:
     """What holds for every repetition of a generation."""
-    return {"stream": recorded.stream, "return_token_ids": True, **_named(recorded)}
+    return {"stream": recorded.stream, "return_token_ids": True, **_adapter_field(recorded)}
 
 
-def _named(recorded: RecordedLine) -> dict[str, Any]:
+def _adapter_field(recorded: RecordedLine) -> dict[str, Any]:
     """Only an adapter is asked for by its name: the model may be called something else now."""
     return {"model": recorded.model} if recorded.model and recorded.model != recorded.of.model else {}
 
 
-def _other_prompts(recorded: RecordedLine, ordinary: Sequence[int]) -> list[list[int]]:
+def _random_prompts(recorded: RecordedLine, ordinary: Sequence[int]) -> list[list[int]]:
     """As long, of other tokens; the same ones each time the file is repeated."""
     random = Random(f"{recorded.line}/{recorded.request_id}")
     return [random.choices(ordinary, k=max(1, count)) for count in recorded.prompt_tokens]
@@ -243,31 +257,31 @@ def _other_prompts(recorded: RecordedLine, ordinary: Sequence[int]) -> list[list
 
 def _synthetic(recorded: RecordedLine, ordinary: Sequence[int]) -> dict[str, Any]:
     """As long a prompt and as long an answer."""
-    prompts = _other_prompts(recorded, ordinary)
+    prompts = _random_prompts(recorded, ordinary)
     tokens = recorded.tokens if recorded.ended_well or recorded.answers else 1
     fixed = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
     return {**recorded.fields, **fixed, "prompt": prompts[0] if len(prompts) == 1 else prompts}
 
 
 # An answer that is no stream comes when it is complete, and a recorded one may have taken hours.
-_PATIENCE = httpx.Timeout(None, connect=10.0)
+_TIMEOUT = httpx.Timeout(None, connect=10.0)
 
 _SHOWN = 200  # characters of an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPace:
-    """speed: 2 sends in half the time; None: each as soon as there is room. at_once: requests in flight at most."""
+    """speed: 2 sends in half the time; None: each as soon as there is room. concurrent: requests in flight at most."""
 
     speed: float | None = 1.0
-    at_once: int = 1024
+    concurrent: int = 1024
 
 
 @dataclass(slots=True)
-class Repeated:
+class ReplayResult:
     """What came of one request. error: why there is no answer. late: seconds that it was sent after its time."""
 
-    asked: AskedAgain
+    replayed_request: ReplayRequest
     digests: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
     fingerprint: str = ""
@@ -277,113 +291,115 @@ class Repeated:
 
     @property
     def compared(self) -> bool:
-        return self.asked.wanted is not None
+        return self.replayed_request.expected is not None
 
     @property
     def failed(self) -> bool:
         """Whether it was answered then and is not now."""
-        return bool(self.error) and self.asked.recorded.ended_well
+        return bool(self.error) and self.replayed_request.recorded.ended_well
 
     @property
     def equal(self) -> bool:
         """Whether every answer has the tokens it had."""
-        wanted = self.asked.wanted
-        if wanted is None or self.error:
+        expected = self.replayed_request.expected
+        if expected is None or self.error:
             return False
-        if self.asked.some:
-            return not Counter(self.digests) - Counter(wanted)
-        return self.digests == wanted
+        if self.replayed_request.allows_subset:
+            return not Counter(self.digests) - Counter(expected)
+        return self.digests == expected
 
 
 @dataclass(slots=True)
-class Replayed:
+class ReplayRun:
     """All of them, in the order of the recording. seconds: from the first sent to the last answered.
 
     interrupted: whether it was stopped before; then only those that had ended are in it.
     """
 
-    requests: list[Repeated]
+    requests: list[ReplayResult]
     seconds: float = 0.0
     interrupted: bool = False
 
 
 @dataclass(slots=True)
-class _Read:
+class _AnswerReader:
     """Token ids by choice, while an answer comes; or the digests of a text's rows."""
 
     ids: dict[int, list[int]] = field(default_factory=dict)
     rows: dict[int, str] = field(default_factory=dict)
     fingerprint: str = ""
 
-    def take(self, payload: Any) -> None:
+    def add_payload(self, payload: Any) -> None:
         if (error := payload.get("error")) or isinstance(error, dict):
             raise ValueError(_reason(payload))
         self.fingerprint = payload.get("system_fingerprint") or self.fingerprint
         for choice in payload.get("choices", ()):
             self.ids.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
         for item in payload.get("data", ()):
-            self.rows[item["index"]] = digest_of_rows(base64.b64decode(item["data"]))
+            self.rows[item["index"]] = rows_digest(base64.b64decode(item["data"]))
 
 
 async def replay(
     url: str,
     api_key: str | None,
-    asked: Sequence[AskedAgain],
+    replayed_request: Sequence[ReplayRequest],
     pace: ReplayPace,
     *,
     progress: Progress | None = None,
     stop: asyncio.Event | None = None,
-) -> Replayed:
+) -> ReplayRun:
     """Send all to the server at `url` (without /v1) and wait for all answers. What fails is in the result, never raised.
 
     progress: called about twice a second. stop: once set, it ends at once and its result says `interrupted`.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    limits = httpx.Limits(max_connections=pace.at_once, max_keepalive_connections=pace.at_once, keepalive_expiry=4.0)
-    room = asyncio.Semaphore(pace.at_once)
+    limits = httpx.Limits(
+        max_connections=pace.concurrent, max_keepalive_connections=pace.concurrent, keepalive_expiry=4.0
+    )
+    slots = asyncio.Semaphore(pace.concurrent)
     # Answers that are no streams come in no chunks.
-    how_far = RunProgress(phase="running", total=len(asked), chunks=None)
-    results: list[Repeated | None] = [None] * len(asked)
+    progress_state = RunProgress(phase="running", total=len(replayed_request), chunks=None)
+    results: list[ReplayResult | None] = [None] * len(replayed_request)
     begun = time.monotonic()
-    first = asked[0].recorded.at if asked else 0.0
+    first = replayed_request[0].recorded.at if replayed_request else 0.0
     async with httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=_PATIENCE, limits=limits, trust_env=False
+        base_url=url, headers=headers, timeout=_TIMEOUT, limits=limits, trust_env=False
     ) as http:
 
-        async def one(index: int, each: AskedAgain) -> None:
-            async with room:
+        async def one(index: int, each: ReplayRequest) -> None:
+            async with slots:
                 due = begun if pace.speed is None else begun + (each.recorded.at - first) / pace.speed
                 sent = time.monotonic()
-                how_far.running += 1
+                progress_state.running += 1
                 result = await _send(http, each)
-                how_far.running -= 1
-                how_far.ended += 1
-                how_far.failed += result.failed
+                progress_state.running -= 1
+                progress_state.ended += 1
+                progress_state.failed += result.failed
                 result.seconds = time.monotonic() - sent
                 result.late = 0.0 if pace.speed is None else max(0.0, sent - due)
                 results[index] = result
 
         async def every_one() -> None:
             async with asyncio.TaskGroup() as group:
-                for index, each in enumerate(asked):
+                for index, each in enumerate(replayed_request):
                     if pace.speed is not None:
                         due = begun + (each.recorded.at - first) / pace.speed
                         await asyncio.sleep(max(0.0, due - time.monotonic()))
                     group.create_task(one(index, each))
 
-        ticker = asyncio.create_task(tell(progress, lambda: how_far))
+        ticker = asyncio.create_task(report_progress(progress, lambda: progress_state))
         try:
-            finished = await unless_stopped(every_one(), stop or asyncio.Event())
+            finished = await run_until_stopped(every_one(), stop or asyncio.Event())
         finally:
             ticker.cancel()
         seconds = time.monotonic() - begun
-    return Replayed([result for result in results if result is not None], seconds, not finished)
+    return ReplayRun([result for result in results if result is not None], seconds, not finished)
 
 
-async def _send(http: httpx.AsyncClient, asked: AskedAgain) -> Repeated:
-    read = _Read()
+async def _send(http: httpx.AsyncClient, replayed_request: ReplayRequest) -> ReplayResult:
+    read = _AnswerReader()
     try:
-        async with http.stream("POST", asked.path, json=asked.body) as response:
+        async with http.stream("POST", replayed_request.path, json=replayed_request.body) as response:
             if response.status_code != 200:
                 raise ValueError(_refusal(response.status_code, await response.aread()))
             if response.headers.get("content-type", "").startswith("text/event-stream"):
@@ -392,17 +408,17 @@ async def _send(http: httpx.AsyncClient, asked: AskedAgain) -> Repeated:
                 payload = json.loads(await response.aread())
                 if not isinstance(payload, dict):
                     raise ValueError(f"the answer is no object (HTTP {response.status_code})")
-                read.take(payload)
+                read.add_payload(payload)
     except httpx.HTTPError as error:
-        return Repeated(asked, error=f"{type(error).__name__}: {error}"[:_SHOWN])
+        return ReplayResult(replayed_request, error=f"{type(error).__name__}: {error}"[:_SHOWN])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return Repeated(asked, error=str(error)[:_SHOWN] or type(error).__name__)
+        return ReplayResult(replayed_request, error=str(error)[:_SHOWN] or type(error).__name__)
     if read.rows:
-        return Repeated(asked, tuple(read.rows[index] for index in sorted(read.rows)))
+        return ReplayResult(replayed_request, tuple(read.rows[index] for index in sorted(read.rows)))
     if not read.ids:
-        return Repeated(asked, error="the answer has no choices")
+        return ReplayResult(replayed_request, error="the answer has no choices")
     ids = [read.ids[choice] for choice in sorted(read.ids)]
-    return Repeated(asked, tuple(map(digest, ids)), tuple(map(len, ids)), read.fingerprint)
+    return ReplayResult(replayed_request, tuple(map(digest, ids)), tuple(map(len, ids)), read.fingerprint)
 
 
 def _refusal(status: int, body: bytes) -> str:
@@ -420,27 +436,27 @@ def _reason(payload: dict[str, Any]) -> str:
     return str(error.get("message") or error if isinstance(error, dict) else error)
 
 
-async def _read_stream(response: httpx.Response, read: _Read) -> None:
+async def _read_stream(response: httpx.Response, read: _AnswerReader) -> None:
     events = SSEDecoder()
     pieces = response.aiter_bytes()
     async for data in pieces:
         for event in events.feed(data):
             if event.data == "[DONE]":
-                await read_rest_async(response, pieces)
+                await drain_response_async(response, pieces)
                 return
-            read.take(json.loads(event.data))
+            read.add_payload(json.loads(event.data))
     raise ValueError("the stream ended early")
 
 
-MOST_SHOWN = 20  # mismatches, and failures, in lines
+MAX_SHOWN = 20  # mismatches, and failures, in lines
 
 
-def good(replayed: Replayed) -> bool:
+def is_success(replayed: ReplayRun) -> bool:
     """Whether all that was answered then is answered now, and all that is compared is equal."""
     return not any(each.failed or (each.compared and not each.equal) for each in replayed.requests)
 
 
-def as_object(recording: RecordedWorkload, replayed: Replayed) -> dict[str, Any]:
+def to_dict(recording: RecordedWorkload, replayed: ReplayRun) -> dict[str, Any]:
     """The same as JSON, with every mismatch and failure."""
     compared = [each for each in replayed.requests if each.compared]
     return {
@@ -449,12 +465,16 @@ def as_object(recording: RecordedWorkload, replayed: Replayed) -> dict[str, Any]
         "interrupted": replayed.interrupted,
         "seconds": round(replayed.seconds, 3),
         "recorded_seconds": round(_span(recording), 3),
-        "failed": [_told(each) | {"error": each.error} for each in replayed.requests if each.failed],
+        "failed": [_identify(each) | {"error": each.error} for each in replayed.requests if each.failed],
         "compared": len(compared),
         "equal": sum(each.equal for each in compared),
         "mismatches": [
-            _told(each)
-            | {"recorded": list(each.asked.wanted or ()), "now": list(each.digests), "error": each.error or None}
+            _identify(each)
+            | {
+                "recorded": list(each.replayed_request.expected or ()),
+                "now": list(each.digests),
+                "error": each.error or None,
+            }
             for each in compared
             if not each.equal
         ],
@@ -465,7 +485,7 @@ def as_object(recording: RecordedWorkload, replayed: Replayed) -> dict[str, Any]
     }
 
 
-def lines(recording: RecordedWorkload, replayed: Replayed) -> Iterator[str]:
+def report_lines(recording: RecordedWorkload, replayed: ReplayRun) -> Iterator[str]:
     """For a person."""
     requests = replayed.requests
     tokens = sum(sum(each.tokens) for each in requests)
@@ -477,7 +497,7 @@ def lines(recording: RecordedWorkload, replayed: Replayed) -> Iterator[str]:
     if replayed.interrupted:
         yield f"interrupted: {len(recording.requests) - len(requests):,} of {len(recording.requests):,} requests had not ended"
     failed = [each for each in requests if each.failed]
-    yield from _some(failed, lambda each: f"failed: {_name(each)}: {each.error}")
+    yield from _limited_lines(failed, lambda each: f"failed: {_name(each)}: {each.error}")
     compared = [each for each in requests if each.compared]
     if not compared and replayed.interrupted:
         yield "no answer was compared yet"
@@ -486,7 +506,7 @@ def lines(recording: RecordedWorkload, replayed: Replayed) -> Iterator[str]:
         yield "no answer was compared: the recording has no text (--record-text)"
         return
     different = [each for each in compared if not each.equal]
-    yield from _some([each for each in different if not each.error], _difference)
+    yield from _limited_lines([each for each in different if not each.error], _difference)
     yield f"{len(compared):,} compared: {len(compared) - len(different):,} equal to the last token, {len(different):,} not"
     now, then = _fingerprint(replayed), recording.head.fingerprint
     if different and now and then and now != then:
@@ -495,34 +515,34 @@ def lines(recording: RecordedWorkload, replayed: Replayed) -> Iterator[str]:
         yield "the recorded server ran without --deterministic: answers may depend on what ran beside them"
 
 
-def _difference(each: Repeated) -> str:
-    wanted = each.asked.wanted or ()
-    if each.asked.some or len(wanted) != len(each.digests):
-        return f"mismatch: {_name(each)}: {len(wanted)} answers recorded, {len(each.digests)} now, others among them"
-    index = next(i for i, (then, now) in enumerate(zip(wanted, each.digests, strict=True)) if then != now)
-    if each.asked.recorded.pooling is not None:
-        return f"mismatch: {_name(each)}: text {index}: its numbers were {wanted[index]}, now {each.digests[index]}"
-    answers = sorted(each.asked.recorded.answers, key=lambda answer: answer.choice)
+def _difference(each: ReplayResult) -> str:
+    expected = each.replayed_request.expected or ()
+    if each.replayed_request.allows_subset or len(expected) != len(each.digests):
+        return f"mismatch: {_name(each)}: {len(expected)} answers recorded, {len(each.digests)} now, others among them"
+    index = next(i for i, (then, now) in enumerate(zip(expected, each.digests, strict=True)) if then != now)
+    if each.replayed_request.recorded.pooling is not None:
+        return f"mismatch: {_name(each)}: text {index}: its numbers were {expected[index]}, now {each.digests[index]}"
+    answers = sorted(each.replayed_request.recorded.answers, key=lambda answer: answer.choice)
     return (
-        f"mismatch: {_name(each)}: answer {index}: {answers[index].tokens} tokens {wanted[index]} recorded, "
+        f"mismatch: {_name(each)}: answer {index}: {answers[index].tokens} tokens {expected[index]} recorded, "
         f"{each.tokens[index]} tokens {each.digests[index]} now"
     )
 
 
-def _some(found: Sequence[Repeated], told: Any) -> Iterator[str]:
-    for each in found[:MOST_SHOWN]:
-        yield told(each)
-    if len(found) > MOST_SHOWN:
-        yield f"and {len(found) - MOST_SHOWN:,} more (--json has all)"
+def _limited_lines(found: Sequence[ReplayResult], render: Any) -> Iterator[str]:
+    for each in found[:MAX_SHOWN]:
+        yield render(each)
+    if len(found) > MAX_SHOWN:
+        yield f"and {len(found) - MAX_SHOWN:,} more (--json has all)"
 
 
-def _name(each: Repeated) -> str:
-    recorded = each.asked.recorded
+def _name(each: ReplayResult) -> str:
+    recorded = each.replayed_request.recorded
     return f"line {recorded.line}, {recorded.route}, request {recorded.request_id}"
 
 
-def _told(each: Repeated) -> dict[str, Any]:
-    recorded = each.asked.recorded
+def _identify(each: ReplayResult) -> dict[str, Any]:
+    recorded = each.replayed_request.recorded
     return {"line": recorded.line, "route": recorded.route, "request_id": recorded.request_id}
 
 
@@ -531,7 +551,7 @@ def _span(recording: RecordedWorkload) -> float:
     return max(request.at + request.seconds for request in requests) - requests[0].at
 
 
-def _fingerprint(replayed: Replayed) -> str:
+def _fingerprint(replayed: ReplayRun) -> str:
     return next((each.fingerprint for each in replayed.requests if each.fingerprint), "")
 
 
@@ -539,10 +559,10 @@ def read_pace(speed: float, as_fast_as_possible: bool, concurrency: int) -> Repl
     """Raises LoadError for a speed that is none."""
     if not (math.isfinite(speed) and speed > 0):
         raise LoadError(f"--speed must be more than 0, got {speed:g}")
-    return ReplayPace(speed=None if as_fast_as_possible else speed, at_once=concurrency)
+    return ReplayPace(speed=None if as_fast_as_possible else speed, concurrent=concurrency)
 
 
-def replay_there(file: Path, url: str, api_key: str | None, pace: ReplayPace, as_json: bool) -> int:
+def replay_remote(file: Path, url: str, api_key: str | None, pace: ReplayPace, as_json: bool) -> int:
     """Repeat the recording on the server at `url`. Returns the exit code; raises CommandError, one line."""
     recording = read_recording(file)
     try:
@@ -552,7 +572,7 @@ def replay_there(file: Path, url: str, api_key: str | None, pace: ReplayPace, as
     return _finish(recording, client, api_key, pace, as_json)
 
 
-def replay_here(
+def replay_locally(
     file: Path, model: str | None, options: EngineOptions, sampling: SamplingOptions, pace: ReplayPace, as_json: bool
 ) -> int:
     """Repeat it on a server of its own, which ends with it. Raises CommandError and EngineError, one line."""
@@ -563,7 +583,7 @@ def replay_here(
     if model is None or not Path(model).expanduser().exists():
         name, path = choose_model(model)
         model = model or (name if not Path(name).exists() else str(path))
-    with OwnServer(model, name, [*to_arguments(options), *to_arguments(sampling)]) as server:
+    with ManagedServer(model, name, [*to_arguments(options), *to_arguments(sampling)]) as server:
         server.wait_ready()
         client = server.client(timeout=30, retry=RetryPolicy(max_retries=0))
         return _finish(recording, client, server.api_key, pace, as_json)
@@ -580,34 +600,34 @@ def _finish(recording: RecordedWorkload, client: Client, api_key: str | None, pa
     except ValueError as error:
         raise CommandError(f"{url}: {error}") from error
     if as_json:
-        print(json.dumps(as_object(recording, replayed)))
+        print(json.dumps(to_dict(recording, replayed)))
     else:
-        for line in lines(recording, replayed):
+        for line in report_lines(recording, replayed):
             print(line)
     if stopped_by is not None:
         return 128 + stopped_by
-    return 0 if good(replayed) else 1
+    return 0 if is_success(replayed) else 1
 
 
 def _run(
     recording: RecordedWorkload, client: Client, url: str, api_key: str | None, pace: ReplayPace
-) -> tuple[Replayed, signal.Signals | None]:
+) -> tuple[ReplayRun, signal.Signals | None]:
     """What came of it, and the signal that cut it short."""
     ordinary: list[int] = []
     if any(request.prompt_token_ids is None for request in recording.requests):
         found = client.tokenize(" ".join(WORDS), add_special_tokens=False)
         ordinary = sorted(set(found.tokens))
-    asked = [asked_again(request, ordinary) for request in recording.requests]
-    say(f"repeating {len(asked):,} requests on {url}")
-    return asyncio.run(_until_stopped(url, api_key, asked, pace))
+    replayed_request = [make_replay_request(request, ordinary) for request in recording.requests]
+    print_status(f"repeating {len(replayed_request):,} requests on {url}")
+    return asyncio.run(_until_stopped(url, api_key, replayed_request, pace))
 
 
 async def _until_stopped(
-    url: str, api_key: str | None, asked: Sequence[AskedAgain], pace: ReplayPace
-) -> tuple[Replayed, signal.Signals | None]:
+    url: str, api_key: str | None, replayed_request: Sequence[ReplayRequest], pace: ReplayPace
+) -> tuple[ReplayRun, signal.Signals | None]:
     stop, signals = asyncio.Event(), list[signal.Signals]()
     display = ProgressDisplay()
-    with stopped_by_signals(stop, signals), contextlib.ExitStack() as ending:
+    with stop_on_signals(stop, signals), contextlib.ExitStack() as ending:
         ending.callback(display.stop)
-        replayed = await replay(url, api_key, asked, pace, progress=display, stop=stop)
+        replayed = await replay(url, api_key, replayed_request, pace, progress=display, stop=stop)
     return replayed, signals[0] if signals else None

@@ -344,7 +344,7 @@ def picture(
     from windlass.lab.gallery import Extras, draw
     from windlass.lab.gallery_subject import LLAMA_2, base_from_parameters, make_subject
     from windlass.lab.plotting import check_suffix, save_figure
-    from windlass.server.startup.derived_files import with_tokenizer
+    from windlass.server.startup.derived_files import ensure_tokenizer
     from windlass.server.text.tokenizer import Tokenizer
 
     check_suffix(out)
@@ -368,7 +368,7 @@ def picture(
         name = f"θ {base.rope_theta:,g}, {base.rotary_dim} dimensions"
     subject = make_subject(directory, base, scalings, length, name or "Llama 2")
     extras = Extras(
-        load_tokenizer=lambda path: Tokenizer.from_directory(with_tokenizer(path)),
+        load_tokenizer=lambda path: Tokenizer.from_directory(ensure_tokenizer(path)),
         model=directory,
         learned=learned,
         layer=layer,

@@ -10,7 +10,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.host_resources import available_memory
 from windlass.engine.model.loading.model_size import Alternative, ModelSize, size_model
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_names import in_options
+from windlass.server.config.option_names import with_option_names
 from windlass.server.startup.display import count, memory_lines, size
 from windlass.server.startup.model_files import choose_model, described_model, with_draft_model
 
@@ -51,7 +51,7 @@ def _lines(name: str, sized: ModelSize, block_size: int, replicas: int) -> list[
         f"  a token   {size(sized.kv_bytes_per_token)} of cache, a block of {block_size}: "
         f"{size(sized.kv_bytes_per_token * block_size)}"
     )
-    lines += [f"  note: {in_options(notice)}" for notice in sized.notices]
+    lines += [f"  note: {with_option_names(notice)}" for notice in sized.notices]
     length = sized.max_model_len or sized.trained_len
     lines += ["", *_table("--quantization", "weights", sized.weights, length)]
     lines += ["", *_table("--kv-cache-dtype", "a token", sized.caches, length)]

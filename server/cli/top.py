@@ -22,7 +22,7 @@ from rich.text import Text
 
 from windlass.clients import APIError, APIStatusError, Client, RateLimitError, RetryPolicy, ServerError
 from windlass.clients.metrics import Metrics
-from windlass.clients.terminal import CommandError, leave_output, nobody_reads, say
+from windlass.clients.terminal import CommandError, discard_output, is_output_closed, print_status
 from windlass.server.cli.help import with_key_hint
 from windlass.server.config.option_parsing import option
 
@@ -32,7 +32,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsLook:
+class MetricsSnapshot:
     """What a server said at one moment. at: seconds on the monotonic clock. state: in the words of its /health."""
 
     at: float
@@ -56,7 +56,7 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class IntervalStats:
     """Of the time between two looks, `seconds` apart; rates are a second. None: the server says nothing of it.
 
     prefix_hits: share of the prompt tokens looked up that were found. Latencies: seconds at each of QUANTILES, None where
@@ -83,27 +83,27 @@ class Figures:
     scalings: tuple[Scaling, ...]
 
 
-def figures(before: MetricsLook, after: MetricsLook) -> Figures:
+def interval_stats(before: MetricsSnapshot, after: MetricsSnapshot) -> IntervalStats:
     """before, after: two looks at one server, in this order."""
     seconds = max(after.at - before.at, 1e-9)
     first, last = before.metrics, after.metrics
 
-    def grown(name: str, **labels: str) -> float | None:
+    def counter_growth(name: str, **labels: str) -> float | None:
         """The sum over engines, any of which may have begun again."""
         found = [s for s in last.samples if s.name == _PREFIX + name and s.labels.items() >= labels.items()]
         growths = [_growth(first.value(s.name, **s.labels), s.value) or 0.0 for s in found]
         return sum(growths) if found else None
 
     def rate(name: str, **labels: str) -> float | None:
-        growth = grown(name, **labels)
+        growth = counter_growth(name, **labels)
         return None if growth is None else growth / seconds
 
     def gauge(name: str) -> int | None:
         value = last.value(_PREFIX + name)
         return None if value is None else round(value)
 
-    looked_up = grown("prefix_cache_queries_total")
-    return Figures(
+    looked_up = counter_growth("prefix_cache_queries_total")
+    return IntervalStats(
         seconds=seconds,
         state=after.state,
         running=gauge("num_requests_running"),
@@ -115,12 +115,12 @@ def figures(before: MetricsLook, after: MetricsLook) -> Figures:
         blocks=gauge("kv_blocks"),
         blocks_used=gauge("kv_blocks_used"),
         cache_usage=max((s.value for s in last.samples if s.name == _PREFIX + "kv_cache_usage_perc"), default=None),
-        prefix_hits=(grown("prefix_cache_hits_total") or 0.0) / looked_up if looked_up else None,
+        prefix_hits=(counter_growth("prefix_cache_hits_total") or 0.0) / looked_up if looked_up else None,
         first_token=_quantiles(first, last, "time_to_first_token_seconds"),
         between_tokens=_quantiles(first, last, "inter_token_latency_seconds"),
         loop_lag=_quantiles(first, last, "event_loop_lag_seconds"),
         restarts=gauge("engine_restarts_total") or 0,
-        preempted=grown("num_preemptions_total") or 0.0,
+        preempted=counter_growth("num_preemptions_total") or 0.0,
         scalings=tuple(
             Scaling(
                 name=name,
@@ -223,7 +223,7 @@ def typed_keys() -> Iterator[Keys]:
             termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
-MOST_SCALINGS = 8
+MAX_SCALINGS = 8
 
 _NAME = 24  # columns of a scaling's name
 
@@ -232,33 +232,36 @@ _BAR = 20
 _GOOD = "ready"
 
 
-def rows(figures: Figures) -> list[tuple[str, str]]:
+def rows(interval_stats: IntervalStats) -> list[tuple[str, str]]:
     """The figures as labelled lines, all but the scalings."""
     found = [
-        ("engine", f"{figures.state}{_engine(figures)}"),
+        ("engine", f"{interval_stats.state}{_engine(interval_stats)}"),
         (
             "requests",
-            f"{_count(figures.running)} running, {_count(figures.waiting)} waiting; "
-            f"{_rate(figures.finished_rate)}/s answered, {_rate(figures.failed_rate)}/s failed",
+            f"{_count(interval_stats.running)} running, {_count(interval_stats.waiting)} waiting; "
+            f"{_rate(interval_stats.finished_rate)}/s answered, {_rate(interval_stats.failed_rate)}/s failed",
         ),
-        ("tokens/s", f"{_rate(figures.prompt_rate)} in, {_rate(figures.generated_rate)} out"),
-        ("cache", _cache(figures)),
-        ("prefix hits", "-" if figures.prefix_hits is None else f"{figures.prefix_hits:.0%} of prompt tokens"),
+        ("tokens/s", f"{_rate(interval_stats.prompt_rate)} in, {_rate(interval_stats.generated_rate)} out"),
+        ("cache", _cache(interval_stats)),
+        (
+            "prefix hits",
+            "-" if interval_stats.prefix_hits is None else f"{interval_stats.prefix_hits:.0%} of prompt tokens",
+        ),
     ]
     for label, latency in (
-        ("first token", figures.first_token),
-        ("next token", figures.between_tokens),
-        ("loop lag", figures.loop_lag),
+        ("first token", interval_stats.first_token),
+        ("next token", interval_stats.between_tokens),
+        ("loop lag", interval_stats.loop_lag),
     ):
         found.append((label, _latency(latency)))
     return found
 
 
-def plain(figures: Figures, url: str) -> str:
+def plain(interval_stats: IntervalStats, url: str) -> str:
     """All of them as text, for files and pipes."""
-    lines = [f"{url}, the last {figures.seconds:.1f} s"]
-    lines += [f"  {label:<12} {text}" for label, text in rows(figures)]
-    for scaling in figures.scalings:
+    lines = [f"{url}, the last {interval_stats.seconds:.1f} s"]
+    lines += [f"  {label:<12} {text}" for label, text in rows(interval_stats)]
+    for scaling in interval_stats.scalings:
         lines.append(
             f"  scaling {scaling.name}: {_count(scaling.running)} running, {_rate(scaling.prompt_rate)} tokens/s in, "
             f"{_rate(scaling.generated_rate)} out"
@@ -266,63 +269,63 @@ def plain(figures: Figures, url: str) -> str:
     return "\n".join(lines)
 
 
-def screen(figures: Figures | None, url: str, trouble: str = "") -> RenderableType:
+def screen(interval_stats: IntervalStats | None, url: str, problem: str = "") -> RenderableType:
     """What a terminal shows. figures: None before there are any. trouble: why there are no newer ones."""
     head = Text(f"windlass top  {url}", style="bold", no_wrap=True, overflow="ellipsis")
     parts: list[RenderableType] = [head]
-    if trouble:
-        parts.append(Text(trouble, style="bold red", no_wrap=True, overflow="ellipsis"))
-    if figures is None:
-        parts.append(Text("" if trouble else "asking ..."))
+    if problem:
+        parts.append(Text(problem, style="bold red", no_wrap=True, overflow="ellipsis"))
+    if interval_stats is None:
+        parts.append(Text("" if problem else "asking ..."))
     else:
-        parts += [_table(figures), *_scalings(figures)]
+        parts += [_table(interval_stats), *_scalings(interval_stats)]
     parts.append(Text("q leaves", style="dim"))
     return Group(*parts)
 
 
-def _table(figures: Figures) -> Table:
+def _table(interval_stats: IntervalStats) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True, overflow="ellipsis")
-    for label, text in rows(figures):
-        style = ("green" if figures.state == _GOOD else "bold red") if label == "engine" else ""
+    for label, text in rows(interval_stats):
+        style = ("green" if interval_stats.state == _GOOD else "bold red") if label == "engine" else ""
         table.add_row(label, Text(text, style=style))
-        if label == "cache" and figures.cache_usage is not None:
-            filled = round(max(0.0, min(1.0, figures.cache_usage)) * _BAR)
+        if label == "cache" and interval_stats.cache_usage is not None:
+            filled = round(max(0.0, min(1.0, interval_stats.cache_usage)) * _BAR)
             table.add_row("", Text("#" * filled + "." * (_BAR - filled)))
     return table
 
 
-def _scalings(figures: Figures) -> Sequence[RenderableType]:
-    if not figures.scalings:
+def _scalings(interval_stats: IntervalStats) -> Sequence[RenderableType]:
+    if not interval_stats.scalings:
         return ()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("scaling", no_wrap=True, overflow="ellipsis", max_width=_NAME)
     for name in ("running", "in/s", "out/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    busiest = sorted(figures.scalings, key=lambda each: (-each.running, -each.generated_rate, each.name))
-    for scaling in busiest[:MOST_SCALINGS]:
+    busiest = sorted(interval_stats.scalings, key=lambda each: (-each.running, -each.generated_rate, each.name))
+    for scaling in busiest[:MAX_SCALINGS]:
         table.add_row(scaling.name, _count(scaling.running), _rate(scaling.prompt_rate), _rate(scaling.generated_rate))
-    more = len(busiest) - MOST_SCALINGS
+    more = len(busiest) - MAX_SCALINGS
     return (Text(""), table, Text(f"and {more} more" if more > 0 else "", style="dim"))
 
 
-def _engine(figures: Figures) -> str:
-    told = []
-    if figures.restarts:
-        told.append(f"{_count(figures.restarts)} restart{'s' if figures.restarts > 1 else ''}")
-    if figures.preempted:
-        told.append(f"{_count(figures.preempted)} preempted")
-    return "".join(f", {text}" for text in told)
+def _engine(interval_stats: IntervalStats) -> str:
+    parts = []
+    if interval_stats.restarts:
+        parts.append(f"{_count(interval_stats.restarts)} restart{'s' if interval_stats.restarts > 1 else ''}")
+    if interval_stats.preempted:
+        parts.append(f"{_count(interval_stats.preempted)} preempted")
+    return "".join(f", {text}" for text in parts)
 
 
-def _cache(figures: Figures) -> str:
-    if figures.cache_usage is None:
+def _cache(interval_stats: IntervalStats) -> str:
+    if interval_stats.cache_usage is None:
         return "-"
-    if not figures.blocks or figures.blocks_used is None:
-        return f"{figures.cache_usage:.0%} in use"
-    blocks = f"{_count(figures.blocks_used)} of {_count(figures.blocks)} blocks in use"
-    return f"{blocks}, {figures.cache_usage:.0%} of the fullest kind"
+    if not interval_stats.blocks or interval_stats.blocks_used is None:
+        return f"{interval_stats.cache_usage:.0%} in use"
+    blocks = f"{_count(interval_stats.blocks_used)} of {_count(interval_stats.blocks)} blocks in use"
+    return f"{blocks}, {interval_stats.cache_usage:.0%} of the fullest kind"
 
 
 def _latency(values: tuple[float, ...] | None) -> str:
@@ -349,40 +352,40 @@ def _rate(value: float | None) -> str:
     return f"{value:,.1f}" if value is not None and value < 100 else _count(value)
 
 
-ANSWER_SECONDS = 5.0  # a server that takes longer counts as silent
+TIMEOUT_SECONDS = 5.0  # a server that takes longer counts as silent
 
 
-class NoWindlassError(ValueError):
+class NotWindlassError(ValueError):
     """What answered has no metrics under the names that are read here; the message says what to do."""
 
 
-class ServerWatch:
+class MetricsWatcher:
     """One server, looked at again and again. Making it looks for the first time."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._before = self._look()
+        self._before = self._take_snapshot()
 
-    def next(self) -> Figures:
+    def next(self) -> IntervalStats:
         """What has happened since the last look that succeeded. Raises APIError."""
-        before, self._before = self._before, self._look()
-        return figures(before, self._before)
+        before, self._before = self._before, self._take_snapshot()
+        return interval_stats(before, self._before)
 
-    def _look(self) -> MetricsLook:
+    def _take_snapshot(self) -> MetricsSnapshot:
         state = self._client.ready().status or "unknown"
-        look = MetricsLook(at=time.monotonic(), state=state, metrics=self._client.metrics())
-        if not look.is_windlass:
-            raise NoWindlassError(
+        snapshot = MetricsSnapshot(at=time.monotonic(), state=state, metrics=self._client.metrics())
+        if not snapshot.is_windlass:
+            raise NotWindlassError(
                 "its metrics have other names: this takes a Windlass server that was not started with --metrics-names vllm"
             )
-        return look
+        return snapshot
 
 
 def watch(url: str, api_key: str | None, interval: float, *, once: bool, as_json: bool) -> int:
     """Until the person leaves, or for one interval; the exit code. Raises CommandError, one line."""
     try:
-        with Client(url, api_key=api_key, timeout=ANSWER_SECONDS, retry=RetryPolicy(max_retries=0)) as client:
-            watched = ServerWatch(client)
+        with Client(url, api_key=api_key, timeout=TIMEOUT_SECONDS, retry=RetryPolicy(max_retries=0)) as client:
+            watched = MetricsWatcher(client)
             if once or as_json or not sys.stdout.isatty():
                 _write(watched, client.base_url, interval, once=once, as_json=as_json)
             else:
@@ -390,18 +393,18 @@ def watch(url: str, api_key: str | None, interval: float, *, once: bool, as_json
     except KeyboardInterrupt:
         return 0
     except OSError as error:
-        if not nobody_reads(error):
+        if not is_output_closed(error):
             raise
-        leave_output()
+        discard_output()
         return 0
     except APIError as error:
-        raise CommandError(f"{url}: {_words(error)}") from error
+        raise CommandError(f"{url}: {_describe_error(error)}") from error
     except ValueError as error:
         raise CommandError(f"{url}: {error}") from error
     return 0
 
 
-def _write(watched: ServerWatch, url: str, interval: float, *, once: bool, as_json: bool) -> None:
+def _write(watched: MetricsWatcher, url: str, interval: float, *, once: bool, as_json: bool) -> None:
     """A server that falls silent is said once and asked again, unless once is all that is wanted."""
     silent = False
     while True:
@@ -409,10 +412,10 @@ def _write(watched: ServerWatch, url: str, interval: float, *, once: bool, as_js
         try:
             found = watched.next()
         except APIError as error:
-            if once or not _is_silence(error):
+            if once or not _is_temporary(error):
                 raise
             if not silent:
-                say(f"{url}: {_words(error)} (it is asked again)")
+                print_status(f"{url}: {_describe_error(error)} (it is asked again)")
             silent = True
             continue
         silent = False
@@ -421,7 +424,7 @@ def _write(watched: ServerWatch, url: str, interval: float, *, once: bool, as_js
             return
 
 
-def _object(found: Figures) -> dict[str, object]:
+def _object(found: IntervalStats) -> dict[str, object]:
     """Latencies by the names of their quantiles."""
     shown = asdict(found)
     for name in ("first_token", "between_tokens", "loop_lag"):
@@ -430,27 +433,27 @@ def _object(found: Figures) -> dict[str, object]:
     return shown
 
 
-def _show(watched: ServerWatch, url: str, interval: float) -> None:
+def _show(watched: MetricsWatcher, url: str, interval: float) -> None:
     """A server that falls silent is asked again: it may be starting anew, and the person may leave."""
     with typed_keys() as keys, Live(screen(None, url), console=Console(), screen=True, auto_refresh=False) as live:
-        found: Figures | None = None
+        found: IntervalStats | None = None
         while not keys.wait("qQ\x1b\x04", interval):
-            trouble = ""
+            problem = ""
             try:
                 found = watched.next()
             except APIError as error:
-                if not _is_silence(error):
+                if not _is_temporary(error):
                     raise
-                trouble = _words(error)
-            live.update(screen(found, url, trouble), refresh=True)
+                problem = _describe_error(error)
+            live.update(screen(found, url, problem), refresh=True)
 
 
-def _is_silence(error: APIError) -> bool:
+def _is_temporary(error: APIError) -> bool:
     """Whether the same question may be answered later: not where it is refused, as with a key that is none any more."""
     return not isinstance(error, APIStatusError) or isinstance(error, (ServerError, RateLimitError))
 
 
-def _words(error: APIError) -> str:
+def _describe_error(error: APIError) -> str:
     if isinstance(error, APIStatusError):
         return f"it answered {error.status}: {with_key_hint(error)}"
     return error.message

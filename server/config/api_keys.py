@@ -12,15 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from windlass.engine.errors import LoadError
 
-MOST_KEYS = 1000
+MAX_KEYS = 1000
 
-MOST_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
-_FORM = 'write a table such as [alice] with key = "…" for each caller'
+_EXPECTED_FORM = 'write a table such as [alice] with key = "…" for each caller'
 
-_WHERE = re.compile(r"\(at (line \d+, column \d+|end of document)\)$")
+_TOML_LOCATION = re.compile(r"\(at (line \d+, column \d+|end of document)\)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,23 +65,23 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     where = f"--api-keys {path}"
     try:
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise LoadError(f"cannot read {where}: {error.strerror or error}") from error
-    if len(data) > MOST_BYTES:
-        raise LoadError(f"{where} is larger than {MOST_BYTES} bytes")
+    if len(data) > MAX_FILE_BYTES:
+        raise LoadError(f"{where} is larger than {MAX_FILE_BYTES} bytes")
     try:
         tables = tomllib.loads(data.decode("utf-8-sig"))
     except tomllib.TOMLDecodeError as error:  # of its message the place alone: the rest may quote a key
-        place = _WHERE.search(str(error))
+        place = _TOML_LOCATION.search(str(error))
         at = f" ({place[1]})" if place else ""
-        raise LoadError(f"{where} is no TOML{at}: {_FORM}") from None
+        raise LoadError(f"{where} is no TOML{at}: {_EXPECTED_FORM}") from None
     except UnicodeDecodeError:
         raise LoadError(f"{where} is no text in UTF-8") from None
     if not tables:  # it must not open the server to everybody
-        raise LoadError(f"{where} names nobody: {_FORM}")
-    if len(tables) > MOST_KEYS:
-        raise LoadError(f"{where} names {len(tables)} callers, the most are {MOST_KEYS}")
+        raise LoadError(f"{where} names nobody: {_EXPECTED_FORM}")
+    if len(tables) > MAX_KEYS:
+        raise LoadError(f"{where} names {len(tables)} callers, the most are {MAX_KEYS}")
     keys = tuple(_read_entry(where, name, table) for name, table in tables.items())
     seen: dict[str, str] = {}
     for key in keys:

@@ -32,7 +32,7 @@ from windlass.server.config.option_parsing import (
     MODEL,
     ROTARY,
     SPECULATION,
-    choose,
+    check_choice,
     option,
     read_dtype,
     read_memory,
@@ -389,7 +389,7 @@ class EngineOptions:
         profiles = self.profiles()
         if self.rope_scaling in profiles:
             return profiles[self.rope_scaling]
-        if self.names_profile():
+        if self.is_profile_reference():
             raise LoadError(
                 f"--rope-scaling {self.rope_scaling}: no --rope-profile has that name: write {_ROPE_EXAMPLE}"
             )
@@ -401,7 +401,7 @@ class EngineOptions:
             raise LoadError(f"--rope-scaling must be a JSON object: write {_ROPE_EXAMPLE}")
         return RopeScaling.from_dict(parsed, param="--rope-scaling")
 
-    def names_profile(self) -> bool:
+    def is_profile_reference(self) -> bool:
         """Whether --rope-scaling is a name rather than JSON."""
         return self.rope_scaling is not None and is_profile_name(self.rope_scaling)
 
@@ -409,13 +409,13 @@ class EngineOptions:
         """The declared profiles; raises LoadError or RequestError that names the one at fault."""
         return parse_profiles(self.rope_profile or [])
 
-    def ladder(self) -> tuple[ScalingThreshold, ...]:
+    def scaling_thresholds(self) -> tuple[ScalingThreshold, ...]:
         """The operator's steps of `auto`, none where the model's own are meant; raises LoadError that names one."""
         return parse_ladder(self.rope_ladder, self.profiles())
 
     def parse_rope_update(self) -> RopeUpdate | None:
         """Raises LoadError for an unknown policy."""
-        return None if self.rope_update is None else choose("--rope-update", self.rope_update, ROPE_UPDATES)
+        return None if self.rope_update is None else check_choice("--rope-update", self.rope_update, ROPE_UPDATES)
 
     def adapters(self) -> tuple[AdapterSource, ...]:
         """Those of --lora; raises LoadError that names the one at fault."""
@@ -451,10 +451,10 @@ class EngineOptions:
 
     def to_config(self, model: Path) -> EngineConfig:
         """The engine's configuration; raises LoadError or RequestError that names the option at fault."""
-        choose("--load-format", self.load_format, _LOAD_FORMATS)
-        choose("--quantization", self.quantization, _QUANTIZATIONS)
-        choose("--speculative-model-quantization", self.speculative_model_quantization, _QUANTIZATIONS)
-        choose("--activations", self.activations, _ACTIVATIONS)
+        check_choice("--load-format", self.load_format, _LOAD_FORMATS)
+        check_choice("--quantization", self.quantization, _QUANTIZATIONS)
+        check_choice("--speculative-model-quantization", self.speculative_model_quantization, _QUANTIZATIONS)
+        check_choice("--activations", self.activations, _ACTIVATIONS)
         if not 0 <= self.target_step_ms < math.inf:
             raise LoadError(f"--target-step-ms must be finite and not negative, got {self.target_step_ms:g}")
         if not 0 <= self.burst_ms <= MAX_BURST_SECONDS * 1000:
@@ -478,7 +478,7 @@ class EngineOptions:
             "rope_scaling": self.parse_rope_scaling(),
             "lora": self.adapters(),
             "rope_update": self.parse_rope_update(),
-            "rope_ladder": self.ladder(),
+            "rope_ladder": self.scaling_thresholds(),
             "cores": split_cores()[0] if self.pin_cores else None,
             "target_step_seconds": self.target_step_ms / 1000,
             "burst_seconds": self.burst_ms / 1000,
@@ -493,7 +493,7 @@ EXAMPLE = "8192=none,32768=long"
 
 _NONE = "none"  # the model as it is
 
-_MOST_DIGITS = 10
+_MAX_DIGITS = 10
 
 
 def parse_ladder(values: Sequence[str] | None, profiles: Mapping[str, RopeScaling]) -> tuple[ScalingThreshold, ...]:
@@ -501,12 +501,12 @@ def parse_ladder(values: Sequence[str] | None, profiles: Mapping[str, RopeScalin
     parts = split(list(values or ()))
     if len(parts) > MAX_STEPS:
         raise LoadError(f"{LADDER_OPTION} has {len(parts)} steps: give at most {MAX_STEPS}")
-    return tuple(_step(part, profiles) for part in parts)
+    return tuple(_parse_threshold(part, profiles) for part in parts)
 
 
-def _step(part: str, profiles: Mapping[str, RopeScaling]) -> ScalingThreshold:
+def _parse_threshold(part: str, profiles: Mapping[str, RopeScaling]) -> ScalingThreshold:
     tokens, equals, name = (piece.strip() for piece in part.partition("="))
-    plain = tokens.isascii() and tokens.isdigit() and len(tokens) <= _MOST_DIGITS
+    plain = tokens.isascii() and tokens.isdigit() and len(tokens) <= _MAX_DIGITS
     if not equals or not plain or not name or int(tokens) < 1:
         raise LoadError(
             f"{LADDER_OPTION} must be TOKENS=PROFILE, several with commas, such as {EXAMPLE}; got {part[:60]!r}"

@@ -52,7 +52,7 @@ def option_names() -> dict[str, str]:
     return {path: _OTHER_OPTIONS.get(name, "--" + name.replace("_", "-")) for path, name in flat_names().items()}
 
 
-def in_options(text: str) -> str:
+def with_option_names(text: str) -> str:
     """What the engine says, in the words of the command: `cache.memory` becomes --kv-cache-memory."""
 
     def spelt(named: re.Match[str]) -> str:

@@ -23,9 +23,9 @@ MAX_TEMPLATE_BYTES = 1024 * 1024
 
 _TOKENS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-_LEAST_BARE_BYTES = 1 << 20
+_MIN_BARE_BYTES = 1 << 20
 
-MOST_SECONDS = 1e9  # a system's clocks count a little further
+MAX_SECONDS = 1e9  # a system's clocks count a little further
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -72,10 +72,10 @@ LogLevel = Annotated[str, option("--log-level", help=f"{', '.join(_LOG_LEVELS)}.
 
 def check_log_level(level: str) -> str:
     """The level in lower case; raises LoadError for an unknown one."""
-    return choose("--log-level", level.lower(), _LOG_LEVELS)
+    return check_choice("--log-level", level.lower(), _LOG_LEVELS)
 
 
-def choose(name: str, value: str, known: Sequence[Choice]) -> Choice:
+def check_choice(name: str, value: str, known: Sequence[Choice]) -> Choice:
     """The value, which is one of those known; raises LoadError."""
     for choice in known:
         if value == choice:
@@ -116,18 +116,18 @@ def read_size(name: str, value: str) -> int:
 def read_memory(name: str, value: str) -> int:
     """A size of memory: one that was meant in GiB is not taken for bytes. Raises LoadError."""
     size = read_size(name, value)
-    if size < _LEAST_BARE_BYTES and (number := value.strip()).isdecimal():
+    if size < _MIN_BARE_BYTES and (number := value.strip()).isdecimal():
         raise LoadError(f"{name}: {number} is {number} bytes: write {number}{'GiB' if size < 1024 else 'MiB'}")
     return size
 
 
-def check_seconds(name: str, value: float | None, *, zero: bool = True, endless: bool = False) -> None:
+def check_seconds(name: str, value: float | None, *, allow_zero: bool = True, allow_infinite: bool = False) -> None:
     """LoadError for a length of time that is none, or that no clock counts. zero, endless: whether it may be 0, or inf."""
-    if value is None or (endless and value == math.inf):
+    if value is None or (allow_infinite and value == math.inf):
         return
-    if not (0 <= value <= MOST_SECONDS and (zero or value > 0)):
-        least, most = ("0 or more" if zero else "more than 0"), (" or inf" if endless else "")
-        raise LoadError(f"{name} must be {least} seconds, at most {MOST_SECONDS:g}{most}, got {value:g}")
+    if not (0 <= value <= MAX_SECONDS and (allow_zero or value > 0)):
+        least, most = ("0 or more" if allow_zero else "more than 0"), (" or inf" if allow_infinite else "")
+        raise LoadError(f"{name} must be {least} seconds, at most {MAX_SECONDS:g}{most}, got {value:g}")
 
 
 def read_template_file(name: str, path: Path) -> str:
@@ -202,7 +202,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def use_config_file(context: typer.Context, path: Path | None) -> None:
+def load_config_file(context: typer.Context, path: Path | None) -> None:
     """Let the file stand for what neither the command line nor the environment says; raises LoadError, one line."""
     if path is None or context.resilient_parsing:
         return
@@ -213,12 +213,12 @@ def use_config_file(context: typer.Context, path: Path | None) -> None:
         parameter: Any = parameters.get(key.replace("-", "_"))
         if parameter is None:
             known = [name.replace("_", "-") for name in parameters]
-            ours = hint(context, "--" + key.replace("_", "-"))
+            ours = foreign_option_hint(context, "--" + key.replace("_", "-"))
             meant = did_you_mean(key[:64], known) if ours is None else f": {ours}"
             raise LoadError(f"{where}: {key[:64]!r} is no option of {context.command_path}{meant}")
         if parameter.name in values:
             raise LoadError(f"{where}: {key} is there twice")
-        value = _spelt(where, key, node, repeatable=bool(getattr(parameter, "multiple", False)))
+        value = _to_argument(where, key, node, repeatable=bool(getattr(parameter, "multiple", False)))
         if value is not None:
             try:
                 parameter.process_value(context, value)
@@ -235,7 +235,7 @@ def config_option() -> Any:
         metavar="FILE",
         help='A YAML file of options, such as "port: 8001"; the command line and the environment win over it.',
     )
-    made.is_eager, made.expose_value, made.callback = True, False, use_config_file
+    made.is_eager, made.expose_value, made.callback = True, False, load_config_file
     return made
 
 
@@ -248,7 +248,7 @@ def _entries(path: Path) -> Iterator[tuple[int, str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"cannot read --config {path}: {error}") from None
     except yaml.YAMLError as error:
-        raise LoadError(f"{_place(path, error)}: this is no YAML ({_reason(error)})") from None
+        raise LoadError(f"{_location(path, error)}: this is no YAML ({_reason(error)})") from None
     except RecursionError:
         raise LoadError(f"--config {path} is nested too deeply") from None
     if root is None:
@@ -262,7 +262,7 @@ def _entries(path: Path) -> Iterator[tuple[int, str, Any]]:
         yield line, key.value, node
 
 
-def _spelt(where: str, key: str, node: Any, repeatable: bool) -> _Value | None:
+def _to_argument(where: str, key: str, node: Any, repeatable: bool) -> _Value | None:
     """A value as the command line would have it; None where the file leaves it empty."""
     if isinstance(node, yaml.ScalarNode):
         if node.style is None and node.value in _EMPTY:
@@ -291,7 +291,7 @@ def _json(where: str, node: Any) -> str:
         loader.dispose()
 
 
-def _place(path: Path, error: Exception) -> str:
+def _location(path: Path, error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     return str(path) if mark is None else f"{path}, line {mark.line + 1}"
 
@@ -302,7 +302,7 @@ def _reason(error: Exception) -> str:
 
 _SCALING = '--rope-scaling, an object such as \'{"rope_type": "yarn", "factor": 4}\''
 
-_OURS = {  # theirs, separated by spaces: ours
+_RENAMED_OPTIONS = {  # theirs, separated by spaces: ours
     # vLLM
     "--enforce-eager": "--no-cuda-graphs",
     "--kv-cache-memory-bytes --num-gpu-blocks-override": "--kv-cache-memory",
@@ -348,7 +348,7 @@ _OURS = {  # theirs, separated by spaces: ours
     "--lookup-cache-static --lookup-cache-dynamic": "--speculative-ngram",
 }
 
-_FIELDS = {  # theirs: the field of a request
+_REQUEST_FIELDS = {  # theirs: the field of a request
     "--seed": "seed",
     "--temp": "temperature",
     "--top-p": "top_p",
@@ -370,11 +370,11 @@ _FIELDS = {  # theirs: the field of a request
     "--scheduling-policy": "priority",
 }
 
-_FOR_ALL = "--override-generation-config"  # sets some of these fields where a request does not
+_SAMPLING_OPTION = "--override-generation-config"  # sets some of these fields where a request does not
 
-_SET_BY_IT = {"temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"}
+_SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"}
 
-_INSTEAD = {  # theirs: what to do
+_ALTERNATIVES = {  # theirs: what to do
     "-m": "name the model without an option, as in windlass serve MODEL",
     "--revision": "name it with the model, as org/name@REV",
     "--download-dir": "set HF_HOME",
@@ -383,7 +383,7 @@ _INSTEAD = {  # theirs: what to do
     "--models-dir --models-max": "one model per server",
 }
 
-_NEEDLESS = {  # theirs: why it can be left out
+_UNNEEDED_OPTIONS = {  # theirs: why it can be left out
     # vLLM
     "--enable-chunked-prefill": "prompts are always cut into pieces",
     "--compilation-config": "models are not compiled",
@@ -430,20 +430,24 @@ _COMMANDS = {
 _NAMED = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 
 
-def hint(context: Any, given: str) -> str | None:
+def foreign_option_hint(context: Any, given: str) -> str | None:
     """What another server's option or command is called here, or that it is not needed; None for any other name."""
     if not given.startswith("-"):
         return _find(_COMMANDS, given) if context.parent is None else None
     known = {name for parameter in context.command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    if (ours := _find(_OURS, given)) and known.issuperset(_NAMED.findall(ours)):
+    if (ours := _find(_RENAMED_OPTIONS, given)) and known.issuperset(_NAMED.findall(ours)):
         return f"here it is {ours}"
-    if field := _find(_FIELDS, given):
+    if field := _find(_REQUEST_FIELDS, given):
         option = "--" + field.replace("_", "-")
-        for_all = f"; {_FOR_ALL} sets it for those without" if field in _SET_BY_IT and _FOR_ALL in known else ""
+        for_all = (
+            f"; {_SAMPLING_OPTION} sets it for those without"
+            if field in _SAMPLING_FIELDS and _SAMPLING_OPTION in known
+            else ""
+        )
         return f"here it is {option}" if option in known else f"here it is a field of a request, {field}{for_all}"
-    if why := _find(_NEEDLESS, given):
+    if why := _find(_UNNEEDED_OPTIONS, given):
         return f"{why}: leave it out" if known.issuperset(_NAMED.findall(why)) else "leave it out"
-    return _find(_INSTEAD, given)
+    return _find(_ALTERNATIVES, given)
 
 
 def _find(table: dict[str, str], given: str) -> str | None:
@@ -453,15 +457,21 @@ def _find(table: dict[str, str], given: str) -> str | None:
 _PREFIX = "WINDLASS_"
 
 # What is no option: a folder, a processor's instructions, the address that clients use, a key for them.
-_OTHERS = {"WINDLASS_CACHE", "WINDLASS_CPU_ISA", "WINDLASS_BASE_URL", "WINDLASS_API_KEY", "WINDLASS_CLIENT_KEY"}
+_OTHER_VARIABLES = {
+    "WINDLASS_CACHE",
+    "WINDLASS_CPU_ISA",
+    "WINDLASS_BASE_URL",
+    "WINDLASS_API_KEY",
+    "WINDLASS_CLIENT_KEY",
+}
 
 
-def mistyped(program: Any, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def misspelled_variables(program: Any, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Each variable that no command of the program (a group of commands) reads, and the one that is near to it.
 
     One that is near to none is somebody else's: whoever runs a service of this name is given such variables by Kubernetes.
     """
-    known = _OTHERS | set(_variables(program))
+    known = _OTHER_VARIABLES | set(_variables(program))
     plain = {name.removeprefix(_PREFIX): name for name in known}
     for name in sorted(environment):
         if name.startswith(_PREFIX) and name not in known and (near := nearest(name.removeprefix(_PREFIX), plain)):

@@ -19,7 +19,7 @@ EXAMPLE = 'long=\'{"rope_type": "yarn", "factor": 4}\''
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-_NAMED = re.compile(r"\s*([^\s={}]*)=")
+_PREFIX_OF_NAME = re.compile(r"\s*([^\s={}]*)=")
 
 
 def is_profile_name(text: str) -> bool:
@@ -39,25 +39,25 @@ def parse_profiles(values: Sequence[str]) -> dict[str, RopeScaling]:
     while position < len(text):
         name = None
         if text[position] != "{":
-            match = _NAMED.match(text, position)
+            match = _PREFIX_OF_NAME.match(text, position)
             if match is None:
-                raise LoadError(f"{OPTION} must be NAME=JSON such as {EXAMPLE}, got {_shown(text[position:])}")
+                raise LoadError(f"{OPTION} must be NAME=JSON such as {EXAMPLE}, got {_excerpt(text[position:])}")
             name, position = match[1], match.end()
         try:
-            value, position = decoder.raw_decode(text, position + _spaces(text, position))
+            value, position = decoder.raw_decode(text, position + _count_spaces(text, position))
         except (ValueError, RecursionError) as error:
             what = f" {name}" if name else ""
             raise LoadError(f"{OPTION}{what} is not valid JSON ({error}): write {EXAMPLE}") from None
         for key, item in {name: value}.items() if name is not None else value.items():
             _add(profiles, key, item)
-        position += _spaces(text, position)
+        position += _count_spaces(text, position)
     return profiles
 
 
 def _add(profiles: dict[str, RopeScaling], name: str, value: Any) -> None:
     if not is_profile_name(name):
         raise LoadError(
-            f"{OPTION} {_shown(name)}: a name has 1 to 64 letters, digits, dots, hyphens and underscores and begins "
+            f"{OPTION} {_excerpt(name)}: a name has 1 to 64 letters, digits, dots, hyphens and underscores and begins "
             "with a letter or digit"
         )
     if name == AUTO_NAME:
@@ -76,10 +76,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _spaces(text: str, position: int) -> int:
+def _count_spaces(text: str, position: int) -> int:
     """How many spaces stand at `position`."""
     return len(text) - position - len(text[position:].lstrip())
 
 
-def _shown(text: str) -> str:
+def _excerpt(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")

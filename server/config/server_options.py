@@ -23,20 +23,20 @@ from windlass.server.config.option_parsing import (
     CLUSTER,
     CONNECTIONS,
     CONTEXT,
+    MAX_SECONDS,
     MODEL,
-    MOST_SECONDS,
     NETWORK,
     OPERATION,
     ROTARY,
+    check_choice,
     check_seconds,
-    choose,
     option,
     read_size,
     read_template_file,
     split,
 )
 from windlass.server.config.settings import (
-    EVERYBODY,
+    ALL_NETWORKS,
     ConnectionSettings,
     ContextOverflow,
     MetricsNames,
@@ -414,13 +414,13 @@ class ServerOptions:
         engine: options the two sides share, None for their defaults.
         """
         engine = engine or EngineOptions()
-        choose("--tool-call-parser", self.tool_call_parser, ("auto", "none", *TOOL_CALL_PARSERS))
-        sampling_file(self.generation_config)
+        check_choice("--tool-call-parser", self.tool_call_parser, ("auto", "none", *TOOL_CALL_PARSERS))
+        generation_config_path(self.generation_config)
         read_override(self.override_generation_config)
-        choose("--context-overflow", self.context_overflow, _CONTEXT_OVERFLOWS)
-        choose("--rope-policy", self.rope_policy, _ROPE_POLICIES)
-        choose("--metrics-names", self.metrics_names, _METRICS_NAMES)
-        choose("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
+        check_choice("--context-overflow", self.context_overflow, _CONTEXT_OVERFLOWS)
+        check_choice("--rope-policy", self.rope_policy, _ROPE_POLICIES)
+        check_choice("--metrics-names", self.metrics_names, _METRICS_NAMES)
+        check_choice("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
         if not 0 <= self.port <= 65535:
             raise LoadError(f"--port must lie between 0 and 65535, got {self.port}")
         if self.ssl_certfile is None:
@@ -429,9 +429,9 @@ class ServerOptions:
                     raise LoadError(f"--{name.replace('_', '-')} goes with --ssl-certfile")
         if self.default_max_tokens < 1:
             raise LoadError(f"--default-max-tokens must be at least 1, got {self.default_max_tokens}")
-        check_seconds("--grace-period", self.grace_period, endless=True)
+        check_seconds("--grace-period", self.grace_period, allow_infinite=True)
         check_seconds("--stats-interval", self.stats_interval)
-        check_seconds("--request-timeout", self.request_timeout, zero=False, endless=True)
+        check_seconds("--request-timeout", self.request_timeout, allow_zero=False, allow_infinite=True)
         names = tuple(dict.fromkeys(split(self.served_model_name))) or (model_name,)
         if self.served_model_name and not split(self.served_model_name):
             raise LoadError("--served-model-name is empty: give a name, or leave it out")
@@ -457,7 +457,7 @@ class ServerOptions:
             else read_size("--response-store", self.response_store),
             reasoning_parser=self.reasoning_parser,
             default_timeout=None if self.request_timeout == math.inf else self.request_timeout,
-            grace_seconds=min(self.grace_period, MOST_SECONDS),
+            grace_seconds=min(self.grace_period, MAX_SECONDS),
             tool_call_parser=self.tool_call_parser,
             template_kwargs=read_template_kwargs(self.default_chat_template_kwargs),
             rope_profiles=engine.profiles(),
@@ -536,13 +536,13 @@ class ServerOptions:
 
 GENERATION_CONFIG = "--generation-config"
 
-OVERRIDE = "--override-generation-config"
+OVERRIDE_OPTION = "--override-generation-config"
 
 TEMPLATE_KWARGS = "--default-chat-template-kwargs"
 
-FILE = "generation_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 
-NONE = ("none", "vllm")  # the second is vLLM's word
+NO_GENERATION_CONFIG = ("none", "vllm")  # the second is vLLM's word
 
 GenerationConfig = Annotated[
     str,
@@ -559,7 +559,7 @@ GenerationConfig = Annotated[
 OverrideGenerationConfig = Annotated[
     str | None,
     option(
-        OVERRIDE,
+        OVERRIDE_OPTION,
         panel=ANSWERS,
         metavar="JSON",
         help="Sampling in place of what that file says, such as '{\"temperature\": 0.7}'.",
@@ -581,7 +581,7 @@ _NUMBERS: dict[str, tuple[_Test, str]] = {
     "repetition_penalty": (lambda value: 0 < value <= 100, "a number above 0, to 100"),
 }
 
-_MOST = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 
 _FIELDS = (*_NUMBERS, "top_k", "do_sample")
 
@@ -595,11 +595,11 @@ class SamplingOptions:
 
     def check(self) -> None:
         """Raise LoadError for what cannot be meant."""
-        sampling_file(self.generation_config)
+        generation_config_path(self.generation_config)
         read_override(self.override_generation_config)
 
 
-def read_sampling(values: Mapping[str, Any], place: str, advice: str) -> dict[str, Any]:
+def read_sampling(values: Mapping[str, Any], source: str, advice: str) -> dict[str, Any]:
     """The fields of a request that these values of a generation_config.json set; what is null sets nothing.
 
     `do_sample: false` means temperature 0, as in transformers. Other keys are passed over. place, advice: with what an error
@@ -610,15 +610,15 @@ def read_sampling(values: Mapping[str, Any], place: str, advice: str) -> dict[st
         if (value := values.get(name)) is not None:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not holds(value):  # false for NaN
-                raise _fault(place, name, expected, value, advice)
+                raise _value_error(source, name, expected, value, advice)
             found[name] = float(value)
     if (value := values.get("top_k")) is not None:
-        if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= _MOST:
-            raise _fault(place, "top_k", f"an integer from -1 to {_MOST}", value, advice)
+        if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= _MAX_INT32:
+            raise _value_error(source, "top_k", f"an integer from -1 to {_MAX_INT32}", value, advice)
         found["top_k"] = max(value, 0)
     if (value := values.get("do_sample")) is not None:
         if not isinstance(value, bool):
-            raise _fault(place, "do_sample", "true or false", value, advice)
+            raise _value_error(source, "do_sample", "true or false", value, advice)
         if not value:
             found["temperature"] = 0.0
     return found
@@ -626,34 +626,36 @@ def read_sampling(values: Mapping[str, Any], place: str, advice: str) -> dict[st
 
 def read_override(text: str | None) -> dict[str, Any]:
     """What --override-generation-config says, as it stands there; raises LoadError, one line, for what no request could set."""
-    values = _object(OVERRIDE, text, _SAMPLING_EXAMPLE)
+    values = _object(OVERRIDE_OPTION, text, _SAMPLING_EXAMPLE)
     for name in values:
         if name == "max_new_tokens":
-            raise LoadError(f"{OVERRIDE}: {name} is --default-max-tokens here")
+            raise LoadError(f"{OVERRIDE_OPTION}: {name} is --default-max-tokens here")
         if name not in _FIELDS:
             known = f"it may set {', '.join(_FIELDS)}"
-            raise LoadError(f"{OVERRIDE}: there is no {name[:64]!r} in it{did_you_mean(name[:64], _FIELDS)}: {known}")
-    read_sampling(values, OVERRIDE, f"write it like '{_SAMPLING_EXAMPLE}'")
+            raise LoadError(
+                f"{OVERRIDE_OPTION}: there is no {name[:64]!r} in it{did_you_mean(name[:64], _FIELDS)}: {known}"
+            )
+    read_sampling(values, OVERRIDE_OPTION, f"write it like '{_SAMPLING_EXAMPLE}'")
     return values
 
 
-def sampling_file(given: str) -> Path | None:
+def generation_config_path(given: str) -> Path | None:
     """The file that --generation-config names; None for the model's own or none. Raises LoadError where it is not there."""
-    if given in ("auto", *NONE):
+    if given in ("auto", *NO_GENERATION_CONFIG):
         return None
     path, folder = Path(given).expanduser(), False
     try:
         folder = bool(given) and path.is_dir()
-        file = path / FILE if folder else path
+        file = path / GENERATION_CONFIG_FILE if folder else path
         if file.is_file():
             return file
     except (OSError, ValueError):
         pass  # that is no name of a file
     raise LoadError(
-        f"{GENERATION_CONFIG} {given}: this folder holds no {FILE}"
+        f"{GENERATION_CONFIG} {given}: this folder holds no {GENERATION_CONFIG_FILE}"
         if folder
-        else f"{GENERATION_CONFIG} must be auto, none, or a {FILE} or its folder, and {given[:200]!r} is none that is there"
-        f"{did_you_mean(given, ('auto', *NONE))}"
+        else f"{GENERATION_CONFIG} must be auto, none, or a {GENERATION_CONFIG_FILE} or its folder, and {given[:200]!r} is none that is there"
+        f"{did_you_mean(given, ('auto', *NO_GENERATION_CONFIG))}"
     )
 
 
@@ -678,10 +680,10 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"JSON has no {name}")
 
 
-def _fault(place: str, name: str, expected: str, value: object, advice: str) -> LoadError:
+def _value_error(source: str, name: str, expected: str, value: object, advice: str) -> LoadError:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return LoadError(f"{place}: {name} must be {expected}, got {shown}: {advice}")
+    return LoadError(f"{source}: {name} must be {expected}, got {shown}: {advice}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -738,9 +740,9 @@ class ConnectionOptions:
         """Raises LoadError that names the option at fault."""
         for name in ("max_connections", "max_connections_per_address"):
             if getattr(self, name) < 1:
-                raise LoadError(f"{_spelt(name)} must be at least 1, got {getattr(self, name)}")
+                raise LoadError(f"{_option_name(name)} must be at least 1, got {getattr(self, name)}")
         for name in ("header_timeout", "keep_alive_timeout", "write_timeout"):
-            check_seconds(_spelt(name), getattr(self, name), zero=False)
+            check_seconds(_option_name(name), getattr(self, name), allow_zero=False)
         given = split(self.forwarded_allow_ips)
         return ConnectionSettings(
             max_connections=self.max_connections,
@@ -752,13 +754,13 @@ class ConnectionOptions:
         )
 
 
-def _spelt(name: str) -> str:
+def _option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
 def _networks(given: list[str]) -> tuple[Network, ...]:
     if "*" in given:
-        return EVERYBODY
+        return ALL_NETWORKS
     networks = []
     for text in given:
         try:
@@ -770,7 +772,7 @@ def _networks(given: list[str]) -> tuple[Network, ...]:
     return tuple(networks)
 
 
-MOST_REPLICAS = 1024
+MAX_REPLICAS = 1024
 
 LISTENERS = ("ingress", "proxy")
 
@@ -794,8 +796,8 @@ class ReplicaOptions:
 
     def checked(self) -> int:
         """How many; raises LoadError."""
-        if not 1 <= self.replicas <= MOST_REPLICAS:
-            raise LoadError(f"--replicas must lie between 1 and {MOST_REPLICAS}, got {self.replicas}")
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise LoadError(f"--replicas must lie between 1 and {MAX_REPLICAS}, got {self.replicas}")
         return self.replicas
 
 
@@ -853,20 +855,20 @@ class ClusterOptions:
         float, option("--scale-down-seconds", panel=CLUSTER, help="And fewer, before one is taken away.")
     ] = 300.0
 
-    def count(self) -> tuple[int, int]:
+    def replica_bounds(self) -> tuple[int, int]:
         """The least and the most replicas; raises LoadError."""
         found = re.fullmatch(r"(\d{1,5})(?:\.\.(\d{1,5}))?", self.replicas.strip())
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-        if not 1 <= least <= most <= MOST_REPLICAS:
+        if not 1 <= least <= most <= MAX_REPLICAS:
             raise LoadError(
-                f"--replicas must be a number between 1 and {MOST_REPLICAS}, or two such as 2..8, got {self.replicas!r}"
+                f"--replicas must be a number between 1 and {MAX_REPLICAS}, or two such as 2..8, got {self.replicas!r}"
             )
         return least, most
 
     def check(self) -> None:
         """Raise LoadError for what cannot be meant."""
-        self.count()
-        choose("--listener", self.listener, LISTENERS)
+        self.replica_bounds()
+        check_choice("--listener", self.listener, LISTENERS)
         if not _NAME.fullmatch(self.name):
             raise LoadError(f"--name must be letters, digits, dots, dashes and underscores, got {self.name!r}")
         if self.target_requests < 1:

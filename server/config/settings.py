@@ -33,7 +33,7 @@ class SamplingDefaults:
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
 
-    def described(self, sources: Mapping[str, str]) -> str:
+    def describe(self, sources: Mapping[str, str]) -> str:
         """Those that are not neutral, and where each comes from: "temperature 0.6, top_p 0.9 (generation_config.json)"."""
         neutral, of = asdict(SamplingDefaults()), dict[str, list[str]]()
         for name, value in asdict(self).items():
@@ -76,19 +76,19 @@ class ServerSettings:
     api_keys, callers: keys without limits, and named ones with theirs; where both are empty no key is asked for.
     cors_origins: origins allowed by CORS; empty (the default) switches CORS off. Credentials are never allowed.
     default_max_tokens: what a chat may generate when it does not say; completions default to 16 as OpenAI's do.
-    keep_alive_seconds: silence on a stream after which a comment line is sent (0: never).
+    stream_comment_seconds: silence on a stream after which a comment line is sent (0: never).
     grace_seconds: how long running streams may go on once draining has begun.
     max_response_bytes: largest answer that is not streamed, and the most that a stream keeps of its prompts for its first
     events; both are estimated before anything is generated.
     response_store_bytes: what `/v1/responses` keeps of its answers for later requests; 0: nothing.
     reasoning_parser: how thinking is told apart from answers; "auto": as the chat template marks it.
-    max_bodies_bytes: of all requests in progress, see `windlass.server.app.middleware`.
+    max_total_body_bytes: of all requests in progress, see `windlass.server.app.middleware`.
     max_in_flight: generation requests handled at once, whatever the engine's queue holds; more get 429.
     default_timeout: deadline of a request that names none; None means no deadline.
     body_stall_seconds: how long a client may pause while it sends its body.
     max_tokenize_chars: longest text of /tokenize, and of a prompt to be truncated where the context holds less.
     text_processes: texts that are tokenized at once in processes of their own; a long one more may run beside them.
-    text_seconds, text_memory: bounds on tokenizing one text. max_waiting_text: characters that may wait for it.
+    text_seconds, text_memory: bounds on tokenizing one text. max_waiting_text_chars: characters that may wait for it.
     template_seconds, template_memory, max_concurrent_templates: bounds on rendering chat templates.
     deadline_slack: how long the engine is trusted to end a request past its deadline before the server does it.
     tool_call_parser: the format in which the model writes calls, "auto" for the one its chat template teaches, "none" where
@@ -119,13 +119,13 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     default_max_tokens: int = 1024
     completion_max_tokens: int = 16
-    keep_alive_seconds: float = 10.0
+    stream_comment_seconds: float = 10.0
     grace_seconds: float = 30.0
     reasoning_parser: str = "auto"
     default_timeout: float | None = None
     retry_after_seconds: int = 1
     max_body_bytes: int = 32 * MIB
-    max_bodies_bytes: int = 512 * MIB
+    max_total_body_bytes: int = 512 * MIB
     max_header_bytes: int = 64 * 1024
     body_stall_seconds: float = 30.0
     max_response_bytes: int = 64 * MIB
@@ -136,7 +136,7 @@ class ServerSettings:
     text_processes: int = 2
     text_seconds: float = 60.0
     text_memory: int = 2048 * MIB
-    max_waiting_text: int = 128 * MIB
+    max_waiting_text_chars: int = 128 * MIB
     template_seconds: float = 5.0
     template_memory: int = 1024 * MIB
     max_concurrent_templates: int = 4
@@ -168,7 +168,7 @@ class ServerSettings:
     ranking: RankSettings | None = None
 
     @property
-    def asks_for_keys(self) -> bool:
+    def requires_key(self) -> bool:
         return bool(self.api_keys or self.callers)
 
     @property
@@ -187,7 +187,7 @@ class ServerSettings:
             "default_max_tokens",
             "completion_max_tokens",
             "max_body_bytes",
-            "max_bodies_bytes",
+            "max_total_body_bytes",
             "max_header_bytes",
             "max_response_bytes",
             "max_in_flight",
@@ -199,7 +199,7 @@ class ServerSettings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in (
             "response_store_bytes",
-            "keep_alive_seconds",
+            "stream_comment_seconds",
             "grace_seconds",
             "template_seconds",
             "deadline_slack",
@@ -212,7 +212,7 @@ Network = IPv4Network | IPv6Network
 
 RESERVED_DESCRIPTORS = 128  # for the engine's pipes, the listener, files and worker processes
 
-EVERYBODY: tuple[Network, ...] = (ip_network("0.0.0.0/0"), ip_network("::/0"))
+ALL_NETWORKS: tuple[Network, ...] = (ip_network("0.0.0.0/0"), ip_network("::/0"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ class ConnectionSettings:
     idle_seconds: float = 75.0
     write_seconds: float = 60.0
 
-    def within(self, descriptors: int) -> ConnectionSettings:
+    def capped_by_files(self, descriptors: int) -> ConnectionSettings:
         """The same with no more connections than a process with so many file descriptors has room for."""
         total = max(1, min(self.max_connections, descriptors - RESERVED_DESCRIPTORS))
         return replace(self, max_connections=total, max_per_address=min(self.max_per_address, total))
@@ -247,7 +247,7 @@ class ConnectionSettings:
         return any(parsed in network for network in self.trusted_proxies)
 
 
-def holder(address: str) -> str:
+def client_network(address: str) -> str:
     """What connections are counted by: the address, or of an IPv6 address its network of 64 bits, which belongs to one holder."""
     if ":" not in address:
         return address

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import h11
 from pydantic_core import to_json
 
-from windlass.server.config.settings import ConnectionSettings, holder
+from windlass.server.config.settings import ConnectionSettings, client_network
 from windlass.server.errors import ApiError, unavailable
-from windlass.server.http.logs import Occasional
+from windlass.server.http.logs import RateLimitedLogger
 
 PIECES_PER_TURN = 32  # of bodies: a millisecond, as much as a request takes anyway
 
@@ -25,7 +25,7 @@ PIECES_PER_TURN = 32  # of bodies: a millisecond, as much as a request takes any
 MANY_CHUNKS, TINY_CHUNK = 4096, 64
 
 # The same of the rest of a body whose request is answered. A client may see its answer only once it has sent all of it.
-UNWANTED_CHUNKS = 64
+MAX_DISCARDED_CHUNKS = 64
 
 
 class PacedConnection(h11.Connection):
@@ -36,7 +36,7 @@ class PacedConnection(h11.Connection):
 
     def __init__(self, max_incomplete_event_size: int) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size)
-        self.too_fine = self.unwanted = False
+        self.too_fine = self.discards_body = False
         self._left = PIECES_PER_TURN
         self._begin_body()
 
@@ -50,7 +50,7 @@ class PacedConnection(h11.Connection):
 
     def next_event(self) -> Any:
         """As h11 has it. Raises RemoteProtocolError where the chunks are too fine."""
-        if self._left == 0 or self.unwanted:
+        if self._left == 0 or self.discards_body:
             return h11.NEED_DATA
         event = super().next_event()
         if isinstance(event, h11.Data):
@@ -60,17 +60,17 @@ class PacedConnection(h11.Connection):
         return event
 
     def _begin_body(self) -> None:
-        self._chunks = self._bytes = self._unwanted_chunks = self._unwanted_bytes = 0
+        self._chunks = self._bytes = self._discarded_chunks = self._discarded_bytes = 0
 
     def _count(self, piece: h11.Data) -> None:
         self._left -= 1
         self._chunks += piece.chunk_start
         self._bytes += len(piece.data)
         if self.our_state is h11.DONE:
-            self._unwanted_chunks += piece.chunk_start
-            self._unwanted_bytes += len(piece.data)
-            many = piece.chunk_end and self._unwanted_chunks > UNWANTED_CHUNKS
-            self.unwanted = many and self._unwanted_bytes < TINY_CHUNK * self._unwanted_chunks
+            self._discarded_chunks += piece.chunk_start
+            self._discarded_bytes += len(piece.data)
+            many = piece.chunk_end and self._discarded_chunks > MAX_DISCARDED_CHUNKS
+            self.discards_body = many and self._discarded_bytes < TINY_CHUNK * self._discarded_chunks
         if piece.chunk_end and self._chunks > MANY_CHUNKS and self._bytes < TINY_CHUNK * self._chunks:
             self.too_fine = True
             raise h11.RemoteProtocolError("a body of tiny chunks")
@@ -95,11 +95,11 @@ class Connection(Protocol):
         ...
 
     @property
-    def bytes_taken(self) -> int:
+    def bytes_acknowledged(self) -> int:
         """Bytes of answers taken so far."""
         ...
 
-    def close_late(self) -> None:
+    def close_timed_out(self) -> None:
         """End it because its request, or its next one, did not come in time."""
         ...
 
@@ -108,7 +108,7 @@ class Connection(Protocol):
         ...
 
 
-class Connections:
+class ConnectionRegistry:
     """Each connection owes the head of a request, is idle between two requests, or is busy with one.
 
     Both kinds of waiting are kept in the order in which they began, so what is overdue stands in front.
@@ -117,21 +117,21 @@ class Connections:
     def __init__(self, settings: ConnectionSettings, *, clock: Callable[[], float] | None = None) -> None:
         self._settings = settings
         self._clock = clock = clock or time.monotonic
-        self._holders: dict[Connection, str] = {}
-        self._held: Counter[str] = Counter()
-        self._owing: dict[Connection, float] = {}  # since when
+        self._clients: dict[Connection, str] = {}
+        self._counts: Counter[str] = Counter()
+        self._awaiting_head: dict[Connection, float] = {}  # since when
         self._idle: dict[Connection, float] = {}
-        self._waiting_of: dict[str, dict[Connection, None]] = {}  # both kinds, by holder
+        self._waiting_by_client: dict[str, dict[Connection, None]] = {}  # both kinds, by holder
         self._sending: dict[Connection, tuple[int, float]] = {}  # bytes taken, and when that was seen first
-        self._said = {reason: Occasional(_logger, logging.WARNING, clock=clock) for reason in Refusal}
-        self._said_evicted = Occasional(_logger, logging.WARNING, clock=clock)
-        self._said_stalled = Occasional(_logger, logging.INFO, clock=clock)
+        self._refusal_logs = {reason: RateLimitedLogger(_logger, logging.WARNING, clock=clock) for reason in Refusal}
+        self._eviction_log = RateLimitedLogger(_logger, logging.WARNING, clock=clock)
+        self._stall_log = RateLimitedLogger(_logger, logging.INFO, clock=clock)
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._clients)
 
     def __contains__(self, connection: Connection) -> bool:
-        return connection in self._holders
+        return connection in self._clients
 
     @property
     def sweep_seconds(self) -> float:
@@ -147,84 +147,86 @@ class Connections:
         others out: the oldest of the newcomer's own address, so that a flood from one address closes only its own;
         else whoever has owed the head of a request for longest; else whoever has been idle for longest.
         """
-        if self._held[holder(address)] >= self._settings.max_per_address and not self._settings.trusts(address):
-            self._said[Refusal.ADDRESS_FULL].say(
+        if self._counts[client_network(address)] >= self._settings.max_per_address and not self._settings.trusts(
+            address
+        ):
+            self._refusal_logs[Refusal.ADDRESS_FULL].log(
                 f"{address} holds {self._settings.max_per_address} connections, the most of one address "
                 "(--max-connections-per-address): another was refused"
             )
             return Refusal.ADDRESS_FULL
-        if len(self._holders) < self._settings.max_connections:
+        if len(self._clients) < self._settings.max_connections:
             return None
-        for waiting in (self._waiting_of.get(holder(address), {}), self._owing, self._idle):
-            for loser in waiting:
-                if loser.bytes_pending:  # the last of its answer is still on the way
+        for waiting in (self._waiting_by_client.get(client_network(address), {}), self._awaiting_head, self._idle):
+            for evicted in waiting:
+                if evicted.bytes_pending:  # the last of its answer is still on the way
                     continue
-                self._said_evicted.say(
+                self._eviction_log.log(
                     f"{self._settings.max_connections} connections are open (--max-connections): one that waited without "
                     "a request was closed for another"
                 )
-                self.remove(loser)
-                loser.abort()
+                self.remove(evicted)
+                evicted.abort()
                 return None
-        self._said[Refusal.SERVER_FULL].say(
+        self._refusal_logs[Refusal.SERVER_FULL].log(
             f"all of {self._settings.max_connections} connections are at work (--max-connections): another was refused"
         )
         return Refusal.SERVER_FULL
 
     def add(self, connection: Connection, address: str) -> None:
         """Count a connection from now on; it owes the head of its first request."""
-        self._holders[connection] = holder(address)
-        self._held[self._holders[connection]] += 1
-        self.owes_head(connection)
+        self._clients[connection] = client_network(address)
+        self._counts[self._clients[connection]] += 1
+        self.mark_awaiting_head(connection)
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection; unknown ones are ignored."""
-        if connection not in self._holders:
+        if connection not in self._clients:
             return
-        self.is_busy(connection)
+        self.mark_busy(connection)
         self._sending.pop(connection, None)
-        of = self._holders.pop(connection)
-        self._held[of] -= 1
-        if self._held[of] == 0:
-            del self._held[of]
+        of = self._clients.pop(connection)
+        self._counts[of] -= 1
+        if self._counts[of] == 0:
+            del self._counts[of]
 
     # ---- what each is doing ------------------------------------------------------------------------------------------
-    def owes_head(self, connection: Connection) -> None:
+    def mark_awaiting_head(self, connection: Connection) -> None:
         """A request may begin, or has begun, to come; saying it again changes nothing."""
-        self._wait(connection, self._owing)
+        self._wait(connection, self._awaiting_head)
 
-    def is_idle(self, connection: Connection) -> None:
+    def mark_idle(self, connection: Connection) -> None:
         """It has had its answer; saying it again changes nothing."""
         self._wait(connection, self._idle)
 
-    def is_busy(self, connection: Connection) -> None:
+    def mark_busy(self, connection: Connection) -> None:
         """The head of its request is there: what follows has bounds of its own."""
-        for waiting in (self._owing, self._idle):
+        for waiting in (self._awaiting_head, self._idle):
             waiting.pop(connection, None)
-        of = self._holders.get(connection, "")
-        own = self._waiting_of.get(of, {})
+        of = self._clients.get(connection, "")
+        own = self._waiting_by_client.get(of, {})
         own.pop(connection, None)
         if not own:
-            self._waiting_of.pop(of, None)
+            self._waiting_by_client.pop(of, None)
 
     def _wait(self, connection: Connection, waiting: dict[Connection, float]) -> None:
-        if connection not in self._holders or connection in waiting:
+        if connection not in self._clients or connection in waiting:
             return
-        self.is_busy(connection)
+        self.mark_busy(connection)
         waiting[connection] = self._clock()
-        self._waiting_of.setdefault(self._holders[connection], {})[connection] = None
+        self._waiting_by_client.setdefault(self._clients[connection], {})[connection] = None
 
-    def is_sending(self, connection: Connection) -> None:
+    def mark_sending(self, connection: Connection) -> None:
         """Something waits to be taken by the client."""
-        if connection in self._holders and connection not in self._sending:
-            self._sending[connection] = (connection.bytes_taken, self._clock())
+        if connection in self._clients and connection not in self._sending:
+            self._sending[connection] = (connection.bytes_acknowledged, self._clock())
 
     # ---- ending ------------------------------------------------------------------------------------------------------
     def sweep(self) -> None:
         """Close whatever is overdue."""
         now = self._clock()
         for waiting, seconds in (
-            (self._owing, self._settings.header_seconds),
+            (self._awaiting_head, self._settings.header_seconds),
             (self._idle, self._settings.idle_seconds),
         ):
             overdue = []
@@ -233,22 +235,22 @@ class Connections:
                     break
                 overdue.append(connection)
             for connection in overdue:
-                connection.close_late()
+                connection.close_timed_out()
         for connection, (taken, since) in list(self._sending.items()):
             if not connection.bytes_pending:
                 del self._sending[connection]
-            elif connection.bytes_taken != taken:
-                self._sending[connection] = (connection.bytes_taken, now)
+            elif connection.bytes_acknowledged != taken:
+                self._sending[connection] = (connection.bytes_acknowledged, now)
             elif now - since >= self._settings.write_seconds:
-                self._said_stalled.say(
-                    f"a client of {self._holders[connection]} took no byte of its answer for "
+                self._stall_log.log(
+                    f"a client of {self._clients[connection]} took no byte of its answer for "
                     f"{self._settings.write_seconds:g} s and was dropped"
                 )
                 connection.abort()
 
     def abort_all(self) -> None:
         """End every connection at once."""
-        for connection in list(self._holders):
+        for connection in list(self._clients):
             connection.abort()
 
 
@@ -296,17 +298,17 @@ _REFUSALS = {
 }
 
 
-def refused(reason: Refusal) -> bytes:
+def refusal_response(reason: Refusal) -> bytes:
     """To somebody who may not stay."""
     return _with_id(_REFUSALS[reason])
 
 
-def late() -> bytes:
+def timeout_response() -> bytes:
     """To somebody whose request has begun and did not come in time."""
     return _with_id(_REQUEST_TIMEOUT)
 
 
-def malformed() -> bytes:
+def malformed_response() -> bytes:
     """To somebody who does not speak HTTP, or breaks off doing so."""
     return _with_id(_MALFORMED)
 

@@ -10,33 +10,33 @@ import time
 import traceback
 from collections.abc import Callable
 
-from windlass.server.http.logs import Occasional
+from windlass.server.http.logs import RateLimitedLogger
 
 _logger = logging.getLogger("windlass.server")
 
-BEAT = 0.1  # seconds between two signs of life
+HEARTBEAT_SECONDS = 0.1  # seconds between two signs of life
 
-STALL = 1.0  # seconds without one that are worth a line in the log, and of which `/health` tells
+STALL_SECONDS = 1.0  # seconds without one that are worth a line in the log, and of which `/health` tells
 
 _FRAMES = 8  # the innermost ones of a stack
 
 
-class LoopWatch:
+class EventLoopMonitor:
     """`start` it inside the event loop, `stop` it there too.
 
     observe: told, about ten times a second, by how many seconds the loop was late. stall: seconds after which it is logged.
     """
 
-    def __init__(self, observe: Callable[[float], None], stall: float = STALL) -> None:
+    def __init__(self, observe: Callable[[float], None], stall: float = STALL_SECONDS) -> None:
         self._observe = observe
         self._stall = stall
         self._beat_at = time.monotonic()
         self._ended = threading.Event()
         self._loop_thread = threading.get_ident()
         self._task: asyncio.Task[None] | None = None
-        self._said = Occasional(_logger, logging.WARNING)
+        self._stall_log = RateLimitedLogger(_logger, logging.WARNING)
 
-    def start(self) -> LoopWatch:
+    def start(self) -> EventLoopMonitor:
         self._loop_thread = threading.get_ident()
         self._beat_at = time.monotonic()
         self._task = asyncio.get_running_loop().create_task(self._beat(), name="loop-watch")
@@ -48,26 +48,26 @@ class LoopWatch:
         if self._task is not None:
             self._task.cancel()
 
-    def _late(self) -> float:
-        return max(0.0, time.monotonic() - self._beat_at - BEAT)
+    def _lag(self) -> float:
+        return max(0.0, time.monotonic() - self._beat_at - HEARTBEAT_SECONDS)
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(BEAT)
-            self._observe(self._late())
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            self._observe(self._lag())
             self._beat_at = time.monotonic()
 
     def _watch(self) -> None:
         stalled_since: float | None = None
-        told = False
+        logged = False
         while not self._ended.wait(self._stall / 4):
-            if stalled_since is None and self._late() >= self._stall:
+            if stalled_since is None and self._lag() >= self._stall:
                 stalled_since = self._beat_at
-                told = self._said.say(
-                    f"the event loop has stood still for {self._late():.1f} s; it runs:\n{self._stack()}"
+                logged = self._stall_log.log(
+                    f"the event loop has stood still for {self._lag():.1f} s; it runs:\n{self._stack()}"
                 )
             elif stalled_since is not None and stalled_since != self._beat_at:
-                if told:
+                if logged:
                     _logger.warning("the event loop runs again after %.1f s", self._beat_at - stalled_since)
                 stalled_since = None
 

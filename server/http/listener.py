@@ -14,25 +14,25 @@ from pathlib import Path
 
 from windlass.engine.errors import LoadError
 
-MOST = 65536  # wanted where the hard limit is higher, or there is none
+MAX_OPEN_FILES = 65536  # wanted where the hard limit is higher, or there is none
 
 
-def raise_limit() -> int:
+def raise_file_limit() -> int:
     """Raise the soft limit of open files to the hard one, at most to MOST; returns the one now in force."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         # macOS refuses more than the kernel's own bound, whatever the hard limit says.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST if soft == resource.RLIM_INFINITY else soft
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 READ_BYTES = 32 * 1024  # two records of TLS
 
 
-def make_context(
+def make_tls_context(
     certfile: Path, keyfile: Path | None = None, password: str | None = None, ca_certs: Path | None = None
 ) -> ssl.SSLContext:
     """TLS 1.2 and later with this certificate (and its chain); raises LoadError that names the option at fault.
@@ -71,7 +71,7 @@ def use_small_buffers() -> None:
     sslproto.SSLProtocol.max_size = READ_BYTES
 
 
-_OTHERS = 0o117  # of the umask: the socket is for its owner and group
+_UMASK = 0o117  # of the umask: the socket is for its owner and group
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def listen_unix(path: Path) -> Iterator[socket.socket]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
-        mask = os.umask(_OTHERS)  # the file must not be open to others for a moment either
+        mask = os.umask(_UMASK)  # the file must not be open to others for a moment either
         try:
             listener.bind(str(path))
         finally:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PAUSE_SECONDS = 60.0
+LOG_INTERVAL_SECONDS = 60.0
 
 
-class Occasional:
-    """Logs an event the first time, and then at most once in PAUSE_SECONDS with how often it came since."""
+class RateLimitedLogger:
+    """Logs an event the first time, and then at most once in LOG_INTERVAL_SECONDS with how often it came since."""
 
     def __init__(self, logger: logging.Logger, level: int, *, clock: Callable[[], float] | None = None) -> None:
         self._logger = logger
@@ -20,7 +20,7 @@ class Occasional:
         self._next = -float("inf")
         self._count = 0
 
-    def say(self, message: str) -> bool:
+    def log(self, message: str) -> bool:
         """Count the event, and log it if it is time; returns whether it was."""
         self._count += 1
         now = self._clock()
@@ -28,7 +28,7 @@ class Occasional:
             return False
         times = f" ({self._count} times since this was said last)" if self._count > 1 else ""
         self._logger.log(self._level, "%s%s", message, times)
-        self._next = now + PAUSE_SECONDS
+        self._next = now + LOG_INTERVAL_SECONDS
         self._count = 0
         return True
 
@@ -49,7 +49,7 @@ class AccessLog:
         self._logger.info(line, client, method, path + ("?..." if mark else ""), version, status)
 
 
-def is_no_lost_write(record: logging.LogRecord) -> bool:
+def is_not_lost_write_warning(record: logging.LogRecord) -> bool:
     """A filter of asyncio's logger, which warns of each further write to a client that has left: nothing is wrong, and a crowd
     of them fills the log.
     """
@@ -62,7 +62,7 @@ class WarningsLog:
     better: what to say instead of a warning, where it has words.
     """
 
-    def __init__(self, logger: logging.Logger, warned: Occasional, better: Callable[[], str | None]) -> None:
+    def __init__(self, logger: logging.Logger, warned: RateLimitedLogger, better: Callable[[], str | None]) -> None:
         self._logger = logger
         self._warned = warned
         self._better = better
@@ -73,7 +73,7 @@ class WarningsLog:
 
     def warning(self, message: str) -> None:
         """Said at most once a minute, by all connections together."""
-        self._warned.say(self._better() or message)
+        self._warned.log(self._better() or message)
 
     def error(self, message: str, *args: Any, **options: Any) -> None:
         """A request that failed: always said."""

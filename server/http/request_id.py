@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from windlass.server.errors import error_response, internal_error, of_messages
+from windlass.server.errors import error_response, internal_error, is_messages_api
 
 CALLER_NAME = "windlass.caller_name"  # in a scope: its name, where it has one
 
@@ -46,7 +46,7 @@ class RequestIdMiddleware:
                 started = True
                 found = request_id(scope).encode()
                 message["headers"] = [*message.get("headers", ()), (_HEADER, found)]
-                if of_messages(scope):  # whose clients look for it under this name
+                if is_messages_api(scope):  # whose clients look for it under this name
                     message["headers"].append((b"request-id", found))
             await send(message)
 

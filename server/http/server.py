@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from windlass.server.config.settings import ConnectionSettings
-from windlass.server.http.connections import Connections, refused
+from windlass.server.http.connections import ConnectionRegistry, refusal_response
 from windlass.server.http.listener import use_small_buffers
-from windlass.server.http.logs import Occasional
+from windlass.server.http.logs import RateLimitedLogger
 from windlass.server.http.uvicorn_protocol import HttpProtocol
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 ACCEPTS_PER_TURN = 32  # of the event loop: requests in progress wait no longer than these take
 
-TLS_GOODBYE_SECONDS = 1.0
+TLS_SHUTDOWN_SECONDS = 1.0
 
-PAUSE_SECONDS = 0.25  # after an error; the listener stays readable, and trying at once would take the whole core
+ACCEPT_RETRY_SECONDS = 0.25  # after an error; the listener stays readable, and trying at once would take the whole core
 
 _logger = logging.getLogger("windlass.server")
 
@@ -42,7 +42,7 @@ class Acceptor:
     def __init__(
         self,
         listener: socket.socket,
-        connections: Connections,
+        connections: ConnectionRegistry,
         make_protocol: Callable[[], HttpProtocol],
         *,
         tls: ssl.SSLContext | None = None,
@@ -53,11 +53,11 @@ class Acceptor:
         if tls is not None:
             use_small_buffers()
         # Who ends a connection waits for the other end's word only so long.
-        self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_shutdown_timeout": TLS_GOODBYE_SECONDS}
+        self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_shutdown_timeout": TLS_SHUTDOWN_SECONDS}
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
         self._starting: set[asyncio.Task[None]] = set()
-        self._said = Occasional(_logger, logging.ERROR)
+        self._error_log = RateLimitedLogger(_logger, logging.ERROR)
 
     def start(self) -> None:
         """Accept from now on; without effect once closed."""
@@ -82,23 +82,23 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return  # nobody is waiting
             except OSError as error:
-                self._said.say(f"no connection can be accepted: {error.strerror or error}")
+                self._error_log.log(f"no connection can be accepted: {error.strerror or error}")
                 self._loop.remove_reader(self._listener)
-                self._retry = self._loop.call_later(PAUSE_SECONDS, self.start)
+                self._retry = self._loop.call_later(ACCEPT_RETRY_SECONDS, self.start)
                 return
-            self._let_in(connection, address[0] if address else "")  # who comes to a Unix socket has none
+            self._admit(connection, address[0] if address else "")  # who comes to a Unix socket has none
 
-    def _let_in(self, connection: socket.socket, address: str) -> None:
+    def _admit(self, connection: socket.socket, address: str) -> None:
         connection.setblocking(False)
         refusal = self._connections.refuse(address)
         if refusal is not None:
             with connection, contextlib.suppress(OSError):
                 if not self._tls:  # else nobody could read it
-                    connection.send(refused(refusal))
+                    connection.send(refusal_response(refusal))
             return
         protocol = self._make_protocol()
         if self._tls:
-            protocol.shaking_hands = connection
+            protocol.handshake_socket = connection
         self._connections.add(protocol, address)
         task = self._loop.create_task(self._connect(connection, protocol))
         self._starting.add(task)
@@ -146,8 +146,8 @@ class HttpServer(uvicorn.Server):
             h11_max_incomplete_event_size=max_header_bytes,
         )
         super().__init__(config)
-        self.registry = Connections(settings)
-        self._warned = Occasional(_logger, logging.WARNING)
+        self.registry = ConnectionRegistry(settings)
+        self._warned = RateLimitedLogger(_logger, logging.WARNING)
         self._listener = listener
         self._tls = tls
         self._acceptor: Acceptor | None = None

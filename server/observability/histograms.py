@@ -10,7 +10,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 
-class Observer(Protocol):
+class HistogramObserver(Protocol):
     """What takes observations."""
 
     def observe(self, value: float, count: int = 1) -> None: ...
@@ -47,13 +47,13 @@ class Histogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         longest = self._longest()
-        yield family(self._name, self._text, self._labels, self._bounds, self._counts, self._sum, longest)
+        yield histogram_family(self._name, self._text, self._labels, self._bounds, self._counts, self._sum, longest)
 
 
-class Several:
+class FanOutObserver:
     """Gives each observation to several histograms."""
 
-    def __init__(self, *observers: Observer) -> None:
+    def __init__(self, *observers: HistogramObserver) -> None:
         self._observers = observers
 
     def observe(self, value: float, count: int = 1) -> None:
@@ -61,7 +61,7 @@ class Several:
             observer.observe(value, count)
 
 
-def family(
+def histogram_family(
     name: str,
     text: str,
     labels: Mapping[str, str],

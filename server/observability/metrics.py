@@ -19,7 +19,7 @@ from windlass.engine.errors import EngineError
 from windlass.engine.interface.outputs import EngineStats
 from windlass.server.config.rope_profiles import DEFAULT_NAME
 from windlass.server.config.settings import MetricsNames
-from windlass.server.observability.histograms import Histogram, Observer, Several
+from windlass.server.observability.histograms import FanOutObserver, Histogram, HistogramObserver
 from windlass.server.observability.vllm_metrics import VllmMetrics
 
 
@@ -84,9 +84,9 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 STATS_SECONDS = 2.0  # an engine that is busy for longer is scraped with its last known numbers
 
-_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
-_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
+_LONG_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
 
 _GAUGES = {
     "num_requests_running": ("num_running", "Sequences the engine is working on."),
@@ -159,14 +159,14 @@ _PERSIST_COUNTERS = {
     "kv_host_evicted_blocks": ("persist.host_evicted_blocks", "KV blocks in the host's memory given up for others."),
 }
 
-MOST_ADAPTER_NAMES = 64  # as labels, in the life of a server
+MAX_ADAPTER_LABELS = 64  # as labels, in the life of a server
 
 _RECOMPUTE_REASONS = ("cache_reuse", "full_prefix_hit", "preemption", "rope_update")
 
 # Printed from the start: Prometheus cannot see the first increase of a series that begins with it.
 _FINISH_REASONS = ("stop", "length")
 
-_SERVER_FAULTS = ("deadline_exceeded", "engine_unavailable", "internal", "out_of_memory", "queue_full")
+_SERVER_ERROR_CODES = ("deadline_exceeded", "engine_unavailable", "internal", "out_of_memory", "queue_full")
 
 
 class _EngineCollector(Collector):
@@ -245,31 +245,37 @@ class ServerMetrics:
         for reason in _FINISH_REASONS:
             self._success.labels(reason)
         self._failed = Counter("windlass_request_errors", "Requests failed, by code.", ["code"], registry=self.registry)
-        for code in _SERVER_FAULTS:
+        for code in _SERVER_ERROR_CODES:
             self._failed.labels(code)
         self._adapters = Counter(
             "windlass_adapter_requests", "Requests that ran with an adapter.", ["adapter"], registry=self.registry
         )
         self._adapters.labels("other")
         self._adapter_names: set[str] = set()
-        first_token = self._histogram("time_to_first_token", "Arrival to first output.", _LONG)
-        token = self._histogram("inter_token_latency", "Gap between output tokens.", _LATENCY)
+        first_token = self._histogram("time_to_first_token", "Arrival to first output.", _LONG_LATENCY_BUCKETS)
+        token = self._histogram("inter_token_latency", "Gap between output tokens.", _LATENCY_BUCKETS)
         self.event_loop_lag = self._histogram(
-            "event_loop_lag", "How late the event loop of the HTTP side was.", _LATENCY
+            "event_loop_lag", "How late the event loop of the HTTP side was.", _LATENCY_BUCKETS
         )
-        e2e = self._histogram("e2e_request_latency", "Arrival to the end of an output.", _LONG)
-        self.time_to_first_token: Observer = first_token
-        self.inter_token_latency: Observer = token
-        self._e2e: Observer = e2e
-        self._engine_samples: dict[str, list[Observer]] = {
-            "queue_seconds": [self._histogram("request_queue_time", "Arrival at the engine to first schedule.", _LONG)],
-            "prefill_seconds": [self._histogram("request_prefill_time", "First schedule to first token.", _LONG)],
-            "decode_seconds": [self._histogram("request_decode_time", "First token to the end.", _LONG)],
+        e2e = self._histogram("e2e_request_latency", "Arrival to the end of an output.", _LONG_LATENCY_BUCKETS)
+        self.time_to_first_token: HistogramObserver = first_token
+        self.inter_token_latency: HistogramObserver = token
+        self._e2e: HistogramObserver = e2e
+        self._engine_samples: dict[str, list[HistogramObserver]] = {
+            "queue_seconds": [
+                self._histogram("request_queue_time", "Arrival at the engine to first schedule.", _LONG_LATENCY_BUCKETS)
+            ],
+            "prefill_seconds": [
+                self._histogram("request_prefill_time", "First schedule to first token.", _LONG_LATENCY_BUCKETS)
+            ],
+            "decode_seconds": [
+                self._histogram("request_decode_time", "First token to the end.", _LONG_LATENCY_BUCKETS)
+            ],
         }
         if (vllm := self._vllm) is not None:
-            self.time_to_first_token = Several(first_token, vllm.time_to_first_token)
-            self.inter_token_latency = Several(token, vllm.inter_token_latency, vllm.time_per_output_token)
-            self._e2e = Several(e2e, vllm.e2e)
+            self.time_to_first_token = FanOutObserver(first_token, vllm.time_to_first_token)
+            self.inter_token_latency = FanOutObserver(token, vllm.inter_token_latency, vllm.time_per_output_token)
+            self._e2e = FanOutObserver(e2e, vllm.e2e)
             for attribute, histogram in vllm.engine_samples.items():
                 self._engine_samples.setdefault(attribute, []).append(histogram)
 
@@ -295,23 +301,23 @@ class ServerMetrics:
                 decode_seconds=decode_seconds,
             )
 
-    def answered(self, samples: int, most_tokens: int) -> None:
-        """Count a prompt all of whose outputs ended well; most_tokens: of the longest of them."""
+    def observe_prompt_finished(self, samples: int, longest_output: int) -> None:
+        """Count a prompt all of whose outputs ended well; longest_output: of the longest of them."""
         if self._vllm is not None:
-            self._vllm.answered(samples, most_tokens)
+            self._vllm.observe_prompt_finished(samples, longest_output)
 
-    def adapted(self, name: str) -> None:
+    def count_adapter_request(self, name: str) -> None:
         """Count a request that begins to run with the adapter of this name; only so many names are told apart."""
-        if name not in self._adapter_names and len(self._adapter_names) >= MOST_ADAPTER_NAMES:
+        if name not in self._adapter_names and len(self._adapter_names) >= MAX_ADAPTER_LABELS:
             name = "other"
         self._adapter_names.add(name)
         self._adapters.labels(name).inc()
 
-    def failed(self, code: str) -> None:
+    def count_error(self, code: str) -> None:
         """Count a generation request that ended with an error."""
         self._failed.labels(code).inc()
         if self._vllm is not None:
-            self._vllm.ended("abort" if code == "client_disconnected" else "error")
+            self._vllm.count_finished("abort" if code == "client_disconnected" else "error")
 
     @property
     def last_stats(self) -> EngineStats | None:

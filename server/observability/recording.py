@@ -20,13 +20,13 @@ from windlass.server.config.settings import RecordSettings
 
 _logger = logging.getLogger("windlass.server")
 
-MOST_WAITING = 1024  # lines for a slow disk; further ones are lost
+MAX_QUEUED_LINES = 1024  # lines for a slow disk; further ones are lost
 
-LOSSES = ("disk", "full", "slow")
+LOSS_REASONS = ("disk", "full", "slow")
 
-_END_SECONDS = 5.0  # for what waits when the server ends
+_CLOSE_SECONDS = 5.0  # for what waits when the server ends
 
-Line = Callable[[], dict[str, Any]]
+LineBuilder = Callable[[], dict[str, Any]]
 
 
 class WorkloadRecorder:
@@ -36,12 +36,12 @@ class WorkloadRecorder:
         self.settings = settings
         self.written = 0
         self.lost: Counter[str] = Counter()
-        self._waiting: Queue[tuple[Line, Line] | None] = Queue(MOST_WAITING)
+        self._queue: Queue[tuple[LineBuilder, LineBuilder] | None] = Queue(MAX_QUEUED_LINES)
         self._thread: threading.Thread | None = None
-        self._told: set[str] = set()
-        self._headed = False  # whether a file has what is said of this server
+        self._warned: set[str] = set()
+        self._has_header = False  # whether a file has what is said of this server
 
-    def put(self, line: Line, *, head: Line) -> None:
+    def put(self, line: LineBuilder, *, header: LineBuilder) -> None:
         """Have a line written soon; never waits, never raises. line: makes the object, in the thread.
 
         head: makes that of the server, which stands above the first line of this process and above the first one of a file.
@@ -50,28 +50,28 @@ class WorkloadRecorder:
             self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
             self._thread.start()
         try:
-            self._waiting.put_nowait((line, head))
+            self._queue.put_nowait((line, header))
         except Full:
-            self._lose("slow", "the disk is too slow for it: some requests are missing")
+            self._count_lost("slow", "the disk is too slow for it: some requests are missing")
 
     def close(self) -> None:
         """Write what waits, for seconds at most. Safe to call twice."""
         if self._thread is not None and self._thread.is_alive():
-            self._waiting.put(None)
-            self._thread.join(_END_SECONDS)
+            self._queue.put(None)
+            self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
-        while (given := self._waiting.get()) is not None:
-            line, head = given
+        while (given := self._queue.get()) is not None:
+            line, header = given
             try:
-                self._write(_as_line(line), head)
+                self._write(_as_line(line), header)
             except OSError as error:
-                self._lose("disk", f"{error.strerror or error}: some requests are missing")
+                self._count_lost("disk", f"{error.strerror or error}: some requests are missing")
             except Exception:
                 _logger.exception("a request could not be recorded")
                 self.lost["disk"] += 1
 
-    def _write(self, data: bytes, head: Line) -> None:
+    def _write(self, data: bytes, header: LineBuilder) -> None:
         """Append it whole or not at all, behind the head where that is missing.
 
         The file is opened for each line, so that it may be moved away or come back.
@@ -81,10 +81,10 @@ class WorkloadRecorder:
         try:
             about = os.fstat(file)
             size = about.st_size
-            if not self._headed or (size == 0 and stat.S_ISREG(about.st_mode)):
-                data = _as_line(head) + data
+            if not self._has_header or (size == 0 and stat.S_ISREG(about.st_mode)):
+                data = _as_line(header) + data
             if size + len(data) > self.settings.max_bytes:
-                self._lose(
+                self._count_lost(
                     "full", f"it has {self.settings.max_bytes:,} bytes (--record-limit): nothing more is recorded"
                 )
                 return
@@ -98,17 +98,17 @@ class WorkloadRecorder:
                 raise
         finally:
             os.close(file)
-        self._headed = True
+        self._has_header = True
         self.written += 1
 
-    def _lose(self, how: str, why: str) -> None:
+    def _count_lost(self, how: str, why: str) -> None:
         self.lost[how] += 1
-        if how not in self._told:
-            self._told.add(how)
+        if how not in self._warned:
+            self._warned.add(how)
             _logger.warning("--record %s: %s", self.settings.path, why)
 
 
-def _as_line(line: Line) -> bytes:
+def _as_line(line: LineBuilder) -> bytes:
     return to_json(line()) + b"\n"
 
 
@@ -128,6 +128,6 @@ class RecordingCollector(Collector):
         lost = CounterMetricFamily(
             "windlass_record_lost", "Requests that --record could not write, by reason.", labels=["reason"]
         )
-        for reason in LOSSES:
+        for reason in LOSS_REASONS:
             lost.add_metric([reason], 0 if recorder is None else recorder.lost[reason])
         yield lost

@@ -22,7 +22,7 @@ _END_MILLISECONDS = 3000  # for what is not sent yet when the server ends
 
 _PATH_CHARS = 200
 
-_QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked all the time
+_UNTRACED_PATHS = frozenset({"/health", "/ready", "/metrics"})  # asked all the time
 
 
 class Tracing:
@@ -65,7 +65,7 @@ class Tracing:
         self._provider.shutdown()
 
 
-def tracing_to(endpoint: str) -> Tracing:
+def create_tracing(endpoint: str) -> Tracing:
     """To the collector at this URL, with or without /v1/traces."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -83,12 +83,12 @@ class TracingMiddleware:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _QUIET:
+        if scope["type"] != "http" or scope["path"] in _UNTRACED_PATHS:
             await self._app(scope, receive, send)
             return
         span = scope[SPAN] = self._tracing.begin(scope)
 
-        async def send_seen(message: Message) -> None:
+        async def send_observed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 span.set_attribute("http.response.status_code", message["status"])
                 if message["status"] >= 500:
@@ -96,7 +96,7 @@ class TracingMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_seen)
+            await self._app(scope, receive, send_observed)
         finally:
             # A body may have asked for another id, and the key was looked at, since the span began.
             span.set_attribute("windlass.request_id", request_id(scope))

@@ -12,9 +12,9 @@ from prometheus_client.registry import Collector
 
 from windlass.engine.client.engine_client import EngineClient, engine_name
 from windlass.engine.interface.outputs import STEP_TOKENS, EngineStats
-from windlass.server.observability.histograms import Histogram, family
+from windlass.server.observability.histograms import Histogram, histogram_family
 
-_FIRST_TOKEN: tuple[float, ...] = (
+_FIRST_TOKEN_BUCKETS: tuple[float, ...] = (
     0.001,
     0.005,
     0.01,
@@ -35,15 +35,15 @@ _FIRST_TOKEN: tuple[float, ...] = (
     40,
 )
 
-_FIRST_TOKEN += (80, 160, 640, 2560)
+_FIRST_TOKEN_BUCKETS += (80, 160, 640, 2560)
 
-_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 
-_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 
-_LENGTHS = tuple(step * 10**power for power in range(8) for step in (1, 2, 5))
+_LENGTH_BUCKETS = tuple(step * 10**power for power in range(8) for step in (1, 2, 5))
 
-_SAMPLES = (1, 2, 5, 10, 20)
+_SAMPLE_BUCKETS = (1, 2, 5, 10, 20)
 
 _GAUGES = {
     "num_requests_running": ("num_running", "Sequences the engine is working on."),
@@ -92,48 +92,60 @@ class VllmMetrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.stats: EngineStats | None = None
-        self.time_to_first_token = self._seconds("time_to_first_token", "Arrival to first output.", _FIRST_TOKEN)
-        self.inter_token_latency = self._seconds("inter_token_latency", "Gap between output tokens.", _TOKEN)
-        self.time_per_output_token = self._seconds("time_per_output_token", "The same under its older name.", _TOKEN)
-        self.e2e = self._seconds("e2e_request_latency", "Arrival to the end of an output.", _REQUEST)
+        self.time_to_first_token = self._seconds(
+            "time_to_first_token", "Arrival to first output.", _FIRST_TOKEN_BUCKETS
+        )
+        self.inter_token_latency = self._seconds("inter_token_latency", "Gap between output tokens.", _TOKEN_BUCKETS)
+        self.time_per_output_token = self._seconds(
+            "time_per_output_token", "The same under its older name.", _TOKEN_BUCKETS
+        )
+        self.e2e = self._seconds("e2e_request_latency", "Arrival to the end of an output.", _REQUEST_BUCKETS)
         self.per_output_token = self._seconds(
-            "request_time_per_output_token", "First to last token of an output, by the tokens behind the first.", _TOKEN
+            "request_time_per_output_token",
+            "First to last token of an output, by the tokens behind the first.",
+            _TOKEN_BUCKETS,
         )
         self.engine_samples = {
-            "queue_seconds": self._seconds("request_queue_time", "Arrival at the engine to first schedule.", _REQUEST),
-            "prefill_seconds": self._seconds("request_prefill_time", "First schedule to first token.", _REQUEST),
-            "decode_seconds": self._seconds("request_decode_time", "First token to the end.", _REQUEST),
-            "inference_seconds": self._seconds("request_inference_time", "First schedule to the end.", _REQUEST),
+            "queue_seconds": self._seconds(
+                "request_queue_time", "Arrival at the engine to first schedule.", _REQUEST_BUCKETS
+            ),
+            "prefill_seconds": self._seconds(
+                "request_prefill_time", "First schedule to first token.", _REQUEST_BUCKETS
+            ),
+            "decode_seconds": self._seconds("request_decode_time", "First token to the end.", _REQUEST_BUCKETS),
+            "inference_seconds": self._seconds(
+                "request_inference_time", "First schedule to the end.", _REQUEST_BUCKETS
+            ),
         }
         self._prompt_tokens = self._lengths("request_prompt_tokens", "Prompt tokens of an output that ended.")
         self._generation_tokens = self._lengths("request_generation_tokens", "Tokens of an output that ended.")
-        self._most_tokens = self._lengths(
+        self._longest_output = self._lengths(
             "request_max_num_generation_tokens", "Tokens of the longest output to a prompt."
         )
         self._max_tokens = self._lengths("request_params_max_tokens", "Tokens an output might have had.")
         self._n = self._register(
-            Histogram("vllm:request_params_n", "Outputs to a prompt.", _SAMPLES, labels=self._labels)
+            Histogram("vllm:request_params_n", "Outputs to a prompt.", _SAMPLE_BUCKETS, labels=self._labels)
         )
 
     def finished(
         self, reason: str, *, prompt_tokens: int, generation_tokens: int, max_tokens: int, decode_seconds: float
     ) -> None:
         """Count an output that ended. decode_seconds: between its first token and its last."""
-        self.ended(reason)
+        self.count_finished(reason)
         self._prompt_tokens.observe(prompt_tokens)
         self._generation_tokens.observe(generation_tokens)
         self._max_tokens.observe(max_tokens)
         if generation_tokens > 1:
             self.per_output_token.observe(decode_seconds / (generation_tokens - 1))
 
-    def ended(self, reason: str) -> None:
+    def count_finished(self, reason: str) -> None:
         """Count an end that is not described further: one of `stop`, `length`, `abort` and `error`."""
         self._finished[reason if reason in _REASONS else "error"] += 1
 
-    def answered(self, samples: int, most_tokens: int) -> None:
-        """Count a prompt all of whose outputs ended; most_tokens: of the longest of them."""
+    def observe_prompt_finished(self, samples: int, longest_output: int) -> None:
+        """Count a prompt all of whose outputs ended; longest_output: of the longest of them."""
         self._n.observe(samples)
-        self._most_tokens.observe(most_tokens)
+        self._longest_output.observe(longest_output)
 
     def collect(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
@@ -164,7 +176,9 @@ class VllmMetrics(Collector):
         text, each = "Tokens computed in a step of the engine.", []
         for labels, part in known:
             steps = part.step_tokens or (0,) * (len(STEP_TOKENS) + 1)
-            each.append(family("vllm:iteration_tokens_total", text, labels, STEP_TOKENS, steps, part.step_tokens_sum))
+            each.append(
+                histogram_family("vllm:iteration_tokens_total", text, labels, STEP_TOKENS, steps, part.step_tokens_sum)
+            )
         for more in each[1:]:
             each[0].samples += more.samples
         yield from each[:1]
@@ -200,7 +214,7 @@ class VllmMetrics(Collector):
 
     def _lengths(self, name: str, text: str) -> Histogram:
         return self._register(
-            Histogram(f"vllm:{name}", text, _LENGTHS, labels=self._labels, longest=self._longest_context)
+            Histogram(f"vllm:{name}", text, _LENGTH_BUCKETS, labels=self._labels, longest=self._longest_context)
         )
 
     def _register(self, histogram: Histogram) -> Histogram:

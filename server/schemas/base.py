@@ -27,7 +27,7 @@ from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
 _SCALING = "it is rope_scaling here, an object such as {'rope_type': 'linear', 'factor': 4}"
 
 # Field -> what to do instead, of every endpoint that generates.
-HINTS: dict[str, str] = {
+UNKNOWN_FIELD_HINTS: dict[str, str] = {
     "n_keep": "it is called keep_tokens here",
     "num_keep": "it is called keep_tokens here",
     "cache_prompt": "prompts are always cached, which changes no answer: leave it out",
@@ -38,7 +38,7 @@ HINTS: dict[str, str] = {
 }
 
 # Field -> the value at which it asks for nothing, so that it is accepted; any other is refused.
-NEUTRAL: Mapping[str, Any] = {
+NEUTRAL_VALUES: Mapping[str, Any] = {
     # vLLM
     "use_beam_search": False,
     "length_penalty": 1.0,
@@ -63,7 +63,7 @@ NEUTRAL: Mapping[str, Any] = {
 }
 
 
-def asks_for_nothing(value: Any, neutral: Any) -> bool:
+def is_neutral(value: Any, neutral: Any) -> bool:
     """Whether a value is the one that changes nothing: 1 and 1.0 are one, 1 and true are not."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
@@ -100,7 +100,7 @@ class StrictModel(BaseModel):
                     if name not in known or not known[name].is_required():
                         dropped.add(name)
                 elif name not in known:
-                    if name in cls.neutral and asks_for_nothing(value, cls.neutral[name]):
+                    if name in cls.neutral and is_neutral(value, cls.neutral[name]):
                         dropped.add(name)
                         continue
                     hint = cls.hints.get(name)
@@ -116,7 +116,7 @@ class StrictModel(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class OrString(BeforeValidator):
+class AcceptsString(BeforeValidator):
     """A validator that makes something of a string; the description of the API says that a string is taken."""
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -128,7 +128,7 @@ def without_nulls(value: dict[str, Any]) -> dict[str, Any]:
     return {name: item for name, item in value.items() if item is not None}
 
 
-def _as_list(value: Any) -> Any:
+def _list_from_string(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
@@ -156,11 +156,11 @@ def check_free_form(value: Any, *, numbers: bool = True) -> Any:
     Those are infinities and integers past 64 bits. numbers: False where somebody else looks at them.
     """
     stack = [value]
-    seen = 0
+    count = 0
     while stack:
         item = stack.pop()
-        seen += 1
-        if seen + len(stack) > MAX_FREE_FORM:
+        count += 1
+        if count + len(stack) > MAX_FREE_FORM:
             raise PydanticCustomError("too_many", "holds more than {most} values", {"most": MAX_FREE_FORM})
         if isinstance(item, dict):
             stack.extend(item.values())
@@ -200,7 +200,7 @@ def _rope_update(value: Any) -> Any:
     return {"policy": value}
 
 
-def _breaker_list(value: Any) -> Any:
+def _breakers_from_string(value: Any) -> Any:
     """A list, or JSON strings with commas between them, as oobabooga writes it."""
     if not isinstance(value, str):
         return value
@@ -219,7 +219,7 @@ MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
 SequenceBreakers = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]],
     Field(max_length=MAX_BREAKERS, fail_fast=True),
-    OrString(_breaker_list),
+    AcceptsString(_breakers_from_string),
 ]
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
@@ -229,7 +229,7 @@ FreeForm = Annotated[dict[str, Any], BeforeValidator(check_free_form)]
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=256)]],
     Field(max_length=16, fail_fast=True),
-    OrString(_as_list),
+    AcceptsString(_list_from_string),
 ]
 
 LogitBias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_bias)]
@@ -259,28 +259,30 @@ RopeUpdateField = Annotated[
     BeforeValidator(_rope_update, json_schema_input_type=RopeUpdate | RopeUpdateObject),
 ]
 
-OTHER = "[other]"  # tags stand in brackets: those are left out of the names of fields that errors tell
+OTHER_TAG = "[other]"  # tags stand in brackets: those are left out of the names of fields that errors tell
 
 
-def by_type(known: Collection[str], default: Callable[[dict[str, Any]], str] | None = None) -> Discriminator:
+def discriminate_by_type(
+    known: Collection[str], default: Callable[[dict[str, Any]], str] | None = None
+) -> Discriminator:
     """Tells objects apart by `type`: each has the tag "[type]", or OTHER. default: the type of one that has none."""
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
         if kind is None and default is not None and isinstance(value, dict):
             kind = default(value)
-        return f"[{kind}]" if isinstance(kind, str) and kind in known else OTHER
+        return f"[{kind}]" if isinstance(kind, str) and kind in known else OTHER_TAG
 
     return Discriminator(tag)
 
 
-class OtherKind(BaseModel):
+class UnsupportedKind(BaseModel):
     """An object of any other kind, which never validates. what: "items"; instead: the kinds that there are."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
-    what: ClassVar[str]
-    instead: ClassVar[str]
+    kind_plural: ClassVar[str]
+    supported_kinds: ClassVar[str]
 
     type: Any
 
@@ -291,10 +293,10 @@ class OtherKind(BaseModel):
         raise PydanticCustomError(
             "unsupported_field",
             "{shown} is not among the {what} that are supported: {instead}",
-            {"shown": shown, "what": cls.what, "instead": cls.instead},
+            {"shown": shown, "what": cls.kind_plural, "instead": cls.supported_kinds},
         )
 
 
-def texts(kind: str) -> OrString:
+def text_or_parts(kind: str) -> AcceptsString:
     """A list of parts, of which a string is the one of this kind."""
-    return OrString(lambda value: [{"type": kind, "text": value}] if isinstance(value, str) else value)
+    return AcceptsString(lambda value: [{"type": kind, "text": value}] if isinstance(value, str) else value)

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, RootModel
 from pydantic_core import PydanticCustomError
 
 from windlass.server.schemas.base import INT32_MAX, MAX_NAME, FreeForm, StrictModel, without_nulls
-from windlass.server.schemas.generation import GenerationRequest, only_empty, unsupported
+from windlass.server.schemas.generation import GenerationRequest, only_empty, unsupported_field
 from windlass.server.schemas.response_parts import ErrorAnswer, PromptLogprobs, Rotary, Usage
 from windlass.server.schemas.tools import (
     PROVIDER_FIELDS,
@@ -37,7 +37,7 @@ _BOOKKEEPING = frozenset({"cache_control", "id", "timestamp", "weight"})
 _PART_BOOKKEEPING = _BOOKKEEPING | {"name", "prompt_cache_breakpoint", "role", "annotations", "logprobs", "parsed"}
 
 
-def _content(value: Any) -> str | None:
+def _text_content(value: Any) -> str | None:
     """Text of a message: a string, or OpenAI's list of text parts (joined by line breaks)."""
     if value is None or isinstance(value, str):
         return value
@@ -99,7 +99,7 @@ class ChatMessage(StrictModel):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[
         Any,
-        AfterValidator(_content),
+        AfterValidator(_text_content),
         Field(
             json_schema_extra={
                 "anyOf": [
@@ -127,7 +127,7 @@ class ChatMessage(StrictModel):
 
 def _modalities(value: Any) -> Any:
     if value and value != ["text"]:
-        raise unsupported("any modality but ['text'] is")
+        raise unsupported_field("any modality but ['text'] is")
     return value
 
 

@@ -12,7 +12,7 @@ from windlass.server.schemas.generation import GenerationRequest, SharedRequest,
 from windlass.server.schemas.response_parts import ErrorAnswer, FinishReason, PromptLogprobs, Rotary, Usage
 
 
-def _prompt(value: Any) -> Any:
+def _check_prompt_shape(value: Any) -> Any:
     """Shape only: what is inside long lists is looked at once their length is known to fit."""
     if isinstance(value, str):
         return value
@@ -40,7 +40,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[
         Any,
-        AfterValidator(_prompt),
+        AfterValidator(_check_prompt_shape),
         Field(
             json_schema_extra={
                 "anyOf": [

@@ -12,10 +12,10 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from windlass.engine.interface.request import MAX_REPEAT_WINDOW
 from windlass.server.schemas.base import (
-    HINTS,
     INT32_MAX,
     INT64_MAX,
-    NEUTRAL,
+    NEUTRAL_VALUES,
+    UNKNOWN_FIELD_HINTS,
     LogitBias,
     RequestId,
     RopeScalingField,
@@ -28,15 +28,15 @@ from windlass.server.schemas.base import (
 )
 
 # OpenAI's settings of its own prompt cache
-PROMPT_CACHE = frozenset({"prompt_cache_retention", "prompt_cache_options"})
+PROMPT_CACHE_FIELDS = frozenset({"prompt_cache_retention", "prompt_cache_options"})
 
 
-def unsupported(what: str, details: dict[str, Any] | None = None) -> PydanticCustomError:
+def unsupported_field(what: str, details: dict[str, Any] | None = None) -> PydanticCustomError:
     context = {"what": what} if details is None else {"what": what, "details": details}
     return PydanticCustomError("unsupported_field", "{what} not supported by this server: leave it out", context)
 
 
-def _some_share(value: Any) -> Any:
+def _reject_zero_top_p(value: Any) -> Any:
     if type(value) in (int, float) and value == 0:  # as some write it who want no chance
         advice = "for the likeliest token alone set temperature to 0"
         raise PydanticCustomError("no_share", "should be greater than 0: {advice}", {"advice": advice})
@@ -44,7 +44,7 @@ def _some_share(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Empty(AfterValidator):
+class _OnlyEmpty(AfterValidator):
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {**handler(schema), "enum": [None, False, "", [], {}]}
 
@@ -58,10 +58,10 @@ def only_empty(what: str, details: dict[str, Any] | None = None) -> AfterValidat
     def check(value: Any) -> Any:
         given = without_nulls(value) if isinstance(value, dict) else value
         if given is not None and given not in (False, "", [], {}):
-            raise unsupported(what, details)
+            raise unsupported_field(what, details)
         return value
 
-    return _Empty(check)
+    return _OnlyEmpty(check)
 
 
 def _response_format(value: Any) -> Any:
@@ -93,14 +93,14 @@ class PassageSpan(StrictModel):
 class SharedRequest(StrictModel):
     """Sampling, serving and bookkeeping fields of every endpoint that generates. None always means "not given"."""
 
-    hints: ClassVar[dict[str, str]] = HINTS
-    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
+    hints: ClassVar[dict[str, str]] = UNKNOWN_FIELD_HINTS
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_VALUES
 
     model: str | None = None
 
     # OpenAI's own
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, BeforeValidator(_some_share), Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, BeforeValidator(_reject_zero_top_p), Field(gt=0, le=1)] | None = None
     stream: bool | None = None
     seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -218,11 +218,11 @@ class SharedRequest(StrictModel):
 class GenerationRequest(SharedRequest):
     """What only completions and chats have: OpenAI's older names, several answers at once, and what answers show."""
 
-    hints: ClassVar[dict[str, str]] = HINTS | {
+    hints: ClassVar[dict[str, str]] = UNKNOWN_FIELD_HINTS | {
         "n_predict": "it is called max_tokens here",
         "num_predict": "it is called max_tokens here",
     }
-    ignored: ClassVar[frozenset[str]] = PROMPT_CACHE
+    ignored: ClassVar[frozenset[str]] = PROMPT_CACHE_FIELDS
 
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None

@@ -10,17 +10,17 @@ from pydantic_core import PydanticCustomError
 
 from windlass.server.schemas.base import (
     INT32_MAX,
-    OTHER,
+    OTHER_TAG,
     FreeForm,
-    OtherKind,
     StopStrings,
     StrictModel,
-    by_type,
-    texts,
+    UnsupportedKind,
+    discriminate_by_type,
+    text_or_parts,
     without_nulls,
 )
 from windlass.server.schemas.chat import MAX_MESSAGES, Effort
-from windlass.server.schemas.generation import SharedRequest, only_empty, unsupported
+from windlass.server.schemas.generation import SharedRequest, only_empty, unsupported_field
 from windlass.server.schemas.response_parts import Rotary
 from windlass.server.schemas.tools import (
     MAX_TOOLS,
@@ -76,17 +76,17 @@ class ToolUseBlock(StrictModel):
     input: FreeForm
 
 
-class _OtherText(OtherKind):
-    what = "blocks"
-    instead = "text"
+class _OtherText(UnsupportedKind):
+    kind_plural = "blocks"
+    supported_kinds = "text"
 
 
 _TextBlock = Annotated[
-    Annotated[TextBlock, Tag("[text]")] | Annotated[_OtherText, Tag(OTHER)],
-    by_type(("text",)),
+    Annotated[TextBlock, Tag("[text]")] | Annotated[_OtherText, Tag(OTHER_TAG)],
+    discriminate_by_type(("text",)),
 ]
 
-Texts = Annotated[list[_TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), texts("text")]
+Texts = Annotated[list[_TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), text_or_parts("text")]
 
 
 class ToolResultBlock(StrictModel):
@@ -100,9 +100,9 @@ class ToolResultBlock(StrictModel):
     is_error: bool | None = None
 
 
-class _OtherBlock(OtherKind):
-    what = "blocks"
-    instead = "text, thinking, tool_use and tool_result"
+class _OtherBlock(UnsupportedKind):
+    kind_plural = "blocks"
+    supported_kinds = "text, thinking, tool_use and tool_result"
 
 
 Block = Annotated[
@@ -111,8 +111,8 @@ Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("[redacted_thinking]")]
     | Annotated[ToolUseBlock, Tag("[tool_use]")]
     | Annotated[ToolResultBlock, Tag("[tool_result]")]
-    | Annotated[_OtherBlock, Tag(OTHER)],
-    by_type(("text", "thinking", "redacted_thinking", "tool_use", "tool_result")),
+    | Annotated[_OtherBlock, Tag(OTHER_TAG)],
+    discriminate_by_type(("text", "thinking", "redacted_thinking", "tool_use", "tool_result")),
 ]
 
 
@@ -125,7 +125,7 @@ class InputMessage(StrictModel):
     }
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), texts("text")]
+    content: Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), text_or_parts("text")]
 
 
 def text_of(blocks: Any) -> str:
@@ -167,18 +167,18 @@ class CustomTool(StrictModel):
     defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None
 
 
-class _OtherMessageTool(OtherKind):
-    what = "tools"
-    instead = "custom, which are functions of the caller"
+class _OtherMessageTool(UnsupportedKind):
+    kind_plural = "tools"
+    supported_kinds = "custom, which are functions of the caller"
 
 
 _Tool = Annotated[
-    Annotated[CustomTool, Tag("[custom]")] | Annotated[_OtherMessageTool, Tag(OTHER)],
-    by_type(("custom",), lambda _: "custom"),
+    Annotated[CustomTool, Tag("[custom]")] | Annotated[_OtherMessageTool, Tag(OTHER_TAG)],
+    discriminate_by_type(("custom",), lambda _: "custom"),
 ]
 
 
-def definitions(tools: Sequence[Any]) -> list[ToolDefinition]:
+def function_definitions(tools: Sequence[Any]) -> list[ToolDefinition]:
     """The tools of a body, which are `CustomTool`s, as a chat offers them."""
     return [
         ToolDefinition.model_construct(
@@ -191,8 +191,8 @@ def definitions(tools: Sequence[Any]) -> list[ToolDefinition]:
     ]
 
 
-def _tools(value: list[CustomTool]) -> list[CustomTool]:
-    check_functions([tool.function for tool in definitions(value)])
+def _check_tools(value: list[CustomTool]) -> list[CustomTool]:
+    check_functions([tool.function for tool in function_definitions(value)])
     return value
 
 
@@ -213,14 +213,14 @@ class Thinking(StrictModel):
     budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
 
 
-def _format(value: dict[str, Any]) -> dict[str, Any]:
+def _check_format(value: dict[str, Any]) -> dict[str, Any]:
     given = without_nulls(value)
     if set(given) != {"type", "schema"} or given["type"] != "json_schema" or not isinstance(given["schema"], dict):
         raise PydanticCustomError("type", "should be {'type': 'json_schema', 'schema': {…}}")
     return given
 
 
-def _keeps_all(edit: Any) -> bool:
+def _keeps_all_thinking(edit: Any) -> bool:
     """Whether an edit leaves the conversation as it is: it clears thinking, and none of it."""
     given = without_nulls(edit) if isinstance(edit, dict) else {}
     kind = given.get("type")
@@ -232,14 +232,14 @@ def _context_management(value: Any) -> Any:
     if value:
         given = without_nulls(value) if isinstance(value, dict) else {"": value}
         edits = given.pop("edits", [])
-        if given or not isinstance(edits, list) or not all(map(_keeps_all, edits)):
-            raise unsupported("context_management that changes the conversation is")
+        if given or not isinstance(edits, list) or not all(map(_keeps_all_thinking, edits)):
+            raise unsupported_field("context_management that changes the conversation is")
     return value
 
 
 def _fallbacks(value: Any) -> Any:
     if value and value != "default":
-        raise unsupported("fallbacks to other models are")
+        raise unsupported_field("fallbacks to other models are")
     return value
 
 
@@ -263,7 +263,7 @@ class OutputConfig(StrictModel):
     """The form of the answer's text, and how much the model shall think."""
 
     effort: Effort | None = None
-    format: Annotated[dict[str, Any], AfterValidator(_format)] | None = None
+    format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = None
 
 
 class MessageMetadata(StrictModel):
@@ -274,7 +274,7 @@ class MessageMetadata(StrictModel):
 
 Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
-MessageTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_tools)]
+MessageTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)]
 
 
 class CountTokensRequest(StrictModel):

@@ -9,22 +9,22 @@ from pydantic import BaseModel
 REF = "#/components/schemas/{model}"
 
 
-def reference(model: type[BaseModel]) -> dict[str, str]:
+def schema_reference(model: type[BaseModel]) -> dict[str, str]:
     """A JSON reference to a model among the components of the API's description."""
     return {"$ref": REF.format(model=model.__name__)}
 
 
-def body_of(model: type[BaseModel]) -> dict[str, Any]:
+def openapi_body(model: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` of a route that reads `model` itself."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference(model)}}}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema_reference(model)}}}}
 
 
-def query(name: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
+def query_parameter(name: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
     """A parameter of the query, for `openapi_extra` of a route that reads it itself."""
     return {"name": name, "in": "query", "required": False, "description": text, "schema": schema}
 
 
-def answers(
+def openapi_responses(
     answer: type[BaseModel] | None,
     *,
     events: type[BaseModel] | None = None,
@@ -39,7 +39,7 @@ def answers(
 
     The description of the API adds what any request may be answered with, and says what each error means.
     """
-    schema: dict[str, Any] = {"type": "string"} if answer is None else reference(answer)
+    schema: dict[str, Any] = {"type": "string"} if answer is None else schema_reference(answer)
     content: dict[str, Any] = {media_type: {"schema": schema}}
     if events is not None:
         content["text/event-stream"] = {"schema": _event(events, named=named, done=done)}
@@ -52,7 +52,7 @@ def _event(events: type[BaseModel], *, named: bool, done: bool) -> dict[str, Any
         "type": "string",
         "description": "One line of JSON.",
         "contentMediaType": "application/json",
-        "contentSchema": reference(events),
+        "contentSchema": schema_reference(events),
     }
     if named:
         name = {"type": "string", "description": "The `type` of its data."}

@@ -16,7 +16,7 @@ MAX_INSTRUCTION = 16_384  # characters: it stands in the prompt of every pair
 _TOKEN = {"type": "integer", "minimum": 0}
 
 
-def _several(value: Any) -> Any:
+def _check_input_shape(value: Any) -> Any:
     """Shape only: what is inside long lists is looked at once their number is known to be small."""
     if isinstance(value, str):
         return value
@@ -31,7 +31,7 @@ def _several(value: Any) -> Any:
 
 Input = Annotated[
     Any,
-    AfterValidator(_several),
+    AfterValidator(_check_input_shape),
     Field(
         description="A string, a list of strings, token ids, or a list of token-id lists; 2,048 at most.",
         json_schema_extra={
@@ -194,7 +194,7 @@ class RowsList(StrictModel):
     usage: PromptUsage
 
 
-def _texts(value: Any) -> Any:
+def _check_texts_shape(value: Any) -> Any:
     """Shape only: what is inside is looked at once its number is known to be small."""
     if not isinstance(value, str | list):
         raise PydanticCustomError("type", "should be a string or a list of strings")
@@ -203,7 +203,7 @@ def _texts(value: Any) -> Any:
     return value
 
 
-def _documents(value: Any) -> Any:
+def _check_documents_shape(value: Any) -> Any:
     if not isinstance(value, list):
         raise PydanticCustomError("type", "should be a list of strings, or of objects with a text")
     if not value:
@@ -246,12 +246,12 @@ class ScoreRequest(PromptRequest):
 
     text_1: Annotated[
         Any,
-        AfterValidator(_texts),
+        AfterValidator(_check_texts_shape),
         Field(description="A text, or a list of as many as `text_2` has; 2,048 at most.", json_schema_extra=_STRINGS),
     ]
     text_2: Annotated[
         Any,
-        AfterValidator(_texts),
+        AfterValidator(_check_texts_shape),
         Field(description="A text, or a list of at most 2,048.", json_schema_extra=_STRINGS),
     ]
     pooling: PoolingField = None
@@ -296,7 +296,7 @@ class RerankRequest(PromptRequest):
     query: Annotated[str, Field(min_length=1, description="What the documents are ranked by.")]
     documents: Annotated[
         Any,
-        AfterValidator(_documents),
+        AfterValidator(_check_documents_shape),
         Field(
             description="Strings, or objects with a `text`; 2,048 at most.",
             json_schema_extra={"type": "array", "items": _DOCUMENT, "minItems": 1},

@@ -10,28 +10,28 @@ from pydantic_core import PydanticCustomError, to_json
 
 from windlass.server.schemas.base import (
     INT32_MAX,
-    OTHER,
+    OTHER_TAG,
+    AcceptsString,
     FreeForm,
-    OrString,
-    OtherKind,
     StopStrings,
     StrictModel,
-    by_type,
-    texts,
+    UnsupportedKind,
+    discriminate_by_type,
+    text_or_parts,
     without_nulls,
 )
 from windlass.server.schemas.chat import ChatTokenLogprob, Effort
-from windlass.server.schemas.generation import PROMPT_CACHE, SharedRequest, only_empty
+from windlass.server.schemas.generation import PROMPT_CACHE_FIELDS, SharedRequest, only_empty
 from windlass.server.schemas.response_parts import Rotary
 from windlass.server.schemas.tools import (
-    ALLOWED,
+    ALLOWED_TOOLS,
     MAX_ARGUMENTS,
     MAX_TOOLS,
     FunctionDefinition,
     OtherTool,
     allowed_names,
+    check_arguments,
     check_functions,
-    whole_arguments,
 )
 
 MAX_ITEMS = 16384
@@ -44,7 +44,7 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 INCOMPLETE = "incomplete"
 
-_STATUS = frozenset({"status", "created_by", "caller"})
+_OUTPUT_ONLY_FIELDS = frozenset({"status", "created_by", "caller"})
 
 
 class TextPart(StrictModel):
@@ -68,9 +68,9 @@ class RefusalPart(StrictModel):
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-class _OtherPart(OtherKind):
-    what = "parts"
-    instead = "input_text, output_text and refusal"
+class _OtherPart(UnsupportedKind):
+    kind_plural = "parts"
+    supported_kinds = "input_text, output_text and refusal"
 
 
 Part = Annotated[
@@ -80,11 +80,11 @@ Part = Annotated[
     | Annotated[TextPart, Tag("[summary_text]")]
     | Annotated[TextPart, Tag("[reasoning_text]")]
     | Annotated[RefusalPart, Tag("[refusal]")]
-    | Annotated[_OtherPart, Tag(OTHER)],
-    by_type((*_TEXTS, "refusal")),
+    | Annotated[_OtherPart, Tag(OTHER_TAG)],
+    discriminate_by_type((*_TEXTS, "refusal")),
 ]
 
-Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), texts("input_text")]
+Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), text_or_parts("input_text")]
 
 
 def text_of(parts: list[Any]) -> str:
@@ -95,7 +95,7 @@ def text_of(parts: list[Any]) -> str:
 class MessageItem(StrictModel):
     """What somebody said. `content`: a string or parts."""
 
-    ignored: ClassVar[frozenset[str]] = _STATUS | {"phase"}
+    ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS | {"phase"}
 
     type: Literal["message"] = "message"
     id: Id | None = None
@@ -103,10 +103,10 @@ class MessageItem(StrictModel):
     content: Parts
 
 
-def _whole_arguments(value: str) -> str:
+def _arguments_text(value: str) -> str:
     """The same as JSON text, as items of answers have it; it is bounded as they are."""
-    whole = whole_arguments(value)
-    return whole if isinstance(whole, str) else str(whole_arguments(to_json(whole).decode()))
+    whole = check_arguments(value)
+    return whole if isinstance(whole, str) else str(check_arguments(to_json(whole).decode()))
 
 
 class CallItem(StrictModel):
@@ -114,21 +114,21 @@ class CallItem(StrictModel):
     One that is `incomplete` was cut short; it has no effect, unless there is a result of it.
     """
 
-    ignored: ClassVar[frozenset[str]] = _STATUS - {"status"} | {"parsed_arguments", "async"}
+    ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS - {"status"} | {"parsed_arguments", "async"}
 
     type: Literal["function_call"] = "function_call"
     id: Id | None = None
     status: Any = None
     call_id: CallId
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: Annotated[str, AfterValidator(_whole_arguments)] = Field(default="", max_length=MAX_ARGUMENTS)
+    arguments: Annotated[str, AfterValidator(_arguments_text)] = Field(default="", max_length=MAX_ARGUMENTS)
     namespace: Annotated[str | None, only_empty("namespaces are")] = None
 
 
 class CallOutputItem(StrictModel):
     """The result of a call: a string, or parts of text."""
 
-    ignored: ClassVar[frozenset[str]] = _STATUS | {"name", "namespace"}
+    ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS | {"name", "namespace"}
 
     type: Literal["function_call_output"] = "function_call_output"
     id: Id | None = None
@@ -139,7 +139,7 @@ class CallOutputItem(StrictModel):
 class ReasoningItem(StrictModel):
     """The thinking of an earlier turn. `encrypted_content` has no effect: this server encrypts none."""
 
-    ignored: ClassVar[frozenset[str]] = _STATUS | {"encrypted_content"}
+    ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS | {"encrypted_content"}
 
     type: Literal["reasoning"] = "reasoning"
     id: Id | None = None
@@ -158,9 +158,9 @@ def _kind(item: dict[str, Any]) -> str:
     return "message" if "role" in item else ""
 
 
-class _OtherItem(OtherKind):
-    what = "items"
-    instead = "message, function_call, function_call_output, reasoning and item_reference"
+class _OtherItem(UnsupportedKind):
+    kind_plural = "items"
+    supported_kinds = "message, function_call, function_call_output, reasoning and item_reference"
 
 
 Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
@@ -171,12 +171,12 @@ InputItem = Annotated[
     | Annotated[CallOutputItem, Tag("[function_call_output]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")]
     | Annotated[ItemReference, Tag("[item_reference]")]
-    | Annotated[_OtherItem, Tag(OTHER)],
-    by_type(("message", "function_call", "function_call_output", "reasoning", "item_reference"), _kind),
+    | Annotated[_OtherItem, Tag(OTHER_TAG)],
+    discriminate_by_type(("message", "function_call", "function_call_output", "reasoning", "item_reference"), _kind),
 ]
 
 
-def known_items(items: list[InputItem]) -> list[Item]:
+def as_items(items: list[InputItem]) -> list[Item]:
     """The same: one of another kind has not been accepted, and what references name stands in their place."""
     return cast(list[Item], items)
 
@@ -188,16 +188,20 @@ _KINDS: dict[str, type[MessageItem] | type[CallItem] | type[ReasoningItem]] = {
 }
 
 
-def kept_items(output: Sequence[dict[str, Any]]) -> list[Item]:
+def input_items_of_output(output: Sequence[dict[str, Any]]) -> list[Item]:
     """The items of an answer, made into those of a later request's input.
 
     A call that was cut short is left out, and one that no request could send back: its arguments are too long.
     """
-    found = [_kept(item) for item in output if item["type"] != "function_call" or item["status"] == "completed"]
+    found = [
+        _input_item_of_output(item)
+        for item in output
+        if item["type"] != "function_call" or item["status"] == "completed"
+    ]
     return [item for item in found if item is not None]
 
 
-def _kept(item: dict[str, Any]) -> Item | None:
+def _input_item_of_output(item: dict[str, Any]) -> Item | None:
     try:
         return _KINDS[item["type"]].model_validate(item)
     except ValidationError:
@@ -226,25 +230,25 @@ class FunctionTool(FunctionDefinition):
 
 
 _Tool = Annotated[
-    Annotated[FunctionTool, Tag("[function]")] | Annotated[OtherTool, Tag(OTHER)],
-    by_type(("function",)),
+    Annotated[FunctionTool, Tag("[function]")] | Annotated[OtherTool, Tag(OTHER_TAG)],
+    discriminate_by_type(("function",)),
 ]
 
 
-def _tools(value: list[FunctionTool]) -> list[FunctionTool]:
+def _check_tools(value: list[FunctionTool]) -> list[FunctionTool]:
     check_functions(value)
     return value
 
 
-def _choice(value: Any) -> Any:
+def _check_tool_choice(value: Any) -> Any:
     if value in (None, "none", "auto", "required"):
         return value
     given = without_nulls(value) if isinstance(value, dict) else {}
-    if (name := _named(given)) is not None:
-        return _naming(name)
-    if given.pop("type", None) == ALLOWED:
-        mode, names = allowed_names(given, _named)
-        return {"type": ALLOWED, "mode": mode, "tools": list(map(_naming, names))}
+    if (name := _function_name(given)) is not None:
+        return _function_choice(name)
+    if given.pop("type", None) == ALLOWED_TOOLS:
+        mode, names = allowed_names(given, _function_name)
+        return {"type": ALLOWED_TOOLS, "mode": mode, "tools": list(map(_function_choice, names))}
     raise PydanticCustomError(
         "type",
         "should be 'none', 'auto', 'required', {'type': 'function', 'name': '…'} or "
@@ -252,22 +256,22 @@ def _choice(value: Any) -> Any:
     )
 
 
-def _naming(name: str) -> dict[str, Any]:
+def _function_choice(name: str) -> dict[str, Any]:
     return {"type": "function", "name": name}
 
 
-def _named(value: Any) -> str | None:
+def _function_name(value: Any) -> str | None:
     """The function that {'type': 'function', 'name': '…'} names, None where it is no such object."""
     given = without_nulls(value) if isinstance(value, dict) else {}
     named = given.get("type") == "function" and set(given) == {"type", "name"} and isinstance(given["name"], str)
     return given["name"] if named else None
 
 
-def _items(value: Any) -> Any:
+def _items_from_string(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _few_entries(value: Any) -> Any:
+def _limit_entries(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_METADATA:  # before they are looked at, one by one
         raise PydanticCustomError("too_many", "should have at most {most} entries", {"most": MAX_METADATA})
     return without_nulls(value) if isinstance(value, dict) else value
@@ -319,22 +323,24 @@ class ResponseRequest(SharedRequest):
         "n_predict": "it is called max_output_tokens here",
         "num_predict": "it is called max_output_tokens here",
     }
-    ignored: ClassVar[frozenset[str]] = PROMPT_CACHE | {"client_metadata", "max_tool_calls", "verbosity"}
+    ignored: ClassVar[frozenset[str]] = PROMPT_CACHE_FIELDS | {"client_metadata", "max_tool_calls", "verbosity"}
 
     input: Annotated[
         list[InputItem],
         Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True),
-        OrString(_items),
+        AcceptsString(_items_from_string),
     ]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     store: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     stop: StopStrings | None = None
-    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_tools)] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)] | None = (
+        None
+    )
     tool_choice: Annotated[
         Any,
-        AfterValidator(_choice),
+        AfterValidator(_check_tool_choice),
         Field(
             description="`none`, `auto`, `required`, `{type: function, name}` or `{type: allowed_tools, mode, tools}`."
         ),
@@ -364,7 +370,7 @@ class ResponseRequest(SharedRequest):
     truncation: Literal["auto", "disabled"] | None = None
     metadata: (
         Annotated[
-            dict[str, str], Field(max_length=MAX_METADATA), BeforeValidator(_few_entries), AfterValidator(_metadata)
+            dict[str, str], Field(max_length=MAX_METADATA), BeforeValidator(_limit_entries), AfterValidator(_metadata)
         ]
         | None
     ) = None
@@ -391,7 +397,7 @@ class CountInputRequest(ResponseRequest):
     input: Annotated[
         list[InputItem],
         Field(max_length=MAX_ITEMS, fail_fast=True),
-        OrString(_items),
+        AcceptsString(_items_from_string),
     ] = Field(default_factory=list)
 
 
@@ -630,20 +636,20 @@ class ItemList(StrictModel):
     has_more: bool
 
 
-class _Event(StrictModel):
+class _EventBase(StrictModel):
     sequence_number: int
 
 
-class _OfItem(_Event):
+class _ItemEventBase(_EventBase):
     item_id: str
     output_index: int
 
 
-class _OfPart(_OfItem):
+class _PartEventBase(_ItemEventBase):
     content_index: int
 
 
-class StateEvent(_Event):
+class StateEvent(_EventBase):
     """The response begins, or has ended: the last event of a stream is one of `completed`, `incomplete` and `failed`."""
 
     type: Literal[
@@ -652,7 +658,7 @@ class StateEvent(_Event):
     response: ResponseAnswer
 
 
-class ItemEvent(_Event):
+class ItemEvent(_EventBase):
     """An item begins, or is whole."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
@@ -660,14 +666,14 @@ class ItemEvent(_Event):
     item: OutputItem
 
 
-class PartEvent(_OfPart):
+class PartEvent(_PartEventBase):
     """A part of an item begins, or is whole."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     part: Annotated[OutputText | ReasoningText, Field(discriminator="type")]
 
 
-class TextDeltaEvent(_OfPart):
+class TextDeltaEvent(_PartEventBase):
     """More text of a message."""
 
     type: Literal["response.output_text.delta"]
@@ -675,7 +681,7 @@ class TextDeltaEvent(_OfPart):
     logprobs: list[ChatTokenLogprob]
 
 
-class TextDoneEvent(_OfPart):
+class TextDoneEvent(_PartEventBase):
     """The text of a message is whole."""
 
     type: Literal["response.output_text.done"]
@@ -683,28 +689,28 @@ class TextDoneEvent(_OfPart):
     logprobs: list[ChatTokenLogprob]
 
 
-class ReasoningDeltaEvent(_OfPart):
+class ReasoningDeltaEvent(_PartEventBase):
     """More of the thinking."""
 
     type: Literal["response.reasoning_text.delta"]
     delta: str
 
 
-class ReasoningDoneEvent(_OfPart):
+class ReasoningDoneEvent(_PartEventBase):
     """The thinking is whole."""
 
     type: Literal["response.reasoning_text.done"]
     text: str
 
 
-class ArgumentsDeltaEvent(_OfItem):
+class ArgumentsDeltaEvent(_ItemEventBase):
     """More of the JSON text of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"]
     delta: str
 
 
-class ArgumentsDoneEvent(_OfItem):
+class ArgumentsDoneEvent(_ItemEventBase):
     """The arguments of a call are whole."""
 
     type: Literal["response.function_call_arguments.done"]
@@ -712,7 +718,7 @@ class ArgumentsDoneEvent(_OfItem):
     arguments: str
 
 
-class FailedEvent(_Event):
+class FailedEvent(_EventBase):
     """The request failed before its response was created."""
 
     type: Literal["error"]

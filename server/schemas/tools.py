@@ -10,12 +10,12 @@ from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError, from_json, to_json
 
 from windlass.server.schemas.base import (
-    OTHER,
+    OTHER_TAG,
     FreeForm,
-    OtherKind,
     StrictModel,
-    by_type,
+    UnsupportedKind,
     check_free_form,
+    discriminate_by_type,
     without_nulls,
 )
 
@@ -27,7 +27,7 @@ MAX_TOOLS_BYTES = 1024 * 1024  # of all tools of a request
 
 PROVIDER_FIELDS = "provider_specific_fields"  # what litellm keeps of any answer, in all its parts
 
-ALLOWED = "allowed_tools"
+ALLOWED_TOOLS = "allowed_tools"
 
 MAX_ARGUMENTS = 1024 * 1024  # characters of one call in a history
 
@@ -52,7 +52,7 @@ def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def whole_escapes(text: str) -> str:
+def replace_lone_surrogates(text: str) -> str:
     """JSON text in which half a character, as a model may write it, stands as U+FFFD: JSON has no other place for it."""
     return _ESCAPE.sub(lambda found: "\\ufffd" if found["half"] else found[0], text)
 
@@ -60,7 +60,7 @@ def whole_escapes(text: str) -> str:
 def parse_arguments(value: Any) -> dict[str, Any]:
     """Arguments as an object: from JSON text, as OpenAI writes them, or as they are. Raises ValueError."""
     if isinstance(value, str):
-        value = from_json(whole_escapes(value), allow_inf_nan=False) if value.strip() else {}
+        value = from_json(replace_lone_surrogates(value), allow_inf_nan=False) if value.strip() else {}
     if value is None:
         value = {}
     if not isinstance(value, dict):
@@ -68,7 +68,7 @@ def parse_arguments(value: Any) -> dict[str, Any]:
     return value
 
 
-def whole_arguments(value: Any) -> Any:
+def check_arguments(value: Any) -> Any:
     """Arguments of a call as a history has them: JSON text of an object, or an object.
 
     Text that is none is what a model wrote, or the part of it that came before the end: an object that holds it.
@@ -108,32 +108,32 @@ class ToolDefinition(StrictModel):
     function: FunctionDefinition
 
 
-class OtherTool(OtherKind):
+class OtherTool(UnsupportedKind):
     """A tool of a kind that is not supported: it is refused by its name."""
 
-    what = "tools"
-    instead = "function"
+    kind_plural = "tools"
+    supported_kinds = "function"
 
 
 _Tool = Annotated[
-    Annotated[ToolDefinition, Tag("[function]")] | Annotated[OtherTool, Tag(OTHER)],
-    by_type(("function",)),
+    Annotated[ToolDefinition, Tag("[function]")] | Annotated[OtherTool, Tag(OTHER_TAG)],
+    discriminate_by_type(("function",)),
 ]
 
 
-def known_tools(tools: Sequence[Any]) -> Sequence[ToolDefinition]:
+def as_tool_definitions(tools: Sequence[Any]) -> Sequence[ToolDefinition]:
     """The same: one of another kind has not been accepted."""
     return cast(Sequence[ToolDefinition], tools)
 
 
 def check_functions(functions: Sequence[FunctionDefinition]) -> None:
     """Raise where two have one name, or where all are too large together."""
-    seen: set[str] = set()
+    names: set[str] = set()
     size = 0
     for function in functions:
-        if function.name in seen:
+        if function.name in names:
             raise PydanticCustomError("twice", "holds two functions named '{name}'", {"name": function.name})
-        seen.add(function.name)
+        names.add(function.name)
         size += len(to_json(function))
     if size > MAX_TOOLS_BYTES:
         raise PydanticCustomError(
@@ -141,24 +141,28 @@ def check_functions(functions: Sequence[FunctionDefinition]) -> None:
         )
 
 
-def _tools(value: list[ToolDefinition]) -> list[ToolDefinition]:
+def _check_tools(value: list[ToolDefinition]) -> list[ToolDefinition]:
     check_functions([tool.function for tool in value])
     return value
 
 
-def _functions(value: list[FunctionDefinition]) -> list[FunctionDefinition]:
+def _check_functions(value: list[FunctionDefinition]) -> list[FunctionDefinition]:
     check_functions(value)
     return value
 
 
-def _choice(value: Any) -> Any:
+def _check_tool_choice(value: Any) -> Any:
     if value in (None, "none", "auto", "required"):
         return value
     given = without_nulls(value) if isinstance(value, dict) else {}
-    if (name := _named(given)) is not None:
+    if (name := _function_name(given)) is not None:
         return named_choice(name)
-    if given.get("type") == ALLOWED and set(given) == {"type", ALLOWED} and isinstance(given[ALLOWED], dict):
-        return allowed_choice(*allowed_names(without_nulls(given[ALLOWED]), _named))
+    if (
+        given.get("type") == ALLOWED_TOOLS
+        and set(given) == {"type", ALLOWED_TOOLS}
+        and isinstance(given[ALLOWED_TOOLS], dict)
+    ):
+        return allowed_choice(*allowed_names(without_nulls(given[ALLOWED_TOOLS]), _function_name))
     raise PydanticCustomError(
         "type",
         "should be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': '…'}} or "
@@ -173,7 +177,7 @@ def named_choice(name: str) -> dict[str, Any]:
 
 def allowed_choice(mode: str, names: list[str]) -> dict[str, Any]:
     """The choice among some functions, as a chat writes it."""
-    return {"type": ALLOWED, ALLOWED: {"mode": mode, "tools": list(map(named_choice, names))}}
+    return {"type": ALLOWED_TOOLS, ALLOWED_TOOLS: {"mode": mode, "tools": list(map(named_choice, names))}}
 
 
 def allowed_names(given: dict[str, Any], name_of: Callable[[Any], str | None]) -> tuple[str, list[str]]:
@@ -192,7 +196,7 @@ def allowed_names(given: dict[str, Any], name_of: Callable[[Any], str | None]) -
     return mode, names
 
 
-def _named(value: Any) -> str | None:
+def _function_name(value: Any) -> str | None:
     """The function that {'type': 'function', 'function': {'name': '…'}} names, None where it is no such object."""
     given = without_nulls(value) if isinstance(value, dict) else {}
     function = given.get("function")
@@ -210,7 +214,7 @@ def _function_choice(value: Any) -> Any:
     raise PydanticCustomError("type", "should be 'none', 'auto' or {'name': '…'}")
 
 
-_NAMED: dict[str, Any] = {
+_NAMED_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "type": {"const": "function"},
@@ -219,33 +223,35 @@ _NAMED: dict[str, Any] = {
     "required": ["type", "function"],
 }
 
-_ALLOWED: dict[str, Any] = {
+_ALLOWED_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "type": {"const": ALLOWED},
-        ALLOWED: {
+        "type": {"const": ALLOWED_TOOLS},
+        ALLOWED_TOOLS: {
             "type": "object",
-            "properties": {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": _NAMED}},
+            "properties": {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": _NAMED_SCHEMA}},
             "required": ["mode", "tools"],
         },
     },
-    "required": ["type", ALLOWED],
+    "required": ["type", ALLOWED_TOOLS],
 }
 
-Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_tools)]
+Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)]
 
-Functions = Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_functions)]
+Functions = Annotated[
+    list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_functions)
+]
 
 ToolChoice = Annotated[
     Any,
-    AfterValidator(_choice),
-    Field(json_schema_extra={"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED, _ALLOWED]}),
+    AfterValidator(_check_tool_choice),
+    Field(json_schema_extra={"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED_SCHEMA, _ALLOWED_SCHEMA]}),
 ]
 
 FunctionChoice = Annotated[
     Any,
     AfterValidator(_function_choice),
-    Field(json_schema_extra={"anyOf": [{"enum": ["none", "auto", None]}, _NAMED["properties"]["function"]]}),
+    Field(json_schema_extra={"anyOf": [{"enum": ["none", "auto", None]}, _NAMED_SCHEMA["properties"]["function"]]}),
 ]
 
 
@@ -261,7 +267,7 @@ class MadeFunctionCall(StrictModel):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[
         Any,
-        AfterValidator(whole_arguments),
+        AfterValidator(check_arguments),
         Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}),
     ] = None
 

@@ -21,19 +21,19 @@ from windlass.server.schemas.pooling import PromptRequest
 DEFAULT_RECOMPUTE = 0.15  # of a passage, at its head: what follows from the table in docs/endless-context.md
 
 
-def rule_of(body: GenerationRequest, overflow: ContextOverflow, settings: ServerSettings) -> ContextRule:
+def resolve_context_rule(body: GenerationRequest, overflow: ContextOverflow, settings: ServerSettings) -> ContextRule:
     """The rule of a request under `overflow`; raises ApiError for fields that do not go together."""
     if body.keep_tokens is not None and overflow != "shift":
         raise bad_request("keep_tokens goes with context_overflow shift", "keep_tokens")
     keep = settings.keep_tokens if body.keep_tokens is None else body.keep_tokens
     return replace(
-        window_rule(body, settings),
+        resolve_window_rule(body, settings),
         overflow="shift" if overflow == "shift" else "stop",
         keep_tokens=DEFAULT_KEEP_TOKENS if keep is None else keep,
     )
 
 
-def window_rule(body: GenerationRequest | PromptRequest, settings: ServerSettings) -> ContextRule:
+def resolve_window_rule(body: GenerationRequest | PromptRequest, settings: ServerSettings) -> ContextRule:
     """What each token sees; raises ApiError for fields that do not go together."""
     window, sinks = body.attention_window, body.attention_sinks
     if window is None:
@@ -44,7 +44,7 @@ def window_rule(body: GenerationRequest | PromptRequest, settings: ServerSetting
     return ContextRule(attention_window=window, attention_sinks=sinks or 0)
 
 
-def reuse_of(body: GenerationRequest, scope: str, settings: ServerSettings, *, chat: bool) -> NonPrefixReuseParams:
+def resolve_reuse(body: GenerationRequest, scope: str, settings: ServerSettings, *, chat: bool) -> NonPrefixReuseParams:
     """What a request takes of other prompts; raises ApiError for what cannot be. scope: see `NonPrefixReuseParams`.
 
     One that takes nothing can still be taken from.
@@ -68,12 +68,12 @@ def reuse_of(body: GenerationRequest, scope: str, settings: ServerSettings, *, c
     return NonPrefixReuseParams(at_least, spans, recompute, scope)
 
 
-def size_of(rule: ContextRule, info: ModelInfo) -> ContextSize:
+def resolve_context_size(rule: ContextRule, info: ModelInfo) -> ContextSize:
     """What the rule comes to on this model; raises RequestError for one that cannot be."""
     return info.size(rule)
 
 
-def keeping(rule: ContextRule, head: Sequence[int], prompt: Sequence[int], info: ModelInfo) -> ContextRule:
+def retain_system_prompt(rule: ContextRule, head: Sequence[int], prompt: Sequence[int], info: ModelInfo) -> ContextRule:
     """The rule under which as much as may be of a chat's system prompt is kept: what the chat shares with `head`, its system
     prompt alone. Where they share nothing, the rule as it is.
     """

@@ -11,13 +11,13 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 
 from windlass.server.app.state import ServerState, caller_of
-from windlass.server.errors import ApiError, bad_request, without_older_turns
+from windlass.server.errors import ApiError, after_dropping_turns, bad_request
 from windlass.server.http.request_id import request_id, set_request_id
 from windlass.server.schemas.chat import ChatMessage, ChatRequest
-from windlass.server.serving.context_rules import keeping, size_of
-from windlass.server.serving.generation import check
-from windlass.server.serving.job import GenerationJob, telling_of_scalings
-from windlass.server.serving.structured_output import StructuredOutput, structured_of
+from windlass.server.serving.context_rules import resolve_context_size, retain_system_prompt
+from windlass.server.serving.generation import check_generation
+from windlass.server.serving.job import GenerationJob, scaling_hint
+from windlass.server.serving.structured_output import StructuredOutput, parse_structured_output
 from windlass.server.serving.tool_calls import plan_tools, tools_for_template
 from windlass.server.text.chat_messages import check_history
 from windlass.server.text.reasoning import HARMONY
@@ -25,20 +25,20 @@ from windlass.server.text.service import Prompt
 
 T = TypeVar("T")
 
-_KEPT_ROLES = frozenset({"system", "developer"})
+_SYSTEM_ROLES = frozenset({"system", "developer"})
 
-_TOO_LONG = "context_length_exceeded"
+_CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted(Generic[T]):
+class FittedChat(Generic[T]):
     """A chat that fits. made: what came of its messages; dropped: how many turns it lacks."""
 
     made: T
     dropped: int
 
 
-def old_turns(messages: Sequence[ChatMessage]) -> list[list[int]]:
+def droppable_turns(messages: Sequence[ChatMessage]) -> list[list[int]]:
     """The turns that may be dropped, oldest first, each as the indices of its messages.
 
     A turn is a message of the user and all behind it up to the next: calls and their results go together. What stands before
@@ -46,22 +46,22 @@ def old_turns(messages: Sequence[ChatMessage]) -> list[list[int]]:
     """
     turns: list[list[int]] = []
     current: list[int] = []
-    spoken = False  # by the user
+    user_seen = False  # by the user
     for index, message in enumerate(messages):
-        if message.role in _KEPT_ROLES:
+        if message.role in _SYSTEM_ROLES:
             continue
         if message.role == "user":
             if current:
                 turns.append(current)
-            current, spoken = [], True
+            current, user_seen = [], True
         current.append(index)
-    return turns if spoken else []
+    return turns if user_seen else []
 
 
-def without(messages: Sequence[ChatMessage], turns: Sequence[Sequence[int]]) -> list[ChatMessage]:
+def without_turns(messages: Sequence[ChatMessage], turns: Sequence[Sequence[int]]) -> list[ChatMessage]:
     """The messages that are in none of `turns`, in their order."""
-    gone = {index for turn in turns for index in turn}
-    return [message for index, message in enumerate(messages) if index not in gone]
+    excluded = {index for turn in turns for index in turn}
+    return [message for index, message in enumerate(messages) if index not in excluded]
 
 
 async def fit_turns(
@@ -69,41 +69,41 @@ async def fit_turns(
     make: Callable[[list[ChatMessage]], Awaitable[tuple[T, int]]],
     *,
     context: int,
-    room: int,
-) -> Fitted[T]:
-    """The chat with as few turns dropped as leave `room` tokens of `context` to the answer.
+    reserved_tokens: int,
+) -> FittedChat[T]:
+    """The chat with as few turns dropped as leave `reserved_tokens` tokens of `context` to the answer.
 
     make: what comes of messages, and its tokens; it may raise ApiError context_length_exceeded. It is called once where nothing
-    has to go, else at most 2 + log2(turns) times. Where even the shortest chat leaves less than `room`, it sets what is
+    has to go, else at most 2 + log2(turns) times. Where even the shortest chat leaves less than `reserved_tokens`, it sets what is
     left to the answer. Raises what `make` raises of the shortest chat.
     """
-    turns = old_turns(messages)
+    turns = droppable_turns(messages)
 
     async def attempt(dropped: int) -> tuple[T, int] | None:
         try:
-            return await make(without(messages, turns[:dropped]))
+            return await make(without_turns(messages, turns[:dropped]))
         except ApiError as error:
-            if error.code != _TOO_LONG:
+            if error.code != _CONTEXT_EXCEEDED:
                 raise
             if dropped == len(turns):
-                raise (without_older_turns(error) if turns else error) from None
+                raise (after_dropping_turns(error) if turns else error) from None
             return None
 
     found = await attempt(0)
-    if found is not None and (not turns or found[1] + room <= context):
-        return Fitted(found[0], 0)
+    if found is not None and (not turns or found[1] + reserved_tokens <= context):
+        return FittedChat(found[0], 0)
     fewest, most = 0, len(turns)  # too few dropped, enough dropped
     best = await attempt(most)
     assert best is not None
-    room = min(room, context - best[1])
+    reserved_tokens = min(reserved_tokens, context - best[1])
     while most - fewest > 1:
         middle = (fewest + most) // 2
         found = await attempt(middle)
-        if found is not None and found[1] + room <= context:
+        if found is not None and found[1] + reserved_tokens <= context:
             best, most = found, middle
         else:
             fewest = middle
-    return Fitted(best[0], most)
+    return FittedChat(best[0], most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,9 @@ async def check_chat(state: ServerState, request: Request, body: ChatRequest, *,
     info = state.admit(caller_of(request))
     planned = body, state.tokenizer, state.settings.tool_call_parser
     offered = body.tools or body.functions  # which may be large
-    plan = partial(plan_tools, formed=structured_of(body) is not None)
-    use = await state.text.on_thread(plan, *planned) if offered else plan(*planned)
-    job = check(
+    plan = partial(plan_tools, has_output_format=parse_structured_output(body) is not None)
+    use = await state.text.run_in_thread(plan, *planned) if offered else plan(*planned)
+    job = check_generation(
         state,
         body,
         info,
@@ -150,31 +150,31 @@ def _logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-async def prepare(chat: CheckedChat) -> tuple[list[Prompt], GenerationJob]:
+async def prepare_chat(chat: CheckedChat) -> tuple[list[Prompt], GenerationJob]:
     """The prompt, and the job as the rendered prompt has it: it may end inside the thinking."""
     job, body, tools = chat.job, chat.body, chat.tools
     thinking = job.state.thinking
     if job.overflow == "drop_turns":
-        facts = job.state.text.facts_of(tools)
-        await job.state.text.on_thread(check_history, body.messages, facts)  # also those of turns that go
+        capabilities = job.state.text.template_capabilities_for(tools)
+        await job.state.text.run_in_thread(check_history, body.messages, capabilities)  # also those of turns that go
         fitted = await fit_turns(
             body.messages,
-            lambda messages: _counted(job, body, tools, messages),
+            lambda messages: _render_counted(job, body, tools, messages),
             context=job.size.longest_prompt,
-            room=_room(job, body),
+            reserved_tokens=_answer_tokens(job, body),
         )
         text, prompts = fitted.made
         job = replace(job, options=replace(job.options, dropped_turns=fitted.dropped))
     else:
         text, prompts = await _render(job, body, tools, body.messages)
     if job.overflow == "shift" and body.keep_tokens is None and job.state.settings.keep_tokens is None:
-        job = await _keeping_system_prompt(job, body, tools, prompts[0].token_ids)
-    place = thinking.place(text, (body.messages[-1].content or "") if body.continue_final_message else None)
-    sampling = replace(job.sampling, thinking=thinking.budget(body.thinking_budget, place))
-    return prompts, replace(job, sampling=sampling, place=place, parsing=thinking.parsing(job.parsing, place))
+        job = await _retain_system_prompt(job, body, tools, prompts[0].token_ids)
+    phase = thinking.phase(text, (body.messages[-1].content or "") if body.continue_final_message else None)
+    sampling = replace(job.sampling, thinking=thinking.budget(body.thinking_budget, phase))
+    return prompts, replace(job, sampling=sampling, phase=phase, parsing=thinking.parsing(job.parsing, phase))
 
 
-async def _keeping_system_prompt(
+async def _retain_system_prompt(
     job: GenerationJob, body: ChatRequest, tools: list[dict[str, Any]] | None, prompt: Sequence[int]
 ) -> GenerationJob:
     """The job under whose rule the system prompt is never dropped, where the chat begins with one."""
@@ -182,18 +182,18 @@ async def _keeping_system_prompt(
     if not system or len(system) == len(body.messages):
         return job
     _, heads = await _render(job, body, tools, system)
-    rule = keeping(job.rule, heads[0].token_ids, prompt, job.info)
-    return replace(job, rule=rule, size=job.rotation.within(size_of(rule, job.info)))
+    rule = retain_system_prompt(job.rule, heads[0].token_ids, prompt, job.info)
+    return replace(job, rule=rule, size=job.rotation.limit_context(resolve_context_size(rule, job.info)))
 
 
-def _room(job: GenerationJob, body: ChatRequest) -> int:
+def _answer_tokens(job: GenerationJob, body: ChatRequest) -> int:
     """Tokens that dropped turns shall leave to the answer: those it asks for, else up to a quarter of the context."""
     if body.max_tokens is None and body.max_completion_tokens is None:
         return min(job.sampling.max_tokens, max(1, job.size.longest_prompt // 4))
     return job.sampling.max_tokens
 
 
-async def _counted(
+async def _render_counted(
     job: GenerationJob, body: ChatRequest, tools: list[dict[str, Any]] | None, messages: Sequence[ChatMessage]
 ) -> tuple[tuple[str, list[Prompt]], int]:
     made = await _render(job, body, tools, messages)
@@ -206,7 +206,7 @@ async def _render(
     """The chat as text and as a prompt; raises ApiError where it cannot be made or is longer than the context."""
     service, thinking = job.state.text, job.state.thinking
     truncate = body.truncate_prompt_tokens
-    with telling_of_scalings(job):
+    with scaling_hint(job):
         text = await service.render(
             messages,
             add_generation_prompt=body.add_generation_prompt,

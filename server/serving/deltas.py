@@ -17,18 +17,18 @@ from windlass.engine.interface.request import EngineRequest
 from windlass.engine.rotary.rotary_policy import RotaryReport
 from windlass.server.observability.metrics import ServerMetrics
 from windlass.server.serving.request_rotation import Rotation, report_at
-from windlass.server.text.detokenizer import Detokenizer, LineLimits, LineWatch
+from windlass.server.text.detokenizer import Detokenizer, LineLimiter, LineLimits
 from windlass.server.text.service import Prompt
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 
-QUEUED_DELTAS = 256  # of many prompts, for a slow client; further outputs wait unmerged: the engine never does
+MAX_QUEUED_DELTAS = 256  # of many prompts, for a slow client; further outputs wait unmerged: the engine never does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextOptions:
+class DetokenizerOptions:
     """How tokens become text. See `Detokenizer`; lines: how it ends by its lines."""
 
     stop: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class GenerationPlan:
 
     size: what their contexts may hold. rotation: what the requests asked for, for samples that end before the engine tells
     what they ran under.
-    answer_bytes: how large the answer may become, as estimated.
+    response_bytes: how large the answer may become, as estimated.
     window: prompts that are on the engine at once; the others wait here and do not fill the engine's queue.
     """
 
@@ -53,10 +53,10 @@ class GenerationPlan:
     requests: list[EngineRequest]
     rotation: Rotation
     size: ContextSize
-    answer_bytes: int
+    response_bytes: int
     samples: int
-    text: TextOptions
-    window: int = 64
+    text: DetokenizerOptions
+    max_concurrent_prompts: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Delta:
 
 
 @dataclass(slots=True)
-class Tally:
+class TokenUsage:
     """Token counts of a request while it runs."""
 
     prompt_tokens: int = 0
@@ -102,7 +102,7 @@ class Tally:
 class _Sample:
     prompt_index: int
     detokenizer: Detokenizer
-    watch: LineWatch | None = None
+    watch: LineLimiter | None = None
     first_output: float | None = None
     last_output: float | None = None
     num_tokens: int = 0
@@ -111,18 +111,18 @@ class _Sample:
 
 @dataclass(slots=True)
 class Generation:
-    """One API request on the engine. `tally` is up to date with the deltas yielded so far."""
+    """One API request on the engine. `token_usage` is up to date with the deltas yielded so far."""
 
     engine: EngineClient
     tokenizer: Tokenizer
     metrics: ServerMetrics
     plan: GenerationPlan
     arrival: float  # time.monotonic() seconds
-    tally: Tally = field(default_factory=Tally)
+    token_usage: TokenUsage = field(default_factory=TokenUsage)
     _detokenizers: dict[int, Detokenizer] = field(default_factory=dict, init=False)  # the first one of each prompt
 
     def __post_init__(self) -> None:
-        self.tally.prompt_tokens = sum(len(prompt.token_ids) for prompt in self.plan.prompts)
+        self.token_usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in self.plan.prompts)
 
     def deltas(self) -> AsyncGenerator[Delta]:
         """Deltas of all choices as they come; raises what the engine raises. Close it to abort the request."""
@@ -135,10 +135,10 @@ class Generation:
         remaining = plan.samples
         cached = 0
         waiting = True
-        most_tokens = 0
+        longest_output = 0
         outputs = self.engine.generate(request)
         if request.sampling.prompt_logprobs is not None:
-            outputs = _prompt_first(outputs)
+            outputs = _prompt_logprobs_first(outputs)
         async with aclosing(outputs):  # type: ignore[type-var]
             async for output in outputs:
                 now = time.monotonic()
@@ -148,28 +148,28 @@ class Generation:
                     waiting = False
                     self.metrics.time_to_first_token.observe(now - self.arrival)
                 if output.cached_tokens > cached:
-                    self.tally.cached_tokens += output.cached_tokens - cached
+                    self.token_usage.cached_tokens += output.cached_tokens - cached
                     cached = output.cached_tokens
                 sample = samples[output.index]
                 if sample is None:
                     sample = samples[output.index] = self._new_sample(prompt_index)
                 if sample.finished:
                     continue  # computed before the engine heard that this sample was ended
-                delta = self._push(sample, output, now)
+                delta = self._process_output(sample, output, now)
                 if delta.finish_reason is not None:
                     remaining -= 1
-                    self._finished(request, sample, delta.finish_reason, now)
-                    most_tokens = max(most_tokens, sample.num_tokens)
+                    self._observe_finished(request, sample, delta.finish_reason, now)
+                    longest_output = max(longest_output, sample.num_tokens)
                     if remaining and output.finish_reason is None:  # of such an end the engine does not know
                         self.engine.end_sample(request.request_id, output.index)
                 if not remaining:
-                    self.metrics.answered(plan.samples, most_tokens)
+                    self.metrics.observe_prompt_finished(plan.samples, longest_output)
                 yield delta
                 if not remaining:
                     return
         raise EngineDeadError("the engine ended this request early: send it again")
 
-    def _finished(self, request: EngineRequest, sample: _Sample, reason: str, now: float) -> None:
+    def _observe_finished(self, request: EngineRequest, sample: _Sample, reason: str, now: float) -> None:
         decoding = 0.0
         if sample.first_output is not None and sample.last_output is not None:
             decoding = sample.last_output - sample.first_output
@@ -192,16 +192,16 @@ class Generation:
             include_stop=options.include_stop,
             min_tokens=options.min_tokens,
             shown=options.shown,
-            like=self._detokenizers.get(prompt_index),
+            sibling=self._detokenizers.get(prompt_index),
         )
         self._detokenizers.setdefault(prompt_index, detokenizer)
         return _Sample(
             prompt_index,
             detokenizer,
-            None if options.lines is None else LineWatch(options.lines),
+            None if options.lines is None else LineLimiter(options.lines),
         )
 
-    def _push(self, sample: _Sample, output: RequestOutput, now: float) -> Delta:
+    def _process_output(self, sample: _Sample, output: RequestOutput, now: float) -> Delta:
         token_ids = output.token_ids
         reason, rotary, context = output.finish_reason, output.rotary, output.context
         if reason == "timeout":
@@ -242,7 +242,7 @@ class Generation:
                 context = self.plan.size.report(prompt + max(tokens - 1, 0))
         elif output.stop_token_id is not None:
             stop_reason = output.stop_token_id
-        self.tally.completion_tokens += len(token_ids)
+        self.token_usage.completion_tokens += len(token_ids)
         sample.num_tokens += len(token_ids)
         sample.finished = reason is not None
         rule = self.plan.requests[sample.prompt_index].context
@@ -262,7 +262,7 @@ class Generation:
     async def _run_many(self) -> AsyncGenerator[Delta]:
         """Merge the streams of several prompts; the first failure, or being closed, ends all of them."""
         plan = self.plan
-        queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(QUEUED_DELTAS)
+        queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(MAX_QUEUED_DELTAS)
         todo: Iterator[int] = iter(range(len(plan.requests)))
 
         async def work() -> None:
@@ -276,7 +276,7 @@ class Generation:
                 await queue.put(error)
 
         workers: list[asyncio.Task[None]] = []
-        running = count = min(plan.window, len(plan.requests))
+        running = count = min(plan.max_concurrent_prompts, len(plan.requests))
 
         async def start() -> None:
             for _ in range(count):
@@ -299,7 +299,7 @@ class Generation:
             await asyncio.gather(starting, *workers, return_exceptions=True)
 
 
-async def _prompt_first(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+async def _prompt_logprobs_first(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
     """The outputs, the one with the prompt's log-probabilities first."""
     held: list[RequestOutput] | None = []
     async with aclosing(outputs):  # type: ignore[type-var]

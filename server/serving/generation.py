@@ -13,14 +13,14 @@ from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest
 from windlass.server.app.state import ServerState
 from windlass.server.config.settings import ContextOverflow, ServerSettings
-from windlass.server.errors import answer_exceeds_context, answer_too_large, bad_request
+from windlass.server.errors import answer_exceeds_context, bad_request, response_too_large
 from windlass.server.schemas.generation import GenerationRequest
-from windlass.server.serving.context_rules import reuse_of, rule_of, size_of
-from windlass.server.serving.deltas import Delta, Generation, GenerationPlan, Tally, TextOptions
-from windlass.server.serving.job import GenerationJob, deadline_of, engine_request, envelope, telling_of_scalings
-from windlass.server.serving.observers import followed, followers_of, with_seed
-from windlass.server.serving.request_rotation import rotation_of
-from windlass.server.serving.response_writer import LARGE_ANSWER, AnswerOptions, Writer, estimate_bytes
+from windlass.server.serving.context_rules import resolve_context_rule, resolve_context_size, resolve_reuse
+from windlass.server.serving.deltas import Delta, DetokenizerOptions, Generation, GenerationPlan, TokenUsage
+from windlass.server.serving.job import GenerationJob, build_engine_request, envelope, resolve_deadline, scaling_hint
+from windlass.server.serving.observers import generation_observers, observe_request, with_explicit_seed
+from windlass.server.serving.request_rotation import resolve_rotation
+from windlass.server.serving.response_writer import LARGE_RESPONSE_BYTES, ResponseOptions, Writer, estimate_bytes
 from windlass.server.serving.sampling_params import (
     build_sampling,
     fit_to_context,
@@ -29,15 +29,15 @@ from windlass.server.serving.sampling_params import (
     sequence_breakers,
 )
 from windlass.server.serving.streaming import Exchange
-from windlass.server.serving.structured_output import StructuredOutput, behind_thinking, structured_of
+from windlass.server.serving.structured_output import StructuredOutput, parse_structured_output, with_thinking_prefix
 from windlass.server.text.detokenizer import LineLimits
 from windlass.server.text.service import Prompt
 from windlass.server.text.stream_parser import ParsingPlan
 
-CALLING_FIELDS = ("tool_choice", "function_call")
+TOOL_CHOICE_FIELDS = ("tool_choice", "function_call")
 
 
-def check(
+def check_generation(
     state: ServerState,
     body: GenerationRequest,
     info: ModelInfo,
@@ -63,7 +63,7 @@ def check(
     """
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options goes with stream: true", "stream_options")
-    structured = structured_of(body)
+    structured = parse_structured_output(body)
     # A format says what the answer's text is, and an answer that is nothing but calls has none.
     if forced is not None and structured is not None and structured.field != "response_format":
         raise bad_request(
@@ -71,8 +71,8 @@ def check(
             structured.field,
             "invalid_grammar",
         )
-    overflow = _overflow(body, state.settings, chat=chat)
-    rule = rule_of(body, overflow, state.settings)
+    overflow = _resolve_overflow(body, state.settings, chat=chat)
+    rule = resolve_context_rule(body, overflow, state.settings)
     n, samples = samples_per_prompt(body)
     wanted = [top for top in (body.prompt_logprobs, logprobs if echo else None) if top is not None]
     sampling = build_sampling(
@@ -84,7 +84,7 @@ def check(
         prompt_logprobs=max(wanted) if wanted else None,
         defaults=state.settings.sampling,
     )
-    rotation = rotation_of(body.rope_scaling, body.rope_update, state.settings, info)
+    rotation = resolve_rotation(body.rope_scaling, body.rope_update, state.settings, info)
     usage = body.stream_options
     return GenerationJob(
         state=state,
@@ -93,16 +93,16 @@ def check(
         request_id=request_id,
         caller=caller,
         arrival=arrival,
-        deadline=deadline_of(body, state.settings, arrival),
+        deadline=resolve_deadline(body, state.settings, arrival),
         sampling=sampling,
         rotation=rotation,
-        options=AnswerOptions(
+        options=ResponseOptions(
             n=n,
             samples=samples,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
             return_token_ids=bool(body.return_token_ids),
-            token_names=bool(body.return_tokens_as_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
             skip_special_tokens=body.skip_special_tokens is not False,
             usage_at_end=usage is not None and bool(usage.include_usage),
             usage_always=usage is not None and bool(usage.include_usage and usage.continuous_usage_stats),
@@ -112,24 +112,24 @@ def check(
         echo=echo,
         overflow=overflow,
         rule=rule,
-        reuse=reuse_of(body, _scope(body, caller, state.settings), state.settings, chat=chat),
-        size=rotation.within(size_of(rule, info)),
+        reuse=resolve_reuse(body, _reuse_scope(body, caller, state.settings), state.settings, chat=chat),
+        size=rotation.limit_context(resolve_context_size(rule, info)),
         parsing=parsing,
-        structured=forced or (structured and replace(structured, instead=calls)),
+        structured=forced or (structured and replace(structured, alternative=calls)),
         priority=state.callers.priority(caller, body.priority),
         adapter=state.adapters.find(body.model),
         line_limits=line_limits,
     )
 
 
-def _scope(body: GenerationRequest, caller: str, settings: ServerSettings) -> str:
+def _reuse_scope(body: GenerationRequest, caller: str, settings: ServerSettings) -> str:
     """Among whom passages are shared: requests of one salt, else of one key, where there are keys."""
     if body.cache_salt is not None:
         return "salt " + body.cache_salt
-    return "key " + hashlib.sha256(caller.encode()).hexdigest() if settings.asks_for_keys else ""
+    return "key " + hashlib.sha256(caller.encode()).hexdigest() if settings.requires_key else ""
 
 
-def _overflow(body: GenerationRequest, settings: ServerSettings, *, chat: bool) -> ContextOverflow:
+def _resolve_overflow(body: GenerationRequest, settings: ServerSettings, *, chat: bool) -> ContextOverflow:
     """What the body says or, as far as it can be done for it, the operator."""
     asked = body.context_overflow
     if asked == "drop_turns":
@@ -148,77 +148,81 @@ def _overflow(body: GenerationRequest, settings: ServerSettings, *, chat: bool) 
     return asked or settings.context_overflow
 
 
-async def run(
+async def run_generation(
     exchange: Exchange,
     job: GenerationJob,
     prompts: Sequence[Prompt],
     *,
     param: str,
-    make_writer: Callable[[Sequence[Prompt], Tally], Writer],
+    make_writer: Callable[[Sequence[Prompt], TokenUsage], Writer],
 ) -> None:
     """Generate for `prompts` and answer. `param`: the field that prompts came from, for errors about them."""
     with job.state.adapters.using(job.adapter):
         if job.adapter is not None:
-            job.state.metrics.adapted(job.adapter.source.name)
-        await _run(exchange, job, prompts, param=param, make_writer=make_writer)
+            job.state.metrics.count_adapter_request(job.adapter.source.name)
+        await _run_generation(exchange, job, prompts, param=param, make_writer=make_writer)
 
 
-async def _run(
+async def _run_generation(
     exchange: Exchange,
     job: GenerationJob,
     prompts: Sequence[Prompt],
     *,
     param: str,
-    make_writer: Callable[[Sequence[Prompt], Tally], Writer],
+    make_writer: Callable[[Sequence[Prompt], TokenUsage], Writer],
 ) -> None:
     state = job.state
     if state.recorder is not None and len(prompts) == 1:
-        job = with_seed(job)
-    plan = await _plan(job, list(prompts), param)
+        job = with_explicit_seed(job)
+    plan = await _plan_generation(job, list(prompts), param)
     generation = Generation(state.engine, state.tokenizer, state.metrics, plan, job.arrival)
-    writer = make_writer(plan.prompts, generation.tally)
+    writer = make_writer(plan.prompts, generation.token_usage)
     streaming = bool(job.body.stream)
-    state.callers.take_prompts(job.caller, generation.tally.prompt_tokens)
-    with followed(exchange, followers_of(exchange, job, plan, generation.tally)) as take:
-        async with _blaming(job.structured), _counting(job, generation.tally), aclosing(generation.deltas()) as deltas:
+    state.callers.charge_prompt_tokens(job.caller, generation.token_usage.prompt_tokens)
+    with observe_request(exchange, generation_observers(exchange, job, plan, generation.token_usage)) as observe_output:
+        async with (
+            _name_grammar_field(job.structured),
+            _count_usage(job, generation.token_usage),
+            aclosing(generation.deltas()) as deltas,
+        ):
             async for delta in deltas:
-                if take is not None:
-                    take(delta)
+                if observe_output is not None:
+                    observe_output(delta)
                 if delta.prompt_logprobs is not None:
                     prompt_index = delta.choice // plan.samples
-                    await state.text.on_thread(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
+                    await state.text.run_in_thread(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
                     delta.prompt_logprobs = None  # its text is kept instead
                 if not streaming:
                     writer.add(delta)
-                elif events := await _event(state, writer, delta):
+                elif events := await _render_event(state, writer, delta):
                     await exchange.send_events(events)
     if streaming:
-        long = writer.size > LARGE_ANSWER
-        await exchange.finish(await state.text.on_thread(writer.last_event) if long else writer.last_event())
+        long = writer.size > LARGE_RESPONSE_BYTES
+        await exchange.finish(await state.text.run_in_thread(writer.last_event) if long else writer.last_event())
     else:
-        large = max(plan.answer_bytes, writer.size) > LARGE_ANSWER
-        await exchange.send_json(await state.text.on_thread(writer.pieces) if large else writer.pieces())
+        large = max(plan.response_bytes, writer.size) > LARGE_RESPONSE_BYTES
+        await exchange.send_json(await state.text.run_in_thread(writer.pieces) if large else writer.pieces())
 
 
 @asynccontextmanager
-async def _counting(job: GenerationJob, tally: Tally) -> AsyncIterator[None]:
+async def _count_usage(job: GenerationJob, token_usage: TokenUsage) -> AsyncIterator[None]:
     """What was generated is the caller's, however the request ends."""
     try:
-        with job.state.metrics.scalings.running(job.rotation.shown_name(job.body.rope_scaling), tally):
+        with job.state.metrics.scalings.running(job.rotation.metric_label(job.body.rope_scaling), token_usage):
             yield
     finally:
-        job.state.callers.take_generated(job.caller, tally.completion_tokens)
+        job.state.callers.charge_generated_tokens(job.caller, token_usage.completion_tokens)
 
 
-async def _event(state: ServerState, writer: Writer, delta: Delta) -> bytes:
+async def _render_event(state: ServerState, writer: Writer, delta: Delta) -> bytes:
     """The events of a delta; beside the event loop where the last ones repeat a long answer."""
-    if delta.finish_reason is not None and writer.size > LARGE_ANSWER:
-        return await state.text.on_thread(writer.event, delta)
+    if delta.finish_reason is not None and writer.size > LARGE_RESPONSE_BYTES:
+        return await state.text.run_in_thread(writer.event, delta)
     return writer.event(delta)
 
 
 @asynccontextmanager
-async def _blaming(structured: StructuredOutput | None) -> AsyncIterator[None]:
+async def _name_grammar_field(structured: StructuredOutput | None) -> AsyncIterator[None]:
     """What the engine says of a grammar, said of the field it was made from."""
     try:
         yield
@@ -228,11 +232,11 @@ async def _blaming(structured: StructuredOutput | None) -> AsyncIterator[None]:
         raise bad_request(f"{structured.field}: {error.message}", structured.field, error.code) from None
 
 
-async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> GenerationPlan:
+async def _plan_generation(job: GenerationJob, prompts: list[Prompt], param: str) -> GenerationPlan:
     state, body, info = job.state, job.body, job.info
     sampling = job.sampling
     if body.bad_words:
-        words = await state.text.encode_words(body.bad_words, param="bad_words", caller=job.caller)
+        words = await state.text.encode_word_variants(body.bad_words, param="bad_words", caller=job.caller)
         sampling = replace(sampling, bad_words=words)
     if sampling.repeats is not None and (breakers := sequence_breakers(body)):
         ids, sequences = await state.text.breaker_tokens(breakers, param="dry_sequence_breakers", caller=job.caller)
@@ -241,10 +245,10 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
     if job.structured is not None:
         form = job.structured
         grammar = await state.text.compile_grammar(
-            form.kind, form.value, form.instead, param=form.field, caller=job.caller
+            form.kind, form.value, form.alternative, param=form.field, caller=job.caller
         )
-        calls = form.field in CALLING_FIELDS
-        grammar = behind_thinking(grammar, state.thinking, job.place, info.eos_token_ids, calls=calls)
+        calls = form.field in TOOL_CHOICE_FIELDS
+        grammar = with_thinking_prefix(grammar, state.thinking, job.phase, info.eos_token_ids, calls=calls)
         sampling = replace(sampling, grammar=grammar)
     rotation = job.rotation
     requests = []
@@ -253,33 +257,33 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
             where = f"{param}[{number}]" if len(prompts) > 1 else param
             raise bad_request(f"{where} is empty: give at least one token", param, "empty_prompt")
         if body.max_tokens is not None or body.max_completion_tokens is not None:
-            rotation.check_length(len(prompt.token_ids), sampling.max_tokens, size_of(job.rule, info))
-        with telling_of_scalings(job):
+            rotation.check_length(len(prompt.token_ids), sampling.max_tokens, resolve_context_size(job.rule, info))
+        with scaling_hint(job):
             max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), job.size, param=param)
         if job.overflow == "error" and max_tokens < sampling.max_tokens:
             raise answer_exceeds_context(job.size.longest, len(prompt.token_ids), sampling.max_tokens)
         fitted = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
-        requests.append(engine_request(job, prompt.token_ids, fitted, reuse=job.reuse))
+        requests.append(build_engine_request(job, prompt.token_ids, fitted, reuse=job.reuse))
     return GenerationPlan(
         prompts=prompts,
         requests=requests,
         rotation=rotation,
         size=job.size,
-        answer_bytes=_answer_bytes(job, requests),
+        response_bytes=_estimate_response_bytes(job, requests),
         samples=sampling.n,
-        text=TextOptions(
+        text=DetokenizerOptions(
             stop=tuple(body.stop or ()),
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=job.options.skip_special_tokens,
             min_tokens=sampling.min_tokens,
-            shown=_shown(job),
+            shown=_parser_token_ids(job),
             lines=job.line_limits,
         ),
-        window=max(1, info.max_num_seqs // sampling.n),
+        max_concurrent_prompts=max(1, info.max_num_seqs // sampling.n),
     )
 
 
-def _shown(job: GenerationJob) -> frozenset[int]:
+def _parser_token_ids(job: GenerationJob) -> frozenset[int]:
     """Special tokens that the parser of the answer has to see."""
     if job.parsing is None:
         return frozenset()
@@ -287,15 +291,18 @@ def _shown(job: GenerationJob) -> frozenset[int]:
     return frozenset(token_id for token_id in ids if token_id is not None)
 
 
-def _answer_bytes(job: GenerationJob, requests: Sequence[EngineRequest]) -> int:
+def _estimate_response_bytes(job: GenerationJob, requests: Sequence[EngineRequest]) -> int:
     """How large the answer may become; raises ApiError where that is too much."""
     lengths = ((len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests)
     size = estimate_bytes(job.options, lengths, chat=job.chat, echo=job.echo, stream=bool(job.body.stream))
     if size > job.options.max_bytes:
-        raise answer_too_large(size, job.options.max_bytes)
+        raise response_too_large(size, job.options.max_bytes)
     return size
 
 
 def fingerprinted_envelope(prefix: str, kind: str, job: GenerationJob) -> dict[str, Any]:
     """`envelope`, and what the answer was generated by."""
-    return {**envelope(prefix, kind, job), "system_fingerprint": job.state.adapted_fingerprint(job.info, job.adapter)}
+    return {
+        **envelope(prefix, kind, job),
+        "system_fingerprint": job.state.fingerprint_with_adapter(job.info, job.adapter),
+    }

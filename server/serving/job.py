@@ -17,12 +17,12 @@ from windlass.server.config.settings import ContextOverflow, ServerSettings
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.schemas.pooling import PromptRequest
-from windlass.server.serving.context_rules import size_of, window_rule
-from windlass.server.serving.request_rotation import Rotation, rotation_of
-from windlass.server.serving.response_writer import AnswerOptions
+from windlass.server.serving.context_rules import resolve_context_size, resolve_window_rule
+from windlass.server.serving.request_rotation import Rotation, resolve_rotation
+from windlass.server.serving.response_writer import ResponseOptions
 from windlass.server.serving.structured_output import StructuredOutput
 from windlass.server.text.detokenizer import LineLimits
-from windlass.server.text.reasoning import Place
+from windlass.server.text.reasoning import ThinkingPhase
 from windlass.server.text.stream_parser import ParsingPlan
 
 
@@ -61,7 +61,7 @@ class GenerationJob(RequestJob):
 
     body: GenerationRequest
     sampling: SamplingParams
-    options: AnswerOptions
+    options: ResponseOptions
     chat: bool
     echo: bool
     overflow: ContextOverflow
@@ -69,12 +69,12 @@ class GenerationJob(RequestJob):
     size: ContextSize
     parsing: ParsingPlan | None
     structured: StructuredOutput | None
-    place: Place = "behind"
+    phase: ThinkingPhase = "behind"
     line_limits: LineLimits | None = None
 
 
 @contextmanager
-def telling_of_scalings(job: RequestJob) -> Iterator[None]:
+def scaling_hint(job: RequestJob) -> Iterator[None]:
     """Errors about a prompt's length say what makes room, where the request has a scaling and may think that it does."""
     try:
         yield
@@ -87,13 +87,13 @@ def telling_of_scalings(job: RequestJob) -> Iterator[None]:
         raise bad_request(f"{error.message} ({why})", error.param, error.code) from None
 
 
-def deadline_of(body: GenerationRequest | PromptRequest, settings: ServerSettings, arrival: float) -> float | None:
+def resolve_deadline(body: GenerationRequest | PromptRequest, settings: ServerSettings, arrival: float) -> float | None:
     """When a request that came at `arrival` has to be done, as it says or else the operator; both `time.monotonic()` seconds."""
     seconds = settings.default_timeout if body.timeout is None else body.timeout
     return None if seconds is None else arrival + seconds
 
 
-def engine_request(
+def build_engine_request(
     job: RequestJob,
     token_ids: list[int],
     sampling: SamplingParams,
@@ -114,7 +114,7 @@ def engine_request(
         reuse=reuse,
         priority=job.priority,
         caller=job.caller,
-        share=job.state.callers.of(job.caller).share,
+        share=job.state.callers.key_of(job.caller).share,
         deadline=job.deadline,
         adapter=None if job.adapter is None else job.adapter.source.adapter_id,
         pooling=pooling,
@@ -140,14 +140,17 @@ class PoolingJob(RequestJob):
     truncate: int | None
 
 
-def check_prompt_request(
+def check_pooling_request(
     state: ServerState, body: PromptRequest, info: ModelInfo, *, request_id: str, caller: str, arrival: float
 ) -> PoolingJob:
     """What can be refused without tokenizing; raises ApiError or RequestError naming the field."""
     settings = state.settings
-    rule = window_rule(body, settings)
-    rotation = rotation_of(body.rope_scaling, body.rope_update, settings, info)
-    longest, truncate = rotation.within(size_of(rule, info)).longest_prompt, body.truncate_prompt_tokens
+    rule = resolve_window_rule(body, settings)
+    rotation = resolve_rotation(body.rope_scaling, body.rope_update, settings, info)
+    longest, truncate = (
+        rotation.limit_context(resolve_context_size(rule, info)).longest_prompt,
+        body.truncate_prompt_tokens,
+    )
     if truncate == 0 or (truncate is not None and truncate > longest):
         raise bad_request(
             f"truncate_prompt_tokens must lie between 1 and the context of {longest} tokens, or be -1 for that; got {truncate}",
@@ -160,7 +163,7 @@ def check_prompt_request(
         request_id=request_id,
         caller=caller,
         arrival=arrival,
-        deadline=deadline_of(body, settings, arrival),
+        deadline=resolve_deadline(body, settings, arrival),
         rotation=rotation,
         rule=rule,
         longest=longest,

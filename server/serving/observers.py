@@ -15,9 +15,9 @@ from windlass._version import __version__
 from windlass.engine.interface.outputs import PooledRows, RequestOutput
 from windlass.engine.interface.request import PoolingRule
 from windlass.engine.rotary.auto_scaling import AUTO
-from windlass.server.errors import from_exception
-from windlass.server.observability.recording import Line, WorkloadRecorder
-from windlass.server.serving.deltas import Delta, GenerationPlan, Tally
+from windlass.server.errors import to_api_error
+from windlass.server.observability.recording import LineBuilder, WorkloadRecorder
+from windlass.server.serving.deltas import Delta, GenerationPlan, TokenUsage
 from windlass.server.serving.job import GenerationJob, PoolingJob, RequestJob
 from windlass.server.serving.request_rotation import Rotation
 from windlass.server.serving.streaming import Exchange
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from windlass.server.observability.tracing import Tracing
 
 
-FORM = 1  # of the lines; the first field of a file's first line
+RECORD_VERSION = 1  # of the lines; the first field of a file's first line
 
 OK = "ok"
 
@@ -36,7 +36,7 @@ def digest(token_ids: Sequence[int]) -> str:
     return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()[:32]
 
 
-def with_seed(job: GenerationJob) -> GenerationJob:
+def with_explicit_seed(job: GenerationJob) -> GenerationJob:
     """The job with a seed that can be written down, where it is drawn and has none.
 
     Several prompts keep drawing their own: one seed for all would give equal prompts equal answers.
@@ -46,73 +46,73 @@ def with_seed(job: GenerationJob) -> GenerationJob:
     return replace(job, sampling=replace(job.sampling, seed=secrets.randbits(53)))
 
 
-def outcome_of(error: BaseException | None, cut_short: str) -> str:
-    """OK, or the code of what ended a request. cut_short: the code where `error` is a cancellation."""
+def outcome_code(error: BaseException | None, interruption_code: str) -> str:
+    """OK, or the code of what ended a request. interruption_code: the code where `error` is a cancellation."""
     if error is None:
         return OK
-    known = from_exception(error)
-    return cut_short if known is None else known.code or str(known.status)
+    known = to_api_error(error)
+    return interruption_code if known is None else known.code or str(known.status)
 
 
-def put_line(recorder: WorkloadRecorder, job: RequestJob, clock: float, line: Line) -> None:
+def record_line(recorder: WorkloadRecorder, job: RequestJob, clock: float, line: LineBuilder) -> None:
     """Have a request's line written, where needed behind the one that tells of the server."""
-    recorder.put(line, head=lambda: _head(recorder, job, clock))
+    recorder.put(line, header=lambda: _header(recorder, job, clock))
 
 
-def first_fields(job: RequestJob, route: str, now: float, clock: float) -> dict[str, Any]:
+def common_fields(job: RequestJob, route: str, now: float, clock: float) -> dict[str, Any]:
     """What every request's line begins with. now, clock: the same moment, monotonic and as the clock has it, in seconds."""
     return {
         "at": round(clock - (now - job.arrival), 6),
         "request_id": job.request_id,
         "route": route,
-        "caller": job.state.callers.of(job.caller).name or None,
+        "caller": job.state.callers.key_of(job.caller).name or None,
         "model": job.model_name,
     }
 
 
-def rotation_fields(rotation: Rotation, asked: Any) -> dict[str, Any]:
+def rope_fields(rotation: Rotation, requested: Any) -> dict[str, Any]:
     """The scaling as a request names it, and the rule of its updates. asked: the body's `rope_scaling`."""
     fields: dict[str, Any] = {}
     if rotation.update is not None:
         fields["rope_update"] = {"policy": rotation.update, "exact": rotation.exact or None}
-    if isinstance(asked, str) or rotation.scaling is AUTO:
-        fields["rope_scaling"] = asked
+    if isinstance(requested, str) or rotation.scaling is AUTO:
+        fields["rope_scaling"] = requested
     elif rotation.scaling is not None:
         fields["rope_scaling"] = rotation.scaling.to_dict()
     return fields
 
 
-class RecordedRequest:
-    """One request while it runs. `take` its deltas, `end` it once.
+class GenerationRecorder:
+    """One request while it runs. `observe_output` its deltas, `end` it once.
 
     route: as it was asked for. With text the line has the ids of prompts and the digests of answers, and the whole body where
     something that was made of its texts, such as a grammar, goes into the answer.
     """
 
     def __init__(
-        self, recorder: WorkloadRecorder, job: GenerationJob, plan: GenerationPlan, tally: Tally, route: str
+        self, recorder: WorkloadRecorder, job: GenerationJob, plan: GenerationPlan, token_usage: TokenUsage, route: str
     ) -> None:
-        self._recorder, self._job, self._plan, self._tally, self._route = recorder, job, plan, tally, route
+        self._recorder, self._job, self._plan, self._tally, self._route = recorder, job, plan, token_usage, route
         self._first_at: float | None = None
         self._ids: dict[int, array[int]] = {}
         self._reasons: dict[int, str | None] = {}
 
-    def take(self, delta: Delta) -> None:
+    def observe_output(self, delta: Delta) -> None:
         """What came now."""
         if self._first_at is None:
             self._first_at = time.monotonic()
         self._ids.setdefault(delta.choice, array("q")).extend(delta.token_ids)
         self._reasons[delta.choice] = delta.finish_reason
 
-    def end(self, error: BaseException | None, cut_short: str) -> None:
-        """Have it written. cut_short: the code of what ended it from outside, where `error` is a cancellation."""
-        outcome, now, clock = outcome_of(error, cut_short), time.monotonic(), time.time()
-        put_line(self._recorder, self._job, clock, lambda: self._line(outcome, now, clock))
+    def end(self, error: BaseException | None, interruption_code: str) -> None:
+        """Have it written. interruption_code: the code of what ended it from outside, where `error` is a cancellation."""
+        outcome, now, clock = outcome_code(error, interruption_code), time.monotonic(), time.time()
+        record_line(self._recorder, self._job, clock, lambda: self._line(outcome, now, clock))
 
     def _line(self, outcome: str, now: float, clock: float) -> dict[str, Any]:
         job, text = self._job, self._recorder.settings.text
         line: dict[str, Any] = {
-            **first_fields(job, self._route, now, clock),
+            **common_fields(job, self._route, now, clock),
             "stream": bool(job.body.stream),
             "prompt_tokens": [len(prompt.token_ids) for prompt in self._plan.prompts],
             "cached_tokens": self._tally.cached_tokens,
@@ -124,9 +124,9 @@ class RecordedRequest:
         }
         if text:
             line["prompt_token_ids"] = [prompt.token_ids for prompt in self._plan.prompts]
-            line["texts"] = _texts(job)
+            line["texts"] = _text_fields(job)
             line["exact"] = job.line_limits is None and (job.sampling.seed is not None or job.sampling.temperature == 0)
-            if _made_of_texts(job):
+            if _depends_on_texts(job):
                 line["body"] = job.body.model_dump(mode="json", exclude_none=True, by_alias=True)
                 line["chat"] = job.chat
         return {name: value for name, value in line.items() if value is not None}
@@ -138,10 +138,10 @@ class RecordedRequest:
         return answer | {"digest": digest(ids)} if text else answer
 
 
-def _head(recorder: WorkloadRecorder, job: RequestJob, clock: float) -> dict[str, Any]:
+def _header(recorder: WorkloadRecorder, job: RequestJob, clock: float) -> dict[str, Any]:
     settings = recorder.settings
     return {
-        "windlass_record": FORM,
+        "windlass_record": RECORD_VERSION,
         "version": __version__,
         "at": round(clock, 6),
         "model": job.state.settings.served_model_name,
@@ -179,12 +179,12 @@ def _fields(job: GenerationJob) -> dict[str, Any]:
         "cache_reuse_recompute": reuse.recompute if reuse.is_enabled else None,
         "passages": [{"start": start, "end": end} for start, end in reuse.passages] or None,
         "priority": job.priority or None,
-        **rotation_fields(rotation, body.rope_scaling),
+        **rope_fields(rotation, body.rope_scaling),
     }
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _texts(job: GenerationJob) -> dict[str, Any]:
+def _text_fields(job: GenerationJob) -> dict[str, Any]:
     """Further fields, which may tell something of a text."""
     sampling, body = job.sampling, job.body
     fields: dict[str, Any] = {
@@ -199,7 +199,7 @@ def _texts(job: GenerationJob) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _made_of_texts(job: GenerationJob) -> bool:
+def _depends_on_texts(job: GenerationJob) -> bool:
     """Whether something goes into the answer that fields of a completion by tokens cannot say."""
     return bool(
         job.structured is not None
@@ -211,7 +211,7 @@ def _made_of_texts(job: GenerationJob) -> bool:
 
 
 @dataclass(slots=True)
-class _TracedPrompt:
+class _PromptTimes:
     """Times on the monotonic clock, None before they come."""
 
     scheduled: float | None = None
@@ -220,15 +220,17 @@ class _TracedPrompt:
     tokens: int = 0
 
 
-class TracedRequest:
-    """One request while it runs. `take` its deltas, `end` it once. span: of its exchange, the parent of the phases."""
+class GenerationTracer:
+    """One request while it runs. `observe_output` its deltas, `end` it once. span: of its exchange, the parent of the phases."""
 
-    def __init__(self, tracing: Tracing, span: Any, job: GenerationJob, plan: GenerationPlan, tally: Tally) -> None:
-        self._tracing, self._span, self._job, self._plan, self._tally = tracing, span, job, plan, tally
-        self._handed = time.monotonic()
-        self._prompts = [_TracedPrompt() for _ in plan.prompts]
+    def __init__(
+        self, tracing: Tracing, span: Any, job: GenerationJob, plan: GenerationPlan, token_usage: TokenUsage
+    ) -> None:
+        self._tracing, self._span, self._job, self._plan, self._tally = tracing, span, job, plan, token_usage
+        self._submitted_at = time.monotonic()
+        self._prompts = [_PromptTimes() for _ in plan.prompts]
 
-    def take(self, delta: Delta) -> None:
+    def observe_output(self, delta: Delta) -> None:
         """What came now."""
         prompt = self._prompts[delta.choice // self._plan.samples]
         prompt.last = time.monotonic()
@@ -236,19 +238,19 @@ class TracedRequest:
             prompt.first, prompt.scheduled = prompt.last, delta.scheduled_at
         prompt.tokens += len(delta.token_ids)
 
-    def end(self, error: BaseException | None, cut_short: str) -> None:
-        """Write the spans of the phases that have begun. cut_short: see `RecordedRequest.end`."""
+    def end(self, error: BaseException | None, interruption_code: str) -> None:
+        """Write the spans of the phases that have begun. interruption_code: see `GenerationRecorder.end`."""
         now, job = time.monotonic(), self._job
-        outcome = outcome_of(error, cut_short)
-        self._phase("prepare", job.arrival, self._handed, {})
+        outcome = outcome_code(error, interruption_code)
+        self._phase("prepare", job.arrival, self._submitted_at, {})
         for index, prompt in enumerate(self._prompts):
             seen: dict[str, Any] = {"windlass.prompt": index} if len(self._prompts) > 1 else {}
             prompt_tokens = len(self._plan.prompts[index].token_ids)
-            scheduled = self._handed if prompt.scheduled is None else max(self._handed, prompt.scheduled)
+            scheduled = self._submitted_at if prompt.scheduled is None else max(self._submitted_at, prompt.scheduled)
             if prompt.first is None:  # it ended in the queue or in its prefill: which of them is not known here
-                self._phase("queue", self._handed, now, seen)
+                self._phase("queue", self._submitted_at, now, seen)
                 continue
-            self._phase("queue", self._handed, scheduled, seen)
+            self._phase("queue", self._submitted_at, scheduled, seen)
             self._phase("prefill", scheduled, prompt.first, {**seen, "gen_ai.usage.input_tokens": prompt_tokens})
             tokens = {**seen, "gen_ai.usage.output_tokens": prompt.tokens}
             self._phase("decode", prompt.first, prompt.last or now, tokens)
@@ -258,7 +260,7 @@ class TracedRequest:
                 "gen_ai.usage.input_tokens": self._tally.prompt_tokens,
                 "gen_ai.usage.output_tokens": self._tally.completion_tokens,
                 "windlass.cached_tokens": self._tally.cached_tokens,
-                "windlass.scaling": job.rotation.shown_name(job.body.rope_scaling),
+                "windlass.scaling": job.rotation.metric_label(job.body.rope_scaling),
                 "windlass.outcome": outcome,
             }
         )
@@ -270,61 +272,61 @@ class TracedRequest:
 P = ParamSpec("P")
 
 
-class RequestFollower(Protocol[P]):
-    """`take` what comes, part by part; `end` it once. cut_short: see `RecordedRequest.end`."""
+class RequestObserver(Protocol[P]):
+    """`observe_output` what comes, part by part; `end` it once. interruption_code: see `GenerationRecorder.end`."""
 
-    def take(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
+    def observe_output(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
 
-    def end(self, error: BaseException | None, cut_short: str) -> None: ...
+    def end(self, error: BaseException | None, interruption_code: str) -> None: ...
 
 
 @contextmanager
-def followed(exchange: Exchange, followers: Sequence[RequestFollower[P]]) -> Iterator[Callable[P, None] | None]:
+def observe_request(exchange: Exchange, observers: Sequence[RequestObserver[P]]) -> Iterator[Callable[P, None] | None]:
     """A request runs until the block ends; what comes goes to the function, where there is one."""
-    if not followers:
+    if not observers:
         yield None
         return
 
-    def take(*args: P.args, **kwargs: P.kwargs) -> None:
-        for follower in followers:
-            follower.take(*args, **kwargs)
+    def observe_output(*args: P.args, **kwargs: P.kwargs) -> None:
+        for observer in observers:
+            observer.observe_output(*args, **kwargs)
 
     failure: BaseException | None = None
     try:
-        yield take
+        yield observe_output
     except BaseException as error:
         failure = error
         raise
     finally:
-        for follower in followers:
-            follower.end(failure, exchange.cut_short)
+        for observer in observers:
+            observer.end(failure, exchange.interruption_code)
 
 
-def followers_of(
-    exchange: Exchange, job: GenerationJob, plan: GenerationPlan, tally: Tally
-) -> list[RequestFollower[[Delta]]]:
+def generation_observers(
+    exchange: Exchange, job: GenerationJob, plan: GenerationPlan, token_usage: TokenUsage
+) -> list[RequestObserver[[Delta]]]:
     """Who wants to see a request that generates."""
-    state, followers = job.state, list[RequestFollower[[Delta]]]()
+    state, observers = job.state, list[RequestObserver[[Delta]]]()
     if state.recorder is not None:
-        followers.append(RecordedRequest(state.recorder, job, plan, tally, exchange.path))
+        observers.append(GenerationRecorder(state.recorder, job, plan, token_usage, exchange.path))
     if state.tracing is not None and exchange.span is not None:
-        followers.append(TracedRequest(state.tracing, exchange.span, job, plan, tally))
-    return followers
+        observers.append(GenerationTracer(state.tracing, exchange.span, job, plan, token_usage))
+    return observers
 
 
-def pooling_observers_of(
+def pooling_observers(
     exchange: Exchange, job: PoolingJob, prompts: Sequence[Collection[int]], rules: Sequence[PoolingRule]
-) -> list[RequestFollower[[int, RequestOutput]]]:
+) -> list[RequestObserver[[int, RequestOutput]]]:
     """Who wants to see a request that is pooled. They take each prompt's place and output, in any order."""
-    state, followers = job.state, list[RequestFollower[[int, RequestOutput]]]()
+    state, observers = job.state, list[RequestObserver[[int, RequestOutput]]]()
     if state.recorder is not None:
-        followers.append(RecordedPooling(state.recorder, job, prompts, rules, exchange.path))
+        observers.append(PoolingRecorder(state.recorder, job, prompts, rules, exchange.path))
     if state.tracing is not None and exchange.span is not None:
-        followers.append(TracedPooling(state.tracing, exchange.span, job, sum(map(len, prompts))))
-    return followers
+        observers.append(PoolingTracer(state.tracing, exchange.span, job, sum(map(len, prompts))))
+    return observers
 
 
-class RecordedPooling:
+class PoolingRecorder:
     """The line of one request. With text it has the ids of prompts and the digests of rows."""
 
     def __init__(
@@ -338,15 +340,15 @@ class RecordedPooling:
         self._recorder, self._job, self._prompts, self._rules, self._route = recorder, job, prompts, rules, route
         self._rows: dict[int, PooledRows] = {}
 
-    def take(self, index: int, output: RequestOutput) -> None:
-        """See `pooling_observers_of`."""
+    def observe_output(self, index: int, output: RequestOutput) -> None:
+        """See `pooling_observers`."""
         if output.pooled is not None:
             self._rows[index] = output.pooled
 
-    def end(self, error: BaseException | None, cut_short: str) -> None:
+    def end(self, error: BaseException | None, interruption_code: str) -> None:
         """Have it written."""
-        outcome, now, clock = outcome_of(error, cut_short), time.monotonic(), time.time()
-        put_line(self._recorder, self._job, clock, lambda: self._line(outcome, now, clock))
+        outcome, now, clock = outcome_code(error, interruption_code), time.monotonic(), time.time()
+        record_line(self._recorder, self._job, clock, lambda: self._line(outcome, now, clock))
 
     def _line(self, outcome: str, now: float, clock: float) -> dict[str, Any]:
         job, text = self._job, self._recorder.settings.text
@@ -354,10 +356,10 @@ class RecordedPooling:
             "attention_window": job.rule.attention_window,
             "attention_sinks": job.rule.attention_sinks if job.rule.attention_window is not None else None,
             "priority": job.priority or None,
-            **rotation_fields(job.rotation, job.body.rope_scaling),
+            **rope_fields(job.rotation, job.body.rope_scaling),
         }
         line: dict[str, Any] = {
-            **first_fields(job, self._route, now, clock),
+            **common_fields(job, self._route, now, clock),
             "prompt_tokens": [len(ids) for ids in self._prompts],
             "fields": {name: value for name, value in fields.items() if value is not None},
             "pooling": {name: value for name, value in asdict(self._rules[0]).items() if name != "second_from"},
@@ -375,46 +377,46 @@ class RecordedPooling:
     def _answer(self, index: int, text: bool) -> dict[str, Any]:
         rows = self._rows[index]
         answer = {"choice": index, "rows": rows.num_rows, "width": rows.width}
-        return answer | {"digest": digest_of_rows(rows.values)} if text else answer
+        return answer | {"digest": rows_digest(rows.values)} if text else answer
 
 
-def digest_of_rows(values: bytes) -> str:
+def rows_digest(values: bytes) -> str:
     """Of a text's rows, float32 and little-endian: the same numbers to the last bit, and nothing else, give the same one."""
     return hashlib.sha256(values).hexdigest()[:32]
 
 
-class TracedPooling:
+class PoolingTracer:
     """The phases of one request as spans: prepared, queued until the first of its texts began, pooled until the last was done."""
 
     def __init__(self, tracing: Tracing, span: Any, job: PoolingJob, tokens: int) -> None:
         self._tracing, self._span, self._job, self._tokens = tracing, span, job, tokens
-        self._handed = time.monotonic()
+        self._submitted_at = time.monotonic()
         self._scheduled: float | None = None
-        self._texts = 0
+        self._text_fields = 0
 
-    def take(self, index: int, output: RequestOutput) -> None:
-        """See `pooling_observers_of`."""
-        self._texts += 1
+    def observe_output(self, index: int, output: RequestOutput) -> None:
+        """See `pooling_observers`."""
+        self._text_fields += 1
         begun = output.scheduled_at
         if begun is not None and (self._scheduled is None or begun < self._scheduled):
             self._scheduled = begun
 
-    def end(self, error: BaseException | None, cut_short: str) -> None:
+    def end(self, error: BaseException | None, interruption_code: str) -> None:
         """Write the spans of the phases that have begun."""
         now, job, tracing, span = time.monotonic(), self._job, self._tracing, self._span
-        counts = {"gen_ai.usage.input_tokens": self._tokens, "windlass.texts": self._texts}
-        tracing.phase(span, "prepare", job.arrival, self._handed, {})
-        if self._texts == 0:
-            tracing.phase(span, "queue", self._handed, now, {})
+        counts = {"gen_ai.usage.input_tokens": self._tokens, "windlass.texts": self._text_fields}
+        tracing.phase(span, "prepare", job.arrival, self._submitted_at, {})
+        if self._text_fields == 0:
+            tracing.phase(span, "queue", self._submitted_at, now, {})
         else:
-            scheduled = self._handed if self._scheduled is None else max(self._handed, self._scheduled)
-            tracing.phase(span, "queue", self._handed, scheduled, {})
+            scheduled = self._submitted_at if self._scheduled is None else max(self._submitted_at, self._scheduled)
+            tracing.phase(span, "queue", self._submitted_at, scheduled, {})
             tracing.phase(span, "pool", scheduled, now, counts)
         span.set_attributes(
             {
                 "gen_ai.request.model": job.model_name,
                 "gen_ai.usage.input_tokens": self._tokens,
-                "windlass.scaling": job.rotation.shown_name(job.body.rope_scaling),
-                "windlass.outcome": outcome_of(error, cut_short),
+                "windlass.scaling": job.rotation.metric_label(job.body.rope_scaling),
+                "windlass.outcome": outcome_code(error, interruption_code),
             }
         )

@@ -15,9 +15,9 @@ from windlass.engine.interface.request import PoolingRule
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.schemas.pooling import MAX_INPUTS
 from windlass.server.serving.job import PoolingJob
-from windlass.server.serving.pooling import Pool, embedding_rule, numbers, read_inputs, telling_what_bounds
+from windlass.server.serving.pooling import PoolFunction, embedding_rule, encode_inputs, length_limit_hint, unpack_rows
 from windlass.server.text.pair_prompts import PairTemplate
-from windlass.server.text.service import PairJob
+from windlass.server.text.service import PairOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ def check_texts(value: Any, param: str) -> list[str]:
     return texts
 
 
-def check_head(job: PoolingJob, pooling: str | None) -> None:
+def check_scores_pairs(job: PoolingJob, pooling: str | None) -> None:
     """Raise ApiError where this model cannot score pairs."""
     classifier = job.info.classifier
-    if classifier is None and job.state.answer_ids:
+    if classifier is None and job.state.rerank_answer_ids:
         if pooling is not None:
             raise bad_request("pooling goes with a model that embeds: this one answers whether a pair fits", "pooling")
     elif classifier is None:
@@ -77,7 +77,7 @@ async def score_pairs(
     names: tuple[str, str],
     pooling: str | None,
     instruction: str | None,
-    pool: Pool,
+    pool: PoolFunction,
 ) -> Scores:
     """The scores of first[i] and second[i], or of first[0] and each. names: of the fields that they came from.
 
@@ -86,16 +86,16 @@ async def score_pairs(
     classifier = job.info.classifier
     template = await _template(job, instruction)
     if template is not None:
-        return await _in_prompt(job, first, second, names, template, instruction, pool)
+        return await _by_prompt(job, first, second, names, template, instruction, pool)
     if classifier is not None and job.info.is_bidirectional:
         return await _by_encoder(job, first, second, names, classifier.activation, pool)
-    ids = [await read_inputs(job, first, names[0]), await read_inputs(job, second, names[1])]
+    ids = [await encode_inputs(job, first, names[0]), await encode_inputs(job, second, names[1])]
     if classifier is not None:
         return await _by_head(job, ids[0], ids[1], names, classifier.activation, pool)
     rule = embedding_rule(job, pooling=pooling, normalize=True, dimensions=None)
     rows = await pool([*ids[0], *ids[1]], rule)
-    vectors = [numbers(row)[0] for row in rows]
-    values = await job.state.text.on_thread(_cosines, vectors[: len(first)], vectors[len(first) :])
+    vectors = [unpack_rows(row)[0] for row in rows]
+    values = await job.state.text.run_in_thread(_cosines, vectors[: len(first)], vectors[len(first) :])
     return Scores(values, sum(map(len, (*ids[0], *ids[1]))))
 
 
@@ -105,17 +105,17 @@ async def _by_encoder(
     second: Sequence[str],
     names: tuple[str, str],
     activation: Activation,
-    pool: Pool,
+    pool: PoolFunction,
 ) -> Scores:
     """Pairs as the model's tokenizer joins them, with what tells the second text from the first."""
     pairs = _pairs(first, second)
-    _check_together(job, sum(len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
+    _check_total_size(job, sum(len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
     special = job.body.add_special_tokens is not False
-    with telling_what_bounds(job):
+    with length_limit_hint(job):
         joined = await job.state.text.pairs.join(pairs, _pair_job(job, names, len(pairs), add_special_tokens=special))
     rules = [PoolingRule("classify", second_from=begin) for _, begin in joined]
     rows = await pool([ids for ids, _ in joined], rules)
-    values = [probabilities(numbers(row)[0], activation)[0] for row in rows]
+    values = [probabilities(unpack_rows(row)[0], activation)[0] for row in rows]
     return Scores(values, sum(len(ids) for ids, _ in joined))
 
 
@@ -123,7 +123,7 @@ async def _template(job: PoolingJob, instruction: str | None) -> PairTemplate | 
     """What is put around pairs, None where nothing is. Raises ApiError for an instruction without a place."""
     state, found = job.state, None
     if state.settings.ranking is not None:
-        found = await state.text.on_thread(state.text.pairs.template)
+        found = await state.text.run_in_thread(state.text.pairs.template)
         if found is None and job.info.classifier is None:
             raise bad_request(
                 "this model ranks by its answer, and its chat template shows no query and document: the server has to be started "
@@ -140,14 +140,14 @@ async def _template(job: PoolingJob, instruction: str | None) -> PairTemplate | 
     return found
 
 
-async def _in_prompt(
+async def _by_prompt(
     job: PoolingJob,
     first: Sequence[str],
     second: Sequence[str],
     names: tuple[str, str],
     template: PairTemplate,
     instruction: str | None,
-    pool: Pool,
+    pool: PoolFunction,
 ) -> Scores:
     """Pairs in the prompt that the model was trained with, by the token that it goes on with or by its head."""
     classifier, ranking = job.info.classifier, job.state.settings.ranking
@@ -157,19 +157,23 @@ async def _in_prompt(
     pairs = _pairs(first, second)
     special = job.body.add_special_tokens is True  # the prompt has its own
     asked = _pair_job(job, names, len(pairs), add_special_tokens=special)
-    _check_together(job, sum(prompt.length + len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
+    _check_total_size(job, sum(prompt.length + len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
     prompts = await job.state.text.pairs.fill(prompt, instruction or "", pairs, asked)
-    rule = PoolingRule("classify") if classifier is not None else PoolingRule("answer", answers=job.state.answer_ids)
+    rule = (
+        PoolingRule("classify")
+        if classifier is not None
+        else PoolingRule("answer", answers=job.state.rerank_answer_ids)
+    )
     rows = await pool(prompts, rule)
     activation = "sigmoid" if classifier is None else classifier.activation
-    return Scores([probabilities(numbers(row)[0], activation)[0] for row in rows], sum(map(len, prompts)))
+    return Scores([probabilities(unpack_rows(row)[0], activation)[0] for row in rows], sum(map(len, prompts)))
 
 
 def _pairs(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
     return list(zip([first[0]] * len(second) if len(first) == 1 else first, second, strict=True))
 
 
-def _check_together(job: PoolingJob, size: int, count: int, unit: str, param: str) -> None:
+def _check_total_size(job: PoolingJob, size: int, count: int, unit: str, param: str) -> None:
     """One query of a small body stands in the prompt of every document: together they are bounded as a body is."""
     most = job.state.settings.max_body_bytes
     if size > most:
@@ -180,9 +184,9 @@ def _check_together(job: PoolingJob, size: int, count: int, unit: str, param: st
         )
 
 
-def _pair_job(job: PoolingJob, names: tuple[str, str], count: int, *, add_special_tokens: bool) -> PairJob:
-    return PairJob(
-        most=job.longest,
+def _pair_job(job: PoolingJob, names: tuple[str, str], count: int, *, add_special_tokens: bool) -> PairOptions:
+    return PairOptions(
+        max_tokens=job.longest,
         truncate=job.truncate,
         keep_first=job.body.truncation_side != "left",
         add_special_tokens=add_special_tokens,
@@ -198,24 +202,26 @@ async def _by_head(
     second: list[list[int]],
     names: tuple[str, str],
     activation: Activation,
-    pool: Pool,
+    pool: PoolFunction,
 ) -> Scores:
     """The second text behind the first, as tokenizers of decoders join a pair."""
     if len(first) == 1:
         first = first * len(second)
-    prompts = [_Joined(a, _cut(job, len(a), b, names[0])) for a, b in zip(first, second, strict=True)]
+    prompts = [
+        _ConcatenatedIds(a, _truncate_second(job, len(a), b, names[0])) for a, b in zip(first, second, strict=True)
+    ]
     for index, prompt in enumerate(prompts):
         if len(prompt) > job.longest:
             where = f"{names[1]}[{index}]" if len(prompts) > 1 else names[1]
             raise context_length_exceeded(job.longest, len(prompt), param=where)
     tokens = sum(map(len, prompts))
-    _check_together(job, tokens, len(prompts), "tokens", names[1])
+    _check_total_size(job, tokens, len(prompts), "tokens", names[1])
     rows = await pool(prompts, PoolingRule("classify"))
-    return Scores([probabilities(numbers(row)[0], activation)[0] for row in rows], tokens)
+    return Scores([probabilities(unpack_rows(row)[0], activation)[0] for row in rows], tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined(Collection[int]):
+class _ConcatenatedIds(Collection[int]):
     """Two lists behind each other, which many pairs share: they are put together when the pair's turn comes."""
 
     first: list[int]
@@ -231,7 +237,7 @@ class _Joined(Collection[int]):
         return token_id in self.first or token_id in self.second
 
 
-def _cut(job: PoolingJob, taken: int, second: list[int], param: str) -> list[int]:
+def _truncate_second(job: PoolingJob, taken: int, second: list[int], param: str) -> list[int]:
     """What of the second text a pair may have, of which the first has `taken` tokens; `param`: of the first."""
     if job.truncate is None or taken + len(second) <= job.truncate:
         return second

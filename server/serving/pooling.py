@@ -20,15 +20,15 @@ from windlass.server.app.state import caller_of, state_of
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.http.request_id import request_id, set_request_id
 from windlass.server.schemas.pooling import MAX_INPUTS, PromptRequest
-from windlass.server.serving.job import PoolingJob, check_prompt_request, engine_request, telling_of_scalings
-from windlass.server.serving.observers import followed, pooling_observers_of
+from windlass.server.serving.job import PoolingJob, build_engine_request, check_pooling_request, scaling_hint
+from windlass.server.serving.observers import observe_request, pooling_observers
 from windlass.server.serving.prompts import check_token_prompts
 from windlass.server.serving.streaming import Exchange
 
 B = TypeVar("B", bound=PromptRequest)
 
 
-async def begin(request: Request, model: type[B]) -> tuple[B, PoolingJob]:
+async def begin_pooling(request: Request, model: type[B]) -> tuple[B, PoolingJob]:
     """The body and the job that it asks for; raises ApiError or RequestError naming the field at fault."""
     arrival = time.monotonic()
     state = state_of(request)
@@ -37,7 +37,7 @@ async def begin(request: Request, model: type[B]) -> tuple[B, PoolingJob]:
         set_request_id(request.scope, body.request_id)
     state.check_model(body.model)
     info = state.admit(caller_of(request))
-    job = check_prompt_request(
+    job = check_pooling_request(
         state, body, info, request_id=request_id(request.scope), caller=caller_of(request), arrival=arrival
     )
     return body, job
@@ -49,17 +49,17 @@ def usage(tokens: int) -> dict[str, int]:
 
 
 # What `pool` is once its exchange and its job are known.
-Pool = Callable[[Sequence[Collection[int]], PoolingRule | Sequence[PoolingRule]], Awaitable[list[PooledRows]]]
+PoolFunction = Callable[[Sequence[Collection[int]], PoolingRule | Sequence[PoolingRule]], Awaitable[list[PooledRows]]]
 
-_NOTHING = SamplingParams(max_tokens=0, temperature=0.0)
+_NO_SAMPLING = SamplingParams(max_tokens=0, temperature=0.0)
 
 
 @contextmanager
-def telling_what_bounds(job: PoolingJob) -> Iterator[None]:
+def length_limit_hint(job: PoolingJob) -> Iterator[None]:
     """Errors about a text's length say why it is bounded, where that is no property of the model."""
     step = job.info.max_num_batched_tokens
     try:
-        with telling_of_scalings(job):
+        with scaling_hint(job):
             yield
     except ApiError as error:
         if error.code != "context_length_exceeded" or not job.info.is_bidirectional or job.info.max_model_len < step:
@@ -70,12 +70,12 @@ def telling_what_bounds(job: PoolingJob) -> Iterator[None]:
         raise bad_request(f"{error.message} ({why})", error.param, error.code) from None
 
 
-async def read_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]], param: str) -> list[list[int]]:
+async def encode_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]], param: str) -> list[list[int]]:
     """The token ids of texts or of lists of ids, cut as the request says. Errors name `param` and the place in it."""
     many, side = len(given) > 1, job.body.truncation_side
     prompts: list[list[int]]
     if isinstance(given[0], str):
-        with telling_what_bounds(job):
+        with length_limit_hint(job):
             encoded = await job.state.text.encode(
                 given,  # type: ignore[arg-type]
                 add_special_tokens=job.body.add_special_tokens is not False,
@@ -88,8 +88,8 @@ async def read_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]
             )
         prompts = [prompt.token_ids for prompt in encoded]
     else:
-        with telling_what_bounds(job):
-            prompts = await job.state.text.on_thread(
+        with length_limit_hint(job):
+            prompts = await job.state.text.run_in_thread(
                 lambda: check_token_prompts(
                     given,  # type: ignore[arg-type]
                     job.info.vocab_size,
@@ -126,33 +126,33 @@ async def pool(
             output = await _pool_one(job, list(ids), rules[index])
             assert output.pooled is not None
             found[index] = output.pooled
-            if take is not None:
-                take(index, output)
+            if observe_output is not None:
+                observe_output(index, output)
             await asyncio.sleep(0)
 
-    with followed(exchange, pooling_observers_of(exchange, job, prompts, rules)) as take:
-        state.callers.take_prompts(job.caller, sum(map(len, prompts)))
+    with observe_request(exchange, pooling_observers(exchange, job, prompts, rules)) as observe_output:
+        state.callers.charge_prompt_tokens(job.caller, sum(map(len, prompts)))
         with state.adapters.using(job.adapter):
             if job.adapter is not None:
-                state.metrics.adapted(job.adapter.source.name)
+                state.metrics.count_adapter_request(job.adapter.source.name)
             try:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(min(job.info.max_num_seqs, len(prompts))):
                         group.create_task(work())
             except* Exception as errors:
-                raise _first(errors) from None
+                raise _first_error(errors) from None
     return [found[index] for index in range(len(prompts))]
 
 
-def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
+def _first_error(errors: BaseExceptionGroup[Exception]) -> Exception:
     """One of them: the others follow from it, or say the same of other prompts."""
     error = errors.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+    return _first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> RequestOutput:
     """The only output of a prompt, which has its rows."""
-    state, request = job.state, engine_request(job, ids, _NOTHING, pooling=rule)
+    state, request = job.state, build_engine_request(job, ids, _NO_SAMPLING, pooling=rule)
     async with aclosing(state.engine.generate(request)) as outputs:  # type: ignore[type-var]
         async for output in outputs:
             if output.error is not None:
@@ -161,7 +161,7 @@ async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> Reque
                 now = time.monotonic()
                 state.metrics.time_to_first_token.observe(now - job.arrival)
                 state.metrics.finished(output.finish_reason, now - job.arrival, prompt_tokens=len(ids))
-                state.metrics.answered(1, 0)
+                state.metrics.observe_prompt_finished(1, 0)
                 return output
     raise EngineDeadError("the engine ended this request early: send it again")
 
@@ -210,7 +210,7 @@ def split_inputs(value: object) -> list[str] | list[list[int]]:
     return value
 
 
-def numbers(rows: PooledRows) -> list[array[float]]:
+def unpack_rows(rows: PooledRows) -> list[array[float]]:
     """The rows as float32."""
     flat = array("f")
     flat.frombytes(rows.values)

@@ -9,7 +9,7 @@ from typing import Any
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.schemas.completions import CompletionRequest, FilePassage, InfillRequest
 from windlass.server.serving.job import GenerationJob
-from windlass.server.text.fill_in import FillIn
+from windlass.server.text.fill_in import FimTokens
 from windlass.server.text.service import Prompt
 
 
@@ -32,7 +32,7 @@ def split_prompts(value: Any, *, max_prompts: int) -> list[str] | list[list[int]
     return value  # type: ignore[no-any-return]
 
 
-_IDS_AT_ONCE = 100_000  # checked in one go: each go holds the interpreter lock
+_IDS_PER_BATCH = 100_000  # checked in one go: each go holds the interpreter lock
 
 _NAMES: dict[Any, str] = {str: "string", list: "list of token ids"}
 
@@ -67,8 +67,8 @@ def check_token_prompts(
 
 def check_token_ids(ids: list[Any], vocab_size: int, param: str) -> None:
     """Raise ApiError unless all are integers inside the vocabulary. Slow for millions: call it beside the event loop."""
-    for start in range(0, len(ids), _IDS_AT_ONCE):
-        some = ids[start : start + _IDS_AT_ONCE]
+    for start in range(0, len(ids), _IDS_PER_BATCH):
+        some = ids[start : start + _IDS_PER_BATCH]
         if set(map(type, some)) != {int}:
             raise bad_request(f"{param}: token ids must be integers", param)
         if min(some) < 0 or max(some) >= vocab_size:
@@ -79,10 +79,10 @@ def check_token_ids(ids: list[Any], vocab_size: int, param: str) -> None:
             )
 
 
-MOST_REPEATED = 1 << 20  # tokens that copies of one suffix come to
+MAX_SUFFIX_TOKENS = 1 << 20  # tokens that copies of one suffix come to
 
 
-def fill_in_of(job: GenerationJob, param: str) -> FillIn:
+def require_fill_in(job: GenerationJob, param: str) -> FimTokens:
     """The model's own tokens around gaps; raises ApiError naming `param` where it has none."""
     if job.state.text.fill_in is None:
         raise bad_request(
@@ -96,7 +96,7 @@ def fill_in_of(job: GenerationJob, param: str) -> FillIn:
 
 def check_suffix(job: GenerationJob, body: CompletionRequest) -> None:
     """Raise ApiError where this model, or this body, leaves no way to fill a gap."""
-    fill_in_of(job, "suffix")
+    require_fill_in(job, "suffix")
     if body.truncate_prompt_tokens is not None:
         raise bad_request(
             "truncate_prompt_tokens cannot say which side of a gap to cut: cut prompt and suffix before sending them",
@@ -104,34 +104,36 @@ def check_suffix(job: GenerationJob, body: CompletionRequest) -> None:
         )
 
 
-async def prompts_around_gaps(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
+async def fill_in_prompts(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
     """Prompts that ask for what stands between each of them and `suffix`."""
     text, most = job.state.text, job.size.longest_prompt
-    fill_in = fill_in_of(job, "suffix")
+    fill_in = require_fill_in(job, "suffix")
     assert body.suffix
     given = split_prompts(body.prompt, max_prompts=job.state.settings.max_prompts)
     after = await _encode_part(job, body.suffix, "suffix")
-    if len(given) * len(after) > MOST_REPEATED:
+    if len(given) * len(after) > MAX_SUFFIX_TOKENS:
         raise bad_request(
-            f"suffix has {len(after)} tokens and stands behind each of {len(given)} prompts, at most {MOST_REPEATED} are made "
+            f"suffix has {len(after)} tokens and stands behind each of {len(given)} prompts, at most {MAX_SUFFIX_TOKENS} are made "
             "of it: send fewer prompts at once",
             "suffix",
         )
     if isinstance(given[0], str):
         before = [await _encode_part(job, part, "prompt") for part in given]
     else:
-        before = await text.on_thread(lambda: check_token_prompts(given, job.info.vocab_size, most, truncate=None))
+        before = await text.run_in_thread(lambda: check_token_prompts(given, job.info.vocab_size, most, truncate=None))
     for ids in before:
-        if (count := len(ids) + len(after) + FillIn.MOST_AROUND) > most:
+        if (count := len(ids) + len(after) + FimTokens.MAX_MARKER_TOKENS) > most:
             raise context_length_exceeded(most, count, param="prompt")
-    return await text.on_thread(_around_gaps, fill_in, given, before, after, body.add_special_tokens is not False)
+    return await text.run_in_thread(
+        _build_fill_in_prompts, fill_in, given, before, after, body.add_special_tokens is not False
+    )
 
 
 async def _encode_part(job: GenerationJob, text: str, param: str) -> list[int]:
     """The ids of a text beside a gap; raises ApiError for one that cannot fit, before looking at what is in it."""
     service, most = job.state.text, job.size.longest_prompt
-    await service.refuse_long(len(text), most, truncated=False, param=param)
-    pieces = await service.on_thread(fill_in_of(job, param).pieces, text)
+    await service.check_text_length(len(text), most, truncated=False, param=param)
+    pieces = await service.run_in_thread(require_fill_in(job, param).pieces, text)
     if len(pieces) > most:
         raise context_length_exceeded(most, len(pieces), param=param, at_least=True)
     encoded = await service.encode(
@@ -140,8 +142,8 @@ async def _encode_part(job: GenerationJob, text: str, param: str) -> list[int]:
     return [token for piece in encoded for token in piece.token_ids]
 
 
-def _around_gaps(
-    fill_in: FillIn,
+def _build_fill_in_prompts(
+    fill_in: FimTokens,
     given: Sequence[str] | Sequence[list[int]],
     before: Sequence[Sequence[int]],
     after: Sequence[int],
@@ -164,25 +166,25 @@ class FittedPrompt:
     truncated: bool
 
 
-async def fitted_prompt(job: GenerationJob, body: InfillRequest) -> FittedPrompt:
+async def fit_infill_prompt(job: GenerationJob, body: InfillRequest) -> FittedPrompt:
     """The prompt of an editor, who sends what there is: of each part as much as the context holds beside the answer.
 
     Before the gap the end is kept and behind it the start, that being at most a quarter of the room where both are long. What
     is left goes to whole passages, the last ones given first.
     """
-    fill_in = fill_in_of(job, "input_prefix")
+    fill_in = require_fill_in(job, "input_prefix")
     longest = job.size.longest_prompt
-    room = longest - min(job.sampling.max_tokens, longest // 4) - FillIn.MOST_AROUND
-    if room < 1:
-        raise context_length_exceeded(longest, FillIn.MOST_AROUND + 1, param="input_prefix")
-    before, cut_before = await _encode_end(job, body.input_prefix, room, "input_prefix", keep_first=False)
-    typed, cut_typed = await _encode_end(job, body.prompt or "", room, "prompt", keep_first=False)
-    after, cut_after = await _encode_end(job, body.input_suffix, room, "input_suffix", keep_first=True)
+    free_tokens = longest - min(job.sampling.max_tokens, longest // 4) - FimTokens.MAX_MARKER_TOKENS
+    if free_tokens < 1:
+        raise context_length_exceeded(longest, FimTokens.MAX_MARKER_TOKENS + 1, param="input_prefix")
+    before, cut_before = await _encode_truncated(job, body.input_prefix, free_tokens, "input_prefix", keep_first=False)
+    typed, cut_typed = await _encode_truncated(job, body.prompt or "", free_tokens, "prompt", keep_first=False)
+    after, cut_after = await _encode_truncated(job, body.input_suffix, free_tokens, "input_suffix", keep_first=True)
     before = before + typed
-    behind = min(len(after), max(room // 4, room - len(before)))
-    ahead = min(len(before), room - behind)
+    behind = min(len(after), max(free_tokens // 4, free_tokens - len(before)))
+    ahead = min(len(before), free_tokens - behind)
     cut = cut_before or cut_typed or cut_after or behind < len(after) or ahead < len(before)
-    around, left_out = await _passages(job, fill_in, body.input_extra or [], room - behind - ahead)
+    around, left_out = await _passages(job, fill_in, body.input_extra or [], free_tokens - behind - ahead)
     ids = fill_in.prompt(
         before[len(before) - ahead :],
         after[:behind],
@@ -192,16 +194,16 @@ async def fitted_prompt(job: GenerationJob, body: InfillRequest) -> FittedPrompt
     return FittedPrompt(Prompt(ids), cut or left_out)
 
 
-async def _encode_end(
+async def _encode_truncated(
     job: GenerationJob, text: str, most: int, param: str, *, keep_first: bool
 ) -> tuple[list[int], bool]:
     """The first or last ids of a text, at most so many, and whether any are missing."""
     service, tokenizer = job.state.text, job.state.tokenizer
     # So many characters come to enough tokens for certain; what is beyond them need not be looked at.
-    enough = await service.on_thread(lambda: (most + 1) * tokenizer.max_token_chars)
+    enough = await service.run_in_thread(lambda: (most + 1) * tokenizer.max_token_chars)
     enough = min(enough, job.state.settings.max_tokenize_chars)
     short = text[:enough] if keep_first else text[-enough:]
-    pieces = await service.on_thread(fill_in_of(job, param).pieces, short)
+    pieces = await service.run_in_thread(require_fill_in(job, param).pieces, short)
     kept = pieces[:most] if keep_first else pieces[-most:]  # each has a token at least
     encoded = await service.encode(
         kept,
@@ -220,33 +222,35 @@ async def _encode_end(
 
 
 async def _passages(
-    job: GenerationJob, fill_in: FillIn, passages: Sequence[FilePassage], room: int
+    job: GenerationJob, fill_in: FimTokens, passages: Sequence[FilePassage], free_tokens: int
 ) -> tuple[list[int], bool]:
-    """The ids of the last passages that fit into `room`, each with its head, and whether any were left out."""
+    """The ids of the last passages that fit into `free_tokens`, each with its head, and whether any were left out."""
     if not passages:
         return [], False
-    opening, closing = [await _headed(job, *part) for part in (fill_in.project(), fill_in.current())]
-    room -= len(opening) + len(closing)
+    opening, closing = [await _append_encoded(job, *part) for part in (fill_in.project(), fill_in.current())]
+    free_tokens -= len(opening) + len(closing)
     taken: list[list[int]] = []
     for passage in reversed(passages):
-        if room < 1:
+        if free_tokens < 1:
             break
         ids, name = fill_in.head(passage.filename or "tmp")
-        head = await _headed(job, ids, name)
-        text, cut = await _encode_end(job, passage.text, max(room, 1), "input_extra", keep_first=True)
-        if cut or len(head) + len(text) > room:
+        head = await _append_encoded(job, ids, name)
+        text, cut = await _encode_truncated(job, passage.text, max(free_tokens, 1), "input_extra", keep_first=True)
+        if cut or len(head) + len(text) > free_tokens:
             break
         taken.append(head + text)
-        room -= len(head) + len(text)
+        free_tokens -= len(head) + len(text)
     if not taken:
         return [], True
     around = [*opening, *(token for ids in reversed(taken) for token in ids), *closing]
     return around, len(taken) < len(passages)
 
 
-async def _headed(job: GenerationJob, ids: list[int], text: str) -> list[int]:
+async def _append_encoded(job: GenerationJob, ids: list[int], text: str) -> list[int]:
     """Ids, and those of a text behind them."""
     encoded, _ = (
-        await _encode_end(job, text, job.size.longest_prompt, "input_extra", keep_first=True) if text else ([], False)
+        await _encode_truncated(job, text, job.size.longest_prompt, "input_extra", keep_first=True)
+        if text
+        else ([], False)
     )
     return [*ids, *encoded]

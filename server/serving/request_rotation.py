@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NOT_ALLOWED = "rope_scaling_not_allowed"
 
-_NAMES_SHOWN = 20  # of profiles in an error
+_MAX_LISTED_NAMES = 20  # of profiles in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Rotation:
         """What the engine plans for a request of at most `longest` tokens."""
         return self.planner.plan(longest, self.scaling, self.update, exact=self.exact)
 
-    def shown_name(self, asked: Any) -> str:
+    def metric_label(self, requested: Any) -> str:
         """What it is counted under: the name of a profile, "auto", the kind, or "default". asked: the body's field."""
-        if isinstance(asked, str):
-            return asked
+        if isinstance(requested, str):
+            return requested
         return DEFAULT_NAME if self.scaling is None else self.scaling.rope_type
 
     @property
@@ -50,7 +50,7 @@ class Rotation:
         ladder = self.planner.ladder
         return ladder.end if ladder is not None and self.planner.chooses(self.scaling) else None
 
-    def within(self, size: ContextSize) -> ContextSize:
+    def limit_context(self, size: ContextSize) -> ContextSize:
         """What a context of this size may hold, where the steps of a ladder end before it does."""
         most = self.longest
         return size if most is None or size.rotary_length <= most else replace(size, longest=min(size.longest, most))
@@ -58,7 +58,7 @@ class Rotation:
     def check_length(self, prompt_tokens: int, max_tokens: int, size: ContextSize) -> None:
         """Raise RequestError for output that was asked for and that no step of the ladder holds behind such a prompt.
 
-        size: what the context holds, before `within`.
+        size: what the context holds, before `limit_context`.
         """
         most = self.longest
         if most is None or prompt_tokens >= most or min(prompt_tokens + max_tokens, size.rotary_length) <= most:
@@ -71,12 +71,12 @@ class Rotation:
         )
 
 
-def planner_of(settings: ServerSettings, info: ModelInfo) -> RotaryPlanner:
+def build_planner(settings: ServerSettings, info: ModelInfo) -> RotaryPlanner:
     """Plans as the engine does."""
     return RotaryPlanner(info.rotary_groups, settings.rope_update, info.rotary_ladder, info.rotary_auto)
 
 
-def rotation_of(
+def resolve_rotation(
     rope_scaling: Any, rope_update: RopeUpdateObject | None, settings: ServerSettings, info: ModelInfo
 ) -> Rotation:
     """The rotation of a generation request; raises RequestError naming the field and what it may be.
@@ -84,18 +84,18 @@ def rotation_of(
     rope_scaling: the body's field: an object, a profile's name, "auto" or None.
     """
     _check_allowed(rope_scaling, rope_update, settings)
-    rotation = read_rotation(rope_scaling, rope_update, settings, info)
+    rotation = parse_rotation(rope_scaling, rope_update, settings, info)
     if rotation.scaling is not None and rotation.scaling.depends_on_length:
         # Kinds that follow the length may leave the range of usable frequencies only there.
         rotation.plan(info.max_model_len).stage(info.max_model_len)
     return rotation
 
 
-def read_rotation(
+def parse_rotation(
     rope_scaling: Any, rope_update: RopeUpdateObject | None, settings: ServerSettings, info: ModelInfo
 ) -> Rotation:
-    """`rotation_of` whatever the operator allows, for questions that generate nothing."""
-    scaling, planner = _scaling_of(rope_scaling, settings.rope_profiles), planner_of(settings, info)
+    """`resolve_rotation` whatever the operator allows, for questions that generate nothing."""
+    scaling, planner = _parse_scaling(rope_scaling, settings.rope_profiles), build_planner(settings, info)
     if planner.chooses(scaling):
         planner.plan(1, scaling)
     else:
@@ -129,7 +129,7 @@ def report_at(plan: RotaryPlan, prompt_tokens: int, tokens: int) -> RotaryReport
     return plan.report(stage, moves)
 
 
-def check_rotates(info: ModelInfo) -> None:
+def check_has_rotary(info: ModelInfo) -> None:
     """Raise RequestError for a model none of whose layers rotates."""
     why = main_group(info.rotary_groups).base.unrotated
     if why is not None:
@@ -149,7 +149,7 @@ def _check_allowed(rope_scaling: Any, rope_update: RopeUpdateObject | None, sett
     if policy == "profiles" and isinstance(rope_scaling, dict):
         raise RequestError(
             "rope_scaling must be the name of a profile on this server (--rope-policy profiles), not an object: "
-            + _known(settings.rope_profiles),
+            + _list_profiles(settings.rope_profiles),
             "rope_scaling",
             NOT_ALLOWED,
         )
@@ -161,7 +161,7 @@ def _check_allowed(rope_scaling: Any, rope_update: RopeUpdateObject | None, sett
         )
 
 
-def _scaling_of(value: Any, profiles: Mapping[str, RopeScaling]) -> RopeScaling | None:
+def _parse_scaling(value: Any, profiles: Mapping[str, RopeScaling]) -> RopeScaling | None:
     if value is None:
         return None
     if not isinstance(value, str):
@@ -172,16 +172,16 @@ def _scaling_of(value: Any, profiles: Mapping[str, RopeScaling]) -> RopeScaling 
         is_kind = value in KINDS
         written = '; a kind is written as an object such as {"rope_type": "yarn", "factor": 4}' if is_kind else ""
         raise RequestError(
-            f"rope_scaling: there is no profile {value[:64]!r} on this server: {_known(profiles)}{written}",
+            f"rope_scaling: there is no profile {value[:64]!r} on this server: {_list_profiles(profiles)}{written}",
             "rope_scaling",
             "unknown_profile",
         )
     return profiles[value]
 
 
-def _known(profiles: Mapping[str, RopeScaling]) -> str:
+def _list_profiles(profiles: Mapping[str, RopeScaling]) -> str:
     if not profiles:
         return "it has none (the operator declares them with --rope-profile)"
     names = sorted(profiles)
-    more = f" and {len(names) - _NAMES_SHOWN} more (see GET /v1/rotary)" if len(names) > _NAMES_SHOWN else ""
-    return f"it has {', '.join(names[:_NAMES_SHOWN])}{more}"
+    more = f" and {len(names) - _MAX_LISTED_NAMES} more (see GET /v1/rotary)" if len(names) > _MAX_LISTED_NAMES else ""
+    return f"it has {', '.join(names[:_MAX_LISTED_NAMES])}{more}"

@@ -86,7 +86,7 @@ def encode(value: Any) -> bytes:
     return b"".join(encode_pieces(value))
 
 
-LOWEST = -9999.0  # stands for minus infinity, which JSON cannot carry
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot carry
 
 
 def token_name(token_id: int) -> str:
@@ -94,9 +94,9 @@ def token_name(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def finite(logprob: float) -> float:
+def clamp_logprob(logprob: float) -> float:
     """The log-probability, or LOWEST for one that JSON could not carry (minus infinity, not a number)."""
-    return logprob if logprob > LOWEST else LOWEST
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 class CompletionLogprobLists:
@@ -133,11 +133,11 @@ class CompletionLogprobLists:
                 logprobs.append(None)
                 tops.append(None)
                 continue
-            own = finite(entry.logprob)
+            own = clamp_logprob(entry.logprob)
             logprobs.append(own)
             top: dict[str, float] = {}
             for other, logprob in entry.top[: self._top]:
-                top.setdefault(text(other), finite(logprob))
+                top.setdefault(text(other), clamp_logprob(logprob))
             top.setdefault(tokens[-1], own)
             tops.append(top)
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
@@ -152,7 +152,7 @@ def chat_logprobs(
     def describe(token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": text(token_id),
-            "logprob": finite(logprob),
+            "logprob": clamp_logprob(logprob),
             "bytes": list(tokenizer.token_bytes(token_id)),
         }
 
@@ -175,7 +175,7 @@ def prompt_logprobs_object(
             continue
         described = {
             str(token_id): {
-                "logprob": finite(logprob),
+                "logprob": clamp_logprob(logprob),
                 "rank": rank,
                 "decoded_token": tokenizer.token_text(token_id),
             }
@@ -184,7 +184,7 @@ def prompt_logprobs_object(
         described.setdefault(
             str(entry.token_id),
             {
-                "logprob": finite(entry.logprob),
+                "logprob": clamp_logprob(entry.logprob),
                 "rank": entry.rank,
                 "decoded_token": tokenizer.token_text(entry.token_id),
             },
@@ -239,7 +239,7 @@ def context_object(report: ContextReport | None, rule: ContextRule) -> dict[str,
     return shown
 
 
-def model_rotation(info: ModelInfo) -> dict[str, Any] | None:
+def model_rotary_object(info: ModelInfo) -> dict[str, Any] | None:
     """What `/v1/models` tells of it; None for a model that does not rotate."""
     return groups_object(info.rotary_groups) if main_group(info.rotary_groups).base.unrotated is None else None
 
@@ -260,7 +260,7 @@ def _group(group: RotaryGroup) -> dict[str, Any]:
     }
 
 
-def ladder_object(info: ModelInfo) -> dict[str, Any] | None:
+def auto_scaling_object(info: ModelInfo) -> dict[str, Any] | None:
     """What `auto` chooses from, as answers show it; None for a model that cannot be scaled."""
     if info.rotary_ladder is None:
         return None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pydantic_core import to_json
 
 from windlass.engine.interface.outputs import TokenLogprobs
-from windlass.server.errors import answer_too_large
-from windlass.server.serving.deltas import Delta, SampleReport, Tally
+from windlass.server.errors import response_too_large
+from windlass.server.serving.deltas import Delta, SampleReport, TokenUsage
 from windlass.server.serving.response_format import (
     JsonList,
     encode,
@@ -50,19 +50,19 @@ class Writer(Protocol):
 
 T = TypeVar("T")
 
-ITEMS_AT_ONCE = 256  # tokens with log-probabilities that are written in one go
+ITEMS_PER_WRITE = 256  # tokens with log-probabilities that are written in one go
 
-LARGE_ANSWER = 256 * 1024  # bytes from which writing it would hold up the event loop
+LARGE_RESPONSE_BYTES = 256 * 1024  # bytes from which writing it would hold up the event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
+class ResponseOptions:
     """What the caller wants to see.
 
     n: choices per prompt; samples: outputs per prompt, of which the n likeliest are shown.
     logprobs, prompt_logprobs: alternatives per token, None for no log-probabilities at all.
     dropped_turns: how many were left out of a chat, None where none may be.
-    token_names: in log-probabilities tokens are called "token_id:17" rather than by their texts, which may be equal.
+    tokens_as_ids: in log-probabilities tokens are called "token_id:17" rather than by their texts, which may be equal.
     usage_at_end, usage_always: `stream_options`.
     max_bytes: a whole answer that grows larger is refused.
     """
@@ -72,7 +72,7 @@ class AnswerOptions:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
-    token_names: bool = False
+    tokens_as_ids: bool = False
     skip_special_tokens: bool = True
     dropped_turns: int | None = None
     usage_at_end: bool = False
@@ -81,7 +81,7 @@ class AnswerOptions:
 
 
 @dataclass(slots=True)
-class Result:
+class CollectedChoice:
     """A choice put together from its deltas. logprob_sum, num_logprobs: of its own tokens, for best_of."""
 
     parts: list[str] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Result:
         return self.logprob_sum / self.num_logprobs if self.num_logprobs else float("-inf")
 
 
-class AnswerWriter(ABC):
+class ChoiceWriter(ABC):
     """Writes one request's answer. `event` for streams; `add` and `answer` for whole answers.
 
     Log-probabilities are turned into JSON as they come, so that a whole answer keeps their text and not millions of
@@ -122,17 +122,17 @@ class AnswerWriter(ABC):
         self,
         tokenizer: Tokenizer,
         prompts: Sequence[Prompt],
-        tally: Tally,
-        options: AnswerOptions,
+        token_usage: TokenUsage,
+        options: ResponseOptions,
         envelope: dict[str, Any],
     ) -> None:
         self.tokenizer = tokenizer
         self.prompts = prompts
-        self.tally = tally
+        self.token_usage = token_usage
         self.options = options
         self.envelope = envelope
         self.prompt_objects: dict[int, JsonList] = {}
-        self.results: dict[int, Result] = {}
+        self.results: dict[int, CollectedChoice] = {}
         # A plain chunk is joined from bytes: everything but its text is known beforehand.
         self._head = b"data: " + to_json(envelope)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if options.usage_at_end else b"]}\n\n"
@@ -151,18 +151,18 @@ class AnswerWriter(ABC):
         """The choice object of a chunk that brings nothing but text; `text` is a JSON string."""
 
     @abstractmethod
-    def detailed(self, delta: Delta) -> dict[str, Any]:
+    def detailed_choice(self, delta: Delta) -> dict[str, Any]:
         """The choice object of any other chunk."""
 
     @abstractmethod
-    def whole(self, index: int, choice: int, result: Result) -> dict[str, Any]:
+    def whole(self, index: int, choice: int, result: CollectedChoice) -> dict[str, Any]:
         """The choice object of a whole answer; `index` is the number it gets, `choice` the output it shows."""
 
     @abstractmethod
-    def keep_logprobs(self, delta: Delta) -> int:
+    def store_logprobs(self, delta: Delta) -> int:
         """Keep the log-probabilities of a delta for `whole`; returns the bytes they take."""
 
-    def extras(self) -> dict[str, Any]:
+    def extra_fields(self) -> dict[str, Any]:
         """Further top-level fields of a whole answer."""
         return {}
 
@@ -177,17 +177,17 @@ class AnswerWriter(ABC):
             if not delta.text:
                 return first
             return first + self._head + self.plain(delta.choice, to_json(delta.text)) + self._tail
-        return first + self.chunk([self.detailed(delta)], **self.report(delta))
+        return first + self.chunk([self.detailed_choice(delta)], **self.report(delta))
 
     def report(self, delta: Delta) -> dict[str, Any]:
         """The `rotary` field of a chunk that ends a choice."""
-        shown = self.shown(delta.report)
-        if shown is None:
+        report_object = self.report_object(delta.report)
+        if report_object is None:
             return {}
-        self._reports[delta.choice] = shown
-        return {"rotary": shown}
+        self._reports[delta.choice] = report_object
+        return {"rotary": report_object}
 
-    def shown(self, report: SampleReport | None) -> dict[str, Any] | None:
+    def report_object(self, report: SampleReport | None) -> dict[str, Any] | None:
         """A report as answers have it."""
         return None if report is None else sample_object(report, self.options.dropped_turns)
 
@@ -195,7 +195,7 @@ class AnswerWriter(ABC):
         """The usage chunk, where it was asked for."""
         if not self.options.usage_at_end:
             return b""
-        payload = {**self.envelope, "choices": [], "usage": usage_object(self.tally)}
+        payload = {**self.envelope, "choices": [], "usage": usage_object(self.token_usage)}
         if self._reports:
             payload["rotary"] = self._reports[min(self._reports)]
         return b"data: " + to_json(payload) + b"\n\n"
@@ -204,7 +204,7 @@ class AnswerWriter(ABC):
         """One chunk as an event."""
         payload = {**self.envelope, "choices": choices, **fields}
         if self.options.usage_always:
-            payload["usage"] = usage_object(self.tally)
+            payload["usage"] = usage_object(self.token_usage)
         elif self.options.usage_at_end:
             payload["usage"] = None
         return b"data: " + to_json(payload) + b"\n\n"
@@ -213,16 +213,16 @@ class AnswerWriter(ABC):
         """A chunk that may hold lists written in pieces."""
         payload = {**self.envelope, "choices": choices, **fields}
         if self.options.usage_at_end or self.options.usage_always:
-            payload["usage"] = usage_object(self.tally) if self.options.usage_always else None
+            payload["usage"] = usage_object(self.token_usage) if self.options.usage_always else None
         return b"data: " + encode(payload) + b"\n\n"
 
     # ---- whole answers -----------------------------------------------------------------------------------------------
     def add(self, delta: Delta) -> None:
         """Keep what a delta brings until `answer`. Raises ApiError where the answer becomes too large."""
-        self.results.setdefault(delta.choice, Result()).add(delta)
-        self.grow(len(delta.text))
+        self.results.setdefault(delta.choice, CollectedChoice()).add(delta)
+        self.count_bytes(len(delta.text))
         if self.options.logprobs is not None:
-            self.grow(self.keep_logprobs(delta))
+            self.count_bytes(self.store_logprobs(delta))
 
     def pieces(self) -> list[bytes]:
         """The answer's JSON once every choice has finished. Slow for large ones: call it beside the event loop then."""
@@ -240,11 +240,17 @@ class AnswerWriter(ABC):
                 outputs = best[:n]  # type: ignore[assignment]
             for choice in outputs:
                 choices.append(self.whole(len(choices), choice, self.results[choice]))
-                reports.append(self.shown(self.results[choice].report))
-        rotary = self._place_reports(choices, reports)
-        return {**self.envelope, "choices": choices, **self.extras(), **rotary, "usage": usage_object(self.tally)}
+                reports.append(self.report_object(self.results[choice].report))
+        rotary = self._attach_reports(choices, reports)
+        return {
+            **self.envelope,
+            "choices": choices,
+            **self.extra_fields(),
+            **rotary,
+            "usage": usage_object(self.token_usage),
+        }
 
-    def _place_reports(self, choices: list[dict[str, Any]], reports: list[dict[str, Any] | None]) -> dict[str, Any]:
+    def _attach_reports(self, choices: list[dict[str, Any]], reports: list[dict[str, Any] | None]) -> dict[str, Any]:
         """The top level's `rotary`, the first choice's; where the choices differ, each gets its own too."""
         first = reports[0]
         if any(report != first for report in reports):
@@ -253,39 +259,39 @@ class AnswerWriter(ABC):
                     choice["rotary"] = report
         return {} if first is None else {"rotary": first}
 
-    def grow(self, size: int) -> None:
+    def count_bytes(self, size: int) -> None:
         """Count bytes that are kept. Raises ApiError where they become too many."""
         self.size += size
         if self.size > self.options.max_bytes:
-            raise answer_too_large(self.size, self.options.max_bytes, grown=True)
+            raise response_too_large(self.size, self.options.max_bytes, grown=True)
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
         """Lay out a prompt's log-probabilities. Slow for long prompts: call it beside the event loop."""
         if self.options.prompt_logprobs is not None:
             found = self.prompt_objects[prompt_index] = JsonList()
-            for piece in in_pieces(entries):
+            for piece in in_batches(entries):
                 found.extend(prompt_logprobs_object(self.tokenizer, piece, self.options.prompt_logprobs))
-            self.grow(found.size)
+            self.count_bytes(found.size)
 
 
-def usage_object(tally: Tally) -> dict[str, Any]:
+def usage_object(token_usage: TokenUsage) -> dict[str, Any]:
     """OpenAI's usage object."""
     usage: dict[str, Any] = {
-        "prompt_tokens": tally.prompt_tokens,
-        "completion_tokens": tally.completion_tokens,
-        "total_tokens": tally.prompt_tokens + tally.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": tally.cached_tokens},
+        "prompt_tokens": token_usage.prompt_tokens,
+        "completion_tokens": token_usage.completion_tokens,
+        "total_tokens": token_usage.prompt_tokens + token_usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": token_usage.cached_tokens},
     }
-    if tally.reasoning_tokens is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": tally.reasoning_tokens}
+    if token_usage.reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": token_usage.reasoning_tokens}
     return usage
 
 
-def in_pieces(items: Sequence[T]) -> Iterator[Sequence[T]]:
+def in_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
     """The items, as many at once as are written in one go."""
-    for start in range(0, len(items), ITEMS_AT_ONCE):
-        yield items[start : start + ITEMS_AT_ONCE]
+    for start in range(0, len(items), ITEMS_PER_WRITE):
+        yield items[start : start + ITEMS_PER_WRITE]
 
 
 # Bytes of JSON per token, for vocabularies whose tokens have about six characters and log-probabilities of 18 digits.
@@ -307,7 +313,7 @@ PROMPT_ALTERNATIVE = 72  # id, log-probability, rank and text
 
 
 def estimate_bytes(
-    options: AnswerOptions, lengths: Iterable[tuple[int, int]], *, chat: bool, echo: bool, stream: bool
+    options: ResponseOptions, lengths: Iterable[tuple[int, int]], *, chat: bool, echo: bool, stream: bool
 ) -> int:
     """Bytes of the answer, or of what a stream keeps for its first events.
 

@@ -15,7 +15,7 @@ DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 
 NEUTRAL = SamplingDefaults()
 
-GREEDY_BELOW = 1e-6  # a temperature this low draws the argmax anyway, and 1/temperature must stay finite
+MIN_TEMPERATURE = 1e-6  # a temperature this low draws the argmax anyway, and 1/temperature must stay finite
 
 
 def resolve_max_tokens(body: GenerationRequest, default: int) -> int:
@@ -66,7 +66,7 @@ def build_sampling(
     top_k = defaults.top_k if body.top_k is None else body.top_k
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
         top_k=0 if top_k <= 0 or top_k >= info.vocab_size else top_k,
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         min_p=defaults.min_p if body.min_p is None else body.min_p,

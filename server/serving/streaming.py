@@ -14,13 +14,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from windlass.server.app.state import ServerState, T
-from windlass.server.errors import ApiError, bad_request, error_body, from_exception, internal_error
+from windlass.server.errors import ApiError, bad_request, error_body, internal_error, to_api_error
 from windlass.server.http.request_id import CALLER, direct_send, request_id
 
-SLICE = 128 * 1024  # bytes handed to the server at once: it copies them, and the event loop waits meanwhile
+SEND_SLICE_BYTES = 128 * 1024  # bytes handed to the server at once: it copies them, and the event loop waits meanwhile
 
 
-async def send_whole(
+async def send_response(
     send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], pieces: Sequence[bytes | bytearray]
 ) -> None:
     """Send a response whose body is known. headers: all but content-length."""
@@ -39,18 +39,18 @@ def _slices(pieces: Sequence[bytes | bytearray]) -> Iterator[bytes]:
     held: list[bytes | bytearray] = []
     size = 0
     for piece in pieces:
-        for start in range(0, len(piece), SLICE):
-            part = piece[start : start + SLICE]
+        for start in range(0, len(piece), SEND_SLICE_BYTES):
+            part = piece[start : start + SEND_SLICE_BYTES]
             held.append(part)
             size += len(part)
-            if size >= SLICE:
+            if size >= SEND_SLICE_BYTES:
                 yield b"".join(held)
                 held, size = [], 0
     if held:
         yield b"".join(held)
 
 
-class LargeJson(Response):
+class LargeJsonResponse(Response):
     """A JSON answer that may be large, written as the client takes it."""
 
     def __init__(self, body: bytes) -> None:
@@ -60,14 +60,14 @@ class LargeJson(Response):
         self._body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_whole(send, self.status_code, self.raw_headers, [self._body])
+        await send_response(send, self.status_code, self.raw_headers, [self._body])
 
 
 DONE = b"data: [DONE]\n\n"
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
-FAREWELL_SECONDS = 5.0  # a client that stopped reading does not get longer to take its error event
+ERROR_EVENT_TIMEOUT = 5.0  # a client that stopped reading does not get longer to take its error event
 
 _logger = logging.getLogger("windlass.server")
 
@@ -86,15 +86,15 @@ def sse(payload: dict[str, Any]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamForm:
+class StreamFormat:
     """How the streams of one API fail and end, and what fills their silence. failure: the events of an error."""
 
-    failure: Callable[[ApiError], bytes] = lambda error: sse(error.body())
+    render_error: Callable[[ApiError], bytes] = lambda error: sse(error.body())
     done: bytes = DONE
     keep_alive: bytes = KEEP_ALIVE
 
 
-PLAIN = StreamForm()
+OPENAI_STREAM = StreamFormat()
 
 
 class Exchange(Response):
@@ -113,7 +113,7 @@ class Exchange(Response):
         work: Callable[[Exchange], Awaitable[None]],
         *,
         deadline: float | None = None,
-        form: StreamForm = PLAIN,
+        stream_format: StreamFormat = OPENAI_STREAM,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -121,17 +121,17 @@ class Exchange(Response):
         self._state = state
         self._work = work
         self._deadline = deadline
-        self._form = form
+        self._format = stream_format
         self._scope: Scope
         self._send: Send  # through all middlewares
         self._send_direct: Send  # past them, for the bodies of streams
         self._id = ""  # under which the log speaks of the request, and the client of its error
         self._task: asyncio.Task[Any] | None = None
         self._closed = False  # the work is over: no more interruptions
-        self._gone = False
-        self._reason: ApiError | None = None
+        self._disconnected = False
+        self._stop_error: ApiError | None = None
         self._streaming = False
-        self._quiet = True  # nothing was sent since the keep-alive timer last looked
+        self._idle = True  # nothing was sent since the keep-alive timer last looked
         self._sending = False
         self._keep_alive_timer: asyncio.TimerHandle | None = None
         self._keep_alive_task: asyncio.Task[None] | None = None
@@ -147,16 +147,16 @@ class Exchange(Response):
         return self._scope.get("windlass.span")
 
     @property
-    def cut_short(self) -> str:
+    def interruption_code(self) -> str:
         """The code of what has ended the work from outside; empty where nothing has."""
-        if self._gone:
+        if self._disconnected:
             return "client_disconnected"
-        return "" if self._reason is None else self._reason.code or str(self._reason.status)
+        return "" if self._stop_error is None else self._stop_error.code or str(self._stop_error.status)
 
     # ---- for the work ------------------------------------------------------------------------------------------------
     def begin_stream(self) -> None:
         """Say that the answer is a stream: from now on silence is filled with keep-alive comments."""
-        if self._state.settings.keep_alive_seconds > 0:
+        if self._state.settings.stream_comment_seconds > 0:
             self._schedule_keep_alive()
 
     async def send_json(self, pieces: Sequence[bytes]) -> None:
@@ -165,12 +165,12 @@ class Exchange(Response):
 
     async def send_events(self, events: bytes) -> None:
         """Events already encoded, one or several."""
-        self._quiet = False
+        self._idle = False
         self._sending = True
         if not self._streaming:
             await self._start_stream()
-        for start in range(0, len(events), SLICE):  # one, but for the log-probabilities of a long prompt
-            part = events[start : start + SLICE]
+        for start in range(0, len(events), SEND_SLICE_BYTES):  # one, but for the log-probabilities of a long prompt
+            part = events[start : start + SEND_SLICE_BYTES]
             await self._send_direct({"type": "http.response.body", "body": part, "more_body": True})
         self._sending = False
 
@@ -179,12 +179,12 @@ class Exchange(Response):
         self._stop_keep_alive()
         if not self._streaming:
             await self._start_stream()
-        await self._send_direct({"type": "http.response.body", "body": events + self._form.done, "more_body": False})
+        await self._send_direct({"type": "http.response.body", "body": events + self._format.done, "more_body": False})
 
     # ---- for the server ----------------------------------------------------------------------------------------------
     def stop(self, error: ApiError) -> None:
         """End the exchange with this error; without effect once it is ending."""
-        self._interrupt(error, gone=False)
+        self._interrupt(error, disconnected=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
@@ -220,46 +220,46 @@ class Exchange(Response):
             try:
                 await self._work(self)
             except asyncio.CancelledError:
-                if self._reason is None and not self._gone:
+                if self._stop_error is None and not self._disconnected:
                     raise  # the server itself is being torn down
                 assert self._task is not None
                 self._task.uncancel()  # what follows may await
-                if self._gone:
+                if self._disconnected:
                     # The client cannot tell what became of its request, and may ask.
                     _logger.info("request %s: the client left before its answer was complete", self._id)
-                    self._state.metrics.failed("client_disconnected")
+                    self._state.metrics.count_error("client_disconnected")
                     return
-                assert self._reason is not None
-                raise self._reason from None
+                assert self._stop_error is not None
+                raise self._stop_error from None
         except Exception as error:
             self._closed = True
-            known = from_exception(error, retry_after=self._state.settings.retry_after_seconds)
+            known = to_api_error(error, retry_after=self._state.settings.retry_after_seconds)
             if known is None:
                 _logger.exception("request %s failed", self._id, exc_info=error)
                 known = internal_error()
             elif known.status >= 500:
                 _logger.info("request %s: answered %d: %s", self._id, known.status, known.message)
-            self._state.metrics.failed(known.code or str(known.status))
+            self._state.metrics.count_error(known.code or str(known.status))
             await self._send_error(known)
 
     # ---- the parts ---------------------------------------------------------------------------------------------------
-    def _interrupt(self, reason: ApiError | None, *, gone: bool) -> None:
+    def _interrupt(self, reason: ApiError | None, *, disconnected: bool) -> None:
         if self._closed or self._task is None:
             return
         self._closed = True  # one interruption is enough; a second could hit the error event that follows the first
-        self._reason, self._gone = reason, gone
+        self._stop_error, self._disconnected = reason, disconnected
         self._task.cancel()
 
     def _on_disconnect(self, watcher: asyncio.Task[None]) -> None:
         if not watcher.cancelled() and watcher.exception() is None:
-            self._interrupt(None, gone=True)
+            self._interrupt(None, disconnected=True)
 
     async def _send_error(self, error: ApiError) -> None:
         self._stop_keep_alive()
         try:
-            async with asyncio.timeout(FAREWELL_SECONDS):
+            async with asyncio.timeout(ERROR_EVENT_TIMEOUT):
                 if self._streaming:
-                    await self.finish(self._form.failure(error))
+                    await self.finish(self._format.render_error(error))
                 else:
                     await self._send_body(error.status, [to_json(error_body(error, self._scope))], error.headers)
         except TimeoutError:
@@ -268,7 +268,7 @@ class Exchange(Response):
     async def _send_body(self, status: int, pieces: Sequence[bytes], headers: dict[str, str]) -> None:
         self._stop_keep_alive()
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await send_whole(self._send, status, [*_JSON_HEADERS, *encoded], pieces)
+        await send_response(self._send, status, [*_JSON_HEADERS, *encoded], pieces)
 
     async def _start_stream(self) -> None:
         self._streaming = True
@@ -276,15 +276,15 @@ class Exchange(Response):
 
     def _schedule_keep_alive(self) -> None:
         loop = asyncio.get_running_loop()
-        self._keep_alive_timer = loop.call_later(self._state.settings.keep_alive_seconds, self._tick)
+        self._keep_alive_timer = loop.call_later(self._state.settings.stream_comment_seconds, self._tick)
 
     def _tick(self) -> None:
         # A timer beside the work costs nothing per token, where waiting for each token with a timeout would.
         if self._closed:
             return
-        if self._quiet and not self._sending and (self._keep_alive_task is None or self._keep_alive_task.done()):
+        if self._idle and not self._sending and (self._keep_alive_task is None or self._keep_alive_task.done()):
             self._keep_alive_task = asyncio.get_running_loop().create_task(self._send_keep_alive())
-        self._quiet = True
+        self._idle = True
         self._schedule_keep_alive()
 
     async def _send_keep_alive(self) -> None:
@@ -295,7 +295,7 @@ class Exchange(Response):
             await self._start_stream()
             if self._keep_alive_timer is None:
                 return
-        await self._send_direct({"type": "http.response.body", "body": self._form.keep_alive, "more_body": True})
+        await self._send_direct({"type": "http.response.body", "body": self._format.keep_alive, "more_body": True})
 
     def _stop_keep_alive(self) -> None:
         if self._keep_alive_timer is not None:
@@ -309,7 +309,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The work's result; the work is cancelled when the client goes away. Read the request's body before."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(wait_for_disconnect(request.receive))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.generation import GenerationRequest
-from windlass.server.text.reasoning import HARMONY, Place, ThinkingFormat, ThinkingModel
+from windlass.server.text.reasoning import HARMONY, ThinkingControl, ThinkingFormat, ThinkingPhase
 
 MAX_CHARACTERS = 128 << 10  # of a schema, pattern or grammar
 
@@ -32,25 +32,25 @@ class StructuredOutput:
     kind: Kind
     value: str
     field: str
-    instead: str = ""
+    alternative: str = ""
 
 
-def structured_of(body: GenerationRequest) -> StructuredOutput | None:
+def parse_structured_output(body: GenerationRequest) -> StructuredOutput | None:
     """The form that the answer shall have, None for any. Raises ApiError naming the field."""
     given = [
         ("response_format", _response_format(body.response_format)),
         ("structured_outputs", _structured_outputs(body.structured_outputs)),
-        ("guided_json", _of("json_schema", body.guided_json, "guided_json")),
-        ("guided_regex", _of("regex", body.guided_regex, "guided_regex")),
-        ("guided_choice", _of("choice", body.guided_choice, "guided_choice")),
-        ("guided_grammar", _of("grammar", body.guided_grammar, "guided_grammar")),
-        ("grammar", _of("grammar", body.grammar, "grammar")),
-        ("json_schema", _of("json_schema", body.json_schema, "json_schema")),
+        ("guided_json", _parse_form("json_schema", body.guided_json, "guided_json")),
+        ("guided_regex", _parse_form("regex", body.guided_regex, "guided_regex")),
+        ("guided_choice", _parse_form("choice", body.guided_choice, "guided_choice")),
+        ("guided_grammar", _parse_form("grammar", body.guided_grammar, "guided_grammar")),
+        ("grammar", _parse_form("grammar", body.grammar, "grammar")),
+        ("json_schema", _parse_form("json_schema", body.json_schema, "json_schema")),
     ]
     found = [(field, form) for field, form in given if form is not None]
     if len(found) > 1:
         names = " and ".join(field for field, _ in found[:2])
-        raise _refused(f"{names} both say what form the answer shall have: give one of them", found[1][0])
+        raise _grammar_error(f"{names} both say what form the answer shall have: give one of them", found[1][0])
     return found[0][1] if found else None
 
 
@@ -61,27 +61,29 @@ def _response_format(value: Any) -> StructuredOutput | None:
     field = "response_format"
     kind = value.get("type")
     if kind == "text":
-        _only(value, {"type"}, field)
+        _check_known_fields(value, {"type"}, field)
         return None
     if kind == "json_object":
-        _only(value, {"type", "schema"}, field)
+        _check_known_fields(value, {"type", "schema"}, field)
         schema = value.get("schema")
-        return StructuredOutput("json_object", "", field) if schema is None else _of("json_schema", schema, field)
+        return (
+            StructuredOutput("json_object", "", field) if schema is None else _parse_form("json_schema", schema, field)
+        )
     if kind == "json_schema":
-        _only(value, {"type", "json_schema", "schema"}, field)
+        _check_known_fields(value, {"type", "json_schema", "schema"}, field)
         described = value.get("json_schema")
         if described is None and value.get("schema") is not None:
-            return _of("json_schema", value["schema"], field)
+            return _parse_form("json_schema", value["schema"], field)
         if not isinstance(described, dict):
-            raise _refused("response_format of type json_schema needs json_schema: {name, schema}", field)
-        _only(described, {"name", "schema", "strict", "description"}, f"{field}.json_schema")
+            raise _grammar_error("response_format of type json_schema needs json_schema: {name, schema}", field)
+        _check_known_fields(described, {"name", "schema", "strict", "description"}, f"{field}.json_schema")
         if not isinstance(described.get("strict"), bool | None):
-            raise _refused("response_format.json_schema.strict must be true or false", field)
+            raise _grammar_error("response_format.json_schema.strict must be true or false", field)
         schema, exact = described.get("schema"), described.get("strict")
         if schema is None:
             return StructuredOutput("json_object", "", field)
-        return _of("strict_json_schema" if exact else "json_schema", schema, field)
-    raise _refused(
+        return _parse_form("strict_json_schema" if exact else "json_schema", schema, field)
+    raise _grammar_error(
         "response_format.type must be text, json_object or json_schema; structured_outputs has other forms",
         field,
     )
@@ -93,20 +95,20 @@ def _structured_outputs(value: dict[str, Any] | None) -> StructuredOutput | None
     if value is None:
         return None
     field = "structured_outputs"
-    _only(value, {*kinds, "json_object"}, field)
+    _check_known_fields(value, {*kinds, "json_object"}, field)
     given = [key for key, item in value.items() if item is not None and item is not False]
     if not given:
         return None
     if len(given) != 1:
-        raise _refused("structured_outputs takes one of json, json_object, regex, choice and grammar", field)
+        raise _grammar_error("structured_outputs takes one of json, json_object, regex, choice and grammar", field)
     if given[0] != "json_object":
-        return _of(kinds[given[0]], value[given[0]], field)
+        return _parse_form(kinds[given[0]], value[given[0]], field)
     if value["json_object"] is not True:
-        raise _refused("structured_outputs.json_object must be true or false", field)
+        raise _grammar_error("structured_outputs.json_object must be true or false", field)
     return StructuredOutput("json_object", "", field)
 
 
-def _of(kind: Kind, value: Any, field: str) -> StructuredOutput | None:
+def _parse_form(kind: Kind, value: Any, field: str) -> StructuredOutput | None:
     if value is None:
         return None
     if kind in ("json_schema", "strict_json_schema"):
@@ -114,7 +116,9 @@ def _of(kind: Kind, value: Any, field: str) -> StructuredOutput | None:
     if kind == "choice":
         return StructuredOutput(kind, _choices(value, field), field)
     if not isinstance(value, str) or not value:
-        raise _refused(f"{field}: a {'pattern' if kind == 'regex' else 'grammar'} is a text that is not empty", field)
+        raise _grammar_error(
+            f"{field}: a {'pattern' if kind == 'regex' else 'grammar'} is a text that is not empty", field
+        )
     _check_size(len(value), field)
     return StructuredOutput(kind, value, field)
 
@@ -125,7 +129,7 @@ def _schema(value: Any, field: str) -> str:
         _check_size(len(value), field)
         return value
     if not isinstance(value, dict | bool):
-        raise _refused(f"{field}: a schema is an object", field)
+        raise _grammar_error(f"{field}: a schema is an object", field)
     values, characters, stack = 0, 0, [value]
     while stack:
         item: Any = stack.pop()
@@ -138,40 +142,40 @@ def _schema(value: Any, field: str) -> str:
         elif isinstance(item, str):
             characters += len(item)
         if values + len(stack) > MAX_VALUES:
-            raise _refused(f"{field}: the schema holds more than {MAX_VALUES} values", field)
+            raise _grammar_error(f"{field}: the schema holds more than {MAX_VALUES} values", field)
         _check_size(characters, field)
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (RecursionError, ValueError) as error:
-        raise _refused(f"{field}: the schema cannot be written as JSON ({type(error).__name__})", field) from None
+        raise _grammar_error(f"{field}: the schema cannot be written as JSON ({type(error).__name__})", field) from None
     _check_size(len(text), field)
     return text
 
 
 def _choices(value: Any, field: str) -> str:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_CHOICES:
-        raise _refused(f"{field}: choices are a list of 1 to {MAX_CHOICES} texts", field)
+        raise _grammar_error(f"{field}: choices are a list of 1 to {MAX_CHOICES} texts", field)
     if not all(isinstance(choice, str) and choice for choice in value):
-        raise _refused(f"{field}: every choice is a text that is not empty", field)
+        raise _grammar_error(f"{field}: every choice is a text that is not empty", field)
     _check_size(sum(map(len, value)), field)
     return json.dumps(value)
 
 
-def _only(value: Mapping[str, Any], known: set[str], where: str) -> None:
+def _check_known_fields(value: Mapping[str, Any], known: set[str], where: str) -> None:
     for key, item in value.items():
         if key not in known and item is not None:
             name = key[:64]
-            raise _refused(
+            raise _grammar_error(
                 f"{where}: unknown field {name!r}, known are {', '.join(sorted(known))}", where.split(".")[0]
             )
 
 
 def _check_size(characters: int, field: str) -> None:
     if characters > MAX_CHARACTERS:
-        raise _refused(f"{field} has more than {MAX_CHARACTERS} characters", field, "grammar_too_large")
+        raise _grammar_error(f"{field} has more than {MAX_CHARACTERS} characters", field, "grammar_too_large")
 
 
-def _refused(message: str, field: str, code: str = "invalid_grammar") -> ApiError:
+def _grammar_error(message: str, field: str, code: str = "invalid_grammar") -> ApiError:
     return bad_request(message, field, code)
 
 
@@ -181,20 +185,20 @@ _ANSWER = "answer"
 _SPACES = (r"BEFORE: /[ \t\r\n]{0,2}/", r"SPACE: /[ \t\r\n]{0,4}/")
 
 
-def behind_thinking(
-    grammar: str, model: ThinkingModel, place: Place, eos_ids: Collection[int], *, calls: bool = False
+def with_thinking_prefix(
+    grammar: str, model: ThinkingControl, phase: ThinkingPhase, eos_ids: Collection[int], *, calls: bool = False
 ) -> str:
     """The grammar of an answer, as one of all that is generated: thinking, if the model thinks, then the answer.
 
     grammar: a list of grammars as JSON, or Lark. place: where the output begins. eos_ids: what would end it, and must not
     while the model thinks. calls: the grammar is one of calls, which name their channels themselves.
     """
-    if place == "behind" or (calls and model.name == HARMONY):
+    if phase == "behind" or (calls and model.name == HARMONY):
         return grammar
     if model.name == HARMONY:
-        lark = _channels(model.ids, eos_ids)
+        lark = _channel_grammar(model.ids, eos_ids)
     elif model.format is not None:
-        lark = _tags(model.format, place, model.ids, eos_ids)
+        lark = _tag_grammar(model.format, phase, model.ids, eos_ids)
     else:
         return grammar
     given: dict[str, Any] = json.loads(grammar) if grammar.lstrip().startswith("{") else {}
@@ -203,27 +207,29 @@ def behind_thinking(
     return json.dumps({**given, "grammars": grammars})
 
 
-def _tags(format: ThinkingFormat, place: Place, ids: Callable[[str], list[int]], eos_ids: Collection[int]) -> str:
-    closes = _single(ids, format.closes)
+def _tag_grammar(
+    format: ThinkingFormat, phase: ThinkingPhase, ids: Callable[[str], list[int]], eos_ids: Collection[int]
+) -> str:
+    closes = _single_token_ids(ids, format.closes)
     if closes:
-        others = {*eos_ids, *_single(ids, format.interrupts)}
-        rules = [f"thought: {_anything_but({*closes, *others})}* {_tokens(closes)}"]
+        others = {*eos_ids, *_single_token_ids(ids, format.interrupts)}
+        rules = [f"thought: {_token_complement({*closes, *others})}* {_token_set(closes)}"]
     else:  # the markers are text; the shortest match ends with the first of them
-        ends = "|".join(_in_regex(close) for close in format.closes)
+        ends = "|".join(_escape_regex(close) for close in format.closes)
         rules = [rf"thought[lazy]: /(.|\n)*({ends})/"]
-    opens = [_tokens(found) if len(found := ids(text)) == 1 else json.dumps(text) for text in format.opens]
+    opens = [_token_set(found) if len(found := ids(text)) == 1 else json.dumps(text) for text in format.opens]
     label = f"{json.dumps(format.label)} " if format.label else ""
     opened = f"BEFORE ({' | '.join(opens)}) {label}thought"
-    begin = "thought" if place == "inside" else f"({opened})?"
-    return "\n".join([f"start: {begin} SPACE @{_ANSWER}", *rules, *(_SPACES[1:] if place == "inside" else _SPACES)])
+    begin = "thought" if phase == "inside" else f"({opened})?"
+    return "\n".join([f"start: {begin} SPACE @{_ANSWER}", *rules, *(_SPACES[1:] if phase == "inside" else _SPACES)])
 
 
-def _channels(ids: Callable[[str], list[int]], eos_ids: Collection[int]) -> str:
+def _channel_grammar(ids: Callable[[str], list[int]], eos_ids: Collection[int]) -> str:
     def token(text: str) -> str:
-        return _tokens(found) if len(found := ids(text)) == 1 else json.dumps(text)
+        return _token_set(found) if len(found := ids(text)) == 1 else json.dumps(text)
 
     channel, message, end = token("<|channel|>"), token("<|message|>"), ids("<|end|>")
-    free = f"{_anything_but({*end, *eos_ids})}* {_tokens(end)}" if len(end) == 1 else "unmarked"
+    free = f"{_token_complement({*end, *eos_ids})}* {_token_set(end)}" if len(end) == 1 else "unmarked"
     return "\n".join(
         [
             f'start: ({channel} "analysis" {message} thought {token("<|start|>")} "assistant")? '
@@ -234,19 +240,19 @@ def _channels(ids: Callable[[str], list[int]], eos_ids: Collection[int]) -> str:
     )
 
 
-def _single(ids: Callable[[str], list[int]], texts: Collection[str]) -> list[int]:
+def _single_token_ids(ids: Callable[[str], list[int]], texts: Collection[str]) -> list[int]:
     """Those of the texts that are one token each."""
     return [found[0] for found in map(ids, texts) if len(found) == 1]
 
 
-def _tokens(ids: Collection[int]) -> str:
+def _token_set(ids: Collection[int]) -> str:
     return f"<[{','.join(map(str, sorted(ids)))}]>"
 
 
-def _anything_but(ids: Collection[int]) -> str:
+def _token_complement(ids: Collection[int]) -> str:
     return f"<[^{','.join(map(str, sorted(ids)))}]>"
 
 
-def _in_regex(text: str) -> str:
+def _escape_regex(text: str) -> str:
     """The text inside `/…/`."""
     return re.sub(r"([.^$*+?()\[\]{}|\\/])", r"\\\1", text)

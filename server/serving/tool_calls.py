@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.server.errors import bad_request
 from windlass.server.schemas.chat import ChatRequest
-from windlass.server.schemas.tools import ALLOWED, FunctionDefinition, known_tools
+from windlass.server.schemas.tools import ALLOWED_TOOLS, FunctionDefinition, as_tool_definitions
 from windlass.server.text.stream_parser import MAX_CALLS, CallOptions, ParsingPlan
-from windlass.server.text.template_facts import TemplateFacts
-from windlass.server.text.tool_parsers.forced_calls import Forced
+from windlass.server.text.template_facts import TemplateCapabilities
+from windlass.server.text.tool_parsers.forced_calls import CallGrammarOptions
 from windlass.server.text.tool_parsers.formats import PLAIN_JSON, format_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ INVALID = "invalid_value"
 
 
 @dataclass(frozen=True, slots=True)
-class ToolUse:
+class ToolPlan:
     """What the tools of a request come to.
 
     tools: for the template. parsing: None where the answer is not searched for calls.
@@ -41,11 +41,11 @@ class ToolUse:
 
 def tools_for_template(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
     """Tools as templates expect them, which is as OpenAI writes them."""
-    return [_told(tool.function) for tool in known_tools(tools)] if tools else None
+    return [_template_tool(tool.function) for tool in as_tool_definitions(tools)] if tools else None
 
 
-def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, formed: bool = False) -> ToolUse:
-    """See `ToolUse`; raises ApiError naming the field.
+def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, has_output_format: bool = False) -> ToolPlan:
+    """See `ToolPlan`; raises ApiError naming the field.
 
     parser: a format's name, "auto" or "none". formed: whether an answer without calls has to have a form.
     """
@@ -55,59 +55,59 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, formed: 
             raise bad_request(
                 f"{field} asks for a call, and there are no {field.replace('_choice', 's')} to call", field, INVALID
             )
-        return ToolUse()
-    tools = [_told(function) for function in functions]
+        return ToolPlan()
+    tools = [_template_tool(function) for function in functions]
     if choice == "none":
-        return ToolUse(tools)
-    names, named = _chosen(choice)
+        return ToolPlan(tools)
+    names, named = _parse_tool_choice(choice)
     offered = {function.name: function.parameters or {} for function in functions}
     for name in names or ():
         if name not in offered:
             raise bad_request(f"{field} names {name[:64]!r}, which is not among the functions on offer", field, INVALID)
     schemas = offered if names is None else {name: offered[name] for name in names}
-    must_call = named or choice == "required" or (names is not None and choice[ALLOWED]["mode"] == "required")
+    must_call = named or choice == "required" or (names is not None and choice[ALLOWED_TOOLS]["mode"] == "required")
     if parser == "none":
         if must_call:
             raise bad_request(
                 f"{field} cannot ask for a call: this server runs with --tool-call-parser none", field, INVALID
             )
-        return ToolUse(tools)
-    older = body.functions is not None
+        return ToolPlan(tools)
+    legacy = body.functions is not None
     template = tokenizer.template_for(True) or ""
-    facts = TemplateFacts.of(template)
-    once = older or named or facts.single_call  # more could not be sent back
-    several = body.parallel_tool_calls is not False and not once
+    capabilities = TemplateCapabilities.of(template)
+    once = legacy or named or capabilities.single_call  # more could not be sent back
+    parallel = body.parallel_tool_calls is not False and not once
     known = format_of(parser, template)
     grammar = None
-    if must_call or formed:
+    if must_call or has_output_format:
         strict = [function.name for function in functions if function.strict]
-        forced = Forced(schemas, several, partial(_token, tokenizer), strict)
+        forced = CallGrammarOptions(schemas, parallel, partial(_marker_lark, tokenizer), strict)
         grammar = known.grammar(forced)
         if grammar is None:  # these functions have no such form
             known, grammar = PLAIN_JSON, PLAIN_JSON.grammar(forced)
     options = CallOptions(
         schemas=schemas,
         new_id=known.new_id,
-        max_calls=MAX_CALLS if several else 1,
-        only_calls=must_call,
-        barred=offered.keys() - schemas.keys(),
+        max_calls=MAX_CALLS if parallel else 1,
+        calls_only=must_call,
+        disallowed=offered.keys() - schemas.keys(),
     )
-    parsing = ParsingPlan(lambda: known.parser(options), known.markers, older)
+    parsing = ParsingPlan(lambda: known.parser(options), known.markers, legacy)
     if not must_call:
-        return ToolUse(tools, parsing, calls=grammar or "")
-    return ToolUse(tools, parsing, grammar, field)
+        return ToolPlan(tools, parsing, calls=grammar or "")
+    return ToolPlan(tools, parsing, grammar, field)
 
 
-def _chosen(choice: Any) -> tuple[list[str] | None, bool]:
+def _parse_tool_choice(choice: Any) -> tuple[list[str] | None, bool]:
     """The functions that a choice names, None where it names none; and whether it is one that has to be called."""
     if not isinstance(choice, dict):
         return None, False
-    if choice.get("type") == ALLOWED:
-        return [tool["function"]["name"] for tool in choice[ALLOWED]["tools"]], False
+    if choice.get("type") == ALLOWED_TOOLS:
+        return [tool["function"]["name"] for tool in choice[ALLOWED_TOOLS]["tools"]], False
     return [choice.get("function", choice)["name"]], True
 
 
-def _token(tokenizer: Tokenizer, marker: str) -> str:
+def _marker_lark(tokenizer: Tokenizer, marker: str) -> str:
     """The Lark for a marker: the token that it is, or its text where it is none of its own."""
     token_id = tokenizer.backend.token_to_id(marker)
     added = tokenizer.backend.get_added_tokens_decoder()
@@ -119,11 +119,11 @@ def _functions(body: ChatRequest) -> tuple[list[FunctionDefinition], Any, str]:
     if body.functions is None:
         if body.function_call is not None:
             raise bad_request("function_call goes with functions", "function_call", INVALID)
-        return [tool.function for tool in known_tools(body.tools or ())], body.tool_choice, "tool_choice"
+        return [tool.function for tool in as_tool_definitions(body.tools or ())], body.tool_choice, "tool_choice"
     if body.tools is not None or body.tool_choice is not None:
         raise bad_request("functions is the older name of tools: give one of them", "functions", INVALID)
     return body.functions, body.function_call, "function_call"
 
 
-def _told(function: FunctionDefinition) -> dict[str, Any]:
+def _template_tool(function: FunctionDefinition) -> dict[str, Any]:
     return {"type": "function", "function": function.model_dump(exclude_none=True, exclude={"strict"})}

@@ -17,7 +17,7 @@ from pathlib import Path
 from stat import S_ISDIR
 from typing import Any
 
-from windlass.clients.terminal import say
+from windlass.clients.terminal import print_status
 from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.split_files import find_parts, model_stem
 from windlass.server.startup.model_catalog import cache_folder
@@ -25,7 +25,7 @@ from windlass.server.text.tokenizer_files import TOKENIZER, find_tokenizer
 
 _LONGEST_STEM = 120
 
-_MAKING = ".making-"  # how the name of what is not yet whole begins
+_INCOMPLETE_PREFIX = ".making-"  # how the name of what is not yet whole begins
 
 _ABANDONED_SECONDS = 3600.0  # nothing is that long in the making
 
@@ -34,53 +34,55 @@ _ABANDONED_SECONDS = 3600.0  # nothing is that long in the making
 class Derivation:
     """What is derived, and how. folder: its place in the cache. index: the file that tells what a directory was made from.
 
-    files: names that a whole directory has. made_by: counted up when newer code would make something else from the same files.
+    files: names that a whole directory has. version: counted up when newer code would make something else from the same files.
     """
 
     folder: str
     index: str
     files: Sequence[str]
-    made_by: int
+    version: int
     # Descriptors that hold the lock of what this process uses, one for each directory however often it is asked for. They are
     # let go by its end alone, as nobody tells of the last use: engines are started again, and models of an LLM outlive it.
-    _held: dict[Path, int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _lock_descriptors: dict[Path, int] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def directory(self, stem: str, sources: Sequence[Path], source: str, fill: Callable[[Path], None]) -> Path:
         """The directory made from these files as they are now; made where it is not there yet.
 
         stem: how its name begins. source: what to call the files. fill: writes into an empty directory all files, the index among
-        them (see `described`). It is in use for as long as this process lives. The directory of what the first file was before it
+        them (see `describe_sources`). It is in use for as long as this process lives. The directory of what the first file was before it
         changed goes, unless it is in use. Raises LoadError, one line.
         """
-        files = self.described(sources, source)
-        digest = hashlib.sha256(json.dumps([self.made_by, files]).encode()).hexdigest()[:16]
+        files = self.describe_sources(sources, source)
+        digest = hashlib.sha256(json.dumps([self.version, files]).encode()).hexdigest()[:16]
         try:
             target = cache_folder() / self.folder / f"{stem[:_LONGEST_STEM]}-{digest}"
-            if self._use(target, files):
+            if self._lock_if_current(target, files):
                 return target
             target.parent.mkdir(parents=True, exist_ok=True)
-            self._remove_abandoned(target.parent, _MAKING)
-            made = Path(tempfile.mkdtemp(prefix=_MAKING, dir=target.parent))
+            self._remove_abandoned(target.parent, _INCOMPLETE_PREFIX)
+            made = Path(tempfile.mkdtemp(prefix=_INCOMPLETE_PREFIX, dir=target.parent))
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
             reason = getattr(error, "strerror", None) or error
-            say(f"notice: what is derived from {source} cannot be kept for later starts ({reason}): set WINDLASS_CACHE")
+            print_status(
+                f"notice: what is derived from {source} cannot be kept for later starts ({reason}): set WINDLASS_CACHE"
+            )
             prefix = f"windlass-{self.folder}-"
             self._remove_abandoned(Path(tempfile.gettempdir()), prefix)
             made = Path(tempfile.mkdtemp(prefix=prefix))
             atexit.register(shutil.rmtree, made, ignore_errors=True)
             fill(made)
-            self._use(made, files)
+            self._lock_if_current(made, files)
             return made
         try:
             fill(made)
             self._put_in_place(made, target, files)
         finally:
             shutil.rmtree(made, ignore_errors=True)
-        self._use(target, files)
+        self._lock_if_current(target, files)
         self._remove_older(target, files)
         return target
 
-    def described(self, sources: Sequence[Path], source: str) -> list[dict[str, Any]]:
+    def describe_sources(self, sources: Sequence[Path], source: str) -> list[dict[str, Any]]:
         """What tells these files from what they were before, the `files` of an index. Raises LoadError."""
         try:
             found = [(path, path.stat()) for path in sources]
@@ -105,7 +107,7 @@ class Derivation:
             if self._is_current(target, files):
                 return
         # What lies there is damaged: it is moved away first, since a directory replaces no other that holds something.
-        with tempfile.TemporaryDirectory(prefix=_MAKING, dir=target.parent) as away:
+        with tempfile.TemporaryDirectory(prefix=_INCOMPLETE_PREFIX, dir=target.parent) as away:
             try:
                 with contextlib.suppress(FileNotFoundError):
                     target.rename(Path(away) / "old")
@@ -136,29 +138,31 @@ class Derivation:
                 if theirs and theirs[0]["path"] == files[0]["path"]:
                     self._remove_unused(other)
 
-    def _use(self, directory: Path, files: Sequence[dict[str, Any]]) -> bool:
+    def _lock_if_current(self, directory: Path, files: Sequence[dict[str, Any]]) -> bool:
         """Whether it is current, and then nobody removes it any more: a server may start its engine again from there."""
         with contextlib.suppress(OSError):
-            held = os.open(directory / self.index, os.O_RDONLY)
+            descriptor = os.open(directory / self.index, os.O_RDONLY)
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(held, fcntl.LOCK_SH)  # never let go: the end of the process does
+                fcntl.flock(descriptor, fcntl.LOCK_SH)  # never let go: the end of the process does
             if self._is_current(directory, files):
-                before = self._held.pop(directory, None)  # perhaps of one that was there before, and damaged
-                self._held[directory] = held
+                before = self._lock_descriptors.pop(
+                    directory, None
+                )  # perhaps of one that was there before, and damaged
+                self._lock_descriptors[directory] = descriptor
                 if before is not None:
                     os.close(before)
                 return True
-            os.close(held)
+            os.close(descriptor)
         return False
 
     def _remove_unused(self, directory: Path) -> None:
         with contextlib.suppress(OSError):  # another process uses it, or has removed it
-            held = os.open(directory / self.index, os.O_RDWR)  # NFS locks nothing else against all others
+            descriptor = os.open(directory / self.index, os.O_RDWR)  # NFS locks nothing else against all others
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(directory, ignore_errors=True)
             finally:
-                os.close(held)
+                os.close(descriptor)
 
     def _is_current(self, directory: Path, files: Sequence[dict[str, Any]]) -> bool:
         return (self.read_index(directory) or {}).get("files") == list(files) and all(
@@ -182,7 +186,7 @@ _GGUF_DERIVATION = Derivation(
     folder="gguf",
     index="gguf.json",
     files=("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    made_by=4,
+    version=4,
 )
 
 _MAGIC = b"GGUF"
@@ -199,7 +203,7 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def derive_directory(path: Path) -> Path:
+def derive_gguf_directory(path: Path) -> Path:
     """The directory of the model in a GGUF file, or in any part of a split one; made where it is not there yet.
 
     A file that has changed gets a new one in place of the old. Raises LoadError, one line, for a file that cannot be served.
@@ -223,7 +227,7 @@ def _fill_gguf_directory(directory: Path, parts: Sequence[Path]) -> None:
     found = describe_gguf(parts)
     tokenizer = gguf_tokenizer_files(found.metadata, str(parts[0]))
     for notice in tokenizer.notices:
-        say(f"notice: {notice}")
+        print_status(f"notice: {notice}")
     texts = {
         "config.json": json.dumps(found.config, indent=2),
         "generation_config.json": json.dumps(found.generation, indent=2),
@@ -241,10 +245,10 @@ def _fill_gguf_directory(directory: Path, parts: Sequence[Path]) -> None:
 
 _CONFIG = "tokenizer_config.json"
 
-_TOKENIZER_DERIVATION = Derivation(folder="tokenizers", index="derived.json", files=(TOKENIZER, _CONFIG), made_by=1)
+_TOKENIZER_DERIVATION = Derivation(folder="tokenizers", index="derived.json", files=(TOKENIZER, _CONFIG), version=1)
 
 
-def with_tokenizer(directory: Path) -> Path:
+def ensure_tokenizer(directory: Path) -> Path:
     """The directory itself where it has a tokenizer.json, else one made from it. Raises LoadError, one line."""
     directory = directory.absolute()
     vocabulary = find_tokenizer(directory)
@@ -261,8 +265,8 @@ def _fill_tokenizer_directory(directory: Path, sources: Sequence[Path]) -> None:
 
     made = tokenizer_files(sources[0])
     for notice in made.notices:
-        say(f"notice: {notice}")
-    index = json.dumps({"files": _TOKENIZER_DERIVATION.described(sources, str(sources[0].parent))})
+        print_status(f"notice: {notice}")
+    index = json.dumps({"files": _TOKENIZER_DERIVATION.describe_sources(sources, str(sources[0].parent))})
     write_files(directory, {TOKENIZER: made.tokenizer, _CONFIG: made.config, _TOKENIZER_DERIVATION.index: index})
     try:
         for source in sources:

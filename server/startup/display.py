@@ -8,7 +8,7 @@ from typing import Protocol
 from windlass._version import __version__
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.rotary.rope_scaling import RotaryGroup
-from windlass.server.config.option_names import in_options
+from windlass.server.config.option_names import with_option_names
 
 
 class Sized(Protocol):
@@ -89,7 +89,7 @@ def summary(
         lines.append(f"  sampling  {neutral}, where a request does not say (--override-generation-config sets it)")
     if options:
         lines.append(f"  options   {', '.join(options)}")
-    lines += [f"  note: {in_options(notice)}" for notice in info.notices]
+    lines += [f"  note: {with_option_names(notice)}" for notice in info.notices]
     if _exceeds_trained_length(info):
         lines.append(
             f"  note: the model was trained for {info.trained_len:,} tokens; beyond them it needs a scaling: "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """End at once on SIGTERM, with exit code 0, until another handler takes its place.
 
     As process 1 of a container a program that installs no handler is not ended by SIGTERM at all. Nothing is waited for, as
@@ -27,14 +27,14 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noting(number: signal.Signals | None) -> Iterator[Callable[[], bool]]:
+def record_signal(number: signal.Signals | None) -> Iterator[Callable[[], bool]]:
     """Whether this signal has come, which is all that it does until another handler takes its place. None: no signal."""
-    came: list[int] = []
+    received: list[int] = []
     if number is None:
         yield lambda: False
         return
-    previous = signal.signal(number, lambda signum, frame: came.append(signum))
+    previous = signal.signal(number, lambda signum, frame: received.append(signum))
     try:
-        yield lambda: bool(came)
+        yield lambda: bool(received)
     finally:
         signal.signal(number, previous)

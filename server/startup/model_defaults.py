@@ -17,16 +17,16 @@ from windlass.engine.model.model_spec import ContextRefusals, ModelSpec, context
 from windlass.engine.rotary.rope_scaling import DISTANCE_KINDS
 from windlass.server.config.option_parsing import read_template_file, split
 from windlass.server.config.server_options import (
-    FILE,
-    NONE,
-    OVERRIDE,
+    GENERATION_CONFIG_FILE,
+    NO_GENERATION_CONFIG,
+    OVERRIDE_OPTION,
     ServerOptions,
+    generation_config_path,
     read_override,
     read_sampling,
-    sampling_file,
 )
 from windlass.server.config.settings import RankSettings, SamplingDefaults, ServerSettings
-from windlass.server.text.pair_prompts import QWEN3_RERANKER
+from windlass.server.text.pair_prompts import QWEN3_RERANKER_TEMPLATE
 
 RECOMMENDED = "recommended by its authors"
 
@@ -50,22 +50,24 @@ def find_sampling(
     (`max_new_tokens`) are not taken: they are the operator's. Raises LoadError, one line, for values that no request could set
     either.
     """
-    other = sampling_file(given)
-    path = directory / FILE if other is None else other
+    other = generation_config_path(given)
+    path = directory / GENERATION_CONFIG_FILE if other is None else other
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    if other is None and given not in NONE:
+    if other is None and given not in NO_GENERATION_CONFIG:
         values |= recommended
         sources |= dict.fromkeys(recommended, RECOMMENDED)
-    if other is not None or (given not in NONE and path.is_file()):
+    if other is not None or (given not in NO_GENERATION_CONFIG and path.is_file()):
         of_file = {name: value for name, value in read_json(path).items() if value is not None}
         values |= of_file
-        sources |= dict.fromkeys(read_sampling(of_file, str(path), _ADVICE), FILE if other is None else str(path))
+        sources |= dict.fromkeys(
+            read_sampling(of_file, str(path), _ADVICE), GENERATION_CONFIG_FILE if other is None else str(path)
+        )
     replaced = read_override(override)
     if "temperature" in replaced and "do_sample" not in replaced:
         values.pop("do_sample", None)  # whoever gives a temperature wants that one
     values |= replaced
-    sources |= dict.fromkeys([*replaced, *read_sampling(replaced, OVERRIDE, "")], OVERRIDE)
+    sources |= dict.fromkeys([*replaced, *read_sampling(replaced, OVERRIDE_OPTION, "")], OVERRIDE_OPTION)
     found = read_sampling(values, str(path), _ADVICE)
     return ModelSampling(SamplingDefaults(**found), {name: sources[name] for name in found})
 
@@ -73,7 +75,7 @@ def find_sampling(
 _FIELD = re.compile(r"\b(?:attention_window|attention_sinks|keep_tokens|context_overflow)\b")
 
 
-def most_sizes(config: EngineConfig, spec: ModelSpec) -> ContextSizes:
+def max_context_sizes(config: EngineConfig, spec: ModelSpec) -> ContextSizes:
     """What sequences may hold at most: how much of it there is memory for is known once the model is loaded."""
     longest = config.max_model_len or spec.trained_len
     held = config.context.shift_context or longest
@@ -82,7 +84,7 @@ def most_sizes(config: EngineConfig, spec: ModelSpec) -> ContextSizes:
     )
 
 
-def check_own_rule(settings: ServerSettings, sizes: ContextSizes) -> None:
+def check_context_defaults(settings: ServerSettings, sizes: ContextSizes) -> None:
     """Raises LoadError, one line with the option at fault."""
     sinks, window, keep = settings.attention_sinks, settings.attention_window, settings.keep_tokens
     if settings.cache_reuse < 0 or 0 < settings.cache_reuse < MIN_PASSAGE_TOKENS:
@@ -99,13 +101,13 @@ def check_own_rule(settings: ServerSettings, sizes: ContextSizes) -> None:
         raise LoadError(named + hint) from None
 
 
-def check_goes_with_model(server: ServerOptions, spec: ModelSpec) -> None:
+def check_model_compatibility(server: ServerOptions, spec: ModelSpec) -> None:
     """Raises LoadError for what no request could have of this model, whatever its lengths."""
-    _check_moved_keys(server, {group.scaling.rope_type for group in spec.rotary_groups})
+    _check_scaling_kinds(server, {group.scaling.rope_type for group in spec.rotary_groups})
     _check_context(server, context_refusals(spec))
 
 
-def _check_moved_keys(server: ServerOptions, kinds: set[str]) -> None:
+def _check_scaling_kinds(server: ServerOptions, kinds: set[str]) -> None:
     """Refuse what every request would be refused for that asks for nothing else. kinds: of the scaling they run under."""
     options = {
         "--context-overflow shift": server.context_overflow == "shift",
@@ -140,8 +142,8 @@ def rank_settings(path: Path, server: ServerOptions, spec: ModelSpec | None) -> 
 
     spec: None where it is not known; then the model is taken to generate.
     """
-    given = _check(server, spec)
-    template = _template(server)
+    given = _check_rank_tokens(server, spec)
+    template = _read_rank_template(server)
     if spec is not None and not spec.generates:
         one = spec.head is not None and not spec.head.classes.per_token and len(spec.head.classes.labels) == 1
         return (
@@ -155,7 +157,7 @@ def rank_settings(path: Path, server: ServerOptions, spec: ModelSpec | None) -> 
     if server.rerank_template == _QWEN3:
         tokens = tokens or _QWEN3_TOKENS
     elif template is None and declared is not None and declared.is_qwen3_reranker:
-        template = QWEN3_RERANKER
+        template = QWEN3_RERANKER_TEMPLATE
     if not tokens:
         if template is None:
             return None
@@ -163,11 +165,11 @@ def rank_settings(path: Path, server: ServerOptions, spec: ModelSpec | None) -> 
             f"--rerank-template {server.rerank_template}: the model's files do not say which tokens it answers with: say it with "
             "--rerank-tokens, such as no,yes"
         )
-    asked = bool(given) or template is not None  # what files alone say keeps nobody from generating
-    return RankSettings(template=template, needs_template=asked, tokens=tokens, instruction=instruction)
+    needs_template = bool(given) or template is not None  # what files alone say keeps nobody from generating
+    return RankSettings(template=template, needs_template=needs_template, tokens=tokens, instruction=instruction)
 
 
-def _check(server: ServerOptions, spec: ModelSpec | None) -> tuple[str, ...]:
+def _check_rank_tokens(server: ServerOptions, spec: ModelSpec | None) -> tuple[str, ...]:
     """The operator's tokens, the one that counts first. Raises LoadError for options that this model cannot follow."""
     tokens = split(server.rerank_tokens)
     if server.rerank_tokens is not None and len(tokens) not in (1, 2):
@@ -184,16 +186,16 @@ def _check(server: ServerOptions, spec: ModelSpec | None) -> tuple[str, ...]:
     return ()
 
 
-def _template(server: ServerOptions) -> str | None:
+def _read_rank_template(server: ServerOptions) -> str | None:
     """The source of the operator's; raises LoadError for one that cannot be used."""
     given = server.rerank_template
     if given is None or given == _QWEN3:
-        return QWEN3_RERANKER if given == _QWEN3 else None
+        return QWEN3_RERANKER_TEMPLATE if given == _QWEN3 else None
     source = read_template_file("--rerank-template", Path(given))
-    from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, cut_pairs
+    from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, build_pair_template
 
     try:
-        cut_pairs(ChatTemplate(source))
+        build_pair_template(ChatTemplate(source))
     except ChatTemplateError as error:
         raise LoadError(f"--rerank-template {given}: {error.message}") from None
     return source

@@ -13,17 +13,17 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from windlass.clients.terminal import say
+from windlass.clients.terminal import print_status
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.model.gguf.split_files import model_stem, part_names, part_number
 from windlass.engine.model.loading.checkpoint import describe_other_format
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.startup.derived_files import derive_directory, is_gguf, source_stem
+from windlass.server.startup.derived_files import derive_gguf_directory, is_gguf, source_stem
 from windlass.server.startup.model_catalog import DEMO, KNOWN, SMOLLM2, KnownModel, is_file_of
 
-_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+_NOT_A_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 
-_MOST_NAMED = 24  # files in a message
+_MAX_LISTED = 24  # files in a message
 
 _QUANTIZATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*))$", re.IGNORECASE)
 
@@ -33,7 +33,7 @@ def model_files(names: Iterable[str]) -> dict[str, str]:
     first: dict[str, str] = {}
     for name in sorted(names):
         file = PurePosixPath(name)
-        if file.suffix.lower() == ".gguf" and not _NO_MODEL.search(file.name):
+        if file.suffix.lower() == ".gguf" and not _NOT_A_MODEL.search(file.name):
             first.setdefault(str(file.with_name(model_stem(file.name))), name)
     return first
 
@@ -48,27 +48,27 @@ def choose_file(names: Iterable[str], wanted: str | None, place: str, repo: str 
         raise LoadError(f"{place} holds no GGUF file of a language model: choose another")
     found = list(models)
     if wanted is not None:
-        found = [stem for stem in models if _means(wanted, stem, models[stem])]
+        found = [stem for stem in models if _matches(wanted, stem, models[stem])]
         # What is called so is meant before what only ends so: Q8_0 before UD-Q8_0.
-        spoken = _spoken(found)
-        found = [stem for stem, name in zip(found, spoken, strict=True) if name.lower() == wanted.lower()] or found
+        short_names = _short_names(found)
+        found = [stem for stem, name in zip(found, short_names, strict=True) if name.lower() == wanted.lower()] or found
     if len(found) == 1:
         return models[found[0]]
     stems = found or list(models)
-    spoken = [models[stem] for stem in stems] if repo is None else _spoken(stems)
-    more = f" and {len(spoken) - _MOST_NAMED} more" if len(spoken) > _MOST_NAMED else ""
-    there = ", ".join(spoken[:_MOST_NAMED]) + more
-    example = f"{place}/{spoken[0]}" if repo is None else f"{repo}:{spoken[0]}"
+    short_names = [models[stem] for stem in stems] if repo is None else _short_names(stems)
+    more = f" and {len(short_names) - _MAX_LISTED} more" if len(short_names) > _MAX_LISTED else ""
+    there = ", ".join(short_names[:_MAX_LISTED]) + more
+    example = f"{place}/{short_names[0]}" if repo is None else f"{repo}:{short_names[0]}"
     if not found:
         raise LoadError(f"{place} has no GGUF file {wanted}: there are {there}")
     which = "" if wanted is None else f" {wanted}"
     raise LoadError(f"{place} holds several GGUF files{which} ({there}): name one, such as {example}")
 
 
-def spoken_models(names: Iterable[str]) -> dict[str, str]:
+def models_by_short_name(names: Iterable[str]) -> dict[str, str]:
     """The first file of each model among these, by what a person writes behind a repository's colon."""
     models = model_files(names)
-    return dict(zip(_spoken(list(models)), models.values(), strict=True))
+    return dict(zip(_short_names(list(models)), models.values(), strict=True))
 
 
 def gguf_names(directory: Path) -> list[str]:
@@ -82,7 +82,7 @@ def all_parts(name: str) -> list[str]:
     return [str(file.with_name(part)) for part in part_names(file.name)]
 
 
-def _means(wanted: str, stem: str, name: str) -> bool:
+def _matches(wanted: str, stem: str, name: str) -> bool:
     """Whether a person who says `wanted` means this model. Letter case is no matter."""
     wanted, stem, name = wanted.lower(), stem.lower(), name.lower()
     if wanted.endswith(".gguf"):
@@ -92,7 +92,7 @@ def _means(wanted: str, stem: str, name: str) -> bool:
     return stem == wanted or (stem.endswith(wanted) and not stem[: -len(wanted)][-1:].isalnum())
 
 
-def _spoken(stems: list[str]) -> list[str]:
+def _short_names(stems: list[str]) -> list[str]:
     """How a person names each: by its quantization where that is enough, else by the file."""
     short = [found[1] if (found := _QUANTIZATION.search(stem)) else f"{stem}.gguf" for stem in stems]
     return short if len(set(short)) == len(short) else [f"{stem}.gguf" for stem in stems]
@@ -115,7 +115,7 @@ _REVISION = _GGUF = re.compile(r"[\w][\w.\-/]*")
 
 _PART = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
 
-_REACH_SECONDS = 5.0
+_CONNECT_SECONDS = 5.0
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
@@ -136,7 +136,7 @@ def resolve_model(name: str | None) -> Path:
         return _in_directory(path, name)
     if path.exists():
         if is_gguf(path):
-            return derive_directory(path)
+            return derive_gguf_directory(path)
         foreign = describe_other_format(path)
         raise LoadError(
             foreign or f"{path} is a file: give the directory that holds config.json and the safetensors files"
@@ -158,7 +158,7 @@ def resolve_model(name: str | None) -> Path:
             "Qwen/Qwen3-0.6B"
         )
     if colon:
-        return derive_directory(_cached_gguf(repo, revision, wanted) or _download_gguf(repo, revision, wanted))
+        return derive_gguf_directory(_cached_gguf(repo, revision, wanted) or _download_gguf(repo, revision, wanted))
     cached = find_cached(repo, revision)
     if cached is not None:
         return cached
@@ -166,7 +166,7 @@ def resolve_model(name: str | None) -> Path:
         if any(snapshot.glob("model*.safetensors")):
             continue
         if model_files(names := gguf_names(snapshot)):
-            return derive_directory(snapshot / choose_file(names, None, repo, repo))
+            return derive_gguf_directory(snapshot / choose_file(names, None, repo, repo))
         if foreign := describe_other_format(snapshot):
             raise LoadError(foreign)
     return _download(repo, revision)
@@ -199,7 +199,7 @@ def _in_directory(directory: Path, name: str) -> Path:
     directory = directory.resolve()
     names = [] if any(directory.glob("*.safetensors")) else [name for name in gguf_names(directory) if "/" not in name]
     if model_files(names):
-        return derive_directory(directory / choose_file(names, None, str(directory)))
+        return derive_gguf_directory(directory / choose_file(names, None, str(directory)))
     if not (directory / "config.json").is_file():
         foreign = describe_other_format(directory)
         hides = f" (the folder hides the known model {name}: start from another)" if name in KNOWN else ""
@@ -255,9 +255,9 @@ def cached_ggufs() -> Iterator[tuple[str, list[Path]]]:
     for repo in _repositories():
         for snapshot in _snapshots(repo, "main"):
             names = {name for name in gguf_names(snapshot) if (snapshot / name).is_file()}
-            for spoken, name in spoken_models(names).items():
+            for short_names, name in models_by_short_name(names).items():
                 if names.issuperset(parts := all_parts(name)):
-                    yield f"{repo}:{spoken}", [snapshot / part for part in parts]
+                    yield f"{repo}:{short_names}", [snapshot / part for part in parts]
 
 
 def _repositories() -> list[str]:
@@ -306,8 +306,8 @@ def _cached_gguf(repo: str, revision: str, wanted: str) -> Path | None:
 
 def _download_gguf(repo: str, revision: str, wanted: str | None) -> Path:
     """The file that is meant, with all its parts and nothing else of the repository."""
-    label, tried = _tried(repo, revision)
-    hub = _reach_hub(tried)
+    label, attempt = _describe_attempt(repo, revision)
+    hub = _require_hub(attempt)
     try:
         names = hub.list_repo_files(repo, revision=revision)
         name = choose_file(names, wanted, label, label)
@@ -318,35 +318,35 @@ def _download_gguf(repo: str, revision: str, wanted: str | None) -> Path:
     except LoadError:
         raise
     except Exception as error:  # the library raises its own, its HTTP client's and the operating system's errors
-        raise LoadError(f"{tried}; the download failed: {_reason(error, label)}") from error
+        raise LoadError(f"{attempt}; the download failed: {_reason(error, label)}") from error
     return Path(found) / name
 
 
-def _tried(repo: str, revision: str) -> tuple[str, str]:
+def _describe_attempt(repo: str, revision: str) -> tuple[str, str]:
     """A hub id with its revision, and what to say was looked for without success."""
     label = repo if revision == "main" else f"{repo}@{revision}"
     return label, f"no directory {label!r}{did_you_mean(label, KNOWN)}, and {cache_directory()} does not hold it"
 
 
-def _reach_hub(tried: str) -> Any:
+def _require_hub(attempt: str) -> Any:
     """The library that downloads, once it is clear that there is a hub to download from."""
     if any(os.environ.get(name, "").lower() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
-        raise LoadError(f"{tried}; downloads are off (HF_HUB_OFFLINE): unset it or give a model directory")
+        raise LoadError(f"{attempt}; downloads are off (HF_HUB_OFFLINE): unset it or give a model directory")
     try:
         import huggingface_hub
     except ImportError as error:
         raise LoadError(
-            f"{tried}; to download it run `.venv/bin/pip install -c constraints.txt -e '.[hub]'` in Windlass's folder, or "
+            f"{attempt}; to download it run `.venv/bin/pip install -c constraints.txt -e '.[hub]'` in Windlass's folder, or "
             "give a model directory"
         ) from error
     import httpx  # here, late: most models are on disk, and the engine is started only once this module is imported
 
     endpoint = _endpoint()
     try:  # huggingface_hub retries for minutes where there is no network at all
-        httpx.head(endpoint, timeout=_REACH_SECONDS)
+        httpx.head(endpoint, timeout=_CONNECT_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise LoadError(
-            f"{tried}; {endpoint} cannot be reached ({_one_line(error)}): give a model directory"
+            f"{attempt}; {endpoint} cannot be reached ({_one_line(error)}): give a model directory"
         ) from error
     return huggingface_hub
 
@@ -356,8 +356,8 @@ def _endpoint() -> str:
 
 
 def _download(repo: str, revision: str) -> Path:
-    label, tried = _tried(repo, revision)
-    hub = _reach_hub(tried)
+    label, attempt = _describe_attempt(repo, revision)
+    hub = _require_hub(attempt)
     try:
         path = hub.snapshot_download(repo, revision=revision, allow_patterns=list(DOWNLOAD_PATTERNS))
         snapshot = Path(path)
@@ -366,9 +366,9 @@ def _download(repo: str, revision: str) -> Path:
             [] if whole else [name for name in hub.list_repo_files(repo, revision=revision) if name.endswith(".gguf")]
         )
     except Exception as error:  # the library raises its own, its HTTP client's and the operating system's errors
-        raise LoadError(f"{tried}; the download failed: {_reason(error, label)}") from error
+        raise LoadError(f"{attempt}; the download failed: {_reason(error, label)}") from error
     if model_files(ggufs):
-        return derive_directory(_download_gguf(repo, revision, None))
+        return derive_gguf_directory(_download_gguf(repo, revision, None))
     if not (snapshot / "config.json").is_file():
         if foreign := describe_other_format(snapshot):
             raise LoadError(foreign)
@@ -378,12 +378,12 @@ def _download(repo: str, revision: str) -> Path:
 
 def _fetch(repo: str, revision: str, patterns: list[str]) -> Path:
     """Files of a repository in the cache. Raises LoadError."""
-    label, tried = _tried(repo, revision)
-    hub = _reach_hub(tried)
+    label, attempt = _describe_attempt(repo, revision)
+    hub = _require_hub(attempt)
     try:
         return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as error:  # as above
-        raise LoadError(f"{tried}; the download failed: {_reason(error, label)}") from error
+        raise LoadError(f"{attempt}; the download failed: {_reason(error, label)}") from error
 
 
 def _reason(error: Exception, label: str) -> str:
@@ -416,7 +416,7 @@ def choose_model(given: str | None) -> tuple[str, Path]:
     try:
         return FIRST_MODEL.name, known_model(FIRST_MODEL)
     except LoadError as error:
-        say(f"note: this is the bundled model ({DEMO.about}), since {error}")
+        print_status(f"note: this is the bundled model ({DEMO.about}), since {error}")
         return DEMO.name, bundled_model()
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from windlass.clients.terminal import say
+from windlass.clients.terminal import print_status
 from windlass.server.startup.engines import SupervisedEngine
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ ABORT_SECONDS = 0.6  # for streams to pass their error event on
 
 HTTP_SECONDS = 0.7  # for uvicorn's own steps once nobody is connected
 
-SPARE_SECONDS = 0.5  # for the interpreter to end, and for a busy machine
+INTERPRETER_EXIT_SECONDS = 0.5  # for the interpreter to end, and for a busy machine
 
 CLOSE_SECONDS = 5.0  # for what is no generation request, where the grace period lasts that long
 
-_FOR_EVER = 1e8  # three years: nobody meant a time
+_UNLIMITED_SECONDS = 1e8  # three years: nobody meant a time
 
 
-class Ending:
+class Shutdown:
     """The end of a server. Make it in the main thread while the server runs, and `begin` it once.
 
     grace_seconds: how long generation requests may go on.
@@ -39,37 +39,37 @@ class Ending:
     def __init__(self, client: SupervisedEngine, grace_seconds: float) -> None:
         self._client = client
         self._grace_seconds = grace_seconds
-        self._grace_ends = self._leave_at = 0.0
-        self._insisted = threading.Event()
-        self.begun = False
+        self._grace_ends = self._exit_at = 0.0
+        self._deadline_enforced = threading.Event()
+        self.started = False
         # It waits from the start, since a thread cannot be started safely in a signal handler.
-        threading.Thread(target=self._leave_in_time, name="ending", daemon=True).start()
+        threading.Thread(target=self._exit_on_deadline, name="ending", daemon=True).start()
 
     def begin(self) -> None:
         """The time runs from now on. From a signal handler, so that it runs although the event loop is busy."""
-        self.begun = True
+        self.started = True
         self._grace_ends = time.monotonic() + self._grace_seconds
-        self._leave_at = self._grace_ends + AFTER_GRACE_SECONDS - SPARE_SECONDS
+        self._exit_at = self._grace_ends + AFTER_GRACE_SECONDS - INTERPRETER_EXIT_SECONDS
 
-    def insist(self) -> None:
+    def enforce_deadline(self) -> None:
         """See that the process ends in time, with exit code 0, even while threads work on what nobody waits for.
 
         Python joins threads before it ends, and one that is tokenizing a long text cannot be interrupted.
         """
-        self._insisted.set()
+        self._deadline_enforced.set()
 
     async def drain(self, state: ServerState) -> None:
         """Refuse new work, let running requests finish for a while, then end them with an error."""
         state.draining = True
         if state.in_flight:
-            say(
-                f"draining: {time_left(state.in_flight, self._grace_ends - time.monotonic())}; signal again to stop at once"
+            print_status(
+                f"draining: {describe_time_left(state.in_flight, self._grace_ends - time.monotonic())}; signal again to stop at once"
             )
         if not await _idle(state, self._grace_ends):
-            say(f"the grace period is over; requests that are aborted: {state.in_flight}")
+            print_status(f"the grace period is over; requests that are aborted: {state.in_flight}")
             state.abort_all()
             await _idle(state, time.monotonic() + ABORT_SECONDS)
-        say("stopped")
+        print_status("stopped")
 
     async def close(self, server: HttpServer, http: asyncio.Task[None]) -> None:
         """End the HTTP server, which `http` runs, and the engine."""
@@ -82,19 +82,19 @@ class Ending:
         await asyncio.wait({http}, timeout=self._left())
 
     def _left(self) -> float:
-        return max(0.0, self._leave_at - time.monotonic())
+        return max(0.0, self._exit_at - time.monotonic())
 
-    def _leave_in_time(self) -> None:
-        self._insisted.wait()
+    def _exit_on_deadline(self) -> None:
+        self._deadline_enforced.wait()
         time.sleep(self._left())
         self._client.kill(reap=False)
         os._exit(0)
 
 
-def time_left(requests: int, seconds: float) -> str:
+def describe_time_left(requests: int, seconds: float) -> str:
     """How long so many requests may go on, in words."""
     who = "1 request has" if requests == 1 else f"{requests:,} requests have"
-    if seconds > _FOR_EVER:
+    if seconds > _UNLIMITED_SECONDS:
         return f"{who} all the time needed to finish"
     return f"{who} {max(0.0, seconds):,.{0 if seconds >= 10 else 1}f} s to finish"
 

@@ -11,64 +11,72 @@ from typing import Any
 from windlass.server.errors import bad_request
 from windlass.server.schemas.chat import ChatMessage
 from windlass.server.schemas.tools import MadeFunctionCall, parse_arguments
-from windlass.server.text.template_facts import TemplateFacts
+from windlass.server.text.template_facts import TemplateCapabilities
 
-_EMPTY = {"refusal", "annotations", "audio", "images", "thinking_blocks", "reasoning_details"}
+_IGNORED_FIELDS = {"refusal", "annotations", "audio", "images", "thinking_blocks", "reasoning_details"}
 
-_NO_EFFECT = {"type", *_EMPTY, "function_call", "tool_calls", "tool_call_id", "content"}
+_EXCLUDED_FIELDS = {"type", *_IGNORED_FIELDS, "function_call", "tool_calls", "tool_call_id", "content"}
 
-MAX_CALLED_VALUES = 1_000_000  # keys and values in the arguments of all calls: far above any real chat's
+MAX_ARGUMENT_VALUES = 1_000_000  # keys and values in the arguments of all calls: far above any real chat's
 
-_SPEAKERS = frozenset({"user", "system", "developer"})
+_ROLES_WITH_CONTENT = frozenset({"user", "system", "developer"})
 
-_ROLES = (*sorted(_SPEAKERS), "assistant", "tool", "function")
+_ROLES = (*sorted(_ROLES_WITH_CONTENT), "assistant", "tool", "function")
 
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def prepare_history(
-    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, facts: TemplateFacts, form: str
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]] | None,
+    capabilities: TemplateCapabilities,
+    example: str,
 ) -> list[dict[str, Any]]:
     """The messages for the template; raises ApiError naming the message at fault.
 
     tools: what the template shall show to the model; where it cannot, the text of a system message does. form: an example of
     a call, for that text.
     """
-    check_history(messages, facts)
-    values = _Values()
-    plain = [_plain(message, facts, values, f"messages[{number}]") for number, message in enumerate(messages)]
-    if not facts.calls:
+    check_history(messages, capabilities)
+    values = _ValueCounter()
+    plain = [
+        _template_message(message, capabilities, values, f"messages[{number}]")
+        for number, message in enumerate(messages)
+    ]
+    if not capabilities.calls:
         plain = _without_calls(plain)
-    if tools and not facts.tools:
-        plain = _with_instructions(plain, tools, form)
+    if tools and not capabilities.tools:
+        plain = _with_instructions(plain, tools, example)
     return plain
 
 
-def check_history(messages: Sequence[ChatMessage], facts: TemplateFacts | None) -> None:
+def check_history(messages: Sequence[ChatMessage], capabilities: TemplateCapabilities | None) -> None:
     """Who asks or instructs says something, if an empty text, and calls are answered; raises ApiError naming the message.
 
     facts: of the template, which may know roles of its own. One that it does not name is refused where it is a slip of a known
     one: most templates would write it as it is, for a model that has never seen it.
     """
     for number, message in enumerate(messages):
-        meant = None if facts is None or message.role in facts.words else _slip_of(message.role)
-        if meant is not None:
+        suggestion = (
+            None if capabilities is None or message.role in capabilities.quoted_words else _suggest_role(message.role)
+        )
+        if suggestion is not None:
             where = f"messages[{number}].role"
-            raise bad_request(f"{where} is {message.role!r}: did you mean {meant!r}?", where, "invalid_value")
-        if message.role in _SPEAKERS and message.content is None:
+            raise bad_request(f"{where} is {message.role!r}: did you mean {suggestion!r}?", where, "invalid_value")
+        if message.role in _ROLES_WITH_CONTENT and message.content is None:
             where = f"messages[{number}].content"
             raise bad_request(f"{where} is missing: what the {message.role} says stands in it", where, "missing_field")
     _check_calls(messages)
 
 
-def _slip_of(role: str) -> str | None:
+def _suggest_role(role: str) -> str | None:
     """The known role that this one is a letter away from, or two letters the wrong way round; None for a known one."""
     if role in _ROLES:
         return None
-    return next((known for known in _ROLES if _one_away(role, known)), None)
+    return next((known for known in _ROLES if _is_one_edit_away(role, known)), None)
 
 
-def _one_away(one: str, other: str) -> bool:
+def _is_one_edit_away(one: str, other: str) -> bool:
     short, long = sorted((one, other), key=len)
     at = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
     if len(short) < len(long):
@@ -114,73 +122,80 @@ def _check_calls(messages: Sequence[ChatMessage]) -> None:
         )
 
 
-class _Values:
+class _ValueCounter:
     """Counts keys and values of arguments. As text in a body they were no structure, so only each call by itself was bounded."""
 
     def __init__(self) -> None:
-        self._seen = 0
+        self._total = 0
 
-    def counted(self, arguments: Any, place: str) -> Any:
-        """The same; raises ApiError naming `place` where all of them have too many."""
+    def count(self, arguments: Any, path: str) -> Any:
+        """The same; raises ApiError naming `path` where all of them have too many."""
         stack = [arguments]
         while stack:
             item = stack.pop()
-            self._seen += 1
+            self._total += 1
             if isinstance(item, dict):
-                self._seen += len(item)
+                self._total += len(item)
                 stack.extend(item.values())
             elif isinstance(item, list):
                 stack.extend(item)
-        if self._seen > MAX_CALLED_VALUES:
+        if self._total > MAX_ARGUMENT_VALUES:
             raise bad_request(
-                f"{place}: the arguments of all calls so far have more than {MAX_CALLED_VALUES} keys and values", place
+                f"{path}: the arguments of all calls so far have more than {MAX_ARGUMENT_VALUES} keys and values", path
             )
         return arguments
 
 
-def _plain(message: ChatMessage, facts: TemplateFacts, values: _Values, place: str) -> dict[str, Any]:
-    plain = message.model_dump(exclude_none=True, exclude=_NO_EFFECT)
-    if plain["role"] == "developer" and not facts.developer:
+def _template_message(
+    message: ChatMessage, capabilities: TemplateCapabilities, values: _ValueCounter, path: str
+) -> dict[str, Any]:
+    plain = message.model_dump(exclude_none=True, exclude=_EXCLUDED_FIELDS)
+    if plain["role"] == "developer" and not capabilities.developer:
         plain["role"] = "system"  # `developer` is OpenAI's newer name of it
     elif plain["role"] == "function":
         plain["role"] = "tool"
     calls = [(call.id, call.function) for call in message.tool_calls or ()]
-    made = f"{place}.tool_calls" if calls else f"{place}.function_call"
+    calls_path = f"{path}.tool_calls" if calls else f"{path}.function_call"
     if message.function_call is not None and not calls:
-        calls = [(_older_id(message.function_call.name), message.function_call)]
+        calls = [(_function_call_id(message.function_call.name), message.function_call)]
     content = message.content
     if calls:
         plain["tool_calls"] = [
             {
-                "id": _id(call_id, facts),
+                "id": _template_call_id(call_id, capabilities),
                 "type": "function",
-                "function": {"name": function.name, "arguments": values.counted(_arguments(function, facts), made)},
+                "function": {
+                    "name": function.name,
+                    "arguments": values.count(_arguments(function, capabilities), calls_path),
+                },
             }
             for call_id, function in calls
         ]
-        if content is None and facts.null_content:
+        if content is None and capabilities.null_content:
             return {**plain, "content": None}
     if plain["role"] == "tool":
-        plain["tool_call_id"] = _id(message.tool_call_id or _older_id(message.name or ""), facts)
+        plain["tool_call_id"] = _template_call_id(
+            message.tool_call_id or _function_call_id(message.name or ""), capabilities
+        )
     role = plain.pop("role")
     return {"role": role, "content": content or "", **plain}
 
 
-def _arguments(function: MadeFunctionCall, facts: TemplateFacts) -> Any:
-    if not facts.text_arguments:
+def _arguments(function: MadeFunctionCall, capabilities: TemplateCapabilities) -> Any:
+    if not capabilities.text_arguments:
         return parse_arguments(function.arguments)
     if isinstance(function.arguments, str) and function.arguments.strip():
         return function.arguments
     return json.dumps(parse_arguments(function.arguments), ensure_ascii=False)
 
 
-def _older_id(name: str) -> str:
+def _function_call_id(name: str) -> str:
     return f"call_{name}"  # calls of the older form have none
 
 
-def _id(call_id: str, facts: TemplateFacts) -> str:
+def _template_call_id(call_id: str, capabilities: TemplateCapabilities) -> str:
     """An id that the template takes: the same one for the same call."""
-    if not facts.short_ids or _ID.fullmatch(call_id):
+    if not capabilities.short_ids or _ID.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
@@ -191,15 +206,15 @@ _INSTRUCTIONS = """You may call these functions:
 {functions}
 
 To call functions, answer with nothing but calls in this form:
-{form}
+{example}
 Otherwise answer in plain text. The results of calls come in the next message."""
 
 
 def _with_instructions(
-    messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], form: str
+    messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], example: str
 ) -> list[dict[str, Any]]:
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = _INSTRUCTIONS.format(functions=functions, form=form)
+    text = _INSTRUCTIONS.format(functions=functions, example=example)
     first, rest = (messages[0], messages[1:]) if messages[0]["role"] == "system" else (None, messages)
     if first is not None and first["content"]:
         text = f"{first['content']}\n\n{text}"
@@ -208,7 +223,7 @@ def _with_instructions(
 
 def _without_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Calls as the text that made them, and their results as messages of the user."""
-    told: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     results = False  # the last message tells results
     for message in messages:
@@ -218,9 +233,9 @@ def _without_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             name = names.get(message["tool_call_id"]) or message.get("name") or "the function"
             text = f"Result of {name}:\n{message['content']}"
             if results:
-                told[-1]["content"] += f"\n\n{text}"
+                converted[-1]["content"] += f"\n\n{text}"
             else:
-                told.append({"role": "user", "content": text})
+                converted.append({"role": "user", "content": text})
             results = True
             continue
         results = False
@@ -230,5 +245,5 @@ def _without_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 [{key: call["function"][key] for key in ("name", "arguments")} for call in calls], ensure_ascii=False
             )
             plain["content"] = f"{plain['content']}\n{written}" if plain["content"] else written
-        told.append(plain)
-    return told
+        converted.append(plain)
+    return converted

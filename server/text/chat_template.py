@@ -15,8 +15,8 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from windlass.server.text.pair_prompts import Gap, PairPrompt, PairTemplate
-from windlass.server.text.template_facts import RESERVED, TemplateFacts
+from windlass.server.text.pair_prompts import PairField, PairPrompt, PairTemplate
+from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -138,7 +138,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._plain_reasoning = bool(_PLAIN_REASONING.search(source))
         self._max_output_chars = max_output_chars
-        self._null_content = TemplateFacts.of(source).null_content
+        self._null_content = TemplateCapabilities.of(source).null_content
         try:
             self._template = sandboxed_environment().from_string(source)
         except TemplateSyntaxError as error:
@@ -146,7 +146,7 @@ class ChatTemplate:
                 f"the chat template does not parse, line {error.lineno}: {error.message}"
             ) from error
         except (TemplateError, RecursionError, ValueError, TypeError, SyntaxError) as error:
-            raise ChatTemplateError(f"the chat template does not parse: {_short(error)}") from error
+            raise ChatTemplateError(f"the chat template does not parse: {_short_message(error)}") from error
 
     def render(
         self,
@@ -181,26 +181,26 @@ class ChatTemplate:
         try:
             chat = _prepare_messages(messages, self._plain_reasoning, self._null_content)
             final = _tag_final_message(chat, continue_final_message, self.source) if continue_final_message else None
-            scope = {"documents": None, **self._special_tokens, **_plain(extra)}
+            scope = {"documents": None, **self._special_tokens, **_json_copy(extra)}
             scope.update(
                 messages=chat,
-                tools=_plain(tools) if tools is not None else None,
+                tools=_json_copy(tools) if tools is not None else None,
                 add_generation_prompt=add_generation_prompt,
             )
             text = self._generate(scope)
-            return text if final is None else _cut_at_tag(text, final)
+            return text if final is None else _strip_from_tag(text, final)
         except ChatTemplateError:
             raise
         except SecurityError as error:
-            raise ChatTemplateError(f"the chat template was stopped by the sandbox: {_short(error)}") from error
+            raise ChatTemplateError(f"the chat template was stopped by the sandbox: {_short_message(error)}") from error
         except TemplateError as error:
-            raise ChatTemplateError(_short(error)) from error
+            raise ChatTemplateError(_short_message(error)) from error
         except RecursionError as error:
             raise ChatTemplateError("the chat template or the messages nest too deeply") from error
         except MemoryError:
             raise  # whoever bounds the memory says so
         except Exception as error:  # a template may fail in any way Python code can, on data its author never saw
-            raise ChatTemplateError(f"the chat template failed on these messages: {_short(error)}") from error
+            raise ChatTemplateError(f"the chat template failed on these messages: {_short_message(error)}") from error
 
     def _generate(self, scope: dict[str, Any]) -> str:
         parts: list[str] = []
@@ -215,21 +215,21 @@ class ChatTemplate:
         return "".join(parts)
 
 
-def _short(error: BaseException) -> str:
+def _short_message(error: BaseException) -> str:
     text = " ".join(str(getattr(error, "message", None) or error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _plain(value: Any) -> Any:
+def _json_copy(value: Any) -> Any:
     """A fresh copy made of exact JSON types, so that nothing with methods of its own reaches the template."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {_json_copy(key): _json_copy(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_json_copy(item) for item in value]
     if isinstance(value, tuple):
-        return tuple(_plain(item) for item in value)
+        return tuple(_json_copy(item) for item in value)
     for exact in (str, int, float):
         if isinstance(value, exact):
             return exact(value)
@@ -245,7 +245,7 @@ def _prepare_messages(
         if not isinstance(message, Mapping):
             raise ChatTemplateError(f"each message must be an object, got {type(message).__name__}")
         # Clients send "content": null or "tool_calls": null; templates test for the key, not for None.
-        plain = {key: _plain(value) for key, value in message.items() if value is not None}
+        plain = {key: _json_copy(value) for key, value in message.items() if value is not None}
         if null_content and "tool_calls" in plain and "content" in message:
             plain.setdefault("content", None)
         reasoning = next((plain[key] for key in _REASONING_FIELDS if plain.get(key) is not None), None)
@@ -283,7 +283,7 @@ def _tag_final_message(chat: list[dict[str, Any]], field: bool | str, source: st
     return text
 
 
-def _cut_at_tag(rendered: str, final: str) -> str:
+def _strip_from_tag(rendered: str, final: str) -> str:
     tag = _CONTINUE_TAG.strip()
     if final.strip() not in rendered or tag not in rendered:
         raise ChatTemplateError("continue_final_message: the chat template changes or drops the final message")
@@ -293,34 +293,38 @@ def _cut_at_tag(rendered: str, final: str) -> str:
     return rendered[:at].rstrip()  # the template trims messages: trim as it would have without the tag
 
 
-_ROLES: dict[Gap, str] = {"instruction": "system", "query": "query", "document": "document"}
+_ROLES: dict[PairField, str] = {"instruction": "system", "query": "query", "document": "document"}
 
-_MARKS: dict[Gap, str] = {"instruction": "\ue000", "query": "\ue001", "document": "\ue002"}  # of no script
+_PLACEHOLDERS: dict[PairField, str] = {"instruction": "\ue000", "query": "\ue001", "document": "\ue002"}  # of no script
 
 _SPACE = "\u2003"  # white space of no template: what is left of it tells whether a text is trimmed
 
-_CUTS = re.compile(f"({_SPACE}?)([\ue000-\ue002])({_SPACE}?)")
+_PLACEHOLDER_PATTERN = re.compile(f"({_SPACE}?)([\ue000-\ue002])({_SPACE}?)")
 
 
-def cut_pairs(template: ChatTemplate) -> PairTemplate:
+def build_pair_template(template: ChatTemplate) -> PairTemplate:
     """Raises ChatTemplateError for a template that does not show messages of the roles `query` and `document`."""
-    plain = _cut(template, ("query", "document"))
-    missing = [role for role in ("query", "document") if role not in plain.gaps]
+    plain = _split_at_placeholders(template, ("query", "document"))
+    missing = [role for role in ("query", "document") if role not in plain.pair_fields]
     if missing:
         raise ChatTemplateError(
             f"it shows no message of the role {' and none of '.join(missing)}, and has to show a query and a document"
         )
     try:
-        instructed = _cut(template, ("instruction", "query", "document"))
+        instructed = _split_at_placeholders(template, ("instruction", "query", "document"))
     except ChatTemplateError:
         return PairTemplate(plain, None)
-    return PairTemplate(plain, instructed if {*instructed.gaps} == {*_ROLES} else None)
+    return PairTemplate(plain, instructed if {*instructed.pair_fields} == {*_ROLES} else None)
 
 
-def _cut(template: ChatTemplate, roles: tuple[Gap, ...]) -> PairPrompt:
-    messages = [{"role": _ROLES[gap], "content": f"{_SPACE}{_MARKS[gap]}{_SPACE}"} for gap in roles]
+def _split_at_placeholders(template: ChatTemplate, roles: tuple[PairField, ...]) -> PairPrompt:
+    messages = [
+        {"role": _ROLES[pair_field], "content": f"{_SPACE}{_PLACEHOLDERS[pair_field]}{_SPACE}"} for pair_field in roles
+    ]
     # The texts and, between them, of each gap the space before it, its mark, and the space behind it.
-    pieces = _CUTS.split(template.render(messages))
-    gaps = {mark: gap for gap, mark in _MARKS.items()}
+    pieces = _PLACEHOLDER_PATTERN.split(template.render(messages))
+    pair_fields = {mark: pair_field for pair_field, mark in _PLACEHOLDERS.items()}
     whole = [bool(before and behind) for before, behind in zip(pieces[1::4], pieces[3::4], strict=True)]
-    return PairPrompt(tuple(pieces[::4]), tuple(gaps[mark] for mark in pieces[2::4]), tuple(not one for one in whole))
+    return PairPrompt(
+        tuple(pieces[::4]), tuple(pair_fields[mark] for mark in pieces[2::4]), tuple(not one for one in whole)
+    )

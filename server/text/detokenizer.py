@@ -10,7 +10,7 @@ from typing import Protocol
 from windlass.server.text.token_pieces import PieceDecoder
 from windlass.server.text.tokenizer import Tokenizer
 
-_BLANKS = " \t"
+_INDENT_CHARACTERS = " \t"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class LineLimits:
 
 
 @dataclass(slots=True)
-class LineWatch:
+class LineLimiter:
     """Follows one answer. The blanks that a line begins with are held back until it is known whether the line stays."""
 
     limits: LineLimits
@@ -37,7 +37,7 @@ class LineWatch:
         """What of `text` may be sent. seconds: since the answer's first token. `ended` tells whether nothing may follow."""
         if self.ended:
             return ""
-        sent = self._within(text) if self.limits.indent else text
+        sent = self._until_short_indent(text) if self.limits.indent else text
         self._lines += text.count("\n")
         late = self.limits.seconds is not None and seconds > self.limits.seconds
         self.ended = self.ended or (late and self._lines > 0)
@@ -48,7 +48,7 @@ class LineWatch:
         held, self._held = self._held, None
         return "" if self.ended else held or ""
 
-    def _within(self, text: str) -> str:
+    def _until_short_indent(self, text: str) -> str:
         """The text up to the first line that is indented too little."""
         sent: list[str] = []
         position = 0
@@ -62,7 +62,7 @@ class LineWatch:
                 self._held, position = "", end
                 continue
             end = position
-            while end < len(text) and text[end] in _BLANKS:
+            while end < len(text) and text[end] in _INDENT_CHARACTERS:
                 end += 1
             self._held += text[position:end]
             position = end
@@ -77,7 +77,7 @@ class LineWatch:
 
 _REPLACEMENT = "\ufffd"
 
-_LAST = 64  # tokens at the end of a prompt that are looked at
+_MAX_PROMPT_TAIL = 64  # tokens at the end of a prompt that are looked at
 
 _WINDOW = 6  # tokens of context for decoders that cannot be taken apart
 
@@ -99,18 +99,18 @@ class _TextStream(Protocol):
     def flush(self) -> str: ...
 
 
-class _TextBefore:
+class _PromptState:
     """What a prompt leaves for the text behind it: worked out once for all samples of a request."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skipped: frozenset[int]) -> None:
-        self.last = [token_id for token_id in prompt[-_LAST:] if token_id not in skipped]
+        self.last = [token_id for token_id in prompt[-_MAX_PROMPT_TAIL:] if token_id not in skipped]
         stream = None if tokenizer.pieces is None else _PieceStream(tokenizer, tokenizer.pieces, skipped)
-        self._followed = stream if stream is None else stream.followed(prompt, self.last)
+        self._initial_stream = stream if stream is None else stream.after_prompt(prompt, self.last)
 
     def stream(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> _TextStream:
-        if self._followed is None:
+        if self._initial_stream is None:
             return _WindowStream(tokenizer, self.last, skipped)
-        return self._followed.copied()
+        return self._initial_stream.copy()
 
 
 class _PieceStream:
@@ -126,16 +126,16 @@ class _PieceStream:
         errors = "windlass.replace_every_byte" if pieces.byte_fallback else "replace"
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
-    def copied(self) -> _PieceStream:
+    def copy(self) -> _PieceStream:
         """Another one in the same state."""
         other = _PieceStream(self._tokenizer, self._pieces, self._skipped)
         other._first, other._strip = self._first, self._strip
         other._utf8.setstate(self._utf8.getstate())
         return other
 
-    def followed(self, prompt: Sequence[int], last: Sequence[int]) -> _PieceStream:
+    def after_prompt(self, prompt: Sequence[int], last: Sequence[int]) -> _PieceStream:
         """With the state that the prompt leaves: whether a text has begun, and a character it may end within."""
-        begin = self._begin(prompt)
+        begin = self._first_text_index(prompt)
         for position in range(begin, len(prompt)):
             self._bytes(prompt[position])
             if not self._strip:
@@ -151,9 +151,9 @@ class _PieceStream:
         self._utf8.decode(unfinished)
         return self
 
-    def _begin(self, prompt: Sequence[int]) -> int:
+    def _first_text_index(self, prompt: Sequence[int]) -> int:
         """Where the first token with a text stands. A prompt may be nothing but others, so each id of them is looked at once."""
-        for few in (prompt[:_LAST], prompt):
+        for few in (prompt[:_MAX_PROMPT_TAIL], prompt):
             for token_id in dict.fromkeys(few):
                 if token_id not in self._skipped and self._tokenizer.backend.id_to_token(token_id) is not None:
                     return prompt.index(token_id)
@@ -166,7 +166,7 @@ class _PieceStream:
             token = self._tokenizer.backend.id_to_token(token_id)
             if token is None:
                 return b""
-            data = self._pieces.bytes_of(token, first=True)
+            data = self._pieces.decode_token(token, first=True)
             self._first = False
         else:
             data = self._tokenizer.token_bytes(token_id)
@@ -304,14 +304,16 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
         shown: frozenset[int] = frozenset(),
-        like: Detokenizer | None = None,
+        sibling: Detokenizer | None = None,
     ) -> None:
         if not all(stop):
             raise ValueError("stop strings must not be empty")
         skipped = tokenizer.special_token_ids - shown if skip_special_tokens else frozenset()
-        self._before: _TextBefore
-        self._before = _TextBefore(tokenizer, prompt_token_ids, skipped) if like is None else like._before
-        self._stream = self._before.stream(tokenizer, skipped)
+        self._prompt_state: _PromptState
+        self._prompt_state = (
+            _PromptState(tokenizer, prompt_token_ids, skipped) if sibling is None else sibling._prompt_state
+        )
+        self._stream = self._prompt_state.stream(tokenizer, skipped)
         self._matcher = _StopMatcher(stop, include_stop) if stop else None
         self._min_tokens = min_tokens
         self._parts: list[str] = []

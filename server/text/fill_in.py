@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 _SPACES = ("▁", "Ġ")  # how a token writes the space that a tokenizer puts before a text
-_RULE = "\n\n--- snippet ---\n\n"  # what llama.cpp puts before a passage where there is no token for it
+_SNIPPET_SEPARATOR = "\n\n--- snippet ---\n\n"  # what llama.cpp puts before a passage where there is no token for it
 
 
 @dataclass(frozen=True, slots=True)
-class _Dialect:
+class _FimTokenNames:
     """names: before the text in front, before the text behind, before the answer; prompts have them in this order.
 
     file, repository: what stands before the name of a file, and of all of them; the first that a tokenizer has.
@@ -32,60 +32,63 @@ class _Dialect:
 # Qwen-Coder, CodeGemma, Granite and Yi-Coder; StarCoder and Granite's elder ones; SantaCoder; DeepSeek-Coder. Models
 # whose tokenizers put a space in front of a text (CodeLlama, the first Codestral) would need other rules for where a text
 # begins, and are not here.
-_DIALECTS = (
-    _Dialect(
+_KNOWN_TOKEN_NAMES = (
+    _FimTokenNames(
         ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
         ("<|file_sep|>", "<|file_separator|>"),
         ("<|repo_name|>",),
     ),
-    _Dialect(
+    _FimTokenNames(
         ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), ("<file_sep>", "<filename>"), ("<repo_name>", "<reponame>")
     ),
-    _Dialect(("<fim-prefix>", "<fim-suffix>", "<fim-middle>")),
-    _Dialect(("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")),
+    _FimTokenNames(("<fim-prefix>", "<fim-suffix>", "<fim-middle>")),
+    _FimTokenNames(("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FillIn:
+class FimTokens:
     """ids: of the three tokens. start: ids that the tokenizer puts before any text.
 
     file, repository: the token before the name of a file, and of all of them; None where there is none.
     marks: matches every token that a text may not be taken for.
     """
 
-    MOST_AROUND: ClassVar[int] = 4  # tokens beside the two texts
+    MAX_MARKER_TOKENS: ClassVar[int] = 4  # tokens beside the two texts
 
     ids: tuple[int, int, int]
     start: tuple[int, ...]
     file: int | None
     repository: int | None
-    marks: re.Pattern[str]
+    special_token_pattern: re.Pattern[str]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> FillIn | None:
+    def of(cls, tokenizer: Tokenizer) -> FimTokens | None:
         """What the tokenizer has, None where it has none of these tokens or begins each text with a space."""
         added = tokenizer.backend.get_added_tokens_decoder()
         ids = {token.content: index for index, token in added.items()}
         spaced = tokenizer.backend.encode("x", add_special_tokens=False).tokens[:1]
         if spaced and spaced[0].startswith(_SPACES):
             return None
-        for dialect in _DIALECTS:
-            if not all(name in ids for name in dialect.names):
+        for token_names in _KNOWN_TOKEN_NAMES:
+            if not all(name in ids for name in token_names.names):
                 continue
             around = tokenizer.encode("")  # what may stand behind a text has no place before a gap
             file, repository = (
-                next((name for name in names if name in ids), None) for names in (dialect.file, dialect.repository)
+                next((name for name in names if name in ids), None)
+                for names in (token_names.file, token_names.repository)
             )
-            marks = {token.content for token in added.values() if token.special and token.content}
-            marks.update(dialect.names, filter(None, (file, repository)))
-            prefix, suffix, middle = (ids[name] for name in dialect.names)
+            special_token_pattern = {token.content for token in added.values() if token.special and token.content}
+            special_token_pattern.update(token_names.names, filter(None, (file, repository)))
+            prefix, suffix, middle = (ids[name] for name in token_names.names)
             return cls(
                 ids=(prefix, suffix, middle),
                 start=tuple(around[:1] if around and around[0] == tokenizer.bos_token_id else ()),
                 file=None if file is None else ids[file],
                 repository=None if repository is None else ids[repository],
-                marks=re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))),
+                special_token_pattern=re.compile(
+                    "|".join(map(re.escape, sorted(special_token_pattern, key=len, reverse=True)))
+                ),
             )
         return None
 
@@ -94,8 +97,12 @@ class FillIn:
 
         Takes time in proportion to the text: call it beside the event loop.
         """
-        marks = [match.start() + 1 for match in self.marks.finditer(text)]
-        return [text[start:end] for start, end in zip([0, *marks], [*marks, len(text)], strict=True) if start < end]
+        special_token_pattern = [match.start() + 1 for match in self.special_token_pattern.finditer(text)]
+        return [
+            text[start:end]
+            for start, end in zip([0, *special_token_pattern], [*special_token_pattern, len(text)], strict=True)
+            if start < end
+        ]
 
     def prompt(
         self,
@@ -115,7 +122,7 @@ class FillIn:
 
     def head(self, name: str) -> tuple[list[int], str]:
         """What stands in front of a passage of another file: ids, and a text that is tokenized like any other."""
-        return ([], _RULE) if self.file is None else ([self.file], f"{name}\n")
+        return ([], _SNIPPET_SEPARATOR) if self.file is None else ([self.file], f"{name}\n")
 
     def project(self) -> tuple[list[int], str]:
         """What stands in front of all passages, in the same way. Nobody tells the project's name, so llama.cpp's stands in."""

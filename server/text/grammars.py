@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.validation import GRAMMAR_LIMITS, MAX_GRAMMAR_CHARACTERS
 from windlass.server.text import json_schemas
-from windlass.server.text.json_schemas import held, never_ends
+from windlass.server.text.json_schemas import enforced_schema, has_no_finite_document
 from windlass.server.text.tool_parsers.forced_calls import PARAMETERS_OF
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from windlass.server.text.tokenizer import Tokenizer
 
-_LONGEST_REASON = 400
+_MAX_REASON_LENGTH = 400
 # How llguidance says where in a Lark grammar it stopped, and the lines of the grammar that it shows behind the reason.
-_PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
-_SHOWN = re.compile(r"^ +(\d+) \| (.*)$", re.MULTILINE)
+_LOCATION = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
+_SOURCE_LINE = re.compile(r"^ +(\d+) \| (.*)$", re.MULTILINE)
 # White space between the parts of a document: a space, or a line break and an indentation. Without a bound a model may go on
 # writing it for ever.
 _JSON_OPTIONS: JsonCompileOptions = {
@@ -34,7 +34,7 @@ _JSON_OPTIONS: JsonCompileOptions = {
     "coerce_one_of": False,
 }
 _JSON_OBJECT = '{"type": "object"}'
-_CALLED = {
+_KIND_NAMES = {
     "json_schema": "JSON schema",
     "strict_json_schema": "JSON schema",
     "regex": "pattern",
@@ -42,7 +42,7 @@ _CALLED = {
 }
 
 
-class FormCompiler:
+class GrammarCompiler:
     """tokenizer: whose added tokens grammars may name."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -52,17 +52,17 @@ class FormCompiler:
         """Do what the first grammar would wait for."""
         self.compile("json_object", "")
 
-    def compile(self, kind: str, value: str, instead: str = "") -> str:
+    def compile(self, kind: str, value: str, alternative: str = "") -> str:
         """The serialized grammar; see `StructuredOutput` for the arguments. Raises RequestError with the reason."""
         try:
-            grammar = _serialized(kind, value)
+            grammar = _serialize(kind, value)
         except MemoryError:
             raise
         except BaseException as error:  # of several libraries, whose panics are no Exception
-            raise RequestError(_reason(kind, str(error) or type(error).__name__)) from None
+            raise RequestError(_error_message(kind, str(error) or type(error).__name__)) from None
         self._check(kind, grammar)
-        if instead:
-            grammar = _either(grammar, instead)
+        if alternative:
+            grammar = _alternatives(grammar, alternative)
             self._check(kind, grammar)
         return grammar
 
@@ -73,12 +73,12 @@ class FormCompiler:
             )
         from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(self._probe, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
+        matcher = LLMatcher(self._byte_tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
         if matcher.is_error() or not any(matcher.compute_bitmask()) or matcher.is_error():
-            raise RequestError(_reason(kind, matcher.get_error() or "nothing at all satisfies it"))
+            raise RequestError(_error_message(kind, matcher.get_error() or "nothing at all satisfies it"))
 
     @cached_property
-    def _probe(self) -> LLTokenizer:
+    def _byte_tokenizer(self) -> LLTokenizer:
         """A vocabulary in which any text can be written, with the model's added tokens at their ids: quickly made."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -90,11 +90,11 @@ class FormCompiler:
         for byte, token_id in enumerate(free[:256]):
             tokens[token_id] = bytes([byte])
         special = [token_id for token_id, token in added.items() if token.special]
-        known = _Tokens(tokens, [*special, free[256]], {byte: free[byte] for byte in range(256)})
+        known = _ByteVocabulary(tokens, [*special, free[256]], {byte: free[byte] for byte in range(256)})
         return LLTokenizer(TokenizerWrapper(known), n_vocab=len(tokens), eos_token=free[256])
 
 
-class _Tokens:
+class _ByteVocabulary:
     """A vocabulary as llguidance asks for it; the last special token ends a text."""
 
     def __init__(self, tokens: list[bytes], special: list[int], bytes_: dict[int, int]) -> None:
@@ -106,7 +106,7 @@ class _Tokens:
         return [self._bytes[byte] for byte in text]
 
 
-def _either(grammar: str, lark: str) -> str:
+def _alternatives(grammar: str, lark: str) -> str:
     """One grammar or the other, as one."""
     # llguidance serializes Lark as it is, and a schema as the only one of a list of grammars.
     form = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
@@ -114,27 +114,27 @@ def _either(grammar: str, lark: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": "start: @form | @calls"}, *both]})
 
 
-def _serialized(kind: str, value: str) -> str:
+def _serialize(kind: str, value: str) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
     match kind:
         case "json_object":
-            return _of_schema(_JSON_OBJECT)
+            return _serialize_schema(_JSON_OBJECT)
         case "json_schema" | "strict_json_schema":
-            return _of_schema(value, strict=kind == "strict_json_schema")
+            return _serialize_schema(value, strict=kind == "strict_json_schema")
         case "regex":
-            return LLMatcher.grammar_from_regex(json_schemas.in_pattern(value))
+            return LLMatcher.grammar_from_regex(json_schemas.expand_ascii_classes(value))
         case "choice":
             choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(value))
             return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
         case "grammar":
-            return LLMatcher.grammar_from_lark(json_schemas.in_lark(any_to_lark(value)))
+            return LLMatcher.grammar_from_lark(json_schemas.expand_ascii_classes_in_lark(any_to_lark(value)))
         case _:
             return LLMatcher.grammar_from_lark(value)
 
 
-def _of_schema(text: str, *, strict: bool = False) -> str:
+def _serialize_schema(text: str, *, strict: bool = False) -> str:
     """strict: whether what cannot be held to is refused, and not ignored."""
     schema = json.loads(text)
     if schema is True:
@@ -144,12 +144,12 @@ def _of_schema(text: str, *, strict: bool = False) -> str:
     if "x-guidance" in schema:
         raise ValueError("x-guidance is for the server to set")
     _check_references(schema)
-    if never_ends(schema):
+    if has_no_finite_document(schema):
         raise ValueError("no document satisfies it: what it requires contains itself without end")
     from llguidance import LLMatcher
 
     options: JsonCompileOptions = {**_JSON_OPTIONS, "lenient": not strict}
-    return LLMatcher.grammar_from_json_schema(json.dumps(held(schema, strict=strict)), overrides=options)
+    return LLMatcher.grammar_from_json_schema(json.dumps(enforced_schema(schema, strict=strict)), overrides=options)
 
 
 def _check_references(schema: Any) -> None:
@@ -165,14 +165,14 @@ def _check_references(schema: Any) -> None:
             stack.extend(item)
 
 
-def _reason(kind: str, reason: str) -> str:
-    what = f"this {_CALLED.get(kind, 'grammar')}"
-    if (place := _PLACE.match(reason)) is not None:
-        above = dict(_SHOWN.findall(reason)).get(str(int(place[1]) - 1), "")
+def _error_message(kind: str, reason: str) -> str:
+    what = f"this {_KIND_NAMES.get(kind, 'grammar')}"
+    if (location := _LOCATION.match(reason)) is not None:
+        above = dict(_SOURCE_LINE.findall(reason)).get(str(int(location[1]) - 1), "")
         if above.startswith(PARAMETERS_OF):  # in a grammar that its caller has never seen
             what = f"the schema in the parameters of {above.removeprefix(PARAMETERS_OF)!r}"
-            reason = _SHOWN.split(reason)[0][place.end() :]
-    line = " ".join(reason.partition("\n<state>")[0].split())[:_LONGEST_REASON]
+            reason = _SOURCE_LINE.split(reason)[0][location.end() :]
+    line = " ".join(reason.partition("\n<state>")[0].split())[:_MAX_REASON_LENGTH]
     if line.startswith("NoExtension"):
         line = "nothing at all satisfies it"
     # The library speaks of an option of its own, which callers do not have.

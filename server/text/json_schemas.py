@@ -19,20 +19,20 @@ _ASCII = {
 _ESCAPED = r"\\."
 
 # Inside a class a range comes first: one that would end in a class has no meaning, and stays for llguidance to refuse.
-_INSIDE = re.compile(rf"(?:\\[^dwsDWS]|[^\\\[\]-])-(?:{_ESCAPED}|[^\\\[\]-])|{_ESCAPED}|\[\^?\]?|.", re.DOTALL)
+_IN_CLASS = re.compile(rf"(?:\\[^dwsDWS]|[^\\\[\]-])-(?:{_ESCAPED}|[^\\\[\]-])|{_ESCAPED}|\[\^?\]?|.", re.DOTALL)
 
-_OUTSIDE = re.compile(rf"{_ESCAPED}|\[\^?\]?|.", re.DOTALL)
+_OUT_OF_CLASS = re.compile(rf"{_ESCAPED}|\[\^?\]?|.", re.DOTALL)
 
 # What llguidance's Lark is made of, as far as slashes may stand in it: comments, strings, special tokens and patterns.
 _LARK = re.compile(rf'(?:#|//)[^\n]*|"(?:{_ESCAPED}|[^"\\])*"|<[^<>\s]+>|(/(?:{_ESCAPED}|[^/\\])+/)', re.DOTALL)
 
 
-def in_pattern(pattern: str) -> str:
+def expand_ascii_classes(pattern: str) -> str:
     """The pattern with the classes written out."""
     parts: list[str] = []
-    depth = place = 0
-    while found := (_INSIDE if depth else _OUTSIDE).match(pattern, place):
-        part, place = found[0], found.end()
+    depth = position = 0
+    while found := (_IN_CLASS if depth else _OUT_OF_CLASS).match(pattern, position):
+        part, position = found[0], found.end()
         parts.append(_ASCII.get(part, part))
         if part.startswith("["):
             depth += 1
@@ -41,40 +41,40 @@ def in_pattern(pattern: str) -> str:
     return "".join(parts)
 
 
-def in_lark(grammar: str) -> str:
+def expand_ascii_classes_in_lark(grammar: str) -> str:
     """The grammar with the classes written out in its patterns."""
-    return _LARK.sub(lambda found: found[0] if found[1] is None else in_pattern(found[1]), grammar)
+    return _LARK.sub(lambda found: found[0] if found[1] is None else expand_ascii_classes(found[1]), grammar)
 
 
-_MANY = 20_000  # schemas inside one schema that are looked at
+_MAX_SCHEMAS = 20_000  # schemas inside one schema that are looked at
 
 
-def never_ends(schema: Any) -> bool:
+def has_no_finite_document(schema: Any) -> bool:
     """Whether no finite document can match, by what is required of objects and arrays alone."""
     nodes: dict[int, Any] = {}
     stack = [schema]
     while stack:  # every part that may be a schema
         part = stack.pop()
         if isinstance(part, dict) and id(part) not in nodes:
-            if len(nodes) >= _MANY:
+            if len(nodes) >= _MAX_SCHEMAS:
                 return False
             nodes[id(part)] = part
         if isinstance(part, dict | list):
             stack.extend(part.values() if isinstance(part, dict) else part)
     finite: set[int] = set()
     while True:  # the least set that holds every schema which needs only schemas of the set
-        more = {key for key, part in nodes.items() if key not in finite and _ends(part, schema, finite)}
+        more = {key for key, part in nodes.items() if key not in finite and _is_finite(part, schema, finite)}
         if not more:
             return isinstance(schema, dict) and id(schema) not in finite
         finite |= more
 
 
-def _ends(schema: dict[str, Any], root: Any, finite: set[int]) -> bool:
+def _is_finite(schema: dict[str, Any], root: Any, finite: set[int]) -> bool:
     def known(part: Any) -> bool:
         return not isinstance(part, dict) or id(part) in finite
 
     reference = schema.get("$ref")
-    if isinstance(reference, str) and not known(target(root, reference)):
+    if isinstance(reference, str) and not known(resolve_reference(root, reference)):
         return False
     for key, quantifier in (("allOf", all), ("anyOf", any), ("oneOf", any)):
         parts = schema.get(key)
@@ -86,14 +86,14 @@ def _ends(schema: dict[str, Any], root: Any, finite: set[int]) -> bool:
         if isinstance(properties, dict) and isinstance(required, list):
             return all(known(properties.get(name)) for name in required if isinstance(name, str))
     if kinds == "array":
-        prefix, least = schema.get("prefixItems"), schema.get("minItems")
-        if isinstance(least, int | float) and least > 0:
-            first = prefix[: int(least)] if isinstance(prefix, list) else []
-            return all(map(known, first)) and (len(first) >= least or known(schema.get("items")))
+        prefix, minimum = schema.get("prefixItems"), schema.get("minItems")
+        if isinstance(minimum, int | float) and minimum > 0:
+            first = prefix[: int(minimum)] if isinstance(prefix, list) else []
+            return all(map(known, first)) and (len(first) >= minimum or known(schema.get("items")))
     return True
 
 
-def target(root: Any, reference: str) -> Any:
+def resolve_reference(root: Any, reference: str) -> Any:
     """What a reference inside the document points at; None for any other."""
     if reference != "#" and not reference.startswith("#/"):
         return None
@@ -113,73 +113,94 @@ FORMATS = frozenset(
 
 _DEFINITIONS = ("$defs", "definitions")  # which hold where something refers to them
 
-_MAPS = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas", "dependencies")
+_SCHEMA_MAP_KEYWORDS = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas", "dependencies")
 
-_DATA = ("const", "enum", "default", "example", "examples")
+_LITERAL_KEYWORDS = ("const", "enum", "default", "example", "examples")
 
 # Schemas of the same value as the one in which they stand, and those of them that may be all that it says.
-_BESIDE = ("not", "if", "then", "else", "dependentSchemas", "dependencies", "extends", "$dynamicRef", "$recursiveRef")
+_SAME_VALUE_KEYWORDS = (
+    "not",
+    "if",
+    "then",
+    "else",
+    "dependentSchemas",
+    "dependencies",
+    "extends",
+    "$dynamicRef",
+    "$recursiveRef",
+)
 
-_PASSING = ("$ref", "anyOf", "oneOf", "allOf")
+_DELEGATING_KEYWORDS = ("$ref", "anyOf", "oneOf", "allOf")
 
-_PARTS = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")
+_CHILD_KEYWORDS = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")
 
-_MORE_MEMBERS = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
+_OTHER_MEMBER_KEYWORDS = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
 
 _ANY_NAMES: tuple[dict[str, str], ...] = ({}, {"type": "string"})  # as libraries write of any record: names are texts
 
 _COUNTS = ("minProperties", "maxProperties")
 
-_OF_THE_VALUE = (*_MORE_MEMBERS, *_PARTS, *_COUNTS, *_DATA[:2], "required", "dependentRequired", "contains")
+_VALUE_KEYWORDS = (
+    *_OTHER_MEMBER_KEYWORDS,
+    *_CHILD_KEYWORDS,
+    *_COUNTS,
+    *_LITERAL_KEYWORDS[:2],
+    "required",
+    "dependentRequired",
+    "contains",
+)
 
 
-def held(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+def enforced_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """A copy in which objects that name members take no others, and without formats that nobody knows.
 
     An object stays open where its schema says so, where it names no member, and where closing it might leave nothing: where
     several schemas speak of one value, and in all that these refer to. strict: llguidance refuses what it cannot hold to.
     """
     found: dict[str, Any] = json.loads(json.dumps(schema))
-    for part in _all(found):
+    for part in _subschemas(found):
         if part.get("propertyNames") in _ANY_NAMES:
             del part["propertyNames"]
-    for part in _alone(found):
-        if part.get("properties") and names_all(part):
+    for part in _standalone_schemas(found):
+        if part.get("properties") and names_all_members(part):
             part["additionalProperties"] = False
-    for part in _all(found):
+    for part in _subschemas(found):
         if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
             del part["format"]
-        if not strict and not _counts(part):
+        if not strict and not _counts_all_members(part):
             del part["minProperties"]
     return found
 
 
-def names_all(schema: Mapping[str, Any]) -> bool:
+def names_all_members(schema: Mapping[str, Any]) -> bool:
     """Whether `properties` is all that speaks of an object's members, and has as many as there have to be."""
-    if any(schema.get(key, False) is not False for key in (*_BESIDE, *_PASSING, *_MORE_MEMBERS, *_DATA[:2])):
+    if any(
+        schema.get(key, False) is not False
+        for key in (*_SAME_VALUE_KEYWORDS, *_DELEGATING_KEYWORDS, *_OTHER_MEMBER_KEYWORDS, *_LITERAL_KEYWORDS[:2])
+    ):
         return False
-    properties, required, least = (
+    properties, required, minimum = (
         schema.get("properties", {}),
         schema.get("required", []),
         schema.get("minProperties", 0),
     )
-    if not isinstance(properties, dict) or not isinstance(required, list) or not isinstance(least, int | float):
+    if not isinstance(properties, dict) or not isinstance(required, list) or not isinstance(minimum, int | float):
         return False
-    return least <= len(properties) and all(isinstance(name, str) and name in properties for name in required)
+    return minimum <= len(properties) and all(isinstance(name, str) and name in properties for name in required)
 
 
-def _counts(schema: dict[str, Any]) -> bool:
+def _counts_all_members(schema: dict[str, Any]) -> bool:
     """Whether llguidance counts all members for `minProperties`, and not only those that have no name here."""
-    properties, required, least = schema.get("properties"), schema.get("required", []), schema.get("minProperties", 0)
-    if not isinstance(properties, dict) or not isinstance(required, list) or not isinstance(least, int | float):
+    properties, required, minimum = schema.get("properties"), schema.get("required", []), schema.get("minProperties", 0)
+    if not isinstance(properties, dict) or not isinstance(required, list) or not isinstance(minimum, int | float):
         return True  # which it refuses
     if all(name in required for name in properties):
         return True
-    more = least - len(required)
+    more = minimum - len(required)
     return more <= 0 or (more <= 1 and schema.get("additionalProperties") is False)
 
 
-def _all(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The schema and those inside it."""
     stack: list[Any] = [schema]
     while stack:
@@ -188,45 +209,45 @@ def _all(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
             stack += part
         elif isinstance(part, dict):
             for key, value in part.items():
-                if key not in _DATA:
-                    stack += value.values() if key in _MAPS and isinstance(value, dict) else [value]
+                if key not in _LITERAL_KEYWORDS:
+                    stack += value.values() if key in _SCHEMA_MAP_KEYWORDS and isinstance(value, dict) else [value]
             yield part
 
 
-def _alone(root: dict[str, Any]) -> list[dict[str, Any]]:
+def _standalone_schemas(root: dict[str, Any]) -> list[dict[str, Any]]:
     """The schemas that are, wherever they hold, all that is said of a value."""
-    alone: dict[int, dict[str, Any]] = {}
-    beside: dict[int, dict[str, Any]] = {}
+    standalone: dict[int, dict[str, Any]] = {}
+    shared: dict[int, dict[str, Any]] = {}
     stack: list[tuple[Any, bool]] = [(root, True)]
     while stack:
-        part, by_itself = stack.pop()
+        part, is_standalone = stack.pop()
         if isinstance(part, list):
-            stack += [(one, by_itself) for one in part]
-        seen = alone if by_itself else beside
-        if not isinstance(part, dict) or id(part) in seen:
+            stack += [(one, is_standalone) for one in part]
+        visited = standalone if is_standalone else shared
+        if not isinstance(part, dict) or id(part) in visited:
             continue
         if part is not root and isinstance(part.get("$id"), str):
             return []  # references inside lead elsewhere than they seem to
-        seen[id(part)] = part
-        ways = _ways(part) if by_itself else ()
+        visited[id(part)] = part
+        ways = _standalone_keywords(part) if is_standalone else ()
         for key, value in part.items():
             if key == "$ref" and isinstance(value, str):
-                referred = target(root, value)
+                referred = resolve_reference(root, value)
                 if referred is None:
                     return []
                 stack.append((referred, key in ways))
-            elif key not in _DATA and key not in _DEFINITIONS:
-                below = [*value.values()] if key in _MAPS and isinstance(value, dict) else [value]
+            elif key not in _LITERAL_KEYWORDS and key not in _DEFINITIONS:
+                below = [*value.values()] if key in _SCHEMA_MAP_KEYWORDS and isinstance(value, dict) else [value]
                 stack += [(one, key in ways) for one in below]
-    return [part for key, part in alone.items() if key not in beside]
+    return [part for key, part in standalone.items() if key not in shared]
 
 
-def _ways(schema: dict[str, Any]) -> tuple[str, ...]:
+def _standalone_keywords(schema: dict[str, Any]) -> tuple[str, ...]:
     """The keywords of a schema that stands alone under which others do: those of its parts, or the one that says all."""
-    combining = [key for key in (*_BESIDE, *_PASSING) if key in schema]
+    combining = [key for key in (*_SAME_VALUE_KEYWORDS, *_DELEGATING_KEYWORDS) if key in schema]
     if not combining:
-        return () if "patternProperties" in schema else _PARTS  # which may match what properties name
-    if len(combining) > 1 or combining[0] in _BESIDE or any(key in schema for key in _OF_THE_VALUE):
+        return () if "patternProperties" in schema else _CHILD_KEYWORDS  # which may match what properties name
+    if len(combining) > 1 or combining[0] in _SAME_VALUE_KEYWORDS or any(key in schema for key in _VALUE_KEYWORDS):
         return ()
     several = combining == ["allOf"] and not (isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1)
     return () if several else (combining[0],)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Gap = Literal["query", "document", "instruction"]
+PairField = Literal["query", "document", "instruction"]
 
 # That of Qwen3-Reranker, as its authors publish it: the instruction is a message in front of the others, and has a default.
-QWEN3_RERANKER = (
+QWEN3_RERANKER_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: '
     "{{ messages[0].content if messages | length > 2 else "
@@ -20,7 +20,7 @@ QWEN3_RERANKER = (
 )
 
 
-def may_take_pairs(source: str) -> bool:
+def names_pair_roles(source: str) -> bool:
     """Whether a template names both roles; those of chats do not."""
     return all(re.search(rf"['\"]{role}['\"]", source) for role in ("query", "document"))
 
@@ -30,7 +30,7 @@ class PairPrompt:
     """texts: around the gaps, one more than there are. trimmed: per gap, whether white space around what it takes is left out."""
 
     texts: tuple[str, ...]
-    gaps: tuple[Gap, ...]
+    pair_fields: tuple[PairField, ...]
     trimmed: tuple[bool, ...]
 
     @property
@@ -38,13 +38,13 @@ class PairPrompt:
         """Characters around the gaps."""
         return sum(map(len, self.texts))
 
-    def fill(self, given: Mapping[Gap, str]) -> tuple[str, int, str]:
+    def fill(self, values: Mapping[PairField, str]) -> tuple[str, int, str]:
         """The whole text; where in it the document begins, first of all places, and what of it stands there."""
         parts, size = [self.texts[0]], len(self.texts[0])
         begin, document = size, ""
-        for gap, trimmed, text in zip(self.gaps, self.trimmed, self.texts[1:], strict=True):
-            value = given[gap].strip() if trimmed else given[gap]
-            if gap == "document" and not document:
+        for pair_field, trimmed, text in zip(self.pair_fields, self.trimmed, self.texts[1:], strict=True):
+            value = values[pair_field].strip() if trimmed else values[pair_field]
+            if pair_field == "document" and not document:
                 begin, document = size, value
             parts += (value, text)
             size += len(value) + len(text)

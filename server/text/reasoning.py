@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.engine.interface.request import ThinkingBudget
 from windlass.server.errors import bad_request
-from windlass.server.text.stream_parser import Event, OutputParser, ParsingPlan, PlainText, Reasoning
-from windlass.server.text.tool_parsers.harmony import without_calls
+from windlass.server.text.stream_parser import Event, OutputParser, ParsingPlan, PlainTextParser, Reasoning
+from windlass.server.text.tool_parsers.harmony import channel_parsing_plan
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 
-Place = Literal["before", "inside", "behind"]
+ThinkingPhase = Literal["before", "inside", "behind"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class ThinkingFormat:
     always: bool = False
     wrapper: tuple[str, str] | None = None
     label: str = ""
-    anywhere: bool = False
+    may_recur: bool = False
     interrupts: tuple[str, ...] = ()
 
     @property
@@ -48,14 +48,14 @@ class ThinkingFormat:
         """Every text that the parser has to see, even where it is a special token."""
         return frozenset((*self.opens, *self.closes, *(self.wrapper or ())))
 
-    def place(self, prompt: str, continued: str | None = None) -> Place:
+    def phase(self, prompt: str, continued: str | None = None) -> ThinkingPhase:
         """Where an answer to this rendered prompt begins.
 
         continued: the text of the last message, where the answer goes on with it.
         """
         if continued is not None:
             # Where the message is continued its thinking is over, unless it says so itself.
-            opened, closed = _last(continued, self.openings), _last(continued, self.closes)
+            opened, closed = _last_index(continued, self.openings), _last_index(continued, self.closes)
             return "inside" if opened > closed else "behind"
         end = prompt[-256:].rstrip()
         if end.endswith(self.openings):
@@ -65,7 +65,7 @@ class ThinkingFormat:
         return "inside" if self.always else "before"
 
 
-def _last(text: str, markers: Sequence[str]) -> int:
+def _last_index(text: str, markers: Sequence[str]) -> int:
     return max(text.rfind(marker) for marker in markers)
 
 
@@ -85,7 +85,7 @@ GEMMA4 = ThinkingFormat(
     opens=("<|channel>",),
     closes=("<channel|>",),
     label="thought",
-    anywhere=True,
+    may_recur=True,
     interrupts=("<|tool_call>",),
 )
 
@@ -122,7 +122,7 @@ def format_of_template(template: str | None) -> str:
 
 SPACE = " \t\r\n"
 
-MOST_SPACE = 64  # characters of white space that may stand before an opening marker
+MAX_LEADING_SPACE = 64  # characters of white space that may stand before an opening marker
 
 
 class ThinkingParser:
@@ -132,15 +132,15 @@ class ThinkingParser:
     thinking: whether what comes next is thinking, or may turn out to open it. thought: whether there was any thinking.
     """
 
-    def __init__(self, format: ThinkingFormat, place: Place, rest: OutputParser) -> None:
+    def __init__(self, format: ThinkingFormat, phase: ThinkingPhase, rest: OutputParser) -> None:
         self._format = format
         self._rest: OutputParser = rest
-        self._place = place
-        self._opened = place == "inside"
-        self._at_start = place != "behind"  # an opening marker may come
+        self._phase = phase
+        self._opened = phase == "inside"
+        self._at_start = phase != "behind"  # an opening marker may come
         self._held = ""  # may be the beginning of a marker
         self._spaces: list[str] = []  # white space that is thinking only if more thinking follows
-        self._said = False  # some thinking was told
+        self._emitted = False  # some thinking was told
 
     @property
     def in_call(self) -> bool:
@@ -148,10 +148,10 @@ class ThinkingParser:
 
     @property
     def thinking(self) -> bool:
-        return self._place != "behind"
+        return self._phase != "behind"
 
     @property
-    def thought(self) -> bool:
+    def has_thought(self) -> bool:
         return self._opened
 
     def feed(self, text: str) -> list[Event]:
@@ -163,25 +163,25 @@ class ThinkingParser:
 
     def finish(self) -> list[Event]:
         held, self._held = self._held, ""
-        if self._place == "behind":
+        if self._phase == "behind":
             return self._rest.finish()
         if self._at_start and not self._opened:  # it ended before it could be told from an opening marker
             return [*self._rest.feed(held), *self._rest.finish()]
-        return [*self._tell(held), *self._rest.finish()]
+        return [*self._reasoning_events(held), *self._rest.finish()]
 
     def _start(self, text: str) -> tuple[str, str]:
         """The text behind an opening marker, if there is one; and what must wait as long as that is open."""
         visible = text.lstrip(SPACE)
-        if len(text) - len(visible) <= MOST_SPACE:
+        if len(text) - len(visible) <= MAX_LEADING_SPACE:
             for marker in self._format.opens:
                 if visible.startswith(marker):
-                    self._place, self._at_start, self._opened = "inside", False, True
+                    self._phase, self._at_start, self._opened = "inside", False, True
                     return visible[len(marker) :], ""
             if any(marker.startswith(visible) for marker in self._format.opens):
                 return "", text
         self._at_start = False
         if not self._opened:
-            self._place = "behind"
+            self._phase = "behind"
         return text, ""
 
     def _think(self, text: str) -> list[Event]:
@@ -190,24 +190,24 @@ class ThinkingParser:
         if found is None:
             safe = len(buffer) - partial_marker(buffer, self._format.closes)
             self._held = buffer[safe:]
-            return self._tell(buffer[:safe])
+            return self._reasoning_events(buffer[:safe])
         start, end = found
         self._held = ""
-        events = self._tell(buffer[:start])
-        self._place = "behind"
+        events = self._reasoning_events(buffer[:start])
+        self._phase = "behind"
         self._rest = AnswerText(self._rest, self._format.wrapper)
         return events + self._rest.feed(buffer[end:])
 
-    def _tell(self, text: str) -> list[Event]:
+    def _reasoning_events(self, text: str) -> list[Event]:
         body = text.rstrip(SPACE)
         if not body:
-            if text and self._said:
+            if text and self._emitted:
                 self._spaces.append(text)
             return []
-        told = "".join((*self._spaces, body)) if self._said else body.lstrip(SPACE)
+        reasoning = "".join((*self._spaces, body)) if self._emitted else body.lstrip(SPACE)
         self._spaces = [text[len(body) :]]
-        self._said = True
-        return [Reasoning(told)]
+        self._emitted = True
+        return [Reasoning(reasoning)]
 
 
 class AnswerText:
@@ -264,7 +264,7 @@ def partial_marker(text: str, markers: tuple[str, ...]) -> int:
     return 0
 
 
-_BETWEEN = "\n\n"  # thoughts that were apart
+_THOUGHT_SEPARATOR = "\n\n"  # thoughts that were apart
 
 
 class ChannelParser:
@@ -273,17 +273,17 @@ class ChannelParser:
     Every channel is thinking, whether the label names it or not.
     """
 
-    def __init__(self, format: ThinkingFormat, place: Place, rest: OutputParser) -> None:
+    def __init__(self, format: ThinkingFormat, phase: ThinkingPhase, rest: OutputParser) -> None:
         self._format = format
         self._rest = rest
-        self._inside = self._opened = place == "inside"
-        self._may_open = place == "before"
+        self._inside = self._opened = phase == "inside"
+        self._may_open = phase == "before"
         self._labelled = False  # an opening marker was the last that came
         self._held = ""  # may be the beginning of a marker or the label
         self._spaces: list[str] = []  # white space that is thinking only if more thinking follows
-        self._said = False  # some thinking was told
-        self._apart = False  # what is thought next is apart from it
-        self._lead = ""  # white space that is the answer's only if no thinking follows
+        self._emitted = False  # some thinking was told
+        self._separate = False  # what is thought next is apart from it
+        self._leading_space = ""  # white space that is the answer's only if no thinking follows
         self._started = False  # the answer has
 
     @property
@@ -295,7 +295,7 @@ class ChannelParser:
         return self._inside or self._may_open
 
     @property
-    def thought(self) -> bool:
+    def has_thought(self) -> bool:
         return self._opened
 
     def feed(self, text: str) -> list[Event]:
@@ -313,64 +313,64 @@ class ChannelParser:
             found = first_marker(buffer, markers)
             if found is None:
                 safe = len(buffer) - partial_marker(buffer, markers)
-                events += self._pass(buffer[:safe])
+                events += self._handle_text(buffer[:safe])
                 self._held = buffer[safe:]
                 break
             start, end = found
-            events += self._pass(buffer[:start])
-            if not self._take(buffer[start:end]):
+            events += self._handle_text(buffer[:start])
+            if not self._handle_marker(buffer[start:end]):
                 events += self._rest.feed(buffer[start:end])
             buffer = buffer[end:]
         return events
 
     def finish(self) -> list[Event]:
-        events = [] if self._labelled else self._pass(self._held)
-        if self._lead:
-            events += self._rest.feed(self._lead)
+        events = [] if self._labelled else self._handle_text(self._held)
+        if self._leading_space:
+            events += self._rest.feed(self._leading_space)
         return events + self._rest.finish()
 
-    def _take(self, marker: str) -> bool:
+    def _handle_marker(self, marker: str) -> bool:
         """Take a marker; False where it is text, or the answer's."""
         if self._inside:
             self._labelled = marker in self._format.opens
             self._inside = self._labelled
-            self._apart = not self._inside
+            self._separate = not self._inside
             self._started = self._started or marker in self._format.interrupts
             return marker not in self._format.interrupts
         if self._rest.in_call:
             return False
         if marker in self._format.opens:
             self._inside = self._opened = self._labelled = True
-            self._may_open, self._lead = False, ""
+            self._may_open, self._leading_space = False, ""
         return True
 
-    def _pass(self, text: str) -> list[Event]:
+    def _handle_text(self, text: str) -> list[Event]:
         """Text without markers, which is thinking or the answer's."""
         if self._inside:
-            return self._tell(text)
+            return self._reasoning_events(text)
         if not self._started:
             visible = text.lstrip(SPACE)
             if not self._opened:
-                self._lead += text[: len(text) - len(visible)]
-            if not visible and len(self._lead) <= MOST_SPACE:
+                self._leading_space += text[: len(text) - len(visible)]
+            if not visible and len(self._leading_space) <= MAX_LEADING_SPACE:
                 return []
-            text, self._lead = self._lead + visible, ""
+            text, self._leading_space = self._leading_space + visible, ""
             self._started, self._may_open = True, False
         return self._rest.feed(text) if text else []
 
-    def _tell(self, text: str) -> list[Event]:
+    def _reasoning_events(self, text: str) -> list[Event]:
         body = text.rstrip(SPACE)
         if not body:
-            if text and self._said and not self._apart:
+            if text and self._emitted and not self._separate:
                 self._spaces.append(text)
             return []
-        if not self._said or self._apart:
-            told = (_BETWEEN if self._said else "") + body.lstrip(SPACE)
+        if not self._emitted or self._separate:
+            reasoning = (_THOUGHT_SEPARATOR if self._emitted else "") + body.lstrip(SPACE)
         else:
-            told = "".join((*self._spaces, body))
+            reasoning = "".join((*self._spaces, body))
         self._spaces = [text[len(body) :]]
-        self._said, self._apart = True, False
-        return [Reasoning(told)]
+        self._emitted, self._separate = True, False
+        return [Reasoning(reasoning)]
 
 
 _SWITCHES = ("enable_thinking", "thinking")  # variables by which templates turn thinking on and off
@@ -379,14 +379,14 @@ _EFFORT = "reasoning_effort"
 
 _BUDGET = "thinking_budget"
 
-_BESIDE = ("", " ", "\n", "\n\n")  # what may share a token with a marker
+_ADJACENT_SPACE = ("", " ", "\n", "\n\n")  # what may share a token with a marker
 
 _HARMONY_EFFORTS = ("low", "medium", "high")
 
-_HARMONY_NEAREST = {"minimal": "low", "xhigh": "high", "max": "high"}
+_HARMONY_EFFORT_ALIASES = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
-class ThinkingModel:
+class ThinkingControl:
     """One per app. name: of the format, `none` where the model's thinking is not told apart.
 
     parser: what the operator chose.
@@ -401,39 +401,41 @@ class ThinkingModel:
         self.name = format_of_template(template) if parser == AUTO else parser
         self.format = FORMATS.get(self.name)
         self._tokenizer = tokenizer
-        self._read = variables_read(self._template + (tokenizer.tool_template or ""), (*_SWITCHES, _EFFORT))
+        self._template_variables = variables_read(
+            self._template + (tokenizer.tool_template or ""), (*_SWITCHES, _EFFORT)
+        )
 
     @property
     def choices(self) -> frozenset[str]:
         """The variables by which its template lets a request choose."""
-        return self._read
+        return self._template_variables
 
     @property
-    def told_apart(self) -> bool:
+    def separates_thinking(self) -> bool:
         """Whether thinking is told apart from the rest of an answer, so that a budget can end it."""
         return self.format is not None or self.name == HARMONY
 
-    def place(self, prompt: str, continued: str | None) -> Place:
-        """Where an answer to the rendered prompt begins; see `ThinkingFormat.place`."""
+    def phase(self, prompt: str, continued: str | None) -> ThinkingPhase:
+        """Where an answer to the rendered prompt begins; see `ThinkingFormat.phase`."""
         if self.format is None:
             return "before" if self.name == HARMONY else "behind"
-        return self.format.place(prompt, continued)
+        return self.format.phase(prompt, continued)
 
-    def parsing(self, plan: ParsingPlan | None, place: Place) -> ParsingPlan | None:
+    def parsing(self, plan: ParsingPlan | None, phase: ThinkingPhase) -> ParsingPlan | None:
         """The plan with a stage in front that takes the thinking off."""
         format = self.format
         if format is None:  # messages in channels are told apart by the parser of calls
-            return without_calls() if plan is None and self.name == HARMONY else plan
-        rest = ParsingPlan(PlainText) if plan is None else plan
-        stage = ChannelParser if format.anywhere else ThinkingParser
+            return channel_parsing_plan() if plan is None and self.name == HARMONY else plan
+        rest = ParsingPlan(PlainTextParser) if plan is None else plan
+        stage = ChannelParser if format.may_recur else ThinkingParser
 
         def make() -> OutputParser:
-            return stage(format, place, rest.make())
+            return stage(format, phase, rest.make())
 
         return replace(rest, make=make, markers=rest.markers | format.markers)
 
-    def budget(self, tokens: int | None, place: Place) -> ThinkingBudget | None:
-        """What ends the thinking of an answer that begins at `place` after so many tokens; None: nothing needs to.
+    def budget(self, tokens: int | None, phase: ThinkingPhase) -> ThinkingBudget | None:
+        """What ends the thinking of an answer that begins at `phase` after so many tokens; None: nothing needs to.
 
         Raises ApiError where thinking is not told apart.
         """
@@ -447,55 +449,57 @@ class ThinkingModel:
             raise bad_request(
                 "this server tells no thinking apart (--reasoning-parser)", _BUDGET, "unsupported_parameter"
             )
-        if place == "behind":
+        if phase == "behind":
             return None
         if closes not in self._budgets:
             close = tuple(self.ids(min(closes, key=lambda one: (len(self.ids(one)) > 1, one not in self._template))))
             others = tuple(found for found in self._spellings(closes) if found != close)
             self._budgets[closes] = ThinkingBudget(0, close, self._spellings(opens), others)
         known = self._budgets[closes]
-        return replace(known, tokens=tokens, opens=() if place == "inside" else known.opens)
+        return replace(known, tokens=tokens, opens=() if phase == "inside" else known.opens)
 
     def _spellings(self, markers: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The token ids that these texts may have in an answer: white space beside a text may be in its first and last token.
 
         Those that hold another one are left out.
         """
-        texts = [before + marker + behind for marker in markers for before in _BESIDE for behind in _BESIDE]
+        texts = [
+            before + marker + after for marker in markers for before in _ADJACENT_SPACE for after in _ADJACENT_SPACE
+        ]
         found = sorted({tuple(self.ids(text)) for text in texts}, key=lambda ids: (len(ids), ids))
-        kept = list[tuple[int, ...]]()
+        shortest = list[tuple[int, ...]]()
         for ids in found:
-            if not any(ids[at : at + len(short)] == short for short in kept for at in range(len(ids))):
-                kept.append(ids)
-        return tuple(kept)
+            if not any(ids[at : at + len(short)] == short for short in shortest for at in range(len(ids))):
+                shortest.append(ids)
+        return tuple(shortest)
 
     def ids(self, marker: str) -> list[int]:
         """Token ids of a marker: one, mostly."""
         return self._tokenizer.encode(marker, add_special_tokens=False)
 
-    def switched_on(self) -> dict[str, Any]:
+    def variables_to_enable(self) -> dict[str, Any]:
         """The template's variables that let the model think; empty where it has no such choice."""
-        return {name: True for name in _SWITCHES if name in self._read}
+        return {name: True for name in _SWITCHES if name in self._template_variables}
 
     def nearest_effort(self, effort: str) -> str | None:
         """The effort nearest to this one that the model can be told; None where its template has no such choice."""
         if self.name == HARMONY:
-            effort = _HARMONY_NEAREST.get(effort, effort)
-        return effort if self._read or effort == "none" else None
+            effort = _HARMONY_EFFORT_ALIASES.get(effort, effort)
+        return effort if self._template_variables or effort == "none" else None
 
-    def variables(self, effort: str | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
+    def variables(self, effort: str | None, template_kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
         """The template's variables for a request: `chat_template_kwargs`, which win, and what `effort` comes to.
 
         Raises ApiError where the effort would change nothing, as an answer must not look as if it had.
         """
         if effort is None:
-            return given
+            return template_kwargs
         if self.name == HARMONY and effort not in _HARMONY_EFFORTS:
             raise bad_request(
                 f"this model knows the efforts {', '.join(_HARMONY_EFFORTS)}, got {effort!r}", _EFFORT, "invalid_value"
             )
-        found: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in self._read}
-        if _EFFORT in self._read:
+        found: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in self._template_variables}
+        if _EFFORT in self._template_variables:
             found[_EFFORT] = effort
         if not found and (effort != "none" or self.name != "none"):
             raise bad_request(
@@ -503,7 +507,7 @@ class ThinkingModel:
                 _EFFORT,
                 "unsupported_parameter",
             )
-        return {**found, **(given or {})}
+        return {**found, **(template_kwargs or {})}
 
 
 _CODE = re.compile(r"\{[%{](.*?)[%}]\}", re.DOTALL)

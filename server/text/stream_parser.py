@@ -61,7 +61,7 @@ class OutputParser(Protocol):
 
 
 @runtime_checkable
-class TellsThinking(Protocol):
+class TracksThinking(Protocol):
     """A parser that knows where it stands, for counting the tokens of the thinking.
 
     thinking: whether what comes next is thinking, or may turn out to open it. thought: whether there was any thinking.
@@ -71,10 +71,10 @@ class TellsThinking(Protocol):
     def thinking(self) -> bool: ...
 
     @property
-    def thought(self) -> bool: ...
+    def has_thought(self) -> bool: ...
 
 
-class PlainText:
+class PlainTextParser:
     """The parser of answers in which nothing is looked for."""
 
     in_call = False
@@ -92,30 +92,30 @@ class ParsingPlan:
 
     make: a new parser, one for each sample.
     markers: text of special tokens that the parser has to see, even where a reader of the answer shall not.
-    older_functions: whether a call is laid out as `function_call`, as OpenAI did before there were tools.
+    legacy_function_call: whether a call is laid out as `function_call`, as OpenAI did before there were tools.
     """
 
     make: Callable[[], OutputParser]
     markers: frozenset[str] = frozenset()
-    older_functions: bool = False
+    legacy_function_call: bool = False
 
 
 MAX_CALLS = 128  # in one answer; what follows is content
 
 MAX_NAME = 256  # characters of a function's name as a model writes it
 
-MAX_SPACE = 64  # whitespace that is held back until it is known whether a call follows
+MAX_HELD_SPACE = 64  # whitespace that is held back until it is known whether a call follows
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
-_OUTSIDE = re.compile(r"[0-9A-Za-z+\-.:, \t\r\n]*")  # what JSON has outside strings beside brackets
+_OUT_OF_STRING = re.compile(r"[0-9A-Za-z+\-.:, \t\r\n]*")  # what JSON has outside strings beside brackets
 
-_INSIDE = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)
+_IN_STRING = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)
 
-Reading = Generator[None, None, None]
+ParserSteps = Generator[None, None, None]
 
 
-def whole_characters(text: str) -> str:
+def join_surrogates(text: str) -> str:
     """The text that escapes stand for: halves of a character are joined, and one alone is U+FFFD, as no JSON can hold it."""
     return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
@@ -124,7 +124,7 @@ def as_json(value: Any) -> str:
     """The JSON of a value that a model wrote in JSON or Python, without halves of characters. Raises ValueError for NaN."""
     text = json.dumps(value, allow_nan=False)
     if "\\ud" in text:  # a character in two escapes, or half of one
-        text = json.dumps(json.loads(whole_characters(json.dumps(value, ensure_ascii=False))))
+        text = json.dumps(json.loads(join_surrogates(json.dumps(value, ensure_ascii=False))))
     return text
 
 
@@ -133,27 +133,27 @@ class CallOptions:
     """What a parser of calls is told about the request.
 
     schemas: the parameters of each function on offer, by name. new_id: makes the id of a call.
-    max_calls: further calls are left out of the answer. only_calls: a grammar lets nothing else be written, so what looks
+    max_calls: further calls are left out of the answer. calls_only: a grammar lets nothing else be written, so what looks
     like content is the beginning of a call that was cut short. barred: functions that the model sees and may not call now.
     """
 
     schemas: Mapping[str, Mapping[str, Any]]
     new_id: Callable[[], str]
     max_calls: int = MAX_CALLS
-    only_calls: bool = False
-    barred: Set[str] = frozenset()
+    calls_only: bool = False
+    disallowed: Set[str] = frozenset()
 
 
 @dataclass(slots=True)
-class _Text:
+class _Buffer:
     data: str = ""
     position: int = 0
     ended: bool = False
-    raw: list[str] = field(default_factory=list)  # taken, and perhaps to be given back as content
+    taken_pieces: list[str] = field(default_factory=list)  # taken, and perhaps to be given back as content
 
 
 class StreamParser(ABC):
-    """The base of parsers: fill in `run`. Text goes to `say` or into calls; whitespace beside a call is dropped.
+    """The base of parsers: fill in `run`. Text goes to `emit_content` or into calls; whitespace beside a call is dropped.
 
     in_call: see `OutputParser`. A call that is left out of the answer is none.
     """
@@ -162,32 +162,32 @@ class StreamParser(ABC):
         self.options = options
         self.calls = 0
         self.in_call = False
-        self._text = _Text()
+        self._buffer = _Buffer()
         self._events: list[Event] = []
-        self._space = ""  # held back: it counts only if text follows
+        self._held_space = ""  # held back: it counts only if text follows
         self._after_call = False
-        self._reading = self.run()
-        next(self._reading, None)
+        self._steps = self.run()
+        next(self._steps, None)
 
     @abstractmethod
-    def run(self) -> Reading:
+    def run(self) -> ParserSteps:
         """Read the whole text."""
 
     # ---- OutputParser ------------------------------------------------------------------------------------------------
     def feed(self, text: str) -> list[Event]:
         """See `OutputParser`."""
-        source = self._text
+        source = self._buffer
         source.data = source.data[source.position :] + text
         source.position = 0
-        next(self._reading, None)
+        next(self._steps, None)
         return self._drain()
 
     def finish(self) -> list[Event]:
         """See `OutputParser`."""
-        self._text.ended = True
-        next(self._reading, None)
-        if not self._after_call and self._space:
-            self._events.append(Content(self._space))
+        self._buffer.ended = True
+        next(self._steps, None)
+        if not self._after_call and self._held_space:
+            self._events.append(Content(self._held_space))
         return self._drain()
 
     def _drain(self) -> list[Event]:
@@ -195,32 +195,32 @@ class StreamParser(ABC):
         return events
 
     # ---- what comes out ----------------------------------------------------------------------------------------------
-    def say(self, text: str) -> None:
+    def emit_content(self, text: str) -> None:
         """Text is content."""
         if self._after_call:
             text = text.lstrip()
-        if not text or self.options.only_calls:
+        if not text or self.options.calls_only:
             return
         self._after_call = False
-        text = self._space + text
-        kept = text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
-        self._space = text[len(kept) :]
+        text = self._held_space + text
+        kept = text[: max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)]
+        self._held_space = text[len(kept) :]
         if kept:
             self._events.append(Content(kept))
 
-    def think(self, text: str) -> None:
+    def emit_reasoning(self, text: str) -> None:
         """Text is reasoning."""
         if text:
             self._events.append(Reasoning(text))
 
     def may_call(self, name: str | None) -> bool:
         """Whether what a call names may be called, which is also one that is not on offer: a model may make names up."""
-        return bool(name) and len(name or "") <= MAX_NAME and name not in self.options.barred
+        return bool(name) and len(name or "") <= MAX_NAME and name not in self.options.disallowed
 
     def begin_call(self, name: str) -> None:
         """A call begins. What was taken so far belongs to it."""
-        self._text.raw.clear()
-        self._space, self._after_call = "", True
+        self._buffer.taken_pieces.clear()
+        self._held_space, self._after_call = "", True
         self.calls += 1
         self.in_call = self.calls <= self.options.max_calls
         if self.in_call:
@@ -230,89 +230,89 @@ class StreamParser(ABC):
         """The arguments of the call that began last are closed."""
         self.in_call = False
 
-    def argue(self, text: str) -> None:
+    def emit_arguments(self, text: str) -> None:
         """The next piece of the arguments of the call that began last."""
         if text and self.calls <= self.options.max_calls:
             self._events.append(CallArguments(self.calls - 1, text))
 
-    def give_back(self) -> bool:
-        """What was taken since the last call or `forget` is content after all; whether it is more than whitespace."""
-        text = "".join(self._text.raw)
-        self._text.raw.clear()
+    def emit_taken(self) -> bool:
+        """What was taken since the last call or `discard_taken` is content after all; whether it is more than whitespace."""
+        text = "".join(self._buffer.taken_pieces)
+        self._buffer.taken_pieces.clear()
         if text:
-            self.say(text)
+            self.emit_content(text)
         return bool(text.strip())
 
-    def forget(self) -> None:
+    def discard_taken(self) -> None:
         """What was taken belongs to the markup of a call that was made."""
-        self._text.raw.clear()
+        self._buffer.taken_pieces.clear()
 
     # ---- taking text -------------------------------------------------------------------------------------------------
-    def more(self) -> Generator[None, None, bool]:
+    def wait_for_text(self) -> Generator[None, None, bool]:
         """Wait for text behind what is there; False where none comes any more."""
-        known = len(self._text.data) - self._text.position
-        while len(self._text.data) - self._text.position == known:
-            if self._text.ended:
+        known = len(self._buffer.data) - self._buffer.position
+        while len(self._buffer.data) - self._buffer.position == known:
+            if self._buffer.ended:
                 return False
             yield
         return True
 
     def peek(self) -> Generator[None, None, str]:
         """The next character, empty at the end."""
-        if self._text.position == len(self._text.data) and not (yield from self.more()):
+        if self._buffer.position == len(self._buffer.data) and not (yield from self.wait_for_text()):
             return ""
-        return self._text.data[self._text.position]
+        return self._buffer.data[self._buffer.position]
 
     def take(self, count: int) -> str:
         """The next characters, which must be there."""
-        source = self._text
+        source = self._buffer
         taken = source.data[source.position : source.position + count]
         source.position += count
-        source.raw.append(taken)
+        source.taken_pieces.append(taken)
         return taken
 
     def put_back(self, count: int) -> None:
         """Untake the last characters of what was taken last."""
-        self._text.position -= count
-        self._text.raw[-1] = self._text.raw[-1][:-count]
+        self._buffer.position -= count
+        self._buffer.taken_pieces[-1] = self._buffer.taken_pieces[-1][:-count]
 
-    def space(self) -> Reading:
+    def skip_space(self) -> ParserSteps:
         """Take whitespace."""
         while True:
-            source = self._text
+            source = self._buffer
             end = _SPACE.match(source.data, source.position).end()  # type: ignore[union-attr]
             if end > source.position:
                 self.take(end - source.position)
-            if end < len(source.data) or not (yield from self.more()):
+            if end < len(source.data) or not (yield from self.wait_for_text()):
                 return
 
-    def literal(self, *choices: str) -> Generator[None, None, str]:
+    def take_literal(self, *choices: str) -> Generator[None, None, str]:
         """Take the longest of `choices` that comes next; empty where none does."""
         longest = max(map(len, choices))
         while True:
-            source = self._text
+            source = self._buffer
             ahead = source.data[source.position : source.position + longest]
             open_ = any(len(ahead) < len(choice) and choice.startswith(ahead) for choice in choices)
-            if open_ and (yield from self.more()):
+            if open_ and (yield from self.wait_for_text()):
                 continue
             found = max((choice for choice in choices if ahead.startswith(choice)), key=len, default="")
             return self.take(len(found)) if found else ""
 
-    def take_cut_tag(self, tags: Sequence[str]) -> bool:
+    def take_truncated_tag(self, tags: Sequence[str]) -> bool:
         """Take what is left where the text has ended in the middle of one of the tags; whether it has."""
-        source = self._text
+        source = self._buffer
         rest = source.data[source.position :]
         if not (source.ended and rest and any(tag.startswith(rest) for tag in tags)):
             return False
         self.take(len(rest))
         return True
 
-    def ahead(self, pattern: re.Pattern[str]) -> str:
+    def take_match(self, pattern: re.Pattern[str]) -> str:
         """Take what `pattern` matches of the text that is there."""
-        source = self._text
+        source = self._buffer
         return self.take(pattern.match(source.data, source.position).end() - source.position)  # type: ignore[union-attr]
 
-    def run_of(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+    def take_while(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
         """Take characters while `pattern`, which matches single characters, does; at most MAX_NAME of them."""
         taken: list[str] = []
         while len(taken) < MAX_NAME:
@@ -322,7 +322,7 @@ class StreamParser(ABC):
             taken.append(self.take(1))
         return "".join(taken)
 
-    def until(self, markers: Sequence[str], out: Callable[[str], None]) -> Generator[None, None, str]:
+    def pass_until(self, markers: Sequence[str], out: Callable[[str], None]) -> Generator[None, None, str]:
         """Hand text to `out` up to the first of `markers`, which is taken and returned; empty where none comes.
 
         Markers must differ in such a way that none begins another.
@@ -330,7 +330,7 @@ class StreamParser(ABC):
         longest = max(map(len, markers))
         firsts = {marker[0] for marker in markers}
         while True:
-            source = self._text
+            source = self._buffer
             data, position = source.data, source.position
             if not firsts.isdisjoint(data[position:]):
                 places = [(at, marker) for marker in markers if (at := data.find(marker, position)) >= 0]
@@ -346,34 +346,34 @@ class StreamParser(ABC):
                 out(data[position:at])
             if found:
                 return self.take(len(found))
-            if not (yield from self.more()):
+            if not (yield from self.wait_for_text()):
                 if source.position < len(source.data):
                     continue  # the rest is no marker
                 return ""
 
     # ---- JSON --------------------------------------------------------------------------------------------------------
-    def string(self) -> Generator[None, None, str | None]:
+    def take_string(self) -> Generator[None, None, str | None]:
         """Take a JSON string and return its value; None where it is none."""
         if (yield from self.peek()) != '"':
             return None
         parts = [self.take(1)]
         while True:
-            source = self._text
-            end = _INSIDE.match(source.data, source.position).end()  # type: ignore[union-attr]
+            source = self._buffer
+            end = _IN_STRING.match(source.data, source.position).end()  # type: ignore[union-attr]
             if end > source.position:
                 parts.append(self.take(end - source.position))
             if end < len(source.data) and source.data[end] == '"':
                 parts.append(self.take(1))
                 break
-            if not (yield from self.more()):
+            if not (yield from self.wait_for_text()):
                 return None
         try:
             value: str = json.loads("".join(parts), strict=False)
         except ValueError:
             return None
-        return whole_characters(value)
+        return join_surrogates(value)
 
-    def bracketed(self, out: Callable[[str], None]) -> Generator[None, None, bool]:
+    def take_brackets(self, out: Callable[[str], None]) -> Generator[None, None, bool]:
         """Take a JSON object or array and hand it to `out` as it comes; False where it breaks off or is not closed.
 
         Brackets are counted and strings are skipped; whether it is valid JSON otherwise is not looked at.
@@ -381,18 +381,18 @@ class StreamParser(ABC):
         closing: list[str] = []
         inside = False
         while True:
-            source = self._text
+            source = self._buffer
             data, begin = source.data, source.position
             at, broken = begin, False
             while at < len(data):
                 if inside:
-                    at = _INSIDE.match(data, at).end()  # type: ignore[union-attr]
+                    at = _IN_STRING.match(data, at).end()  # type: ignore[union-attr]
                     if at == len(data) or data[at] != '"':
                         break  # the text ends, perhaps behind a backslash
                     inside = False
                     at += 1
                     continue
-                at = _OUTSIDE.match(data, at).end()  # type: ignore[union-attr]
+                at = _OUT_OF_STRING.match(data, at).end()  # type: ignore[union-attr]
                 if at == len(data):
                     break
                 character = data[at]
@@ -414,23 +414,23 @@ class StreamParser(ABC):
                 return False
             if not closing:
                 return True
-            if not (yield from self.more()):
+            if not (yield from self.wait_for_text()):
                 return False
 
     def take_arguments(self) -> Generator[None, None, bool]:
         """Take the JSON object of a call's arguments, which may end before it is closed; whether it did not."""
-        closed = yield from self.bracketed(self.argue)
+        closed = yield from self.take_brackets(self.emit_arguments)
         if closed:
             self.end_call()
         return closed
 
-    def opens_object(self) -> Generator[None, None, bool]:
+    def peek_object(self) -> Generator[None, None, bool]:
         """Whether the text goes on as a JSON object does, down to its first quote. Takes nothing."""
         while True:
-            source = self._text
+            source = self._buffer
             ahead = source.data[source.position :]
             rest = ahead[1:].lstrip(" \t\r\n")
             if ahead[:1] not in ("{", ""):
                 return False
-            if rest or len(ahead) > MAX_SPACE or not (yield from self.more()):
+            if rest or len(ahead) > MAX_HELD_SPACE or not (yield from self.wait_for_text()):
                 return rest[:1] in ('"', "}")

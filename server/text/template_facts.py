@@ -22,7 +22,7 @@ _IS_NONE = re.compile(r"""content['"]?\s*\]?\s+is\s+(not\s+)?none""")
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateFacts:
+class TemplateCapabilities:
     """What a template can be told, by its text.
 
     tools: it shows them to the model. calls: it renders calls and their results. text_arguments: it wants the arguments of
@@ -38,10 +38,10 @@ class TemplateFacts:
     short_ids: bool
     single_call: bool
     developer: bool
-    words: frozenset[str]
+    quoted_words: frozenset[str]
 
     @classmethod
-    def of(cls, source: str) -> TemplateFacts:
+    def of(cls, source: str) -> TemplateCapabilities:
         """The facts of a template."""
         uses = [use.strip() for use in _USE.findall(source)]
         as_object = any(use[:1] in ("|", ".") or use.startswith("is") for use in uses)
@@ -53,7 +53,7 @@ class TemplateFacts:
             short_ids=_SHORT_IDS.search(source) is not None,
             single_call="single tool-call" in source,
             developer="developer" in source,
-            words=frozenset(word for _, word in _QUOTED.findall(source)),
+            quoted_words=frozenset(word for _, word in _QUOTED.findall(source)),
         )
 
 

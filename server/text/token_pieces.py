@@ -12,7 +12,7 @@ import tokenizers
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _byte_alphabet() -> dict[str, int]:
+def _char_to_byte() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes: character -> byte (openai/gpt-2, encoder.py, bytes_to_unicode)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -21,14 +21,14 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
-_ALPHABET = _byte_alphabet()
+_CHAR_TO_BYTE = _char_to_byte()
 
-_STAND_INS = {byte: char for char, byte in _ALPHABET.items()}
+_BYTE_TO_CHAR = {byte: char for char, byte in _CHAR_TO_BYTE.items()}
 
 
-def text_of_bytes(data: bytes) -> str:
+def byte_level_text(data: bytes) -> str:
     """A token's bytes as a byte-level vocabulary writes them."""
-    return "".join(_STAND_INS[byte] for byte in data)
+    return "".join(_BYTE_TO_CHAR[byte] for byte in data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,11 @@ class PieceDecoder:
                 return None
         return cls(replacements=tuple(replacements), **values)
 
-    def bytes_of(self, token: str, *, first: bool = False) -> bytes:
+    def decode_token(self, token: str, *, first: bool = False) -> bytes:
         """UTF-8 that `token` adds; `first`: nothing was decoded before it. `strip_left` is left to the caller."""
         if self.byte_level:
             try:
-                return bytes([_ALPHABET[char] for char in token])
+                return bytes([_CHAR_TO_BYTE[char] for char in token])
             except KeyError:  # an added token, written as it is
                 return token.encode("utf-8", "replace")
         if first and self.metaspace:
@@ -107,7 +107,7 @@ class PieceDecoder:
     def covers_every_byte(self, backend: tokenizers.Tokenizer) -> bool:
         """Whether any text at all can be written in this vocabulary, so that nothing becomes an unknown token."""
         if self.byte_level:
-            names = list(_ALPHABET)
+            names = list(_CHAR_TO_BYTE)
         elif self.byte_fallback and getattr(backend.model, "byte_fallback", False):
             names = [f"<0x{byte:02X}>" for byte in range(256)]
         else:

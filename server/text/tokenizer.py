@@ -17,11 +17,11 @@ from windlass.server.text.token_pieces import PieceDecoder
 from windlass.server.text.tokenizer_files import (
     TOKENIZER,
     add_missing_tokens,
-    content_of,
     find_tokenizer,
     one_line,
     read_json,
     special_tokens,
+    token_content,
 )
 
 _MAX_ID = 2**32 - 1
@@ -82,7 +82,7 @@ class Tokenizer:
             raise LoadError(
                 f"cannot understand tokenizer_config.json in {directory} ({one_line(error)}): fetch the file again"
             ) from error
-        return cls(backend, {name: content_of(token) for name, token in named.items()}, templates)
+        return cls(backend, {name: token_content(token) for name, token in named.items()}, templates)
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
@@ -101,23 +101,23 @@ class Tokenizer:
         return list(encoding.ids), list(encoding.offsets)
 
     def encode_pair(
-        self, first: str, second: str, *, add_special_tokens: bool, most: int | None
+        self, first: str, second: str, *, add_special_tokens: bool, max_tokens: int | None
     ) -> tuple[list[int], int]:
         """Token ids of two texts as one, joined as the tokenizer joins pairs, and where those of the second begin.
 
         most: the second is cut at its end to fit into so many. Raises RequestError where the first alone does not, or for lone
         surrogates.
         """
-        ours, theirs = (self._encoding(text, False) for text in (first, second))
+        first_encoding, second_encoding = (self._encoding(text, False) for text in (first, second))
         added = self._backend.num_special_tokens_to_add(True) if add_special_tokens else 0
-        if most is not None and len(ours.ids) + len(theirs.ids) + added > most:
-            room = most - len(ours.ids) - added
-            if room < 1:
+        if max_tokens is not None and len(first_encoding.ids) + len(second_encoding.ids) + added > max_tokens:
+            available = max_tokens - len(first_encoding.ids) - added
+            if available < 1:
                 raise RequestError(
-                    f"the first text has {len(ours.ids)} tokens, which leave no room for the second among {most}: shorten it"
+                    f"the first text has {len(first_encoding.ids)} tokens, which leave no room for the second among {max_tokens}: shorten it"
                 )
-            theirs.truncate(room)
-        joined = self._backend.post_process(ours, theirs, add_special_tokens)
+            second_encoding.truncate(available)
+        joined = self._backend.post_process(first_encoding, second_encoding, add_special_tokens)
         of_first = [index for index, text in enumerate(joined.sequence_ids) if text == 0]
         types = joined.type_ids
         # Where types tell nothing apart, behind the last token of the first text.
@@ -159,19 +159,25 @@ class Tokenizer:
         for token_id in self._backend.get_vocab(with_added_tokens=True).values():
             data = self.token_bytes(token_id)
             starts = max(starts, sum(byte & 0xC0 != 0x80 for byte in data))  # characters that begin in this token
-        return starts * 4 if self._shrink == "composition" else starts if self._shrink == "none" else max(starts, 4096)
+        return (
+            starts * 4
+            if self._character_loss == "composition"
+            else starts
+            if self._character_loss == "none"
+            else max(starts, 4096)
+        )
 
     @property
-    def _shrink(self) -> str:
+    def _character_loss(self) -> str:
         """How tokenizing may lose characters: "none", "composition" (up to 4 become 1) or "unbounded"."""
         added = self._backend.get_added_tokens_decoder().values()
-        normalizers = _kinds(self._backend.normalizer)
+        normalizers = _component_types(self._backend.normalizer)
         if (
             self.pieces is None
             or not self.pieces.covers_every_byte(self._backend)
             or any(token.lstrip or token.rstrip for token in added)
             or normalizers - {"NFC", "NFKC", "NFD", "NFKD", "Prepend", "Replace", "ByteLevel", "Lowercase"}
-            or _kinds(self._backend.pre_tokenizer) - {"ByteLevel", "Metaspace", "Split", "Digits"}
+            or _component_types(self._backend.pre_tokenizer) - {"ByteLevel", "Metaspace", "Split", "Digits"}
         ):
             return "unbounded"
         return "composition" if normalizers & {"NFC", "NFKC"} else "none"
@@ -187,7 +193,7 @@ class Tokenizer:
 
     def _piece(self, token_id: int, token: str) -> bytes:
         if self.pieces is not None:
-            return self.pieces.bytes_of(token)
+            return self.pieces.decode_token(token)
         # A decoder without a rule per token: what the token adds behind a copy of itself is what it adds mid-text.
         once = self._backend.decode([token_id], skip_special_tokens=False)
         twice = self._backend.decode([token_id, token_id], skip_special_tokens=False)
@@ -212,7 +218,7 @@ def _read_files(file: Path) -> tuple[str, dict[str, Any]]:
     return text, read_json(file.parent / "tokenizer_config.json")
 
 
-def _kinds(component: Any) -> set[str]:
+def _component_types(component: Any) -> set[str]:
     """Type names of a normaliser or pre-tokenizer and of all inside it; "Shrinking" for rules that drop characters."""
     if component is None:
         return set()
@@ -230,7 +236,7 @@ def _kinds(component: Any) -> set[str]:
     return walk(json.loads(component.__getstate__()))
 
 
-def answer_ids(tokenizer: Tokenizer, tokens: Sequence[str | int]) -> tuple[int, ...]:
+def rerank_answer_ids(tokenizer: Tokenizer, tokens: Sequence[str | int]) -> tuple[int, ...]:
     """Their ids. Raises LoadError for a text that is no single token, and for an id that the tokenizer does not have."""
     found = tuple(_id_of(tokenizer, token) for token in tokens)
     if len(set(found)) != len(found):

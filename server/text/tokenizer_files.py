@@ -13,9 +13,9 @@ from windlass.engine.errors import LoadError
 TOKENIZER = "tokenizer.json"
 
 # Others that are read, the first that is there before the rest.
-_CONVERTED = ("tekken.json", "tokenizer.model", "tiktoken.model", "*.tiktoken")
+_CONVERTIBLE_FILES = ("tekken.json", "tokenizer.model", "tiktoken.model", "*.tiktoken")
 
-_UNREAD = ("vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
+_UNSUPPORTED_FILES = ("vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 
 
 def find_tokenizer(directory: Path) -> Path:
@@ -25,7 +25,7 @@ def find_tokenizer(directory: Path) -> Path:
         return file
     if not directory.is_dir():
         raise LoadError(f"{directory} is not a directory: give the directory that holds tokenizer.json")
-    for pattern in _CONVERTED:
+    for pattern in _CONVERTIBLE_FILES:
         found = sorted(file for file in directory.glob(pattern) if file.is_file())
         if len(found) > 1:
             raise LoadError(
@@ -34,7 +34,7 @@ def find_tokenizer(directory: Path) -> Path:
             )
         if found:
             return found[0]
-    unread = [name for name in _UNREAD if (directory / name).is_file()]
+    unread = [name for name in _UNSUPPORTED_FILES if (directory / name).is_file()]
     if unread:
         raise LoadError(
             f"no tokenizer.json in {directory}, only {unread[0]}: convert it with transformers, "
@@ -64,7 +64,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def content_of(token: str | tokenizers.AddedToken) -> str:
+def token_content(token: str | tokenizers.AddedToken) -> str:
     """The token as text."""
     return token if isinstance(token, str) else token.content
 
@@ -90,17 +90,17 @@ def special_tokens(
         and isinstance(value, (str, dict))
         and (key in _NAMED_TOKENS or isinstance(value, str) or "content" in value)
     }
-    nameless = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    unnamed = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if "added_tokens_decoder" not in config:
         for key, value in read_json(directory / "special_tokens_map.json").items():
             if key in ("additional_special_tokens", "extra_special_tokens"):
-                nameless = nameless or value
+                unnamed = unnamed or value
             elif isinstance(value, (str, dict)):
                 source[key] = _added_token(value, special=True)
-    if isinstance(nameless, dict):
-        source.update({key: _added_token(value) for key, value in nameless.items()})
-        nameless = []
-    return source, [_added_token(value) for value in nameless]
+    if isinstance(unnamed, dict):
+        source.update({key: _added_token(value) for key, value in unnamed.items()})
+        unnamed = []
+    return source, [_added_token(value) for value in unnamed]
 
 
 def add_missing_tokens(
@@ -108,7 +108,7 @@ def add_missing_tokens(
     directory: Path,
     config: dict[str, Any],
     named: dict[str, str | tokenizers.AddedToken],
-    nameless: list[str | tokenizers.AddedToken],
+    unnamed: list[str | tokenizers.AddedToken],
 ) -> None:
     """Add what the files beside tokenizer.json declare and it lacks, in the order of their ids."""
     present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
@@ -117,19 +117,19 @@ def add_missing_tokens(
         token = _added_token(value)
         declared[int(index)] = token if not isinstance(token, str) else tokenizers.AddedToken(token)
     if "added_tokens_decoder" not in config:
-        specials = {content_of(token) for token in [*named.values(), *nameless]}
+        specials = {token_content(token) for token in [*named.values(), *unnamed]}
         for text, index in read_json(directory / "added_tokens.json").items():
             special = text in specials
             declared[int(index)] = tokenizers.AddedToken(text, normalized=not special, special=special)
     missing = [token for _, token in sorted(declared.items()) if repr(token) not in present]
     known = {token.content for token in backend.get_added_tokens_decoder().values()} | {t.content for t in missing}
-    for token in [*named.values(), *nameless]:
-        text = content_of(token)
+    for token in [*named.values(), *unnamed]:
+        text = token_content(token)
         if text not in known:
             known.add(text)
             missing.append(tokenizers.AddedToken(text, special=True) if isinstance(token, str) else token)
     if missing:
-        names = {content_of(token) for token in named.values()}
+        names = {token_content(token) for token in named.values()}
         for token in missing:
             token.special = token.special or token.content in names
         backend.add_tokens(missing)

@@ -182,7 +182,7 @@ async def test_streams_follow_one_another_on_one_connection(kind: str) -> None:
 
 @pytest.mark.parametrize("how", ["silent", "endless"])
 async def test_what_follows_a_stream_is_not_waited_for(kind: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_REST_SECONDS", 0.05 if how == "silent" else 600.0)
+    monkeypatch.setattr(streams, "_DRAIN_SECONDS", 0.05 if how == "silent" else 600.0)
     end = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
 
     async def endless(exchange: Exchange) -> None:

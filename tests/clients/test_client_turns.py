@@ -235,7 +235,7 @@ DEEP = "[" * 100_000
     ids=["float", "deep dataclass", "deep schema"],
 )
 def test_an_answer_beyond_what_python_holds_is_no_answer(wanted: Any, text: str) -> None:
-    message = ChatMessage(content=text, _read=_parse.reader(wanted))
+    message = ChatMessage(content=text, _parse_content=_parse.reader(wanted))
     with pytest.raises(ValueError):
         _ = message.parsed
 
@@ -249,7 +249,7 @@ def test_arguments_nested_too_deeply_are_no_values() -> None:
     pieces.add(MessageEvent(type="message_start", message=Message(id="m")))
     pieces.add(MessageEvent(type="content_block_start", index=0, content_block=ContentBlock(type="tool_use")))
     pieces.add(MessageEvent(type="content_block_delta", index=0, delta=MessageDelta(partial_json=DEEP)))
-    assert pieces.answer(None).content[0].input == {}
+    assert pieces.result(None).content[0].input == {}
 
 
 async def test_what_cannot_be_asked_for(kind: str) -> None:
@@ -268,6 +268,6 @@ async def test_what_cannot_be_asked_for(kind: str) -> None:
 
 def test_an_answer_is_plain_data() -> None:
     """The reader inside a message is no part of what it says."""
-    assert ChatMessage(content="1", _read=int) == ChatMessage(content="1")
-    assert "_read" not in repr(ChatMessage(content="1", _read=int))
-    assert dataclasses.replace(ChatMessage(content="1", _read=int), content="2").parsed == 2
+    assert ChatMessage(content="1", _parse_content=int) == ChatMessage(content="1")
+    assert "_parse_content" not in repr(ChatMessage(content="1", _parse_content=int))
+    assert dataclasses.replace(ChatMessage(content="1", _parse_content=int), content="2").parsed == 2

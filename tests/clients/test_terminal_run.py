@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import typer
 
-from windlass.clients.terminal import on_terminal, run_app, say
+from windlass.clients.terminal import print_status, run_app, stderr_is_terminal
 
 app = typer.Typer()
 
@@ -105,14 +105,14 @@ STREAMS = """
 import os, socket, subprocess, sys, typer
 from windlass.clients.terminal import say
 from windlass.clients.terminal import run_app
-from windlass.clients.terminal import on_terminal
+from windlass.clients.terminal import stderr_is_terminal
 
 app = typer.Typer()
 
 @app.command()
 def command() -> None:
     say("a line")
-    assert not on_terminal()
+    assert not stderr_is_terminal()
     print("hello")
     assert sys.stdin.read() == ""
     assert socket.socket().fileno() > 2
@@ -133,6 +133,6 @@ def test_a_command_that_was_started_with_a_stream_closed(closed: str, output: by
 
 def test_a_host_without_standard_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    say("a line")
-    assert not on_terminal()
+    print_status("a line")
+    assert not stderr_is_terminal()
     assert capfd.readouterr() == ("", "")

@@ -10,7 +10,7 @@ from helpers.dashboard import PANELS
 from helpers.prometheus import ALERTS, ROOT, needs_prometheus, promtool
 
 from windlass.engine.errors import DeadlineError, EngineDeadError, QueueFullError, RequestError
-from windlass.server.errors import from_exception, internal_error
+from windlass.server.errors import internal_error, to_api_error
 
 TESTS = ROOT / "tests" / "deploy" / "alerts_test.yml"
 RULES = {rule["alert"]: rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]}
@@ -77,11 +77,11 @@ def test_options_that_alerts_and_panels_name_exist():
 
 def test_the_error_rate_counts_the_servers_faults_and_not_the_clients():
     counted = re.search(r'code=~"([^"]+)"', RULES["WindlassErrorRate"]["expr"])[1]
-    faults = [internal_error(), from_exception(DeadlineError("late")), from_exception(EngineDeadError("dead"))]
+    faults = [internal_error(), to_api_error(DeadlineError("late")), to_api_error(EngineDeadError("dead"))]
     for error in faults:
         assert error.status >= 500 and re.fullmatch(counted, error.code), error.code
-    full = from_exception(QueueFullError("full"))
-    refused = from_exception(RequestError("no", "prompt", "context_length_exceeded"))
+    full = to_api_error(QueueFullError("full"))
+    refused = to_api_error(RequestError("no", "prompt", "context_length_exceeded"))
     for code in (full.code, refused.code, "client_disconnected", "draining", "400"):
         assert not re.fullmatch(counted, code), code
     assert f'code="{full.code}"' in RULES["WindlassQueueFull"]["expr"]

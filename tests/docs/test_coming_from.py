@@ -109,17 +109,24 @@ def test_a_command_says_of_their_options_what_the_page_says() -> None:
     for option, said in page.items():
         if option == "--model":
             continue  # it is an argument here
-        hint = option_parsing.hint(SimpleNamespace(command=command), option)
-        assert hint is not None, option
-        named = set(re.findall(r"--[a-z][a-z-]*", hint))
-        assert named <= options() - {option}, (option, hint)
-        if hint.startswith("here it is a field"):
-            assert hint.partition(";")[0].split()[-1] in FIELDS, option
-            assert ("--override-generation-config" in said) <= ("--override-generation-config" in hint), option
-        elif "leave it out" not in hint:
-            words = named or set(re.findall(r"[\w/@-]+", hint)[-2:])
-            assert words & set(re.findall(r"[\w/@-]+", said)), (option, hint)
-    tables = (option_parsing._OURS, option_parsing._FIELDS, option_parsing._INSTEAD, option_parsing._NEEDLESS)
+        foreign_option_hint = option_parsing.foreign_option_hint(SimpleNamespace(command=command), option)
+        assert foreign_option_hint is not None, option
+        named = set(re.findall(r"--[a-z][a-z-]*", foreign_option_hint))
+        assert named <= options() - {option}, (option, foreign_option_hint)
+        if foreign_option_hint.startswith("here it is a field"):
+            assert foreign_option_hint.partition(";")[0].split()[-1] in FIELDS, option
+            assert ("--override-generation-config" in said) <= (
+                "--override-generation-config" in foreign_option_hint
+            ), option
+        elif "leave it out" not in foreign_option_hint:
+            words = named or set(re.findall(r"[\w/@-]+", foreign_option_hint)[-2:])
+            assert words & set(re.findall(r"[\w/@-]+", said)), (option, foreign_option_hint)
+    tables = (
+        option_parsing._RENAMED_OPTIONS,
+        option_parsing._REQUEST_FIELDS,
+        option_parsing._ALTERNATIVES,
+        option_parsing._UNNEEDED_OPTIONS,
+    )
     assert {option for table in tables for names in table for option in names.split()} - {"-m", "--seed"} <= set(page)
 
 

@@ -24,7 +24,7 @@ from helpers.mutations import ITEM_TEMPLATES, OTHER_TEMPLATES, PROMPT_TEMPLATES,
 
 KEY = "k"
 HANG = 5.0  # seconds after which a request counts as hung
-BEAT = 0.05
+HEARTBEAT_SECONDS = 0.05
 STILL = 0.2  # seconds late at which a beat says that the machine was busy elsewhere
 READING = [
     "/",
@@ -54,9 +54,9 @@ class Heart:
 
     def _beat(self) -> None:
         last = time.monotonic()
-        while not self._ended.wait(BEAT):
+        while not self._ended.wait(HEARTBEAT_SECONDS):
             now = time.monotonic()
-            if now - last - BEAT > STILL:
+            if now - last - HEARTBEAT_SECONDS > STILL:
                 self._stood.append((last, now))
             last = now
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from windlass.server.text.grammars import FormCompiler
+from windlass.server.text.grammars import GrammarCompiler
 from windlass.server.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -24,8 +24,8 @@ def demo_tokenizer() -> Tokenizer:
 
 
 @cache
-def demo_compiler() -> FormCompiler:
-    return FormCompiler(demo_tokenizer())
+def demo_compiler() -> GrammarCompiler:
+    return GrammarCompiler(demo_tokenizer())
 
 
 @cache

@@ -25,7 +25,7 @@ from helpers.toy_tokenizers import byte_level
 from windlass.server.app.state import ServerState
 from windlass.server.application import create_app
 from windlass.server.config.settings import ConnectionSettings, ServerSettings
-from windlass.server.http.connections import Connections
+from windlass.server.http.connections import ConnectionRegistry
 from windlass.server.http.server import HttpServer
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ class Live:
     tokenizer: Tokenizer
     loop: asyncio.AbstractEventLoop
     http: httpx.Client
-    registry: Connections
+    registry: ConnectionRegistry
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
         async def call() -> Any:

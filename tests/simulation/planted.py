@@ -19,7 +19,7 @@ from windlass.engine.scheduling.request_queue import Deadlines, SchedulerQueues
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.server.http.uvicorn_protocol import HttpProtocol
 from windlass.server.serving.streaming import Exchange
-from windlass.server.text.workers.pool import Lane
+from windlass.server.text.workers.pool import FairLimiter
 
 
 def _wrapped(owner: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> AbstractContextManager[Any]:
@@ -71,7 +71,7 @@ def an_error_keeps_its_callers_place() -> AbstractContextManager[Any]:
     def make(send_error: Any) -> Any:
         async def patched(self: Exchange, error: Any) -> None:
             callers, caller = self._state.callers, self._scope.get("windlass.caller") or ""
-            callers._in_flight[callers.of(caller).name] += 1
+            callers._in_flight[callers.key_of(caller).name] += 1
             await send_error(self, error)
 
         return patched
@@ -168,13 +168,13 @@ def a_request_goes_on_after_its_client_left() -> Iterator[None]:
 
 def a_place_in_a_lane_is_lost() -> AbstractContextManager[Any]:
     def make(pass_on: Any) -> Any:
-        def patched(self: Lane) -> None:
+        def patched(self: FairLimiter) -> None:
             if self._queues:
                 pass_on(self)
 
         return patched
 
-    return _wrapped(Lane, "_pass_on", make)
+    return _wrapped(FairLimiter, "_release", make)
 
 
 @contextmanager

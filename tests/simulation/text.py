@@ -15,7 +15,7 @@ from helpers.toy_tokenizers import byte_level
 from windlass.engine.errors import RequestError
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
 from windlass.server.text.tokenizer import Tokenizer
-from windlass.server.text.workers.frames import Done, OutOfMemory, Refused, Result, TextSource
+from windlass.server.text.workers.frames import Done, OutOfMemory, Refused, Result, WorkerSource
 from windlass.server.text.workers.processes import ForkError, ProcessDiedError, TooSlowError
 from windlass.server.text.workers.tasks import TextTasks
 
@@ -36,7 +36,7 @@ def tasks() -> TextTasks:
 class SimulatedForkServer:
     alive = True
 
-    def __init__(self, world: World, source: TextSource) -> None:
+    def __init__(self, world: World, source: WorkerSource) -> None:
         self._world = world
 
     def wait_loaded(self) -> None:
@@ -54,15 +54,15 @@ class SimulatedForkServer:
 class SimulatedTextProcess:
     def __init__(self, world: World) -> None:
         self._world = world
-        self.tired = self.ended = False
+        self.needs_recycling = self.exited = False
 
     def run(self, body: bytes, seconds: float) -> Result:
         job: Any = pickle.loads(body)
         if self._world.happens("text process dies"):
-            self.ended = True
+            self.exited = True
             raise ProcessDiedError("SIGSEGV")
         if self._world.happens("text process is slow"):
-            self.ended = True
+            self.exited = True
             raise TooSlowError
         if self._world.happens("text process has no memory"):
             return OutOfMemory()
@@ -72,7 +72,7 @@ class SimulatedTextProcess:
             return Refused(error.message)
 
     def interrupt(self) -> None:
-        self.ended = True
+        self.exited = True
 
     def kill(self) -> None:
-        self.ended = True
+        self.exited = True

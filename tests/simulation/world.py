@@ -38,7 +38,7 @@ from windlass.server.config.api_keys import ApiKey
 from windlass.server.config.settings import ConnectionSettings, ServerSettings
 from windlass.server.http.server import HttpServer
 
-MOST_SECONDS = 3600.0  # of simulated time that a run may take
+MAX_SECONDS = 3600.0  # of simulated time that a run may take
 HANG_SECONDS = 20.0
 
 
@@ -204,7 +204,7 @@ class World:
             served_model_name="simulated",
             callers=callers,
             max_in_flight=plan.max_in_flight,
-            keep_alive_seconds=plan.keep_alive,
+            stream_comment_seconds=plan.keep_alive,
             adapters=_adapters(),
             lora_folder=Path(__file__).parent,  # some folder; nothing is read from it
             body_stall_seconds=5.0,
@@ -302,9 +302,9 @@ def simulate(seed: int, replicas: int = 1) -> Report:
     with _operating_system(world):
         try:
             asyncio.set_event_loop(world.loop)
-            world.loop.run_until_complete(asyncio.wait_for(world.run(), MOST_SECONDS))
+            world.loop.run_until_complete(asyncio.wait_for(world.run(), MAX_SECONDS))
         except TimeoutError:
-            world.violation(f"the run has not ended after {MOST_SECONDS:g} seconds")
+            world.violation(f"the run has not ended after {MAX_SECONDS:g} seconds")
         except AssertionError as error:
             world.violation(f"{type(error).__name__}: {error}")
         finally:

@@ -28,28 +28,28 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from windlass._version import __version__
-from windlass.clients.terminal import say
+from windlass.clients.terminal import print_status
 from windlass.engine.client.prefix_router import MIN_KEY_BLOCK_TOKENS
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_parsing import check_log_level
 from windlass.server.config.server_options import ClusterOptions, ConnectionOptions, ServerOptions
-from windlass.server.http.event_loop_monitor import LoopWatch
-from windlass.server.http.listener import raise_limit
+from windlass.server.http.event_loop_monitor import EventLoopMonitor
+from windlass.server.http.listener import raise_file_limit
 from windlass.server.http.server import HttpServer
 from windlass.server.startup.launch import listen, make_app, make_server, prepare, read_template
 from windlass.server.startup.ray.client import RayClient
-from windlass.server.startup.ray.replica import EngineReplica, PrefixRequestRouter, by_requests_and_cache
-from windlass.server.startup.ray.wire import Start, mixed
+from windlass.server.startup.ray.replica import EngineReplica, PrefixRequestRouter, scale_by_requests_and_cache
+from windlass.server.startup.ray.wire import DeploymentSpec, version_mismatch
 
 NAMESPACE = "windlass"
 
-HEAD = "node:__internal_head__"  # what Ray calls a resource that only the head has
+HEAD_RESOURCE = "node:__internal_head__"  # what Ray calls a resource that only the head has
 
 _ACCEPT_SECONDS = 10.0
 
 
-class Door:
+class ListenerActor:
     """Methods are called by Ray, in one thread."""
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Door:
         self._address: tuple[str, int] | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="windlass-door-"))  # nobody else's
         self._path = self._folder / "socket"
-        self._giving = socket.socket(socket.AF_UNIX)
-        self._giving.bind(str(self._path))
-        self._giving.listen()
-        threading.Thread(target=self._give, name="door", daemon=True).start()
+        self._handover_socket = socket.socket(socket.AF_UNIX)
+        self._handover_socket.bind(str(self._path))
+        self._handover_socket.listen()
+        threading.Thread(target=self._hand_over, name="door", daemon=True).start()
 
     def open(self, host: str, port: int) -> str | None:
         """Listen at this address, and at no other. Returns what is wrong with it."""
@@ -86,66 +86,66 @@ class Door:
             self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _give(self) -> None:
+    def _hand_over(self) -> None:
         while True:
             with contextlib.suppress(OSError):
-                asking, _ = self._giving.accept()
-                with asking:
-                    _, uid, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                peer, _ = self._handover_socket.accept()
+                with peer:
+                    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
                     if uid == os.getuid() and self._listener is not None:
-                        socket.send_fds(asking, [b"."], [self._listener.fileno()])
+                        socket.send_fds(peer, [b"."], [self._listener.fileno()])
 
 
-def open_door(name: str, host: str, port: int) -> bool:
+def open_listener_actor(name: str, host: str, port: int) -> bool:
     """Have the door of this deployment listen; whether it was made now. Raises LoadError."""
-    there = name_of_door(name) in {one["name"] for one in ray.util.list_named_actors(all_namespaces=True)}
-    door = (
-        ray.remote(Door)
+    there = listener_actor_name(name) in {one["name"] for one in ray.util.list_named_actors(all_namespaces=True)}
+    listener_actor = (
+        ray.remote(ListenerActor)
         .options(
-            name=name_of_door(name),
+            name=listener_actor_name(name),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
-            resources={HEAD: 0.001},
+            resources={HEAD_RESOURCE: 0.001},
         )
         .remote()
     )
-    wrong = ray.get(door.open.remote(host, port))
+    wrong = ray.get(listener_actor.open.remote(host, port))
     if wrong is not None:
         if not there:
-            close_door(name)
+            close_listener_actor(name)
         raise LoadError(wrong)
     return not there
 
 
-def close_door(name: str) -> None:
+def close_listener_actor(name: str) -> None:
     """Take the door away, where there is one."""
     with contextlib.suppress(ValueError, ray.exceptions.RayError):
-        door = ray.get_actor(name_of_door(name), namespace=NAMESPACE)
-        ray.get(door.close.remote())
-        ray.kill(door)
+        listener_actor = ray.get_actor(listener_actor_name(name), namespace=NAMESPACE)
+        ray.get(listener_actor.close.remote())
+        ray.kill(listener_actor)
 
 
-async def listener_of(door: str) -> socket.socket:
+async def fetch_listener(listener_actor: str) -> socket.socket:
     """The listening socket that the door of this name holds. Raises RuntimeError."""
     try:
-        actor: Any = await asyncio.to_thread(ray.get_actor, door, namespace=NAMESPACE)
+        actor: Any = await asyncio.to_thread(ray.get_actor, listener_actor, namespace=NAMESPACE)
         return await asyncio.to_thread(_fetch, await actor.path.remote())
     except (ValueError, OSError, ray.exceptions.RayError) as error:
         raise RuntimeError(f"there is no listener for this deployment ({error}): deploy it again") from None
 
 
-def name_of_door(name: str) -> str:
+def listener_actor_name(name: str) -> str:
     """Of an actor. name: of the deployment."""
     return f"windlass-door-{name}"
 
 
 def _fetch(path: str) -> socket.socket:
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.settimeout(_ACCEPT_SECONDS)
-        asking.connect(path)
-        _, found, _, _ = socket.recv_fds(asking, 1, 1)
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(_ACCEPT_SECONDS)
+        peer.connect(path)
+        _, found, _, _ = socket.recv_fds(peer, 1, 1)
     if not found:
         raise OSError("the door is shut")
     return socket.socket(fileno=found[0])
@@ -158,7 +158,7 @@ REUSE_SECONDS = 1.0  # after an answer, to ask once more by its connection and b
 class Ingress:
     """start: see there. engines: the replicas."""
 
-    async def __init__(self, start: Start, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+    async def __init__(self, start: DeploymentSpec, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         start.check()
         template = read_template(start.server)
         path, engine, settings = await asyncio.to_thread(prepare, start.model, start.engine, start.server)
@@ -168,13 +168,13 @@ class Ingress:
         await asyncio.to_thread(state.text.spawn)
         await asyncio.to_thread(state.text.wait_loaded)
         await self._client.start()
-        self._watch = LoopWatch(state.beat).start()
+        self._watch = EventLoopMonitor(state.observe_event_loop_lag).start()
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._grace = settings.grace_seconds
-        if start.door is not None:
-            bounds = ConnectionOptions().to_settings().within(raise_limit())
-            listener = await listener_of(start.door)
+        if start.listener_actor is not None:
+            bounds = ConnectionOptions().to_settings().capped_by_files(raise_file_limit())
+            listener = await fetch_listener(start.listener_actor)
             self._http = make_server(
                 self._app, listener, bounds, max_header_bytes=settings.max_header_bytes, access_log=False, tls=None
             )
@@ -212,7 +212,7 @@ INGRESS_CPUS = 0.5
 
 AFTER_GRACE_SECONDS = 4.0  # for the ingress to end its connections
 
-_NEEDLESS = ("uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "record", "access_log")
+_UNSUPPORTED_OPTIONS = ("uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "record", "access_log")
 
 _PATHS = ("api_key_file", "api_keys", "chat_template", "lora_folder", "crash_dir")
 
@@ -227,7 +227,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
             raise LoadError(f"there is no option {name!r}{did_you_mean(name, known)}")
 
     def of(kind: Any) -> dict[str, Any]:
-        return {field.name: _spelt(field.name, given[field.name]) for field in fields(kind) if field.name in given}
+        return {
+            field.name: _to_argument(field.name, given[field.name]) for field in fields(kind) if field.name in given
+        }
 
     engine, server = EngineOptions(**of(EngineOptions)), ServerOptions(**of(ServerOptions))
     cluster = ClusterOptions(**{"listener": "proxy", **of(ClusterOptions)})
@@ -241,17 +243,17 @@ def application(
 ) -> serve.Application:
     """Replicas and the HTTP side in front of them. Raises LoadError for options that cannot be."""
     cluster.check()
-    for name in _NEEDLESS:
+    for name in _UNSUPPORTED_OPTIONS:
         if getattr(server, name) != getattr(ServerOptions(), name):
             raise LoadError(
                 f"--{name.replace('_', '-')} is of a server by itself, and a deployment has none: leave it out"
             )
     engine.to_config(Path())
     grace = max(server.to_settings("model", engine).grace_seconds, 1.0)
-    least, most = cluster.count()
-    start = Start(model, engine, server, log_level, most if engine.kv_cache_memory is None else 1)
-    itself = cluster.listener == "ingress"
-    start = replace(start, door=name_of_door(cluster.name) if itself else None)
+    least, most = cluster.replica_bounds()
+    start = DeploymentSpec(model, engine, server, log_level, most if engine.kv_cache_memory is None else 1)
+    has_own_listener = cluster.listener == "ingress"
+    start = replace(start, listener_actor=listener_actor_name(cluster.name) if has_own_listener else None)
     scaling: dict[str, object] = {"num_replicas": least}
     if most > least:
         scaling = {
@@ -261,14 +263,14 @@ def application(
                 target_ongoing_requests=cluster.target_requests,
                 upscale_delay_s=cluster.scale_up_seconds,
                 downscale_delay_s=cluster.scale_down_seconds,
-                policy=AutoscalingPolicy(policy_function=by_requests_and_cache),
+                policy=AutoscalingPolicy(policy_function=scale_by_requests_and_cache),
             )
         }
     block_tokens = -(-MIN_KEY_BLOCK_TOKENS // engine.block_size) * engine.block_size
     router = RequestRouterConfig(
         request_router_class=PrefixRequestRouter, request_router_kwargs={"block_tokens": block_tokens}
     )
-    cpus, gpus = of_a_replica(engine)
+    cpus, gpus = replica_resources(engine)
     engines = serve.deployment(EngineReplica).options(
         name="Engine",
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
@@ -282,20 +284,20 @@ def application(
     )
     ingress = serve.deployment(Ingress).options(
         name="Ingress",
-        ray_actor_options={"num_cpus": INGRESS_CPUS, "resources": {HEAD: 0.001} if itself else {}},
+        ray_actor_options={"num_cpus": INGRESS_CPUS, "resources": {HEAD_RESOURCE: 0.001} if has_own_listener else {}},
         max_ongoing_requests=100_000,  # the app has bounds of its own
         graceful_shutdown_timeout_s=grace + AFTER_GRACE_SECONDS,
     )
     return ingress.bind(start, engines.bind(start))
 
 
-def of_a_replica(engine: EngineOptions) -> tuple[int, int]:
+def replica_resources(engine: EngineOptions) -> tuple[int, int]:
     """The cores and the GPUs that a replica is given."""
     gpus = engine.tensor_parallel if engine.device.startswith("cuda") else 0
     return engine.tensor_parallel * (engine.threads or 1), gpus
 
 
-def _spelt(name: str, value: Any) -> Any:
+def _to_argument(name: str, value: Any) -> Any:
     """What YAML says with a number, a string, a list or an object, as the command line has it."""
     if isinstance(value, Mapping):
         return [json.dumps(value)] if name == "rope_profile" else json.dumps(value)
@@ -314,47 +316,47 @@ def deploy(
 ) -> None:
     """Deploy, or update what has this name, and return when it serves. Raises LoadError, one line."""
     made = application(model, engine, server, cluster, check_log_level(log_level))
-    least, most = cluster.count()
+    least, most = cluster.replica_bounds()
     read_template(server)
     _, engine, settings = prepare(model, engine, server)
-    with connected(cluster.address):
-        _check_room(least, *of_a_replica(engine), INGRESS_CPUS if cluster.listener == "ingress" else 0.0)
+    with connect_to_cluster(cluster.address):
+        _check_capacity(least, *replica_resources(engine), INGRESS_CPUS if cluster.listener == "ingress" else 0.0)
         _check_version(cluster.name)
-        itself = cluster.listener == "ingress"
+        has_own_listener = cluster.listener == "ingress"
         running = cluster.name in serve.status().applications
-        if itself:
+        if has_own_listener:
             serve.start(proxy_location="Disabled")
-            open_door(cluster.name, server.host, server.port)
+            open_listener_actor(cluster.name, server.host, server.port)
         else:
             serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=server.host, port=server.port))
         try:
-            serve.run(made, name=cluster.name, route_prefix=None if itself else server.root_path or "/")
+            serve.run(made, name=cluster.name, route_prefix=None if has_own_listener else server.root_path or "/")
         except (RuntimeError, RayError, RayServeException) as error:
             reason = _reason(cluster.name, error)
             if not running:
                 serve.delete(cluster.name)
-                close_door(cluster.name)
+                close_listener_actor(cluster.name)
             raise LoadError(reason) from None
-        if not itself:
-            close_door(cluster.name)
+        if not has_own_listener:
+            close_listener_actor(cluster.name)
     several = f"{least} to {most} replicas" if most > least else f"{least} replica{'s' if least > 1 else ''}"
-    say(
+    print_status(
         f"{settings.served_model_name} is served by {several} at http://{server.host}:{server.port}{server.root_path}/v1"
     )
 
 
 def delete(name: str, address: str | None) -> None:
     """Take a deployment away, after its requests. Raises LoadError where there is none."""
-    with connected(address):
+    with connect_to_cluster(address):
         if name not in serve.status().applications:
             raise LoadError(f"--name {name}: no deployment has this name on that cluster")
         serve.delete(name)
-        close_door(name)
-    say(f"{name} is deleted")
+        close_listener_actor(name)
+    print_status(f"{name} is deleted")
 
 
 @contextlib.contextmanager
-def connected(address: str | None) -> Iterator[None]:
+def connect_to_cluster(address: str | None) -> Iterator[None]:
     """A connection to the cluster. Raises LoadError where there is none to be had."""
     wanted = address or os.environ.get("RAY_ADDRESS") or "auto"
     if (found := re.fullmatch(r"(?:ray://)?\[?([^/\]]+?)\]?:(\d+)", wanted)) is not None:
@@ -386,7 +388,7 @@ def connected(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def _check_room(least: int, cpus: int, gpus: int, on_head: float) -> None:
+def _check_capacity(least: int, cpus: int, gpus: int, on_head: float) -> None:
     """LoadError where the cluster has no place for the least number of replicas. on_head: cores that the head has to have."""
     there = ray.cluster_resources()
     for what, each, more in (("CPU", cpus, INGRESS_CPUS), ("GPU", gpus, 0.0)):
@@ -399,7 +401,7 @@ def _check_room(least: int, cpus: int, gpus: int, on_head: float) -> None:
     places = 0
     for machine in (node["Resources"] for node in ray.nodes() if node["Alive"]):
         free = machine.get("CPU", 0.0)
-        if HEAD in machine:
+        if HEAD_RESOURCE in machine:
             if free < on_head:
                 raise LoadError(
                     f"the server needs {on_head:g} CPUs of the head's machine, which has {free:g}: begin it with more (ray start "
@@ -423,7 +425,7 @@ def _check_version(name: str) -> None:
     except (RayError, RayServeException, TimeoutError, AttributeError):
         return  # it does not run, so that nothing is mixed
     if theirs != __version__:
-        raise LoadError(mixed(theirs))
+        raise LoadError(version_mismatch(theirs))
 
 
 def _reason(name: str, error: Exception) -> str:

@@ -25,14 +25,23 @@ from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, Mod
 from windlass.engine.interface.outputs import EngineStats, RequestOutput
 from windlass.engine.interface.request import EngineRequest
 from windlass.server.startup.ray.replica import EngineReplica
-from windlass.server.startup.ray.wire import Address, Ended, Finished, Item, LaneEnd, Lost, ReplicaCall, ReplicaReport
+from windlass.server.startup.ray.wire import (
+    CallFailed,
+    ConnectionLost,
+    Finished,
+    Item,
+    OutputReceiver,
+    ReceiverAddress,
+    ReplicaCall,
+    ReplicaReport,
+)
 
 _logger = logging.getLogger("windlass.server")
 
 LOST = (RayError, RayServeException)
 
 
-class CallLost(Exception):
+class CallLostError(Exception):
     """The replica, or the way to it, is gone. replica: which, if that is known."""
 
     def __init__(self, replica: str) -> None:
@@ -40,7 +49,7 @@ class CallLost(Exception):
         self.replica = replica
 
 
-class CallEnded(Exception):
+class CallFailedError(Exception):
     """The replica ended it with an error."""
 
     def __init__(self, replica: str, error: EngineError) -> None:
@@ -53,9 +62,9 @@ class Calls:
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._generate = handle.options(method_name="generate", stream=True)
-        self._end = LaneEnd()
+        self._end = OutputReceiver()
         self._numbers = count(1)
-        self._following: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> None:
         """Begin to take outputs by lanes. Where that cannot be they come by Ray."""
@@ -65,7 +74,7 @@ class Calls:
             _logger.warning("no lanes from replicas, tokens come by Ray: %s", error)
 
     @property
-    def address(self) -> Address | None:
+    def address(self) -> ReceiverAddress | None:
         """Where lanes lead to."""
         return self._end.address
 
@@ -74,43 +83,43 @@ class Calls:
 
     @contextlib.asynccontextmanager
     async def begun(self, call: ReplicaCall) -> AsyncIterator[AsyncIterator[list[RequestOutput]]]:
-        """The outputs of a call, which is cancelled with it. They raise CallLost and CallEnded."""
+        """The outputs of a call, which is cancelled with it. They raise CallLostError and CallFailedError."""
         number = next(self._numbers)
-        news: asyncio.Queue[Item | Finished | Lost] = asyncio.Queue()
+        news: asyncio.Queue[Item | Finished | ConnectionLost] = asyncio.Queue()
         self._end.open(number, news.put_nowait)
-        stream = self._generate.remote(replace(call, lane=self._end.address, number=number))
+        stream = self._generate.remote(replace(call, channel=self._end.address, number=number))
         following = asyncio.ensure_future(_follow(stream, news))
-        self._following.add(following)
-        following.add_done_callback(self._following.discard)
-        whole = asyncio.Event()
+        self._tasks.add(following)
+        following.add_done_callback(self._tasks.discard)
+        is_finished = asyncio.Event()
         try:
-            async with contextlib.aclosing(_outputs(news, whole)) as outputs:
+            async with contextlib.aclosing(_outputs(news, is_finished)) as outputs:
                 yield outputs
         finally:
             self._end.close(number)
-            if not whole.is_set():
+            if not is_finished.is_set():
                 stream.cancel()
                 following.cancel()
 
 
 async def _outputs(
-    news: asyncio.Queue[Item | Finished | Lost], whole: asyncio.Event
+    news: asyncio.Queue[Item | Finished | ConnectionLost], is_finished: asyncio.Event
 ) -> AsyncGenerator[list[RequestOutput], None]:
     while True:
         match await news.get():
             case list(outputs):
                 yield outputs
-            case Ended(replica, error):
-                whole.set()
-                raise CallEnded(replica, error)
+            case CallFailed(replica, error):
+                is_finished.set()
+                raise CallFailedError(replica, error)
             case Finished():
-                whole.set()
+                is_finished.set()
                 return
-            case Lost(replica):
-                raise CallLost(replica)
+            case ConnectionLost(replica):
+                raise CallLostError(replica)
 
 
-async def _follow(stream: Any, news: asyncio.Queue[Item | Finished | Lost]) -> None:
+async def _follow(stream: Any, news: asyncio.Queue[Item | Finished | ConnectionLost]) -> None:
     """What Ray says of a call: outputs that came its way, and that the replica died."""
     try:
         async for item in stream:
@@ -119,17 +128,17 @@ async def _follow(stream: Any, news: asyncio.Queue[Item | Finished | Lost]) -> N
             news.put_nowait(item)
         news.put_nowait(Finished())
     except LOST:
-        news.put_nowait(Lost())
+        news.put_nowait(ConnectionLost())
     except Exception:  # whatever it is, the request waits for an end
         _logger.exception("a call of a replica failed")
-        news.put_nowait(Lost())
+        news.put_nowait(ConnectionLost())
 
 
-MOST_TRIES = 3  # replicas that a request is sent to, none of which had begun with it
+MAX_TRIES = 3  # replicas that a request is sent to, none of which had begun with it
 
-LOOK_SECONDS = 1.0  # between two looks at how the replicas are
+POLL_SECONDS = 1.0  # between two looks at how the replicas are
 
-REPORT_SECONDS = 2.0  # for them to say
+REPORT_TIMEOUT_SECONDS = 2.0  # for them to say
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +158,7 @@ class RayClient(EngineClient):
         self._calls = Calls(handle)
         self._info: ModelInfo | None = None
         self._keys: PrefixKeys | None = None
-        self._most_blocks = 1
+        self._max_blocks = 1
         self._closed = False
         self._adapters: dict[int, AdapterSource] = {}
         self._ids: set[str] = set()  # of requests that run
@@ -190,10 +199,10 @@ class RayClient(EngineClient):
             raise RequestError(f"a request with the id {request.request_id!r} is already running", "request_id")
         digests = () if self._keys is None else tuple(self._keys.of(request))
         adapter = None if request.adapter is None else self._adapters.get(request.adapter)
-        call = replace(ReplicaCall.of(request), digests=digests, most_blocks=self._most_blocks, adapter=adapter)
+        call = replace(ReplicaCall.of(request), digests=digests, max_blocks=self._max_blocks, adapter=adapter)
         self._ids.add(request.request_id)
         try:
-            for tries in range(1, MOST_TRIES + 1):
+            for tries in range(1, MAX_TRIES + 1):
                 begun = False
                 error: EngineError
                 try:
@@ -203,17 +212,17 @@ class RayClient(EngineClient):
                                 begun = True
                                 yield output
                     return
-                except CallLost as lost:
+                except CallLostError as lost:
                     call = replace(call, avoid=(*call.avoid, lost.replica))
                     error = EngineDeadError(
                         "the replica ended while this request was running; send it again", begun=begun
                     )
-                except CallEnded as ended:
+                except CallFailedError as ended:
                     error = ended.error
                     if not isinstance(error, EngineDeadError | QueueFullError):
                         raise error from None
                     call = replace(call, avoid=(*call.avoid, ended.replica))
-                if begun or getattr(error, "begun", False) or tries == MOST_TRIES or self._closed:
+                if begun or getattr(error, "begun", False) or tries == MAX_TRIES or self._closed:
                     raise error
         finally:
             self._ids.discard(request.request_id)
@@ -221,7 +230,7 @@ class RayClient(EngineClient):
     def end_sample(self, request_id: str, index: int) -> None:
         """See `EngineClient.end_sample`. Whoever does not know the request ignores it."""
         if request_id in self._ids:
-            self._later(self._all(EngineReplica.end_sample, request_id, index))
+            self._run_in_background(self._all(EngineReplica.end_sample, request_id, index))
 
     async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
         """See `EngineClient.load_adapter`. A replica that comes later loads it with the first request that names it."""
@@ -241,7 +250,7 @@ class RayClient(EngineClient):
     def drop_adapter(self, adapter_id: int) -> None:
         """See `EngineClient.drop_adapter`."""
         self._adapters.pop(adapter_id, None)
-        self._later(self._all(EngineReplica.drop_adapter, adapter_id))
+        self._run_in_background(self._all(EngineReplica.drop_adapter, adapter_id))
 
     async def inspect(self, question: IntrospectionQuery[A]) -> A:
         """See `EngineClient.inspect`. A picture of the cache has the pages of all; any one answers anything else."""
@@ -284,7 +293,7 @@ class RayClient(EngineClient):
         info: ModelInfo = await self._handle.info.remote()
         if self._config.cache.prefix_caching and not info.is_bidirectional:
             self._keys = PrefixKeys(info, self._config.rotary)
-            self._most_blocks = max(1, info.block_size * min(info.num_kv_blocks) // self._keys.block_tokens)
+            self._max_blocks = max(1, info.block_size * min(info.num_kv_blocks) // self._keys.block_tokens)
         await self._reports(stats=False)
         self._info = info
         self._watching = asyncio.get_running_loop().create_task(self._watch(), name="replicas-watch")
@@ -292,7 +301,7 @@ class RayClient(EngineClient):
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             await self._reports(stats=False)
 
     async def _reports(self, *, stats: bool) -> list[ReplicaReport]:
@@ -311,7 +320,7 @@ class RayClient(EngineClient):
         return found
 
     async def _all(
-        self, method: Callable[..., Any], *arguments: object, seconds: float | None = REPORT_SECONDS
+        self, method: Callable[..., Any], *arguments: object, seconds: float | None = REPORT_TIMEOUT_SECONDS
     ) -> list[Any]:
         """The answers of all replicas to a method of `EngineReplica`, an exception for one that has none."""
         try:
@@ -321,7 +330,7 @@ class RayClient(EngineClient):
         except (*LOST, TimeoutError):
             return []
 
-    def _later(self, work: Any) -> None:
+    def _run_in_background(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 

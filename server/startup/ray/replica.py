@@ -25,21 +25,23 @@ from windlass.engine.interface.outputs import EngineStats, RequestOutput
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import crash_folder, prepare
 from windlass.server.startup.ray.wire import (
-    Address,
-    Ended,
+    CallFailed,
+    DeploymentSpec,
     Finished,
     Item,
-    Lanes,
+    OutputChannel,
+    OutputChannels,
+    ReceiverAddress,
     ReplicaCall,
-    ReplicaLane,
     ReplicaReport,
-    Start,
-    mixed,
+    version_mismatch,
 )
 
 CACHE_HELD = "cache_held"  # the name of the measure: the share of a replica's cache that running requests hold, 0 to 1
 
-MOST_HELD = 0.8  # of all caches together; beyond that another replica helps before requests wait, or are computed twice
+TARGET_CACHE_USE = (
+    0.8  # of all caches together; beyond that another replica helps before requests wait, or are computed twice
+)
 
 
 def cache_held(picture: CacheSnapshot) -> float:
@@ -47,8 +49,8 @@ def cache_held(picture: CacheSnapshot) -> float:
     return max((sum(group.held) + sum(group.shared)) / group.num_blocks for group in picture.groups)
 
 
-def by_requests_and_cache(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """As many replicas as requests need, by Ray's own rule, or as hold what runs in MOST_HELD of their caches, if that is more.
+def scale_by_requests_and_cache(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """As many replicas as requests need, by Ray's own rule, or as hold what runs in TARGET_CACHE_USE of their caches, if that is more.
 
     Called by Ray's controller, which then keeps to the bounds and the delays of the deployment.
     """
@@ -56,7 +58,7 @@ def by_requests_and_cache(context: AutoscalingContext) -> tuple[float, dict[str,
     held = (context.aggregated_metrics or {}).get(CACHE_HELD, {})
     if held:
         # Of replicas that have not reported yet nothing is known: as full as the others, on average.
-        wanted = max(wanted, context.current_num_replicas * sum(held.values()) / len(held) / MOST_HELD)
+        wanted = max(wanted, context.current_num_replicas * sum(held.values()) / len(held) / TARGET_CACHE_USE)
     return wanted, state
 
 
@@ -75,7 +77,7 @@ class PrefixRequestRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The replica that is chosen, and behind it the others, the least busy first."""
-        call = _call_of(pending_request)
+        call = _get_call(pending_request)
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # where all of them are full
@@ -92,7 +94,7 @@ class PrefixRequestRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has taken it, which may be another than was chosen first."""
-        if (call := _call_of(pending_request)) is not None:
+        if (call := _get_call(pending_request)) is not None:
             self._router(call).sent(replica_id, call.digests)
 
     # How many requests each replica has: what Serve itself counts, which it forgets where it hears nothing new for a while.
@@ -110,13 +112,13 @@ class PrefixRequestRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._keep_only([replica.replica_id for replica in replicas])
+        self._retain_only([replica.replica_id for replica in replicas])
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._keep_only(list(self.curr_replicas))
+        self._retain_only(list(self.curr_replicas))
 
-    def _keep_only(self, replica_ids: Sequence[ReplicaID]) -> None:
+    def _retain_only(self, replica_ids: Sequence[ReplicaID]) -> None:
         kept = set(replica_ids)
         self._requests = {one: requests for one, requests in self._requests.items() if one in kept}
         if self._prefixes is not None:
@@ -124,18 +126,18 @@ class PrefixRequestRouter(RequestRouter):
 
     def _router(self, call: ReplicaCall) -> PrefixRouter[ReplicaID]:
         if self._prefixes is None:
-            self._prefixes = PrefixRouter(self._block_tokens, call.most_blocks)
+            self._prefixes = PrefixRouter(self._block_tokens, call.max_blocks)
         return self._prefixes
 
 
-def _call_of(pending_request: PendingRequest | None) -> ReplicaCall | None:
+def _get_call(pending_request: PendingRequest | None) -> ReplicaCall | None:
     found = pending_request.args[0] if pending_request is not None and pending_request.args else None
     return found if isinstance(found, ReplicaCall) else None
 
 
 _logger = logging.getLogger("windlass.server")
 
-LOOK_SECONDS = 2.0  # between looks at the cache: its books are read between two steps
+POLL_SECONDS = 2.0  # between looks at the cache: its books are read between two steps
 
 GATHER_SECONDS = 0.01  # in which outputs of one stream come together, as each item costs half a millisecond on its way
 
@@ -143,16 +145,18 @@ GATHER_SECONDS = 0.01  # in which outputs of one stream come together, as each i
 class EngineReplica:
     """start: see there. Its methods are called by Ray Serve, in the event loop of the replica's actor."""
 
-    async def __init__(self, start: Start) -> None:  # type: ignore[misc]
+    async def __init__(self, start: DeploymentSpec) -> None:  # type: ignore[misc]
         start.check()
         self._id = serve.get_replica_context().replica_id.unique_id
-        self._lanes = Lanes(self._id)
-        self._held, self._next_look = 0.0, 0.0
+        self._channels = OutputChannels(self._id)
+        self._held, self._next_poll = 0.0, 0.0
         self._engines = Engines(start.engine, start.log_level)
         try:
             path, engine, _ = await asyncio.to_thread(prepare, start.model, start.engine, start.server)
             folder = crash_folder(start.server)
-            self._client: SupervisedEngine = self._engines.client(engine, path, folder, sharing=start.sharing)
+            self._client: SupervisedEngine = self._engines.client(
+                engine, path, folder, engines_per_machine=start.engines_per_machine
+            )
             self._info = await self._client.start()
         except BaseException:
             self._engines.close()
@@ -165,8 +169,8 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What replicas are counted by beside their requests; Ray asks twice a second where their number may change."""
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + LOOK_SECONDS
+        if time.monotonic() >= self._next_poll:
+            self._next_poll = time.monotonic() + POLL_SECONDS
             with contextlib.suppress(EngineError):  # of an engine that starts again nothing new is known
                 self._held = cache_held(await self._client.inspect(CacheQuery()))
         return {CACHE_HELD: self._held}
@@ -180,46 +184,46 @@ class EngineReplica:
         Where there is a lane they go there, and the only item says so: Ray then has the call to count, to cancel and to end with
         this replica, and no tokens.
         """
-        if (lane := await self._lanes.to(call.lane)) is not None:
-            await lane.run(self._generate_by(lane, call))
+        if (channel := await self._channels.to(call.channel)) is not None:
+            await channel.run(self._generate_over(channel, call))
             yield Finished()
             return
         try:
-            async for outputs in in_batches(await self._begin(call)):
+            async for outputs in batch_outputs(await self._begin(call)):
                 yield outputs
         except EngineError as error:
-            yield Ended(self._id, picklable_error(error))
+            yield CallFailed(self._id, picklable_error(error))
 
-    async def _generate_by(self, lane: ReplicaLane, call: ReplicaCall) -> None:
-        last: Ended | Finished = Finished()
+    async def _generate_over(self, channel: OutputChannel, call: ReplicaCall) -> None:
+        last: CallFailed | Finished = Finished()
         try:
             async with contextlib.aclosing(await self._begin(call)) as outputs:
                 async for output in outputs:
-                    lane.send(call.number, by_no_clock(output))
+                    channel.send(call.number, without_local_time(output))
         except Exception as error:  # whatever it is, the ingress waits for an end
             if not isinstance(error, EngineError):
                 _logger.exception("a call failed")
-            last = Ended(self._id, picklable_error(error))
-        lane.send(call.number, last)
+            last = CallFailed(self._id, picklable_error(error))
+        channel.send(call.number, last)
 
     async def _begin(self, call: ReplicaCall) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a call, whose adapter is loaded first. Raises EngineError."""
         if call.version != __version__:
-            raise EngineError(mixed(call.version))
+            raise EngineError(version_mismatch(call.version))
         if call.adapter is not None and call.adapter.adapter_id not in self._client.adapter_ids:
             with contextlib.suppress(EngineDeadError):  # told by the request itself
                 await self._client.load_adapter(call.adapter)
-        return self._client.generate(call.arrived())
+        return self._client.generate(call.to_local_request())
 
     async def end_sample(self, request_id: str, index: int) -> None:
         self._client.end_sample(request_id, index)
 
-    async def report(self, stats: bool, address: Address | None = None) -> ReplicaReport:
+    async def report(self, stats: bool, address: ReceiverAddress | None = None) -> ReplicaReport:
         """How it is; with its statistics if they are asked for, each sample of which is handed out once.
 
         address: of the ingress that asks, to which there is a lane from then on.
         """
-        await self._lanes.to(address)
+        await self._channels.to(address)
         found: EngineStats | None = None
         if stats:
             with contextlib.suppress(EngineError):
@@ -243,12 +247,12 @@ class EngineReplica:
         self._client.drop_adapter(adapter_id)
 
 
-def by_no_clock(output: RequestOutput) -> RequestOutput:
+def without_local_time(output: RequestOutput) -> RequestOutput:
     """Without the time it has by a clock of this machine."""
     return output if output.scheduled_at is None else replace(output, scheduled_at=None)
 
 
-async def in_batches(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[list[RequestOutput], None]:
+async def batch_outputs(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[list[RequestOutput], None]:
     """What a stream gives, all that is there at once: it is the way of an item that costs. The stream is closed with it."""
     waiting: list[RequestOutput] = []
     news = asyncio.Event()
@@ -257,7 +261,7 @@ async def in_batches(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenera
         try:
             async with contextlib.aclosing(stream):
                 async for output in stream:
-                    waiting.append(by_no_clock(output))
+                    waiting.append(without_local_time(output))
                     news.set()
         finally:
             news.set()

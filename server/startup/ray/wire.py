@@ -24,7 +24,7 @@ from windlass.server.config.server_options import ServerOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class DeploymentSpec:
     """What every process of a deployment starts with. model: as it was named. sharing: engines that may be on one machine.
 
     door: the name of the actor that holds the listening socket; None where Ray's proxies listen.
@@ -34,19 +34,19 @@ class Start:
     engine: EngineOptions
     server: ServerOptions
     log_level: str
-    sharing: int
-    door: str | None = None
+    engines_per_machine: int
+    listener_actor: str | None = None
     version: str = __version__
 
     def check(self) -> None:
         """Raise RuntimeError where another version of Windlass runs than has deployed this."""
         if self.version != __version__:
-            raise RuntimeError(mixed(self.version))
+            raise RuntimeError(version_mismatch(self.version))
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    """Where an ingress listens for outputs (see `lane`). secret: who connects says it first."""
+class ReceiverAddress:
+    """Where an ingress listens for outputs (see `channel`). secret: who connects says it first."""
 
     host: str
     port: int
@@ -57,17 +57,17 @@ class Address:
 class ReplicaCall:
     """A request on its way. seconds: to its deadline, as clocks differ from machine to machine.
 
-    digests: the keys of its prompt's blocks, of which a replica may remember `most_blocks`. avoid: ids of replicas that could
+    digests: the keys of its prompt's blocks, of which a replica may remember `max_blocks`. avoid: ids of replicas that could
     not take it. adapter: the one that it names. lane, number: where outputs may go, and the call's number there.
     """
 
     request: EngineRequest
     seconds: float | None
     digests: tuple[bytes, ...] = ()
-    most_blocks: int = 1
+    max_blocks: int = 1
     avoid: tuple[str, ...] = ()
     adapter: AdapterSource | None = None
-    lane: Address | None = None
+    channel: ReceiverAddress | None = None
     number: int = 0
     version: str = __version__
 
@@ -76,14 +76,14 @@ class ReplicaCall:
         deadline = request.deadline
         return cls(replace(request, deadline=None), None if deadline is None else deadline - time.monotonic())
 
-    def arrived(self) -> EngineRequest:
+    def to_local_request(self) -> EngineRequest:
         """The request by this machine's clock."""
         deadline = None if self.seconds is None else time.monotonic() + self.seconds
         return replace(self.request, deadline=deadline)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CallFailed:
     """A stream ended by an error, and where."""
 
     replica: str
@@ -96,13 +96,13 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class ConnectionLost:
     """The way by which outputs came is gone. replica: where it led, if that is known."""
 
     replica: str = ""
 
 
-Item = list[RequestOutput] | Ended
+Item = list[RequestOutput] | CallFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class ReplicaReport:
     stats: EngineStats | None = None
 
 
-def mixed(theirs: str) -> str:
+def version_mismatch(theirs: str) -> str:
     """What to say where two versions meet."""
     return (
         f"this machine has Windlass {__version__}, the deployment is of {theirs}: install one version on every machine of the "
@@ -133,38 +133,38 @@ _SECRET = 32
 
 _LENGTH = struct.Struct("!I")
 
-News = Item | Finished | Lost
+CallEvent = Item | Finished | ConnectionLost
 
 
 # ---- the ingress's end -----------------------------------------------------------------------------------------------
-class LaneEnd:
+class OutputReceiver:
     """What comes for each call goes to who waits for it."""
 
     def __init__(self) -> None:
-        self.address: Address | None = None
-        self._takers: dict[int, Callable[[News], None]] = {}
+        self.address: ReceiverAddress | None = None
+        self._callbacks: dict[int, Callable[[CallEvent], None]] = {}
         self._incoming: set[_Incoming] = set()
         self._server: asyncio.Server | None = None
 
-    async def listen(self, host: str) -> Address:
+    async def listen(self, host: str) -> ReceiverAddress:
         """Begin, at a free port of this address of the machine. Raises OSError."""
         self._server = await asyncio.get_running_loop().create_server(lambda: _Incoming(self), host, 0)
         port = self._server.sockets[0].getsockname()[1]
-        self.address = Address(host, port, secrets.token_bytes(_SECRET))
+        self.address = ReceiverAddress(host, port, secrets.token_bytes(_SECRET))
         return self.address
 
     @property
-    def num_lanes(self) -> int:
+    def num_connections(self) -> int:
         """Connections that there are, of whoever has connected."""
         return len(self._incoming)
 
-    def open(self, number: int, taker: Callable[[News], None]) -> None:
-        """Give to `taker` what comes for this call."""
-        self._takers[number] = taker
+    def open(self, number: int, callback: Callable[[CallEvent], None]) -> None:
+        """Give to `callback` what comes for this call."""
+        self._callbacks[number] = callback
 
     def close(self, number: int) -> None:
         """Drop what still comes for it."""
-        self._takers.pop(number, None)
+        self._callbacks.pop(number, None)
 
     async def stop(self) -> None:
         """Listen no more, and end all lanes."""
@@ -173,26 +173,26 @@ class LaneEnd:
         for connection in list(self._incoming):
             connection.abort()
 
-    def knows(self, secret: bytes) -> bool:
+    def check_secret(self, secret: bytes) -> bool:
         return self.address is not None and hmac.compare_digest(secret, self.address.secret)
 
-    def entered(self, connection: _Incoming) -> None:
+    def add_connection(self, connection: _Incoming) -> None:
         self._incoming.add(connection)
 
-    def left(self, connection: _Incoming) -> None:
+    def remove_connection(self, connection: _Incoming) -> None:
         self._incoming.discard(connection)
 
-    def take(self, number: int, news: News) -> bool:
+    def deliver(self, number: int, news: CallEvent) -> bool:
         """Whether anybody waits for more of it."""
-        if (taker := self._takers.get(number)) is not None:
-            taker(news)
-        return taker is not None
+        if (callback := self._callbacks.get(number)) is not None:
+            callback(news)
+        return callback is not None
 
 
 class _Incoming(asyncio.Protocol):
     """One replica's connection."""
 
-    def __init__(self, end: LaneEnd) -> None:
+    def __init__(self, end: OutputReceiver) -> None:
         self._end = end
         self._buffer = bytearray()
         self._known = False
@@ -210,11 +210,11 @@ class _Incoming(asyncio.Protocol):
             asyncio.Transport, transport
         )  # those of uvloop, which Ray brings, are no instances of it
         self._timer = asyncio.get_running_loop().call_later(SECRET_SECONDS, self.abort)
-        self._end.entered(self)
+        self._end.add_connection(self)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        if not self._known and not self._introduced():
+        if not self._known and not self._check_introduction():
             return
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:
@@ -230,14 +230,14 @@ class _Incoming(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._end.left(self)
+        self._end.remove_connection(self)
         for number in self._numbers:
-            self._end.take(number, Lost(self._replica))
+            self._end.deliver(number, ConnectionLost(self._replica))
 
-    def _introduced(self) -> bool:
+    def _check_introduction(self) -> bool:
         if len(self._buffer) < _SECRET:
             return False
-        self._known = self._end.knows(bytes(self._buffer[:_SECRET]))
+        self._known = self._end.check_secret(bytes(self._buffer[:_SECRET]))
         if self._known and self._timer is not None:
             self._timer.cancel()
             del self._buffer[:_SECRET]
@@ -252,19 +252,19 @@ class _Incoming(asyncio.Protocol):
             return
         number, content = one
         if type(content) is not tuple:
-            self._end.take(number, content)
+            self._end.deliver(number, content)
             self._numbers.discard(number)
-        elif self._end.take(number, [RequestOutput(*content)]):
+        elif self._end.deliver(number, [RequestOutput(*content)]):
             self._numbers.add(number)
         else:
             self._numbers.discard(number)
 
 
 # ---- the replica's end -----------------------------------------------------------------------------------------------
-class ReplicaLane(asyncio.Protocol):
+class OutputChannel(asyncio.Protocol):
     """All that is sent in one turn of the loop goes in one frame. Never blocks: what waits is bounded by what calls ask for."""
 
-    def __init__(self, address: Address, replica: str) -> None:
+    def __init__(self, address: ReceiverAddress, replica: str) -> None:
         self.lost = False
         self._address, self._replica = address, replica
         self._loop = asyncio.get_running_loop()
@@ -273,7 +273,7 @@ class ReplicaLane(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._running: set[asyncio.Task[None]] = set()
 
-    def send(self, number: int, content: RequestOutput | Ended | Finished) -> None:
+    def send(self, number: int, content: RequestOutput | CallFailed | Finished) -> None:
         """Have it sent when this turn of the loop ends; dropped where the lane is lost."""
         self._put((number, output_fields(content) if isinstance(content, RequestOutput) else content))
 
@@ -319,39 +319,39 @@ class ReplicaLane(asyncio.Protocol):
             self._transport.write(_LENGTH.pack(len(body)) + body)
 
 
-class Lanes:
+class OutputChannels:
     """A replica's lanes to the ingresses that call it. replica: its id."""
 
     def __init__(self, replica: str) -> None:
         self._replica = replica
-        self._lanes: dict[Address, asyncio.Task[ReplicaLane | None]] = {}
-        self._tried: dict[Address, float] = {}
+        self._channels: dict[ReceiverAddress, asyncio.Task[OutputChannel | None]] = {}
+        self._tried: dict[ReceiverAddress, float] = {}
 
-    async def to(self, address: Address | None) -> ReplicaLane | None:
+    async def to(self, address: ReceiverAddress | None) -> OutputChannel | None:
         """The lane to an ingress, connected now if need be; None where it cannot be reached."""
         if address is None:
             return None
-        task = self._lanes.get(address)
+        task = self._channels.get(address)
         if task is None or (task.done() and self._stale(address, task.result())):
             self._forget()
             self._tried[address] = time.monotonic()
-            task = self._lanes[address] = asyncio.get_running_loop().create_task(self._connect(address))
+            task = self._channels[address] = asyncio.get_running_loop().create_task(self._connect(address))
         return await asyncio.shield(task)
 
-    def _stale(self, address: Address, lane: ReplicaLane | None) -> bool:
-        return time.monotonic() - self._tried[address] > FORGET_SECONDS if lane is None else lane.lost
+    def _stale(self, address: ReceiverAddress, channel: OutputChannel | None) -> bool:
+        return time.monotonic() - self._tried[address] > FORGET_SECONDS if channel is None else channel.lost
 
     def _forget(self) -> None:
         """Lanes that are lost: ingresses come and go."""
-        for address, task in list(self._lanes.items()):
+        for address, task in list(self._channels.items()):
             if task.done() and self._stale(address, task.result()):
-                del self._lanes[address], self._tried[address]
+                del self._channels[address], self._tried[address]
 
-    async def _connect(self, address: Address) -> ReplicaLane | None:
+    async def _connect(self, address: ReceiverAddress) -> OutputChannel | None:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, lane = await asyncio.get_running_loop().create_connection(
-                    lambda: ReplicaLane(address, self._replica), address.host, address.port
+                _, channel = await asyncio.get_running_loop().create_connection(
+                    lambda: OutputChannel(address, self._replica), address.host, address.port
                 )
-                return lane
+                return channel
         return None

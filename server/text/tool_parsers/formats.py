@@ -52,9 +52,9 @@ class ToolFormat:
 
     name: str
     parser: type[StreamParser]
-    grammar: Callable[[forced_calls.Forced], str | None]
-    form: str
-    needles: tuple[tuple[str, ...], ...] = ()
+    grammar: Callable[[forced_calls.CallGrammarOptions], str | None]
+    example: str
+    template_markers: tuple[tuple[str, ...], ...] = ()
     markers: frozenset[str] = frozenset()
     short_ids: bool = False
 
@@ -66,7 +66,7 @@ class ToolFormat:
 
 PLAIN_JSON = ToolFormat("plain_json", PlainJsonParser, forced_calls.plain_json, _JSON_LIST)
 
-_ALL = (
+_FORMATS = (
     ToolFormat(
         "harmony",
         harmony.HarmonyParser,
@@ -163,7 +163,7 @@ _ALL = (
     PLAIN_JSON,
 )
 
-FORMATS = {each.name: each for each in _ALL}
+FORMATS = {each.name: each for each in _FORMATS}
 
 
 def format_of(parser: str, template: str | None) -> ToolFormat:
@@ -174,6 +174,8 @@ def format_of(parser: str, template: str | None) -> ToolFormat:
 def detect(template: str | None) -> ToolFormat:
     """The format that a chat template teaches; plain JSON where it names none that is known here."""
     for each in FORMATS.values():
-        if any(all(needle in (template or "") for needle in needles) for needles in each.needles):
+        if any(
+            all(needle in (template or "") for needle in template_markers) for template_markers in each.template_markers
+        ):
             return each
     return PLAIN_JSON

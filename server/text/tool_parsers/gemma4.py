@@ -8,19 +8,19 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from windlass.engine.interface.validation import MAX_GRAMMAR_CHARACTERS
-from windlass.server.text.json_schemas import target
-from windlass.server.text.stream_parser import Reading, StreamParser, as_json
+from windlass.server.text.json_schemas import resolve_reference
+from windlass.server.text.stream_parser import ParserSteps, StreamParser, as_json
 from windlass.server.text.tool_parsers.forced_calls import (
     MAX_MEMBERS,
     PARAMETERS_OF,
-    Forced,
+    CallGrammarOptions,
+    call_sequence,
     definitions,
-    members,
-    parameters,
-    quoted,
-    separated,
+    lark_string,
+    member_rules,
+    parameters_schema,
 )
-from windlass.server.text.tool_parsers.xml_parameters import ANY_KIND, kinds_of, typed_json
+from windlass.server.text.tool_parsers.xml_parameters import ANY_TYPE, parameter_types, typed_json
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 
@@ -34,7 +34,7 @@ _QUOTED_KEY = re.compile(r"[^<]")
 
 _CLOSING = {"{": "}", "[": "]"}
 
-_Kinds = dict[str, frozenset[str]]
+_ParameterTypes = dict[str, frozenset[str]]
 
 
 class Gemma4Parser(StreamParser):
@@ -44,126 +44,130 @@ class Gemma4Parser(StreamParser):
     and text where it is none, or where the schema permits only text. The marker at the end closes all that is open.
     """
 
-    def run(self) -> Reading:
-        known: dict[str, _Kinds] = {}  # types of parameters that were written, by function
-        while (yield from self.until((BEGIN,), self.say)):
-            yield from self.space()
+    def run(self) -> ParserSteps:
+        known_types: dict[str, _ParameterTypes] = {}  # types of parameters that were written, by function
+        while (yield from self.pass_until((BEGIN,), self.emit_content)):
+            yield from self.skip_space()
             name = yield from self._name()
             if not self.may_call(name):
-                self.give_back()
+                self.emit_taken()
                 continue
             self.begin_call(name)
-            yield from self._arguments(self.options.schemas.get(name, {}), known.setdefault(name, {}))
+            yield from self._arguments(self.options.schemas.get(name, {}), known_types.setdefault(name, {}))
 
     def _name(self) -> Generator[None, None, str]:
         """A name and the `{` behind it, which is not taken; empty where it is none."""
-        if not (yield from self.literal("call:", ":")):
+        if not (yield from self.take_literal("call:", ":")):
             return ""
-        name = yield from self.run_of(_NAME)
-        yield from self.space()
-        return name if (yield from self.literal("{")) else ""
+        name = yield from self.take_while(_NAME)
+        yield from self.skip_space()
+        return name if (yield from self.take_literal("{")) else ""
 
-    def _arguments(self, schema: Mapping[str, Any], known: _Kinds) -> Generator[None, None, None]:
+    def _arguments(self, schema: Mapping[str, Any], known_types: _ParameterTypes) -> Generator[None, None, None]:
         closing = ["}"]
         before = ""
-        self.argue("{")
-        self.forget()
+        self.emit_arguments("{")
+        self.discard_taken()
         while closing:
-            yield from self.space()
-            found = yield from self.literal(closing[-1], END)
+            yield from self.skip_space()
+            found = yield from self.take_literal(closing[-1], END)
             if found == END:
                 self._close(closing)
                 return
             if found:
-                self.argue(closing.pop())
+                self.emit_arguments(closing.pop())
                 before = ", "
             else:
                 depth = len(closing)
-                if not (yield from self._member(closing, before, schema, known)):
+                if not (yield from self._member(closing, before, schema, known_types)):
                     break
                 before = "" if len(closing) > depth else ", "
-            self.forget()
+            self.discard_taken()
             if closing:
-                yield from self.space()
-                yield from self.literal(",")
+                yield from self.skip_space()
+                yield from self.take_literal(",")
         if closing and not (yield from self.peek()):  # the answer ended within the call
-            self.forget()
+            self.discard_taken()
             return
         broken = bool(closing)
         self._close(closing)
         if broken:
-            self.give_back()
+            self.emit_taken()
             return
-        yield from self.space()
-        yield from self.literal(END)
-        self.forget()
+        yield from self.skip_space()
+        yield from self.take_literal(END)
+        self.discard_taken()
 
     def _close(self, closing: list[str]) -> None:
-        self.argue("".join(reversed(closing)))
+        self.emit_arguments("".join(reversed(closing)))
         closing.clear()
         self.end_call()
 
     def _member(
-        self, closing: list[str], before: str, schema: Mapping[str, Any], known: _Kinds
+        self, closing: list[str], before: str, schema: Mapping[str, Any], known_types: _ParameterTypes
     ) -> Generator[None, None, bool]:
         """Take a member of the object, or of the list, that is open; of one that opens another only its beginning.
 
         False where there is none, and nothing was passed on; also where the text ends within a string.
         """
-        kinds = ANY_KIND
+        types = ANY_TYPE
         if closing[-1] == "}":
             name = yield from self._key()
             if name is None:
                 return False
             before += f"{json.dumps(name)}: "
-            yield from self.space()
+            yield from self.skip_space()
             if len(closing) == 1:
-                kinds = known[name] if name in known else known.setdefault(name, kinds_of(schema, name))
-        found = yield from self.literal(QUOTE, *_CLOSING)
+                types = (
+                    known_types[name]
+                    if name in known_types
+                    else known_types.setdefault(name, parameter_types(schema, name))
+                )
+        found = yield from self.take_literal(QUOTE, *_CLOSING)
         if found == QUOTE:
-            self.argue(f'{before}"')
-            end = yield from self.until((QUOTE, END), lambda piece: self.argue(json.dumps(piece)[1:-1]))
+            self.emit_arguments(f'{before}"')
+            end = yield from self.pass_until((QUOTE, END), lambda piece: self.emit_arguments(json.dumps(piece)[1:-1]))
             if end:
-                self.argue('"')
+                self.emit_arguments('"')
             if end == END:
                 self.put_back(len(END))
             return bool(end)
         if found:
-            self.argue(before + found)
+            self.emit_arguments(before + found)
             closing.append(_CLOSING[found])
             return True
-        value = yield from self._bare(kinds)
+        value = yield from self._unquoted(types)
         if value:
-            self.argue(before + value)
+            self.emit_arguments(before + value)
         return bool(value)
 
     def _key(self) -> Generator[None, None, str | None]:
         """A name and the colon behind it; None where there is none."""
         name: str | None
-        if (yield from self.literal(QUOTE)):
-            name = yield from self.run_of(_QUOTED_KEY)
-            if not (yield from self.literal(QUOTE)):
+        if (yield from self.take_literal(QUOTE)):
+            name = yield from self.take_while(_QUOTED_KEY)
+            if not (yield from self.take_literal(QUOTE)):
                 return None
         elif (yield from self.peek()) == '"':
-            name = yield from self.string()
+            name = yield from self.take_string()
         else:
-            name = (yield from self.run_of(_KEY)).strip() or None
-        yield from self.space()
-        return name if (yield from self.literal(":")) else None
+            name = (yield from self.take_while(_KEY)).strip() or None
+        yield from self.skip_space()
+        return name if (yield from self.take_literal(":")) else None
 
-    def _bare(self, kinds: frozenset[str]) -> Generator[None, None, str]:
+    def _unquoted(self, types: frozenset[str]) -> Generator[None, None, str]:
         """The JSON of a value without quotes of its own kind; empty where there is none, or it breaks off."""
         if (yield from self.peek()) == '"':
-            text = yield from self.string()
+            text = yield from self.take_string()
             return "" if text is None else as_json(text)
         parts: list[str] = []
-        end = yield from self.until((",", "}", "]", QUOTE, END), parts.append)
+        end = yield from self.pass_until((",", "}", "]", QUOTE, END), parts.append)
         if not end:
             return ""
         if end != QUOTE:  # a string that is only closed
             self.put_back(len(end))
         value = "".join(parts).strip()
-        return typed_json(value, kinds) if value else ""
+        return typed_json(value, types) if value else ""
 
 
 MAX_DEPTH = 16  # of a schema; what is deeper is written as JSON
@@ -174,9 +178,9 @@ _SPACING = {"item_separator": ",", "key_separator": ":"}
 
 _UNQUOTED_KEY = re.compile(r"[^\s:,{}\[\]<\"]([^:,{}\[\]<]{0,200}[^\s:,{}\[\]<])?")
 
-_ELSEWHERE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)|"\$id"|"\$anchor"|"\$dynamic')
+_EXTERNAL_REFERENCE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)|"\$id"|"\$anchor"|"\$dynamic')
 
-_NOTES = {
+_ANNOTATIONS = {
     "$schema",
     "$comment",
     "title",
@@ -189,142 +193,146 @@ _NOTES = {
     "writeOnly",
 }
 
-_FORM = {
+_SUPPORTED_KEYWORDS = {
     "string": {"minLength", "maxLength"},
     "array": {"items", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
 
-_MARKED = rf"(?s:.*)({re.escape(QUOTE)}|{re.escape(END)})(?s:.*)".replace("/", r"\/")
+_CONTAINS_MARKER = rf"(?s:.*)({re.escape(QUOTE)}|{re.escape(END)})(?s:.*)".replace("/", r"\/")
 
 
-class _Larger(Exception):
+class _TooLargeError(Exception):
     """The rules for a function grow too large."""
 
 
-def gemma4(forced: Forced) -> str:
+def gemma4(forced: CallGrammarOptions) -> str:
     """Calls one behind the other, the arguments of each in the order of the alphabet, as the template shows them."""
     begin, end = forced.token(BEGIN), forced.token(END)
     texts: dict[str, str] = {}
     choices, rules = [], list[str]()
     for number, name in enumerate(forced.schemas):
-        function = _Function(forced, number, name, texts)
-        choices.append(f"{begin} {quoted(f'call:{name}')} {function.arguments()} {end}")
+        function = _FunctionRules(forced, number, name, texts)
+        choices.append(f"{begin} {lark_string(f'call:{name}')} {function.arguments()} {end}")
         rules += function.rules
-    return "\n".join([separated(forced, "", "", ""), f"call: {' | '.join(choices)}", *rules, *texts.values()])
+    return "\n".join([call_sequence(forced, "", "", ""), f"call: {' | '.join(choices)}", *rules, *texts.values()])
 
 
-class _Function:
+class _FunctionRules:
     """Makes the rules for the arguments of one function. texts: the terminals of strings, by name, which all of them share."""
 
-    def __init__(self, forced: Forced, number: int, name: str, texts: dict[str, str]) -> None:
+    def __init__(self, forced: CallGrammarOptions, number: int, name: str, texts: dict[str, str]) -> None:
         self.rules: list[str] = []
         self._name = name
         self._prefix = f"g{number}"
-        self._schema = parameters(forced.schemas[name], strict=name in forced.strict)
+        self._schema = parameters_schema(forced.schemas[name], strict=name in forced.strict)
         self._shared = definitions(self._schema)
         self._options = {**forced.options(name), **_SPACING}
         self._texts = texts
         self._quote = forced.token(QUOTE)
-        self._referred: dict[str, str] = {}
-        self._made = self._members = 0
-        self._room = MAX_GRAMMAR_CHARACTERS // 2 // len(forced.schemas)
+        self._reference_rules: dict[str, str] = {}
+        self._num_rules = self._members = 0
+        self._remaining = MAX_GRAMMAR_CHARACTERS // 2 // len(forced.schemas)
 
     def arguments(self) -> str:
         """The rule of the arguments."""
-        if not _ELSEWHERE.search(json.dumps(self._schema)):
+        if not _EXTERNAL_REFERENCE.search(json.dumps(self._schema)):
             try:
-                return self._value(self._schema, 0)
-            except _Larger:
+                return self._value_rule(self._schema, 0)
+            except _TooLargeError:
                 pass
         self.rules = []
-        return self._rule(f"%json {json.dumps({**self._schema, 'x-guidance': self._options})}")
+        return self._add_rule(f"%json {json.dumps({**self._schema, 'x-guidance': self._options})}")
 
-    def _rule(self, text: str, name: str = "") -> str:
+    def _add_rule(self, text: str, name: str = "") -> str:
         """The name of a new rule. The line above tells the function's to who reads what is wrong with it."""
         name = name or self._next()
         self.rules.append(f"{PARAMETERS_OF}{self._name}\n{name}: {text}")
         return name
 
     def _next(self) -> str:
-        self._made += 1
-        return f"{self._prefix}_{self._made}"
+        self._num_rules += 1
+        return f"{self._prefix}_{self._num_rules}"
 
-    def _value(self, schema: Any, depth: int) -> str:
+    def _value_rule(self, schema: Any, depth: int) -> str:
         """A rule for what the schema permits."""
-        form = self._form(schema, depth) if isinstance(schema, dict) and depth < MAX_DEPTH else None
-        return self._json(schema) if form is None else form
+        native = self._native_rule(schema, depth) if isinstance(schema, dict) and depth < MAX_DEPTH else None
+        return self._json_rule(schema) if native is None else native
 
-    def _form(self, schema: dict[str, Any], depth: int) -> str | None:
+    def _native_rule(self, schema: dict[str, Any], depth: int) -> str | None:
         """The rule where all that the schema says has a form here."""
-        keys = schema.keys() - _NOTES - (self._shared.keys() if schema is self._schema else set())
+        keys = schema.keys() - _ANNOTATIONS - (self._shared.keys() if schema is self._schema else set())
         kind = schema.get("type")
         if keys == {"$ref"}:
-            return self._reference(schema["$ref"], depth)
+            return self._reference_rule(schema["$ref"], depth)
         if keys == {"anyOf"} and isinstance(schema["anyOf"], list) and schema["anyOf"]:
-            return self._rule(" | ".join(self._value(each, depth + 1) for each in schema["anyOf"]))
+            return self._add_rule(" | ".join(self._value_rule(each, depth + 1) for each in schema["anyOf"]))
         if keys == {"type"} and isinstance(kind, list) and kind:
-            return self._rule(" | ".join(self._value({"type": each}, depth + 1) for each in kind))
+            return self._add_rule(" | ".join(self._value_rule({"type": each}, depth + 1) for each in kind))
         for word in ("enum", "const"):
             if word in keys and keys <= {word, "type"}:
-                return self._choice(schema[word] if word == "enum" else [schema[word]], kind)
-        if not isinstance(kind, str) or kind not in _FORM or not keys - {"type"} <= _FORM[kind]:
+                return self._enum_rule(schema[word] if word == "enum" else [schema[word]], kind)
+        if (
+            not isinstance(kind, str)
+            or kind not in _SUPPORTED_KEYWORDS
+            or not keys - {"type"} <= _SUPPORTED_KEYWORDS[kind]
+        ):
             return None
         if kind == "string":
-            return self._string(schema)
-        return self._list(schema, depth) if kind == "array" else self._object(schema, depth)
+            return self._string_rule(schema)
+        return self._array_rule(schema, depth) if kind == "array" else self._object_rule(schema, depth)
 
-    def _reference(self, reference: Any, depth: int) -> str | None:
-        found = target(self._schema, reference) if isinstance(reference, str) else None
+    def _reference_rule(self, reference: Any, depth: int) -> str | None:
+        found = resolve_reference(self._schema, reference) if isinstance(reference, str) else None
         if not isinstance(found, dict) or not isinstance(found.get("type"), str):
             return None  # as it may lead in a circle
-        if reference not in self._referred:
-            self._referred[reference] = name = self._next()
-            self._rule(self._value(found, depth + 1), name)
-        return self._referred[reference]
+        if reference not in self._reference_rules:
+            self._reference_rules[reference] = name = self._next()
+            self._add_rule(self._value_rule(found, depth + 1), name)
+        return self._reference_rules[reference]
 
-    def _choice(self, values: Any, kind: Any) -> str | None:
+    def _enum_rule(self, values: Any, kind: Any) -> str | None:
         """One of some texts, and of numbers and the like that are no texts."""
         if not isinstance(values, list) or not values or not self._quotes:
             return None
         written = []
         for value in values:
             if isinstance(value, str) and kind in (None, "string") and not (QUOTE in value or END in value):
-                text = f" {quoted_as_it_is(value)}" if value else ""
+                text = f" {lark_string_unescaped(value)}" if value else ""
                 written.append(f"{self._quote}{text} {self._quote}")
             elif kind is None and (value is None or isinstance(value, bool | int)):
-                written.append(quoted(json.dumps(value)))
+                written.append(lark_string(json.dumps(value)))
             else:
                 return None
-        return self._rule(" | ".join(written))
+        return self._add_rule(" | ".join(written))
 
     @property
     def _quotes(self) -> bool:
         """Whether strings stand between tokens; the text of a mark could be taken for a part of the string."""
         return self._quote.startswith("<[")
 
-    def _string(self, schema: Mapping[str, Any]) -> str | None:
+    def _string_rule(self, schema: Mapping[str, Any]) -> str | None:
         bounds = _bounds(schema, "minLength", "maxLength")
         if bounds is None or not self._quotes:
             return None
         least, most = bounds
         name = f"TEXT_{least}_{'' if most is None else most}"
         many = f"(?s:.{{{least},{'' if most is None else most}}})"
-        self._texts.setdefault(name, f"{name}: /{many}/ & ~/{_MARKED}/")
-        return self._rule(f"{self._quote} {name} {self._quote}")
+        self._texts.setdefault(name, f"{name}: /{many}/ & ~/{_CONTAINS_MARKER}/")
+        return self._add_rule(f"{self._quote} {name} {self._quote}")
 
-    def _list(self, schema: Mapping[str, Any], depth: int) -> str | None:
+    def _array_rule(self, schema: Mapping[str, Any], depth: int) -> str | None:
         bounds = _bounds(schema, "minItems", "maxItems")
         if bounds is None or not isinstance(schema.get("items"), dict):
             return None
         least, most = bounds
         if most == 0:
-            return self._rule('"[" "]"')
-        item = self._value(schema["items"], depth + 1)
+            return self._add_rule('"[" "]"')
+        item = self._value_rule(schema["items"], depth + 1)
         more = f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}' if most != 1 else ""
-        return self._rule(f'"[" ({item} {more}){"" if least else "?"} "]"')
+        return self._add_rule(f'"[" ({item} {more}){"" if least else "?"} "]"')
 
-    def _object(self, schema: Mapping[str, Any], depth: int) -> str | None:
+    def _object_rule(self, schema: Mapping[str, Any], depth: int) -> str | None:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, dict) or not isinstance(required, list):
             return None
@@ -334,29 +342,30 @@ class _Function:
             return None
         self._members += len(properties)
         if self._members > MAX_MEMBERS:
-            raise _Larger
+            raise _TooLargeError
         suffix = self._next()
         names = sorted(properties, key=str.lower)
         for k, name in enumerate(names):
             key = name if _UNQUOTED_KEY.fullmatch(name) else json.dumps(name)
-            self._rule(
-                f"{quoted_as_it_is(key + ':')} {self._value(properties[name], depth + 1)}", f"value_{suffix}_{k}"
+            self._add_rule(
+                f"{lark_string_unescaped(key + ':')} {self._value_rule(properties[name], depth + 1)}",
+                f"value_{suffix}_{k}",
             )
-        self.rules += members(suffix, names, required, ",")
-        return self._rule(f'"{{" first_{suffix}_0 "}}"')
+        self.rules += member_rules(suffix, names, required, ",")
+        return self._add_rule(f'"{{" first_{suffix}_0 "}}"')
 
-    def _json(self, schema: Any) -> str:
+    def _json_rule(self, schema: Any) -> str:
         if isinstance(schema, dict):
             shared = self._shared if '"$ref"' in json.dumps(schema) else {}
             schema = {**schema, **shared, "x-guidance": self._options}
         text = json.dumps(schema)
-        self._room -= len(text)
-        if self._room < 0:
-            raise _Larger
-        return self._rule(f"%json {text}")
+        self._remaining -= len(text)
+        if self._remaining < 0:
+            raise _TooLargeError
+        return self._add_rule(f"%json {text}")
 
 
-def quoted_as_it_is(text: str) -> str:
+def lark_string_unescaped(text: str) -> str:
     """A Lark string of any characters."""
     return json.dumps(text, ensure_ascii=False)
 

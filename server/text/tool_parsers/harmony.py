@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 
-from windlass.server.text.stream_parser import CallOptions, ParsingPlan, Reading, StreamParser
+from windlass.server.text.stream_parser import CallOptions, ParserSteps, ParsingPlan, StreamParser
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 
@@ -29,49 +29,49 @@ class HarmonyParser(StreamParser):
 
     The prompt has begun the first header, so that a text may begin with the rest of one: ` to=functions.look<|channel|>…`.
 
-    thinking, thought: see `TellsThinking`.
+    thinking, thought: see `TracksThinking`.
     """
 
     thinking = True
-    thought = False
+    has_thought = False
 
-    def run(self) -> Reading:
+    def run(self) -> ParserSteps:
         begin = yield from self._recipient()
-        while begin or (begin := (yield from self.until((START, CHANNEL), self.say))):
+        while begin or (begin := (yield from self.pass_until((START, CHANNEL), self.emit_content))):
             yield from self._message(begin)
             begin = ""
 
-    def _message(self, begin: str) -> Reading:
+    def _message(self, begin: str) -> ParserSteps:
         """Read a message of whose header `begin` was taken."""
         header = yield from self._header(begin)
         if header is None:
-            self.give_back()
+            self.emit_taken()
             return
-        self.forget()
+        self.discard_taken()
         called, channel = _CALLED.search(header), _CHANNEL.search(header)
         self.thinking = called is None and channel is not None and channel[1] == "analysis"
-        self.thought = self.thought or self.thinking
+        self.has_thought = self.has_thought or self.thinking
         if called is not None and self.options.schemas and self.may_call(called[1]):
             self.begin_call(called[1])
-            out = self.argue
+            out = self.emit_arguments
         else:
-            out = self.think if self.thinking else self.say
-        end = yield from self.until((*ENDS, START), out)
+            out = self.emit_reasoning if self.thinking else self.emit_content
+        end = yield from self.pass_until((*ENDS, START), out)
         if end:
             self.end_call()
         if end == START:  # the message before it was not ended
             self.put_back(len(START))
-        self.forget()
+        self.discard_taken()
 
     def _recipient(self) -> Generator[None, None, str]:
         """Take the recipient that the text begins with; empty where there is none, or no special token shows that it is one."""
-        yield from self.space()
-        name = (yield from self.run_of(_RECIPIENT)) if (yield from self.literal("to=")) else ""
-        yield from self.space()
-        if name and (marker := (yield from self.literal(CHANNEL, CONSTRAIN, MESSAGE))):
+        yield from self.skip_space()
+        name = (yield from self.take_while(_RECIPIENT)) if (yield from self.take_literal("to=")) else ""
+        yield from self.skip_space()
+        if name and (marker := (yield from self.take_literal(CHANNEL, CONSTRAIN, MESSAGE))):
             self.put_back(len(marker))
             return f"to={name} "
-        self.give_back()
+        self.emit_taken()
         return ""
 
     def _header(self, begin: str) -> Generator[None, None, str | None]:
@@ -79,7 +79,7 @@ class HarmonyParser(StreamParser):
         parts = [begin]
         taken = 0
         while taken < MAX_HEADER:
-            if (yield from self.literal(MESSAGE)):
+            if (yield from self.take_literal(MESSAGE)):
                 return "".join(parts)
             if not (yield from self.peek()):
                 return None
@@ -88,7 +88,7 @@ class HarmonyParser(StreamParser):
         return None
 
 
-def without_calls() -> ParsingPlan:
+def channel_parsing_plan() -> ParsingPlan:
     """How answers are parsed where there is nothing to call."""
     options = CallOptions(schemas={}, new_id=str)
     return ParsingPlan(lambda: HarmonyParser(options), MARKERS)

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from windlass.server.text.stream_parser import MAX_NAME, Reading, StreamParser
+from windlass.server.text.stream_parser import MAX_NAME, ParserSteps, StreamParser
 
 _SCALAR = re.compile(r"[0-9A-Za-z+\-.]")
 
@@ -18,7 +18,7 @@ class _CallHead:
 
     name: str | None = None
     arguments: list[str] | None = None  # those that came before the name
-    begun: bool = False
+    started: bool = False
 
 
 class JsonCallParser(StreamParser):
@@ -33,7 +33,7 @@ class JsonCallParser(StreamParser):
         head = _CallHead()
         made = yield from self._call_object(head, known_only)
         if made:
-            self.forget()
+            self.discard_taken()
         return made
 
     def _call_object(self, head: _CallHead, known_only: bool) -> Generator[None, None, bool]:
@@ -41,65 +41,65 @@ class JsonCallParser(StreamParser):
             return False
         self.take(1)
         while True:
-            yield from self.space()
-            if (yield from self.literal("}")):
+            yield from self.skip_space()
+            if (yield from self.take_literal("}")):
                 break
-            key = yield from self.string()
-            yield from self.space()
-            if key is None or not (yield from self.literal(":")):
-                return head.begun
-            yield from self.space()
+            key = yield from self.take_string()
+            yield from self.skip_space()
+            if key is None or not (yield from self.take_literal(":")):
+                return head.started
+            yield from self.skip_space()
             if not (yield from self._member(key, head, known_only)):
-                return head.begun
-            yield from self.space()
-            if not (yield from self.literal(",")):
-                if (yield from self.literal("}")):
+                return head.started
+            yield from self.skip_space()
+            if not (yield from self.take_literal(",")):
+                if (yield from self.take_literal("}")):
                     break
-                return head.begun
-        if not head.begun:
+                return head.started
+        if not head.started:
             if not head.name:
                 return False
             self.begin_call(head.name)
-            self.argue("".join(head.arguments) if head.arguments is not None else "{}")
+            self.emit_arguments("".join(head.arguments) if head.arguments is not None else "{}")
             self.end_call()
         return True
 
     def _member(self, key: str, head: _CallHead, known_only: bool) -> Generator[None, None, bool]:
         character = yield from self.peek()
         if key == "name":
-            name = yield from self.string()
+            name = yield from self.take_string()
             known = name in self.options.schemas if known_only else self.may_call(name)
             if not known or head.name is not None:
                 return False
             head.name = name
             return True
-        if key not in ("arguments", "parameters") or head.begun or head.arguments is not None:
+        if key not in ("arguments", "parameters") or head.started or head.arguments is not None:
             return (yield from self._skip(character))
         if character == "{":
             return (yield from self._members_of_arguments(head))
         if character == '"':  # JSON within JSON
-            inner = yield from self.string()
+            inner = yield from self.take_string()
             head.arguments = None if inner is None else [inner.strip() or "{}"]
             return inner is not None and inner.lstrip()[:1] in ("{", "")
-        return bool((yield from self.literal("null")))
+        return bool((yield from self.take_literal("null")))
 
     def _members_of_arguments(self, head: _CallHead) -> Generator[None, None, bool]:
         if head.name is None:
             head.arguments = []
-            return (yield from self.bracketed(head.arguments.append))
-        if not (yield from self.opens_object()):
+            return (yield from self.take_brackets(head.arguments.append))
+        if not (yield from self.peek_object()):
             return False
         self.begin_call(head.name)
-        head.begun = True
+        head.started = True
         return (yield from self.take_arguments())
 
     def _skip(self, first: str) -> Generator[None, None, bool]:
         """Take a value of no interest."""
         if first == '"':
-            return (yield from self.string()) is not None
+            return (yield from self.take_string()) is not None
         if first and first in "{[":
-            return (yield from self.bracketed(lambda text: None))
-        return bool((yield from self.run_of(_SCALAR)))
+            return (yield from self.take_brackets(lambda text: None))
+        return bool((yield from self.take_while(_SCALAR)))
 
     def call_list(self, known_only: bool = False) -> Generator[None, None, bool]:
         """Take one call object or an array of them; False where not even one call was made. See `call_object`."""
@@ -112,14 +112,14 @@ class JsonCallParser(StreamParser):
         """The same behind the bracket that opens an array."""
         made = False
         while True:
-            yield from self.space()
+            yield from self.skip_space()
             if not (yield from self.call_object(known_only)):
                 return made
             made = True
-            yield from self.space()
-            if not (yield from self.literal(",")):
-                if (yield from self.literal("]")):
-                    self.forget()
+            yield from self.skip_space()
+            if not (yield from self.take_literal(",")):
+                if (yield from self.take_literal("]")):
+                    self.discard_taken()
                 return made
 
 
@@ -129,23 +129,23 @@ class PlainJsonParser(JsonCallParser):
     markers: ClassVar[tuple[str, ...]] = ("\n{", "\n[", "\n```json")
     tag: ClassVar[str] = "```json"
 
-    def run(self) -> Reading:
-        marker = yield from self.literal(self.tag)
+    def run(self) -> ParserSteps:
+        marker = yield from self.take_literal(self.tag)
         while True:
             while True:
-                yield from self.space()
+                yield from self.skip_space()
                 made = yield from self.call_list(known_only=True)
-                if self.give_back() or not made:  # behind a call there may be something that is none
+                if self.emit_taken() or not made:  # behind a call there may be something that is none
                     break
-                yield from self.space()
-                if (yield from self.literal(";", ",")):  # Llama 3 puts it between calls
-                    yield from self.space()
+                yield from self.skip_space()
+                if (yield from self.take_literal(";", ",")):  # Llama 3 puts it between calls
+                    yield from self.skip_space()
                 elif marker.endswith(self.tag):
-                    yield from self.literal("```")
-                self.forget()
+                    yield from self.take_literal("```")
+                self.discard_taken()
                 if (yield from self.peek()) not in ("{", "["):
                     break
-            marker = yield from self.until(self.markers, self.say)
+            marker = yield from self.pass_until(self.markers, self.emit_content)
             if not marker:
                 return
             if marker in ("\n{", "\n["):
@@ -165,15 +165,15 @@ class TaggedJsonParser(JsonCallParser):
     openers: ClassVar[tuple[str, ...]] = ("<tool_call>", "<|tool_call|>")
     closers: ClassVar[tuple[str, ...]] = ("</tool_call>", "<|/tool_call|>")
 
-    def run(self) -> Reading:
-        while (yield from self.until(self.openers, self.say)):
-            yield from self.space()
+    def run(self) -> ParserSteps:
+        while (yield from self.pass_until(self.openers, self.emit_content)):
+            yield from self.skip_space()
             made = yield from self.call_list()
-            self.give_back()
+            self.emit_taken()
             if made:
-                yield from self.space()
-                yield from self.literal(*self.closers)
-                self.forget()
+                yield from self.skip_space()
+                yield from self.take_literal(*self.closers)
+                self.discard_taken()
 
 
 _MISTRAL_NAME = re.compile(r"[\w.\-]")
@@ -182,26 +182,26 @@ _MISTRAL_NAME = re.compile(r"[\w.\-]")
 class MistralParser(JsonCallParser):
     """Both forms, told apart by what stands behind the marker."""
 
-    def run(self) -> Reading:
-        while (yield from self.until(("[TOOL_CALLS]",), self.say)):
-            yield from self.space()
+    def run(self) -> ParserSteps:
+        while (yield from self.pass_until(("[TOOL_CALLS]",), self.emit_content)):
+            yield from self.skip_space()
             character = yield from self.peek()
             if character and character in "[{":
                 yield from self.call_list()
             else:
                 yield from self._named()
-            self.give_back()
+            self.emit_taken()
 
     def _named(self) -> Generator[None, None, None]:
-        name = yield from self.run_of(_MISTRAL_NAME)
-        if (yield from self.literal("[CALL_ID]")):
-            yield from self.run_of(_MISTRAL_NAME)
-        yield from self.literal("[ARGS]")
-        yield from self.space()
-        if self.may_call(name) and (yield from self.opens_object()):
+        name = yield from self.take_while(_MISTRAL_NAME)
+        if (yield from self.take_literal("[CALL_ID]")):
+            yield from self.take_while(_MISTRAL_NAME)
+        yield from self.take_literal("[ARGS]")
+        yield from self.skip_space()
+        if self.may_call(name) and (yield from self.peek_object()):
             self.begin_call(name)
             yield from self.take_arguments()
-            self.forget()
+            self.discard_taken()
 
 
 DEEPSEEK_CALLS, DEEPSEEK_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -218,38 +218,38 @@ _DEEPSEEK_NAME = re.compile(r"[^\s<{]")
 class DeepSeekParser(StreamParser):
     """Both forms; what stands behind the separator tells them apart."""
 
-    def run(self) -> Reading:
-        while marker := (yield from self.until((DEEPSEEK_CALLS, DEEPSEEK_CALL), self.say)):
+    def run(self) -> ParserSteps:
+        while marker := (yield from self.pass_until((DEEPSEEK_CALLS, DEEPSEEK_CALL), self.emit_content)):
             if marker == DEEPSEEK_CALLS:
-                yield from self.space()
-                if not (yield from self.literal(DEEPSEEK_CALL)):
-                    self.give_back()
+                yield from self.skip_space()
+                if not (yield from self.take_literal(DEEPSEEK_CALL)):
+                    self.emit_taken()
                     continue
             made = yield from self._call()
-            self.give_back()
+            self.emit_taken()
             if made:
-                yield from self.space()
-                yield from self.literal("```")
-                yield from self.space()
-                yield from self.literal(DEEPSEEK_CALL_END)
-                yield from self.space()
-                yield from self.literal(DEEPSEEK_CALLS_END)
-                self.forget()
+                yield from self.skip_space()
+                yield from self.take_literal("```")
+                yield from self.skip_space()
+                yield from self.take_literal(DEEPSEEK_CALL_END)
+                yield from self.skip_space()
+                yield from self.take_literal(DEEPSEEK_CALLS_END)
+                self.discard_taken()
 
     def _call(self) -> Generator[None, None, bool]:
-        yield from self.space()
-        name = yield from self.run_of(_DEEPSEEK_NAME)
-        if not (yield from self.literal(DEEPSEEK_SEPARATOR)):
+        yield from self.skip_space()
+        name = yield from self.take_while(_DEEPSEEK_NAME)
+        if not (yield from self.take_literal(DEEPSEEK_SEPARATOR)):
             return False
-        yield from self.space()
+        yield from self.skip_space()
         if (yield from self.peek()) != "{":  # the first word was the kind
-            name = yield from self.run_of(_DEEPSEEK_NAME)
-            yield from self.space()
-            yield from self.literal("```json")
-            yield from self.space()
-        if len(name) == MAX_NAME or not self.may_call(name) or not (yield from self.opens_object()):
+            name = yield from self.take_while(_DEEPSEEK_NAME)
+            yield from self.skip_space()
+            yield from self.take_literal("```json")
+            yield from self.skip_space()
+        if len(name) == MAX_NAME or not self.may_call(name) or not (yield from self.peek_object()):
             return False
         self.begin_call(name)
         yield from self.take_arguments()
-        self.forget()
+        self.discard_taken()
         return True

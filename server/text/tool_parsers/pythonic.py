@@ -8,7 +8,7 @@ import re
 from collections.abc import Generator
 from typing import Any
 
-from windlass.server.text.stream_parser import Reading, StreamParser, as_json
+from windlass.server.text.stream_parser import ParserSteps, StreamParser, as_json
 from windlass.server.text.tool_parsers.json_calls import JsonCallParser
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -23,7 +23,7 @@ _OUTSIDE = re.compile(r"[^'\"()\[\]{},=]*")
 
 _STRING = re.compile(r"""'(?:[^'\\]++|\\.)*+'|"(?:[^"\\]++|\\.)*+\"""", re.DOTALL)
 
-_BREAK = re.compile(r"\\.|[\n\r]", re.DOTALL)
+_LINE_BREAK = re.compile(r"\\.|[\n\r]", re.DOTALL)
 
 _ESCAPES = {"\n": "\\n", "\r": "\\r"}
 
@@ -33,15 +33,15 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 class PythonicParser(StreamParser):
     """A list of calls at the start of the text, or behind `<|python_start|>`, whose first name is on offer."""
 
-    def run(self) -> Reading:
-        yield from self.space()
-        yield from self.literal(START)
+    def run(self) -> ParserSteps:
+        yield from self.skip_space()
+        yield from self.take_literal(START)
         while True:
-            yield from self.space()
-            if (yield from self.literal("[")):
+            yield from self.skip_space()
+            if (yield from self.take_literal("[")):
                 yield from self.rest_of_calls(END)
-            self.give_back()
-            if not (yield from self.until((START,), self.say)):
+            self.emit_taken()
+            if not (yield from self.pass_until((START,), self.emit_content)):
                 return
 
     def is_call(self, name: str) -> bool:
@@ -51,31 +51,31 @@ class PythonicParser(StreamParser):
     def rest_of_calls(self, end: str) -> Generator[None, None, None]:
         """Take calls behind the bracket that opens their list, and the marker that may close it."""
         while True:
-            yield from self.space()
-            name = yield from self.run_of(_NAME)
-            if not self.is_call(name) or not (yield from self.literal("(")):
+            yield from self.skip_space()
+            name = yield from self.take_while(_NAME)
+            if not self.is_call(name) or not (yield from self.take_literal("(")):
                 return
             self.begin_call(name)
             if not (yield from self._arguments(name)):
                 if not (yield from self.peek()):
-                    self.forget()  # the answer ended within a value
+                    self.discard_taken()  # the answer ended within a value
                 return
-            yield from self.space()
-            if not (yield from self.literal(",")):
+            yield from self.skip_space()
+            if not (yield from self.take_literal(",")):
                 break
-        if (yield from self.literal("]")):
-            yield from self.space()
-            yield from self.literal(end)
-            self.forget()
+        if (yield from self.take_literal("]")):
+            yield from self.skip_space()
+            yield from self.take_literal(end)
+            self.discard_taken()
 
     def _arguments(self, function: str) -> Generator[None, None, bool]:
         """Read up to the closing parenthesis; False where it does not come."""
-        self.argue("{")
+        self.emit_arguments("{")
         written: set[str] = set()
         positions = iter(_properties(self.options.schemas.get(function)))
         while True:
-            yield from self.space()
-            if (yield from self.literal(")")):
+            yield from self.skip_space()
+            if (yield from self.take_literal(")")):
                 break
             text, end = yield from self._value()
             name: str | None = None
@@ -88,13 +88,13 @@ class PythonicParser(StreamParser):
             if name not in written:
                 before = ", " if written else ""
                 written.add(name)
-                self.argue(f"{before}{json.dumps(name)}: {_as_json(text.strip())}")
-            self.forget()
+                self.emit_arguments(f"{before}{json.dumps(name)}: {_as_json(text.strip())}")
+            self.discard_taken()
             if end == ")":
                 break
-        self.argue("}")
+        self.emit_arguments("}")
         self.end_call()
-        self.forget()
+        self.discard_taken()
         return True
 
     def _value(self) -> Generator[None, None, tuple[str, str]]:
@@ -120,14 +120,14 @@ class PythonicParser(StreamParser):
             elif character in ",=":
                 text = self.take(1)
             else:
-                text = self.ahead(_OUTSIDE)
+                text = self.take_match(_OUTSIDE)
             parts.append(text)
         return "".join(parts), ""
 
     def _quoted(self, quote: str) -> Generator[None, None, str]:
         """A string literal with its quotes; what there is of it where it is not closed."""
         parts = [self.take(1)]
-        plain = _PLAIN[quote]
+        plain = _UNQUOTED_TEXT[quote]
         while True:
             character = yield from self.peek()
             if not character:
@@ -140,11 +140,11 @@ class PythonicParser(StreamParser):
                 if (yield from self.peek()):
                     parts.append(self.take(1))
             else:
-                parts.append(self.ahead(plain))
+                parts.append(self.take_match(plain))
         return "".join(parts)
 
 
-_PLAIN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "'\""}
+_UNQUOTED_TEXT = {quote: re.compile(rf"[^{quote}\\]+") for quote in "'\""}
 
 
 def _properties(schema: Any) -> list[str]:
@@ -161,23 +161,23 @@ def _as_json(text: str) -> str:
     if len(text) > MAX_PYTHON and text[:1] not in ("'", '"'):
         return json.dumps(text)
     try:
-        return as_json(_plain(ast.parse(_one_line(text), mode="eval").body))
+        return as_json(_python_value(ast.parse(_one_line(text), mode="eval").body))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return json.dumps(text)
 
 
 def _one_line(text: str) -> str:
     """The text with the line breaks within its strings escaped, as Python wants them."""
-    return _STRING.sub(lambda found: _BREAK.sub(lambda each: _ESCAPES.get(each[0], each[0]), found[0]), text)
+    return _STRING.sub(lambda found: _LINE_BREAK.sub(lambda each: _ESCAPES.get(each[0], each[0]), found[0]), text)
 
 
-def _plain(node: ast.expr) -> Any:
+def _python_value(node: ast.expr) -> Any:
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
-        return [_plain(item) for item in node.elts]
+        return [_python_value(item) for item in node.elts]
     if isinstance(node, ast.Dict):
-        return {str(_key(key)): _plain(value) for key, value in zip(node.keys, node.values, strict=True)}
+        return {str(_key(key)): _python_value(value) for key, value in zip(node.keys, node.values, strict=True)}
     value = ast.literal_eval(node)
     if isinstance(value, bytes | complex):
         raise ValueError("no JSON value")
@@ -198,19 +198,19 @@ LFM2_MARKERS = frozenset({LFM2_BEGIN, LFM2_END})
 class Lfm2Parser(PythonicParser, JsonCallParser):
     """`<|tool_call_start|>[look(city="Rome")]<|tool_call_end|>`, anywhere in the text, whatever function it names."""
 
-    def run(self) -> Reading:
-        while (yield from self.until((LFM2_BEGIN,), self.say)):
-            yield from self.space()
-            is_list = yield from self.literal("[")
-            yield from self.space()
+    def run(self) -> ParserSteps:
+        while (yield from self.pass_until((LFM2_BEGIN,), self.emit_content)):
+            yield from self.skip_space()
+            is_list = yield from self.take_literal("[")
+            yield from self.skip_space()
             if (yield from self.peek()) != "{":
                 if is_list:
                     yield from self.rest_of_calls(LFM2_END)
             elif (yield from (self.rest_of_list() if is_list else self.call_object())):
-                yield from self.space()
-                yield from self.literal(LFM2_END)
-                self.forget()
-            self.give_back()
+                yield from self.skip_space()
+                yield from self.take_literal(LFM2_END)
+                self.discard_taken()
+            self.emit_taken()
 
     def is_call(self, name: str) -> bool:
         return self.may_call(name)

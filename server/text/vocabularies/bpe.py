@@ -21,7 +21,7 @@ class WordRules:
     add_bos: bool = False
 
 
-def _either(*alternatives: str) -> str:
+def _alternatives(*alternatives: str) -> str:
     return "|".join(alternatives)
 
 
@@ -39,13 +39,15 @@ _SYMBOLS_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 _CJK = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 
-_GPT2 = _either(_LOWER_CASE, r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+_GPT2 = _alternatives(_LOWER_CASE, r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 
-_LLAMA3 = _either(_ANY_CASE, _WORD, r"\p{N}{1,3}", _SYMBOLS, _SPACES)
+_LLAMA3 = _alternatives(_ANY_CASE, _WORD, r"\p{N}{1,3}", _SYMBOLS, _SPACES)
 
-_QWEN2 = _either(_ANY_CASE, _WORD, r"\p{N}", _SYMBOLS, _SPACES)
+_QWEN2 = _alternatives(_ANY_CASE, _WORD, r"\p{N}", _SYMBOLS, _SPACES)
 
-_QWEN35 = _either(_ANY_CASE, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _SPACES)
+_QWEN35 = _alternatives(
+    _ANY_CASE, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _SPACES
+)
 
 
 def _cased(upper: str, lower: str, suffix: str) -> str:
@@ -56,11 +58,11 @@ def _cased(upper: str, lower: str, suffix: str) -> str:
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
-_GPT4O = _either(_cased(_UPPER, _LOWER, _ANY_CASE + "?"), r"\p{N}{1,3}", _SYMBOLS_SLASH, _SPACES)
+_GPT4O = _alternatives(_cased(_UPPER, _LOWER, _ANY_CASE + "?"), r"\p{N}{1,3}", _SYMBOLS_SLASH, _SPACES)
 
-_TEKKEN = _either(_cased(_UPPER, _LOWER, ""), r"\p{N}", _SYMBOLS_SLASH, _SPACES)
+_TEKKEN = _alternatives(_cased(_UPPER, _LOWER, ""), r"\p{N}", _SYMBOLS_SLASH, _SPACES)
 
-_KIMI = _either(
+_KIMI = _alternatives(
     r"\p{Han}+",
     _cased(_UPPER[:-1] + r"&&[^\p{Han}]]", _LOWER[:-1] + r"&&[^\p{Han}]]", _ANY_CASE + "?"),
     r"\p{N}{1,3}",
@@ -71,9 +73,9 @@ _KIMI = _either(
 # ASCII punctuation that a word may begin with, then a word of letters and marks, then symbols.
 _DEEPSEEK_WORD = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 
-_DEEPSEEK3 = _either(_DEEPSEEK_WORD, r" ?[\p{P}\p{S}]+[\r\n]*", _SPACES)
+_DEEPSEEK3 = _alternatives(_DEEPSEEK_WORD, r" ?[\p{P}\p{S}]+[\r\n]*", _SPACES)
 
-_SPARK = _either(_DEEPSEEK_WORD, r" ?[\p{P}\p{S}]+", r"[\r\n]", r"\s+(?!\S)|\s+")
+_SPARK = _alternatives(_DEEPSEEK_WORD, r" ?[\p{P}\p{S}]+", r"[\r\n]", r"\s+(?!\S)|\s+")
 
 _DEEPSEEK_CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
@@ -123,7 +125,7 @@ _DEEPSEEK3_RULES = WordRules((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))
 
 _BAILING = WordRules(
     (
-        _either(
+        _alternatives(
             r"'(?i:[sdmt]|ll|ve|re)",
             r"[^\r\n\p{L}\p{N}]?+\p{L}+",
             r"\p{N}",
@@ -135,7 +137,7 @@ _BAILING = WordRules(
 
 DEFAULT = "default"
 
-_BY_RULES: tuple[tuple[str, WordRules], ...] = (
+_RULES_BY_NAMES: tuple[tuple[str, WordRules], ...] = (
     (
         DEFAULT,
         WordRules((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
@@ -145,12 +147,12 @@ _BY_RULES: tuple[tuple[str, WordRules], ...] = (
     ("glm4 glm5", WordRules((_LLAMA3,), whole_words=True)),
     (
         "jais-2",
-        WordRules((_either(_ANY_CASE, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"\s*[\r\n]+", _FALLING_SPACES, r"\s"),)),
+        WordRules((_alternatives(_ANY_CASE, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"\s*[\r\n]+", _FALLING_SPACES, r"\s"),)),
     ),
     ("minicpm5", WordRules((r"\p{N}{1,3}", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+")), whole_words=True)),
     ("qwen2 deepseek-r1-qwen kormo f2llmv2 openpangu megrez stablelm2 hunyuan solar-open grok-2", _QWEN2_RULES),
     ("qwen35", WordRules((_QWEN35,))),
-    ("ufakzeka", WordRules((_either(_WORD, r"\p{N}", _SYMBOLS, _SPACES),))),
+    ("ufakzeka", WordRules((_alternatives(_WORD, r"\p{N}", _SYMBOLS, _SPACES),))),
     ("laguna", WordRules((r"[^\n]+|[\n]+", _QWEN2))),
     (
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 mellum "
@@ -182,7 +184,7 @@ _BY_RULES: tuple[tuple[str, WordRules], ...] = (
     (
         "youtu",
         WordRules(
-            (_YOUTU_CJK, _either(_cased(_UPPER, _LOWER, _ANY_CASE + "?"), r"\p{N}", _SYMBOLS_SLASH, _SPACES)),
+            (_YOUTU_CJK, _alternatives(_cased(_UPPER, _LOWER, _ANY_CASE + "?"), r"\p{N}", _SYMBOLS_SLASH, _SPACES)),
             whole_words=True,
         ),
     ),
@@ -192,12 +194,12 @@ _BY_RULES: tuple[tuple[str, WordRules], ...] = (
     ("viking", WordRules((_BLOOM, r"\p{N}"))),
     ("superbpe", WordRules((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))),
     ("bailingmoe bailingmoe2 llada-moe", _BAILING),
-    ("seed-coder", WordRules((_either(_ANY_CASE, _WORD, r"\p{N}{1}", r" ?[^\s\p{L}\p{N}\r\n]+", _SPACES),))),
+    ("seed-coder", WordRules((_alternatives(_ANY_CASE, _WORD, r"\p{N}{1}", r" ?[^\s\p{L}\p{N}\r\n]+", _SPACES),))),
     (
         "exaone-moe",
         WordRules(
             (
-                _either(
+                _alternatives(
                     _ANY_CASE,
                     r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
                     r"\p{N}",
@@ -223,7 +225,7 @@ _BY_RULES: tuple[tuple[str, WordRules], ...] = (
     ),
 )
 
-WORD_RULES: dict[str, WordRules] = {name: rules for names, rules in _BY_RULES for name in names.split()}
+WORD_RULES: dict[str, WordRules] = {name: rules for names, rules in _RULES_BY_NAMES for name in names.split()}
 
 
 def word_rules(vocabulary: GgufVocabulary) -> WordRules:
@@ -249,11 +251,11 @@ def byte_level_parts(vocabulary: GgufVocabulary) -> dict[str, Any]:
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, to_bytes]},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": merging_model(vocabulary, given_merges(vocabulary), whole_words=rules.whole_words),
+        "model": merging_model(vocabulary, file_merges(vocabulary), whole_words=rules.whole_words),
     }
 
 
-def given_merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
+def file_merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     """The file's merges. Raises LoadError where there are none, or one is not made of tokens."""
     if vocabulary.merges is None:
         vocabulary.refuse("its merges are missing (tokenizer.ggml.merges)")
@@ -285,7 +287,7 @@ def merging_model(
 
 SPACE = "▁"
 
-_LONGEST_MERGED = 256  # characters; a token is tried at each of its cuts
+_MAX_MERGED_CHARACTERS = 256  # characters; a token is tried at each of its cuts
 
 
 def scored_parts(vocabulary: GgufVocabulary) -> dict[str, Any]:
@@ -294,9 +296,9 @@ def scored_parts(vocabulary: GgufVocabulary) -> dict[str, Any]:
     return _parts(vocabulary, merges_from_scores(vocabulary), space_before=prefix)
 
 
-def ranked_parts(vocabulary: GgufVocabulary) -> dict[str, Any]:
+def merge_list_parts(vocabulary: GgufVocabulary) -> dict[str, Any]:
     """The same for a vocabulary with a list of merges, as Gemma 4's. Raises LoadError."""
-    return _parts(vocabulary, given_merges(vocabulary), space_before=bool(vocabulary.space_prefix))
+    return _parts(vocabulary, file_merges(vocabulary), space_before=bool(vocabulary.space_prefix))
 
 
 def merges_from_scores(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
@@ -310,8 +312,10 @@ def merges_from_scores(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
         vocabulary.refuse("the scores of its tokens are missing (tokenizer.ggml.scores)")
     pairs: list[tuple[float, int, str, str]] = []
     for token, score in zip(vocabulary.tokens, scores, strict=True):
-        if len(token) > _LONGEST_MERGED:
-            vocabulary.refuse(f"a token has {len(token)} characters, and its merges are tried up to {_LONGEST_MERGED}")
+        if len(token) > _MAX_MERGED_CHARACTERS:
+            vocabulary.refuse(
+                f"a token has {len(token)} characters, and its merges are tried up to {_MAX_MERGED_CHARACTERS}"
+            )
         for cut in range(1, len(token)):
             if (left := token[:cut]) in ids and (right := token[cut:]) in ids:
                 pairs.append((-score, -cut, left, right))

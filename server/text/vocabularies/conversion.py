@@ -12,17 +12,17 @@ import tokenizers
 from tokenizers import processors
 
 from windlass.engine.errors import LoadError
-from windlass.server.text.tokenizer_files import add_missing_tokens, content_of, one_line, read_json, special_tokens
+from windlass.server.text.tokenizer_files import add_missing_tokens, one_line, read_json, special_tokens, token_content
 from windlass.server.text.vocabularies import tiktoken
-from windlass.server.text.vocabularies.bpe import byte_level_parts, ranked_parts, scored_parts, word_rules
+from windlass.server.text.vocabularies.bpe import byte_level_parts, merge_list_parts, scored_parts, word_rules
 from windlass.server.text.vocabularies.vocabulary import (
     GgufVocabulary,
-    ReadVocabulary,
-    found_tokens,
+    TokenizerParts,
+    bos_eos_ids,
+    gguf_added_tokens,
     named_tokens,
     read_bytes,
     read_vocabulary,
-    start_and_end,
 )
 
 _TEMPLATE = "tokenizer.chat_template"
@@ -64,12 +64,12 @@ def gguf_tokenizer_files(metadata: Mapping[str, Any], source: str) -> TokenizerF
         bos = True
     elif vocabulary.kind == "gemma4":
         vocabulary = replace(vocabulary, add_bos=True)  # files say false by mistake; llama.cpp sets it right too
-        parts = ranked_parts(vocabulary)
+        parts = merge_list_parts(vocabulary)
     else:
         vocabulary.refuse(
             f"tokenizer.ggml.model is {vocabulary.kind[:80]!r}, and gpt2, llama and gemma4 are the kinds read here"
         )
-    start, end = start_and_end(vocabulary, bos=bos)
+    start, end = bos_eos_ids(vocabulary, bos=bos)
     content = {
         "version": "1.0",
         "truncation": None,
@@ -94,7 +94,7 @@ def _added(vocabulary: GgufVocabulary) -> list[dict[str, Any]]:
             "normalized": False,
             "special": token.special,
         }
-        for token in found_tokens(vocabulary)
+        for token in gguf_added_tokens(vocabulary)
     ]
 
 
@@ -120,7 +120,9 @@ def _config(vocabulary: GgufVocabulary, metadata: Mapping[str, Any]) -> str:
         "clean_up_tokenization_spaces": False,
         **{name: vocabulary.tokens[index] for name, index in named_tokens(vocabulary).items()},
     }
-    templates = {"default" if key == _TEMPLATE else key[len(_TEMPLATE) + 1 :]: key for key in metadata if _names(key)}
+    templates = {
+        "default" if key == _TEMPLATE else key[len(_TEMPLATE) + 1 :]: key for key in metadata if _is_template_key(key)
+    }
     for key in templates.values():
         if not isinstance(metadata[key], str):
             vocabulary.refuse(f"{key} should be a str, not a {type(metadata[key]).__name__}")
@@ -131,7 +133,7 @@ def _config(vocabulary: GgufVocabulary, metadata: Mapping[str, Any]) -> str:
     return json.dumps(config, indent=2)
 
 
-def _names(key: object) -> bool:
+def _is_template_key(key: object) -> bool:
     return isinstance(key, str) and (key == _TEMPLATE or key.startswith(_TEMPLATE + "."))
 
 
@@ -150,7 +152,7 @@ def _check(text: str, vocabulary: GgufVocabulary) -> None:
 _CONFIG = "tokenizer_config.json"
 
 # Tokenizers that are no class of transformers, and whose code does no more than what is done here.
-_KNOWN_CODE = frozenset(
+_KNOWN_TOKENIZER_CLASSES = frozenset(
     {
         *("BaichuanTokenizer", "InternLMTokenizer", "InternLM2Tokenizer", "InternLM3Tokenizer", "OrionTokenizer"),
         *("QWenTokenizer", "TikTokenTokenizer", "XverseTokenizer", "YiTokenizer"),
@@ -159,7 +161,7 @@ _KNOWN_CODE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _Ends:
+class _BosEos:
     """Whether a text begins with the bos token and ends with the eos token."""
 
     bos: bool
@@ -182,7 +184,9 @@ def tokenizer_files(file: Path) -> TokenizerFiles:
             if name not in config:  # null there says that the model has none
                 named.setdefault(name, token)
         add_missing_tokens(backend, directory, config, named, extra)
-        _add_ends(backend, {name: content_of(token) for name, token in named.items()}, _ends(vocabulary, config))
+        _add_bos_eos(
+            backend, {name: token_content(token) for name, token in named.items()}, _bos_eos(vocabulary, config)
+        )
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise LoadError(
             f"cannot understand {_CONFIG} in {directory} ({one_line(error)}): fetch the file again"
@@ -195,14 +199,14 @@ def _check_code(file: Path, config: dict[str, Any]) -> None:
     """Refuse a tokenizer that is a program of the model's own, where it is not known what that does."""
     name = str(config.get("tokenizer_class") or "")
     code = config.get("auto_map")
-    if isinstance(code, dict) and "AutoTokenizer" in code and name not in _KNOWN_CODE:
+    if isinstance(code, dict) and "AutoTokenizer" in code and name not in _KNOWN_TOKENIZER_CLASSES:
         raise LoadError(
             f"the tokenizer of {file.parent} is a program of its own ({name or 'AutoTokenizer'}), which is not run: save it as "
             "tokenizer.json, or get a version of the model that has one"
         )
 
 
-def _read(file: Path, config: dict[str, Any]) -> ReadVocabulary:
+def _read(file: Path, config: dict[str, Any]) -> TokenizerParts:
     data = read_bytes(file)
     if file.name == tiktoken.TEKKEN_FILE:
         return tiktoken.read_tekken(data, str(file))
@@ -216,7 +220,7 @@ def _read(file: Path, config: dict[str, Any]) -> ReadVocabulary:
     return read_pieces(data, str(file), config)
 
 
-def _backend(vocabulary: ReadVocabulary, file: Path) -> tokenizers.Tokenizer:
+def _backend(vocabulary: TokenizerParts, file: Path) -> tokenizers.Tokenizer:
     content = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None, **vocabulary.parts}
     try:
         backend = tokenizers.Tokenizer.from_str(json.dumps(content))
@@ -233,24 +237,24 @@ def _backend(vocabulary: ReadVocabulary, file: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _ends(vocabulary: ReadVocabulary, config: dict[str, Any]) -> _Ends:
+def _bos_eos(vocabulary: TokenizerParts, config: dict[str, Any]) -> _BosEos:
     bos, eos = config.get("add_bos_token"), config.get("add_eos_token")
-    return _Ends(vocabulary.add_bos if bos is None else bool(bos), bool(eos))
+    return _BosEos(vocabulary.add_bos if bos is None else bool(bos), bool(eos))
 
 
-def _add_ends(backend: tokenizers.Tokenizer, named: dict[str, str], ends: _Ends) -> None:
-    before = [named["bos_token"]] if ends.bos and "bos_token" in named else []
-    behind = [named["eos_token"]] if ends.eos and "eos_token" in named else []
-    if before or behind:
+def _add_bos_eos(backend: tokenizers.Tokenizer, named: dict[str, str], bos_eos: _BosEos) -> None:
+    before = [named["bos_token"]] if bos_eos.bos and "bos_token" in named else []
+    after = [named["eos_token"]] if bos_eos.eos and "eos_token" in named else []
+    if before or after:
         backend.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A:0", *behind],
+            single=[*before, "$A:0", *after],
             pair=[
                 *before,
                 "$A:0",
-                *behind,
+                *after,
                 *(f"{token}:1" for token in before),
                 "$B:1",
-                *(f"{token}:1" for token in behind),
+                *(f"{token}:1" for token in after),
             ],
-            special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *behind}],
+            special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *after}],
         )

@@ -17,10 +17,10 @@ from windlass.engine.errors import LoadError
 from windlass.server.text.vocabularies.bpe import SPACE, scored_parts
 from windlass.server.text.vocabularies.vocabulary import (
     GgufVocabulary,
-    ReadVocabulary,
+    TokenizerParts,
     TokenType,
     added_token,
-    found_tokens,
+    gguf_added_tokens,
     read_vocabulary,
 )
 
@@ -90,7 +90,7 @@ def read_piece_model(data: bytes, source: str) -> PieceModel:
 
 _Field = descriptor_pb2.FieldDescriptorProto
 
-_KINDS = {bytes: _Field.TYPE_BYTES, bool: _Field.TYPE_BOOL, int: _Field.TYPE_INT32, float: _Field.TYPE_FLOAT}
+_FIELD_TYPES = {bytes: _Field.TYPE_BYTES, bool: _Field.TYPE_BOOL, int: _Field.TYPE_INT32, float: _Field.TYPE_FLOAT}
 
 # Fields by message: name -> (number, default). Strings of pieces are read as bytes, so that broken ones are told apart.
 _FIELDS: dict[str, dict[str, tuple[int, Any]]] = {
@@ -125,7 +125,7 @@ def _message() -> Any:
             message.field.add(
                 name=field,
                 number=number,
-                type=_KINDS[type(default)],
+                type=_FIELD_TYPES[type(default)],
                 label=_Field.LABEL_OPTIONAL,
                 default_value=None if isinstance(default, bytes) else text,
             )
@@ -148,20 +148,20 @@ _SPACES = r"[\t\n\f\r\u061c\u1680\u200b\u200c\u200e\u200f\u2028\u2029\u2581\ufef
 
 _SPACE_BEFORE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
 
-_MOST_SPACES = 2**31 - 1  # where SentencePiece strips spaces it drops all of a beginning, one a piece
+_MAX_SPACES = 2**31 - 1  # where SentencePiece strips spaces it drops all of a beginning, one a piece
 
-_KEPT, _ASIDE = "\uff5e", "\ufdd0"  # the full-width tilde, and a noncharacter that stands for it meanwhile
+_TILDE, _TILDE_PLACEHOLDER = "\uff5e", "\ufdd0"  # the full-width tilde, and a noncharacter that stands for it meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixRule:
     """before: whether a space is put before a text. once: not again behind a special token inside it."""
 
-    before: bool
-    once: bool = False
+    add_space: bool
+    first_only: bool = False
 
 
-def read_pieces(data: bytes, source: str, config: Mapping[str, Any]) -> ReadVocabulary:
+def read_pieces(data: bytes, source: str, config: Mapping[str, Any]) -> TokenizerParts:
     """The vocabulary in a SentencePiece file's bytes; `source` names the file. Raises LoadError, one line.
 
     config: of tokenizer_config.json. `legacy: false` there puts a space before the text only, and not behind each special token.
@@ -171,7 +171,7 @@ def read_pieces(data: bytes, source: str, config: Mapping[str, Any]) -> ReadVoca
         model.space_prefix and config.get("add_prefix_space") is not False, config.get("legacy") is False
     )
     named = {f"{name}_token": model.pieces[index] for name, index in model.special.items()}
-    return ReadVocabulary(piece_parts(model, source, prefix), len(model.pieces), named, add_bos=True)
+    return TokenizerParts(piece_parts(model, source, prefix), len(model.pieces), named, add_bos=True)
 
 
 def piece_parts(model: PieceModel, source: str, prefix: PrefixRule) -> dict[str, Any]:
@@ -188,14 +188,14 @@ def piece_parts(model: PieceModel, source: str, prefix: PrefixRule) -> dict[str,
     # SentencePiece looks for a user's symbols in the normalized text.
     added = [
         added_token(token.id, token.text, special=token.special, normalized=not token.special)
-        for token in found_tokens(vocabulary)
+        for token in gguf_added_tokens(vocabulary)
     ]
     symbols = [token["content"] for token in added if token["normalized"]]
     parts: dict[str, Any] = {
         "added_tokens": added,
         "normalizer": {"type": "Sequence", "normalizers": _normalizers(model, prefix, symbols)},
-        "pre_tokenizer": _SPACE_BEFORE if prefix.before and prefix.once else None,
-        "decoder": _decoder(_MOST_SPACES if model.strips_spaces else int(prefix.before)),
+        "pre_tokenizer": _SPACE_BEFORE if prefix.add_space and prefix.first_only else None,
+        "decoder": _decoder(_MAX_SPACES if model.strips_spaces else int(prefix.add_space)),
     }
     if model.kind == ModelType.BPE:
         return parts | {"model": scored_parts(vocabulary)["model"] | {"byte_fallback": model.byte_fallback}}
@@ -231,13 +231,17 @@ def _normalizers(model: PieceModel, prefix: PrefixRule, symbols: list[str]) -> l
     steps: list[dict[str, Any]] = []
     if model.charsmap and model.rules in ("nfkc", "nmt_nfkc"):
         # By the rules' name and not by `Precompiled`, which takes the text a grapheme at a time and loses parts of some.
-        nmt = [_replace(_REMOVED, ""), _replace(_SPACES, " "), _replace(_KEPT, _ASIDE)]
-        steps += [*nmt, {"type": "NFKC"}, _replace(_ASIDE, _KEPT)] if model.rules == "nmt_nfkc" else [{"type": "NFKC"}]
+        nmt = [_replace(_REMOVED, ""), _replace(_SPACES, " "), _replace(_TILDE, _TILDE_PLACEHOLDER)]
+        steps += (
+            [*nmt, {"type": "NFKC"}, _replace(_TILDE_PLACEHOLDER, _TILDE)]
+            if model.rules == "nmt_nfkc"
+            else [{"type": "NFKC"}]
+        )
     elif model.charsmap:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode("ascii")})
     if model.strips_spaces:
         steps += [_replace(" {2,}", " "), _replace(rf"\A +|[ {SPACE}]+\z", "")]
-    if prefix.before and not prefix.once:
+    if prefix.add_space and not prefix.first_only:
         # What is added is normalized too before it is looked for, so a text that is a symbol and no more gets no space, while
         # SentencePiece puts one there.
         if symbols:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from windlass.engine.errors import LoadError
-from windlass.server.text.token_pieces import text_of_bytes
+from windlass.server.text.token_pieces import byte_level_text
 from windlass.server.text.vocabularies.bpe import WORD_RULES, merging_model
 from windlass.server.text.vocabularies.vocabulary import (
     MAX_CHARACTERS,
     MAX_TOKEN_CHARACTERS,
     MAX_TOKENS,
     GgufVocabulary,
-    ReadVocabulary,
+    TokenizerParts,
     TokenType,
     added_token,
 )
@@ -30,7 +30,7 @@ def refuse(source: str, what: str) -> NoReturn:
     raise LoadError(f"cannot make a tokenizer from {source}: {what}; fetch the file again")
 
 
-def ranked_parts(tokens: Sequence[bytes], splits: Sequence[str], source: str, *, first_id: int = 0) -> dict[str, Any]:
+def tiktoken_parts(tokens: Sequence[bytes], splits: Sequence[str], source: str, *, first_id: int = 0) -> dict[str, Any]:
     """The parts of tokenizer.json by name, without normalizer and added tokens. Raises LoadError.
 
     tokens: by rank, each single byte among them. splits: regular expressions that cut a text into words, applied in order.
@@ -47,7 +47,7 @@ def ranked_parts(tokens: Sequence[bytes], splits: Sequence[str], source: str, *,
         refuse(source, "two of its tokens are the same, or one is empty")
     if any(bytes([byte]) not in ranks for byte in range(256)):
         refuse(source, "not every byte is a token")
-    texts = [text_of_bytes(token) for token in tokens]
+    texts = [byte_level_text(token) for token in tokens]
     vocabulary = GgufVocabulary(
         source=source,
         kind="gpt2",
@@ -73,7 +73,7 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
 
     Here every pair has a rank of its own: of those that make one token the one with the longer left part comes first.
     """
-    texts = {token: text_of_bytes(token) for token in ranks}
+    texts = {token: byte_level_text(token) for token in ranks}
     return [
         (texts[token[:cut]], texts[token[cut:]])
         for token in ranks
@@ -85,7 +85,7 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
 TEKKEN_FILE = "tekken.json"
 
 # What files before version 7 leave out (mistral-common, the same file).
-_OLDER_SPECIAL = (
+_LEGACY_SPECIAL_TOKENS = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *(
         "[/TOOL_RESULTS]",
@@ -104,7 +104,7 @@ _OLDER_SPECIAL = (
 _NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
-def read_tekken(data: bytes, source: str) -> ReadVocabulary:
+def read_tekken(data: bytes, source: str) -> TokenizerParts:
     """The vocabulary in a file's bytes; `source` names the file. Raises LoadError, one line."""
     try:
         content = json.loads(data)
@@ -120,18 +120,18 @@ def read_tekken(data: bytes, source: str) -> ReadVocabulary:
         )
     if ranks != list(range(len(ranks))) or not tokens or not isinstance(pattern, str):
         refuse(source, "the ranks of its tokens are not 0, 1, 2, …")
-    parts = ranked_parts(tokens, [pattern], source, first_id=count)
+    parts = tiktoken_parts(tokens, [pattern], source, first_id=count)
     parts["added_tokens"] = [added_token(index, text, special=True) for index, text in enumerate(special)]
     parts["model"]["vocab"] |= {text: index for index, text in enumerate(special)}
-    return ReadVocabulary(
+    return TokenizerParts(
         parts, count + len(tokens), {name: text for name, text in _NAMED.items() if text in special}, add_bos=True
     )
 
 
-def _tekken_special_tokens(given: Any, count: int) -> list[str]:
+def _tekken_special_tokens(entries: Any, count: int) -> list[str]:
     """Special tokens by id, `count` of them, those without a name filled in as mistral-common does."""
-    older = enumerate(_OLDER_SPECIAL)
-    named = dict(older if given is None else ((int(token["rank"]), str(token["token_str"])) for token in given))
+    legacy = enumerate(_LEGACY_SPECIAL_TOKENS)
+    named = dict(legacy if entries is None else ((int(token["rank"]), str(token["token_str"])) for token in entries))
     if len(named) > count or any(not 0 <= index < count for index in named):
         raise ValueError(f"{len(named)} special tokens, and there is room for {count}")
     return [named.get(index, f"<SPECIAL_{index}>") for index in range(count)]
@@ -147,49 +147,49 @@ def is_tiktoken(data: bytes) -> bool:
     return _LINE.match(data) is not None
 
 
-def read_tiktoken(data: bytes, file: Path, config: Mapping[str, Any], model_type: str) -> ReadVocabulary:
+def read_tiktoken(data: bytes, file: Path, config: Mapping[str, Any], model_type: str) -> TokenizerParts:
     """The vocabulary in a file's bytes.
 
     config: of tokenizer_config.json; model_type: of config.json. They and the file's name tell whose it is. Raises LoadError, one
     line, where they do not, or the file is damaged.
     """
-    kind = _kind(file, str(config.get("tokenizer_class") or ""), model_type)
+    kind = _known_vocabulary(file, str(config.get("tokenizer_class") or ""), model_type)
     tokens = _tokens(data, str(file))
-    parts = ranked_parts(tokens, WORD_RULES[kind.words].splits, str(file))
-    if kind.composes:
+    parts = tiktoken_parts(tokens, WORD_RULES[kind.word_rules].splits, str(file))
+    if kind.normalizes_nfc:
         parts["normalizer"] = {"type": "NFC"}
     special = _tiktoken_special_tokens(len(tokens), config.get("added_tokens_decoder") or {}, kind)
     parts["added_tokens"] = [added_token(index, text, special=flag) for index, (text, flag) in special.items()]
-    return ReadVocabulary(parts, len(tokens) + len(special), dict(kind.named), add_bos=kind.add_bos)
+    return TokenizerParts(parts, len(tokens) + len(special), dict(kind.named), add_bos=kind.add_bos)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _KnownVocabulary:
     """What a model's code knows of its vocabulary.
 
     words: the rules by their name in GGUF files. special: texts of the tokens behind the last rank. total: how many those are
     with the reserved ones. composes: a text is brought into NFC first.
     """
 
-    words: str
+    word_rules: str
     special: tuple[str, ...] = ()
     total: int = 0
     named: Mapping[str, str] = field(default_factory=dict)
     add_bos: bool = False
-    composes: bool = False
+    normalizes_nfc: bool = False
 
 
 # QwenLM/Qwen, tokenization_qwen.py.
-_QWEN = _Kind(
-    words="qwen2",
+_QWEN = _KnownVocabulary(
+    word_rules="qwen2",
     special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205))),
     named={"eos_token": "<|endoftext|>"},
-    composes=True,
+    normalizes_nfc=True,
 )
 
 # meta-llama/llama-models, models/llama3/tokenizer.py: the names since Llama 3.1, which only renamed what was reserved before.
-_LLAMA3 = _Kind(
-    words="llama-bpe",
+_LLAMA3 = _KnownVocabulary(
+    word_rules="llama-bpe",
     special=(
         *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
         *("<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>"),
@@ -200,10 +200,10 @@ _LLAMA3 = _Kind(
 )
 
 # moonshotai/Kimi-K2-Instruct, tokenization_kimi.py: tokenizer_config.json has the names.
-_KIMI = _Kind(words="kimi-k2", total=256)
+_KIMI = _KnownVocabulary(word_rules="kimi-k2", total=256)
 
 
-def _kind(file: Path, tokenizer_class: str, model_type: str) -> _Kind:
+def _known_vocabulary(file: Path, tokenizer_class: str, model_type: str) -> _KnownVocabulary:
     if tokenizer_class == "QWenTokenizer" or file.name == "qwen.tiktoken":
         return _QWEN
     if tokenizer_class == "TikTokenTokenizer" and model_type in ("kimi_k2", "deepseek_v3"):
@@ -232,9 +232,11 @@ def _tokens(data: bytes, source: str) -> list[bytes]:
     return [found[rank] for rank in range(len(found))]
 
 
-def _tiktoken_special_tokens(first: int, declared: Mapping[str, Any], kind: _Kind) -> dict[int, tuple[str, bool]]:
+def _tiktoken_special_tokens(
+    first: int, declared: Mapping[str, Any], kind: _KnownVocabulary
+) -> dict[int, tuple[str, bool]]:
     """Tokens behind the ranks, by id without a gap: their text, and whether they are left out of decoded text."""
-    found = {first + place: (text, True) for place, text in enumerate(kind.special)}
+    found = {first + offset: (text, True) for offset, text in enumerate(kind.special)}
     for name, token in declared.items():
         if int(name) >= first:
             found[int(name)] = (token["content"], bool(token.get("special", False)))

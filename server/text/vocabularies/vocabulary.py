@@ -15,7 +15,7 @@ MAX_BYTES = 2**27  # of a vocabulary's file; tekken.json, the largest in use, ha
 
 
 @dataclass(frozen=True, slots=True)
-class ReadVocabulary:
+class TokenizerParts:
     """A vocabulary as read.
 
     parts: of tokenizer.json by name. size: tokens, added ones among them. named: bos_token, eos_token, … as text. add_bos:
@@ -53,7 +53,7 @@ MAX_CHARACTERS = 2**25  # of all tokens; 262,144 tokens of Gemma have 1.5 millio
 
 _PREFIX = "tokenizer.ggml."
 
-_NO_TOKEN = 2**32 - 1  # -1 as it is sometimes written: there is none
+_ABSENT_TOKEN = 2**32 - 1  # -1 as it is sometimes written: there is none
 
 _SPECIAL = {
     "bos": "bos_token_id",
@@ -120,7 +120,7 @@ def read_vocabulary(metadata: Mapping[str, Any], source: str) -> GgufVocabulary:
         kind=kind,
         pre=_value(metadata, "pre", str, source),
         tokens=tokens,
-        types=_stored_types(metadata, len(tokens), source),
+        types=_file_types(metadata, len(tokens), source),
         ids=_ids(tokens, source),
         scores=_scores(metadata, len(tokens), source),
         merges=_merges(metadata, source),
@@ -184,7 +184,7 @@ def _ids(tokens: list[str], source: str) -> dict[str, int]:
     return ids
 
 
-def _stored_types(metadata: Mapping[str, Any], count: int, source: str) -> list[int]:
+def _file_types(metadata: Mapping[str, Any], count: int, source: str) -> list[int]:
     types = _list(metadata, "token_type", (int,), source)
     if types is None:
         return [TokenType.NORMAL] * count
@@ -222,7 +222,7 @@ def _special(metadata: Mapping[str, Any], count: int, source: str) -> dict[str, 
     found = {}
     for name, key in _SPECIAL.items():
         value = _value(metadata, key, int, source)
-        if value is None or value == _NO_TOKEN:
+        if value is None or value == _ABSENT_TOKEN:
             continue
         if not 0 <= value < count:
             raise _error(source, f"{_PREFIX}{key} is {value}, and there are {count} tokens")
@@ -236,7 +236,7 @@ _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundToken:
+class GgufAddedToken:
     """A token that is found in a text before anything else.
 
     special: left out of decoded text. strips_right: white space behind it belongs to it.
@@ -248,14 +248,14 @@ class FoundToken:
     strips_right: bool = False
 
 
-def found_tokens(vocabulary: GgufVocabulary) -> list[FoundToken]:
+def gguf_added_tokens(vocabulary: GgufVocabulary) -> list[GgufAddedToken]:
     """In the order of their ids."""
     # Files do not say which tokens swallow the white space behind them; llama.cpp goes by the model's name.
     phi3 = "phi-3" in vocabulary.model_name or "phi3" in vocabulary.model_name
     keeps_space = ("<unk>", "<s>", "<|endoftext|>")
     return [
-        FoundToken(index, text, kind != TokenType.USER_DEFINED, phi3 and text not in keeps_space)
-        for index, (text, kind) in enumerate(zip(vocabulary.tokens, _types(vocabulary), strict=True))
+        GgufAddedToken(index, text, kind != TokenType.USER_DEFINED, phi3 and text not in keeps_space)
+        for index, (text, kind) in enumerate(zip(vocabulary.tokens, _effective_types(vocabulary), strict=True))
         if kind in _ADDED
     ]
 
@@ -266,24 +266,24 @@ def named_tokens(vocabulary: GgufVocabulary) -> dict[str, int]:
     Unknown and padding tokens only where they are no ordinary text: some files name "!" as padding, and a named token is
     found in a text before anything else.
     """
-    types = _types(vocabulary)
+    types = _effective_types(vocabulary)
     return {
         _NAMED[name]: index for name, index in vocabulary.special.items() if name in _NAMED and types[index] in _ADDED
     }
 
 
-def start_and_end(vocabulary: GgufVocabulary, *, bos: bool) -> tuple[list[int], list[int]]:
+def bos_eos_ids(vocabulary: GgufVocabulary, *, bos: bool) -> tuple[list[int], list[int]]:
     """Ids put before and behind a text; `bos`: whether there is one where the file does not tell. Raises LoadError."""
     found: list[list[int]] = []
-    for name, told, default in (("bos", vocabulary.add_bos, bos), ("eos", vocabulary.add_eos, False)):
-        if told and name not in vocabulary.special:
+    for name, declared, default in (("bos", vocabulary.add_bos, bos), ("eos", vocabulary.add_eos, False)):
+        if declared and name not in vocabulary.special:
             vocabulary.refuse(f"every text gets a {name} token, and tokenizer.ggml.{name}_token_id is missing")
-        wanted = default if told is None else told
+        wanted = default if declared is None else declared
         found.append([vocabulary.special[name]] if wanted and name in vocabulary.special else [])
     return found[0], found[1]
 
 
-def _types(vocabulary: GgufVocabulary) -> list[int]:
+def _effective_types(vocabulary: GgufVocabulary) -> list[int]:
     """The file's types; what begins or ends a text is a control token, also in older files that have all tokens as normal."""
     types = list(vocabulary.types)
     for name in ("bos", "eos", "eot", "eom"):

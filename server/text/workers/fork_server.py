@@ -19,11 +19,21 @@ from pydantic_core import to_json
 
 from windlass.engine.errors import RequestError
 from windlass.engine.process_setup import log_as_json, wants_json
-from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, cut_pairs
-from windlass.server.text.pair_prompts import may_take_pairs
+from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, build_pair_template
+from windlass.server.text.pair_prompts import names_pair_roles
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers import frames
-from windlass.server.text.workers.frames import ANSWER, COMMAND, FORK, REAP, Done, Job, OutOfMemory, Refused, TextSource
+from windlass.server.text.workers.frames import (
+    ANSWER,
+    COMMAND,
+    FORK,
+    REAP,
+    Done,
+    Job,
+    OutOfMemory,
+    Refused,
+    WorkerSource,
+)
 from windlass.server.text.workers.tasks import TextTasks
 
 
@@ -31,10 +41,10 @@ def serve(connection: socket.socket, tasks: TextTasks, memory: MemoryLimit) -> N
     """Answer jobs until the other end is gone."""
     with contextlib.suppress(OSError):
         while (job := frames.receive(connection)) is not None:
-            frames.send_encoded(connection, _answer(job, tasks, memory))
+            frames.send_encoded(connection, _run_job(job, tasks, memory))
 
 
-def _answer(job: Job, tasks: TextTasks, memory: MemoryLimit) -> bytes:
+def _run_job(job: Job, tasks: TextTasks, memory: MemoryLimit) -> bytes:
     memory.set(job.memory)
     refused: Refused | OutOfMemory
     try:
@@ -52,14 +62,14 @@ class MemoryLimit:
     """What this process may take: never more than the soft limit that it was started with, or that its parent was."""
 
     def __init__(self) -> None:
-        self._most = resource.getrlimit(resource.RLIMIT_AS)[0]
+        self._limit = resource.getrlimit(resource.RLIMIT_AS)[0]
 
     def set(self, extra: int | None) -> None:
         """Let this process take `extra` bytes more than it has, None for as many as it was given."""
         with contextlib.suppress(OSError, ValueError):
-            soft = self._most if extra is None else _address_space() + extra
-            if self._most != resource.RLIM_INFINITY:
-                soft = min(soft, self._most)
+            soft = self._limit if extra is None else _address_space() + extra
+            if self._limit != resource.RLIM_INFINITY:
+                soft = min(soft, self._limit)
             resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
@@ -93,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page
     children: set[int] = set()
     try:
-        _obey(control, tasks, memory, children)
+        _run_commands(control, tasks, memory, children)
     finally:
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
@@ -124,7 +134,7 @@ def _load(control: socket.socket, memory: MemoryLimit) -> TextTasks | None:
             memory.set(None)
     tasks = TextTasks(tokenizer, *templates)
     frames.send(control, Done())
-    pairs = _cut_for_pairs(source, templates[0], memory)
+    pairs = _build_pair_template(source, templates[0], memory)
     frames.send(control, pairs)
     if isinstance(pairs, Refused):
         return None
@@ -132,10 +142,10 @@ def _load(control: socket.socket, memory: MemoryLimit) -> TextTasks | None:
     return tasks
 
 
-def _cut_for_pairs(source: TextSource, chat: ChatTemplate | None, memory: MemoryLimit) -> Done | Refused:
+def _build_pair_template(source: WorkerSource, chat: ChatTemplate | None, memory: MemoryLimit) -> Done | Refused:
     """The `PairTemplate`; Done without one where no template takes pairs and none has to."""
     text = source.pair_template
-    if text is None and not source.needs_pairs and (chat is None or not may_take_pairs(chat.source)):
+    if text is None and not source.requires_pair_template and (chat is None or not names_pair_roles(chat.source)):
         return Done()
     memory.set(COMPILE_MEMORY)
     try:
@@ -143,16 +153,16 @@ def _cut_for_pairs(source: TextSource, chat: ChatTemplate | None, memory: Memory
             raise ChatTemplateError("this model has no chat template")
         template = chat if text is None else ChatTemplate(text, source.special_tokens)
         assert template is not None
-        return Done(cut_pairs(template))
+        return Done(build_pair_template(template))
     except (ChatTemplateError, MemoryError) as error:
-        if not source.needs_pairs:
+        if not source.requires_pair_template:
             return Done()
         return Refused(str(error) or "it takes too much memory")
     finally:
         memory.set(None)
 
 
-def _obey(control: socket.socket, tasks: TextTasks, memory: MemoryLimit, children: set[int]) -> None:
+def _run_commands(control: socket.socket, tasks: TextTasks, memory: MemoryLimit, children: set[int]) -> None:
     while True:
         data, fds, _, _ = socket.recv_fds(control, COMMAND.size, 1)
         if len(data) < COMMAND.size:

@@ -25,17 +25,17 @@ R = TypeVar("R")
 
 _LENGTH = struct.Struct("!Q")
 
-_PIECE = 1 << 20  # bytes taken from a socket at once
+_RECEIVE_BYTES = 1 << 20  # bytes taken from a socket at once
 
-_IDS_AT_ONCE = 100_000  # packed or unpacked in one go, which holds the interpreter lock
+_IDS_PER_BATCH = 100_000  # packed or unpacked in one go, which holds the interpreter lock
 
 
 @dataclass(frozen=True, slots=True)
-class TextSource:
+class WorkerSource:
     """What a text process loads: tokenizer.json as text, named special tokens, and the chat template, if there is one.
 
     tool_template: of chats with functions, where that is another one. pair_template: of pairs of texts, None: the chat template,
-    where it takes them, as it has to if `needs_pairs`.
+    where it takes them, as it has to if `requires_pair_template`.
     """
 
     tokenizer: str
@@ -43,10 +43,10 @@ class TextSource:
     chat_template: str | None
     tool_template: str | None = None
     pair_template: str | None = None
-    needs_pairs: bool = False
+    requires_pair_template: bool = False
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, ranking: RankSettings | None = None) -> TextSource:
+    def of(cls, tokenizer: Tokenizer, ranking: RankSettings | None = None) -> WorkerSource:
         """What this tokenizer was loaded from, and how pairs are put to the model."""
         parts = tokenizer.special_tokens, tokenizer.chat_template, tokenizer.tool_template
         pairs = (None, False) if ranking is None else (ranking.template, ranking.needs_template)
@@ -77,7 +77,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A job's result; as an answer to a `TextSource`: that much of it is loaded."""
+    """A job's result; as an answer to a `WorkerSource`: that much of it is loaded."""
 
     value: Any = None
 
@@ -100,8 +100,8 @@ Result = Done | Refused | OutOfMemory
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Token ids as bytes, 4 each in this machine's order."""
     packed = array("I")
-    for start in range(0, len(ids), _IDS_AT_ONCE):
-        packed.extend(ids[start : start + _IDS_AT_ONCE])
+    for start in range(0, len(ids), _IDS_PER_BATCH):
+        packed.extend(ids[start : start + _IDS_PER_BATCH])
     return packed.tobytes()
 
 
@@ -110,7 +110,7 @@ def count_ids(packed: bytes) -> int:
     return len(packed) // 4
 
 
-def cut_ids(packed: bytes, count: int, *, first: bool) -> bytes:
+def slice_ids(packed: bytes, count: int, *, first: bool) -> bytes:
     """The first or the last `count` of them, packed."""
     return packed[: 4 * count] if first else packed[-4 * count :]
 
@@ -118,7 +118,7 @@ def cut_ids(packed: bytes, count: int, *, first: bool) -> bytes:
 def unpack_ids(packed: bytes) -> list[int]:
     """What `pack_ids` packed."""
     ids: list[int] = []
-    step = 4 * _IDS_AT_ONCE
+    step = 4 * _IDS_PER_BATCH
     for start in range(0, len(packed), step):
         ids += array("I", packed[start : start + step])
     return ids
@@ -142,20 +142,20 @@ def send_encoded(sock: socket.socket, body: bytes) -> None:
 
 def receive(sock: socket.socket) -> Any:
     """The next frame's message; blocks. None when the other end is gone. Raises TimeoutError as the socket does."""
-    head = _exactly(sock, _LENGTH.size)
+    head = _receive_exactly(sock, _LENGTH.size)
     if head is None:
         return None
-    body = _exactly(sock, _LENGTH.unpack(head)[0])
+    body = _receive_exactly(sock, _LENGTH.unpack(head)[0])
     return None if body is None else pickle.loads(body)
 
 
-def _exactly(sock: socket.socket, count: int) -> bytearray | None:
+def _receive_exactly(sock: socket.socket, count: int) -> bytearray | None:
     data = bytearray(count)
     with memoryview(data) as view:
         taken = 0
         while taken < count:
             try:
-                got = sock.recv_into(view[taken : taken + _PIECE])
+                got = sock.recv_into(view[taken : taken + _RECEIVE_BYTES])
             except ConnectionError:
                 got = 0
             if not got:

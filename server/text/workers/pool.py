@@ -14,15 +14,15 @@ from typing import TypeVar, cast
 
 from windlass.server.text.pair_prompts import PairTemplate
 from windlass.server.text.workers import frames
-from windlass.server.text.workers.frames import Done, Job, OutOfMemory, Refused, TaskCall, TextSource
+from windlass.server.text.workers.frames import Done, Job, OutOfMemory, Refused, TaskCall, WorkerSource
 from windlass.server.text.workers.processes import ForkError, ForkServer, ProcessDiedError, TextProcess
 
 
-class LaneFullError(Exception):
+class QueueFullError(Exception):
     """More work waits in this lane than it takes."""
 
 
-class Lane:
+class FairLimiter:
     """Lets `width` jobs run at once. Callers that wait take turns, so one with a hundred jobs holds another up by one.
 
     max_waiting: the total size of the jobs that may wait; those of one caller may be half of it.
@@ -31,11 +31,11 @@ class Lane:
     def __init__(self, width: int, max_waiting: int) -> None:
         self._free = width
         self._max_waiting = max_waiting
-        self._queues: OrderedDict[str, deque[_Place]] = OrderedDict()
+        self._queues: OrderedDict[str, deque[_Waiter]] = OrderedDict()
 
     @asynccontextmanager
-    async def turn(self, caller: str, size: int) -> AsyncIterator[None]:
-        """Wait for a place and hold it. Raises LaneFullError without waiting."""
+    async def slot(self, caller: str, size: int) -> AsyncIterator[None]:
+        """Wait for a place and hold it. Raises QueueFullError without waiting."""
         if self._free:
             self._free -= 1
         else:
@@ -43,60 +43,60 @@ class Lane:
         try:
             yield
         finally:
-            self._pass_on()
+            self._release()
 
     async def _wait(self, caller: str, size: int) -> None:
-        waiting = {name: sum(place.size for place in queue) for name, queue in self._queues.items()}
+        waiting = {name: sum(waiter.size for waiter in queue) for name, queue in self._queues.items()}
         if sum(waiting.values()) + size > self._max_waiting or waiting.get(caller, 0) + size > self._max_waiting // 2:
-            raise LaneFullError
-        place = _Place(size, asyncio.get_running_loop().create_future())
-        self._queues.setdefault(caller, deque()).append(place)
+            raise QueueFullError
+        waiter = _Waiter(size, asyncio.get_running_loop().create_future())
+        self._queues.setdefault(caller, deque()).append(waiter)
         try:
-            await place.given
+            await waiter.granted
         except asyncio.CancelledError:
-            if place.given.cancelled():
-                self._forget(caller, place)
+            if waiter.granted.cancelled():
+                self._remove(caller, waiter)
             else:
-                self._pass_on()  # it was given the place in the same moment
+                self._release()  # it was given the place in the same moment
             raise
 
-    def _pass_on(self) -> None:
+    def _release(self) -> None:
         while self._queues:
             caller, queue = next(iter(self._queues.items()))
-            place = queue.popleft()
+            waiter = queue.popleft()
             if queue:
                 self._queues.move_to_end(caller)
             else:
                 del self._queues[caller]
             # One that was cancelled a moment ago stays queued until its task runs again.
-            if not place.given.done():
-                place.given.set_result(None)
+            if not waiter.granted.done():
+                waiter.granted.set_result(None)
                 return
         self._free += 1
 
-    def _forget(self, caller: str, place: _Place) -> None:
+    def _remove(self, caller: str, waiter: _Waiter) -> None:
         queue = self._queues.get(caller)
-        if queue is not None and place in queue:
-            queue.remove(place)
+        if queue is not None and waiter in queue:
+            queue.remove(waiter)
             if not queue:
                 del self._queues[caller]
 
 
 @dataclass(eq=False, slots=True)
-class _Place:
+class _Waiter:
     """A job that waits. given: done once it may run."""
 
     size: int
-    given: asyncio.Future[None]
+    granted: asyncio.Future[None]
 
 
 R = TypeVar("R")
 
 LARGE_JOB = 64 * 1024  # characters or token ids from which a job goes to the lane of large ones
 
-TIRED_BY = 256 * 1024  # characters or token ids after which a process is replaced, which gives its memory back
+RECYCLE_JOB_SIZE = 256 * 1024  # characters or token ids after which a process is replaced, which gives its memory back
 
-KEPT_IDLE = 3
+MAX_IDLE_PROCESSES = 3
 
 
 class RefusedError(Exception):
@@ -127,11 +127,11 @@ class TextPool:
     """
 
     def __init__(
-        self, source: TextSource, *, short: int, large: int, templates: int, grammars: int, max_waiting: int
+        self, source: WorkerSource, *, short: int, large: int, templates: int, grammars: int, max_waiting: int
     ) -> None:
         self._source = source
-        self._short, self._large = Lane(short, max_waiting), Lane(large, max_waiting)
-        self.templates, self.grammars = Lane(templates, max_waiting), Lane(grammars, max_waiting)
+        self._short, self._large = FairLimiter(short, max_waiting), FairLimiter(large, max_waiting)
+        self.templates, self.grammars = FairLimiter(templates, max_waiting), FairLimiter(grammars, max_waiting)
         self._threads = ThreadPoolExecutor(short + large + templates + grammars, thread_name_prefix="windlass-text")
         self._lock = threading.Lock()
         self._server: ForkServer | None = None
@@ -157,24 +157,24 @@ class TextPool:
             return self._ensure_server().pairs
 
     async def run(
-        self, call: TaskCall[R], *, size: int, limits: Limits, caller: str = "", lane: Lane | None = None
+        self, call: TaskCall[R], *, size: int, limits: Limits, caller: str = "", limiter: FairLimiter | None = None
     ) -> R:
         """What a call of `TextTasks` comes to.
 
         size: characters or token ids. caller: waiting jobs of different callers take turns. lane: by size where None.
-        Raises RefusedError, OutOfMemoryError, TooSlowError, ProcessDiedError, LaneFullError, ClosedError. Cancelling it
+        Raises RefusedError, OutOfMemoryError, TooSlowError, ProcessDiedError, QueueFullError, ClosedError. Cancelling it
         kills the job.
         """
-        lane = lane or (self._large if size >= LARGE_JOB else self._short)
-        async with lane.turn(caller, size):
-            holder = _Holder()
+        limiter = limiter or (self._large if size >= LARGE_JOB else self._short)
+        async with limiter.slot(caller, size):
+            handle = _JobHandle()
             running = asyncio.get_running_loop().run_in_executor(
-                self._threads, self._call, Job(call, limits.memory), limits.seconds, size, holder
+                self._threads, self._run_job, Job(call, limits.memory), limits.seconds, size, handle
             )
             try:
                 result = await asyncio.shield(running)
             except asyncio.CancelledError:
-                holder.cancel()
+                handle.cancel()
                 with contextlib.suppress(Exception):
                     await running  # the place in the lane is free once the process is dead
                 raise
@@ -199,25 +199,25 @@ class TextPool:
             self._idle.pop().kill()
 
     # ---- on threads --------------------------------------------------------------------------------------------------
-    def _call(self, job: Job, seconds: float, size: int, holder: _Holder) -> frames.Result:
+    def _run_job(self, job: Job, seconds: float, size: int, handle: _JobHandle) -> frames.Result:
         body = frames.encode(job)
-        process, fresh = self._take()
+        process, fresh = self._acquire_process()
         try:
-            result = self._run(process, holder, body, seconds)
+            result = self._run_on_process(process, handle, body, seconds)
         except ProcessDiedError:
             self.processes_lost += not self._closed
             if fresh or self._closed:
                 raise
             process = self._fork()  # it may have died while it was idle, through no fault of this job
-            result = self._run(process, holder, body, seconds)
-        process.tired |= size >= TIRED_BY or not isinstance(result, Done)
-        self._put(process)
+            result = self._run_on_process(process, handle, body, seconds)
+        process.needs_recycling |= size >= RECYCLE_JOB_SIZE or not isinstance(result, Done)
+        self._return_process(process)
         return result
 
-    def _run(self, process: TextProcess, holder: _Holder, body: bytes, seconds: float) -> frames.Result:
+    def _run_on_process(self, process: TextProcess, handle: _JobHandle, body: bytes, seconds: float) -> frames.Result:
         self._running.add(process)
         try:
-            if self._closed or not holder.take(process):
+            if self._closed or not handle.attach(process):
                 process.kill()
                 raise ClosedError("the server is shutting down")
             result = process.run(body, seconds)
@@ -226,11 +226,11 @@ class TextPool:
             raise
         finally:
             self._running.discard(process)
-            if not holder.release():
+            if not handle.detach():
                 process.kill()  # cancelled: it may be dead already
         return result
 
-    def _take(self) -> tuple[TextProcess, bool]:
+    def _acquire_process(self) -> tuple[TextProcess, bool]:
         """A process, and whether it is a new one."""
         with self._lock:
             if self._idle:
@@ -250,9 +250,9 @@ class TextPool:
                     server.kill()
         raise ClosedError("the processes for tokenizing and chat templates cannot be started")
 
-    def _put(self, process: TextProcess) -> None:
+    def _return_process(self, process: TextProcess) -> None:
         with self._lock:
-            if not (process.ended or process.tired or self._closed or len(self._idle) >= KEPT_IDLE):
+            if not (process.exited or process.needs_recycling or self._closed or len(self._idle) >= MAX_IDLE_PROCESSES):
                 self._idle.append(process)
                 return
         process.kill()
@@ -272,7 +272,7 @@ class TextPool:
         return server
 
 
-class _Holder:
+class _JobHandle:
     """The process that runs a job, while it does, so that the job can be cancelled."""
 
     def __init__(self) -> None:
@@ -280,13 +280,13 @@ class _Holder:
         self._process: TextProcess | None = None
         self._cancelled = False
 
-    def take(self, process: TextProcess) -> bool:
+    def attach(self, process: TextProcess) -> bool:
         """The job runs there from now on; False where it is cancelled already."""
         with self._lock:
             self._process = process
             return not self._cancelled
 
-    def release(self) -> bool:
+    def detach(self) -> bool:
         """The job is over; False where it was cancelled, and its process with it."""
         with self._lock:
             self._process = None

@@ -21,12 +21,12 @@ from windlass.engine.errors import LoadError
 from windlass.engine.process_setup import child_output_fd
 from windlass.server.text.pair_prompts import PairTemplate
 from windlass.server.text.workers import frames
-from windlass.server.text.workers.frames import ANSWER, COMMAND, FORK, REAP, Done, Refused, Result, TextSource
+from windlass.server.text.workers.frames import ANSWER, COMMAND, FORK, REAP, Done, Refused, Result, WorkerSource
 
 LOAD_SECONDS = 120.0  # for the tokenizer, which this process has loaded before
 COMPILE_SECONDS = 5.0  # for the chat template
 CONTROL_SECONDS = 5.0  # for the fork server to answer, which takes milliseconds
-PATIENCE = 0.25  # seconds after which a job gets a lower priority than the engine and the streams
+LOWER_PRIORITY_AFTER = 0.25  # seconds after which a job gets a lower priority than the engine and the streams
 LOWER_PRIORITY = 10
 
 
@@ -52,7 +52,7 @@ class ForkServer:
     pairs: once it has loaded, how pairs of texts are put to the model, if a template says so.
     """
 
-    def __init__(self, source: TextSource) -> None:
+    def __init__(self, source: WorkerSource) -> None:
         self._source = source
         self.pairs: PairTemplate | None = None
         self._lock = threading.RLock()  # held by whoever waits on the control socket
@@ -78,9 +78,9 @@ class ForkServer:
                 frames.send(self._control, self._source)
             self._expect("the tokenizer cannot be loaded in a process of its own", LOAD_SECONDS)
             self._expect("the chat template cannot be used", COMPILE_SECONDS)
-            whose = "the chat template of this model" if self._source.pair_template is None else "its template"
+            source_name = "the chat template of this model" if self._source.pair_template is None else "its template"
             hint = "name another with --rerank-template" if self._source.pair_template is None else "change it"
-            problem = f"pairs of texts cannot be ranked by {whose} ({hint})"
+            problem = f"pairs of texts cannot be ranked by {source_name} ({hint})"
             self.pairs = self._expect(problem, COMPILE_SECONDS)
             self._control.settimeout(CONTROL_SECONDS)
 
@@ -102,9 +102,9 @@ class ForkServer:
         """A new text process. Raises ForkError, or OSError when the fork server is gone or does not answer."""
         ours, theirs = socket.socketpair()
         try:
-            with theirs, self._in_step():
+            with theirs, self._command():
                 socket.send_fds(self._control, [COMMAND.pack(FORK, 0)], [theirs.fileno()])
-                pid = self._answer()
+                pid = self._receive_answer()
             if pid < 0:
                 raise ForkError(os.strerror(-pid))
         except BaseException:
@@ -114,13 +114,13 @@ class ForkServer:
 
     def reap(self, pid: int) -> int | None:
         """How a dead process ended, as subprocess tells it; None when the fork server is gone or does not answer."""
-        with contextlib.suppress(OSError), self._in_step():
+        with contextlib.suppress(OSError), self._command():
             self._control.sendall(COMMAND.pack(REAP, pid))
-            return self._answer()
+            return self._receive_answer()
         return None
 
     @contextlib.contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _command(self) -> Iterator[None]:
         """One command and its answer. An answer that did not come in time would be taken for that of the next command, and its
         process id for another's: then the fork server is ended, before anybody else asks it."""
         with self._lock:
@@ -130,7 +130,7 @@ class ForkServer:
                 self.kill()
                 raise
 
-    def _answer(self) -> int:
+    def _receive_answer(self) -> int:
         data = self._control.recv(ANSWER.size)
         if len(data) < ANSWER.size:
             raise ConnectionError("the fork server is gone")
@@ -154,7 +154,7 @@ class ForkServer:
             self._control.close()
 
 
-def _answers_within(seconds: float, connection: socket.socket) -> bool:
+def _wait_readable(seconds: float, connection: socket.socket) -> bool:
     """Whether there is something to read in time. With many clients a descriptor is beyond those that `select` knows."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
@@ -162,15 +162,15 @@ def _answers_within(seconds: float, connection: socket.socket) -> bool:
 
 
 class TextProcess:
-    """A forked process that runs one job at a time. `tired`: its last job was slow or large, so it should be replaced."""
+    """A forked process that runs one job at a time. `needs_recycling`: its last job was slow or large, so it should be replaced."""
 
     def __init__(self, server: ForkServer, connection: socket.socket, pid: int) -> None:
         self._server = server
         self._connection = connection
         self._pid = pid
         self._lock = threading.Lock()
-        self._ended = self._interrupted = False
-        self.tired = False
+        self._exited = self._interrupted = False
+        self.needs_recycling = False
 
     def run(self, job: bytes, seconds: float) -> Result:
         """Run an encoded `Job`. Raises TooSlowError, ProcessDiedError or KilledError: the process is dead then."""
@@ -178,8 +178,8 @@ class TextProcess:
         try:
             self._connection.settimeout(seconds)
             frames.send_encoded(self._connection, job)
-            if not _answers_within(min(PATIENCE, seconds), self._connection):
-                self._step_back()
+            if not _wait_readable(min(LOWER_PRIORITY_AFTER, seconds), self._connection):
+                self._lower_priority()
                 self._connection.settimeout(max(0.001, deadline - time.monotonic()))
             answer: Result | None = frames.receive(self._connection)
         except TimeoutError:
@@ -190,24 +190,28 @@ class TextProcess:
         if answer is None:
             ours = self._interrupted
             code = self.kill()
-            raise KilledError("SIGKILL") if code == -signal.SIGKILL and not ours else ProcessDiedError(_how(code))
+            raise (
+                KilledError("SIGKILL")
+                if code == -signal.SIGKILL and not ours
+                else ProcessDiedError(_describe_exit(code))
+            )
         return answer
 
-    def _step_back(self) -> None:
-        self.tired = True  # its priority cannot be raised again
+    def _lower_priority(self) -> None:
+        self.needs_recycling = True  # its priority cannot be raised again
         with self._lock, contextlib.suppress(OSError):
-            if not self._ended:
+            if not self._exited:
                 os.setpriority(os.PRIO_PROCESS, self._pid, LOWER_PRIORITY)
 
     @property
-    def ended(self) -> bool:
+    def exited(self) -> bool:
         """Whether it was killed and is gone."""
-        return self._ended
+        return self._exited
 
     def interrupt(self) -> None:
         """End it at once, whatever it does, without waiting; `run` then raises. May be called from any thread."""
         with self._lock, contextlib.suppress(OSError):
-            if not self._ended:
+            if not self._exited:
                 self._interrupted = True
                 # Not reaped yet, so the id is still its own, unless the fork server is gone: then only who is of its session.
                 if self._server.alive or os.getsid(self._pid) == self._server.session:
@@ -218,15 +222,15 @@ class TextProcess:
         """The same, and wait for its end; returns how it ended where that is known."""
         self.interrupt()
         with self._lock:
-            if self._ended:
+            if self._exited:
                 return None
-            self._ended = True
+            self._exited = True
             code = self._server.reap(self._pid)
             self._connection.close()
             return code
 
 
-def _how(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None or code >= 0:
         return "it ended"
     try:

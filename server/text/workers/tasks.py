@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from pydantic_core import to_json
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.grammars import FormCompiler
-from windlass.server.text.pair_prompts import Gap, PairPrompt
+from windlass.server.text.grammars import GrammarCompiler
+from windlass.server.text.pair_prompts import PairField, PairPrompt
 from windlass.server.text.tokenizer import TextOffsets, Tokenizer
 from windlass.server.text.workers.frames import TaskCall, pack_ids, unpack_ids
 
@@ -64,37 +64,37 @@ class TextTasks:
     ) -> None:
         self._tokenizer = tokenizer
         self._template, self._tool_template = template, tool_template or template
-        self._grammars = FormCompiler(tokenizer)
+        self._grammars = GrammarCompiler(tokenizer)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
         """Packed token ids of each text."""
         return [pack_ids(self._encode(text, add_special_tokens)[0]) for text in texts]
 
-    def cut(self, texts: Sequence[str], *, most: int) -> list[str]:
+    def cut(self, texts: Sequence[str], *, max_tokens: int) -> list[str]:
         """The beginning of each text, of at most so many tokens, but a character at least."""
-        return [self._cut(text, most) for text in texts]
+        return [self._truncate(text, max_tokens) for text in texts]
 
     def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], *, add_special_tokens: bool, most: int | None
+        self, pairs: Sequence[tuple[str, str]], *, add_special_tokens: bool, max_tokens: int | None
     ) -> list[tuple[bytes, int]]:
         """Packed token ids of each pair of texts, and where those of the second begin; see `Tokenizer.encode_pair`."""
-        found = []
+        results = []
         for first, second in pairs:
-            with _readable():
+            with _tokenizer_errors():
                 ids, begin = self._tokenizer.encode_pair(
-                    first, second, add_special_tokens=add_special_tokens, most=most
+                    first, second, add_special_tokens=add_special_tokens, max_tokens=max_tokens
                 )
-            found.append((pack_ids(ids), begin))
-        return found
+            results.append((pack_ids(ids), begin))
+        return results
 
-    def encode_filled(
+    def encode_pair_prompts(
         self,
         prompt: PairPrompt,
         instruction: str,
         pairs: Sequence[tuple[str, str]],
         *,
         add_special_tokens: bool,
-        most: int | None,
+        max_tokens: int | None,
         keep_first: bool,
     ) -> list[bytes]:
         """Packed token ids of the prompt with each pair of query and document in it.
@@ -102,31 +102,31 @@ class TextTasks:
         most: the document is cut, at its end or at its beginning, so that the whole has no more tokens. Raises RequestError where
         the rest alone has more.
         """
-        found = []
+        results = []
         for query, document in pairs:
-            given: dict[Gap, str] = {"instruction": instruction, "query": query, "document": document}
-            text, begin, shown = prompt.fill(given)
+            values: dict[PairField, str] = {"instruction": instruction, "query": query, "document": document}
+            text, begin, inserted = prompt.fill(values)
             ids, spans = self._encode(text, add_special_tokens)
-            while most is not None and len(ids) > most:
-                if not shown:
+            while max_tokens is not None and len(ids) > max_tokens:
+                if not inserted:
                     raise RequestError(
-                        f"what stands around a document has {len(ids)} tokens, which leave it no room among {most}"
+                        f"what stands around a document has {len(ids)} tokens, which leave it no room among {max_tokens}"
                     )
-                given["document"] = _without_tokens(shown, begin, spans, len(ids) - most, keep_first)
-                text, begin, shown = prompt.fill(given)
+                values["document"] = _drop_tokens(inserted, begin, spans, len(ids) - max_tokens, keep_first)
+                text, begin, inserted = prompt.fill(values)
                 ids, spans = self._encode(text, add_special_tokens)
-            found.append(pack_ids(ids))
-        return found
+            results.append(pack_ids(ids))
+        return results
 
-    def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def encode_word_variants(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Id sequences of each word as a text begins with it and as it stands after a space, each once."""
-        found: dict[tuple[int, ...], None] = {}
+        results: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, " " + word.lstrip(" ")):
                 ids = tuple(self._encode(text, False)[0])
                 if ids:
-                    found[ids] = None
-        return tuple(found)
+                    results[ids] = None
+        return tuple(results)
 
     def breaker_tokens(self, breakers: Sequence[str]) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
         """(ids of tokens that hold one of these texts, sequences of ids that do)."""
@@ -149,7 +149,7 @@ class TextTasks:
             payload["offsets"] = spans
         if token_strs:
             payload["token_strs"] = [self._tokenizer.token_text(token_id) for token_id in ids]
-        return _within(to_json(payload), max_bytes, "prompt")
+        return _check_size(to_json(payload), max_bytes, "prompt")
 
     def decode(self, prompts: Sequence[bytes], *, skip_special_tokens: bool) -> list[str]:
         """The text of each list of packed ids."""
@@ -167,15 +167,15 @@ class TextTasks:
             payload["offsets"] = list(zip(starts, [*starts[1:], counter.position], strict=False))
         if token_strs:
             payload["token_strs"] = [self._tokenizer.token_text(token_id) for token_id in ids]
-        return _within(to_json(payload), max_bytes, "tokens")
+        return _check_size(to_json(payload), max_bytes, "tokens")
 
     def prepare_grammars(self) -> None:
         """Load what every grammar needs: forks of this process share it, and need half a second less each."""
         self._grammars.prepare()
 
-    def compile_grammar(self, kind: str, value: str, instead: str) -> str:
-        """A serialized grammar; see `FormCompiler.compile`."""
-        return self._grammars.compile(kind, value, instead)
+    def compile_grammar(self, kind: str, value: str, alternative: str) -> str:
+        """A serialized grammar; see `GrammarCompiler.compile`."""
+        return self._grammars.compile(kind, value, alternative)
 
     def render(
         self,
@@ -198,19 +198,19 @@ class TextTasks:
             tools=tools,
         )
 
-    def _cut(self, text: str, most: int) -> str:
+    def _truncate(self, text: str, max_tokens: int) -> str:
         ids, spans = self._encode(text, False)
-        while len(ids) > most and len(text) > 1:
-            text = _without_tokens(text, 0, spans, len(ids) - most, keep_first=True) or text[0]
+        while len(ids) > max_tokens and len(text) > 1:
+            text = _drop_tokens(text, 0, spans, len(ids) - max_tokens, keep_first=True) or text[0]
             ids, spans = self._encode(text, False)
         return text
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        with _readable():
+        with _tokenizer_errors():
             return self._tokenizer.encode_with_offsets(text, add_special_tokens=add_special_tokens)
 
 
-def _without_tokens(document: str, begin: int, spans: Sequence[tuple[int, int]], count: int, keep_first: bool) -> str:
+def _drop_tokens(document: str, begin: int, spans: Sequence[tuple[int, int]], count: int, keep_first: bool) -> str:
     """The document without so many of its tokens, a character shorter at least. begin: where it stands in what spans are of."""
     end = begin + len(document)
     inside = [span for span in spans if span[0] < span[1] and begin <= span[0] < end]
@@ -222,7 +222,7 @@ def _without_tokens(document: str, begin: int, spans: Sequence[tuple[int, int]],
 
 
 @contextmanager
-def _readable() -> Iterator[None]:
+def _tokenizer_errors() -> Iterator[None]:
     """Whatever stops the tokenizer, as an error about the text."""
     try:
         yield
@@ -233,7 +233,7 @@ def _readable() -> Iterator[None]:
         raise RequestError(f"the model's tokenizer cannot process this text ({reason})") from None
 
 
-def _within(answer: bytes, max_bytes: int, param: str) -> bytes:
+def _check_size(answer: bytes, max_bytes: int, param: str) -> bytes:
     if len(answer) > max_bytes:
         raise RequestError(
             f"the answer has {len(answer)} bytes, and this server sends at most {max_bytes} at once "

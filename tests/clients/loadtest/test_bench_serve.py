@@ -452,10 +452,10 @@ def test_a_loading_server_is_waited_for():
     async def never(exchange) -> None:
         await answer({"data": [{"id": "w", "owned_by": "windlass"}]})(exchange)
 
-    from windlass.clients.loadtest.target import Control, LoadTestError, Target
+    from windlass.clients.loadtest.target import ControlClient, LoadTestError, Target
 
     async def discover(url: str, seconds: float):
-        async with Control(Target(url=url)) as control:
+        async with ControlClient(Target(url=url)) as control:
             return await control.discover(seconds)
 
     with scripted_llm(asked(), others={"/v1/models": models}) as llm:

@@ -16,7 +16,7 @@ N = 20_000
 
 def drawn(text: str, **bounds) -> np.ndarray:
     lengths, random = Lengths.parse(text), Random(5)
-    return np.array([lengths.draw(random, **bounds) for _ in range(N)])
+    return np.array([lengths.sample(random, **bounds) for _ in range(N)])
 
 
 def test_a_number_is_that_number():
@@ -40,7 +40,7 @@ def test_bell_curves_have_their_mean_and_deviation(kind):
 
 
 def test_what_lies_outside_is_moved_to_the_bound():
-    values = drawn("normal:50:40", least=10, most=60)
+    values = drawn("normal:50:40", minimum=10, maximum=60)
     assert values.min() == 10 and values.max() == 60
     assert (drawn("normal:2:5") >= 1).all()
 

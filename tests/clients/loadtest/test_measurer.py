@@ -107,7 +107,7 @@ def test_several_tokens_in_one_write_arrive_together_and_one_token_in_many_write
         await performance.token("b", "length")
         await performance.done()
 
-    async def in_pieces(performance: Performance) -> None:
+    async def in_batches(performance: Performance) -> None:
         await performance.head()
         event = 'data: {"choices":[{"index":0,"text":"é","finish_reason":"length"}]}\r\n\r\n'.encode()
         for place in range(0, len(event), 7):
@@ -116,7 +116,7 @@ def test_several_tokens_in_one_write_arrive_together_and_one_token_in_many_write
             await asyncio.sleep(0.003)
         await performance.done()
 
-    with scripted_llm(together, in_pieces) as llm:
+    with scripted_llm(together, in_batches) as llm:
         result = run(llm, 2, keep_text=True)
     one, two = result.records
     assert len(one.chunks) == 4 and one.gaps_ms[:2] == [0, 0]
@@ -378,12 +378,12 @@ def test_a_server_that_is_gone_is_a_failure_by_kind(monkeypatch):
     with scripted_llm(asked()) as llm:
         url = llm.url
         from windlass.clients.loadtest.runner import prepare, run_load
-        from windlass.clients.loadtest.target import Control
+        from windlass.clients.loadtest.target import ControlClient
 
         plan = LoadPlan(target=Target(url=url), workload=WorkloadSpec(), count=3)
 
         async def found():
-            async with Control(plan.target) as control:
+            async with ControlClient(plan.target) as control:
                 return await prepare(plan, control)
 
         server, workload = asyncio.run(found())

@@ -65,12 +65,12 @@ def test_prompts_hold_no_special_tokens(server):
     import asyncio
 
     from windlass.clients.loadtest.runner import prepare
-    from windlass.clients.loadtest.target import Control
+    from windlass.clients.loadtest.target import ControlClient
 
     plan = LoadPlan(target=Target(url=server.url, api_key="secret"), workload=WorkloadSpec(), count=1)
 
     async def found():
-        async with Control(plan.target) as control:
+        async with ControlClient(plan.target) as control:
             return await prepare(plan, control)
 
     _, workload = asyncio.run(found())
@@ -149,12 +149,12 @@ def asked_for(server: RealServer, spec: WorkloadSpec, count: int) -> list[dict]:
     import asyncio
 
     from windlass.clients.loadtest.runner import prepare
-    from windlass.clients.loadtest.target import Control
+    from windlass.clients.loadtest.target import ControlClient
 
     plan = LoadPlan(target=Target(url=server.url, api_key="secret"), workload=spec, count=count)
 
     async def found():
-        async with Control(plan.target) as control:
+        async with ControlClient(plan.target) as control:
             return await prepare(plan, control)
 
     _, workload = asyncio.run(found())

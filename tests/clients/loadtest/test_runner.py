@@ -21,7 +21,7 @@ from windlass.clients.loadtest.load_plan import (
     WorkloadSpec,
 )
 from windlass.clients.loadtest.runner import MeasuredLoop, measure, run_load
-from windlass.clients.loadtest.target import LoadTestError, Target, changes
+from windlass.clients.loadtest.target import LoadTestError, Target, metric_changes
 
 SHORT = {"input_len": Lengths.fixed(5), "output_len": Lengths.fixed(3)}
 
@@ -297,7 +297,7 @@ def test_a_server_given_by_name_is_looked_up_once():
 
 
 def test_connections_are_used_again_but_not_after_a_long_rest(monkeypatch):
-    monkeypatch.setattr(timed_requests, "PROOF_SECONDS", 0.0)
+    monkeypatch.setattr(timed_requests, "KEEP_ALIVE_PROOF_SECONDS", 0.0)
     with scripted_llm(asked()) as llm:
         run(llm, count=5)
         assert llm.server.connections == 2  # control and load
@@ -329,7 +329,7 @@ def test_a_server_that_closes_after_each_stream_gets_each_request_once(late):
 
 
 def test_a_connection_that_is_closed_when_used_again_is_a_failure_of_one_request(monkeypatch):
-    monkeypatch.setattr(timed_requests, "PROOF_SECONDS", 0.0)
+    monkeypatch.setattr(timed_requests, "KEEP_ALIVE_PROOF_SECONDS", 0.0)
     seen = []
 
     async def hangs_up(performance: Performance) -> None:
@@ -544,7 +544,7 @@ def test_metrics_are_scraped_before_and_after():
 def test_counters_of_a_server_that_was_started_anew_begin_anew():
     before = "# TYPE a counter\na_total 100\n# TYPE b counter\nb_total 3\n# TYPE g gauge\ng 9\n"
     after = "# TYPE a counter\na_total 5\n# TYPE b counter\nb_total 4\n# TYPE g gauge\ng 2\n"
-    assert changes(before, after) == {"a_total": 5, "b_total": 1, "g": 2}
+    assert metric_changes(before, after) == {"a_total": 5, "b_total": 1, "g": 2}
 
 
 def test_no_metrics_and_unreadable_metrics_are_fine():
@@ -638,9 +638,9 @@ def test_a_generator_that_is_kept_from_working_says_so():
 
 def test_a_generator_that_has_no_time_left_says_so():
     """A load that it could not take faster: every chunk costs it what a slow machine would need."""
-    from windlass.clients.loadtest.timed_requests import AnswerReader
+    from windlass.clients.loadtest.timed_requests import TimedResponse
 
-    original = AnswerReader.data
+    original = TimedResponse.data
 
     def slow(self, data, when):
         end = time.monotonic() + 0.004 * data.count(b"data:")
@@ -648,7 +648,7 @@ def test_a_generator_that_has_no_time_left_says_so():
             pass
         original(self, data, when)
 
-    AnswerReader.data = slow
+    TimedResponse.data = slow
     try:
         for _ in range(3):  # on a machine with other work the server itself may be what is slow
             with scripted_llm(stream(*[0.001] * 50)) as llm:
@@ -658,7 +658,7 @@ def test_a_generator_that_has_no_time_left_says_so():
         else:
             raise AssertionError(generator)
     finally:
-        AnswerReader.data = original
+        TimedResponse.data = original
 
 
 @pytest.mark.parametrize(

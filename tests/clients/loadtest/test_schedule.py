@@ -113,7 +113,7 @@ def test_a_steady_rate_is_offered_as_it_was_asked_for(burstiness):
 
 
 def test_a_mistyped_rate_does_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(module, "MOST_REQUESTS", 100)
+    monkeypatch.setattr(module, "MAX_REQUESTS", 100)
     assert len(intended_times(Arrivals(1e12, None), 0, 100, None)) == 100
     for count, seconds in ((101, None), (None, 60.0)):
         with pytest.raises(LoadTestError, match="more than 100 requests"):

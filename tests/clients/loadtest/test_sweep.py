@@ -19,8 +19,8 @@ from windlass.clients.loadtest.display import print_sweep
 from windlass.clients.loadtest.load_plan import Arrivals, Lengths, LoadPlan, WorkloadSpec
 from windlass.clients.loadtest.results import RequestRecord, RunResult
 from windlass.clients.loadtest.runner import prepare, sweep_load
-from windlass.clients.loadtest.sweep import SweepSpec, attainment, find_highest_rate, judge
-from windlass.clients.loadtest.target import Control, LoadTestError, Target
+from windlass.clients.loadtest.sweep import SweepSpec, attainment, find_highest_rate, judge_run
+from windlass.clients.loadtest.target import ControlClient, LoadTestError, Target
 from windlass.clients.loadtest.target import Server as KnownServer
 from windlass.clients.loadtest.workload import Vocabulary, Workload
 
@@ -87,7 +87,7 @@ def search(run, slo=SLO, **fields):
 @pytest.mark.parametrize("capacity", [0.3, 1.0, 7.3, 100.0])
 def test_the_highest_rate_is_found_within_the_precision(capacity):
     server = Server(capacity)
-    found = search(server.run, most_runs=40)
+    found = search(server.run, max_runs=40)
     assert found.ended == "found"
     assert found.highest_rate <= capacity < found.highest_rate * 1.05 * (1 + 1e-9)
     assert found.highest_rate in server.rates and server.numbers == list(range(len(server.rates)))
@@ -97,11 +97,11 @@ def test_the_highest_rate_is_found_within_the_precision(capacity):
 
 def test_the_number_of_runs_is_bounded_and_the_best_so_far_counts():
     server = Server(7.3)
-    found = search(server.run, most_runs=5)
+    found = search(server.run, max_runs=5)
     assert server.rates == [1, 2, 4, 8, 6] and found.highest_rate == 6 and found.ended == "runs"
-    never = search(Server(0.0).run, most_runs=3)
+    never = search(Server(0.0).run, max_runs=3)
     assert never.highest_rate is None and len(never.runs) == 3
-    assert search(Server(1e9).run, most_runs=4).highest_rate == 8
+    assert search(Server(1e9).run, max_runs=4).highest_rate == 8
 
 
 def test_a_server_that_stops_answering_ends_the_search():
@@ -116,7 +116,7 @@ def test_a_server_that_refuses_too_much_has_only_missed_the_slo():
     async def run(rate: float, number: int, seconds: float = 0.0) -> RunResult:
         return result(rate) if rate <= 3 else result(rate, good=0, bad=10, outcome="http_429")
 
-    found = search(run, most_runs=30)
+    found = search(run, max_runs=30)
     assert found.ended == "found" and 2.85 < found.highest_rate <= 3
 
 
@@ -136,7 +136,7 @@ def test_an_interrupted_run_claims_no_rate_and_gets_no_verdict():
     ]
     run = RunResult(records=(*answered, *cut), duration_s=10.0, offered_rate=10.0, slo=SLO, interrupted=True)
     assert run.achieved_rate == pytest.approx(1.0) and run.pace.slope == pytest.approx(1.0)
-    judged = judge(run, 0.99, 5.0)
+    judged = judge_run(run, 0.99, 5.0)
     assert judged.verdict is None and judged.line() == "10 requests per second: 1 achieved, no verdict"
     left = tuple(dataclasses.replace(record, outcome="disconnected") for record in answered)
     assert dataclasses.replace(run, records=left).achieved_rate == pytest.approx(10.0)
@@ -170,7 +170,7 @@ def test_a_run_sends_as_much_as_its_rate_needs_whatever_bounds_it(count, seconds
     asyncio.run(
         sweep_load(
             plan,
-            SweepSpec(start=50.0, most_runs=1, least_seconds=5.0),
+            SweepSpec(start=50.0, max_runs=1, min_seconds=5.0),
             Arrivals,
             workload=Workload(spec, model="m", vocabulary=vocabulary),
             server=KnownServer(model="m"),
@@ -203,7 +203,7 @@ def test_failures_miss_the_slo_and_clients_that_left_do_not_count():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"start": 0.0}, {"start": math.inf}, {"share": 0.0}, {"share": 1.1}, {"most_runs": 0}, {"least_seconds": 0.0}],
+    [{"start": 0.0}, {"start": math.inf}, {"share": 0.0}, {"share": 1.1}, {"max_runs": 0}, {"min_seconds": 0.0}],
 )
 def test_what_makes_no_sweep_is_refused(fields):
     with pytest.raises(LoadTestError):
@@ -213,7 +213,7 @@ def test_what_makes_no_sweep_is_refused(fields):
 @pytest.mark.parametrize(("capacity", "latency"), [(20.0, 0.01), (20.0, 1.5), (3.0, 4.0)])
 def test_a_rate_counts_only_where_the_server_keeps_up_with_it(capacity, latency):
     """The SLO is wide: 32 requests at once are answered in time, whatever the rate they were sent at."""
-    found = search(Queue(capacity, latency).run, most_runs=20)
+    found = search(Queue(capacity, latency).run, max_runs=20)
     assert found.ended == "found" and 0.8 * capacity < found.highest_rate < 1.06 * capacity
     at = {judged.offered: judged for judged in found.judgements}
     assert at[found.highest_rate].verdict == "met" and at[found.highest_rate].achieved >= 0.95 * found.highest_rate
@@ -225,7 +225,7 @@ def test_a_rate_counts_only_where_the_server_keeps_up_with_it(capacity, latency)
 
 def test_runs_send_for_as_long_as_their_answers_need():
     server = Queue(1000.0, latency=2.0)
-    found = search(server.run, start=8.0, most_runs=3)
+    found = search(server.run, start=8.0, max_runs=3)
     assert [rate for rate, _ in server.sent] == [8, 8, 16]  # 5 s are too short beside answers of 2 s
     assert [judged.verdict for judged in found.judgements] == ["short", "met", "met"]
     assert server.sent[-1][1] >= 16 * 9 and found.highest_rate == 16
@@ -244,7 +244,7 @@ def test_a_run_that_cannot_be_long_enough_ends_the_search_and_says_what_is_neede
 def test_few_requests_at_an_absurd_rate_prove_nothing():
     """Thirty-two at once, all in time: 20 a second were done of the 2,048 that were offered."""
     run = asyncio.run(Queue(20.0, 0.01).run(2048.0, 0, 0.0))
-    judged = judge(run, 0.99, 5.0)
+    judged = judge_run(run, 0.99, 5.0)
     assert judged.attainment == 1.0 and judged.verdict == "behind" and 10 < judged.achieved < 40
 
 
@@ -277,18 +277,18 @@ def test_each_run_draws_prompts_of_its_own_and_the_files_hold_all_runs(tmp_path)
             slo={"e2el": 60_000.0},
             vocab_size=900,
         )
-        async with Control(plan.target) as control:
+        async with ControlClient(plan.target) as control:
             server, workload = await prepare(plan, control)
-        told = []
+        on_run = []
         found = await sweep_load(
             plan,
-            SweepSpec(start=20.0, most_runs=2, least_seconds=0.5),
+            SweepSpec(start=20.0, max_runs=2, min_seconds=0.5),
             Arrivals,
             workload=workload,
             server=server,
-            told=lambda judged, run: told.append(judged),
+            on_run=lambda judged, run: on_run.append(judged),
         )
-        assert tuple(told) == found.judgements
+        assert tuple(on_run) == found.judgements
         return found
 
     with scripted_llm(stream(0.001, 0.001)) as llm:

@@ -18,7 +18,7 @@ WORDS = Vocabulary(pieces=[b"one", b"two", b"three"], ids=False, exact=True, ove
 
 
 def workload(vocabulary=IDS, limit=None, seed=0, **fields) -> Workload:
-    parsed = {name: Lengths.parse(value, least=0) for name, value in fields.items() if isinstance(value, str)}
+    parsed = {name: Lengths.parse(value, minimum=0) for name, value in fields.items() if isinstance(value, str)}
     fields |= parsed
     return Workload(WorkloadSpec(**fields), model="m", vocabulary=vocabulary, limit=limit, seed=seed)
 
@@ -164,11 +164,11 @@ def test_what_is_no_scaling_is_refused(text):
 
 def test_the_ladder_doubles_to_the_limit():
     load = workload(ladder=True, limit=10_000, output_len="50")
-    assert load.rungs() == [1024, 2048, 4096, 8192, 9950]
+    assert load.ladder_lengths() == [1024, 2048, 4096, 8192, 9950]
     drawn = calls(load, 7)
     assert [call.input_tokens for call in drawn] == [1024, 2048, 4096, 8192, 9950, 1024, 2048]
     assert drawn[1].label == "2048 tokens"
-    assert workload(ladder=True, limit=512, output_len="12").rungs() == [500]
+    assert workload(ladder=True, limit=512, output_len="12").ladder_lengths() == [500]
 
 
 def test_a_share_of_clients_goes_away():
@@ -205,7 +205,7 @@ def test_others_are_of_the_same_kind_and_ask_nothing_that_will_be_asked():
         TraceEntry(line=4, max_tokens=8, input_len=30),
     ]
     load = workload(trace=trace, limit=100)
-    mine, others = calls(load, 4), calls(load.others(), 4)
+    mine, others = calls(load, 4), calls(load.with_other_prompts(), 4)
     assert [call.output_tokens for call in others] == [5, 6, 7, 8]
     assert [len(json.loads(call.body)["prompt"]) for call in others] == [3, 5, 93, 30]
     assert all(a.body != b.body for a, b in zip(mine, others, strict=True))

@@ -43,7 +43,7 @@ def test_speed_counts_tokens_and_not_chunks():
     st.integers(1, 30),
 )
 def test_bins_hold_every_point_once_in_order(pairs, bins):
-    found = figures.binned(pairs, bins)
+    found = figures.bin_points(pairs, bins)
     assert sum(b["count"] for b in found) == len(pairs)
     assert [b["x"] for b in found] == sorted(b["x"] for b in found) and len(found) <= bins
     left = sorted(pairs)
@@ -111,16 +111,16 @@ def test_steps_begin_at_the_first_intended_send():
         RequestRecord(index=k, intended=5.0 + k, sent=5.0 + k, chunks=(5.5 + k,), ended=6.0 + k, output_tokens=1)
         for k in range(10)
     ]
-    found = figures.over_time(RunResult(records=tuple(records), duration_s=10.0), most=10)
+    found = figures.over_time(RunResult(records=tuple(records), duration_s=10.0), max_points=10)
     assert found["seconds"] == [5.5 + k for k in range(10)] and found["tokens_per_second"] == [1.0] * 10
 
 
 @given(st.floats(1e-4, 1e6), st.integers(2, 200))
-def test_steps_are_nice_and_few(span, most):
-    step = figures.nice_step(span, most)
-    assert span / step <= most
+def test_steps_are_nice_and_few(span, max_points):
+    step = figures.nice_step(span, max_points)
+    assert span / step <= max_points
     assert round(step / 10 ** math.floor(math.log10(step) + 1e-9)) in (1, 2, 5)
-    assert span / step > most / 10.001
+    assert span / step > max_points / 10.001
 
 
 def test_tails_reach_no_further_than_the_data():
@@ -133,7 +133,7 @@ def test_tails_reach_no_further_than_the_data():
 
 
 def test_a_thinned_timeline_keeps_every_failure():
-    found = figures.timeline(RUN, most=20)
+    found = figures.timeline(RUN, max_points=20)
     assert len(found["rows"]) <= 20 and found["left_out"] == 80 - len(found["rows"])
     failed = [row for row in found["rows"] if row["outcome"] is not None]
     assert len(failed) == 5 and failed[0]["message"] == "the queue is full" and failed[0]["first"] is None
@@ -193,7 +193,7 @@ def test_load_is_the_offered_rate_or_the_concurrency():
 def test_bins_do_not_cut_a_cluster():
     """Contexts 4,096 to 4,127 of a study lie on both sides of an edge of forty equal steps."""
     pairs = [(float(start + k), 1.0) for start in (1024, 2048, 4096, 8192, 16384) for k in range(32)]
-    assert [b["count"] for b in figures.binned(pairs)] == [32] * 5
+    assert [b["count"] for b in figures.bin_points(pairs)] == [32] * 5
 
 
 @pytest.mark.parametrize(
@@ -208,11 +208,11 @@ def test_bins_do_not_cut_a_cluster():
 def test_runs_that_hold_next_to_nothing_make_plain_data(run):
     named = [NamedRun(name="x", result=run)]
     data = [figures.over_time(run), figures.timeline(run), figures.against_context(named)]
-    json.dumps(figures.rounded(data), allow_nan=False)
+    json.dumps(figures.round_floats(data), allow_nan=False)
 
 
 def test_rounding_keeps_everything_else():
-    assert figures.rounded({"a": [1.23456789, None, "x", 7, True], "b": (0.0,)}, 3) == {
+    assert figures.round_floats({"a": [1.23456789, None, "x", 7, True], "b": (0.0,)}, 3) == {
         "a": [1.23, None, "x", 7, True],
         "b": [0.0],
     }

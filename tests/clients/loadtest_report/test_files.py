@@ -7,7 +7,7 @@ import json
 import pytest
 from helpers.load_results import simulated_run
 
-from windlass.clients.loadtest.results import SWEEP_FORMAT, read_file, unique, write_json
+from windlass.clients.loadtest.results import SWEEP_FORMAT, read_file, unique_names, write_json
 
 
 def sweep(*rates: float) -> dict:
@@ -100,7 +100,7 @@ def test_other_encodings_and_missing_files_are_told_apart(tmp_path):
 
 
 def test_names_are_made_unique():
-    assert unique(["a", "a", "b", "a", "a (2)"]) == ["a", "a (2)", "b", "a (3)", "a (2) (2)"]
+    assert unique_names(["a", "a", "b", "a", "a (2)"]) == ["a", "a (2)", "b", "a (3)", "a (2) (2)"]
 
 
 def test_an_older_sweep_has_no_highest_rate_as_it_did_not_ask_what_was_kept_up_with(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.server.api.messages import _arguments
-from windlass.server.schemas.tools import parse_arguments, whole_arguments, whole_escapes
+from windlass.server.api.messages import _arguments_object
+from windlass.server.schemas.tools import check_arguments, parse_arguments, replace_lone_surrogates
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,13 @@ from windlass.server.schemas.tools import parse_arguments, whole_arguments, whol
 )
 def test_what_is_read(written: str, read: str) -> None:
     text = f'{{"a": "{written}", "b{written}": [1]}}'
-    assert parse_arguments(text) == _arguments(text) == {"a": read, f"b{read}": [1]}
-    assert whole_arguments(text) == text  # as it was sent
+    assert parse_arguments(text) == _arguments_object(text) == {"a": read, f"b{read}": [1]}
+    assert check_arguments(text) == text  # as it was sent
 
 
 @given(st.text(st.sampled_from('a"\\\u00e9\U0001f600\ud83d\ude00\ud800\udfff')))
 def test_all_else_stays_as_it_is(text: str) -> None:
     written = json.dumps(text)
-    found = json.loads(whole_escapes(written))
+    found = json.loads(replace_lone_surrogates(written))
     halves = {i for i, character in enumerate(json.loads(written)) if "\ud800" <= character <= "\udfff"}
     assert found == "".join("\ufffd" if i in halves else c for i, c in enumerate(json.loads(written)))

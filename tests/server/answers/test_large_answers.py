@@ -19,8 +19,8 @@ from helpers.scripted_engine import logprobs_of
 from windlass.server.api.chat import ChatWriter
 from windlass.server.api.completions import CompletionWriter
 from windlass.server.errors import ApiError
-from windlass.server.serving.deltas import Delta, Tally
-from windlass.server.serving.response_writer import AnswerOptions, estimate_bytes
+from windlass.server.serving.deltas import Delta, TokenUsage
+from windlass.server.serving.response_writer import ResponseOptions, estimate_bytes
 from windlass.server.text.service import Prompt
 
 PROMPTS = [[300 + (7 * row + column) % 3000 for column in range(500)] for row in range(256)]
@@ -54,7 +54,7 @@ def test_the_estimate_is_a_little_more_than_the_answer(real: RealServer, shape: 
     answer = post(real, {"ignore_eos": True, **shape}, "/v1/chat/completions" if chat else "/v1/completions")
     assert answer.status_code == 200
     n = shape.get("n", 1)
-    options = AnswerOptions(
+    options = ResponseOptions(
         n=n,
         samples=n,
         logprobs=shape.get("top_logprobs" if chat else "logprobs"),
@@ -99,13 +99,13 @@ def test_the_bound_is_the_operators() -> None:
 
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_an_answer_that_grows_past_its_estimate_is_ended(logprobs: int | None) -> None:
-    options = AnswerOptions(max_bytes=1000, logprobs=logprobs)
+    options = ResponseOptions(max_bytes=1000, logprobs=logprobs)
     tokenizer = toy_tokenizer()
     ids = tuple(tokenizer.encode("hello", add_special_tokens=False))
     entries = () if logprobs is None else tuple(logprobs_of(token_id, 2) for token_id in ids)
     for writer in (
-        CompletionWriter(tokenizer, [Prompt([1])], Tally(), options, {}),
-        ChatWriter(tokenizer, [Prompt([1])], Tally(), options, {}),
+        CompletionWriter(tokenizer, [Prompt([1])], TokenUsage(), options, {}),
+        ChatWriter(tokenizer, [Prompt([1])], TokenUsage(), options, {}),
     ):
         with pytest.raises(ApiError, match="has grown to") as caught:
             for _ in range(1000):

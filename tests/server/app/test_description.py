@@ -223,11 +223,16 @@ def test_an_answer_that_is_not_described_is_noticed() -> None:
 
 
 def test_it_is_made_once_for_the_first_who_ask_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    describe, begun, go_on, made = application.describe, threading.Event(), threading.Event(), list[bool]()
+    openapi_document, begun, go_on, made = (
+        application.openapi_document,
+        threading.Event(),
+        threading.Event(),
+        list[bool](),
+    )
 
     def slowly(*given: Any) -> dict[str, Any]:
         begun.set()
-        found = describe(*given)
+        found = openapi_document(*given)
         made.append(go_on.wait(30))
         return found
 

@@ -12,7 +12,7 @@ from helpers.described import description
 from helpers.live_server import Live, live_server
 from playwright.sync_api import Browser, Page
 
-from windlass.server.app.web_pages import PAGE_PATHS
+from windlass.server.app.web_pages import DOCS_PATHS
 
 OPERATIONS = {(method, path) for method, path, _ in description().operations()}
 
@@ -47,7 +47,7 @@ class Watched:
 
 
 def test_files_need_no_key_and_hold_a_policy(locked: Live) -> None:
-    for path in sorted(PAGE_PATHS):
+    for path in sorted(DOCS_PATHS):
         response = locked.http.get(path)
         assert response.status_code == 200 and response.content, path
         assert "default-src 'none'" in response.headers["content-security-policy"]

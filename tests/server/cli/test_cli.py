@@ -37,7 +37,7 @@ from windlass.engine.rotary.auto_scaling import ScalingThreshold
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.cli import entry
 from windlass.server.cli import main as cli
-from windlass.server.cli.help import MAIN
+from windlass.server.cli.help import COMMON_OPTIONS
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_names import to_flat
 from windlass.server.config.server_options import ConnectionOptions, ServerOptions
@@ -295,8 +295,8 @@ def test_connection_options(launched, monkeypatch):
     trusted = ("10.1.2.3", "::1", "::ffff:10.1.2.3", "127.0.0.1", "::2")
     assert [settings.trusts(address) for address in trusted] == [True, True, True, False, False]
     # The limit of open files has the last word.
-    assert (settings.within(228).max_connections, settings.within(228).max_per_address) == (100, 20)
-    assert (settings.within(138).max_connections, settings.within(138).max_per_address) == (10, 10)
+    assert (settings.capped_by_files(228).max_connections, settings.capped_by_files(228).max_per_address) == (100, 20)
+    assert (settings.capped_by_files(138).max_connections, settings.capped_by_files(138).max_per_address) == (10, 10)
 
     assert cli.run(["serve", "--forwarded-allow-ips", "*"]) == 0
     assert all(map(launched[-1][3].to_settings().trusts, trusted))
@@ -541,7 +541,7 @@ def test_help_is_short_and_says_where_the_rest_is(command, capsys):
 
 def test_the_options_of_the_short_help_are_there():
     names = {parameter.name for parameter in get_command(cli.app).commands["serve"].params}
-    assert not set(MAIN) - names and 15 < len(MAIN) < len(names) / 2
+    assert not set(COMMON_OPTIONS) - names and 15 < len(COMMON_OPTIONS) < len(names) / 2
 
 
 @pytest.mark.parametrize("given", ["-1", "inf", "nan"])

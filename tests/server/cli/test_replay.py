@@ -21,7 +21,7 @@ from helpers.real_server import RealServer, serve
 from helpers.scripted_http import Script, answer, events, scripted_server
 
 from windlass.server.cli import main as cli
-from windlass.server.cli.replay import AskedAgain, RecordedLine, ReplayPace, asked_again, replay
+from windlass.server.cli.replay import RecordedLine, ReplayPace, ReplayRequest, make_replay_request, replay
 
 pytestmark = pytest.mark.timeout(240)
 CANARY, KEY = "xylophone-canary", "key-4711-canary"
@@ -279,7 +279,7 @@ WELL = RecordedLine(at=0.0, request_id="r", route="/v1/completions", prompt_toke
 )
 def test_whatever_is_no_answer_is_a_failure_with_its_reason(script: Script, said: str) -> None:
     with scripted_server(script) as server:
-        asked = AskedAgain(WELL, "/v1/completions", {"prompt": "a"})
+        asked = ReplayRequest(WELL, "/v1/completions", {"prompt": "a"})
         (found,) = asyncio.run(replay(server.url, None, [asked], ReplayPace())).requests
     assert (found.error, found.failed) == (said, bool(said))
 
@@ -295,8 +295,8 @@ def test_a_server_that_wants_a_key_is_told_with_the_option(tmp_path: Path, capsy
 
 def test_streams_follow_one_another_on_one_connection() -> None:
     with scripted_server(events({"choices": [{"index": 0, "token_ids": [5]}]}, "[DONE]")) as server:
-        asked = [AskedAgain(WELL, "/v1/completions", {"prompt": "a"})] * 3
-        found = asyncio.run(replay(server.url, None, asked, ReplayPace(speed=None, at_once=1))).requests
+        asked = [ReplayRequest(WELL, "/v1/completions", {"prompt": "a"})] * 3
+        found = asyncio.run(replay(server.url, None, asked, ReplayPace(speed=None, concurrent=1))).requests
     assert [each.error for each in found] == [""] * 3 and server.connections == 1
 
 
@@ -308,7 +308,7 @@ def test_an_answer_is_waited_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyP
         return httpx.Response(200, json={"choices": [{"index": 0, "token_ids": [5]}]}, request=request)
 
     monkeypatch.setattr(httpx.AsyncClient, "send", sent)
-    asked = AskedAgain(WELL, "/v1/completions", {"prompt": "a"})
+    asked = ReplayRequest(WELL, "/v1/completions", {"prompt": "a"})
     (found,) = asyncio.run(replay("http://127.0.0.1:9", None, [asked], ReplayPace())).requests
     assert found.error == "" and given == [{"connect": 10.0, "read": None, "write": None, "pool": None}]
 
@@ -324,7 +324,7 @@ def test_one_that_nobody_waited_for_is_asked_as_far_as_it_came(name: str, outcom
     }
     body = {"messages": [], name: 4000, "min_tokens": 100}
     for more in ({}, {"chat": True, "body": body}):
-        asked = asked_again(RecordedLine.model_validate(WELL.model_dump() | line | more), [1]).body
+        asked = make_replay_request(RecordedLine.model_validate(WELL.model_dump() | line | more), [1]).body
         limits = {asked[limit] for limit in ("max_tokens", "max_completion_tokens") if limit in asked}
         assert (limits, asked["min_tokens"]) == (({4000}, 100) if outcome == "ok" else ({7}, 7))
 

@@ -17,8 +17,8 @@ from helpers.scripted_http import Exchange, Script, answer, scripted_server, sil
 from windlass.clients.loadtest.display import ProgressDisplay
 from windlass.clients.loadtest.runner import RunProgress
 from windlass.server.cli import main as cli
-from windlass.server.cli.replay import AskedAgain, RecordedAnswer, RecordedLine, ReplayPace, replay
-from windlass.server.serving.observers import FORM, digest
+from windlass.server.cli.replay import RecordedAnswer, RecordedLine, ReplayPace, ReplayRequest, replay
+from windlass.server.serving.observers import RECORD_VERSION, digest
 
 COUNT = 9
 
@@ -40,7 +40,7 @@ def recorded(number: int) -> RecordedLine:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    lines = [json.dumps({"windlass_record": FORM, "deterministic": True, "text": True})]
+    lines = [json.dumps({"windlass_record": RECORD_VERSION, "deterministic": True, "text": True})]
     lines += [recorded(number).model_dump_json(exclude={"of", "line"}) for number in range(COUNT)]
     path = tmp_path / "load.jsonl"
     path.write_text("".join(line + "\n" for line in lines))
@@ -146,7 +146,7 @@ def test_quiet_lines_where_there_is_no_terminal(file: Path, capsys: pytest.Captu
 def test_what_is_told_of_it_on_the_way() -> None:
     """The last snapshot counts all; it is the one object, so it is looked at once all have ended."""
     told: list[RunProgress] = []
-    asked = [AskedAgain(recorded(number), "/v1/completions", {}) for number in range(3)]
+    asked = [ReplayRequest(recorded(number), "/v1/completions", {}) for number in range(3)]
     with scripted_server(tokens(5), answer({}, "500 Internal Server Error"), tokens(5)) as server:
         asyncio.run(replay(server.url, None, asked, ReplayPace(speed=None), progress=told.append))
     assert (told[-1].total, told[-1].ended, told[-1].failed, told[-1].running) == (3, 3, 1, 0)

@@ -22,7 +22,15 @@ from windlass.clients import APIConnectionError, APIError, Client, Metrics
 from windlass.clients.errors import status_error_class
 from windlass.clients.terminal import CommandError
 from windlass.server.cli import top
-from windlass.server.cli.top import Figures, MetricsLook, ServerWatch, figures, plain, quantile, rows
+from windlass.server.cli.top import (
+    IntervalStats,
+    MetricsSnapshot,
+    MetricsWatcher,
+    interval_stats,
+    plain,
+    quantile,
+    rows,
+)
 
 MAIN = ("-m", "windlass.server.cli.main", "top")
 KEY = "top-secret"
@@ -54,7 +62,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_figures_are_those_of_the_requests_between_two_looks(server: RealServer) -> None:
     complete(server, 8)  # before the first look
     with Client(server.url) as client:
-        watch, beats = ServerWatch(client), server.metric("windlass_event_loop_lag_seconds_count")
+        watch, beats = MetricsWatcher(client), server.metric("windlass_event_loop_lag_seconds_count")
         complete(server, 16)
         complete(server, 10, rope_scaling="long", n=2)
         complete(server, 12, rope_scaling={"rope_type": "linear", "factor": 2.0})
@@ -88,7 +96,7 @@ def test_a_running_stream_is_counted_while_it_runs(server: RealServer) -> None:
     with Client(server.url) as client, httpx.stream("POST", f"{server.url}/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
-        watch = ServerWatch(client)
+        watch = MetricsWatcher(client)
         for _ in range(30):
             next(lines)
         found = watch.next()
@@ -96,17 +104,17 @@ def test_a_running_stream_is_counted_while_it_runs(server: RealServer) -> None:
     assert long.running == 1 and long.generated_rate > 0
 
 
-def look(at: float, text: str) -> MetricsLook:
-    return MetricsLook(at=at, state="ready", metrics=Metrics.parse(text))
+def look(at: float, text: str) -> MetricsSnapshot:
+    return MetricsSnapshot(at=at, state="ready", metrics=Metrics.parse(text))
 
 
 def test_an_engine_that_began_anew_counts_from_zero() -> None:
     first = "windlass_generation_tokens_total 500\n"
     second = "windlass_generation_tokens_total 30\n"
-    assert figures(look(0, first), look(2, second)).generated_rate == 15
-    assert figures(look(0, ""), look(2, second)).generated_rate == 15
+    assert interval_stats(look(0, first), look(2, second)).generated_rate == 15
+    assert interval_stats(look(0, ""), look(2, second)).generated_rate == 15
     # What it does not say is not zero.
-    assert figures(look(0, first), look(2, "")).generated_rate is None
+    assert interval_stats(look(0, first), look(2, "")).generated_rate is None
 
 
 def test_quantiles_are_those_of_evenly_filled_buckets() -> None:
@@ -125,7 +133,7 @@ def test_plain_lines_fit_80_columns_whatever_the_numbers() -> None:
         "num_requests_running", "num_requests_waiting", "prompt_tokens_total", "generation_tokens_total",
         "kv_blocks", "kv_blocks_used", "engine_restarts_total"))  # fmt: skip
     large += "windlass_kv_cache_usage_perc 0.987\n"
-    found = figures(look(0, ""), look(1, large))
+    found = interval_stats(look(0, ""), look(1, large))
     assert all(len(f"  {label:<12} {text}") <= 80 for label, text in rows(found))
     assert "98.8G running" in plain(found, "http://127.0.0.1:8000")
 
@@ -194,23 +202,23 @@ class Flaky:
         self.script = list(script)
         self.error = error or APIConnectionError("cannot reach it: refused")
 
-    def next(self) -> Figures:
+    def next(self) -> IntervalStats:
         if not self.script:
             raise KeyboardInterrupt
         if self.script.pop(0) == "-":
             raise self.error
-        return figures(look(0, ""), look(1, ""))
+        return interval_stats(look(0, ""), look(1, ""))
 
 
 def test_json_goes_on_where_a_server_falls_silent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(top, "ServerWatch", lambda client: Flaky("+--+-+"))
+    monkeypatch.setattr(top, "MetricsWatcher", lambda client: Flaky("+--+-+"))
     assert top.watch("http://127.0.0.1:9", None, 0, once=False, as_json=True) == 0
     out, err = capsys.readouterr()
     assert len([json.loads(line) for line in out.splitlines()]) == 3
     assert err.count("\n") == err.count("cannot reach") == 2  # a line for each silence
-    monkeypatch.setattr(top, "ServerWatch", lambda client: Flaky("-"))
+    monkeypatch.setattr(top, "MetricsWatcher", lambda client: Flaky("-"))
     with pytest.raises(CommandError, match="cannot reach it"):
         top.watch("http://127.0.0.1:9", None, 0, once=True, as_json=True)
 
@@ -220,21 +228,21 @@ def test_a_terminal_that_goes_away_ends_it_without_a_word(monkeypatch: pytest.Mo
     window, terminal = os.openpty()
 
     class Closing(Flaky):
-        def next(self) -> Figures:
+        def next(self) -> IntervalStats:
             os.close(window)
             return super().next()
 
     with os.fdopen(os.dup(terminal)) as typed, os.fdopen(terminal, "w") as shown, monkeypatch.context() as patched:
         patched.setattr(sys, "stdin", typed)
         patched.setattr(sys, "stdout", shown)
-        patched.setattr(top, "ServerWatch", lambda client: Closing("+"))
+        patched.setattr(top, "MetricsWatcher", lambda client: Closing("+"))
         assert top.watch("http://127.0.0.1:9", None, 0.01, once=False, as_json=as_json) == 0
 
 
 def test_a_server_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def watch(status: int) -> int:
         error = status_error_class(status)("no", status=status)
-        monkeypatch.setattr(top, "ServerWatch", lambda client: Flaky("-+", error))
+        monkeypatch.setattr(top, "MetricsWatcher", lambda client: Flaky("-+", error))
         return top.watch("http://127.0.0.1:9", None, 0, once=False, as_json=True)
 
     for status in (401, 404):

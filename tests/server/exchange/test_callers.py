@@ -53,24 +53,24 @@ def test_requests_a_minute() -> None:
 def test_answers_are_paid_for_by_waiting() -> None:
     clock = Clock()
     callers = Callers([key(tokens_per_minute=600)], clock)
-    callers.take_prompts("alice", 100)
-    callers.take_generated("alice", 700)  # 200 more than there was
+    callers.charge_prompt_tokens("alice", 100)
+    callers.charge_generated_tokens("alice", 700)  # 200 more than there was
     with pytest.raises(ApiError) as error:
-        callers.take_prompts("alice", 50)
+        callers.charge_prompt_tokens("alice", 50)
     assert retry_after(error) == 25
     clock.now += 24.9
     with pytest.raises(ApiError):
-        callers.take_prompts("alice", 50)
+        callers.charge_prompt_tokens("alice", 50)
     clock.now += 0.2
-    callers.take_prompts("alice", 50)
+    callers.charge_prompt_tokens("alice", 50)
 
 
 def test_a_prompt_longer_than_a_minutes_worth_waits_for_a_whole_one() -> None:
     clock = Clock()
     callers = Callers([key(tokens_per_minute=100)], clock)
-    callers.take_prompts("alice", 1000)
+    callers.charge_prompt_tokens("alice", 1000)
     with pytest.raises(ApiError) as error:
-        callers.take_prompts("alice", 1)
+        callers.charge_prompt_tokens("alice", 1)
     assert retry_after(error) == math.ceil((900 + 1) * 0.6)
 
 
@@ -88,14 +88,14 @@ def test_over_any_time_no_more_is_let_in_than_the_rate_and_a_minutes_worth(
     for pause, tokens in events:
         clock.now += pause
         try:
-            callers.take_prompts("alice", tokens)
+            callers.charge_prompt_tokens("alice", tokens)
         except ApiError as error:
             seconds = int(error.headers["retry-after"])
             later = Clock()
             later.now = clock.now + seconds
             saved = callers._clock
             callers._clock = later
-            callers.take_prompts("alice", tokens)  # what it says is true
+            callers.charge_prompt_tokens("alice", tokens)  # what it says is true
             callers._clock, clock.now = saved, later.now
         let_in += tokens
         assert let_in <= rate + rate * clock.now / 60 + largest + 1e-6
@@ -126,10 +126,10 @@ def test_priorities() -> None:
 
 
 def test_who_may_administer() -> None:
-    assert Callers([]).may_administer("")
+    assert Callers([]).is_admin("")
     callers = Callers([ApiKey.plain("k"), key(), ApiKey(digest="root", name="root", admin=True)])
-    assert callers.may_administer(ApiKey.plain("k").digest) and callers.may_administer("root")
-    assert not callers.may_administer("alice") and not callers.may_administer("") and not callers.may_administer("gone")
+    assert callers.is_admin(ApiKey.plain("k").digest) and callers.is_admin("root")
+    assert not callers.is_admin("alice") and not callers.is_admin("") and not callers.is_admin("gone")
 
 
 def test_a_new_file_keeps_what_those_who_stay_have_used() -> None:

@@ -55,9 +55,9 @@ class Connection:
 async def answer(connection: Connection, work: Callable[[Exchange], Awaitable[None]]) -> None:
     """Have an exchange answer, and see what becomes of all of its tasks."""
     state: Any = SimpleNamespace(
-        settings=SimpleNamespace(keep_alive_seconds=100.0, retry_after_seconds=1),
+        settings=SimpleNamespace(stream_comment_seconds=100.0, retry_after_seconds=1),
         callers=SimpleNamespace(running=lambda caller: nullcontext()),
-        metrics=SimpleNamespace(failed=lambda code: None),
+        metrics=SimpleNamespace(count_error=lambda code: None),
         register=lambda exchange: None,
         unregister=lambda exchange: None,
     )

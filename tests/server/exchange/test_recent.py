@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from windlass.server.app import state
-from windlass.server.app.state import MOST_WAITING, OneAtATime, Recent
+from windlass.server.app.state import MAX_WAITING, SerialExecutor, TimedCache
 from windlass.server.errors import ApiError
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +30,7 @@ async def test_an_answer_is_good_for_a_while(monkeypatch: pytest.MonkeyPatch, co
         await asyncio.sleep(0)
         return made, cost
 
-    shared: Recent[int] = Recent()
+    shared: TimedCache[int] = TimedCache()
     assert await asyncio.gather(*(shared.get(make) for _ in range(5))) == [1] * 5
     now += 0.99 * good_for
     assert await shared.get(make) == 1
@@ -39,7 +39,7 @@ async def test_an_answer_is_good_for_a_while(monkeypatch: pytest.MonkeyPatch, co
 
 
 async def test_work_that_nobody_waits_for_holds_its_turn() -> None:
-    turn, gate, running, most = OneAtATime(), asyncio.Event(), 0, 0
+    turn, gate, running, most = SerialExecutor(), asyncio.Event(), 0, 0
 
     async def work() -> str:
         nonlocal running, most
@@ -49,7 +49,7 @@ async def test_work_that_nobody_waits_for_holds_its_turn() -> None:
         running -= 1
         return "done"
 
-    waiting = [asyncio.create_task(turn.run(work)) for _ in range(MOST_WAITING)]
+    waiting = [asyncio.create_task(turn.run(work)) for _ in range(MAX_WAITING)]
     await asyncio.sleep(0.01)
     with pytest.raises(ApiError) as caught:
         await turn.run(work)
@@ -60,12 +60,12 @@ async def test_work_that_nobody_waits_for_holds_its_turn() -> None:
     await asyncio.sleep(0.01)
     assert running == 1  # its own still
     gate.set()
-    assert await asyncio.gather(*waiting[1:]) == ["done"] * (MOST_WAITING - 1) and most == 1
+    assert await asyncio.gather(*waiting[1:]) == ["done"] * (MAX_WAITING - 1) and most == 1
     assert await turn.run(work) == "done"
 
 
 async def test_what_fails_fails_for_whoever_asked_alone() -> None:
-    turn = OneAtATime()
+    turn = SerialExecutor()
 
     async def fail() -> None:
         raise KeyError("no")

@@ -24,8 +24,8 @@ def recorder(tmp_path: Path) -> Iterator[WorkloadRecorder]:
     recorder.close()
 
 
-def put(recorder: WorkloadRecorder, number: int, head: dict[str, Any] = HEAD) -> None:
-    recorder.put(lambda: {"number": number}, head=lambda: head)
+def put(recorder: WorkloadRecorder, number: int, header: dict[str, Any] = HEAD) -> None:
+    recorder.put(lambda: {"number": number}, header=lambda: header)
 
 
 def written(recorder: WorkloadRecorder, count: int) -> Callable[[], bool]:

@@ -11,8 +11,8 @@ from helpers.grammar_draws import DEMO, demo_tokenizer
 from helpers.toy_tokenizers import byte_level
 from llguidance import LLMatcher, LLTokenizer
 
-from windlass.server.serving.structured_output import behind_thinking
-from windlass.server.text.reasoning import Place, ThinkingModel
+from windlass.server.serving.structured_output import with_thinking_prefix
+from windlass.server.text.reasoning import ThinkingControl, ThinkingPhase
 from windlass.server.text.tokenizer import Tokenizer
 
 EOS = 421
@@ -49,9 +49,9 @@ def taken(text: Tokenizer, grammar: str, output: str) -> tuple[int, bool]:
 )
 def test_an_answer_behind_thinking(special: bool, grammar: str, answer: str) -> None:
     text = tokenizer(special)
-    model = ThinkingModel("qwen3", text)
-    inside = behind_thinking(grammar, model, "inside", (EOS,))
-    before = behind_thinking(grammar, model, "before", (EOS,))
+    model = ThinkingControl("qwen3", text)
+    inside = with_thinking_prefix(grammar, model, "inside", (EOS,))
+    before = with_thinking_prefix(grammar, model, "before", (EOS,))
     for space in ("", "\n", "\n\n"):
         assert taken(text, inside, f"{THOUGHT}</think>{space}{answer}") == (0, True)
         assert taken(text, before, f"<think>{THOUGHT}</think>{space}{answer}") == (0, True)
@@ -68,21 +68,21 @@ def test_an_answer_behind_thinking(special: bool, grammar: str, answer: str) -> 
 @pytest.mark.parametrize("special", [True, False], ids=["tokens", "text"])
 def test_channels(special: bool) -> None:
     text = tokenizer(special)
-    grammar = behind_thinking(JSON, ThinkingModel("gpt_oss", text), "before", (EOS,))
+    grammar = with_thinking_prefix(JSON, ThinkingControl("gpt_oss", text), "before", (EOS,))
     thought = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"
     final = '<|channel|>final<|message|>{"a": 12}'
     assert taken(text, grammar, thought + final) == (0, True)
     assert taken(text, grammar, final) == (0, True)
     assert taken(text, grammar, thought + thought)[0] > 0
     assert taken(text, grammar, '{"a": 12}')[0] > 0
-    assert behind_thinking(LARK, ThinkingModel("gpt_oss", text), "before", (EOS,), calls=True) is LARK
+    assert with_thinking_prefix(LARK, ThinkingControl("gpt_oss", text), "before", (EOS,), calls=True) is LARK
 
 
 @pytest.mark.parametrize("special", [True, False], ids=["tokens", "text"])
 def test_channels_with_a_label(special: bool) -> None:
     text = tokenizer(special)
     before, inside = (
-        behind_thinking(JSON, ThinkingModel("gemma4", text), place, (EOS,)) for place in ("before", "inside")
+        with_thinking_prefix(JSON, ThinkingControl("gemma4", text), phase, (EOS,)) for phase in ("before", "inside")
     )
     for space in ("", "\n"):
         assert taken(text, before, f'<|channel>thought\n{THOUGHT}\n<channel|>{space}{{"a": 12}}') == (0, True)
@@ -96,7 +96,7 @@ def test_channels_with_a_label(special: bool) -> None:
 
 def test_granites_words() -> None:
     text = tokenizer(False)
-    grammar = behind_thinking(JSON, ThinkingModel("granite", text), "before", (EOS,))
+    grammar = with_thinking_prefix(JSON, ThinkingControl("granite", text), "before", (EOS,))
     for output in (
         'Here is my thought process: hm\n\nHere\'s my response:\n{"a": 12}',
         '<think>hm</think>{"a": 12}',
@@ -105,16 +105,16 @@ def test_granites_words() -> None:
         assert taken(text, grammar, output) == (0, True), output
 
 
-@pytest.mark.parametrize("parser, place", [("none", "before"), ("qwen3", "behind"), ("gpt_oss", "behind")])
-def test_where_nothing_is_thought(parser: str, place: Place) -> None:
-    assert behind_thinking(JSON, ThinkingModel(parser, tokenizer(True)), place, (EOS,)) is JSON
+@pytest.mark.parametrize("parser, phase", [("none", "before"), ("qwen3", "behind"), ("gpt_oss", "behind")])
+def test_where_nothing_is_thought(parser: str, phase: ThinkingPhase) -> None:
+    assert with_thinking_prefix(JSON, ThinkingControl(parser, tokenizer(True)), phase, (EOS,)) is JSON
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4])
 def test_a_budget_in_words_that_ends_inside_a_character(tokens: int) -> None:
     """The character is finished first, since the words and the answer behind it could not come otherwise."""
     text = demo_tokenizer()
-    model = ThinkingModel("granite", text)
+    model = ThinkingControl("granite", text)
     budget = model.budget(tokens, "inside")
     assert budget is not None and len(budget.close) > 1
     first = [i for i in range(text.vocab_size) if text.token_bytes(i) in (b"\xe2", b"\xc3")]
@@ -124,7 +124,7 @@ def test_a_budget_in_words_that_ends_inside_a_character(tokens: int) -> None:
         max_tokens=60,
         ignore_eos=False,
         thinking=budget,
-        grammar=behind_thinking(REGEX, model, "inside", (2,)),
+        grammar=with_thinking_prefix(REGEX, model, "inside", (2,)),
         logit_bias=dict.fromkeys(first, 40.0),
     )
     sample = run(make_core(DEMO), [request])["x", 0]

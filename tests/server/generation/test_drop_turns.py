@@ -10,7 +10,7 @@ import pytest
 
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.chat import ChatMessage
-from windlass.server.serving.conversation import Fitted, fit_turns, old_turns, without
+from windlass.server.serving.conversation import FittedChat, droppable_turns, fit_turns, without_turns
 from windlass.server.text.chat_messages import check_history
 
 CONTEXT = 400
@@ -48,7 +48,9 @@ def tokens_of(messages: list[ChatMessage]) -> int:
     return sum(len(message.content) + 4 for message in messages) + 3
 
 
-def fit(messages: list[ChatMessage], room: int, context: int = CONTEXT) -> tuple[Fitted[list[ChatMessage]], int]:
+def fit(
+    messages: list[ChatMessage], reserved_tokens: int, context: int = CONTEXT
+) -> tuple[FittedChat[list[ChatMessage]], int]:
     """What fits, and how often a chat was made."""
     made = 0
 
@@ -59,25 +61,25 @@ def fit(messages: list[ChatMessage], room: int, context: int = CONTEXT) -> tuple
             raise bad_request("too long", "messages", "context_length_exceeded")
         return kept, tokens_of(kept)
 
-    return asyncio.run(fit_turns(messages, make, context=context, room=room)), made
+    return asyncio.run(fit_turns(messages, make, context=context, reserved_tokens=reserved_tokens)), made
 
 
 @pytest.mark.parametrize("seed", range(300))
 def test_as_few_turns_go_as_must_and_none_in_part(seed: int) -> None:
     draw = random.Random(seed)
-    messages, room = a_chat(draw), draw.choice([0, 1, 16, 100, 390, 10_000])
-    turns = old_turns(messages)
-    shortest = tokens_of(without(messages, turns))
+    messages, reserved_tokens = a_chat(draw), draw.choice([0, 1, 16, 100, 390, 10_000])
+    turns = droppable_turns(messages)
+    shortest = tokens_of(without_turns(messages, turns))
     if shortest > CONTEXT:
         with pytest.raises(ApiError, match="too long"):
-            fit(messages, room)
+            fit(messages, reserved_tokens)
         return
-    fitted, made = fit(messages, room)
+    fitted, made = fit(messages, reserved_tokens)
     kept = fitted.made
     # As one would do it by hand.
-    left = min(room, CONTEXT - shortest)
-    expected = next(n for n in range(len(turns) + 1) if tokens_of(without(messages, turns[:n])) + left <= CONTEXT)
-    assert fitted.dropped == expected and kept == without(messages, turns[:expected])
+    left = min(reserved_tokens, CONTEXT - shortest)
+    expected = next(n for n in range(len(turns) + 1) if tokens_of(without_turns(messages, turns[:n])) + left <= CONTEXT)
+    assert fitted.dropped == expected and kept == without_turns(messages, turns[:expected])
     assert made <= 2 + math.log2(max(2, len(turns))) + 1
     # What must never be lost, told without the code's own idea of turns.
     numbers = [next(i for i, each in enumerate(messages) if each is message) for message in kept]
@@ -101,4 +103,4 @@ def test_a_fault_of_the_messages_is_no_reason_to_drop() -> None:
 
     messages = [ChatMessage(role="user", content="a") for _ in range(5)]
     with pytest.raises(ApiError, match="the template refuses"):
-        asyncio.run(fit_turns(messages, make, context=10, room=1))
+        asyncio.run(fit_turns(messages, make, context=10, reserved_tokens=1))

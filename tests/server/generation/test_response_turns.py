@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from windlass.server.api import responses
-from windlass.server.api.responses import chat_of_response
+from windlass.server.api.responses import chat_request_from_response
 from windlass.server.errors import ApiError
 from windlass.server.schemas.chat import MAX_CALLS, ChatMessage
 from windlass.server.schemas.responses import ResponseRequest
@@ -29,7 +29,9 @@ def result(number: int) -> dict[str, Any]:
 
 
 def messages_of(*items: dict[str, Any]) -> list[ChatMessage]:
-    return chat_of_response(ResponseRequest.model_validate({"model": "m", "input": [*items]}), []).body.messages
+    return chat_request_from_response(
+        ResponseRequest.model_validate({"model": "m", "input": [*items]}), []
+    ).body.messages
 
 
 @pytest.mark.parametrize(
@@ -47,12 +49,12 @@ def test_thoughts_and_calls_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> 
     """Counted, not timed: what was there before must not be copied again with each item."""
     made: list[int] = []  # ids of what the turn holds while items come in
 
-    class Watching(responses._Turns):
+    class Watching(responses._MessagesBuilder):
         def add(self, item: Any, place: str) -> None:
             super().add(item, place)
             made.extend(map(id, self._turn.values()))
 
-    monkeypatch.setattr(responses, "_Turns", Watching)
+    monkeypatch.setattr(responses, "_MessagesBuilder", Watching)
     numbers = range(MAX_CALLS)
     turn = messages_of(USER, *[thought("x" * 100)] * 1000, *map(call, numbers), *map(result, numbers))[1]
     assert turn.reasoning_content == "\n".join(["x" * 100] * 1000) and turn.tool_calls is not None

@@ -24,9 +24,9 @@ from helpers.raw_client import (
     wait_for,
 )
 
-from windlass.server.config.settings import ConnectionSettings, holder
-from windlass.server.http.connections import Connections
-from windlass.server.http.logs import PAUSE_SECONDS, Occasional
+from windlass.server.config.settings import ConnectionSettings, client_network
+from windlass.server.http.connections import ConnectionRegistry
+from windlass.server.http.logs import LOG_INTERVAL_SECONDS, RateLimitedLogger
 
 HEALTH = request("/health")
 LONG = {"prompt": "a", "max_tokens": 50_000_000, "ignore_eos": True}
@@ -118,7 +118,7 @@ def test_a_body_that_turns_bad_after_its_answer_is_no_defect(connect, caplog):
 @pytest.mark.slow
 def test_work_that_takes_longer_than_every_timeout_is_left_alone():
     bounds = settings(header_seconds=0.7, idle_seconds=0.2, write_seconds=0.2)
-    with live_server(connections=bounds, keep_alive_seconds=0.0) as live:
+    with live_server(connections=bounds, stream_comment_seconds=0.0) as live:
         live.engine.first_delay = 1.0
         assert live.complete(max_tokens=2)["choices"][0]["text"] == "bc"
         live.engine.delay = 1.0
@@ -191,7 +191,7 @@ def test_an_answer_on_its_way_is_not_cut_for_a_newcomer(connect):
         slow = connect(live.url, receive_buffer=4096)
         body = {"prompt": "hello world " * 4000}
         slow.sendall(request("/tokenize", body))
-        wait_for(lambda: any(each.bytes_pending for each in live.registry._holders))
+        wait_for(lambda: any(each.bytes_pending for each in live.registry._clients))
         for number in range(4):  # one other place, and a newcomer each time
             newcomer = connect(live.url, f"127.0.0.{number + 2}")
             newcomer.sendall(HEALTH)
@@ -269,18 +269,18 @@ def test_a_client_that_reads_slowly_is_kept(connect):
 
 # ---- the parts ---------------------------------------------------------------------------------------------------------
 def test_on_whose_account_a_connection_goes():
-    assert holder("10.0.0.1") == "10.0.0.1" == holder("::ffff:10.0.0.1")
-    assert holder("2001:db8::1") == holder("2001:db8::ffff:1") != holder("2001:db8:0:1::1")
-    assert holder("fe80::1%eth0") == "fe80::/64"
+    assert client_network("10.0.0.1") == "10.0.0.1" == client_network("::ffff:10.0.0.1")
+    assert client_network("2001:db8::1") == client_network("2001:db8::ffff:1") != client_network("2001:db8:0:1::1")
+    assert client_network("fe80::1%eth0") == "fe80::/64"
 
 
 def test_a_line_is_said_once_a_minute_with_a_count(caplog):
     now = 100.0
-    said = Occasional(logging.getLogger("occasional"), logging.WARNING, clock=lambda: now)
+    said = RateLimitedLogger(logging.getLogger("occasional"), logging.WARNING, clock=lambda: now)
     for _ in range(1000):
-        said.say("it happened")
-    now += PAUSE_SECONDS
-    said.say("it happened")
+        said.log("it happened")
+    now += LOG_INTERVAL_SECONDS
+    said.log("it happened")
     assert [record.getMessage() for record in caplog.records] == [
         "it happened",
         "it happened (1000 times since this was said last)",
@@ -290,12 +290,12 @@ def test_a_line_is_said_once_a_minute_with_a_count(caplog):
 class Fake:
     """A connection without a socket."""
 
-    bytes_pending = bytes_taken = 0
+    bytes_pending = bytes_acknowledged = 0
 
     def __init__(self) -> None:
         self.ends: list[str] = []
 
-    def close_late(self) -> None:
+    def close_timed_out(self) -> None:
         self.ends.append("late")
 
     def abort(self) -> None:
@@ -303,11 +303,11 @@ class Fake:
 
 
 def test_a_flood_from_one_address_washes_away_itself_only():
-    connections = Connections(settings(max_connections=3))
+    connections = ConnectionRegistry(settings(max_connections=3))
     quiet, busy, flood = Fake(), Fake(), [Fake() for _ in range(5)]
     connections.add(quiet, "10.0.0.1")  # the oldest of all
     connections.add(busy, "10.0.0.3")
-    connections.is_busy(busy)
+    connections.mark_busy(busy)
     for connection in flood:
         assert connections.refuse("10.0.0.2") is None
         connections.add(connection, "10.0.0.2")
@@ -319,7 +319,7 @@ def test_a_flood_from_one_address_washes_away_itself_only():
 def test_times_are_counted_from_what_began_last():
     now = 0.0
     bounds = settings(header_seconds=10.0, idle_seconds=75.0, write_seconds=60.0)
-    connections = Connections(bounds, clock=lambda: now)
+    connections = ConnectionRegistry(bounds, clock=lambda: now)
     one, two = Fake(), Fake()
     connections.add(one, "a")
     now = 6.0
@@ -328,21 +328,21 @@ def test_times_are_counted_from_what_began_last():
     connections.sweep()
     assert (one.ends, two.ends) == (["late"], [])
     connections.remove(one)
-    connections.is_busy(two)
+    connections.mark_busy(two)
     now = 1000.0
-    two.bytes_pending, two.bytes_taken = 5, 100
-    connections.is_sending(two)
+    two.bytes_pending, two.bytes_acknowledged = 5, 100
+    connections.mark_sending(two)
     for _ in range(2):
         now += 59.0
-        two.bytes_taken += 1
+        two.bytes_acknowledged += 1
         connections.sweep()
     assert two.ends == []
     now = 1178.0
     connections.sweep()
     assert two.ends == ["aborted"]
     connections.remove(two)
-    connections.is_idle(two)  # said by a connection that was forgotten
-    connections.owes_head(two)
+    connections.mark_idle(two)  # said by a connection that was forgotten
+    connections.mark_awaiting_head(two)
     now = 2000.0
     connections.sweep()
     assert two.ends == ["aborted"] and len(connections) == 0

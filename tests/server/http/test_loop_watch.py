@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from windlass.server.http.event_loop_monitor import LoopWatch
+from windlass.server.http.event_loop_monitor import EventLoopMonitor
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +26,7 @@ async def test_a_stall_is_logged_while_it_lasts_and_observed(caplog: pytest.LogC
     for _ in range(3):  # a machine with other work may hold it up itself, and there is a line a minute
         caplog.clear()
         late: list[float] = []
-        watch = LoopWatch(late.append, stall=0.4)
+        watch = EventLoopMonitor(late.append, stall=0.4)
         watch.start()
         await asyncio.sleep(0.3)
         assert late and (not caplog.records or max(late) > 0.3)
@@ -49,7 +49,7 @@ async def test_a_stall_is_logged_while_it_lasts_and_observed(caplog: pytest.LogC
 async def test_stalls_that_follow_soon_are_not_logged_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "windlass.server")
     late: list[float] = []
-    watch = LoopWatch(late.append, stall=0.04)
+    watch = EventLoopMonitor(late.append, stall=0.04)
     watch.start()
     for count in (1, 2, 3):
         hold_up(0.3)

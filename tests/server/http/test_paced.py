@@ -14,7 +14,7 @@ from helpers.live_server import Live, live_server
 from helpers.raw_client import Connect, connector, read_answer, request, until_closed
 
 from windlass.server.config.api_keys import ApiKey
-from windlass.server.http.connections import MANY_CHUNKS, PIECES_PER_TURN, TINY_CHUNK, UNWANTED_CHUNKS
+from windlass.server.http.connections import MANY_CHUNKS, MAX_DISCARDED_CHUNKS, PIECES_PER_TURN, TINY_CHUNK
 
 TINY = b"1\r\nx\r\n"
 
@@ -82,7 +82,7 @@ def test_after_an_answer_little_is_read_of_a_body_that_nobody_wants(connect, mon
         send(connection, TINY * 40_000)
         assert until_closed(connection) == b""
         assert max(turns.pieces.values()) <= PIECES_PER_TURN
-        assert turns.pieces.total() <= UNWANTED_CHUNKS + 1
+        assert turns.pieces.total() <= MAX_DISCARDED_CHUNKS + 1
 
 
 def test_a_short_rest_of_an_unwanted_body_leaves_the_connection_open(connect):
@@ -90,7 +90,7 @@ def test_a_short_rest_of_an_unwanted_body_leaves_the_connection_open(connect):
         connection = connect(live.url)
         connection.sendall(chunked("/v1/completions", ()))
         assert read_answer(connection).startswith(b"HTTP/1.1 401 ")
-        connection.sendall(TINY * UNWANTED_CHUNKS + b"0\r\n\r\n" + request("/health"))
+        connection.sendall(TINY * MAX_DISCARDED_CHUNKS + b"0\r\n\r\n" + request("/health"))
         assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
 
 

@@ -18,7 +18,7 @@ from helpers.raw_client import wait_for
 
 from windlass.engine.errors import LoadError
 from windlass.server.config.settings import ConnectionSettings
-from windlass.server.http.listener import READ_BYTES, make_context
+from windlass.server.http.listener import READ_BYTES, make_tls_context
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
 
@@ -54,7 +54,7 @@ def files(tmp_path_factory) -> Files:
 @pytest.fixture(scope="module")
 def live(files: Files) -> Iterator[Live]:
     bounds = ConnectionSettings(header_seconds=2.0, max_connections=6, max_per_address=6)
-    with live_server(tls=make_context(files.cert, files.key), connections=bounds) as running:
+    with live_server(tls=make_tls_context(files.cert, files.key), connections=bounds) as running:
         yield running
 
 
@@ -81,7 +81,7 @@ def test_a_connection_takes_little_memory(live: Live, files: Files) -> None:
     with trusting(files).wrap_socket(raw, server_hostname="127.0.0.1") as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.1 200")
-        (held,) = live.registry._holders
+        (held,) = live.registry._clients
         protocol = held.transport._transport._ssl_protocol  # type: ignore[attr-defined]
         assert len(protocol._ssl_buffer) == READ_BYTES
 
@@ -126,7 +126,7 @@ def test_a_handshake_that_stops_is_counted_and_ends_in_time(files: Files, share:
     bounds = ConnectionSettings(header_seconds=1.0, max_connections=8, max_per_address=3)
     hello = client_hello(files)
     begun = hello[: int(share * len(hello))]
-    with live_server(tls=make_context(files.cert, files.key), connections=bounds) as live:
+    with live_server(tls=make_tls_context(files.cert, files.key), connections=bounds) as live:
         port = httpx.URL(live.url).port
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
         try:
@@ -155,7 +155,7 @@ def test_a_handshake_that_stops_is_counted_and_ends_in_time(files: Files, share:
 
 
 def test_clients_show_a_certificate_where_they_are_asked_for_one(files: Files) -> None:
-    with live_server(tls=make_context(files.cert, files.key, ca_certs=files.cert)) as live:
+    with live_server(tls=make_tls_context(files.cert, files.key, ca_certs=files.cert)) as live:
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{live.url}/health", verify=trusting(files), timeout=10)
         known = trusting(files)
@@ -164,10 +164,10 @@ def test_clients_show_a_certificate_where_they_are_asked_for_one(files: Files) -
 
 
 def test_a_key_with_a_password(files: Files) -> None:
-    make_context(files.cert, files.locked, "word")
+    make_tls_context(files.cert, files.locked, "word")
     for password in (None, "wrong"):
         with pytest.raises(LoadError, match="--ssl-keyfile-password"):
-            make_context(files.cert, files.locked, password)
+            make_tls_context(files.cert, files.locked, password)
 
 
 def test_files_that_do_not_fit_are_named(files: Files, tmp_path: Path) -> None:
@@ -182,5 +182,5 @@ def test_files_that_do_not_fit_are_named(files: Files, tmp_path: Path) -> None:
         ((files.cert, files.key, None, nonsense), "--ssl-ca-certs"),
     ):
         with pytest.raises(LoadError, match=named) as caught:
-            make_context(*arguments)
+            make_tls_context(*arguments)
         assert "\n" not in str(caught.value)

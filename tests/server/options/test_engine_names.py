@@ -12,7 +12,7 @@ import pytest
 from windlass.engine.interface.config import EngineConfig
 from windlass.server.cli.main import bench_engine
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_names import flat_names, from_flat, in_options, option_names, to_flat
+from windlass.server.config.option_names import flat_names, from_flat, option_names, to_flat, with_option_names
 from windlass.server.config.server_options import ReplicaOptions
 
 ENGINE = Path(__file__).parents[3] / "engine"
@@ -47,7 +47,7 @@ def test_every_name_in_a_message_has_an_option() -> None:
     named = {name for text in texts for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)[=`]", text)}
     assert len(named) > 10
     for name in named:
-        assert in_options(f"`{name}`").startswith("--"), name
+        assert with_option_names(f"`{name}`").startswith("--"), name
 
 
 def test_the_options_named_are_there() -> None:
@@ -74,7 +74,7 @@ def test_the_options_named_are_there() -> None:
     ],
 )
 def test_fields_become_options(said: str, shown: str | None) -> None:
-    assert in_options(said) == (said if shown is None else shown)
+    assert with_option_names(said) == (said if shown is None else shown)
 
 
 def test_flat_names_are_a_way_there_and_back() -> None:

@@ -224,12 +224,12 @@ def test_best_of_ranks_by_logprob_per_token() -> None:
     from helpers.scripted_engine import logprobs_of
 
     from windlass.server.api.completions import CompletionWriter
-    from windlass.server.serving.deltas import Delta, Tally
-    from windlass.server.serving.response_writer import AnswerOptions
+    from windlass.server.serving.deltas import Delta, TokenUsage
+    from windlass.server.serving.response_writer import ResponseOptions
     from windlass.server.text.service import Prompt
 
-    options = AnswerOptions(n=1, samples=3)
-    writer = CompletionWriter(None, [Prompt([1])], Tally(), options, {"id": "x"})  # type: ignore[arg-type]
+    options = ResponseOptions(n=1, samples=3)
+    writer = CompletionWriter(None, [Prompt([1])], TokenUsage(), options, {"id": "x"})  # type: ignore[arg-type]
     for choice, token in enumerate((1, 2, 3)):  # 2 is the likelier of its pair
         writer.add(Delta(choice, f"t{token}", (token,), (logprobs_of(token, 0),), "stop"))
     (best,) = writer.answer()["choices"]

@@ -192,10 +192,10 @@ def test_vectors_are_written_in_batches_and_each_is_measured_once(live: Live, mo
         written.append(len(batch))
         return _data(batch, *rest)
 
-    _data = embeddings._data
+    _data = embeddings._render_items
     monkeypatch.setattr(embeddings, "pool", pool)
     monkeypatch.setattr(embeddings, "_data", data)
-    monkeypatch.setattr(embeddings, "_BATCH", 80)  # numbers
+    monkeypatch.setattr(embeddings, "_VALUES_PER_BATCH", 80)  # numbers
     answer = embed(live, [[5]] * 200)
     assert written == [80, 80, 40] and len(measured) == 200
     assert [(item["index"], item["embedding"]) for item in answer["data"]] == [(n, [n]) for n in range(200)]

@@ -84,7 +84,7 @@ def test_a_gap_at_the_start_of_a_file(live: Live) -> None:
 
 
 def test_copies_of_a_suffix_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "MOST_REPEATED", 20)
+    monkeypatch.setattr(prompts, "MAX_SUFFIX_TOKENS", 20)
     error = live.refuse(PATH, {"prompt": ["a"] * 3, "suffix": live.tokenizer.decode([300] * 7)})
     assert error["param"] == "suffix" and "at most 20" in error["message"] and not live.engine.requests
 

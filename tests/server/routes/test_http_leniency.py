@@ -156,9 +156,9 @@ PLAINEST: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", PLAINEST)
 def test_fields_of_other_servers_may_ask_for_nothing(live: Live, path: str) -> None:
     plain = {**PLAINEST[path], "temperature": 0}
-    assert prompt_of(live, path, {**plain, **base.NEUTRAL, "prediction": None}) == prompt_of(live, path, plain)
-    others = (not value if isinstance(value, bool) else [0, "", {"a": 1}] for value in base.NEUTRAL.values())
-    for name, value in zip(base.NEUTRAL, others, strict=True):
+    assert prompt_of(live, path, {**plain, **base.NEUTRAL_VALUES, "prediction": None}) == prompt_of(live, path, plain)
+    others = (not value if isinstance(value, bool) else [0, "", {"a": 1}] for value in base.NEUTRAL_VALUES.values())
+    for name, value in zip(base.NEUTRAL_VALUES, others, strict=True):
         assert live.refuse(path, {**plain, name: value})["param"] == name
     for name, value in {
         "mirostat": False,
@@ -174,7 +174,7 @@ def test_the_page_has_the_values_that_ask_for_nothing() -> None:
     page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"with this value alone: (.*?)\. With any", page, re.DOTALL)
     shown = dict(part.split() for part in listed.replace("`", "").split(","))
-    assert {name: json.loads(value) for name, value in shown.items()} == base.NEUTRAL
+    assert {name: json.loads(value) for name, value in shown.items()} == base.NEUTRAL_VALUES
 
 
 @pytest.mark.parametrize(

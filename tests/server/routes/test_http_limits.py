@@ -70,7 +70,7 @@ def httpx_address(live: Live) -> tuple[str, int]:
 def test_bodies_of_all_requests_together() -> None:
     size = 300_000
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    with live_server(max_bodies_bytes=2 * size) as live:
+    with live_server(max_total_body_bytes=2 * size) as live:
         with socket.create_connection(httpx_address(live), timeout=5) as half_sent:
             half_sent.sendall(head % size + padded(size)[:-1])
             deadline = time.monotonic() + 10

@@ -23,7 +23,7 @@ from windlass.server.config.settings import RankSettings
 from windlass.server.serving.job import PoolingJob
 from windlass.server.serving.pair_scores import probabilities
 from windlass.server.serving.streaming import Exchange
-from windlass.server.text.pair_prompts import QWEN3_RERANKER
+from windlass.server.text.pair_prompts import QWEN3_RERANKER_TEMPLATE
 
 
 def scorer(*labels: str, activation: Any = "softmax") -> ScriptedEngine:
@@ -172,7 +172,7 @@ def test_pairs_for_a_head_share_their_query(judge: Live, monkeypatch: pytest.Mon
 
 @pytest.fixture(scope="module")
 def answerer() -> Iterator[Live]:
-    ranking = RankSettings(template=QWEN3_RERANKER, needs_template=True, tokens=("yes", "no"))
+    ranking = RankSettings(template=QWEN3_RERANKER_TEMPLATE, needs_template=True, tokens=("yes", "no"))
     with live_server(ScriptedEngine(info=model_info(max_model_len=512)), backend=tokenizer(), ranking=ranking) as live:
         yield live
 
@@ -196,7 +196,9 @@ def test_a_model_that_answers_gets_its_prompt(answerer: Live) -> None:
 
 
 def test_the_files_instruction_stands_where_requests_bring_none() -> None:
-    ranking = RankSettings(template=QWEN3_RERANKER, needs_template=True, tokens=("yes",), instruction="take any")
+    ranking = RankSettings(
+        template=QWEN3_RERANKER_TEMPLATE, needs_template=True, tokens=("yes",), instruction="take any"
+    )
     with live_server(ScriptedEngine(info=model_info(max_model_len=512)), backend=tokenizer(), ranking=ranking) as live:
         for given, used in ((None, "take any"), ("be strict", "be strict")):
             ask(live, "/v1/score", text_1="ab", text_2="c", **({} if given is None else {"instruction": given}))
@@ -205,7 +207,7 @@ def test_the_files_instruction_stands_where_requests_bring_none() -> None:
 
 
 def test_prompts_are_bounded_together_as_a_body_is() -> None:
-    ranking = RankSettings(template=QWEN3_RERANKER, needs_template=True, tokens=("yes",))
+    ranking = RankSettings(template=QWEN3_RERANKER_TEMPLATE, needs_template=True, tokens=("yes",))
     engine = ScriptedEngine(info=model_info(max_model_len=512))
     with live_server(engine, backend=tokenizer(), ranking=ranking, max_body_bytes=40_000) as live:
         assert len(ask(live, "/v1/rerank", query="a" * 50, documents=["b"] * 80)["results"]) == 80

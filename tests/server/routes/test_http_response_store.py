@@ -131,15 +131,15 @@ def test_items_are_named_by_their_ids(live: Live) -> None:
     """In place of the items themselves, as a client may do it that keeps the ids of what it has seen."""
     first = ask(live, "a")
     said = first["output"][0]
-    (asked,) = live.http.get(f"{PATH}/{first['id']}/input_items").json()["data"]
-    whole = [asked, said, {"role": "user", "content": "b"}]
+    (inputs,) = live.http.get(f"{PATH}/{first['id']}/input_items").json()["data"]
+    whole = [inputs, said, {"role": "user", "content": "b"}]
     named = [{"type": "item_reference", "id": item["id"]} for item in whole[:2]]
     second = ask(live, [*named, whole[2]])
     by_name = prompt_of(live)
     ask(live, whole)
     assert prompt_of(live) == by_name
     listed = live.http.get(f"{PATH}/{second['id']}/input_items", params={"order": "asc"}).json()["data"]
-    assert [item["id"] for item in listed[:2]] == [asked["id"], said["id"]]
+    assert [item["id"] for item in listed[:2]] == [inputs["id"], said["id"]]
     ask(live, named[1:], previous_response_id=first["id"])  # the same item twice: the later one is listed by another id
     ask(live, [*named, whole[2]])
     assert prompt_of(live) == by_name
@@ -241,7 +241,7 @@ def test_whoever_keeps_most_displaces_itself() -> None:
 
     def put(name: str, owner: str, size: int, previous: str | None = None) -> bool:
         before = None if previous is None else store.get(previous, owner)
-        store.put(name, owner, b"", previous=before, asked=[], answered=[], sizes=(size, 0))
+        store.put(name, owner, b"", previous=before, inputs=[], outputs=[], sizes=(size, 0))
         return store.get(name, owner) is not None
 
     assert put("a1", "a", 30) and put("a2", "a", 60, "a1") is True  # nobody else needs it
@@ -264,7 +264,7 @@ def test_too_many_responses_displace_those_of_whoever_has_most_of_them() -> None
     store = ResponseStore(most=10, max_bytes=1000)
 
     def put(name: str, size: int) -> None:
-        store.put(name, name[0], b"", previous=None, asked=[], answered=[], sizes=(size, 0))
+        store.put(name, name[0], b"", previous=None, inputs=[], outputs=[], sizes=(size, 0))
 
     put("a1", 300)
     put("a2", 300)
@@ -295,7 +295,7 @@ def test_who_is_displaced_is_as_by_brute_force(steps: list[tuple[str, int, int]]
             assert store.delete(gone, owner)
             del kept[owner][gone]
         else:
-            store.put(name, owner, b"", previous=None, asked=[], answered=[], sizes=(size, 0))
+            store.put(name, owner, b"", previous=None, inputs=[], outputs=[], sizes=(size, 0))
             others = sum(sum(sizes.values()) for each, sizes in kept.items() if each != owner)
             if size <= max(50, 100 - others):
                 kept.setdefault(owner, {})[name] = size
@@ -319,11 +319,11 @@ def test_one_that_displaces_many_owners_does_not_look_at_all_of_them_each_time()
     owners = 1000
     store = ResponseStore(most=10_000, max_bytes=10 * owners)
     for number in range(owners):
-        store.put("r", f"o{number}", b"", previous=None, asked=[], answered=[], sizes=(10, 0))
+        store.put("r", f"o{number}", b"", previous=None, inputs=[], outputs=[], sizes=(10, 0))
     calls: list[str] = []
     sys.setprofile(lambda frame, event, of: calls.append(event) if event == "call" else None)
     try:
-        store.put("large", "me", b"", previous=None, asked=[], answered=[], sizes=(5 * owners, 0))
+        store.put("large", "me", b"", previous=None, inputs=[], outputs=[], sizes=(5 * owners, 0))
     finally:
         sys.setprofile(None)
     assert store.get("large", "me") and len(store) == owners // 2 + 1
@@ -333,7 +333,7 @@ def test_one_that_displaces_many_owners_does_not_look_at_all_of_them_each_time()
 def test_what_finds_the_largest_does_not_grow_with_what_was_kept_before() -> None:
     store = ResponseStore(most=10, max_bytes=1000)
     for number in range(2000):
-        store.put("r", f"o{number}", b"", previous=None, asked=[], answered=[], sizes=(10, 0))
+        store.put("r", f"o{number}", b"", previous=None, inputs=[], outputs=[], sizes=(10, 0))
     assert len(store._largest_number._heap) < 200 and len(store._largest_size._heap) < 200
 
 
@@ -355,16 +355,16 @@ def test_the_store_s_books_balance(steps: list[tuple[int, int, bool]], most: int
             store.delete(name, "me")
         else:
             new = f"r{number}"
-            store.put(new, "me", b"x" * 3, previous=store.get(name, "me"), asked=[new], answered=[new], sizes=(size, 1))
+            store.put(new, "me", b"x" * 3, previous=store.get(name, "me"), inputs=[new], outputs=[new], sizes=(size, 1))
             ids.append(new)
         kept = [found for each in ids if (found := store.get(each, "me")) is not None]
         links = {}
         for found in kept:
-            link = found.answered
+            link = found.outputs
             while link is not None:
                 links[id(link)] = link.size
                 link = link.before
         assert store.size == 3 * len(kept) + sum(links.values()) <= 100
         assert len(kept) == len(store) <= most
         for found in kept:
-            assert items_until(found.answered) == [*items_until(found.asked), found.answered.items[0]]
+            assert items_until(found.outputs) == [*items_until(found.inputs), found.outputs.items[0]]

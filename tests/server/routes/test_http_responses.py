@@ -15,7 +15,7 @@ from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.errors import EngineDeadError
 from windlass.server.schemas import tools
-from windlass.server.schemas.responses import kept_items
+from windlass.server.schemas.responses import input_items_of_output
 from windlass.server.schemas.tools import MAX_ARGUMENTS
 
 PATH = "/v1/responses"
@@ -233,7 +233,7 @@ def test_a_call_that_was_cut_short_goes_back_without_effect(live: Live) -> None:
 def test_a_call_too_long_to_be_sent_back_is_answered_and_not_kept(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in ("{" + " " * MAX_ARGUMENTS, '"' * (MAX_ARGUMENTS - 100)):  # the second one only as JSON
         fields = {"type": "function_call", "status": "completed", "call_id": "c", "name": "look"}
-        assert kept_items([{**fields, "arguments": arguments}]) == []
+        assert input_items_of_output([{**fields, "arguments": arguments}]) == []
     monkeypatch.setattr(tools, "MAX_ARGUMENTS", 10)
     say(live, f"Wait. {CALL}")
     for answer in (ask(live, tools=[LOOK]), stream(live, tools=[LOOK])[-1]["response"]):
@@ -261,7 +261,7 @@ def test_a_failure_before_the_stream_has_its_own_status(live: Live) -> None:
 
 def test_a_failure_after_silence_is_an_event(live: Live) -> None:
     """Keep-alive comments went out first, so there is no status left to tell it by."""
-    with live_server(keep_alive_seconds=0.02) as quick:
+    with live_server(stream_comment_seconds=0.02) as quick:
         quick.engine.first_delay, quick.engine.fail_after = 0.2, (0, EngineDeadError("gone"))
         (event,) = named_events(quick, PATH, {"input": "a"})
     assert event["type"] == "error" and event["sequence_number"] == 0 and event["code"] == "engine_unavailable"

@@ -131,7 +131,7 @@ def test_the_operators_deadline_counts_where_the_request_has_none() -> None:
 
 
 def test_keep_alives_while_nothing_comes() -> None:
-    with live_server(keep_alive_seconds=0.1) as live:
+    with live_server(stream_comment_seconds=0.1) as live:
         events = live.stream(CHAT[0], {**CHAT[1], "max_tokens": 2}, live.let_go(": keep-alive", 2))
         assert events[:2] == [": keep-alive"] * 2
         assert events[-1] == "[DONE]"

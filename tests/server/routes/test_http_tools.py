@@ -16,7 +16,7 @@ from helpers.toy_tokenizers import byte_level
 from pydantic_core import to_jsonable_python
 
 from windlass.server.config.server_options import TOOL_CALL_PARSERS
-from windlass.server.schemas.messages import CustomTool, definitions
+from windlass.server.schemas.messages import CustomTool, function_definitions
 from windlass.server.schemas.tools import MAX_ARGUMENTS
 from windlass.server.text.tool_parsers.formats import FORMATS, detect
 
@@ -264,7 +264,7 @@ def test_arguments_that_are_no_object_are_shown_as_text(live: Live, arguments: s
 
 def test_whatever_messages_offer_a_chat_may(live: Live) -> None:
     """`windlass replay` sends recorded messages with tools as chats."""
-    (offered,) = definitions([CustomTool(name="x" * 128, input_schema={})])
+    (offered,) = function_definitions([CustomTool(name="x" * 128, input_schema={})])
     say(live, "Hello.")
     assert ask(live, tools=[to_jsonable_python(offered, exclude_none=True)])["message"]["content"] == "Hello."
     assert "x" * 128 in prompt_of(live)

@@ -25,12 +25,12 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def derivation() -> Derivation:
-    return Derivation(folder="toys", index="toy.json", files=("toy.json",), made_by=1)
+    return Derivation(folder="toys", index="toy.json", files=("toy.json",), version=1)
 
 
 def derived(source: Path, by: Derivation | None = None) -> Path:
     by = by or derivation()
-    index = json.dumps({"files": by.described([source], "it")})
+    index = json.dumps({"files": by.describe_sources([source], "it")})
     return by.directory("toy", [source], "it", lambda made: write_files(made, {"toy.json": index}))
 
 
@@ -55,7 +55,7 @@ def test_a_directory_is_held_open_once(source: Path) -> None:
     assert open_files(made) == 1
     (made / "toy.json").unlink()  # it is damaged: what is made in its place is held, and no longer what was
     assert derived(source, by) == made and open_files(made) == 1
-    assert len(by._held) == 1
+    assert len(by._lock_descriptors) == 1
 
 
 def test_what_killed_starts_have_left_goes_after_an_hour(source: Path, tmp_path: Path) -> None:

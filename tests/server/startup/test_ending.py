@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from windlass.server.startup.shutdown import time_left
+from windlass.server.startup.shutdown import describe_time_left
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from windlass.server.startup.shutdown import time_left
     ],
 )
 def test_the_time_left_in_words(requests: int, seconds: float, said: str) -> None:
-    assert time_left(requests, seconds) == said
+    assert describe_time_left(requests, seconds) == said

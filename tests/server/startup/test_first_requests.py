@@ -67,6 +67,6 @@ def test_small_writes_do_not_wait_for_an_acknowledgement():
     """Each token is a small write of its own; Nagle's algorithm would keep it until the one before is acknowledged."""
     with live_server() as live:
         live.http.get("/health")
-        (connection,) = live.registry._holders
+        (connection,) = live.registry._clients
         accepted = connection.transport.get_extra_info("socket")
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -17,7 +17,7 @@ from helpers.tiny_models import make_model
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.sentence_transformers_files import read_pooling
 from windlass.server.startup import derived_files
-from windlass.server.startup.derived_files import derive_directory, source_stem
+from windlass.server.startup.derived_files import derive_gguf_directory, source_stem
 from windlass.server.startup.model_files import choose_model, resolve_model
 
 FILES = {"config.json", "generation_config.json", "gguf.json", "tokenizer.json", "tokenizer_config.json"}
@@ -70,7 +70,7 @@ def test_made_once(file: Path, tmp_path: Path) -> None:
 def test_how_embeddings_are_pooled(source: Path, file: Path, number: int | list[int] | None, kind: str | None) -> None:
     extra = {} if number is None else {"llama.pooling_type": number}
     convert(source, file, kind="Q8_0", tokenizer={**byte_vocabulary(), **extra})
-    found = read_pooling(derive_directory(file))
+    found = read_pooling(derive_gguf_directory(file))
     assert (found.kind, found.normalize, found.declared, found.refusal) == (
         kind or "last",
         True,
@@ -84,7 +84,7 @@ def test_a_later_start_imports_neither_numpy_nor_gguf(file: Path) -> None:
         "import sys\nfrom windlass.server.startup.model_files import resolve_model\nresolve_model(sys.argv[1])\n"
         "print([m for m in ('numpy', 'gguf', 'tokenizers', 'torch') if m in sys.modules])"
     )
-    derive_directory(file)
+    derive_gguf_directory(file)
     result = subprocess.run(
         [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True, timeout=120
     )
@@ -101,37 +101,37 @@ def test_a_changed_file_has_a_new_one_and_the_old_one_goes_once_nobody_uses_it(f
         assert server.stdout is not None
         old = Path(server.stdout.readline().strip())
         os.utime(file, ns=(0, 0))
-        new = derive_directory(file)
+        new = derive_gguf_directory(file)
         assert new != old and set(new.parent.iterdir()) == {old, new}
         server.communicate("")
     os.utime(file, ns=(1, 1))
-    newer = derive_directory(file)
+    newer = derive_gguf_directory(file)
     assert set(newer.parent.iterdir()) == {new, newer}  # this process has used both
 
 
 def test_another_files_stays(file: Path) -> None:
-    first = derive_directory(file)
+    first = derive_gguf_directory(file)
     other = file.with_name("other.gguf")
     shutil.copy(file, other)
-    assert {first, derive_directory(other)} == set(first.parent.iterdir())
+    assert {first, derive_gguf_directory(other)} == set(first.parent.iterdir())
 
 
 @pytest.mark.parametrize("damage", ["config.json", "gguf.json", "tokenizer.json", "cut off"])
 def test_a_damaged_one_is_made_again(damage: str, file: Path) -> None:
-    made = derive_directory(file)
+    made = derive_gguf_directory(file)
     whole = (made / "config.json").read_bytes()
     if damage == "cut off":
         (made / "gguf.json").write_text('{"files": [')
     else:
         (made / damage).unlink()
-    assert derive_directory(file) == made and list(made.parent.iterdir()) == [made]
+    assert derive_gguf_directory(file) == made and list(made.parent.iterdir()) == [made]
     assert {path.name for path in made.iterdir()} == FILES and (made / "config.json").read_bytes() == whole
 
 
 def test_two_servers_at_once(file: Path) -> None:
     """Both find nothing, and both make one."""
     with ThreadPoolExecutor(4) as pool:
-        made = set(pool.map(derive_directory, [file] * 8))
+        made = set(pool.map(derive_gguf_directory, [file] * 8))
     assert len(made) == 1 and list(next(iter(made)).parent.iterdir()) == list(made)
     assert {path.name for path in next(iter(made)).iterdir()} == FILES
 
@@ -139,7 +139,7 @@ def test_two_servers_at_once(file: Path) -> None:
 def test_a_refused_file_leaves_nothing(file: Path, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(LoadError, match="beyond the end of the file"):
-        derive_directory(file)
+        derive_gguf_directory(file)
     assert list((tmp_path / "cache" / "windlass" / "gguf").iterdir()) == []
 
 
@@ -148,7 +148,7 @@ def test_where_nothing_can_be_kept(file: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
     removed = []
     monkeypatch.setattr(derived_files.atexit, "register", lambda function, path, **_: removed.append(path))
-    made = derive_directory(file)
+    made = derive_gguf_directory(file)
     assert {path.name for path in made.iterdir()} == FILES and removed == [made]
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "cannot be kept" in said and "WINDLASS_CACHE" in said
@@ -164,7 +164,7 @@ def test_a_split_model_by_any_of_its_files(source: Path, file: Path) -> None:
     assert [entry["path"] for entry in index["files"]] == list(map(str, paths))
     assert {entry["file"] for entry in index["tensors"].values()} == {0, 1, 2}
     assert source_stem(directory) == "tiny"
-    whole = json.loads((derive_directory(file) / "config.json").read_text())
+    whole = json.loads((derive_gguf_directory(file) / "config.json").read_text())
     assert json.loads((directory / "config.json").read_text()) == whole
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from windlass.engine.errors import LoadError
-from windlass.server.startup.model_files import choose_file, spoken_models
+from windlass.server.startup.model_files import choose_file, models_by_short_name
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from windlass.server.startup.model_files import choose_file, spoken_models
     ],
 )
 def test_a_name_that_is_proposed_is_enough(names: tuple[str, ...]) -> None:
-    for spoken, name in spoken_models(names).items():
+    for spoken, name in models_by_short_name(names).items():
         assert choose_file(names, spoken, "here", "org/m") == name
     with pytest.raises(LoadError, match="several") as refused:
         choose_file(names, None, "here", "org/m")

@@ -221,7 +221,7 @@ def derived(monkeypatch) -> list[Path]:
         asked.append(path)
         return path.parent
 
-    monkeypatch.setattr(model_files, "derive_directory", derive)
+    monkeypatch.setattr(model_files, "derive_gguf_directory", derive)
     return asked
 
 

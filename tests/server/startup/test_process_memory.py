@@ -10,13 +10,13 @@ import pytest
 SCRIPT = """
 import ctypes, sys
 from pathlib import Path
-from windlass.server.startup.launch import return_large_pieces
+from windlass.server.startup.launch import release_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4 // 1024
 
 if sys.argv[1] == "with":
-    return_large_pieces()
+    release_freed_memory()
 before = resident()
 for size in (8, 16, 24, 31):  # each freed piece raises the size up to which glibc keeps what is freed
     body = bytes(bytearray(b"x") * (size << 20))

@@ -15,7 +15,7 @@ from windlass.engine.model.model_spec import ModelSpec
 from windlass.server.config.server_options import ServerOptions
 from windlass.server.config.settings import RankSettings
 from windlass.server.startup.model_defaults import rank_settings
-from windlass.server.text.pair_prompts import QWEN3_RERANKER
+from windlass.server.text.pair_prompts import QWEN3_RERANKER_TEMPLATE
 
 PAIR = "{{ messages[0].content }} {{ messages[1].content }}"
 
@@ -51,10 +51,10 @@ def settings(
 @pytest.mark.parametrize("model", [PLAIN, None])
 def test_options_make_a_causal_model_a_reranker(model: ModelSpec | None, template: str, tmp_path: Path) -> None:
     assert settings(tmp_path, model) is None
-    qwen3 = RankSettings(template=QWEN3_RERANKER, needs_template=True, tokens=("yes", "no"))
+    qwen3 = RankSettings(template=QWEN3_RERANKER_TEMPLATE, needs_template=True, tokens=("yes", "no"))
     assert settings(tmp_path, model, template="qwen3") == qwen3
     assert settings(tmp_path, model, "0", "1", template="qwen3") == RankSettings(
-        template=QWEN3_RERANKER, needs_template=True, tokens=("1", "0")
+        template=QWEN3_RERANKER_TEMPLATE, needs_template=True, tokens=("1", "0")
     )
     assert settings(tmp_path, model, "no,yes") == RankSettings(needs_template=True, tokens=("yes", "no"))
     assert settings(tmp_path, model, "yes", template=template) == RankSettings(
@@ -71,7 +71,9 @@ def test_files_make_it_one_and_options_win(template: str, tmp_path: Path) -> Non
     assert settings(tmp_path, HEADLESS) is None  # there is nothing that it could answer with
     keys = {"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": True}
     (tmp_path / "config.json").write_text(json.dumps(keys))
-    assert settings(tmp_path, PLAIN) == RankSettings(template=QWEN3_RERANKER, needs_template=True, tokens=("yes", "no"))
+    assert settings(tmp_path, PLAIN) == RankSettings(
+        template=QWEN3_RERANKER_TEMPLATE, needs_template=True, tokens=("yes", "no")
+    )
     found = settings(tmp_path, PLAIN, template=template)
     assert found is not None and found.template == PAIR
 

@@ -11,7 +11,7 @@ from helpers.tiny_models import make_model
 from helpers.vocabularies_of_old import ranked_tokens, write_tiktoken
 
 from windlass.engine.errors import LoadError
-from windlass.server.startup.derived_files import with_tokenizer
+from windlass.server.startup.derived_files import ensure_tokenizer
 from windlass.server.text.tokenizer import Tokenizer
 
 TOKENS = ranked_tokens("llama-bpe", 300)
@@ -26,8 +26,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_made_once_and_anew_with_any_file(model: Path, tmp_path: Path) -> None:
-    made = with_tokenizer(model)
-    assert made.parent == tmp_path / "cache" / "tokenizers" and with_tokenizer(model) == made
+    made = ensure_tokenizer(model)
+    assert made.parent == tmp_path / "cache" / "tokenizers" and ensure_tokenizer(model) == made
     assert {path.name for path in made.iterdir()} == {path.name for path in model.iterdir()} | {
         "derived.json",
         "tokenizer.json",
@@ -37,7 +37,7 @@ def test_made_once_and_anew_with_any_file(model: Path, tmp_path: Path) -> None:
     assert whole.backend.to_str() == ours.backend.to_str() and whole.special_tokens == ours.special_tokens
     assert whole.chat_template == "{{ messages }}"
     os.utime(model / "model.safetensors", ns=(1, 1))
-    anew = with_tokenizer(model)
+    anew = ensure_tokenizer(model)
     assert (
         anew != made and made.exists() and (anew / "model.safetensors").exists()
     )  # this process may still load from the first
@@ -45,13 +45,13 @@ def test_made_once_and_anew_with_any_file(model: Path, tmp_path: Path) -> None:
 
 def test_a_directory_with_tokenizer_json_is_used_as_it_is(model: Path) -> None:
     (model / "tokenizer.json").write_text(Tokenizer.from_directory(model).backend.to_str(), encoding="utf-8")
-    assert with_tokenizer(model) == model
+    assert ensure_tokenizer(model) == model
 
 
 def test_nothing_is_left_of_a_vocabulary_that_cannot_be_read(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer.model").write_text("YQ== x\n")
     with pytest.raises(LoadError):
-        with_tokenizer(model)
+        ensure_tokenizer(model)
     assert list((tmp_path / "cache" / "tokenizers").iterdir()) == []
 
 
@@ -60,5 +60,5 @@ def test_where_nothing_can_be_kept(
 ) -> None:
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "a file"))
-    assert (with_tokenizer(model) / "tokenizer.json").is_file()
+    assert (ensure_tokenizer(model) / "tokenizer.json").is_file()
     assert "set WINDLASS_CACHE" in capsys.readouterr().err

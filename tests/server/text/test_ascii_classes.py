@@ -6,7 +6,7 @@ import pytest
 from helpers.grammar_draws import accepts
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.json_schemas import in_lark, in_pattern
+from windlass.server.text.json_schemas import expand_ascii_classes, expand_ascii_classes_in_lark
 
 ARABIC, NO_BREAK, KELVIN = "\u0661", "\u00a0", "\u212a"
 
@@ -58,7 +58,7 @@ def test_what_has_no_meaning_is_still_refused(pattern: str) -> None:
 
 def test_grammars_mean_the_same_by_them() -> None:
     lark = '// no \\d/ "\nstart: "/\\\\d/" A <[5]> B # \\d/\nA: /"\\d\\/"/\nB[lazy]: /[^\\d]/i'
-    assert in_lark(lark) == lark.replace('/"\\d', '/"[0-9]').replace("[^\\d]", "[^[0-9]]")
+    assert expand_ascii_classes_in_lark(lark) == lark.replace('/"\\d', '/"[0-9]').replace("[^\\d]", "[^[0-9]]")
     grammar = 'start: "/\\\\d/" A\nA: /\\d{2}/'
     assert accepts("grammar", grammar, "/\\d/12")
     assert not accepts("grammar", grammar, f"/\\d/{ARABIC}2") and not accepts("grammar", grammar, "/5/12")
@@ -68,6 +68,6 @@ def test_grammars_mean_the_same_by_them() -> None:
 
 def test_a_pattern_without_them_stays_as_it_is() -> None:
     for pattern in ("", "é+x", r"(a|b\.)[a-z\-]{2}\x{41}\p{L}", r"[[:digit:]]\\w"):
-        assert in_pattern(pattern) == pattern
+        assert expand_ascii_classes(pattern) == pattern
     tags = "start: <s> /a/ </s> /b\\/[c]/"
-    assert in_lark(tags) == tags
+    assert expand_ascii_classes_in_lark(tags) == tags

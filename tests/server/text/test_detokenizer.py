@@ -293,7 +293,7 @@ def test_a_long_prompt_without_a_text_is_not_walked(name, unknown, monkeypatch):
         patched.setattr(tokenizer, "_backend", backend)
         first = Detokenizer(tokenizer, prompt)
         times = prompt.times
-        second = Detokenizer(tokenizer, prompt, like=first)
+        second = Detokenizer(tokenizer, prompt, sibling=first)
     assert len(taken) + len(asked) < 100 and prompt.times == times < 10
     assert first.push(words, final=True) == second.push(words, final=True) == expected
 
@@ -307,4 +307,4 @@ def test_further_samples_say_the_same(name, prompt, text, cut):
     ids = tokenizer.encode(text, add_special_tokens=False)
     first = Detokenizer(tokenizer, before)
     said = first.push(ids, final=True)
-    assert Detokenizer(tokenizer, before, like=first).push(ids, final=True) == said
+    assert Detokenizer(tokenizer, before, sibling=first).push(ids, final=True) == said

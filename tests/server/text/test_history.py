@@ -11,7 +11,7 @@ from windlass.server.schemas.chat import ChatMessage
 from windlass.server.text import chat_messages as history
 from windlass.server.text.chat_messages import prepare_history
 from windlass.server.text.chat_template import ChatTemplate
-from windlass.server.text.template_facts import TemplateFacts
+from windlass.server.text.template_facts import TemplateCapabilities
 
 OBJECTS = "{{ tools }}{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
 TEXTS = "{{ tools }}{% for call in message['tool_calls'] %}{{ '<' + call['function']['arguments'] + '>' }}{% endfor %}"
@@ -36,7 +36,9 @@ USER = {"role": "user", "content": "hi"}
 
 
 def prepare(source: str, *messages: dict[str, Any], tools: Any = None) -> list[dict[str, Any]]:
-    return prepare_history([ChatMessage(**message) for message in messages], tools, TemplateFacts.of(source), "<form>")
+    return prepare_history(
+        [ChatMessage(**message) for message in messages], tools, TemplateCapabilities.of(source), "<form>"
+    )
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
@@ -144,7 +146,7 @@ def test_templates_without_calls_are_told_in_words() -> None:
 
 def test_the_values_of_all_calls_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call has its own bound, but a body has room for many: their text is no structure that was counted there."""
-    monkeypatch.setattr(history, "MAX_CALLED_VALUES", 100)
+    monkeypatch.setattr(history, "MAX_ARGUMENT_VALUES", 100)
     several = [
         calling(call("a", arguments='{"a": [1, 2, [3]]}'), call("b", arguments={"b": [0] * 40})),
         result("a"),

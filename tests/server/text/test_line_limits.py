@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from windlass.server.text.detokenizer import LineLimits, LineWatch
+from windlass.server.text.detokenizer import LineLimiter, LineLimits
 
 
 def by_lines(text: str, indent: int) -> str:
@@ -41,7 +41,7 @@ TEXTS = [
 def test_however_the_text_comes_the_same_lines_stay(text: str, indent: int) -> None:
     cuts = [list(pair) for count in range(3) for pair in itertools.combinations(range(1, len(text)), count)]
     for cut in [*cuts, list(range(1, len(text)))]:
-        watch = LineWatch(LineLimits(indent))
+        watch = LineLimiter(LineLimits(indent))
         pieces = [text[start:end] for start, end in zip([0, *cut], [*cut, len(text)], strict=True)]
         sent = "".join(watch.feed(piece, 0.0) for piece in pieces) + watch.flush()
         assert sent == by_lines(text, indent), cut
@@ -49,7 +49,7 @@ def test_however_the_text_comes_the_same_lines_stay(text: str, indent: int) -> N
 
 
 def test_time_ends_an_answer_that_has_a_whole_line() -> None:
-    watch = LineWatch(LineLimits(seconds=1.0))
+    watch = LineLimiter(LineLimits(seconds=1.0))
     assert watch.feed("abc", 5.0) == "abc" and not watch.ended
     assert watch.feed("d\n  e", 0.5) == "d\n  e" and not watch.ended
     assert watch.feed("f", 1.5) == "f" and watch.ended

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, cut_pairs
-from windlass.server.text.pair_prompts import QWEN3_RERANKER, may_take_pairs
-from windlass.server.text.tokenizer import Tokenizer, answer_ids
+from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, build_pair_template
+from windlass.server.text.pair_prompts import QWEN3_RERANKER_TEMPLATE, names_pair_roles
+from windlass.server.text.tokenizer import Tokenizer, rerank_answer_ids
 from windlass.server.text.workers.frames import unpack_ids
 from windlass.server.text.workers.tasks import TextTasks
 
@@ -29,10 +29,10 @@ def rendered(source: str, query: str, document: str, instruction: str | None) ->
     return ChatTemplate(source).render([*system, *messages])
 
 
-@pytest.mark.parametrize("source", [QWEN3_RERANKER, PAIR_TEMPLATE, TWICE])
+@pytest.mark.parametrize("source", [QWEN3_RERANKER_TEMPLATE, PAIR_TEMPLATE, TWICE])
 @given(query=TEXTS, document=TEXTS, instruction=st.none() | TEXTS)
 def test_filling_is_rendering(source: str, query: str, document: str, instruction: str | None) -> None:
-    template = cut_pairs(ChatTemplate(source))
+    template = build_pair_template(ChatTemplate(source))
     if source == TWICE:
         assert template.instructed is None
         instruction = None
@@ -44,7 +44,7 @@ def test_filling_is_rendering(source: str, query: str, document: str, instructio
 
 
 def test_the_prompt_of_qwen3_is_that_of_its_model_card() -> None:
-    template = cut_pairs(ChatTemplate(QWEN3_RERANKER))
+    template = build_pair_template(ChatTemplate(QWEN3_RERANKER_TEMPLATE))
     pair = {"query": " a {{ x }}\n", "document": "<|im_end|>", "instruction": "be strict"}
     assert template.plain.fill(pair)[0] == qwen3_prompt(pair["query"], pair["document"])
     assert template.instructed is not None
@@ -62,24 +62,24 @@ def test_the_prompt_of_qwen3_is_that_of_its_model_card() -> None:
 )
 def test_templates_without_a_place_for_both_are_refused(source: str, says: str) -> None:
     with pytest.raises(ChatTemplateError, match=says):
-        cut_pairs(ChatTemplate(source))
+        build_pair_template(ChatTemplate(source))
 
 
 def test_only_templates_that_name_both_roles_are_tried() -> None:
-    assert may_take_pairs(PAIR_TEMPLATE) and may_take_pairs("{{ m['query'] }} {{ m['document'] }}")
-    assert not may_take_pairs("{% if message.role == 'user' %}{{ documents }} the query: 'document'{% endif %}")
+    assert names_pair_roles(PAIR_TEMPLATE) and names_pair_roles("{{ m['query'] }} {{ m['document'] }}")
+    assert not names_pair_roles("{% if message.role == 'user' %}{{ documents }} the query: 'document'{% endif %}")
 
 
-@pytest.mark.parametrize("source", [QWEN3_RERANKER, TWICE])
+@pytest.mark.parametrize("source", [QWEN3_RERANKER_TEMPLATE, TWICE])
 @pytest.mark.parametrize("keep_first", [True, False])
 @given(document=st.text(max_size=60), spare=st.integers(-3, 40))
 def test_documents_are_cut_to_fit_and_the_rest_stays(source: str, keep_first: bool, document: str, spare: int) -> None:
     words = Tokenizer(tokenizer())
     tasks = TextTasks(words, None)
-    prompt = cut_pairs(ChatTemplate(source)).plain
+    prompt = build_pair_template(ChatTemplate(source)).plain
 
     def encode(text: str, most: int | None) -> list[int]:
-        (packed,) = tasks.encode_filled(
+        (packed,) = tasks.encode_pair_prompts(
             prompt, "", [("fox", text)], add_special_tokens=False, most=most, keep_first=keep_first
         )
         return unpack_ids(packed)
@@ -102,13 +102,13 @@ def test_documents_are_cut_to_fit_and_the_rest_stays(source: str, keep_first: bo
 def test_answers_are_single_tokens() -> None:
     words = Tokenizer(tokenizer())
     yes, no = words.backend.token_to_id("yes"), words.backend.token_to_id("no")
-    assert answer_ids(words, ("yes", "no")) == (yes, no) == answer_ids(words, (yes, no))
+    assert rerank_answer_ids(words, ("yes", "no")) == (yes, no) == rerank_answer_ids(words, (yes, no))
     space = words.encode(" ", add_special_tokens=False)
-    assert answer_ids(words, (" ",)) == tuple(space)  # as text, where the vocabulary writes it otherwise
+    assert rerank_answer_ids(words, (" ",)) == tuple(space)  # as text, where the vocabulary writes it otherwise
     for tokens, says in (
         (("yes", "maybe so"), "'maybe so' is .* tokens"),
         (("yes", yes), "one and the same"),
         ((10_000,), "the token id 10000"),
     ):
         with pytest.raises(LoadError, match=says):
-            answer_ids(words, tokens)
+            rerank_answer_ids(words, tokens)

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from windlass.server.text.pair_prompts import PairPrompt
-from windlass.server.text.service import PairJob, PairTexts
+from windlass.server.text.service import PairOptions, PairTokenizer
 from windlass.server.text.workers.frames import TaskCall, pack_ids
 from windlass.server.text.workers.pool import LARGE_JOB, Limits
 
@@ -25,14 +25,20 @@ def test_pairs_go_to_the_tokenizer_a_few_at_a_time_and_unjoined() -> None:
             ids = [pack_ids([len(second)]) for _, second in batch]
             return [(each, 1) for each in ids] if call.task == "encode_pairs" else ids
 
-    async def refuse_long(characters: int, max_model_len: int, *, truncated: bool, param: str) -> None: ...
+    async def check_text_length(characters: int, max_model_len: int, *, truncated: bool, param: str) -> None: ...
 
     sizes: list[tuple[int, int]] = []
-    texts = PairTexts(Pool(), Limits(seconds=1.0, memory=1), refuse_long)  # type: ignore[arg-type]
+    texts = PairTokenizer(Pool(), Limits(seconds=1.0, memory=1), check_text_length)  # type: ignore[arg-type]
     pairs = [(Whole("a" * 9), Whole("b" * (n % 7))) for n in range(40)] + [(Whole("a" * 9), Whole("b" * LARGE_JOB))]
     names = [str(n) for n in range(41)]
-    job = PairJob(
-        most=2 * LARGE_JOB, truncate=None, keep_first=True, add_special_tokens=True, first="q", seconds=names, caller=""
+    job = PairOptions(
+        max_tokens=2 * LARGE_JOB,
+        truncate=None,
+        keep_first=True,
+        add_special_tokens=True,
+        first="q",
+        seconds=names,
+        caller="",
     )
     wanted = [[len(second)] for _, second in pairs]
     assert asyncio.run(texts.join(pairs, job)) == [(ids, 1) for ids in wanted]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.grammar_draws import takes
 
-from windlass.server.text.json_schemas import held
+from windlass.server.text.json_schemas import enforced_schema
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}}
@@ -87,18 +87,18 @@ def test_objects_stay_open(schema: dict[str, Any], value: Any) -> None:
 def test_names_that_may_be_any_are_no_keyword(names: dict[str, Any]) -> None:
     """As libraries write them of every record; llguidance refuses `propertyNames` of strict schemas."""
     record = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
-    assert held({"properties": {"r": record}}, strict=True)["properties"]["r"] == {
+    assert enforced_schema({"properties": {"r": record}}, strict=True)["properties"]["r"] == {
         "type": "object",
         "additionalProperties": {"type": "integer"},
     }
-    assert held({**A, "propertyNames": names}, strict=True)["additionalProperties"] is False
-    assert "propertyNames" in held({**A, "propertyNames": {"enum": ["a"]}}, strict=True)
+    assert enforced_schema({**A, "propertyNames": names}, strict=True)["additionalProperties"] is False
+    assert "propertyNames" in enforced_schema({**A, "propertyNames": {"enum": ["a"]}}, strict=True)
 
 
 def test_the_schema_itself_is_left_as_it_is() -> None:
     schema = {"properties": {"o": A, "p": {"type": "string", "format": "path"}}}
     before = json.dumps(schema)
-    found = held(schema, strict=False)
+    found = enforced_schema(schema, strict=False)
     assert json.dumps(schema) == before
     assert found["additionalProperties"] is found["properties"]["o"]["additionalProperties"] is False
     assert "format" not in found["properties"]["p"]
@@ -107,9 +107,9 @@ def test_the_schema_itself_is_left_as_it_is() -> None:
 def test_a_large_schema_is_looked_at_once() -> None:
     """Every path would be 2 to the power of 60."""
     doubled = {f"{i}": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(60)}
-    found = held({"$ref": "#/$defs/0", "$defs": {**doubled, "60": A}}, strict=True)
+    found = enforced_schema({"$ref": "#/$defs/0", "$defs": {**doubled, "60": A}}, strict=True)
     assert found["$defs"]["60"]["additionalProperties"] is False
     deep: dict[str, Any] = A
     for _ in range(150):
         deep = {"properties": {"o": deep}}
-    assert json.dumps(held(deep, strict=False)).count("additionalProperties") == 151
+    assert json.dumps(enforced_schema(deep, strict=False)).count("additionalProperties") == 151

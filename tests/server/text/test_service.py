@@ -12,7 +12,7 @@ from helpers.toy_tokenizers import byte_level
 
 from windlass.server.config.settings import ServerSettings
 from windlass.server.schemas.chat import ChatMessage
-from windlass.server.text.service import MAX_BREAKER_LISTS_KEPT, MAX_BREAKERS_KEPT, TextService
+from windlass.server.text.service import MAX_CACHED_BREAKER_LISTS, MAX_CACHED_BREAKER_SIZE, TextService
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers.frames import TaskCall
 
@@ -26,7 +26,7 @@ def service() -> TextService:
     )
 
 
-def answering(service: TextService, monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], Any]) -> list[Any]:
+def record_calls(service: TextService, monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], Any]) -> list[Any]:
     """The arguments of the pool's jobs, which `answer` does in its place."""
     asked: list[Any] = []
 
@@ -42,8 +42,8 @@ def test_lists_of_breakers_are_kept_as_long_as_there_is_room(
     service: TextService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing: Found = (frozenset(), frozenset())
-    many: Found = (frozenset(range(MAX_BREAKERS_KEPT // 4)), frozenset())
-    asked = answering(service, monkeypatch, lambda key: many if key[0].startswith("many") else nothing)
+    many: Found = (frozenset(range(MAX_CACHED_BREAKER_SIZE // 4)), frozenset())
+    asked = record_calls(service, monkeypatch, lambda key: many if key[0].startswith("many") else nothing)
 
     def ask(*lists: Sequence[str]) -> int:
         """Lists among them that were not kept."""
@@ -56,10 +56,10 @@ def test_lists_of_breakers_are_kept_as_long_as_there_is_room(
 
         return asyncio.run(all_of_them())
 
-    rare = [[f"{number:05}" * 8] * 32 for number in range(4 * MAX_BREAKER_LISTS_KEPT)]  # which no token holds
+    rare = [[f"{number:05}" * 8] * 32 for number in range(4 * MAX_CACHED_BREAKER_LISTS)]  # which no token holds
     assert ask(*rare) == len(rare)
-    assert len(service._breakers) <= MAX_BREAKER_LISTS_KEPT
-    assert sum(len(word) for key in service._breakers for word in key) <= MAX_BREAKERS_KEPT
+    assert len(service._breakers) <= MAX_CACHED_BREAKER_LISTS
+    assert sum(len(word) for key in service._breakers for word in key) <= MAX_CACHED_BREAKER_SIZE
     assert ask(rare[-1], rare[-2]) == 0 and ask(rare[0]) == 1
     assert ask(["many a"], ["many b"], rare[0], ["many c"]) == 3
     assert ask(rare[0], ["many b"], ["many a"]) == 0
@@ -118,7 +118,7 @@ def test_what_grows_with_a_chat_leaves_the_event_loop(
         return []
 
     monkeypatch.setattr("windlass.server.text.service.prepare_history", prepare)
-    answering(service, monkeypatch, lambda plain: "text")
+    record_calls(service, monkeypatch, lambda plain: "text")
     options: dict[str, Any] = {"add_generation_prompt": None, "continue_final_message": None, "caller": ""}
     assert asyncio.run(service.render(messages, variables=variables, **options)) == "text"
     assert [name == threading.current_thread().name for name in threads] == [on_loop]

@@ -161,12 +161,12 @@ def test_of_several_ctrl_c_that_stop_an_answer_the_first_counts():
     try:
         console = ChatConsole()
         for _ in range(2):
-            with console.stoppable():
+            with console.interrupt_stops_answer():
                 with pytest.raises(KeyboardInterrupt):
                     signal.raise_signal(signal.SIGINT)
                 signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)  # what is told of the stopped answer is told
-        with console.leavable():
+        with console.interrupt_exits():
             for _ in range(2):
                 with pytest.raises(KeyboardInterrupt):
                     signal.raise_signal(signal.SIGINT)

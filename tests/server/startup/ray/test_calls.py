@@ -16,9 +16,9 @@ from ray.exceptions import RayActorError
 from windlass.engine.errors import QueueFullError
 from windlass.engine.interface.outputs import RequestOutput
 from windlass.engine.interface.request import EngineRequest, SamplingParams
-from windlass.server.startup.ray.client import CallEnded, CallLost, Calls
+from windlass.server.startup.ray.client import CallFailedError, CallLostError, Calls
 from windlass.server.startup.ray.replica import EngineReplica
-from windlass.server.startup.ray.wire import Lanes, ReplicaCall
+from windlass.server.startup.ray.wire import OutputChannels, ReplicaCall
 
 TOKENS = 50
 
@@ -84,7 +84,7 @@ class Handle:
 def replica_of(error: Exception | None = None) -> tuple[Any, Engine]:
     replica: Any = object.__new__(EngineReplica)
     engine = Engine(error)
-    replica._id, replica._client, replica._lanes = "a", engine, Lanes("a")
+    replica._id, replica._client, replica._channels = "a", engine, OutputChannels("a")
     return replica, engine
 
 
@@ -115,7 +115,7 @@ def test_both_ways_bring_the_same(by_lane: bool, monkeypatch: pytest.MonkeyPatch
             if error is None:
                 await outputs_of(calls, found)
             else:
-                with pytest.raises(CallEnded) as told:
+                with pytest.raises(CallFailedError) as told:
                     await outputs_of(calls, found)
                 assert told.value.replica == "a" and type(told.value.error) is QueueFullError
             assert [output.token_ids for output in found] == [(number,) for number in range(TOKENS)]
@@ -154,7 +154,7 @@ def test_a_replica_that_died_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         calls = Calls(handle)  # type: ignore[arg-type]
         await calls.listen()
         found: list[RequestOutput] = []
-        with pytest.raises(CallLost):
+        with pytest.raises(CallLostError):
             await outputs_of(calls, found)
         assert 1 <= len(found) < TOKENS
         await asyncio.gather(*handle.tasks, return_exceptions=True)

@@ -48,7 +48,7 @@ def test_the_larger_of_both_is_wanted(
     replicas: int, requests: float, held: dict[str, float] | None, wanted: float
 ) -> None:
     context: Any = Context(replicas, requests, None if held is None else {replica.CACHE_HELD: held})
-    assert replica.by_requests_and_cache(context)[0] == pytest.approx(wanted)
+    assert replica.scale_by_requests_and_cache(context)[0] == pytest.approx(wanted)
 
 
 def group(held: int, shared: int, idle: int, blocks: int) -> CacheGroupSnapshot:
@@ -72,16 +72,16 @@ def test_a_replica_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
             return CacheSnapshot(32, (group(3, 0, 0, 4 * self.looks),), (), 0.0)
 
     one, client, now = EngineReplica.__new__(EngineReplica), Client(), [100.0]
-    one._client, one._held, one._next_look = client, 0.0, 0.0  # type: ignore[assignment]
+    one._client, one._held, one._next_poll = client, 0.0, 0.0  # type: ignore[assignment]
     monkeypatch.setattr(replica.time, "monotonic", lambda: now[0])
 
     def reported() -> float:
         return asyncio.run(one.record_autoscaling_stats())[replica.CACHE_HELD]
 
     assert reported() == 0.75 and client.looks == 1
-    now[0] += replica.LOOK_SECONDS / 2
+    now[0] += replica.POLL_SECONDS / 2
     assert reported() == 0.75 and client.looks == 1
-    now[0] += replica.LOOK_SECONDS / 2
+    now[0] += replica.POLL_SECONDS / 2
     assert reported() == 0.75 and client.looks == 2  # the engine was dead
-    now[0] += replica.LOOK_SECONDS
+    now[0] += replica.POLL_SECONDS
     assert reported() == 0.25 and client.looks == 3

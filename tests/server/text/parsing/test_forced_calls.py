@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from windlass.engine.errors import RequestError
 from windlass.server.text.stream_parser import CallArguments, CallOptions, CallStart, Content, Event
-from windlass.server.text.tool_parsers.forced_calls import MAX_MEMBERS, MOST_CALLS, Forced
+from windlass.server.text.tool_parsers.forced_calls import MAX_GRAMMAR_CALLS, MAX_MEMBERS, CallGrammarOptions
 from windlass.server.text.tool_parsers.formats import FORMATS, ToolFormat
 
 EOS = "<|the end|>"
@@ -88,14 +88,14 @@ def calls_in(text: str, form: ToolFormat) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "qwen3_coder"])  # it has no grammar
 def test_whatever_is_drawn_is_a_call(
-    name: str, several: bool, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
+    name: str, parallel: bool, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
 ) -> None:
     form = FORMATS[name]
-    schemas = {key: SCHEMAS[key] for key in SCHEMAS if name not in ("pythonic", "lfm2") or key != "all" or several}
-    grammar = form.grammar(Forced(schemas, several, lambda marker: f"<[{backend.token_to_id(marker)}]>"))
+    schemas = {key: SCHEMAS[key] for key in SCHEMAS if name not in ("pythonic", "lfm2") or key != "all" or parallel}
+    grammar = form.grammar(CallGrammarOptions(schemas, parallel, lambda marker: f"<[{backend.token_to_id(marker)}]>"))
     assert grammar is not None
     counts = set()
     for seed in range(12):
@@ -104,8 +104,8 @@ def test_whatever_is_drawn_is_a_call(
         for called, arguments in calls:
             jsonschema.validate(arguments, SCHEMAS[called] | {"type": "object"})
             assert set(arguments) <= set(SCHEMAS[called].get("properties", ()))
-    if several and name != "harmony":
-        assert max(counts) > 1 and max(counts) <= MOST_CALLS
+    if parallel and name != "harmony":
+        assert max(counts) > 1 and max(counts) <= MAX_GRAMMAR_CALLS
     else:
         assert counts == {1}
 
@@ -129,7 +129,7 @@ def test_parameters_that_cannot_be_held_to_are_named(
         "find": {"type": "object", "properties": {"x": parameter}},
         "all": SCHEMAS["all"],
     }
-    grammar = FORMATS[name].grammar(Forced(schemas, True, json.dumps, ["find"]))
+    grammar = FORMATS[name].grammar(CallGrammarOptions(schemas, True, json.dumps, ["find"]))
     assert grammar is not None
     with pytest.raises(RequestError) as refused:
         demo_compiler().compile(*(("json_object", "", grammar) if beside else ("lark", grammar)))
@@ -140,7 +140,7 @@ def test_parameters_that_cannot_be_held_to_are_named(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_example_of_a_form_is_a_call(name: str) -> None:
-    text = FORMATS[name].form.replace("the function's name", "look").replace("an argument's name", "city")
+    text = FORMATS[name].example.replace("the function's name", "look").replace("an argument's name", "city")
     ((called, arguments),) = calls_in(text.replace("=its value", "='its value'"), FORMATS[name])
     assert (called, arguments) == ("look", {"city": "its value"})
 
@@ -193,7 +193,7 @@ def test_values_in_the_notation_of_gemma_4(
     schema: dict[str, Any], backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
 ) -> None:
     """As the model writes them where it has a form for them, in alphabetical order; else as JSON."""
-    forced = Forced({"look": schema}, False, lambda marker: f"<[{backend.token_to_id(marker)}]>")
+    forced = CallGrammarOptions({"look": schema}, False, lambda marker: f"<[{backend.token_to_id(marker)}]>")
     grammar = FORMATS["gemma4"].grammar(forced)
     assert grammar is not None
     seen = set()
@@ -213,7 +213,9 @@ def test_a_string_of_gemma_4_does_not_spell_what_ends_it(
     backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
 ) -> None:
     schema = {"properties": {"city": {"type": "string"}}, "required": ["city"]}
-    grammar = FORMATS["gemma4"].grammar(Forced({"x": schema}, False, lambda one: f"<[{backend.token_to_id(one)}]>"))
+    grammar = FORMATS["gemma4"].grammar(
+        CallGrammarOptions({"x": schema}, False, lambda one: f"<[{backend.token_to_id(one)}]>")
+    )
     assert grammar is not None
     for parts, takes in ((["Ro<", "|me|>"], True), (["<tool_", "call|>"], False), (["<", '|"|>'], False)):
         ids = [
@@ -233,7 +235,7 @@ def test_functions_with_many_arguments(name: str) -> None:
             {f"{key}{i}": {"type": "boolean"} for i in range(n)} for key, n in (("p", count), ("q", inner))
         )
         schema = {"properties": {**texts, "x": {"type": "object", "properties": within}}}
-        return FORMATS[name].grammar(Forced({"look": schema}, False, json.dumps))
+        return FORMATS[name].grammar(CallGrammarOptions({"look": schema}, False, json.dumps))
 
     most = grammar(MAX_MEMBERS - 2, 1)
     assert most is not None and "first_" in most
@@ -245,7 +247,7 @@ def test_functions_with_many_arguments(name: str) -> None:
 
 
 def test_markers_that_are_plain_text() -> None:
-    grammar = FORMATS["hermes"].grammar(Forced({"look": {}}, False, json.dumps))
+    grammar = FORMATS["hermes"].grammar(CallGrammarOptions({"look": {}}, False, json.dumps))
     assert grammar is not None and '"<tool_call>" "\\n"' in grammar
 
 
@@ -262,7 +264,7 @@ def test_markers_that_are_plain_text() -> None:
     ],
 )
 def test_schemas_that_are_no_list_of_arguments_have_no_python(schema: dict[str, Any]) -> None:
-    assert FORMATS["pythonic"].grammar(Forced({"look": schema}, False, json.dumps)) is None
+    assert FORMATS["pythonic"].grammar(CallGrammarOptions({"look": schema}, False, json.dumps)) is None
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "qwen3_coder"])
@@ -271,7 +273,9 @@ def test_only_what_is_named_at_any_depth(name: str, backend: tokenizers.Tokenize
     place = {"type": "object", "properties": {"x": {"type": "boolean"}}}
     at = {"type": "array", "items": {"$ref": "#/$defs/place"}, "uniqueItems": True, "maxItems": 3}
     schema = {"properties": {"at": at, "to": {**place, "not": {}}}, "required": ["at"], "$defs": {"place": place}}
-    grammar = FORMATS[name].grammar(Forced({"look": schema}, False, lambda one: f"<[{backend.token_to_id(one)}]>"))
+    grammar = FORMATS[name].grammar(
+        CallGrammarOptions({"look": schema}, False, lambda one: f"<[{backend.token_to_id(one)}]>")
+    )
     assert grammar is not None
     seen = set()
     for seed in range(12):
@@ -283,6 +287,6 @@ def test_only_what_is_named_at_any_depth(name: str, backend: tokenizers.Tokenize
 
 def test_a_function_that_requires_what_it_does_not_name_stays_open() -> None:
     schema = {"type": "object", "properties": {"a": {}}, "required": ["a", "b"]}
-    grammar = FORMATS["plain_json"].grammar(Forced({"look": schema}, False, json.dumps))
+    grammar = FORMATS["plain_json"].grammar(CallGrammarOptions({"look": schema}, False, json.dumps))
     assert grammar is not None
     demo_compiler().compile("lark", grammar)

@@ -15,15 +15,15 @@ from windlass.server.text.reasoning import (
     NAMES,
     QWEN3,
     ChannelParser,
-    Place,
     ThinkingFormat,
     ThinkingParser,
+    ThinkingPhase,
     format_of_template,
 )
-from windlass.server.text.stream_parser import Content, Event, PlainText, Reasoning
+from windlass.server.text.stream_parser import Content, Event, PlainTextParser, Reasoning
 
 # format, where the text begins, the text, the thinking in it, the answer in it
-CASES: list[tuple[ThinkingFormat, Place, str, str, str]] = [
+CASES: list[tuple[ThinkingFormat, ThinkingPhase, str, str, str]] = [
     (QWEN3, "before", "<think>\nab c\n</think>\n\nHi <b>", "ab c", "Hi <b>"),
     (QWEN3, "before", " \n<think>x</think>y", "x", "y"),
     (QWEN3, "before", "  <thin> y", "", "  <thin> y"),
@@ -61,30 +61,32 @@ CASES: list[tuple[ThinkingFormat, Place, str, str, str]] = [
 ]
 
 
-def read(format: ThinkingFormat, place: Place, pieces: list[str]) -> tuple[str, str, list[Event]]:
-    parser = (ChannelParser if format.anywhere else ThinkingParser)(format, place, PlainText())
+def read(format: ThinkingFormat, phase: ThinkingPhase, pieces: list[str]) -> tuple[str, str, list[Event]]:
+    parser = (ChannelParser if format.may_recur else ThinkingParser)(format, phase, PlainTextParser())
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     thinking = "".join(event.text for event in events if isinstance(event, Reasoning))
     answer = "".join(event.text for event in events if isinstance(event, Content))
     return thinking, answer, events
 
 
-@pytest.mark.parametrize("format, place, text, thinking, answer", CASES)
-def test_any_cut_gives_the_same(format: ThinkingFormat, place: Place, text: str, thinking: str, answer: str) -> None:
-    assert read(format, place, [text])[:2] == (thinking, answer)
-    assert read(format, place, list(text))[:2] == (thinking, answer)
+@pytest.mark.parametrize("format, phase, text, thinking, answer", CASES)
+def test_any_cut_gives_the_same(
+    format: ThinkingFormat, phase: ThinkingPhase, text: str, thinking: str, answer: str
+) -> None:
+    assert read(format, phase, [text])[:2] == (thinking, answer)
+    assert read(format, phase, list(text))[:2] == (thinking, answer)
     for count in (1, 2):
         for cuts in combinations(range(len(text) + 1), count):
             ends = (0, *cuts, len(text))
             pieces = [text[start:end] for start, end in pairwise(ends)]
-            found = read(format, place, pieces)
+            found = read(format, phase, pieces)
             assert found[:2] == (thinking, answer), pieces
             assert all(event.text for event in found[2]), "an event that says nothing"
 
 
 def test_thinking_streams_as_it_comes() -> None:
     """Nothing is held back but white space and what may be a marker."""
-    parser = ThinkingParser(QWEN3, "inside", PlainText())
+    parser = ThinkingParser(QWEN3, "inside", PlainTextParser())
     assert parser.feed("Well, ") == [Reasoning("Well,")]
     assert parser.feed("yes<") == [Reasoning(" yes")]
     assert parser.feed("3") == [Reasoning("<3")]
@@ -100,48 +102,48 @@ def test_white_space_before_a_marker_is_bounded() -> None:
 
 def test_which_text_counts_as_thinking() -> None:
     """For the usage: everything up to the closing marker, and nothing where no marker opens it."""
-    parser = ThinkingParser(QWEN3, "before", PlainText())
-    assert (parser.thinking, parser.thought) == (True, False)
+    parser = ThinkingParser(QWEN3, "before", PlainTextParser())
+    assert (parser.thinking, parser.has_thought) == (True, False)
     parser.feed("<think>")
-    assert (parser.thinking, parser.thought) == (True, True)
+    assert (parser.thinking, parser.has_thought) == (True, True)
     parser.feed("a</think")
     assert parser.thinking
     parser.feed(">")
-    assert (parser.thinking, parser.thought) == (False, True)
-    plain = ThinkingParser(QWEN3, "before", PlainText())
+    assert (parser.thinking, parser.has_thought) == (False, True)
+    plain = ThinkingParser(QWEN3, "before", PlainTextParser())
     plain.feed("a")
-    assert (plain.thinking, plain.thought) == (False, False)
+    assert (plain.thinking, plain.has_thought) == (False, False)
 
 
 def test_which_text_counts_as_thinking_where_it_may_come_again() -> None:
-    parser = ChannelParser(GEMMA4, "before", PlainText())
+    parser = ChannelParser(GEMMA4, "before", PlainTextParser())
     found = []
     for piece in (" ", "<|channel>", "thought\n", "a", "<channel|>", "b", "<|channel>", "<channel|>"):
         parser.feed(piece)
-        found.append((parser.thinking, parser.thought))
+        found.append((parser.thinking, parser.has_thought))
     assert found == [(True, False), *[(True, True)] * 3, *[(False, True)] * 2, (True, True), (False, True)]
-    plain = ChannelParser(GEMMA4, "before", PlainText())
+    plain = ChannelParser(GEMMA4, "before", PlainTextParser())
     plain.feed(" a")
-    assert (plain.thinking, plain.thought) == (False, False)
+    assert (plain.thinking, plain.has_thought) == (False, False)
 
 
 def test_where_an_answer_begins() -> None:
-    assert QWEN3.place("<|im_start|>assistant\n") == "before"
-    assert QWEN3.place("<|im_start|>assistant\n<think>\n") == "inside"
-    assert QWEN3.place("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "behind"
-    assert QWEN3.place("user: what does <think> do?\nassistant: ") == "before"
-    assert GEMMA4.place("<|turn>model\n") == GEMMA4.place("<tool_response|>") == "before"
-    assert GEMMA4.place("<tool_response|><|channel>thought\n") == "inside"
-    assert GEMMA4.place("<|turn>model\n<|channel>thought\n<channel|>") == "behind"
-    assert DEEPSEEK_R1.place("<｜Assistant｜>") == "inside"
-    assert DEEPSEEK_R1.place("<｜Assistant｜></think>") == "behind"
+    assert QWEN3.phase("<|im_start|>assistant\n") == "before"
+    assert QWEN3.phase("<|im_start|>assistant\n<think>\n") == "inside"
+    assert QWEN3.phase("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "behind"
+    assert QWEN3.phase("user: what does <think> do?\nassistant: ") == "before"
+    assert GEMMA4.phase("<|turn>model\n") == GEMMA4.phase("<tool_response|>") == "before"
+    assert GEMMA4.phase("<tool_response|><|channel>thought\n") == "inside"
+    assert GEMMA4.phase("<|turn>model\n<|channel>thought\n<channel|>") == "behind"
+    assert DEEPSEEK_R1.phase("<｜Assistant｜>") == "inside"
+    assert DEEPSEEK_R1.phase("<｜Assistant｜></think>") == "behind"
 
 
 def test_where_a_message_is_continued() -> None:
-    assert QWEN3.place("assistant: <think>so", "<think>so") == "inside"
-    assert QWEN3.place("assistant: <think>so</think>The", "<think>so</think>The") == "behind"
-    assert DEEPSEEK_R1.place("assistant: The", "The") == "behind"
-    assert GEMMA4.place("model\n<|channel>thought\nso", "<|channel>thought\nso") == "inside"
+    assert QWEN3.phase("assistant: <think>so", "<think>so") == "inside"
+    assert QWEN3.phase("assistant: <think>so</think>The", "<think>so</think>The") == "behind"
+    assert DEEPSEEK_R1.phase("assistant: The", "The") == "behind"
+    assert GEMMA4.phase("model\n<|channel>thought\nso", "<|channel>thought\nso") == "inside"
 
 
 TEMPLATES = {

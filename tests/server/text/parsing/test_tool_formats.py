@@ -353,8 +353,8 @@ def test_a_function_that_may_not_be_called_now(kind: type[StreamParser], text: s
     """Its calls are content, to the last character; one that nobody offered is passed on as ever."""
     called = text.replace("NAME", "look")
     for pieces in ([called], list(called)):
-        assert read(make(kind, barred={"look"}), *pieces) == (content or called, "", [])
-    assert read(make(kind, barred={"look"}), text.replace("NAME", "other")) == only(("other", "{}"))
+        assert read(make(kind, disallowed={"look"}), *pieces) == (content or called, "", [])
+    assert read(make(kind, disallowed={"look"}), text.replace("NAME", "other")) == only(("other", "{}"))
 
 
 def test_further_calls_than_asked_for_are_left_out() -> None:
@@ -366,8 +366,8 @@ def test_further_calls_than_asked_for_are_left_out() -> None:
 def test_where_only_calls_can_be_the_beginning_of_one_is_no_content() -> None:
     text = f'[{{"name": "look", "arguments": {ROME}}}, {{"name": "fi'
     assert read(make(P), *text) == (', {"name": "fi', "", [LOOK])
-    assert read(make(P, only_calls=True), *text) == only(LOOK)
-    assert read(make(H, only_calls=True), '<tool_call>\n{"na') == only()
+    assert read(make(P, calls_only=True), *text) == only(LOOK)
+    assert read(make(H, calls_only=True), '<tool_call>\n{"na') == only()
 
 
 LONG = {
@@ -406,7 +406,7 @@ def steps(kind: type[StreamParser], text: str) -> int:
     parser = make(kind)
     seen = 0
     for at in range(0, len(text), 4):
-        source = parser._text
+        source = parser._buffer
         seen += len(source.data) - source.position + 4
         parser.feed(text[at : at + 4])
     parser.finish()

@@ -11,8 +11,8 @@ from helpers.live_server import toy_tokenizer
 from helpers.scripted_engine import logprobs_of
 
 from windlass.server.api.chat import ChatWriter
-from windlass.server.serving.deltas import Delta, Tally
-from windlass.server.serving.response_writer import AnswerOptions
+from windlass.server.serving.deltas import Delta, TokenUsage
+from windlass.server.serving.response_writer import ResponseOptions
 from windlass.server.text.service import Prompt
 from windlass.server.text.stream_parser import CallArguments, CallStart, Content, Event, ParsingPlan, Reasoning
 
@@ -47,8 +47,10 @@ def write(
     name: str, *, stream: bool, older: bool = False, reason: str = "stop", **options: Any
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The choice of a whole answer or, put together, of a stream; and the stream's chunks."""
-    plan = ParsingPlan(lambda: Scripted(SCRIPTS[name]), older_functions=older)
-    writer = ChatWriter(toy_tokenizer(), [Prompt([1])], Tally(), AnswerOptions(**options), {"id": "x"}, parsing=plan)
+    plan = ParsingPlan(lambda: Scripted(SCRIPTS[name]), legacy_function_call=older)
+    writer = ChatWriter(
+        toy_tokenizer(), [Prompt([1])], TokenUsage(), ResponseOptions(**options), {"id": "x"}, parsing=plan
+    )
     count = len(SCRIPTS[name])
     deltas = [
         Delta(0, "x", (65,), (logprobs_of(65, 0),) if options.get("logprobs") is not None else (), None)

@@ -7,23 +7,23 @@ import random
 
 import pytest
 
-from windlass.server.text.workers.pool import Lane, LaneFullError
+from windlass.server.text.workers.pool import FairLimiter, QueueFullError
 
 
 def test_callers_take_turns_whatever_they_queued() -> None:
     order: list[str] = []
 
-    async def job(lane: Lane, caller: str) -> None:
-        async with lane.turn(caller, 1):
+    async def job(limiter: FairLimiter, caller: str) -> None:
+        async with limiter.slot(caller, 1):
             order.append(caller)
             await asyncio.sleep(0)
 
     async def main() -> None:
-        lane = Lane(1, 1000)
-        async with lane.turn("first", 1):
-            jobs = [asyncio.create_task(job(lane, "many")) for _ in range(100)]
+        limiter = FairLimiter(1, 1000)
+        async with limiter.slot("first", 1):
+            jobs = [asyncio.create_task(job(limiter, "many")) for _ in range(100)]
             await asyncio.sleep(0)
-            jobs += [asyncio.create_task(job(lane, "one")), asyncio.create_task(job(lane, "two"))]
+            jobs += [asyncio.create_task(job(limiter, "one")), asyncio.create_task(job(limiter, "two"))]
             await asyncio.sleep(0)
         await asyncio.gather(*jobs)
 
@@ -34,11 +34,11 @@ def test_callers_take_turns_whatever_they_queued() -> None:
 
 def test_no_more_run_at_once_than_its_width() -> None:
     async def main() -> int:
-        lane, running, most = Lane(3, 1000), 0, 0
+        limiter, running, most = FairLimiter(3, 1000), 0, 0
 
         async def job(number: int) -> None:
             nonlocal running, most
-            async with lane.turn(str(number % 5), 1):
+            async with limiter.slot(str(number % 5), 1):
                 running += 1
                 most = max(most, running)
                 await asyncio.sleep(0.001)
@@ -55,23 +55,23 @@ def test_no_more_run_at_once_than_its_width() -> None:
 
 def test_what_waits_is_bounded_by_its_size() -> None:
     async def main() -> None:
-        lane = Lane(1, 20)
+        limiter = FairLimiter(1, 20)
 
         async def wait(size: int, caller: str = "a") -> None:
-            async with lane.turn(caller, size):
+            async with limiter.slot(caller, size):
                 pass
 
-        async with lane.turn("a", 1_000_000):  # what runs does not wait
+        async with limiter.slot("a", 1_000_000):  # what runs does not wait
             waiting = asyncio.create_task(wait(8))
             await asyncio.sleep(0)
-            with pytest.raises(LaneFullError):
+            with pytest.raises(QueueFullError):
                 await wait(3)  # of one caller no more than half
             more = [asyncio.create_task(wait(2)), asyncio.create_task(wait(9, "b"))]
             await asyncio.sleep(0)
-            with pytest.raises(LaneFullError):
+            with pytest.raises(QueueFullError):
                 await wait(2, "c")
         await asyncio.gather(waiting, *more)
-        async with lane.turn("a", 1):  # nothing is counted as waiting any more
+        async with limiter.slot("a", 1):  # nothing is counted as waiting any more
             last = asyncio.create_task(wait(10))
             await asyncio.sleep(0)
             assert not last.done()
@@ -83,14 +83,14 @@ def test_what_waits_is_bounded_by_its_size() -> None:
 @pytest.mark.parametrize("moment", ["waiting", "before the place is passed on", "after it was passed on"])
 def test_a_cancelled_wait_leaves_the_place_to_others(moment: str) -> None:
     async def main() -> None:
-        lane = Lane(1, 1000)
+        limiter = FairLimiter(1, 1000)
         done: list[str] = []
 
         async def job(caller: str) -> None:
-            async with lane.turn(caller, 1):
+            async with limiter.slot(caller, 1):
                 done.append(caller)
 
-        async with lane.turn("first", 1):
+        async with limiter.slot("first", 1):
             dropped = [asyncio.create_task(job("dropped")) for _ in range(3)]
             kept = asyncio.create_task(job("kept"))
             await asyncio.sleep(0)
@@ -114,11 +114,11 @@ def test_a_cancelled_wait_leaves_the_place_to_others(moment: str) -> None:
 def test_any_order_of_cancelling_and_finishing_keeps_the_width() -> None:
     async def main(seed: int) -> None:
         draw = random.Random(seed)
-        lane, running, most = Lane(2, 1000), 0, 0
+        limiter, running, most = FairLimiter(2, 1000), 0, 0
 
         async def job(caller: str) -> None:
             nonlocal running, most
-            async with lane.turn(caller, 1):
+            async with limiter.slot(caller, 1):
                 running += 1
                 most = max(most, running)
                 try:
@@ -136,7 +136,7 @@ def test_any_order_of_cancelling_and_finishing_keeps_the_width() -> None:
                 await asyncio.sleep(0)
         await asyncio.gather(*tasks, return_exceptions=True)
         assert most <= 2 and running == 0
-        async with lane.turn("x", 1), lane.turn("y", 1):  # both places are there
+        async with limiter.slot("x", 1), limiter.slot("y", 1):  # both places are there
             pass
 
     for seed in range(50):

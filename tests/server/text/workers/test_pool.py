@@ -23,7 +23,7 @@ from tokenizers import Regex, models, pre_tokenizers
 from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers import processes
-from windlass.server.text.workers.frames import TaskCall, TextSource, pack_ids, unpack_ids
+from windlass.server.text.workers.frames import TaskCall, WorkerSource, pack_ids, unpack_ids
 from windlass.server.text.workers.pool import ClosedError, Limits, OutOfMemoryError, RefusedError, TextPool
 from windlass.server.text.workers.processes import ForkServer, KilledError, TooSlowError
 from windlass.server.text.workers.tasks import TextTasks, call
@@ -31,7 +31,7 @@ from windlass.server.text.workers.tasks import TextTasks, call
 T = TypeVar("T")
 
 MIB = 2**20
-ROOMY = Limits(seconds=30.0, memory=1024 * MIB)
+GENEROUS = Limits(seconds=30.0, memory=1024 * MIB)
 SPECIAL = {"bos_token": "<|bos|>"}
 TEMPLATE = (
     "{% if spin %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
@@ -41,7 +41,7 @@ TEMPLATE = (
 
 
 def make_pool(backend: tokenizers.Tokenizer | None = None, template: str | None = TEMPLATE, **options: Any) -> TextPool:
-    source = TextSource((backend or toys.byte_level()).to_str(), SPECIAL, template)
+    source = WorkerSource((backend or toys.byte_level()).to_str(), SPECIAL, template)
     return TextPool(
         source, **{"short": 2, "large": 1, "templates": 2, "grammars": 1, "max_waiting": 100 * MIB, **options}
     )
@@ -61,9 +61,9 @@ def run(make: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(main())
 
 
-def render(pool: TextPool, limits: Limits = ROOMY, **variables: Any) -> Awaitable[str]:
+def render(pool: TextPool, limits: Limits = GENEROUS, **variables: Any) -> Awaitable[str]:
     messages = [{"role": "user", "content": "hello"}]
-    asked = call(
+    task_call = call(
         TextTasks.render,
         messages,
         add_generation_prompt=True,
@@ -72,12 +72,12 @@ def render(pool: TextPool, limits: Limits = ROOMY, **variables: Any) -> Awaitabl
         tools=None,
         with_tools=False,
     )
-    return pool.run(asked, size=5, limits=limits, lane=pool.templates)
+    return pool.run(task_call, size=5, limits=limits, limiter=pool.templates)
 
 
-def do(pool: TextPool, asked: TaskCall[T], size: int = 10) -> T:
+def do(pool: TextPool, task_call: TaskCall[T], size: int = 10) -> T:
     """What a call comes to, with room for it."""
-    return run(lambda: pool.run(asked, size=size, limits=ROOMY))
+    return run(lambda: pool.run(task_call, size=size, limits=GENEROUS))
 
 
 def children_of(pid: int) -> list[int]:
@@ -137,7 +137,7 @@ def test_a_job_that_takes_too_much_memory_is_refused(pool: TextPool) -> None:
         with pytest.raises(OutOfMemoryError):
             await render(pool, limits, eat=200 * MIB)
         assert await render(pool, limits, eat=MIB) == f"{MIB}hello"
-        assert await render(pool, ROOMY, eat=200 * MIB) == f"{200 * MIB}hello"
+        assert await render(pool, GENEROUS, eat=200 * MIB) == f"{200 * MIB}hello"
 
     asyncio.run(main())
 
@@ -208,7 +208,7 @@ def test_no_process_is_left_where_running_a_job_fails(monkeypatch: pytest.Monkey
         raise ValueError("not foreseen")
 
     try:
-        monkeypatch.setattr(processes, "_answers_within", failing)
+        monkeypatch.setattr(processes, "_wait_readable", failing)
         with pytest.raises(ValueError, match="not foreseen"):
             run(lambda: render(made))
         assert not children_of(fork_server(made))
@@ -292,7 +292,7 @@ def test_cancelling_ends_the_process_and_frees_the_place() -> None:
 
     async def main() -> None:
         assert await render(made) == "hello"
-        spinning = asyncio.create_task(render(made, ROOMY, spin=1))  # type: ignore[arg-type]
+        spinning = asyncio.create_task(render(made, GENEROUS, spin=1))  # type: ignore[arg-type]
         while not made._running:
             await asyncio.sleep(0.01)
         begin = time.monotonic()
@@ -365,7 +365,7 @@ async def _outcome(job: Awaitable[Any]) -> Any:
 
 def test_once_the_fork_server_is_gone_only_its_own_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may have given the id of one that has ended to somebody else."""
-    server = ForkServer(TextSource(toys.byte_level().to_str(), SPECIAL, None))
+    server = ForkServer(WorkerSource(toys.byte_level().to_str(), SPECIAL, None))
     server.wait_loaded()
     theirs, gone = server.fork(), server.fork()
     server.kill()
@@ -373,14 +373,14 @@ def test_once_the_fork_server_is_gone_only_its_own_are_killed(monkeypatch: pytes
     monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
     gone._pid = os.getpid()
     gone.kill()
-    assert gone.ended and not killed
+    assert gone.exited and not killed
     theirs.kill()
     assert killed == [(theirs._pid, signal.SIGKILL)]
 
 
 def test_where_the_host_has_no_standard_error_its_processes_print_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    server = ForkServer(TextSource("", SPECIAL, None))
+    server = ForkServer(WorkerSource("", SPECIAL, None))
     outputs = [str(Path(f"/proc/{server._process.pid}/fd/{number}").readlink()) for number in (1, 2)]
     server.kill()
     assert outputs == [os.devnull] * 2
