@@ -520,8 +520,8 @@ def _parse_threshold(part: str, profiles: Mapping[str, RopeScaling]) -> ScalingT
     if name == _NONE:
         return ScalingThreshold(int(tokens))
     raise LoadError(
-        f"{LADDER_OPTION} {part[:60]}: no --rope-profile has that name{did_you_mean(name, [*profiles, _NONE])}; none is the model "
-        "as it is"
+        f"{LADDER_OPTION} {part[:60]}: no --rope-profile has that name{did_you_mean(name, [*profiles, _NONE])}; none is the "
+        "model as it is"
     )
 
 

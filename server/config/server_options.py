@@ -654,7 +654,8 @@ def generation_config_path(given: str) -> Path | None:
     raise LoadError(
         f"{GENERATION_CONFIG} {given}: this folder holds no {GENERATION_CONFIG_FILE}"
         if folder
-        else f"{GENERATION_CONFIG} must be auto, none, or a {GENERATION_CONFIG_FILE} or its folder, and {given[:200]!r} is none that is there"
+        else f"{GENERATION_CONFIG} must be auto, none, or a {GENERATION_CONFIG_FILE} or its folder, "
+        f"and {given[:200]!r} is none that is there"
         f"{did_you_mean(given, ('auto', *NO_GENERATION_CONFIG))}"
     )
 

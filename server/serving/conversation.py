@@ -74,8 +74,8 @@ async def fit_turns(
     """The chat with as few turns dropped as leave `reserved_tokens` tokens of `context` to the answer.
 
     make: what comes of messages, and its tokens; it may raise ApiError context_length_exceeded. It is called once where nothing
-    has to go, else at most 2 + log2(turns) times. Where even the shortest chat leaves less than `reserved_tokens`, it sets what is
-    left to the answer. Raises what `make` raises of the shortest chat.
+    has to go, else at most 2 + log2(turns) times. Where even the shortest chat leaves less than `reserved_tokens`, the response
+    gets what is left. Raises what `make` raises for the shortest chat.
     """
     turns = droppable_turns(messages)
 

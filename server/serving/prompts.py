@@ -113,8 +113,8 @@ async def fill_in_prompts(job: GenerationJob, body: CompletionRequest) -> list[P
     after = await _encode_part(job, body.suffix, "suffix")
     if len(given) * len(after) > MAX_SUFFIX_TOKENS:
         raise bad_request(
-            f"suffix has {len(after)} tokens and stands behind each of {len(given)} prompts, at most {MAX_SUFFIX_TOKENS} are made "
-            "of it: send fewer prompts at once",
+            f"suffix has {len(after)} tokens and stands behind each of {len(given)} prompts, at most {MAX_SUFFIX_TOKENS} are "
+            "made of it: send fewer prompts at once",
             "suffix",
         )
     if isinstance(given[0], str):

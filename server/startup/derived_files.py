@@ -49,8 +49,8 @@ class Derivation:
         """The directory made from these files as they are now; made where it is not there yet.
 
         stem: how its name begins. source: what to call the files. fill: writes into an empty directory all files, the index among
-        them (see `describe_sources`). It is in use for as long as this process lives. The directory of what the first file was before it
-        changed goes, unless it is in use. Raises LoadError, one line.
+        them (see `describe_sources`). The directory is in use as long as this process lives. An older directory of the first file
+        is removed unless it is in use. Raises LoadError, one line.
         """
         files = self.describe_sources(sources, source)
         digest = hashlib.sha256(json.dumps([self.version, files]).encode()).hexdigest()[:16]

@@ -62,9 +62,8 @@ class Shutdown:
         """Refuse new work, let running requests finish for a while, then end them with an error."""
         state.draining = True
         if state.in_flight:
-            print_status(
-                f"draining: {describe_time_left(state.in_flight, self._grace_ends - time.monotonic())}; signal again to stop at once"
-            )
+            left = describe_time_left(state.in_flight, self._grace_ends - time.monotonic())
+            print_status(f"draining: {left}; signal again to stop at once")
         if not await _idle(state, self._grace_ends):
             print_status(f"the grace period is over; requests that are aborted: {state.in_flight}")
             state.abort_all()

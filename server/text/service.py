@@ -507,7 +507,8 @@ class TextService:
                 raise context_length_exceeded(max_model_len, tokens, param=param, at_least=True)
         elif characters > (max_characters := max(max_model_len * per_token, self._settings.max_tokenize_chars)):
             raise bad_request(
-                f"{param} holds {characters} characters, at most {max_characters} are tokenized to be truncated: send what is to be kept",
+                f"{param} holds {characters} characters, at most {max_characters} are tokenized to be truncated: "
+                "send what is to be kept",
                 param,
                 "string_too_long",
             )

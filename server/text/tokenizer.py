@@ -114,7 +114,8 @@ class Tokenizer:
             available = max_tokens - len(first_encoding.ids) - added
             if available < 1:
                 raise RequestError(
-                    f"the first text has {len(first_encoding.ids)} tokens, which leave no room for the second among {max_tokens}: shorten it"
+                    f"the first text has {len(first_encoding.ids)} tokens, which leave no room for the second among "
+                    f"{max_tokens}: shorten it"
                 )
             second_encoding.truncate(available)
         joined = self._backend.post_process(first_encoding, second_encoding, add_special_tokens)

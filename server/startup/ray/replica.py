@@ -50,7 +50,7 @@ def cache_held(picture: CacheSnapshot) -> float:
 
 
 def scale_by_requests_and_cache(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """As many replicas as requests need, by Ray's own rule, or as hold what runs in TARGET_CACHE_USE of their caches, if that is more.
+    """As many replicas as requests need by Ray's own rule, or as keep cache use at TARGET_CACHE_USE, whichever is more.
 
     Called by Ray's controller, which then keeps to the bounds and the delays of the deployment.
     """

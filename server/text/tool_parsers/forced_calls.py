@@ -168,7 +168,8 @@ def harmony(forced: CallGrammarOptions) -> str:
     token = forced.token
     channel, message = token("<|channel|>"), token("<|message|>")
     json_follows = f"{token('<|constrain|>')} {lark_string('json')} {message}"
-    thought = f"{channel} {lark_string('analysis')} {message} THOUGHT {token('<|end|>')} {token('<|start|>')} {lark_string('assistant')}"
+    thought_ends = f"{token('<|end|>')} {token('<|start|>')} {lark_string('assistant')}"
+    thought = f"{channel} {lark_string('analysis')} {message} THOUGHT {thought_ends}"
     rules = _call_rules(
         forced, lambda name: f"{channel} {lark_string(f'commentary to=functions.{name} ')} {json_follows}", ""
     )

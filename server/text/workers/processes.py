@@ -162,7 +162,7 @@ def _wait_readable(seconds: float, connection: socket.socket) -> bool:
 
 
 class TextProcess:
-    """A forked process that runs one job at a time. `needs_recycling`: its last job was slow or large, so it should be replaced."""
+    """A forked process that runs one job at a time. `needs_recycling`: its last job was slow or large."""
 
     def __init__(self, server: ForkServer, connection: socket.socket, pid: int) -> None:
         self._server = server

@@ -357,8 +357,8 @@ def test_bundled_model_is_looked_for_inside_the_installed_package():
 
 def test_import_needs_neither_torch_nor_huggingface_hub():
     code = (
-        "import sys\nimport windlass.server.startup.model_files, windlass.server.text.tokenizer, windlass.server.text.detokenizer\n"
-        "import windlass.server.text.chat_template\n"
+        "import sys\nimport windlass.server.startup.model_files, windlass.server.text.tokenizer\n"
+        "import windlass.server.text.detokenizer, windlass.server.text.chat_template\n"
         "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
