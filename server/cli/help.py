@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
 
-from windlass.clients import APIError
+if TYPE_CHECKING:
+    from windlass.clients import APIError
 
 # By parameter. A command's own options are always shown.
 COMMON_OPTIONS = (

@@ -20,7 +20,6 @@ from windlass.engine.process_setup import gc_paused_imports
 from windlass.server.cli.help import BriefHelp, help_all_option
 from windlass.server.cli.ray_commands import app as ray
 from windlass.server.cli.rope import app as rope
-from windlass.server.cli.top import top
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_names import to_flat, with_option_names
 from windlass.server.config.option_parsing import (
@@ -240,7 +239,27 @@ def replay(
     return replay_remote(file, url, api_key, pace, as_json)
 
 
-app.command("top")(top)
+@app.command()
+def top(
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="A running server, with or without /v1.", envvar="WINDLASS_BASE_URL"),
+    ] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, option("--api-key", help="The server's key; where keys are named, that of an administrator.")
+    ] = None,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Between two looks.")
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval as plain text, and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write one JSON object for each interval, and nothing else.")
+    ] = False,
+) -> int:
+    """Watch a running server: tokens, requests, cache, latencies, rotary scalings. q or ctrl-C ends it."""
+    from windlass.server.cli.top import watch
+
+    return watch(url, api_key, interval, once=once, as_json=as_json)
 
 
 @app.command("size", cls=BriefHelp)

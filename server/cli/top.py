@@ -12,9 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
 
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -24,7 +22,6 @@ from windlass.clients import APIError, APIStatusError, Client, RateLimitError, R
 from windlass.clients.metrics import Metrics
 from windlass.clients.terminal import CommandError, discard_output, is_output_closed, print_status
 from windlass.server.cli.help import with_key_hint
-from windlass.server.config.option_parsing import option
 
 _PREFIX = "windlass_"
 
@@ -457,24 +454,3 @@ def _describe_error(error: APIError) -> str:
     if isinstance(error, APIStatusError):
         return f"it answered {error.status}: {with_key_hint(error)}"
     return error.message
-
-
-def top(
-    url: Annotated[
-        str,
-        typer.Argument(metavar="URL", help="A running server, with or without /v1.", envvar="WINDLASS_BASE_URL"),
-    ] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, option("--api-key", help="The server's key; where keys are named, that of an administrator.")
-    ] = None,
-    interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Between two looks.")
-    ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show one interval as plain text, and end.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Write one JSON object for each interval, and nothing else.")
-    ] = False,
-) -> int:
-    """Watch a running server: tokens, requests, cache, latencies, rotary scalings. q or ctrl-C ends it."""
-
-    return watch(url, api_key, interval, once=once, as_json=as_json)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from windlass.engine.errors import LoadError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 TOKENIZER = "tokenizer.json"
 
@@ -73,10 +74,12 @@ def _added_token(value: Any, *, special: bool | None = None) -> str | tokenizers
     """A special token as configs write it: a string, or an object with content and flags."""
     if isinstance(value, str):
         return value
+    from tokenizers import AddedToken  # here: a lookup of files does without the library
+
     flags = {key: value[key] for key in ("lstrip", "rstrip", "single_word", "normalized", "special") if key in value}
     if special is not None:
         flags["special"] = special
-    return tokenizers.AddedToken(value["content"], **flags)
+    return AddedToken(value["content"], **flags)
 
 
 def special_tokens(
@@ -111,23 +114,25 @@ def add_missing_tokens(
     unnamed: list[str | tokenizers.AddedToken],
 ) -> None:
     """Add what the files beside tokenizer.json declare and it lacks, in the order of their ids."""
+    from tokenizers import AddedToken
+
     present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
-    declared: dict[int, tokenizers.AddedToken] = {}
+    declared: dict[int, AddedToken] = {}
     for index, value in (config.get("added_tokens_decoder") or {}).items():
         token = _added_token(value)
-        declared[int(index)] = token if not isinstance(token, str) else tokenizers.AddedToken(token)
+        declared[int(index)] = token if not isinstance(token, str) else AddedToken(token)
     if "added_tokens_decoder" not in config:
         specials = {token_content(token) for token in [*named.values(), *unnamed]}
         for text, index in read_json(directory / "added_tokens.json").items():
             special = text in specials
-            declared[int(index)] = tokenizers.AddedToken(text, normalized=not special, special=special)
+            declared[int(index)] = AddedToken(text, normalized=not special, special=special)
     missing = [token for _, token in sorted(declared.items()) if repr(token) not in present]
     known = {token.content for token in backend.get_added_tokens_decoder().values()} | {t.content for t in missing}
     for token in [*named.values(), *unnamed]:
         text = token_content(token)
         if text not in known:
             known.add(text)
-            missing.append(tokenizers.AddedToken(text, special=True) if isinstance(token, str) else token)
+            missing.append(AddedToken(text, special=True) if isinstance(token, str) else token)
     if missing:
         names = {token_content(token) for token in named.values()}
         for token in missing:

@@ -103,15 +103,13 @@ def test_other_errors_of_the_system_are_not_taken_for_it() -> None:
 
 STREAMS = """
 import os, socket, subprocess, sys, typer
-from windlass.clients.terminal import say
-from windlass.clients.terminal import run_app
-from windlass.clients.terminal import stderr_is_terminal
+from windlass.clients.terminal import print_status, run_app, stderr_is_terminal
 
 app = typer.Typer()
 
 @app.command()
 def command() -> None:
-    say("a line")
+    print_status("a line")
     assert not stderr_is_terminal()
     print("hello")
     assert sys.stdin.read() == ""

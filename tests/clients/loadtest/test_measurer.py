@@ -394,7 +394,7 @@ def test_a_server_that_is_gone_is_a_failure_by_kind(monkeypatch):
     async def unanswered(self):  # the system gave up the connection long before the request's own time was over
         raise TimeoutError(errno.ETIMEDOUT, "Connect call failed")
 
-    monkeypatch.setattr(Pool, "take", unanswered)
+    monkeypatch.setattr(Pool, "acquire", unanswered)
     late = asyncio.run(run_load(plan, server=server, workload=workload))
     assert late.errors == {"connection": 3} and "Connect call failed" in late.records[0].message
     assert result.summary()["ttft_ms"] == dict.fromkeys(("mean", "p50", "p90", "p95", "p99"))

@@ -14,12 +14,11 @@ from helpers.scripted_llm import scripted_llm, stream
 from rich.console import Console
 
 from windlass.clients.loadtest import runner
-from windlass.clients.loadtest.commands import write_csv, write_sweep
 from windlass.clients.loadtest.display import print_sweep
 from windlass.clients.loadtest.load_plan import Arrivals, Lengths, LoadPlan, WorkloadSpec
 from windlass.clients.loadtest.results import RequestRecord, RunResult
 from windlass.clients.loadtest.runner import prepare, sweep_load
-from windlass.clients.loadtest.sweep import SweepSpec, attainment, find_highest_rate, judge_run
+from windlass.clients.loadtest.sweep import SweepSpec, attainment, find_highest_rate, judge_run, write_csv, write_sweep
 from windlass.clients.loadtest.target import ControlClient, LoadTestError, Target
 from windlass.clients.loadtest.target import Server as KnownServer
 from windlass.clients.loadtest.workload import Vocabulary, Workload

@@ -236,7 +236,7 @@ def test_it_is_made_once_for_the_first_who_ask_and_holds_nobody_up(monkeypatch: 
         made.append(go_on.wait(30))
         return found
 
-    monkeypatch.setattr(application, "describe", slowly)
+    monkeypatch.setattr(application, "openapi_document", slowly)
     with live_server() as live, ThreadPoolExecutor() as threads:
         assert not begun.is_set()
         asked = [threads.submit(live.http.get, "/openapi.json") for _ in range(3)]

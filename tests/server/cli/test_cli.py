@@ -700,7 +700,7 @@ def unused_port():
         return listener.getsockname()[1]
 
 
-@pytest.mark.parametrize("module", ["cli.main", "startup.launch", "cli.generate", "app.app"])
+@pytest.mark.parametrize("module", ["cli.main", "startup.launch", "cli.generate", "application"])
 def test_the_api_process_never_imports_torch(module):
     code = f"import sys, windlass.server.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -26,13 +26,13 @@ def test_without_ray_the_command_says_how_to_have_it() -> None:
     ("given", "found"), [("1", (1, 1)), ("2..8", (2, 8)), (" 3 ", (3, 3)), ("4..4", (4, 4)), ("1..1024", (1, 1024))]
 )
 def test_a_number_of_replicas_or_two(given: str, found: tuple[int, int]) -> None:
-    assert ClusterOptions(replicas=given).count() == found
+    assert ClusterOptions(replicas=given).replica_bounds() == found
 
 
 @pytest.mark.parametrize("given", ["", "0", "0..2", "3..2", "2...8", "-1", "many", "1..2000", "99999999999"])
 def test_what_is_no_number_of_replicas(given: str) -> None:
     with pytest.raises(LoadError, match=r"--replicas must be a number between 1 and 1024, or two such as 2\.\.8"):
-        ClusterOptions(replicas=given).count()
+        ClusterOptions(replicas=given).replica_bounds()
 
 
 @pytest.mark.parametrize(

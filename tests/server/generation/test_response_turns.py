@@ -52,7 +52,7 @@ def test_thoughts_and_calls_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> 
     class Watching(responses._MessagesBuilder):
         def add(self, item: Any, place: str) -> None:
             super().add(item, place)
-            made.extend(map(id, self._turn.values()))
+            made.extend(map(id, self._assistant_fields.values()))
 
     monkeypatch.setattr(responses, "_MessagesBuilder", Watching)
     numbers = range(MAX_CALLS)

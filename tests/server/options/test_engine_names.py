@@ -19,8 +19,8 @@ ENGINE = Path(__file__).parents[3] / "engine"
 PRIVATE = {  # how the engine process is started, by the engine itself
     "client/child_process.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
     "core/engine_process.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
-    "core/ranks.py": {"--fd", "--log-level", "--memory", "--parent", "--store"},
-    "core/rank_process.py": {"--fd", "--log-level", "--memory", "--parent", "--store"},
+    "core/ranks.py": {"--fd", "--memory", "--parent", "--store"},
+    "core/rank_process.py": {"--fd", "--memory", "--parent", "--store"},
 }
 
 

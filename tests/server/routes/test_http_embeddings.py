@@ -190,11 +190,11 @@ def test_vectors_are_written_in_batches_and_each_is_measured_once(live: Live, mo
 
     def data(batch: list[PooledRows], *rest: Any) -> bytes:
         written.append(len(batch))
-        return _data(batch, *rest)
+        return render_items(batch, *rest)
 
-    _data = embeddings._render_items
+    render_items = embeddings._render_items
     monkeypatch.setattr(embeddings, "pool", pool)
-    monkeypatch.setattr(embeddings, "_data", data)
+    monkeypatch.setattr(embeddings, "_render_items", data)
     monkeypatch.setattr(embeddings, "_VALUES_PER_BATCH", 80)  # numbers
     answer = embed(live, [[5]] * 200)
     assert written == [80, 80, 40] and len(measured) == 200

@@ -57,7 +57,7 @@ def test_an_engine_that_was_started_again_counts_from_nothing(monkeypatch):
         async def refresh(self) -> EngineStats | None:
             return given.pop(0) if given else None
 
-    monkeypatch.setattr(launch, "say", lines.append)
+    monkeypatch.setattr(launch, "print_status", lines.append)
 
     async def main() -> None:
         task = asyncio.create_task(launch.report_activity(Metrics(), 0.01))  # type: ignore[arg-type]

@@ -34,13 +34,13 @@ def defaults_of(directory: Path, text: str) -> SamplingDefaults:
 
 
 def told(found: ModelSampling) -> str:
-    return found.sampling.described(found.sources)
+    return found.sampling.describe(found.sources)
 
 
 def test_without_a_file_everything_is_neutral(tmp_path):
     assert find_sampling(tmp_path, {}) == ModelSampling(SamplingDefaults())
     assert defaults_of(tmp_path, '{"eos_token_id": [1, 2], "max_new_tokens": 3}') == SamplingDefaults()
-    assert SamplingDefaults().described({}) == ""
+    assert SamplingDefaults().describe({}) == ""
 
 
 def test_all_six_are_read(tmp_path):

@@ -80,7 +80,7 @@ def test_documents_are_cut_to_fit_and_the_rest_stays(source: str, keep_first: bo
 
     def encode(text: str, most: int | None) -> list[int]:
         (packed,) = tasks.encode_pair_prompts(
-            prompt, "", [("fox", text)], add_special_tokens=False, most=most, keep_first=keep_first
+            prompt, "", [("fox", text)], add_special_tokens=False, max_tokens=most, keep_first=keep_first
         )
         return unpack_ids(packed)
 
