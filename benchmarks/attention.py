@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.attention_calls import decode_call
 from harness.rates import readable
 
 from windlass.kernels import AttentionCall, KVPages, cpu, page_tensor_shapes, select_backend
@@ -87,7 +88,7 @@ def decode(lengths: list[int], repeats: int, clock: Callable[[], float]) -> list
             copies = [first, *(random_pages(length, kind) for _ in range(OUTGROWS_CACHES // sizes[name]))]
             table = torch.randperm(first.key.shape[0])[None].int()
 
-            call = AttentionCall.for_decode(table, lens, torch.ones(1), DIM**-0.5)
+            call = decode_call(table, lens, torch.ones(1), DIM**-0.5)
 
             def attend(supply=itertools.cycle(copies), q=q, call=call) -> object:  # type: ignore[no-untyped-def]  # noqa: B008
                 return backend.paged_attention(q, next(supply), call)

@@ -17,9 +17,10 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from harness.attention_calls import decode_call
 from torch import Tensor
 
-from windlass.kernels import AttentionCall, cpu
+from windlass.kernels import cpu
 from windlass.kernels.cpu import load
 from windlass.kernels.layouts.kv_pages import KVPages
 from windlass.kernels.torch.batched_attention import paged_attention
@@ -84,7 +85,7 @@ def attention(repeats: int, clock: Timer) -> None:
         per = -(-length // size)
         table = torch.randperm(batch * per).view(batch, per).to(torch.int32)
         lengths = torch.full((batch,), length)
-        call = AttentionCall.for_decode(table, lengths, torch.ones(batch), dim**-0.5)
+        call = decode_call(table, lengths, torch.ones(batch), dim**-0.5)
         q = torch.randn(batch, heads, dim)
         for kind in (torch.float32, torch.bfloat16):
             pages = KVPages(*(torch.randn(batch * per, size, kv_heads, dim).to(kind) for _ in range(2)))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,14 +124,6 @@ class AttentionCall:
             raise ValueError("alibi_slopes and gaps of ranges come together")
         if self.ranges is not None and (self.window is not None or self.chunk is not None or not self.causal):
             raise ValueError("attention over ranges is causal, without a window or chunk of its own")
-
-    @classmethod
-    def for_decode(
-        cls, block_tables: Tensor, seq_lens: Tensor, score_scale: Tensor, scale: float, **options: Any
-    ) -> AttentionCall:
-        """A call in which every sequence has one new token. options: fields with a default."""
-        start = torch.arange(seq_lens.shape[0] + 1, device=seq_lens.device)
-        return cls(block_tables, start, seq_lens, score_scale, scale, **options)
 
     @property
     def batch_size(self) -> int:

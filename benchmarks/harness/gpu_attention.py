@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from harness.attention_calls import decode_call
 from harness.gpu_figures import Bounds, Figure, fastest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -39,7 +40,7 @@ def _decode(bounds: Bounds, streams: int, length: int) -> Figure:
     backend = select_backend(bounds.device, bounds.dtype)
     pages, tables = _pages(bounds, streams, length)
     lengths = torch.full((streams,), length, device=bounds.device)
-    call = AttentionCall.for_decode(tables, lengths, torch.ones(streams, device=bounds.device), _DIM**-0.5)
+    call = decode_call(tables, lengths, torch.ones(streams, device=bounds.device), _DIM**-0.5)
     q = torch.randn(streams, _HEADS, _DIM, device=bounds.device).to(bounds.dtype)
     seconds = fastest(lambda: backend.paged_attention(q, pages, call), bounds.device, 10)
     read = pages.key.nbytes + pages.value.nbytes

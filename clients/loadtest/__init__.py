@@ -1,3 +1,1 @@
 """Load tests of any OpenAI-compatible server: schedules, workloads, measurement, reports. Behind `windlass bench`."""
-
-from __future__ import annotations

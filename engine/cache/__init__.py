@@ -1,3 +1,1 @@
 """Paged KV cache: block manager, prefix cache, tensors, memory budget, and the disk and host tiers."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Model execution: input batch, forward batch, model runner, CUDA graphs and recorded steps, draft and MTP proposers."""
-
-from __future__ import annotations

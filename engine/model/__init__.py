@@ -1,3 +1,1 @@
 """The model: a declarative spec read from a Hugging Face config, one decoder for every family, and weight loading."""
-
-from __future__ import annotations

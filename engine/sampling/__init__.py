@@ -1,3 +1,1 @@
 """Sampling: from logits to tokens, with penalties, grammars, log-probabilities and acceptance of proposed tokens."""
-
-from __future__ import annotations

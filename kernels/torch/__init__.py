@@ -1,3 +1,1 @@
 """Plain torch operations: oracle, fallback, and row-independent forms."""
-
-from __future__ import annotations

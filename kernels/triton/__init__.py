@@ -1,3 +1,1 @@
 """Triton kernels for NVIDIA GPUs. Each module holds the kernels of one operation and the functions that launch them."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """The HTTP API: one module per API with its routes and its rendering."""
-
-from __future__ import annotations

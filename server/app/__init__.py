@@ -1,3 +1,1 @@
 """State that requests share: callers, adapters, stored responses, limits; and the pages for browsers."""
-
-from __future__ import annotations

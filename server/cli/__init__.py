@@ -1,3 +1,1 @@
 """The `windlass` command."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Options of the commands, settings of the server, rotary profiles and API keys."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Metrics, tracing and recording."""
-
-from __future__ import annotations

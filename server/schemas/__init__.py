@@ -1,3 +1,1 @@
 """Pydantic models of requests and responses."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """One generation: from a request's prompt to the engine, and its outputs back to the client."""
-
-from __future__ import annotations

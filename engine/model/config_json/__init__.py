@@ -1,3 +1,1 @@
 """Reading config.json: values, key names, layer patterns, rotary groups, quantization. Independent of any single family."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """GGUF files: header, metadata as config.json, tensor names of a Hugging Face checkpoint."""
-
-from __future__ import annotations

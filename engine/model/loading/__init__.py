@@ -1,3 +1,1 @@
 """Loading a model: checkpoint files, preflight checks, weights."""
-
-from __future__ import annotations

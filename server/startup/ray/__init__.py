@@ -1,3 +1,1 @@
 """Deployment on a Ray cluster."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Parsers of tool calls, and grammars that force them."""
-
-from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.attention_calls import decode_call
 from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import kernels
 
@@ -83,7 +84,7 @@ def test_every_field_holds_what_it_is_named_for() -> None:
         torch.ones(2),
         torch.ones(6),
     )
-    call = AttentionCall.for_decode(tables[:, :6], lengths, ones, 0.25, window=11, soft_cap=3.0, sink_logits=sinks)
+    call = decode_call(tables[:, :6], lengths, ones, 0.25, window=11, soft_cap=3.0, sink_logits=sinks)
     out = cpu.paged_attention_decode(watched.library, q, pages, call)
     assert set(watched.values) == set(names_of(watched.found))
     expected: dict[str, object] = {

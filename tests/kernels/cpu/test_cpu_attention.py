@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.attention_calls import decode_call
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
 from windlass.kernels import AttentionCall, KVPages, cpu
@@ -97,7 +98,7 @@ class Case:
         return KVPages(self.key, self.value)
 
     def call(self, **options: Any) -> AttentionCall:
-        return AttentionCall.for_decode(
+        return decode_call(
             self.table, self.seq_lens, self.score_scale, self.scale, window=self.window, chunk=self.chunk, **options
         )
 
@@ -185,7 +186,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(form: Library) -> Non
     whole = case.got(form)
     for b in range(5):
         one = slice(b, b + 1)
-        call = AttentionCall.for_decode(case.table[one], case.seq_lens[one], case.score_scale[one], case.scale)
+        call = decode_call(case.table[one], case.seq_lens[one], case.score_scale[one], case.scale)
         alone = cpu.paged_attention_decode(form, case.q[one], case.pages, call)
         assert torch.equal(alone[0], whole[b])
 
@@ -280,7 +281,7 @@ def test_refusals_say_why() -> None:
 def test_an_empty_batch(form: Library) -> None:
     case = Case([4], dim=16)
     empty = torch.zeros(0, dtype=torch.int64)
-    call = AttentionCall.for_decode(case.table[:0], empty, case.score_scale[:0], 1.0)
+    call = decode_call(case.table[:0], empty, case.score_scale[:0], 1.0)
     out = cpu.paged_attention_decode(form, case.q[:0], case.pages, call)
     assert out.shape == (0, 4, 16)
     assert math.prod(out.shape) == 0

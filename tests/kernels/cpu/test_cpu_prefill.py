@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from helpers.attention_calls import decode_call
 from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, kernels
 from helpers.prefill_case import PrefillCase
@@ -77,7 +78,7 @@ def test_the_largest_sums_of_the_widest_codes_fit(form: Library) -> None:
     case.pages[0] = pages_of_codes(codes, scales.transpose(1, 2), codes, scales.transpose(1, 2)).key
     case.wide[0] = codes.float() * scales.transpose(1, 2)[..., None]
     case.check(form)
-    call = AttentionCall.for_decode(case.table, case.lengths, case.temperature[-1:], case.scale)
+    call = decode_call(case.table, case.lengths, case.temperature[-1:], case.scale)
     found = cpu.paged_attention_decode(form, case.q[-1:], case.all_pages, call)
     torch.testing.assert_close(found.double(), case.expected()[-1:], rtol=2e-4, atol=2e-4)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.attention_calls import decode_call
 from helpers.cpu_kernels import PACKED_FORMS, choose, kernels
 
-from windlass.kernels import AttentionCall, KVPages, Routing, cpu, select_backend
+from windlass.kernels import KVPages, Routing, cpu, select_backend
 from windlass.kernels.cpu.call_recording import CompiledRecording
 from windlass.kernels.cpu.cpu_backend import CompiledBackend
 from windlass.kernels.torch import reference
@@ -65,7 +66,7 @@ class Layers:
         self.ones = torch.ones(rows)
         self.ids, self.lengths, self.slots = torch.zeros(3, rows, dtype=torch.int64)
         self.angles = torch.zeros(2, rows, DIM // 2)
-        self.attention = AttentionCall.for_decode(self.blocks, self.lengths, self.ones, 0.25)
+        self.attention = decode_call(self.blocks, self.lengths, self.ones, 0.25)
         self.change()
 
     def change(self) -> None:
@@ -313,7 +314,7 @@ def test_calls_of_attention_are_alike_but_for_their_addresses(backend: CompiledB
     def recorded(**options: Any) -> CompiledRecording:
         q, lengths, ones = torch.randn(2, 4, 16), torch.tensor([5, 9]), torch.ones(2)
         pages = KVPages(torch.randn(3, 16, 2, 16), torch.randn(3, 16, 2, 16))
-        call = AttentionCall.for_decode(torch.tensor([[1], [2]]).int(), lengths, ones, 0.25, **options)
+        call = decode_call(torch.tensor([[1], [2]]).int(), lengths, ones, 0.25, **options)
         held.append((q, lengths, ones, pages, call))
         with backend.record(arena) as recording:
             backend.paged_attention(q, pages, call)

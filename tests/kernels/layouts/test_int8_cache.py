@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from helpers.attention_calls import decode_call
 from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import FORMS, PACKED_FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import example, given, settings
@@ -279,7 +280,7 @@ def test_decode(name, seed, lengths, heads, dims, size, window, soft_cap, sinks)
     keys, values = (part.float().view(-1, size, *part.shape[1:]) for part in wide(pages, dim))
     q, temperature = torch.randn(len(lengths), q_heads, dim), torch.rand(len(lengths)) + 0.5
     extra = torch.randn(q_heads) if sinks else None
-    call = AttentionCall.for_decode(
+    call = decode_call(
         table, torch.tensor(lengths), temperature, dim**-0.5, window=window, sink_logits=extra, soft_cap=soft_cap
     )
     got = cpu.paged_attention_decode(form, q, pages, call)
@@ -302,10 +303,10 @@ def test_rows_of_one_prompt_have_the_bits_they_have_alone(name: str) -> None:
         at = torch.arange(0 if window is None else first - window, first + 16)
         seen[table[0].long()[at // 16], at % 16] = True
         poison(pages, seen)
-        call = AttentionCall.for_decode(table.expand(17, -1), lengths, torch.ones(17), dim**-0.5, window=window)
+        call = decode_call(table.expand(17, -1), lengths, torch.ones(17), dim**-0.5, window=window)
         packed = cpu.paged_attention_decode(form, q, pages, call)
         for b in range(17):
-            one = AttentionCall.for_decode(table, lengths[b : b + 1], torch.ones(1), dim**-0.5, window=window)
+            one = decode_call(table, lengths[b : b + 1], torch.ones(1), dim**-0.5, window=window)
             alone = cpu.paged_attention_decode(form, q[b : b + 1], pages, one)
             assert torch.equal(alone[0], packed[b])
 
@@ -318,7 +319,7 @@ def test_poison_shows_where_it_is_seen_and_nowhere_else(name: str) -> None:
     q = torch.randn(3, 6, 16)
 
     def got(window: int | None = None) -> torch.Tensor:
-        call = AttentionCall.for_decode(table, lengths, torch.ones(3), 0.25, window=window)
+        call = decode_call(table, lengths, torch.ones(3), 0.25, window=window)
         return cpu.paged_attention_decode(form, q, pages, call)
 
     clean = got()
@@ -349,7 +350,7 @@ def test_threads_do_not_change_the_bits_of_decoding(name: str, kv_heads: int, le
     table = torch.randperm(70)[None].int().repeat(2, 1)
     for threads in (1, 3, 6):
         torch.set_num_threads(threads)
-        call = AttentionCall.for_decode(table, lengths, torch.ones(2), 0.125)
+        call = decode_call(table, lengths, torch.ones(2), 0.125)
         found.append(cpu.paged_attention_decode(form, q, pages, call))
     torch.set_num_threads(before)
     assert all(torch.equal(found[0], other) for other in found[1:])
@@ -379,7 +380,7 @@ def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
         append(form, pages, x, x.clone(), at_the_end_of_memory(x), cos, sin, torch.ones(32), index)
         cpu.rerotate_cached_keys(form, pages, index, index, cos, sin)
         table = at_the_end_of_memory(torch.arange(2, dtype=torch.int32)[None])
-        single = AttentionCall.for_decode(table, torch.tensor([32]), torch.ones(1), 1.0)
+        single = decode_call(table, torch.tensor([32]), torch.ones(1), 1.0)
         rows = AttentionCall(table, torch.tensor([0, 32]), torch.tensor([32]), torch.ones(32), 1.0)
         assert torch.isfinite(cpu.paged_attention_decode(form, x[:1], pages, single)).all()
         assert torch.isfinite(cpu.paged_attention_prefill(form, x, pages, rows)).all()
@@ -416,7 +417,7 @@ def test_scales_that_do_not_fit_are_refused() -> None:
     pages, q = int8_pages(2, 16, 16), torch.randn(1, 4, 16)
     key, value, scale = pages.key, pages.value, pages.key_scale
     assert scale is not None
-    call = AttentionCall.for_decode(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1).long(), torch.ones(1), 1.0)
+    call = decode_call(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1).long(), torch.ones(1), 1.0)
     assert cpu.attention_refusal(q, KVPages(key, value, scale, scale), call) is None
     for bad in (None, scale.double(), scale[:, :, :1], scale[:2], scale.transpose(0, 1).contiguous().transpose(0, 1)):
         assert "scales" in (cpu.attention_refusal(q, KVPages(key, value, scale, bad), call) or "")

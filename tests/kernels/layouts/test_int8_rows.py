@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from helpers.attention_calls import decode_call
 from helpers.cpu_kernels import PACKED_FORMS, PAIR_FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -330,7 +331,7 @@ def test_nothing_past_the_operands_is_read_or_written(name: str) -> None:
         append(form, pages, x, x.clone(), cos, sin, torch.ones(32), index)
         rerotate(form, pages, index, index, cos, sin)
         table = at_the_end_of_memory(torch.arange(2, dtype=torch.int32)[None])
-        single = AttentionCall.for_decode(table, torch.tensor([32]), torch.ones(1), 1.0)
+        single = decode_call(table, torch.tensor([32]), torch.ones(1), 1.0)
         rows = AttentionCall(table, torch.tensor([0, 32]), torch.tensor([32]), torch.ones(32), 1.0)
         seen = pages.with_keys_as_values
         assert torch.isfinite(cpu.paged_attention_decode(form, x[:1], seen, single)).all()

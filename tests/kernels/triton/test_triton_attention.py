@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.attention_calls import decode_call
 from helpers.interpreted import ON_THE_DEVICE, assert_near
 from helpers.prefill_case import PrefillCase
 from helpers.ranges import Part, RangeCase, random_parts
@@ -260,5 +261,5 @@ def test_nothing_in_nothing_out() -> None:
     case = PrefillCase([(3, 2)], dim=16)
     empty = AttentionCall(case.table[:0], torch.zeros(1).long(), case.lengths[:0], case.temperature[:0], 1.0)
     assert paged_attention(case.q[:0], case.all_pages, empty).shape == (0, 4, 16)
-    none = AttentionCall.for_decode(case.table, torch.zeros(1).long(), torch.ones(1), 1.0)
+    none = decode_call(case.table, torch.zeros(1).long(), torch.ones(1), 1.0)
     assert torch.equal(paged_attention(case.q[:1], case.all_pages, none), torch.zeros(1, 4, 16))
