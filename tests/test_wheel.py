@@ -59,7 +59,7 @@ def test_the_client_s_wheel_is_its_folder_and_nothing_else(clone: Path, client: 
         str(path.relative_to(folder)) for pattern in ("*.py", "*.j2", "assets/*") for path in folder.rglob(pattern)
     }
     wanted = {name for name in wanted if "build" not in Path(name).parts} - {"setup.py"} | {"py.typed"}
-    assert len(wanted) > 50
+    assert len(wanted) > 30
     # No windlass/__init__.py: the name is a namespace, which the server's wheel makes a package.
     assert names_in(client) == {f"windlass/clients/{name}" for name in wanted}
     assert metadata_of(client)["Name"] == "windlass-client" and metadata_of(client)["Version"] == __version__
