@@ -64,223 +64,10 @@ from windlass.clients.types import (
 T = TypeVar("T")
 
 
-class AsyncTokenMethods:
-    """What `AsyncClient` has around the tokenizer."""
-
-    async def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[TokenizeOptions],
-    ) -> Tokenization:
-        """See `Client.tokenize`."""
-        fixed = {"prompt": prompt, "messages": messages, "model": model}
-        return await self._run(calls.tokenize(calls.build_body(fixed, options, extra_body)))
-
-    async def detokenize(
-        self,
-        tokens: Sequence[int],
-        *,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[DetokenizeOptions],
-    ) -> Detokenization:
-        """See `Client.detokenize`."""
-        return await self._run(
-            calls.detokenize(calls.build_body({"tokens": tokens, "model": model}, options, extra_body))
-        )
-
-    async def apply_template(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[TemplateOptions],
-    ) -> str:
-        """See `Client.apply_template`."""
-        fixed = {"messages": messages, "model": model}
-        return await self._run(calls.apply_template(calls.build_body(fixed, options, extra_body)))
-
-    async def _run(self, call: Call[T]) -> T:
-        raise NotImplementedError
-
-
-class AsyncRetrievalMethods:
-    """What `AsyncClient` has beside generating."""
-
-    async def embeddings(
-        self,
-        input: Prompt,
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[EmbeddingOptions],
-    ) -> Embeddings:
-        """A vector for each text: a string, token ids, or a list of either. See `completions` for the other arguments."""
-        fixed = {"input": input, "model": model, "timeout": deadline}
-        return await self._run(calls.embeddings(fixed, options, extra_body, timeout))
-
-    async def pooling(
-        self,
-        input: Prompt,
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[PoolingOptions],
-    ) -> PooledStates:
-        """The hidden states of texts: one row each, or with `pooling` "all" one for each token; or their classes, by `task`."""
-        fixed = {"input": input, "model": model, "timeout": deadline}
-        return await self._run(calls.pooling(fixed, options, extra_body, timeout))
-
-    async def score(
-        self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ScoreOptions],
-    ) -> PairScores:
-        """How well texts go together: one with one, as many with as many, or one with each of several."""
-        fixed = {"text_1": text_1, "text_2": text_2, "model": model, "timeout": deadline}
-        return await self._run(calls.score(fixed, options, extra_body, timeout))
-
-    async def rerank(
-        self,
-        query: str,
-        documents: Sequence[str | Mapping[str, str]],
-        top_n: int | None = None,
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[RerankOptions],
-    ) -> Ranking:
-        """Documents in the order in which they answer a query; the best `top_n` of them."""
-        fixed = {"query": query, "documents": documents, "top_n": top_n, "model": model, "timeout": deadline}
-        return await self._run(calls.rerank(fixed, options, extra_body, timeout))
-
-    async def classify(
-        self,
-        input: Prompt,
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ClassifyOptions],
-    ) -> Classification:
-        """The classes of texts, by a model that classifies; raises BadRequestError where it does not."""
-        fixed = {"input": input, "model": model, "timeout": deadline}
-        return await self._run(calls.classify(fixed, options, extra_body, timeout))
-
-    async def _run(self, call: Call[T]) -> T:
-        raise NotImplementedError
-
-
 A = TypeVar("A")
 
 
-class AsyncInfillMethods:
-    """What `AsyncClient` has for gaps."""
-
-    @overload
-    async def infill(
-        self,
-        input_prefix: str,
-        input_suffix: str,
-        *,
-        model: str | None = None,
-        stream: Literal[False] = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[InfillOptions],
-    ) -> Infill: ...
-
-    @overload
-    async def infill(
-        self,
-        input_prefix: str,
-        input_suffix: str,
-        *,
-        model: str | None = None,
-        stream: Literal[True],
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[InfillOptions],
-    ) -> AsyncStream[Infill, Infill]: ...
-
-    async def infill(
-        self,
-        input_prefix: str,
-        input_suffix: str,
-        *,
-        model: str | None = None,
-        stream: bool = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[InfillOptions],
-    ) -> Infill | AsyncStream[Infill, Infill]:
-        """See `Client.infill`. A stream begins with `async with await client.infill(…, stream=True)`."""
-        fixed = {"input_prefix": input_prefix, "input_suffix": input_suffix, "model": model, "timeout": deadline}
-        body = calls.build_body(fixed, options, extra_body)
-        if stream:
-            return await self._open_stream(calls.infill_stream(body, timeout))
-        return await self._run(calls.infill(body, timeout))
-
-    async def _run(self, call: Call[T]) -> T:
-        raise NotImplementedError
-
-    async def _open_stream(self, call: StreamCall[T, A]) -> AsyncStream[T, A]:
-        raise NotImplementedError
-
-
-class AsyncIntrospectionMethods:
-    """What `AsyncClient` has to look on with."""
-
-    async def curves(
-        self,
-        rope_scaling: Mapping[str, Any] | str | None = None,
-        *,
-        positions: Sequence[int] = (),
-        distances: Sequence[int] = (),
-        length: int | None = None,
-        group: str | None = None,
-    ) -> RotaryCurves:
-        """See `Client.curves`."""
-        fixed = {"rope_scaling": rope_scaling, "positions": list(positions), "distances": list(distances)}
-        return await self._run(calls.curves({**fixed, "length": length, "group": group}))
-
-    async def cache(self) -> CachePages:
-        """See `Client.cache`."""
-        return await self._run(calls.cache())
-
-    async def attention(
-        self, prompt: str, layer: int = 0, head: int = 0, *, rope_scaling: Mapping[str, Any] | str | None = None
-    ) -> AttentionMap:
-        """See `Client.attention`."""
-        fixed = {"prompt": prompt, "layer": layer, "head": head, "rope_scaling": rope_scaling}
-        return await self._run(calls.attention(fixed))
-
-    async def _run(self, call: Call[T]) -> T:
-        raise NotImplementedError
-
-
-class AsyncClient(AsyncInfillMethods, AsyncIntrospectionMethods, AsyncRetrievalMethods, AsyncTokenMethods):
+class AsyncClient:
     """`Client` for asyncio and trio: the same arguments, and methods to await."""
 
     def __init__(
@@ -594,6 +381,188 @@ class AsyncClient(AsyncInfillMethods, AsyncIntrospectionMethods, AsyncRetrievalM
     async def openapi(self) -> dict[str, Any]:
         """See `Client.openapi`."""
         return await self._run(calls.openapi())
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[TokenizeOptions],
+    ) -> Tokenization:
+        """See `Client.tokenize`."""
+        fixed = {"prompt": prompt, "messages": messages, "model": model}
+        return await self._run(calls.tokenize(calls.build_body(fixed, options, extra_body)))
+
+    async def detokenize(
+        self,
+        tokens: Sequence[int],
+        *,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[DetokenizeOptions],
+    ) -> Detokenization:
+        """See `Client.detokenize`."""
+        return await self._run(
+            calls.detokenize(calls.build_body({"tokens": tokens, "model": model}, options, extra_body))
+        )
+
+    async def apply_template(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[TemplateOptions],
+    ) -> str:
+        """See `Client.apply_template`."""
+        fixed = {"messages": messages, "model": model}
+        return await self._run(calls.apply_template(calls.build_body(fixed, options, extra_body)))
+
+    async def embeddings(
+        self,
+        input: Prompt,
+        *,
+        model: str | None = None,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[EmbeddingOptions],
+    ) -> Embeddings:
+        """A vector for each text: a string, token ids, or a list of either. See `completions` for the other arguments."""
+        fixed = {"input": input, "model": model, "timeout": deadline}
+        return await self._run(calls.embeddings(fixed, options, extra_body, timeout))
+
+    async def pooling(
+        self,
+        input: Prompt,
+        *,
+        model: str | None = None,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> PooledStates:
+        """The hidden states of texts: one row each, or with `pooling` "all" one for each token; or their classes, by `task`."""
+        fixed = {"input": input, "model": model, "timeout": deadline}
+        return await self._run(calls.pooling(fixed, options, extra_body, timeout))
+
+    async def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        model: str | None = None,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> PairScores:
+        """How well texts go together: one with one, as many with as many, or one with each of several."""
+        fixed = {"text_1": text_1, "text_2": text_2, "model": model, "timeout": deadline}
+        return await self._run(calls.score(fixed, options, extra_body, timeout))
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str | Mapping[str, str]],
+        top_n: int | None = None,
+        *,
+        model: str | None = None,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[RerankOptions],
+    ) -> Ranking:
+        """Documents in the order in which they answer a query; the best `top_n` of them."""
+        fixed = {"query": query, "documents": documents, "top_n": top_n, "model": model, "timeout": deadline}
+        return await self._run(calls.rerank(fixed, options, extra_body, timeout))
+
+    async def classify(
+        self,
+        input: Prompt,
+        *,
+        model: str | None = None,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ClassifyOptions],
+    ) -> Classification:
+        """The classes of texts, by a model that classifies; raises BadRequestError where it does not."""
+        fixed = {"input": input, "model": model, "timeout": deadline}
+        return await self._run(calls.classify(fixed, options, extra_body, timeout))
+
+    @overload
+    async def infill(
+        self,
+        input_prefix: str,
+        input_suffix: str,
+        *,
+        model: str | None = None,
+        stream: Literal[False] = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[InfillOptions],
+    ) -> Infill: ...
+
+    @overload
+    async def infill(
+        self,
+        input_prefix: str,
+        input_suffix: str,
+        *,
+        model: str | None = None,
+        stream: Literal[True],
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[InfillOptions],
+    ) -> AsyncStream[Infill, Infill]: ...
+
+    async def infill(
+        self,
+        input_prefix: str,
+        input_suffix: str,
+        *,
+        model: str | None = None,
+        stream: bool = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[InfillOptions],
+    ) -> Infill | AsyncStream[Infill, Infill]:
+        """See `Client.infill`. A stream begins with `async with await client.infill(…, stream=True)`."""
+        fixed = {"input_prefix": input_prefix, "input_suffix": input_suffix, "model": model, "timeout": deadline}
+        body = calls.build_body(fixed, options, extra_body)
+        if stream:
+            return await self._open_stream(calls.infill_stream(body, timeout))
+        return await self._run(calls.infill(body, timeout))
+
+    async def curves(
+        self,
+        rope_scaling: Mapping[str, Any] | str | None = None,
+        *,
+        positions: Sequence[int] = (),
+        distances: Sequence[int] = (),
+        length: int | None = None,
+        group: str | None = None,
+    ) -> RotaryCurves:
+        """See `Client.curves`."""
+        fixed = {"rope_scaling": rope_scaling, "positions": list(positions), "distances": list(distances)}
+        return await self._run(calls.curves({**fixed, "length": length, "group": group}))
+
+    async def cache(self) -> CachePages:
+        """See `Client.cache`."""
+        return await self._run(calls.cache())
+
+    async def attention(
+        self, prompt: str, layer: int = 0, head: int = 0, *, rope_scaling: Mapping[str, Any] | str | None = None
+    ) -> AttentionMap:
+        """See `Client.attention`."""
+        fixed = {"prompt": prompt, "layer": layer, "head": head, "rope_scaling": rope_scaling}
+        return await self._run(calls.attention(fixed))
 
     async def _run(self, call: Call[T]) -> T:
         return await run_async(self._http, self._flow.run(call))

@@ -64,225 +64,10 @@ from windlass.clients.types import (
 T = TypeVar("T")
 
 
-class TokenMethods:
-    """What `Client` has around the tokenizer."""
-
-    def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[TokenizeOptions],
-    ) -> Tokenization:
-        """Token ids of a text, or of a conversation as the chat template renders it. options: by their API names."""
-        fixed = {"prompt": prompt, "messages": messages, "model": model}
-        return self._run(calls.tokenize(calls.build_body(fixed, options, extra_body)))
-
-    def detokenize(
-        self,
-        tokens: Sequence[int],
-        *,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[DetokenizeOptions],
-    ) -> Detokenization:
-        """Text of token ids."""
-        return self._run(calls.detokenize(calls.build_body({"tokens": tokens, "model": model}, options, extra_body)))
-
-    def apply_template(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[TemplateOptions],
-    ) -> str:
-        """A conversation as the chat template writes it: the text that a chat of these messages continues."""
-        fixed = {"messages": messages, "model": model}
-        return self._run(calls.apply_template(calls.build_body(fixed, options, extra_body)))
-
-    def _run(self, call: Call[T]) -> T:
-        raise NotImplementedError
-
-
-class RetrievalMethods:
-    """What `Client` has beside generating."""
-
-    def embeddings(
-        self,
-        input: Prompt,
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[EmbeddingOptions],
-    ) -> Embeddings:
-        """A vector for each text: a string, token ids, or a list of either. See `completions` for the other arguments."""
-        fixed = {"input": input, "model": model, "timeout": deadline}
-        return self._run(calls.embeddings(fixed, options, extra_body, timeout))
-
-    def pooling(
-        self,
-        input: Prompt,
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[PoolingOptions],
-    ) -> PooledStates:
-        """The hidden states of texts: one row each, or with `pooling` "all" one for each token; or their classes, by `task`."""
-        fixed = {"input": input, "model": model, "timeout": deadline}
-        return self._run(calls.pooling(fixed, options, extra_body, timeout))
-
-    def score(
-        self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ScoreOptions],
-    ) -> PairScores:
-        """How well texts go together: one with one, as many with as many, or one with each of several."""
-        fixed = {"text_1": text_1, "text_2": text_2, "model": model, "timeout": deadline}
-        return self._run(calls.score(fixed, options, extra_body, timeout))
-
-    def rerank(
-        self,
-        query: str,
-        documents: Sequence[str | Mapping[str, str]],
-        top_n: int | None = None,
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[RerankOptions],
-    ) -> Ranking:
-        """Documents in the order in which they answer a query; the best `top_n` of them."""
-        fixed = {"query": query, "documents": documents, "top_n": top_n, "model": model, "timeout": deadline}
-        return self._run(calls.rerank(fixed, options, extra_body, timeout))
-
-    def classify(
-        self,
-        input: Prompt,
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ClassifyOptions],
-    ) -> Classification:
-        """The classes of texts, by a model that classifies; raises BadRequestError where it does not."""
-        fixed = {"input": input, "model": model, "timeout": deadline}
-        return self._run(calls.classify(fixed, options, extra_body, timeout))
-
-    def _run(self, call: Call[T]) -> T:
-        raise NotImplementedError
-
-
 A = TypeVar("A")
 
 
-class InfillMethods:
-    """What `Client` has for gaps."""
-
-    @overload
-    def infill(
-        self,
-        input_prefix: str,
-        input_suffix: str,
-        *,
-        model: str | None = None,
-        stream: Literal[False] = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[InfillOptions],
-    ) -> Infill: ...
-
-    @overload
-    def infill(
-        self,
-        input_prefix: str,
-        input_suffix: str,
-        *,
-        model: str | None = None,
-        stream: Literal[True],
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[InfillOptions],
-    ) -> Stream[Infill, Infill]: ...
-
-    def infill(
-        self,
-        input_prefix: str,
-        input_suffix: str,
-        *,
-        model: str | None = None,
-        stream: bool = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[InfillOptions],
-    ) -> Infill | Stream[Infill, Infill]:
-        """What stands between two texts, of a model that was taught to fill gaps. Its context cuts what is too long.
-
-        options: body fields by their API names, which are llama.cpp's: `n_predict`, `input_extra`, `n_indent` and others. See
-        `completions` for the other arguments; its `suffix` fills gaps too, cuts nothing and gives several answers.
-        """
-        fixed = {"input_prefix": input_prefix, "input_suffix": input_suffix, "model": model, "timeout": deadline}
-        body = calls.build_body(fixed, options, extra_body)
-        if stream:
-            return self._open_stream(calls.infill_stream(body, timeout))
-        return self._run(calls.infill(body, timeout))
-
-    def _run(self, call: Call[T]) -> T:
-        raise NotImplementedError
-
-    def _open_stream(self, call: StreamCall[T, A]) -> Stream[T, A]:
-        raise NotImplementedError
-
-
-class IntrospectionMethods:
-    """What `Client` has to look on with."""
-
-    def curves(
-        self,
-        rope_scaling: Mapping[str, Any] | str | None = None,
-        *,
-        positions: Sequence[int] = (),
-        distances: Sequence[int] = (),
-        length: int | None = None,
-        group: str | None = None,
-    ) -> RotaryCurves:
-        """Cosines and sines at `positions` and curves by distance, under a scaling."""
-        fixed = {"rope_scaling": rope_scaling, "positions": list(positions), "distances": list(distances)}
-        return self._run(calls.curves({**fixed, "length": length, "group": group}))
-
-    def cache(self) -> CachePages:
-        """The pages of the cache and who holds them."""
-        return self._run(calls.cache())
-
-    def attention(
-        self, prompt: str, layer: int = 0, head: int = 0, *, rope_scaling: Mapping[str, Any] | str | None = None
-    ) -> AttentionMap:
-        """What a head attends to in a short text. Raises AuthenticationError where the server does not show it."""
-        fixed = {"prompt": prompt, "layer": layer, "head": head, "rope_scaling": rope_scaling}
-        return self._run(calls.attention(fixed))
-
-    def _run(self, call: Call[T]) -> T:
-        raise NotImplementedError
-
-
-class Client(InfillMethods, IntrospectionMethods, RetrievalMethods, TokenMethods):
+class Client:
     """A synchronous client; use it from any number of threads, and close it or use it in a `with` block.
 
     base_url: of the server, with or without /v1 (default: WINDLASS_BASE_URL, else http://127.0.0.1:8000).
@@ -609,6 +394,190 @@ class Client(InfillMethods, IntrospectionMethods, RetrievalMethods, TokenMethods
     def openapi(self) -> dict[str, Any]:
         """The machine-readable description of the API."""
         return self._run(calls.openapi())
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[TokenizeOptions],
+    ) -> Tokenization:
+        """Token ids of a text, or of a conversation as the chat template renders it. options: by their API names."""
+        fixed = {"prompt": prompt, "messages": messages, "model": model}
+        return self._run(calls.tokenize(calls.build_body(fixed, options, extra_body)))
+
+    def detokenize(
+        self,
+        tokens: Sequence[int],
+        *,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[DetokenizeOptions],
+    ) -> Detokenization:
+        """Text of token ids."""
+        return self._run(calls.detokenize(calls.build_body({"tokens": tokens, "model": model}, options, extra_body)))
+
+    def apply_template(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[TemplateOptions],
+    ) -> str:
+        """A conversation as the chat template writes it: the text that a chat of these messages continues."""
+        fixed = {"messages": messages, "model": model}
+        return self._run(calls.apply_template(calls.build_body(fixed, options, extra_body)))
+
+    def embeddings(
+        self,
+        input: Prompt,
+        *,
+        model: str | None = None,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[EmbeddingOptions],
+    ) -> Embeddings:
+        """A vector for each text: a string, token ids, or a list of either. See `completions` for the other arguments."""
+        fixed = {"input": input, "model": model, "timeout": deadline}
+        return self._run(calls.embeddings(fixed, options, extra_body, timeout))
+
+    def pooling(
+        self,
+        input: Prompt,
+        *,
+        model: str | None = None,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> PooledStates:
+        """The hidden states of texts: one row each, or with `pooling` "all" one for each token; or their classes, by `task`."""
+        fixed = {"input": input, "model": model, "timeout": deadline}
+        return self._run(calls.pooling(fixed, options, extra_body, timeout))
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        model: str | None = None,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> PairScores:
+        """How well texts go together: one with one, as many with as many, or one with each of several."""
+        fixed = {"text_1": text_1, "text_2": text_2, "model": model, "timeout": deadline}
+        return self._run(calls.score(fixed, options, extra_body, timeout))
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str | Mapping[str, str]],
+        top_n: int | None = None,
+        *,
+        model: str | None = None,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[RerankOptions],
+    ) -> Ranking:
+        """Documents in the order in which they answer a query; the best `top_n` of them."""
+        fixed = {"query": query, "documents": documents, "top_n": top_n, "model": model, "timeout": deadline}
+        return self._run(calls.rerank(fixed, options, extra_body, timeout))
+
+    def classify(
+        self,
+        input: Prompt,
+        *,
+        model: str | None = None,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ClassifyOptions],
+    ) -> Classification:
+        """The classes of texts, by a model that classifies; raises BadRequestError where it does not."""
+        fixed = {"input": input, "model": model, "timeout": deadline}
+        return self._run(calls.classify(fixed, options, extra_body, timeout))
+
+    @overload
+    def infill(
+        self,
+        input_prefix: str,
+        input_suffix: str,
+        *,
+        model: str | None = None,
+        stream: Literal[False] = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[InfillOptions],
+    ) -> Infill: ...
+
+    @overload
+    def infill(
+        self,
+        input_prefix: str,
+        input_suffix: str,
+        *,
+        model: str | None = None,
+        stream: Literal[True],
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[InfillOptions],
+    ) -> Stream[Infill, Infill]: ...
+
+    def infill(
+        self,
+        input_prefix: str,
+        input_suffix: str,
+        *,
+        model: str | None = None,
+        stream: bool = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[InfillOptions],
+    ) -> Infill | Stream[Infill, Infill]:
+        """What stands between two texts, of a model that was taught to fill gaps. Its context cuts what is too long.
+
+        options: body fields by their API names, which are llama.cpp's: `n_predict`, `input_extra`, `n_indent` and others. See
+        `completions` for the other arguments; its `suffix` fills gaps too, cuts nothing and gives several answers.
+        """
+        fixed = {"input_prefix": input_prefix, "input_suffix": input_suffix, "model": model, "timeout": deadline}
+        body = calls.build_body(fixed, options, extra_body)
+        if stream:
+            return self._open_stream(calls.infill_stream(body, timeout))
+        return self._run(calls.infill(body, timeout))
+
+    def curves(
+        self,
+        rope_scaling: Mapping[str, Any] | str | None = None,
+        *,
+        positions: Sequence[int] = (),
+        distances: Sequence[int] = (),
+        length: int | None = None,
+        group: str | None = None,
+    ) -> RotaryCurves:
+        """Cosines and sines at `positions` and curves by distance, under a scaling."""
+        fixed = {"rope_scaling": rope_scaling, "positions": list(positions), "distances": list(distances)}
+        return self._run(calls.curves({**fixed, "length": length, "group": group}))
+
+    def cache(self) -> CachePages:
+        """The pages of the cache and who holds them."""
+        return self._run(calls.cache())
+
+    def attention(
+        self, prompt: str, layer: int = 0, head: int = 0, *, rope_scaling: Mapping[str, Any] | str | None = None
+    ) -> AttentionMap:
+        """What a head attends to in a short text. Raises AuthenticationError where the server does not show it."""
+        fixed = {"prompt": prompt, "layer": layer, "head": head, "rope_scaling": rope_scaling}
+        return self._run(calls.attention(fixed))
 
     def _run(self, call: Call[T]) -> T:
         return run(self._http, self._flow.run(call))
