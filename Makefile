@@ -90,7 +90,7 @@ test-slow: $(VENV)/.installed-dev
 # The extra goes into the same environment, without another torch: constraints.txt names that.
 test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray
 	@echo "== testing on a Ray cluster"
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/e2e/test_ray.py tests/server/startup/ray tests/deploy/test_kubernetes.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/e2e/test_ray.py tests/unit/ray tests/e2e/deploy/test_kubernetes.py
 
 # Programs for GPUs by themselves, in Triton's interpreter; the extra is Triton itself.
 test-triton: $(VENV)/.installed-dev $(VENV)/.installed-gpu
@@ -102,11 +102,11 @@ test-triton: $(VENV)/.installed-dev $(VENV)/.installed-gpu
 GPU_TEST := OMP_NUM_THREADS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 WINDLASS_TEST_DEVICE=$(DEVICE) $(BIN)/pytest -n $(TESTERS) -m "$(MARKS)"
 # Tests of a scope share engines; slow ones are too long for that.
 GPU_DIST := $(if $(findstring not slow,$(MARKS)),loadscope,load)
-SERVER_TESTS := tests/server/startup tests/server/cli $(wildcard tests/lab/test_rope_*.py) tests/e2e/test_end_to_end.py $(wildcard tests/e2e/test_*_over_http.py)
+SERVER_TESTS := tests/api/startup tests/api/cli $(wildcard tests/engine/lab/test_rope_*.py tests/api/lab/test_rope_*.py) tests/e2e/test_end_to_end.py $(wildcard tests/e2e/test_*_over_http.py)
 
 test-gpu: $(VENV)/.installed-dev
 	@echo "== testing on $(DEVICE): engines and kernels, and then real servers whatever comes of them"
-	$(GPU_TEST) --dist $(GPU_DIST) tests/kernels/triton tests/engine tests/lab/test_scoring.py tests/lab/test_stale_keys.py; engines=$$?; \
+	$(GPU_TEST) --dist $(GPU_DIST) tests/kernels/triton tests/engine; engines=$$?; \
 	$(GPU_TEST) --dist loadfile $(SERVER_TESTS) && exit $$engines
 
 soak: $(VENV)/.installed-dev

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import logging
 import os
 import shutil
@@ -33,6 +34,7 @@ hypothesis.settings.load_profile("windlass")
 
 if TYPE_CHECKING:
     from helpers.live_server import Live
+    from helpers.real_server import RealServer
 
 # Files with single tests of minutes: begun first, so that no process is left alone with one at the end.
 _LONG = frozenset({"test_scheduler_machine.py", "test_soak.py", "test_replicas_soak.py", "test_simulation.py"})
@@ -100,3 +102,18 @@ def live(shared: Live) -> Live:
     """That server, its engine as new."""
     shared.engine.reset()
     return shared
+
+
+@pytest.fixture(scope="session")
+def demo_server() -> Iterator[RealServer]:
+    """A server with the bundled model, started once per test process."""
+    from helpers.real_server import serve
+
+    profiles = {"long": {"rope_type": "yarn", "factor": 2.0}, "grow": {"rope_type": "dynamic", "factor": 4.0}}
+    options = [
+        word for name, scaling in profiles.items() for word in ("--rope-profile", f"{name}={json.dumps(scaling)}")
+    ]
+    # Answers do not end by chance.
+    options += ["--override-generation-config", json.dumps({"temperature": 0})]
+    with serve("--kv-cache-memory", "64MiB", "--max-model-len", "1024", *options) as running:
+        yield running

@@ -24,7 +24,7 @@ LANGUAGES = {"python", "bash", "sh", "json", "yaml", "toml", "vim", "text", ""}
 
 # Who runs the Python of a page. A page that is not here may have no block without `<!-- not run: … -->`.
 RUN_BY = {
-    "tests/clients/test_client_docs.py": {
+    "tests/docs/test_client_docs.py": {
         "README.md",
         "docs/clients.md",
         "docs/embeddings.md",
@@ -35,9 +35,9 @@ RUN_BY = {
         "docs/structured-output.md",
         "docs/tools.md",
     },
-    "tests/clients/loadtest/test_load_testing_docs.py": {"docs/load-testing.md"},
-    "tests/server/startup/test_in_process.py": {"docs/in-process.md", "docs/first-steps.md"},
-    "tests/docs/test_guide.py": {
+    "tests/docs/test_load_testing_docs.py": {"docs/load-testing.md"},
+    "tests/e2e/test_in_process.py": {"docs/in-process.md", "docs/first-steps.md"},
+    "tests/docs/test_guide_pages.py": {
         f"docs/guide/{name}.md" for name in ("order", "rotation", "by-hand", "cache", "scaling", "without")
     },
 }

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers.advisories import CORPUS
-from helpers.fuzzing import KEY, Found, fuzz
+from e2e_helpers.advisories import CORPUS
+from e2e_helpers.fuzzing import KEY, Found, fuzz
 from helpers.real_server import RealServer, serve
 
 SEED = 20261124

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 from e2e.test_replicas import SMALL, complete, engine_pids, stream
+from e2e_helpers.soaking import Memory
 from helpers.eventually import eventually
 from helpers.real_server import RealServer, serve
-from helpers.soaking import Memory
 
 TEXTS, CLIENTS = 16, 5
 TOLERANCE = 24.0  # MiB that the server may grow by behind the first half

@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 
 import pytest
+from e2e_helpers.soaking import Memory, soak
 from helpers.adapters import save_adapter
 from helpers.eventually import eventually
 from helpers.real_server import serve
-from helpers.soaking import Memory, soak
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 LONG = float(os.environ.get("SOAK_SECONDS", "1800"))

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
+from e2e_helpers.thinking_model import thinking_model
 from helpers.real_server import serve
-from helpers.thinking_model import thinking_model
 
 from windlass.clients import Client
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from engine_helpers.fake_executor import FakeRotation
 from helpers.cache_invariants import assert_balanced, assert_consistent
-from helpers.fake_executor import FakeRotation
 
 from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.cache.cache_operations import BlockCopy, KeyRerotation

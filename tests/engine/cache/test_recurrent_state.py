@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine_helpers.fake_executor import FakeRotation
 from helpers.cache_invariants import assert_balanced, assert_consistent
 from helpers.configs import engine_config
-from helpers.fake_executor import FakeRotation
 
 from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.cache.cache_operations import BlockCopy

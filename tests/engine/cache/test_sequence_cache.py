@@ -7,8 +7,8 @@ from collections import abc
 from pathlib import Path
 
 import pytest
+from engine_helpers.fake_executor import FakeRotation
 from helpers.cache_invariants import assert_balanced, assert_consistent
-from helpers.fake_executor import FakeRotation
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test

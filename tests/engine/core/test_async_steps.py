@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.played_engines import graphed, played_device, texts
 from helpers.cache_invariants import assert_balanced
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, small_models, traffic
 from helpers.little_memory import NO_ROOM, fail_ahead
-from helpers.played_engines import graphed, played_device, texts
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import DeviceMemoryError

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.played_engines import graphed, played_device
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.little_memory import NO_ROOM
-from helpers.played_engines import graphed, played_device
 from helpers.tiny_models import make_model
 
 from windlass.engine.cache.cache_operations import KeyRerotation

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.persisting import keeping, written
+from engine_helpers.played_engines import graphed, played_device
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.eventually import eventually
 from helpers.marks import slow_but
-from helpers.persisting import keeping, written
 from helpers.played_copies import PlayedCopies
-from helpers.played_engines import graphed, played_device
 from helpers.tiny_models import make_model
 
 from windlass.engine.cache import host_tier

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.thread_ranks import ranked
 from helpers.adapters import save_adapter
 from helpers.configs import engine_config
 from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.played_copies import PlayedCopies
 from helpers.prediction_layers import make_predicting
-from helpers.thread_ranks import ranked
 from helpers.tiny_models import make_model
 
 from windlass.engine.cache import host_tier

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.persisting import files_in, keeping, written
 from helpers.adapters import save_adapter
 from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.eventually import eventually
 from helpers.marks import slow_but
-from helpers.persisting import files_in, keeping, written
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 

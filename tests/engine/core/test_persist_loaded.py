@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine_helpers.persisting import files_in, keeping
 from helpers.engines import Finished, greedy, run
 from helpers.eventually import eventually
-from helpers.persisting import files_in, keeping
 from helpers.tiny_models import make_model
 
 from windlass.engine.cache.block_store import Fetch

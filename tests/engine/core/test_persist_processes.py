@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_helpers.persisting import files_in
 from helpers import keeping_engine
 from helpers.device import ON_A_CPU
 from helpers.keeping_engine import PROMPTS
-from helpers.persisting import files_in
 
 from windlass.engine.cache.disk_tier import read_metadata
 

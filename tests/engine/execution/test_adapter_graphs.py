@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.played_engines import device_of, graphed, kinds_that_stand, played_device
 from helpers.adapters import save_adapter
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, same, small_models, traffic
 from helpers.little_memory import fail_ahead
 from helpers.marks import slow_but
-from helpers.played_engines import device_of, graphed, kinds_that_stand, played_device
 from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.played_engines import device_of, graphed, played_device, texts
 from helpers.adapters import save_adapter
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, same, small_models, traffic
-from helpers.played_engines import device_of, graphed, played_device, texts
 
 from windlass.engine.interface.context import ContextRule
 from windlass.engine.interface.model_info import AdapterSource

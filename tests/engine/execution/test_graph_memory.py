@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from engine_helpers.played_engines import device_of, played_device
 from helpers.engines import make_core
-from helpers.played_engines import device_of, played_device
 from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore

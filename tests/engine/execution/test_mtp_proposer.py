@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.proposals import Proposed, mtp_engine, predictor_of
+from engine_helpers.quantized_checkpoints import AWQ, FP8, as_awq, as_floats, make_quantized, quantize
+from engine_helpers.rewritten_weights import rewritten
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.every_request import prompt, run_checked, same, traffic
 from helpers.little_memory import NO_ROOM
 from helpers.prediction_layers import PredictionOracle, make_predicting
-from helpers.proposals import Proposed, mtp_engine, predictor_of
-from helpers.quantized_checkpoints import AWQ, FP8, as_awq, as_floats, make_quantized, quantize
-from helpers.rewritten_weights import rewritten
 from helpers.tiny_models import make_model
 from helpers.tiny_multimodal import make_multimodal
 from safetensors.torch import load_file

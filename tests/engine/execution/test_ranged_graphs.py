@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from engine_helpers.played_engines import device_of, graphed, kinds_that_stand, played_device
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, same
-from helpers.played_engines import device_of, graphed, kinds_that_stand, played_device
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
 

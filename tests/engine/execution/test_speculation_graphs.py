@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_helpers.played_engines import device_of, graphed, played_device
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, same, small_models, traffic
 from helpers.marks import slow_but
-from helpers.played_engines import device_of, graphed, played_device
 from helpers.prediction_layers import make_predicting
 from helpers.tiny_models import make_model
 

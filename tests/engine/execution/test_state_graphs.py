@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_helpers.played_engines import graphed, played_device
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, same, traffic
 from helpers.little_memory import fail_ahead
 from helpers.marks import slow_but
-from helpers.played_engines import graphed, played_device
 from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_helpers.played_engines import a_device, texts
 from helpers.adapters import save_adapter
 from helpers.device import DEVICE
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import Results, prompt, run_checked, same
 from helpers.little_memory import fail_ahead
-from helpers.played_engines import a_device, texts
 from helpers.tiny_models import make_model
 
 from windlass.engine.cache import host_tier

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.distance_oracle import Distance, DistanceOracle, dual_chunk, log_n, rerope, self_extend
 from helpers.cpu_kernels import choose
 from helpers.device import DEVICE
-from helpers.distance_oracle import Distance, DistanceOracle, dual_chunk, log_n, rerope, self_extend
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import make_model
 

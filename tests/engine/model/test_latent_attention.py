@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.raw_key_oracle import RawKeyOracle
 from helpers.configs import engine_config
 from helpers.cpu_kernels import choose
 from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run, specs_of
-from helpers.raw_key_oracle import RawKeyOracle
 from helpers.tiny_models import Reference, make_model
 from torch import Tensor
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.quantized_checkpoints import AWQ, as_awq, as_packed, compressed, make_quantized, quantize
 from helpers.adapters import merged, save_adapter
 from helpers.engines import greedy, make_core, run
-from helpers.quantized_checkpoints import AWQ, as_awq, as_packed, compressed, make_quantized, quantize
 from helpers.tiny_multimodal import MODELS, TextLogits, make_multimodal
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_helpers.quantized_checkpoints import GPTQ, as_gptq, make_quantized, quantize
+from engine_helpers.rewritten_weights import PROMPT, logits, rewritten
 from helpers.adapters import ALL, merged, save_adapter
 from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run, specs_of
-from helpers.quantized_checkpoints import GPTQ, as_gptq, make_quantized, quantize
-from helpers.rewritten_weights import PROMPT, logits, rewritten
 from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file
 from torch import Tensor

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.persisting import keeping
 from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run, specs_of
-from helpers.persisting import keeping
 from helpers.tiny_models import Reference, make_model
 
 from windlass.engine.core.engine_core import EngineCore

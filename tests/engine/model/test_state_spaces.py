@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_helpers.rewritten_weights import rewritten
 from helpers.configs import engine_config
-from helpers.rewritten_weights import rewritten
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file
 from torch import Tensor

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from helpers.fake_executor import FakeExecutor, add, make_request, make_scheduler
+from engine_helpers.fake_executor import FakeExecutor, add, make_request, make_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

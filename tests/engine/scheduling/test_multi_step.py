@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.fake_executor import add, make_request, make_scheduler
 from helpers.adapters import save_adapter
 from helpers.cache_invariants import assert_balanced
 from helpers.device import DEVICE
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import DEMO, prompt, run_checked, same, small_models, traffic
-from helpers.fake_executor import add, make_request, make_scheduler
 
 from windlass.engine.errors import LoadError
 from windlass.engine.interface.context import ContextRule

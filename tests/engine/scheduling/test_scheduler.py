@@ -6,8 +6,17 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from engine_helpers.fake_executor import (
+    EOS,
+    FakeExecutor,
+    FakeRotation,
+    add,
+    keys_of,
+    make_request,
+    make_scheduler,
+    oracle,
+)
 from helpers.cache_invariants import assert_balanced, assert_consistent
-from helpers.fake_executor import EOS, FakeExecutor, FakeRotation, add, keys_of, make_request, make_scheduler, oracle
 
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.interface.outputs import RequestOutput

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from engine_helpers.fake_executor import EOS, VOCAB, FakeRotation, add, make_request, make_scheduler, oracle
 from helpers.cache_invariants import assert_balanced, assert_consistent
 from helpers.device import ON_A_CPU
-from helpers.fake_executor import EOS, VOCAB, FakeRotation, add, make_request, make_scheduler, oracle
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (

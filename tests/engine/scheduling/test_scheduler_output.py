@@ -1,6 +1,6 @@
 """Scheduler outputs are sent to ranks: their size depends on events only, a lost one is noticed, and a rank computes the same.
 
-That what they say agrees with the scheduler's books, whatever happens, `helpers.fake_executor` asserts in every step of
+That what they say agrees with the scheduler's books, whatever happens, `engine_helpers.fake_executor` asserts in every step of
 every test that uses it, `test_scheduler_machine` above all.
 """
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_helpers.fake_executor import FakeRotation, add, make_request, make_scheduler
 from helpers.engines import greedy, make_core, run
-from helpers.fake_executor import FakeRotation, add, make_request, make_scheduler
 from helpers.tiny_models import make_model
 
 from windlass.engine.cache.kv_cache import KVCache

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.fake_executor import FakeRotation, add, make_request, make_scheduler
 from helpers.cache_invariants import assert_balanced, assert_consistent
 from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import DEMO, Results, prompt, run_checked, same, small_models, traffic
-from helpers.fake_executor import FakeRotation, add, make_request, make_scheduler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.block_bytes import random_blocks
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
+from kernels_helpers.block_bytes import random_blocks
 
 from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.attention_calls import decode_call
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
+from kernels_helpers.attention_calls import decode_call
 
 from windlass.kernels import AttentionCall, KVPages, cpu
 from windlass.kernels.cpu import load

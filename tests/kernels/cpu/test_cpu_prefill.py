@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from helpers.attention_calls import decode_call
 from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, kernels
 from helpers.prefill_case import PrefillCase
+from kernels_helpers.attention_calls import decode_call
 
 from windlass.kernels import AttentionCall, cpu
 from windlass.kernels.cpu.library import Library

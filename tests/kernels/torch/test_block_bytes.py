@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from helpers.block_bytes import kind, numbers, random_blocks
+from kernels_helpers.block_bytes import kind, numbers, random_blocks
 
 from windlass.kernels.layouts.weight_layouts import FORMS, BlockForm, BlockRows, BlockWeight
 from windlass.kernels.torch import block_quantization

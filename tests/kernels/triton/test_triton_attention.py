@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.attention_calls import decode_call
-from helpers.interpreted import ON_THE_DEVICE, assert_near
 from helpers.prefill_case import PrefillCase
 from helpers.ranges import Part, RangeCase, random_parts
+from kernels_helpers.attention_calls import decode_call
+from kernels_helpers.interpreted import ON_THE_DEVICE, assert_near
 
 from windlass.kernels import AttentionCall
 from windlass.kernels.triton import paged_attention as attention

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.device import DEVICE
-from helpers.interpreted import ON_THE_DEVICE
+from kernels_helpers.interpreted import ON_THE_DEVICE
 from torch import Tensor
 
 from windlass.kernels import Filters, LogitsChanges, Penalties

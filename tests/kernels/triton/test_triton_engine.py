@@ -11,9 +11,9 @@ from helpers.adapters import save_adapter
 from helpers.device import DEVICE
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.gguf_models import make_gguf
-from helpers.interpreted import QUIET
 from helpers.marks import slow_but
 from helpers.tiny_models import make_model
+from kernels_helpers.interpreted import QUIET
 
 from windlass.engine.interface.model_info import AdapterSource
 from windlass.engine.rotary.rope_scaling import RopeScaling

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.block_bytes import random_blocks
-from helpers.interpreted import PLAYED
+from kernels_helpers.block_bytes import random_blocks
+from kernels_helpers.interpreted import PLAYED
 
 from windlass.kernels import FORMS, BlockWeight, cpu
 from windlass.kernels.backend import BackendOptions

@@ -14,10 +14,10 @@ import torch
 from helpers.adapters import save_adapter
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import same
-from helpers.interpreted import PLAYED
 from helpers.played_graphs import PlayedGraphs, opaque
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
+from kernels_helpers.interpreted import PLAYED
 from torch import Tensor
 
 from windlass.engine.core.engine_core import EngineCore

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interpreted import ON_THE_DEVICE, assert_near
 from helpers.prefill_case import PrefillCase
+from kernels_helpers.interpreted import ON_THE_DEVICE, assert_near
 
 from windlass.kernels import AttentionCall, PrefillTotals
 from windlass.kernels.triton import prefill_attention

@@ -9,8 +9,8 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory
 from helpers.device import DEVICE, ON_A_CPU
-from helpers.interpreted import ON_THE_DEVICE
-from helpers.low_rank import change, expected
+from kernels_helpers.interpreted import ON_THE_DEVICE
+from kernels_helpers.low_rank import change, expected
 from torch import Tensor
 
 from windlass.kernels import AdapterSlots, LowRankPart, LowRankTarget, LowRankUpdate

@@ -15,11 +15,11 @@ import pytest
 import torch
 from helpers.adapters import save_adapter
 from helpers.engines import greedy, make_core, run
-from helpers.interpreted import PLAYED
 from helpers.played_graphs import inside_a_program, is_wait, reads_refused
 from helpers.tiny_encoders import make_encoder
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
+from kernels_helpers.interpreted import PLAYED
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.device import DEVICE
-from helpers.interpreted import ON_THE_DEVICE, assert_near
+from kernels_helpers.interpreted import ON_THE_DEVICE, assert_near
 
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.torch import reference

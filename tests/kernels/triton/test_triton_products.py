@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.block_weights import random_blocks
 from helpers.device import DEVICE
-from helpers.interpreted import ON_THE_DEVICE, assert_near
+from kernels_helpers.interpreted import ON_THE_DEVICE, assert_near
 from torch import Tensor
 
 from windlass.kernels import FORMS, BlockWeight, StackedWeight

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers.device import DEVICE
-from helpers.interpreted import ON_THE_DEVICE
 from helpers.recurrences import (
     Convolution,
     DeltaRule,
@@ -20,6 +19,7 @@ from helpers.recurrences import (
     some_of,
     state_rows,
 )
+from kernels_helpers.interpreted import ON_THE_DEVICE
 from torch import Tensor
 
 from windlass.kernels import StateRows

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.device import DEVICE
-from helpers.interpreted import ON_THE_DEVICE, assert_near
+from kernels_helpers.interpreted import ON_THE_DEVICE, assert_near
 
 from windlass.kernels.backend import BackendOptions, Routing
 from windlass.kernels.torch import reference

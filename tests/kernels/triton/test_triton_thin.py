@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.interpreted import ON_THE_DEVICE, assert_near
+from kernels_helpers.interpreted import ON_THE_DEVICE, assert_near
 
 from windlass.kernels.torch import reference
 from windlass.kernels.triton import gemv

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import gguf_conversion, gguf_granite_hybrid, gguf_more, gguf_state_spaces
+from engine_helpers import gguf_granite_hybrid, gguf_more, gguf_state_spaces
+from engine_helpers.gguf_logits import derived
+from engine_helpers.rewritten_weights import logits
+from helpers import gguf_conversion
 from helpers.adapters import merged, save_adapter
 from helpers.engines import greedy, make_core, run
-from helpers.gguf_logits import derived
 from helpers.gguf_models import make_gguf
-from helpers.rewritten_weights import logits
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
 

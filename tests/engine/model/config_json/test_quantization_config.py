@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.quantized_checkpoints import AWQ, FP8, GPTQ, compressed
+from engine_helpers.quantized_checkpoints import AWQ, FP8, GPTQ, compressed
 
 from windlass.engine.model.config_json.quantization_config import QuantizationConfig, read_quantization_config
 from windlass.engine.model.config_json.unsupported import describe_quantized

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.quantized_checkpoints import (
+from engine_helpers.quantized_checkpoints import (
     IntegerWeight,
     as_awq,
     as_bytes,

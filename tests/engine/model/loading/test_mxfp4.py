@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from engine_helpers.mxfp4 import numbers, publish
 from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run, specs_of
-from helpers.mxfp4 import numbers, publish
 from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.configs import engine_config
-from helpers.engines import greedy, make_core, run, specs_of
-from helpers.quantized_checkpoints import (
+from engine_helpers.quantized_checkpoints import (
     AWQ,
     FP8,
     GPTQ,
@@ -29,6 +27,8 @@ from helpers.quantized_checkpoints import (
     make_quantized,
     quantize,
 )
+from helpers.configs import engine_config
+from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor

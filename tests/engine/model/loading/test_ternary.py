@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers.quantized_checkpoints import Layout, make_quantized
 from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run, specs_of
-from helpers.quantized_checkpoints import Layout, make_quantized
 from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_helpers.thread_ranks import ranked
 from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
-from helpers.thread_ranks import ranked
 from helpers.tiny_models import make_model
 
 from windlass.kernels import backend_selector

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_helpers.thread_ranks import ranked
 from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.gguf_models import make_gguf
-from helpers.thread_ranks import ranked
 from helpers.tiny_models import make_model
 
 from windlass.engine.interface.request import EngineRequest

@@ -1,0 +1,306 @@
+"""What a stream knows besides its chunks: usage, rotation, finish reasons, text, and the whole answer at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from api_helpers.any_client import any_client
+from helpers.eventually import eventually
+from helpers.live_server import Live, live_server
+from helpers.scripted_engine import ScriptedEngine
+from helpers.scripted_http import Exchange, ScriptedServer, answer, events, scripted_server
+
+from windlass.clients import APIConnectionError, AsyncClient, ChatCompletion, Client, Completion, StreamError, streams
+from windlass.engine.rotary.rotary_policy import RotaryReport
+
+pytestmark = pytest.mark.anyio
+ENVELOPE = {"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "m"}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+def report(request: Any) -> RotaryReport:
+    """One that tells the length of the prompt, so that prompts of different lengths differ in it."""
+    length = float(len(request.prompt_token_ids))
+    return RotaryReport(
+        rope_type="dynamic",
+        parameters={"factor": 2.0},
+        policy="frozen",
+        effective_length=length,
+        fingerprint=f"f{length}",
+        moves=0,
+        groups=None,
+    )
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with live_server(ScriptedEngine(reply=[72, 101, 195, 182, 108, 111], report=report)) as server:
+        yield server
+
+
+def timeless(result: Completion | ChatCompletion) -> Any:
+    """An answer without what differs from one request to the next."""
+    return dataclasses.replace(result, id="", created=0, request_id=None)
+
+
+COMPLETIONS: list[dict[str, Any]] = [
+    {"prompt": "hello"},
+    {"prompt": "hello", "n": 3, "max_tokens": 5},
+    {"prompt": ["a", "longer prompt"], "logprobs": 2},
+    {"prompt": ["a", "longer prompt"], "n": 2, "return_token_ids": True},
+    {"prompt": "hello", "echo": True, "logprobs": 1, "prompt_logprobs": 1},
+    {"prompt": "hello", "stop": "lo"},
+    {"prompt": [1, 2, 3], "logprobs": 0, "return_token_ids": True, "stream_options": {"continuous_usage_stats": True}},
+]
+
+
+def unstreamed(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "stream_options"}
+
+
+@pytest.mark.parametrize("options", COMPLETIONS, ids=str)
+async def test_the_final_completion_is_the_one_that_is_not_streamed(
+    live: Live, kind: str, options: dict[str, Any]
+) -> None:
+    async with any_client(kind, live.url) as client:
+        expected = await client.completions(**{"max_tokens": 6, **unstreamed(options)})
+        async with await client.completions(**{"max_tokens": 6, **options}, stream=True) as stream:
+            final = await stream.get_final()
+    assert isinstance(final, Completion) and timeless(final) == timeless(expected)
+    assert final.usage is not None and final.rotary is not None
+    assert final.id.endswith(str(final.request_id)) and final.request_id == stream.request_id
+
+
+CHATS: list[dict[str, Any]] = [
+    {},
+    {"n": 2, "logprobs": True, "top_logprobs": 2},
+    {"return_token_ids": True, "prompt_logprobs": 1},
+]
+
+
+@pytest.mark.parametrize("options", CHATS, ids=str)
+async def test_the_final_chat_is_the_one_that_is_not_streamed(live: Live, kind: str, options: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    async with any_client(kind, live.url) as client:
+        expected = await client.chat(messages, max_tokens=6, **options)
+        final = await (await client.chat(messages, max_tokens=6, stream=True, **options)).get_final()
+    assert isinstance(final, ChatCompletion) and timeless(final) == timeless(expected)
+    assert final.usage is not None and final.rotary is not None
+
+
+async def test_what_a_stream_tells_while_it_runs(live: Live, kind: str) -> None:
+    async with any_client(kind, live.url) as client:
+        stream = await client.completions([1, 2, 3, 4, 5], n=2, max_tokens=3, stream=True)
+        async with stream:
+            assert (stream.text, stream.usage, stream.rotary, stream.finish_reasons) == ("", None, None, {})
+            texts = ["", ""]
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+                assert stream.text == texts[0]
+            assert stream.finish_reasons == {0: "length", 1: "length"}
+            assert stream.usage.completion_tokens == 6 and stream.usage.prompt_tokens == 5
+            assert stream.rotary.rope_type == "dynamic" and stream.rotary.effective_length == 5.0
+            final = await stream.get_final()  # nothing is left to read
+            assert [choice.text for choice in final.choices] == texts
+
+
+async def test_until_done_goes_on_where_iteration_stopped(live: Live, kind: str) -> None:
+    async with any_client(kind, live.url) as client:
+        whole = await client.completions("hello", max_tokens=6)
+        stream = await client.completions("hello", max_tokens=6, stream=True)
+        first = await anext(stream)
+        assert whole.text.startswith(first.text) and first.text == stream.text != whole.text
+        assert await stream.until_done() is stream
+        assert stream.text == whole.text and stream.usage == whole.usage
+        assert [chunk async for chunk in stream] == []
+
+
+async def test_usage_is_asked_for_unless_the_caller_says_otherwise(kind: str) -> None:
+    end = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
+    script = events(end, "[DONE]")
+    asked = [
+        ({}, {"include_usage": True}),
+        ({"stream_options": {"continuous_usage_stats": True}}, {"include_usage": True, "continuous_usage_stats": True}),
+        ({"stream_options": {"include_usage": False}}, {"include_usage": False}),
+        ({"extra_body": {"stream_options": {"include_usage": False}}}, {"include_usage": False}),
+    ]
+    with scripted_server(script) as server:
+        async with any_client(kind, server.url) as client:
+            for options, _ in asked:
+                stream = await (await client.completions("x", stream=True, **options)).until_done()
+                assert stream.usage is None  # this server tells none
+    assert [request.json["stream_options"] for request in server.requests] == [sent for _, sent in asked]
+
+
+async def test_whole_answers_ask_for_no_stream_options(kind: str) -> None:
+    with scripted_server(answer({**ENVELOPE, "choices": []})) as server:
+        async with any_client(kind, server.url) as client:
+            await client.completions("x")
+    assert server.requests[0].json == {"prompt": "x"}
+
+
+@pytest.mark.parametrize("how", ["closed", "error event", "broken"])
+async def test_a_stream_that_did_not_end_well_has_no_final_answer(kind: str, how: str) -> None:
+    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
+    error = {"error": {"message": "engine died", "code": "engine_unavailable"}}
+    scripts = {
+        "closed": events(part, hang=True),
+        "error event": events(part, error, "[DONE]"),
+        "broken": events(part, end=False),
+    }
+    with scripted_server(scripts[how]) as server:
+        async with any_client(kind, server.url) as client:
+            stream = await client.completions("x", stream=True)
+            await anext(stream)
+            if how == "closed":
+                await stream.aclose()
+            else:
+                failure = StreamError if how == "error event" else APIConnectionError
+                with pytest.raises(failure, match="engine died" if how == "error event" else "broke"):
+                    await stream.get_final()
+            with pytest.raises(StreamError, match="incomplete") as caught:
+                await stream.get_final()
+            assert stream.text == "part" and caught.value.request_id == "req-1"
+
+
+async def test_streams_follow_one_another_on_one_connection(kind: str) -> None:
+    end = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
+    with scripted_server(events(end, "[DONE]")) as server:
+        async with any_client(kind, server.url) as client:
+            for _ in range(3):
+                assert (await (await client.completions("x", stream=True)).get_final()).text == "x"
+    assert (len(server.requests), server.connections) == (3, 1)
+
+
+@pytest.mark.parametrize("how", ["silent", "endless"])
+async def test_what_follows_a_stream_is_not_waited_for(kind: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_DRAIN_SECONDS", 0.05 if how == "silent" else 600.0)
+    end = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
+
+    async def endless(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        await exchange.chunk(b"data: " + json.dumps(end).encode() + b"\n\ndata: [DONE]\n\n")
+        while True:
+            await exchange.chunk(b": more" * 1000)
+
+    with scripted_server(events(end, "[DONE]", hang=True) if how == "silent" else endless) as server:
+        async with any_client(kind, server.url) as client:
+            stream = await client.completions("x", stream=True)
+            assert [chunk.text async for chunk in stream] == ["x"] and stream.finish_reasons == {0: "stop"}
+            assert await asyncio.to_thread(server.disconnects.wait, 30)
+
+
+@pytest.mark.parametrize("how", ["closed", "error caught"])
+async def test_a_stream_that_was_cut_does_not_end_as_if_it_were_whole(kind: str, how: str) -> None:
+    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
+    with scripted_server(events(part, hang=how != "error caught", end=False)) as server:
+        async with any_client(kind, server.url) as client, await client.completions("x", stream=True) as stream:
+            assert (await anext(stream)).text == "part"
+            if how == "closed":
+                await stream.aclose()
+            else:
+                with pytest.raises(APIConnectionError):
+                    await anext(stream)
+            for ask in (stream.until_done, stream.get_final):
+                with pytest.raises(StreamError, match="incomplete"):
+                    await ask()
+            with pytest.raises(StreamError, match="incomplete"):
+                async for _ in stream:
+                    pass
+        assert [chunk async for chunk in stream] == []  # its block is over
+
+
+@asynccontextmanager
+async def waited_for() -> AsyncIterator[tuple[Any, asyncio.Future[Any], ScriptedServer]]:
+    """A stream of which one chunk came, a task that waits for the next, and the server that never sends it."""
+    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
+    with scripted_server(events(part, hang=True)) as server:
+        async with AsyncClient(server.url) as client:
+            stream = await client.completions("x", stream=True)
+            assert (await anext(stream)).text == "part"
+            waiting = asyncio.ensure_future(anext(stream))
+            while not stream._chunks.ag_running:
+                await asyncio.sleep(0)
+            yield stream, waiting, server
+
+
+async def test_a_stream_whose_task_was_cancelled_says_that_the_rest_is_missing() -> None:
+    async with waited_for() as (stream, waiting, _):
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        with pytest.raises(StreamError, match="incomplete"):
+            await anext(stream)
+
+
+async def test_closing_frees_a_task_that_waits_for_a_chunk() -> None:
+    async with waited_for() as (stream, waiting, server):
+        await stream.aclose()
+        await stream.aclose()
+        with pytest.raises(APIConnectionError):
+            await asyncio.wait_for(waiting, 10)
+        assert await asyncio.to_thread(server.disconnects.wait, 30)
+
+
+@pytest.mark.parametrize("read", [0, 1])
+def test_closing_frees_a_thread_that_waits_for_a_chunk(read: int) -> None:
+    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            next(stream)
+        except BaseException as error:
+            caught.append(error)
+
+    with scripted_server(events(*[part] * read, hang=True)) as server, Client(server.url) as client:
+        stream = client.completions("x", stream=True)
+        assert [next(stream).text for _ in range(read)] == ["part"] * read
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        eventually(lambda: stream._chunks.gi_running, 10)
+        stream.close()
+        stream.close()
+        waiting.join(10)
+        assert not waiting.is_alive() and server.disconnects.wait(30)
+        assert isinstance(caught[0], APIConnectionError)
+        with pytest.raises(StreamError, match="incomplete"):
+            stream.get_final()
+
+
+async def test_pieces_of_reasoning_and_of_tool_calls_are_joined(kind: str) -> None:
+    def chat_chunk(finish: str | None = None, **delta: Any) -> dict[str, Any]:
+        return {**ENVELOPE, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+    def call(index: int, arguments: str, **fields: Any) -> dict[str, Any]:
+        function = {"arguments": arguments, **({"name": fields.pop("name")} if "name" in fields else {})}
+        return {"index": index, "function": function, **fields}
+
+    payloads = [
+        chat_chunk(role="assistant", reasoning_content="Let me "),
+        chat_chunk(reasoning_content="see."),
+        chat_chunk(tool_calls=[call(0, "", id="c0", type="function", name="look")]),
+        chat_chunk(tool_calls=[call(0, '{"x"'), call(1, "{", id="c1", type="function", name="wait")]),
+        chat_chunk(tool_calls=[call(1, "}"), call(0, ": 1}")]),
+        chat_chunk(finish="tool_calls"),
+        {**ENVELOPE, "choices": [], "usage": USAGE},
+        "[DONE]",
+    ]
+    with scripted_server(events(*payloads)) as server:
+        async with any_client(kind, server.url) as client:
+            final = await (await client.chat([], stream=True)).get_final()
+    message = final.choices[0].message
+    assert (message.role, message.content, message.reasoning_content) == ("assistant", None, "Let me see.")
+    assert message.to_dict()["tool_calls"] == [
+        {"id": "c0", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}},
+        {"id": "c1", "type": "function", "function": {"name": "wait", "arguments": "{}"}},
+    ]
+    assert final.choices[0].finish_reason == "tool_calls" and final.usage.total_tokens == 5

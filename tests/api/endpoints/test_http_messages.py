@@ -1,0 +1,536 @@
+"""`/v1/messages` against a scripted engine: whole and streamed, blocks, tools, thinking, counts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tokenizers
+from api_helpers.named_events import named_events
+from helpers.live_server import Live, live_server
+from helpers.scripted_engine import ScriptedEngine, model_info
+from helpers.toy_tokenizers import byte_level
+
+from windlass.engine.errors import EngineDeadError, QueueFullError
+from windlass.engine.rotary.rotary_policy import RotaryReport
+from windlass.server.errors import ApiError, error_body
+
+PATH = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
+VOCABULARY = 430
+TEMPLATE = (
+    "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}{% for tool in tools or [] %}({{ tool.function.name }})"
+    "{% endfor %}{% for message in messages %}[{{ message.role }}]{% if message.reasoning %}<{{ message.reasoning }}>{% endif %}"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}{# <think> </think> #}"
+)
+LOOK = {
+    "name": "look",
+    "description": "The weather.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+FIND = {"type": "custom", "name": "find", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
+ROME = '{"city": "Rome"}'
+CALL = f'<tool_call>\n{{"name": "look", "arguments": {ROME}}}\n</tool_call>'
+INFO = model_info(vocab_size=VOCABULARY, max_model_len=4096)
+USER = [{"role": "user", "content": "hello"}]
+
+
+def marked_tokenizer() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    backend.add_special_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    return backend
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live_server(ScriptedEngine(info=INFO), template=TEMPLATE, backend=marked_tokenizer()) as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    shared.engine.reset()
+    shared.engine.info = INFO
+    say(shared, "Hello.")
+    return shared
+
+
+def say(live: Live, text: str) -> None:
+    ids = live.tokenizer.encode(text, add_special_tokens=False)
+    live.engine.reply, live.engine.eos_after = ids or [1], len(ids)
+
+
+def prompt_of(live: Live) -> str:
+    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+
+
+def ask(live: Live, messages: Any = USER, **fields: Any) -> dict[str, Any]:
+    response = live.post(PATH, {"messages": messages, "max_tokens": 400, **fields})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def stream(live: Live, messages: Any = USER, **fields: Any) -> list[dict[str, Any]]:
+    return named_events(live, PATH, {"messages": messages, "max_tokens": 400, **fields})
+
+
+def refuse(live: Live, path: str, body: Any, status: int = 400, *, details: bool = False) -> dict[str, Any]:
+    """The error of a request that must be refused, in Anthropic's shape."""
+    response = live.post(path, body)
+    assert response.status_code == status, response.text
+    answer = response.json()
+    assert set(answer) == {"type", "error", "request_id"} and answer["type"] == "error"
+    assert answer["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
+    error: dict[str, Any] = answer["error"]
+    assert error["message"] and set(error) == {"type", "message", "param", "code"} | ({"details"} if details else set())
+    return error
+
+
+def built(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message as a client puts it together."""
+    message: dict[str, Any] = {}
+    partial: dict[int, str] = {}
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"])
+            case "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                match delta["type"]:
+                    case "text_delta":
+                        block["text"] += delta["text"]
+                    case "thinking_delta":
+                        block["thinking"] += delta["thinking"]
+                    case "input_json_delta":
+                        partial[event["index"]] = partial.get(event["index"], "") + delta["partial_json"]
+            case "content_block_stop":
+                if event["index"] in partial:
+                    message["content"][event["index"]]["input"] = json.loads(partial[event["index"]])
+            case "message_delta":
+                message |= event["delta"]
+                message["usage"] |= event["usage"]
+    return message
+
+
+def lasting(message: dict[str, Any]) -> dict[str, Any]:
+    content = [{**block, "id": ""} if "id" in block else block for block in message["content"]]
+    return {**message, "id": "", "content": content}
+
+
+def test_a_plain_answer(live: Live) -> None:
+    live.engine.cached_tokens = 2
+    answer = ask(live, system="Be kind.", metadata={"user_id": "me"}, model="toy", cache_control={"type": "ephemeral"})
+    assert prompt_of(live) == "[system]Be kind.[user]hello[assistant]"
+    prompt, generated = len(live.engine.requests[-1].prompt_token_ids), len(live.engine.reply) + 1
+    assert answer.pop("id").startswith("msg_")
+    assert answer == {
+        "type": "message",
+        "role": "assistant",
+        "model": "toy",
+        "content": [{"type": "text", "text": "Hello."}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": prompt - 2,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 2,
+            "output_tokens": generated,
+            "output_tokens_details": {"thinking_tokens": 0},
+        },
+    }
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_events_come_in_their_order(live: Live, at_once: int) -> None:
+    live.engine.tokens_per_output = at_once
+    names = [event["type"] for event in stream(live)]
+    assert names[:3] == ["message_start", "content_block_start", "ping"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(names[3:-3]) == {"content_block_delta"}
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        (f"<think>so</think>Wait. {CALL}{CALL}", ["thinking", "text", "tool_use", "tool_use"]),
+        (CALL, ["tool_use"]),
+        ("<think>only", ["thinking"]),
+        ("", ["text"]),
+    ],
+)
+def test_a_stream_builds_the_whole_answer(live: Live, text: str, kinds: list[str], at_once: int) -> None:
+    say(live, text)
+    live.engine.tokens_per_output = at_once
+    whole = ask(live, tools=[LOOK])
+    assert [block["type"] for block in whole["content"]] == kinds
+    assert lasting(built(stream(live, tools=[LOOK]))) == lasting(whole)
+
+
+def test_blocks_hold_what_was_written(live: Live) -> None:
+    say(live, f"<think>so</think>Wait. {CALL}")
+    answer = ask(live, tools=[LOOK, FIND])
+    thought, text, call = answer["content"]
+    assert prompt_of(live).startswith("(look)(find)")
+    assert thought == {"type": "thinking", "thinking": "so", "signature": ""}
+    assert text == {"type": "text", "text": "Wait."}
+    assert (call["name"], call["input"]) == ("look", {"city": "Rome"}) and call["id"]
+    assert answer["stop_reason"] == "tool_use"
+    close = live.tokenizer.encode("</think>", add_special_tokens=False)[0]
+    thought = live.engine.reply.index(close) + 1
+    assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": thought}
+
+
+def test_why_it_ended(live: Live) -> None:
+    assert ask(live, max_tokens=3)["stop_reason"] == "max_tokens"
+    stopped = ask(live, stop_sequences=["lo", "zz"])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "lo")
+    assert stopped["content"][0]["text"] == "Hel"
+    say(live, CALL)
+    cut = ask(live, tools=[LOOK], max_tokens=len(live.engine.reply) - 4)
+    assert cut["stop_reason"] == "max_tokens" and isinstance(cut["content"][-1].get("input", {}), dict)
+    cut = ask(live, tools=[LOOK], stop_sequences=["Ro"])
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", "Ro")
+    ended = stream(live, tools=[LOOK], stop_sequences=["Ro"])[-2]["delta"]
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", "Ro")
+
+
+def test_a_failure_on_the_way(live: Live) -> None:
+    live.engine.fail_after = (2, EngineDeadError("gone"))
+    event = stream(live)[-1]
+    assert event["type"] == "error" and event["error"]["type"] == "overloaded_error"
+
+
+def test_failures_before_the_stream_have_their_own_status(live: Live) -> None:
+    body = {"messages": USER, "max_tokens": 5, "stream": True}
+    live.engine.refuse = lambda request: QueueFullError("full", 3)
+    assert refuse(live, PATH, body, 429)["type"] == "rate_limit_error"
+    assert live.post(PATH, body).headers["retry-after"] == "3"
+    live.engine.refuse = lambda request: EngineDeadError("gone")
+    assert refuse(live, PATH, body, 503)["type"] == "overloaded_error"
+    live.engine.refuse = lambda request: None
+    assert refuse(live, PATH, {**body, "timeout": 1e-9}, 504)["type"] == "timeout_error"
+
+
+def test_silence_is_filled_with_pings() -> None:
+    with live_server(stream_comment_seconds=0.02) as quick:
+        body = {"messages": USER, "max_tokens": 2}
+        names = [event["type"] for event in named_events(quick, PATH, body, told=quick.let_go("event: ping", 3))]
+    assert names[0] == "ping" and names.index("message_start") > 2 and names[-1] == "message_stop"
+
+
+def test_a_client_that_leaves_ends_the_request(live: Live) -> None:
+    live.engine.delay = 0.02
+    body = {"messages": USER, "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with live.http.stream("POST", PATH, json=body) as response:
+        next(response.iter_raw())
+    live.wait(lambda: len(live.engine.aborted) == 1)
+    live.wait(lambda: live.state.in_flight == 0)
+
+
+# ---- what goes in ----------------------------------------------------------------------------------------------------
+def test_blocks_become_turns(live: Live) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": each, "cache_control": {"type": "ephemeral"}} for each in "ab"]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "EqQB"},
+            {"type": "redacted_thinking", "data": "EmwK"},
+            {"type": "text", "text": "Wait.", "citations": None},
+            {"type": "tool_use", "id": "t1", "name": "look", "input": {"city": "Rome"}},
+            {"type": "tool_use", "id": "t2", "name": "find", "input": {}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": "sun"},
+            {"type": "tool_result", "tool_use_id": "t2", "content": [{"type": "text", "text": "none"}], "is_error": True},
+            {"type": "text", "text": "And?"},
+        ]},
+    ]  # fmt: skip
+    ask(live, messages, system=[{"type": "text", "text": "x"}, {"type": "text", "text": "y"}])
+    assert prompt_of(live) == (
+        f'[system]x\ny[user]a\nb[assistant]<hm>Wait.<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>'
+        '<tool_call>{"name": "find", "arguments": {}}</tool_call>[tool]sun[tool]Error: none[user]And?[assistant]'
+    )
+
+
+def test_an_answer_goes_in_again(live: Live) -> None:
+    say(live, f"<think>so</think>Wait. {CALL}")
+    live.engine.report = lambda request: RotaryReport("default", {}, "frozen", None, "f", 0)
+    answer = ask(live, tools=[LOOK])
+    assert answer["rotary"]["rope_type"] == "default"
+    answer |= {"diagnostics": None, "context_management": {"applied_edits": []}}  # which Anthropic's have
+    result = {"type": "tool_result", "tool_use_id": answer["content"][-1]["id"]}
+    say(live, "Sunny.")
+    ask(live, [*USER, answer, {"role": "user", "content": [result]}], tools=[LOOK])
+    assert prompt_of(live).endswith("</tool_call>[tool][assistant]") and "<so>Wait." in prompt_of(live)
+
+
+def test_an_answer_that_is_begun_goes_on(live: Live) -> None:
+    ask(live, [*USER, {"role": "assistant", "content": "The answer is"}])
+    assert prompt_of(live) == "[user]hello[assistant]The answer is"
+
+
+@pytest.mark.parametrize(
+    ("choice", "demanded"),
+    [
+        ({"type": "auto"}, False),
+        ({"type": "none"}, False),
+        ({"type": "any"}, True),
+        ({"type": "tool", "name": "look", "disable_parallel_tool_use": True}, True),
+    ],
+)
+def test_a_call_can_be_demanded(live: Live, choice: Any, demanded: bool) -> None:
+    ask(live, tools=[LOOK, FIND], tool_choice=choice)
+    assert (live.engine.requests[-1].sampling.grammar is not None) is demanded
+
+
+def test_one_call_at_most(live: Live) -> None:
+    say(live, CALL * 3)
+    one = ask(live, tools=[LOOK], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert len(one["content"]) == 1 and len(ask(live, tools=[LOOK])["content"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "value"),
+    [
+        ({"temperature": 0}, "temperature", 0.0),
+        ({"top_k": 7}, "top_k", 7),
+        ({"top_p": 0.5}, "top_p", 0.5),
+        ({"max_tokens": 9}, "max_tokens", 9),
+        ({"seed": 5}, "seed", 5),
+    ],
+)
+def test_sampling_reaches_the_engine(live: Live, fields: dict[str, Any], field: str, value: Any) -> None:
+    ask(live, **fields)
+    assert getattr(live.engine.requests[-1].sampling, field) == value
+
+
+def test_thinking(live: Live) -> None:
+    ask(live, thinking={"type": "enabled", "budget_tokens": 7})
+    assert live.engine.requests[-1].sampling.thinking.tokens == 7
+    assert prompt_of(live).startswith("True[user]")
+    ask(live, thinking={"type": "disabled"})
+    assert prompt_of(live).startswith("False[user]")
+    ask(live, thinking={"type": "adaptive"})
+    assert prompt_of(live).startswith("True[user]") and live.engine.requests[-1].sampling.thinking is None
+
+
+def test_a_budget_is_a_hint_where_thinking_is_not_told_apart() -> None:
+    """Clients have thinking switched on or off, whatever the model; the operator's options are not theirs to change."""
+    with live_server() as plain:
+        body = {"messages": USER, "max_tokens": 2, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+        assert plain.post(PATH, body).status_code == plain.post(COUNT, {**body, "max_tokens": None}).status_code == 200
+        assert plain.engine.requests[-1].sampling.thinking is None
+        for budget in (0, None, "many"):
+            error = refuse(plain, PATH, {**body, "thinking": {"type": "enabled", "budget_tokens": budget}})
+            assert error["param"] == "thinking.budget_tokens"
+
+
+def test_an_effort_is_a_hint(live: Live) -> None:
+    """Anthropic's clients send one to every model."""
+    for effort in ("low", "max"):
+        ask(live, output_config={"effort": effort})
+        assert prompt_of(live).startswith("True[user]")
+    ask(live, output_config={"effort": "high"}, thinking={"type": "disabled"})
+    assert prompt_of(live).startswith("False[user]")
+    with live_server() as plain:
+        body = {"messages": USER, "max_tokens": 2, "output_config": {"effort": "high"}}
+        assert plain.post(PATH, body).status_code == plain.post(COUNT, {**body, "max_tokens": None}).status_code == 200
+        assert refuse(plain, PATH, {**body, "output_config": {"effort": "extreme"}})["param"] == "output_config.effort"
+    harmony = (
+        "{% for message in messages %}{{ message.content }}{% endfor %}{{ reasoning_effort }}<|channel|><|message|>"
+    )
+    with live_server(template=harmony) as gpt:
+        for effort, told in {"minimal": "low", "low": "low", "high": "high", "xhigh": "high", "max": "high"}.items():
+            assert gpt.post(PATH, {**body, "output_config": {"effort": effort}}).status_code == 200
+            assert told in prompt_of(gpt)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"fallbacks": []},
+        {"fallbacks": "default"},
+        {"compaction": None},
+        {"thread": None},
+        {"billing_policy": {"type": "billing_policy", "bill_to": "self"}},
+        {"fallback_credit_token": "abc"},
+        {"fallback_credit_token": {"token": "abc", "mode": "best_effort"}},
+    ],
+)
+def test_what_concerns_only_anthropics_service(live: Live, fields: dict[str, Any]) -> None:
+    ask(live, **fields)
+
+
+def test_a_name_of_a_toolset_has_no_effect(live: Live) -> None:
+    messages = [
+        *USER,
+        {"role": "assistant", "content": [{**USE, "toolset_name": None}, {**USE, "id": "u", "toolset_name": "browser"}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t", "toolset_name": None},
+            {"type": "tool_result", "tool_use_id": "u", "toolset_name": "browser"},
+        ]},
+    ]  # fmt: skip
+    ask(live, messages)
+
+
+def test_threads_are_refused_so_that_a_tool_runner_goes_on_without(live: Live) -> None:
+    body = {"messages": USER, "max_tokens": 2, "thread": {"type": "create"}}
+    error = refuse(live, PATH, body, details=True)
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "thread", "unsupported_field")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def test_a_strict_tool_is_held_to_as_a_whole(live: Live) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    ask(live, tools=[{**LOOK, "input_schema": schema}], tool_choice={"type": "any"})
+    body = {"messages": USER, "max_tokens": 5, "tool_choice": {"type": "any"}}
+    error = refuse(live, PATH, {**body, "tools": [{**LOOK, "input_schema": schema, "strict": True}]})
+    assert error["param"] == "tool_choice" and "uniqueItems" in error["message"]
+
+
+CLEAR = {"type": "clear_thinking_20251015", "keep": "all"}
+
+
+@pytest.mark.parametrize(
+    ("given", "accepted"),
+    [
+        *((given, True) for given in (None, {}, {"edits": None}, {"edits": []}, {"edits": [CLEAR]})),
+        ({"edits": [{**CLEAR, "keep": {"type": "all"}}, {**CLEAR, "more": None}]}, True),
+        ({"edits": [{"type": "clear_thinking_20251015"}]}, False),  # which keeps those of the last turn
+        ({"edits": [{**CLEAR, "keep": {"type": "thinking_turns", "value": 2}}]}, False),
+        ({"edits": [CLEAR, {"type": "clear_tool_uses_20250919"}]}, False),
+        ({"edits": [{**CLEAR, "type": "clear_tool_uses_20250919"}]}, False),
+        *((given, False) for given in ({"edits": "all"}, {"edit": []}, {"edits": [5]}, [CLEAR], "all")),
+    ],
+)
+def test_an_edit_that_clears_nothing_asks_for_nothing(live: Live, given: Any, accepted: bool) -> None:
+    body = {"messages": USER, "context_management": given, "mcp_servers": []}
+    for path, fields in ((PATH, {"max_tokens": 2}), (COUNT, {})):
+        if accepted:
+            assert live.post(path, {**body, **fields}).status_code == 200
+        else:
+            error = refuse(live, path, {**body, **fields})
+            assert (error["param"], error["code"]) == ("context_management", "unsupported_field")
+
+
+def test_names_of_tools_are_as_long_as_those_of_anthropic(live: Live) -> None:
+    name = f"mcp__server__{'x' * 115}"
+    say(live, CALL.replace("look", name))
+    answer = ask(live, tools=[{**LOOK, "name": name}], tool_choice={"type": "tool", "name": name})
+    assert answer["content"][0]["name"] == name
+    error = refuse(live, PATH, {"messages": USER, "max_tokens": 2, "tools": [{**LOOK, "name": name + "x"}]})
+    assert error["param"] == "tools[0].name"
+
+
+def test_a_form(live: Live) -> None:
+    ask(live, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
+    assert live.engine.requests[-1].sampling.grammar is not None
+
+
+def test_counting(live: Live) -> None:
+    for body in (
+        {"messages": USER},
+        {"messages": USER, "system": "Be kind.", "tools": [LOOK], "tool_choice": {"type": "any"}},
+        {"messages": USER, "thinking": {"type": "enabled", "budget_tokens": 9}},
+        {"messages": [*USER, {"role": "assistant", "content": "Well"}]},
+    ):
+        counted = live.post(COUNT, body).json()
+        ask(live, **body)
+        assert counted == {"input_tokens": len(live.engine.requests[-1].prompt_token_ids)}
+    longer = live.post(COUNT, {"messages": [{"role": "user", "content": "a b " * 9000}]}).json()
+    assert longer["input_tokens"] > 4096  # more than the context holds
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "%%%not base64"}}
+USE = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0].type"),
+        ({"messages": [*USER, {"role": "assistant", "content": [USE]}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}]},
+         "messages[0].content[0].content[0].type"),
+        ({"messages": [*USER, {"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages[1].content[0].input"),
+        ({"messages": [*USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [
+            {"type": "text", "text": "See:"}, {"type": "tool_result", "tool_use_id": USE["id"]}]}]}, "messages[2].content[1]"),
+        ({"system": [IMAGE]}, "system[0].type"),
+        ({"system": 3}, "system"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "look"}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "two words", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [LOOK, LOOK]}, "tools"),
+        ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "find"}}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop": "x"}, "stop"),
+        ({"top_p": 2}, "top_p"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "output_config.format"),
+        ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
+        ({"container": "c"}, "container"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
+        ({"fallbacks": [{"model": "x"}]}, "fallbacks"),
+        ({"colour": "red"}, "colour"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -1}}, "rope_scaling.factor"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(live: Live, fields: dict[str, Any], param: str) -> None:
+    error = refuse(live, PATH, {"messages": USER, "max_tokens": 5, **fields})
+    assert (error["param"], error["type"]) == (param, "invalid_request_error") and error["code"]
+    assert not live.engine.requests
+
+
+def test_the_rest_of_the_server_refuses_in_the_same_shape(live: Live) -> None:
+    assert refuse(live, PATH, {"messages": USER, "max_tokens": 5, "model": "x"}, 404)["type"] == "not_found_error"
+    assert refuse(live, f"{PATH}/batches", {}, 404)["type"] == "not_found_error"
+    assert live.http.get(PATH).json()["type"] == "error"
+    assert live.http.post(PATH, content=b"{").json()["error"]["code"] == "invalid_json"
+    assert refuse(live, COUNT, {"messages": [{"role": "user", "content": [IMAGE]}]})["param"]
+    assert "error" in live.http.get("/v1/messagesx").json() and "type" not in live.http.get("/v1/messagesx").json()
+
+
+def test_what_a_key_may_not_is_said_in_their_words() -> None:
+    error = ApiError(403, "no", code="not_an_administrator")
+    assert error_body(error, {"path": PATH})["error"]["type"] == "permission_error"
+
+
+def test_keys_in_either_header() -> None:
+    with live_server(api_keys=("k",), max_body_bytes=2000) as live:
+        body = {"messages": USER, "max_tokens": 2}
+        assert refuse(live, PATH, body, 401)["type"] == "authentication_error"
+        for headers in (
+            {"x-api-key": "k"},
+            {"authorization": "Bearer k"},
+            {"x-api-key": "k", "authorization": "Bearer no"},
+        ):
+            assert live.post(PATH, body, headers=headers).status_code == 200
+        for headers in ({"x-api-key": "no"}, {"x-api-key": "Bearer k"}, {"x-api-key": ""}):
+            assert live.post(PATH, body, headers=headers).status_code == 401
+        live.http.headers["x-api-key"] = "k"
+        large = {**body, "system": "x" * 3000}
+        assert refuse(live, PATH, large, 413)["type"] == "request_too_large"

@@ -1,0 +1,172 @@
+"""docker-compose.yml: what the schema cannot know. Nothing here starts a container."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from e2e_helpers.prometheus import CONFIG, ROOT
+from typer.main import get_command
+
+from windlass.server.cli import main as cli
+
+STACK = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+SERVICES: dict[str, dict[str, Any]] = STACK["services"]
+SERVERS = ("windlass", "windlass-cuda")
+
+
+def test_plain_up_starts_the_cpu_server_alone():
+    assert {name for name, service in SERVICES.items() if "profiles" not in service} == {"windlass"}
+    assert {name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service} == {
+        "windlass-cuda": ["cuda"],
+        "prometheus": ["monitoring"],
+        "grafana": ["monitoring"],
+        "loadtest": ["loadtest"],
+    }
+
+
+def test_both_servers_differ_in_image_and_gpu_only():
+    cpu, cuda = (dict(SERVICES[name]) for name in SERVERS)
+    differing = {key for key in cpu | cuda if cpu.get(key) != cuda.get(key)}
+    assert differing == {"profiles", "build", "image", "deploy", "networks"}
+    assert cuda["build"]["args"] == {"DEVICE": "cuda"}
+    (device,) = cuda["deploy"]["resources"]["reservations"]["devices"]
+    assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
+    # Prometheus and the load test look for one name.
+    assert cuda["networks"]["default"]["aliases"] == ["windlass"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_ports_are_for_this_machine_only(name):
+    for port in SERVICES[name].get("ports", []):
+        assert port.startswith("127.0.0.1:"), port
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_images_that_are_not_built_here_have_a_whole_version(name):
+    service = SERVICES[name]
+    if "build" in service:
+        assert service["image"].split(":")[0] == "windlass"
+    else:
+        assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"])
+
+
+def test_the_base_image_names_python_and_debian():
+    bases = re.findall(r"^FROM (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert set(bases) == {"python:3.11-slim-bookworm"}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_files_are_mounted_read_only_and_volumes_are_declared(name):
+    for volume in SERVICES[name].get("volumes", []):
+        source, _target, *mode = volume.split(":")
+        if source.startswith("."):
+            assert (ROOT / source).exists() and mode == ["ro"], volume
+        else:
+            assert source in STACK["volumes"] and not mode, volume
+
+
+def test_whoever_waits_waits_for_something_healthy():
+    waiting = {
+        name: {other: how["condition"] for other, how in service["depends_on"].items()}
+        for name, service in SERVICES.items()
+        if "depends_on" in service
+    }
+    assert waiting == {
+        "grafana": {"prometheus": "service_healthy"},
+        "loadtest": {"windlass": "service_healthy"},
+    }
+    assert {name for name, service in SERVICES.items() if "healthcheck" in service} == set(SERVICES) - {"loadtest"}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_every_option_of_the_server_is_handed_through(name):
+    """But what the image has settled, and a file the container does not see."""
+    passed = SERVICES[name]["environment"]
+    assert all("=" not in variable for variable in passed) and len(set(passed)) == len(passed)
+    options = {parameter.envvar for parameter in get_command(cli.app).commands["serve"].params}  # type: ignore[attr-defined]
+    settled = {f"WINDLASS_{name}" for name in ("HOST", "PORT", "DEVICE", "UDS", "SSL_CERTFILE", "SSL_KEYFILE")}
+    settled |= {"WINDLASS_SSL_KEYFILE_PASSWORD", "WINDLASS_SSL_CA_CERTS"}
+    assert settled < options
+    assert set(passed) == (options - settled - {None}) | {"HF_TOKEN"}
+
+
+def test_prometheus_gets_the_key_as_a_file_that_always_has_content():
+    """Compose writes no file for empty content, and Prometheus scrapes nothing without its file."""
+    config = yaml.safe_load(CONFIG.read_text())
+    (job,) = config["scrape_configs"]
+    assert SERVICES["prometheus"]["configs"] == ["server-key"]  # lands in /server-key
+    assert job["authorization"] == {"type": "Bearer", "credentials_file": "/server-key"}
+    key = "${WINDLASS_CLIENT_KEY:-${WINDLASS_API_KEY:-}}"
+    assert STACK["configs"]["server-key"] == {"content": f"{key}\n"}
+    assert SERVICES["loadtest"]["environment"] == {"WINDLASS_API_KEY": key}
+
+
+def test_prometheus_reads_its_configuration_where_it_is_mounted():
+    assert "--config.file=/etc/prometheus/prometheus.yml" in SERVICES["prometheus"]["command"]
+    assert "./deploy/prometheus:/etc/prometheus:ro" in SERVICES["prometheus"]["volumes"]
+    (job,) = yaml.safe_load(CONFIG.read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["windlass:8000"]}]
+
+
+def test_grafana_asks_the_prometheus_of_the_stack_at_its_scrape_interval():
+    (source,) = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text())[
+        "datasources"
+    ]
+    assert source["url"] == "http://prometheus:9090"
+    assert source["jsonData"]["timeInterval"] == yaml.safe_load(CONFIG.read_text())["global"]["scrape_interval"]
+    assert {volume.split(":")[1] for volume in SERVICES["grafana"]["volumes"] if volume.startswith(".")} == {
+        "/etc/grafana/grafana.ini",
+        "/etc/grafana/provisioning",
+        "/etc/grafana/dashboards",
+    }
+
+
+def test_the_load_test_writes_where_the_image_lets_it():
+    service = SERVICES["loadtest"]
+    assert service["volumes"] == ["reports:/reports"]
+    options = dict(word.split("=", 1) for word in service["command"][2:])
+    assert options["--json"].startswith("/reports/") and options["--html"].startswith("/reports/")
+    owned = re.search(
+        r"install --directory --owner windlass --group windlass (.+)$", (ROOT / "Dockerfile").read_text(), re.M
+    )
+    assert "/reports" in owned[1].split()
+    assert "restart" not in service
+
+
+def test_the_load_test_is_a_command_of_the_image():
+    bench = get_command(cli.app).commands["bench"]  # type: ignore[attr-defined]
+    command = SERVICES["loadtest"]["command"]
+    assert command[:2] == ["bench", "serve"]
+    known = {name for parameter in bench.commands["serve"].params for name in parameter.opts}
+    assert {word.split("=")[0] for word in command[2:]} <= known
+
+
+def test_the_page_lists_every_variable_with_its_default():
+    """Those that Compose itself replaces; the server's own are on a page of theirs."""
+    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\| `([A-Z]+_[A-Z_]+)` \| (\S+) \|", page, re.MULTILINE))
+    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    replaced = dict(re.findall(r"\$\{(\w+):-(\w*)\}", text))
+    assert replaced.pop("WINDLASS_API_KEY") == "" == replaced.pop("GRAFANA_ADMIN_PASSWORD")
+    for name, default in replaced.items():
+        assert shown.pop(name) == f"`{default}`", name
+    assert shown == {"WINDLASS_CLIENT_KEY": "`WINDLASS_API_KEY`", "GRAFANA_ADMIN_PASSWORD": "none"}
+
+
+def test_commands_on_the_page_name_services_and_profiles_of_the_stack():
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("monitoring.md", "serving.md")]
+    pages.append(
+        "\n".join(line for line in (ROOT / "docker-compose.yml").read_text().splitlines() if line.startswith("#"))
+    )
+    profiles = {profile for service in SERVICES.values() for profile in service.get("profiles", [])}
+    commands = re.findall(r"docker compose\s((?:--profile \S+ )?(?:up|run|down)[^`#\n]*)", "\n".join(pages))
+    assert len(commands) > 10
+    for command in commands:
+        assert set(re.findall(r"--profile (\w+)", command)) <= profiles, command
+        if started := re.search(r"\bup\b((?: [\w-]+)*)", command):
+            assert set(started[1].split()) - {"or"} <= set(SERVICES), command
+        if "run " in command:
+            assert "loadtest" in command.split(), command

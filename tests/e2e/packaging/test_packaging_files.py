@@ -1,0 +1,203 @@
+"""Dockerfile, docker-compose.yml and .dockerignore: outside checkers, and the promises a checker cannot know."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import json
+import re
+import runpy
+import subprocess
+import sys
+import threading
+import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[3]
+TOOLS = Path(sys.executable).parent
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([TOOLS / name, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_hadolint_accepts_the_dockerfile():
+    result = run_tool("hadolint", "--no-color", "Dockerfile")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_compose_file_follows_the_specification():
+    result = run_tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def copied_paths() -> list[str]:
+    sources = []
+    for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE):
+        sources += line.split()[:-1]
+    return sources
+
+
+def test_what_the_dockerfile_copies_exists_and_is_in_the_build_context():
+    allowed = [
+        line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")
+    ]
+    copied = copied_paths()
+    assert "models/demo" in copied and "constraints.txt" in copied
+    for path in copied:
+        assert (ROOT / path).exists(), path
+        assert any(fnmatch.fnmatch(path, pattern) for pattern in allowed), f"{path} is ignored"
+    for link in (ROOT / "src" / "windlass").iterdir():
+        if link.is_symlink():
+            target = link.resolve().relative_to(ROOT)
+            # A link may lead to a folder of which a part is copied, or to a file inside one that is.
+            held = (Path(path).is_relative_to(target) or target.is_relative_to(path) for path in copied)
+            assert any(held), f"{link.name} would dangle"
+
+
+def test_the_image_is_built_from_all_that_a_build_reads():
+    """pip builds both distributions in it: the server's at its root, the client's in clients/."""
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE", "src", "clients"} <= set(copied_paths())
+
+
+def torch_install(device: str) -> subprocess.CompletedProcess[str]:
+    """Runs the instruction that installs torch, with a `pip` that prints what it is asked."""
+    found = re.findall(r"^RUN (case (?:\\\n|[^\n])+)$", DOCKERFILE, re.MULTILINE)
+    assert len(found) == 1
+    script = f'pip() {{ echo pip "$@"; }}\n{found[0]}'
+    return subprocess.run(["sh", "-c", script], env={"DEVICE": device}, capture_output=True, text=True, check=False)
+
+
+def test_torch_is_pinned_and_comes_from_the_index_of_its_device():
+    common = "pip install --no-cache-dir --constraint constraints.txt"
+    cpu = "--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
+    assert torch_install("cpu").stdout == f"{common} {cpu} torch\n"
+    # PyPI's wheels of torch for Linux are the CUDA ones.
+    assert torch_install("cuda").stdout == f"{common} --index-url https://pypi.org/simple torch\n"
+    wrong = torch_install("gpu")
+    assert wrong.returncode == 1 and wrong.stderr == "error: DEVICE must be cpu or cuda, got 'gpu'\n"
+    assert (
+        DOCKERFILE.count("pip install")
+        == DOCKERFILE.count("pip install --no-cache-dir --constraint constraints.txt")
+        == 2
+    )
+    assert re.search(r"^torch==\d+\.\d+\.\d+$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_build_argument_picks_torch_and_the_device_alike():
+    before, build, final = DOCKERFILE.split("\nFROM ")
+    assert re.findall(r"^ARG .+$", before, re.MULTILINE) == ["ARG DEVICE=cpu"]
+    # An argument from before the first stage is known only where it is named again.
+    assert build.index("\nARG DEVICE\n") < build.index("RUN case")
+    assert "\nARG DEVICE\n" in final and "WINDLASS_DEVICE=$DEVICE " in final
+
+
+def test_the_image_runs_unprivileged_and_hands_signals_to_the_server():
+    final_stage = DOCKERFILE.split("\nFROM ")[-1]
+    assert re.findall(r"^USER (.+)$", final_stage, re.MULTILINE) == ["10001"]
+    assert json.loads(re.search(r"^ENTRYPOINT (.+)$", final_stage, re.MULTILINE)[1]) == ["windlass"]
+    assert "WINDLASS_HOST=0.0.0.0" in final_stage
+
+
+def health_commands() -> list[str]:
+    command = re.search(r"^HEALTHCHECK (?:.|\\\n)+?CMD (\[.+\])$", DOCKERFILE, re.MULTILINE)[1]
+    compose = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    quoted = re.search(r'^ +- ("import .+")$', compose, re.MULTILINE)[1]
+    return [ast.literal_eval(command)[-1], ast.literal_eval(quoted)]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
+def test_the_health_checks_tell_the_truth(which, status, healthy):
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        port = str(server.server_port)
+        code = health_commands()[which].replace("8000", port)
+        result = subprocess.run(
+            [sys.executable, "-c", code], env={"WINDLASS_PORT": port}, capture_output=True, check=False
+        )
+        server.shutdown()
+        thread.join()
+    assert asked == ["/health"]
+    assert (result.returncode == 0) is healthy
+
+
+def services() -> dict[str, dict]:
+    return yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
+
+
+@pytest.mark.parametrize("name", ["windlass", "windlass-cuda", "loadtest"])
+def test_what_is_built_here_runs_with_as_little_as_it_needs(name):
+    service = services()[name]
+    assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]  # and so Docker's own seccomp profile
+    assert service["pids_limit"] > 0 and any(mount.startswith("/tmp:") for mount in service["tmpfs"])
+    # What the image writes goes to a volume.
+    written = re.findall(r"(?:HF_HOME|WINDLASS_CACHE|TRITON_CACHE_DIR)=(\S+)", DOCKERFILE)
+    mounted = [volume.split(":")[1] for volume in services()["windlass"]["volumes"]]
+    assert len(written) == 3 and all(any(path.startswith(place) for place in mounted) for path in written)
+    if name != "loadtest":
+        assert service["ulimits"]["core"] == 0 and "mem_limit" in service and "cpus" in service
+
+
+def locked() -> dict[str, tuple[str, list[str]]]:
+    """Versions and hashes by name."""
+    text = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    found = {}
+    for entry in re.sub(r"\\\n\s+", " ", text).splitlines():
+        if entry and not entry.startswith("#"):
+            name, version, rest = re.match(r"([\w.-]+)==([^ ;]+)(.*)", entry).groups()
+            found[canonicalize_name(name)] = version, re.findall(r"--hash=sha256:([0-9a-f]{64})", rest)
+    return found
+
+
+def test_the_lock_has_every_requirement_in_one_version_with_hashes():
+    maker = runpy.run_path(str(ROOT / "deploy" / "make_lock.py"))
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    found = locked()
+    assert len(found) > 40 and all(hashes for _, hashes in found.values())
+    for text in maker["wanted"]():
+        wanted = Requirement(text)
+        version, _ = found[canonicalize_name(wanted.name)]
+        assert wanted.specifier.contains(version), text
+    assert {name: found[name][0] for name in pins} == pins
+    assert not {"windlass-llm", "windlass-client"} & set(found)
+
+
+def test_wheels_are_built_for_what_is_supported_and_leave_torch_its_threads():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheels, supported = settings["tool"]["cibuildwheel"], SpecifierSet(settings["project"]["requires-python"])
+    built = {re.fullmatch(r"cp3(\d+)-manylinux_\*", name)[1] for name in wheels["build"]}
+    assert built == {str(minor) for minor in range(8, 20) if f"3.{minor}.5" in supported}
+    assert wheels["linux"]["archs"] == ["x86_64", "aarch64"]
+    assert "--exclude libgomp.so.1" in wheels["linux"]["repair-wheel-command"]
+
+
+def test_what_makes_wheels_makes_both_and_as_they_are_handed_on():
+    """tests/e2e/packaging/test_wheel.py builds them so: pip then installs them anywhere."""
+    makefile, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "docs/release.md"))
+    recipe = re.search(r"^wheels:.*\n((?:\t.+\n)+)", makefile, re.MULTILINE)[1]
+    assert "build/source/windlass_llm-" in recipe and "--wheel --outdir dist clients" in recipe
+    shown = [line for line in page.splitlines() if re.search(r"\bpip wheel\b", line)]
+    assert shown and all(line.startswith("WINDLASS_RELEASE=1 pip wheel ") for line in shown)

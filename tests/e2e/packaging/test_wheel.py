@@ -1,0 +1,170 @@
+"""Two wheels: the server's carries everything but the client, the client's nothing but itself; both go into one folder."""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from e2e_helpers.builds import build, copy_clone
+from packaging.requirements import Requirement
+
+from windlass import __version__
+
+pytestmark = pytest.mark.slow  # environments of their own
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_clone(tmp_path_factory.mktemp("clone"))
+
+
+@pytest.fixture(scope="module")
+def client(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(clone / "clients", "wheel", tmp_path_factory.mktemp("client"))
+
+
+@pytest.fixture(scope="module")
+def server(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As it is handed on."""
+    return build(clone, "wheel", tmp_path_factory.mktemp("server"), WINDLASS_RELEASE="1")
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def metadata_of(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(archive.read(name))
+
+
+def requirement_of_the_client(metadata: email.message.Message) -> str:
+    (found,) = [text for text in metadata.get_all("Requires-Dist", []) if text.startswith("windlass")]
+    return found
+
+
+def test_the_client_s_wheel_is_its_folder_and_nothing_else(clone: Path, client: Path) -> None:
+    folder = clone / "clients"
+    wanted = {
+        str(path.relative_to(folder)) for pattern in ("*.py", "*.j2", "assets/*") for path in folder.rglob(pattern)
+    }
+    wanted = {name for name in wanted if "build" not in Path(name).parts} - {"setup.py"} | {"py.typed"}
+    assert len(wanted) > 30
+    # No windlass/__init__.py: the name is a namespace, which the server's wheel makes a package.
+    assert names_in(client) == {f"windlass/clients/{name}" for name in wanted}
+    assert metadata_of(client)["Name"] == "windlass-client" and metadata_of(client)["Version"] == __version__
+    # Nothing of the build stays where the package lies.
+    assert not (folder / "build").exists()
+
+
+def test_both_wheels_serve_the_bundled_model(clone: Path, server: Path, client: Path, tmp_path: Path) -> None:
+    names = names_in(server)
+    for package in (
+        "__init__.py",
+        "_version.py",
+        "server/application.py",
+        "engine/core/engine_core.py",
+        "kernels/torch/reference.py",
+    ):
+        assert f"windlass/{package}" in names
+    page = clone / "server" / "app" / "ui"
+    files = {f"windlass/server/app/ui/{path.relative_to(page)}" for path in page.rglob("*") if path.is_file()}
+    assert files - {name for name in files if "__pycache__" in name} <= names and len(files) > 20
+    assert not names & names_in(client) and not any(name.startswith("windlass/clients") for name in names)
+    assert "windlass/py.typed" in names and "windlass/models/demo/model.safetensors" in names
+    assert shutil.which("g++") is None or any(name.endswith(".so") for name in names)
+    for wheel in (server, client):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 40 << 20
+    code = "import windlass, sys; from windlass.server.cli.main import main; print(windlass.__file__, file=sys.stderr); main()"
+    run = subprocess.run(
+        [sys.executable, "-c", code, "generate", "The", "--model", "demo", "--max-tokens", "3", "--temperature", "0"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert str(tmp_path) in run.stderr and len(run.stdout) > 3
+
+
+def planned_by_pip(folder: Path, *arguments: str | Path) -> dict[str, str]:
+    """Where pip would install what from, by its name: all other requirements are met here, and no index is asked."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation", "--quiet"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_FIND_LINKS")}
+    planned = subprocess.run(
+        [*command, "--report", "-", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert planned.returncode == 0, planned.stderr
+    found = json.loads(planned.stdout)["install"]
+    return {item["metadata"]["name"]: item["download_info"]["url"] for item in found}
+
+
+def write_hollow_wheels(metadata: email.message.Message, folder: Path) -> None:
+    """One of each outside requirement, in the lowest version that will do and with nothing in it."""
+    for text in metadata.get_all("Requires-Dist", []):
+        wanted = Requirement(text)
+        if wanted.name.startswith("windlass") or wanted.marker is not None:
+            continue
+        versions = [part.version for part in wanted.specifier if part.operator in (">=", "==")]
+        name, version = wanted.name.replace("-", "_"), versions[0]
+        with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+            inside = f"{name}-{version}.dist-info"
+            archive.writestr(f"{inside}/METADATA", f"Metadata-Version: 2.1\nName: {wanted.name}\nVersion: {version}\n")
+            archive.writestr(f"{inside}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{inside}/RECORD", "")
+
+
+def test_wheels_that_are_handed_on_are_installed_together(server: Path, client: Path, tmp_path: Path) -> None:
+    metadata = metadata_of(server)
+    assert metadata["Name"] == "windlass-llm" and metadata["Version"] == __version__
+    assert requirement_of_the_client(metadata) == f"windlass-client=={__version__}"
+    for wheel in (server, client):
+        write_hollow_wheels(metadata_of(wheel), tmp_path)
+    # As if nothing were installed here.
+    planned = planned_by_pip(tmp_path, "--ignore-installed", "--find-links", tmp_path, server, client)
+    assert planned["windlass-llm"] == server.as_uri() and planned["windlass-client"] == client.as_uri()
+    assert len(planned) > 15
+
+
+@pytest.mark.parametrize("arguments", [["."], ["-e", "."]], ids=["install", "editable"])
+def test_pip_installs_a_clone_without_any_index_that_knows_the_client(clone: Path, arguments: list[str]) -> None:
+    planned = planned_by_pip(clone, *arguments)
+    assert set(planned) == {"windlass-llm", "windlass-client"}
+    assert planned["windlass-client"] == (clone / "clients").as_uri()
+
+
+def test_a_source_archive_asks_for_the_client_by_its_version(clone: Path, tmp_path: Path) -> None:
+    archive = build(clone, "sdist", tmp_path / "sdist")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    source = tmp_path / archive.name.removesuffix(".tar.gz")
+    assert not (source / "clients").exists() and not list(source.glob("src/windlass/clients*"))
+    code = (
+        "import sys; from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel(sys.argv[1]))"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], cwd=source, capture_output=True, text=True, timeout=60
+    )
+    assert made.returncode == 0, made.stderr
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    assert (
+        requirement_of_the_client(email.message_from_bytes(metadata.read_bytes())) == f"windlass-client=={__version__}"
+    )

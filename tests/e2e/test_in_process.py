@@ -1,0 +1,343 @@
+"""`windlass.LLM`: the answers of a server, token for token, without one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path, PurePath
+
+import numpy as np
+import pytest
+from helpers.device import IN_PROCESS
+from helpers.eventually import children
+from helpers.real_server import RealServer, serve
+
+import windlass
+from windlass import LLM
+from windlass.clients import APIConnectionError, APIError, APIStatusError, BadRequestError, Client
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.server.config.server_options import ServerOptions
+from windlass.server.startup.llm import ANSWER_OPTIONS, read_options
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = ("--kv-cache-memory", "64MiB", "--deterministic")
+PROMPTS = ["Once upon a time", "The king and the sea " * 40, [5, 9, 200, 31], "a"]
+YARN = {"rope_type": "yarn", "factor": 4.0}
+TALK = [{"role": "user", "content": "Tell me of the sea."}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    options = {"kv_cache_memory": "64MiB", "deterministic": True, "rope_profile": {"long": YARN}}
+    with LLM("demo", **options, **IN_PROCESS) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    with serve(*OPTIONS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RealServer) -> Iterator[Client]:
+    with Client(server.url) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 1.3, "seed": 7, "top_p": 0.9, "n": 2},
+        {"temperature": 0.0, "rope_scaling": YARN},
+        {"temperature": 0.0, "stop": ["e"], "prompt_logprobs": 1},
+    ],
+)
+def test_answers_are_those_over_http(llm: LLM, client: Client, options: dict) -> None:
+    ours = llm.generate(PROMPTS, max_tokens=24, **options)
+    theirs = [client.completions(prompt, max_tokens=24, return_token_ids=True, **options) for prompt in PROMPTS]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.choices == other.choices
+        assert mine.choices[0].token_ids and len(mine.choices) == options.get("n", 1)
+        assert (mine.rotary, mine.usage.total_tokens) == (other.rotary, other.usage.total_tokens)
+    scaled = ours[1].rotary
+    assert scaled is not None and scaled.rope_type == options.get("rope_scaling", {}).get("rope_type", "default")
+
+
+def test_each_prompt_may_have_settings_of_its_own(llm: LLM) -> None:
+    params = [{"rope_scaling": "long", "max_tokens": 3}, {}, {"rope_scaling": YARN}, {"max_tokens": 2}]
+    answers = llm.generate(PROMPTS, params, max_tokens=5, temperature=0, ignore_eos=True)
+    assert [len(answer.choices[0].token_ids or ()) for answer in answers] == [3, 5, 5, 2]
+    assert [answer.rotary.rope_type for answer in answers if answer.rotary] == ["yarn", "default", "yarn", "default"]
+    with pytest.raises(ValueError, match="2 entries for 4 prompts"):
+        llm.generate(PROMPTS, [{}, {}])
+
+
+def test_chats_vectors_and_scores_are_those_over_http(llm: LLM, client: Client) -> None:
+    template = {"max_tokens": 12, "temperature": 0}
+    one, two = llm.chat([TALK, [*TALK, {"role": "assistant", "content": "No."}, *TALK]], **template)
+    assert one.choices == client.chat(TALK, return_token_ids=True, **template).choices
+    assert [two.choices[0].message.content] != [one.choices[0].message.content]
+    assert llm.chat(TALK, **template)[0].choices == one.choices
+    texts = [text for text in PROMPTS if isinstance(text, str)]
+    assert llm.embed(texts, dimensions=16) == [item.embedding for item in client.embeddings(texts, dimensions=16).data]
+    wanted = [pair.score for pair in client.score(texts[0], texts).data]
+    assert llm.score(texts[0], texts) == wanted and len(wanted) == 3
+
+
+def test_streams_arrive_in_pieces_and_an_early_end_aborts(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], max_tokens=30, temperature=0, ignore_eos=True)[0].choices[0]
+    with llm.stream("Once upon a time", max_tokens=30, temperature=0, ignore_eos=True) as stream:
+        pieces = [chunk.text for chunk in stream]
+    assert "".join(pieces) == whole.text and len([piece for piece in pieces if piece]) > 3
+    assert stream.get_final().choices[0].token_ids == whole.token_ids
+    with llm.stream_chat(TALK, max_tokens=5) as chat:
+        assert sum(1 for _ in chat) > 1
+    endless = {"max_tokens": 100_000, "ignore_eos": True, "context_overflow": "shift"}
+    with llm.stream("Once", **endless) as early:
+        next(iter(early))
+    end = time.monotonic() + 20
+    while llm.client.metrics().value("windlass_num_requests_running"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_more_prompts_than_run_at_once_come_back_in_order(llm: LLM) -> None:
+    prompts = [[index % 250 + 3, 9, 40] for index in range(300)]
+    answers = llm.generate(prompts, max_tokens=1, echo=True, temperature=0)
+    assert [list(answer.choices[0].prompt_token_ids or ()) for answer in answers] == prompts
+    assert llm.generate([]) == []
+
+
+def test_errors_are_the_servers(llm: LLM) -> None:
+    with pytest.raises(BadRequestError, match="temperature") as caught:
+        llm.generate(PROMPTS, [{}, {}, {"temperature": -1}, {}], max_tokens=400)
+    assert caught.value.param == "temperature" and "request 2 of 4" in caught.value.__notes__[0]
+    with pytest.raises(BadRequestError, match="max_tokns"):
+        llm.generate("a", max_tokns=3)
+    with pytest.raises(ValueError, match="use stream"):
+        llm.generate("a", stream=True)
+    assert llm.generate("a", max_tokens=1, ignore_eos=True)[0].choices[0].finish_reason == "length"
+
+
+def test_a_timeout_is_the_field_of_that_name(llm: LLM) -> None:
+    long = {"max_tokens": 400, "ignore_eos": True}
+    with pytest.raises(APIStatusError, match="time") as cut:
+        llm.generate(["In the beginning"], timeout=0.001, **long)
+    assert cut.value.status == 504
+    with pytest.raises(APIStatusError, match="time"), llm.stream("In the beginning", timeout=1e-9, **long) as stream:
+        list(stream)
+    for few in (
+        lambda: llm.embed(["a"], timeout=0.0),
+        lambda: llm.score("a", "b", timeout=0.0),
+        lambda: llm.chat(TALK, {"timeout": 0.0}),
+    ):
+        with pytest.raises(BadRequestError, match="timeout"):
+            few()
+    assert llm.generate(["In the beginning"], timeout=60, max_tokens=1)[0].choices[0].token_ids
+
+
+def test_it_works_where_an_event_loop_runs_already(llm: LLM) -> None:
+    """As in a notebook."""
+
+    async def cell() -> str:
+        return llm.generate("Once upon a time", max_tokens=4, temperature=0)[0].choices[0].text
+
+    assert asyncio.run(cell())
+
+
+def test_options_at_fault_are_named_as_in_python() -> None:
+    with pytest.raises(LoadError, match=r"^max_model_len must be at least 1"):
+        LLM("demo", max_model_len=-4)
+    with pytest.raises(LoadError, match=r"did you mean 'quantization'"):
+        LLM("demo", quantisation="int8")
+    with pytest.raises(LoadError, match="no_such_model"):
+        LLM("no_such_model")
+    with pytest.raises(AttributeError, match="LLN"):
+        _ = windlass.LLN
+
+
+def test_options_of_both_sides_are_options_of_the_server() -> None:
+    assert not set(ANSWER_OPTIONS) - {field.name for field in fields(ServerOptions)}
+    engine, server = read_options(
+        {"rope_scaling": YARN, "max_num_seqs": 3, "context_overflow": "error", "chat_template": "t"}
+        | {"rerank_tokens": "no,yes", "rerank_template": Path("p"), "generation_config": Path("g")}
+        | {"override_generation_config": {"top_k": 9}, "default_chat_template_kwargs": {"enable_thinking": False}}
+    )
+    assert (engine.parse_rope_scaling(), engine.max_num_seqs) == (RopeScaling.from_dict(YARN), 3)
+    assert (server.context_overflow, server.chat_template) == ("error", Path("t"))
+    assert (server.rerank_tokens, server.rerank_template) == (["no,yes"], "p")
+    assert (server.generation_config, server.override_generation_config) == ("g", '{"top_k": 9}')
+    assert server.default_chat_template_kwargs == '{"enable_thinking": false}'
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"kv_cache_memory": -1}, "kv_cache_memory: cannot read '-1' as a size"),
+        (
+            {"kv_cache_memory": 1e9},
+            "kv_cache_memory should be a size such as '4GiB', or a number of bytes, got 1000000000.0",
+        ),
+        ({"max_model_len": "5k"}, "max_model_len should be a valid integer, "),
+        ({"max_num_seqs": 1.5}, "max_num_seqs should be a valid integer, "),
+        ({"max_model_len": True}, "max_model_len is no switch, got True"),
+        ({"prefix_caching": "maybe"}, "prefix_caching should be a valid boolean, "),
+        ({"dtype": 5}, "dtype should be a valid string, got 5"),
+        ({"chat_template": 5}, "chat_template should be a path, got 5"),
+        ({"rope_scaling": [1]}, "rope_scaling should be a mapping such as"),
+        ({"rope_scaling": {"factor": object()}}, "rope_scaling: this cannot be written as JSON"),
+        ({"rope_profile": {"long": "yarn"}}, "rope_profile: a scaling must be a mapping such as"),
+        ({"generation_config": 5}, "generation_config should be 'auto', 'none' or a path, got 5"),
+        ({"override_generation_config": [1]}, "override_generation_config should be a mapping such as"),
+        ({"override_generation_config": {"top_p": 3}}, "override_generation_config: top_p must be a number above 0"),
+        ({"default_chat_template_kwargs": {"tools": 1}}, "default_chat_template_kwargs: tools comes from each"),
+        ({"target_step_ms": float("nan")}, "target_step_ms must be finite"),
+        ({"attention_window": 10**9}, "attention_window and attention_sinks are 1000000000"),
+        ({"threads": 10**6}, "threads must be at most 1024"),
+    ],
+)
+def test_an_option_of_another_kind_is_one_line(option: dict, says: str) -> None:
+    with pytest.raises(LoadError) as caught:
+        LLM("demo", **option)
+    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
+
+
+def test_values_are_taken_as_python_has_them() -> None:
+    engine, server = read_options(
+        {"kv_cache_memory": 1 << 26, "kv_persist": Path("kept"), "target_step_ms": 5, "max_num_seqs": np.int64(3)}
+        | {"deterministic": np.True_, "cuda_graphs": 0, "rope_ladder": ("256=none", "512=long"), "threads": "2"}
+        | {"rerank_tokens": iter(["no", "yes"]), "chat_template": PurePath("t"), "kv_host_memory": np.int64(1 << 20)}
+    )
+    assert (engine.kv_cache_memory, engine.kv_persist, engine.target_step_ms) == ("67108864", "kept", 5)
+    assert (engine.max_num_seqs, engine.deterministic, engine.cuda_graphs, engine.threads) == (3, True, False, 2)
+    assert (engine.rope_ladder, engine.kv_host_memory) == (["256=none", "512=long"], "1048576")
+    assert (server.rerank_tokens, server.chat_template) == (["no", "yes"], Path("t"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), [("in-process.md", 3), ("first-steps.md", 1)])
+def test_the_page_runs_as_it_stands(capsys: pytest.CaptureFixture[str], name: str, count: int) -> None:
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == count
+    for example in examples:
+        exec(example.replace('"smollm2"', '"demo", kv_cache_memory="64MiB", **place'), {"place": IN_PROCESS})
+        assert capsys.readouterr().out.strip()
+
+
+def engines() -> set[int]:
+    """Engine processes of this one."""
+    return set(children(os.getpid(), b"windlass.engine"))
+
+
+def test_forgetting_ends_the_engine(llm: LLM) -> None:
+    before = engines()
+    model: LLM | None = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
+    assert model is not None and len(engines() - before) == 1
+    model = None
+    gc.collect()
+    assert engines() == before
+
+
+def test_closing_ends_the_engine_overtakes_what_other_threads_do_and_hides_no_error(llm: LLM) -> None:
+    before = engines()
+    model = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
+    assert len(engines() - before) == 1
+    ended: list[BaseException] = []
+
+    def ask(once: Callable[[], object]) -> None:
+        try:
+            while True:
+                once()
+        except BaseException as error:
+            ended.append(error)
+
+    kinds = [lambda: model.generate("Once", max_tokens=1), model.client.models, lambda: model.client.tokenize("a")]
+    threads = [threading.Thread(target=ask, args=(kinds[index % 3],), daemon=True) for index in range(12)]
+    broken = model.stream("Once", max_tokens=1500, ignore_eos=True)
+    next(broken)
+    with pytest.raises(ZeroDivisionError), model.stream("Once", max_tokens=1500, ignore_eos=True) as stream:
+        next(stream)
+        for thread in threads:
+            thread.start()
+        model.close()
+        raise ZeroDivisionError
+    stream.close()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(ended) == 12 and all(isinstance(error, APIError) for error in ended), ended
+    with pytest.raises(APIError):
+        broken.get_final()
+    model.close()
+    assert engines() == before
+    with pytest.raises(APIConnectionError, match="make another"):
+        model.generate("a")
+    with pytest.raises(APIConnectionError, match="make another"):
+        model.client.models()
+
+
+def test_a_fork_is_told_that_it_has_no_model_and_ends() -> None:
+    program = f"""
+import os, sys
+from windlass import LLM
+from windlass.clients import APIConnectionError
+with LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS}) as llm:
+    stream = llm.stream('Once', max_tokens=1000, ignore_eos=True)
+    next(stream)
+    for leaves in (False, True):
+        if child := os.fork():
+            assert os.waitpid(child, 0)[1] == 0
+            continue
+        for ask in (lambda: llm.generate('a'), llm.client.models, stream.until_done):
+            try:
+                ask()
+            except APIConnectionError as error:
+                assert 'in the process that uses it' in error.message, error
+            else:
+                raise AssertionError
+        stream.close()
+        if leaves:
+            llm.close()
+        sys.exit()
+    next(stream)
+    print(llm.generate('Once', max_tokens=2, ignore_eos=True)[0].usage.completion_tokens)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", ""), done.stderr
+
+
+def test_a_program_that_forgets_to_close_ends() -> None:
+    program = (
+        "from windlass import LLM; import gc, sys\n"
+        f"llm = LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS})\n"
+        "print(llm.generate('Once', max_tokens=2, ignore_eos=True)[0].usage.completion_tokens)\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert gc.isenabled() and gc.get_freeze_count() == 0"  # what the program makes is its own
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_a_program_without_standard_error_gets_its_answers() -> None:
+    program = (
+        "from windlass import LLM\n"
+        f"with LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS}) as llm:\n"
+        "    print(llm.generate('Once', max_tokens=2, ignore_eos=True)[0].usage.completion_tokens)\n"
+    )
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "2\n")

@@ -1,0 +1,347 @@
+"""Distance-based attention: logits compared with keys that are rotated again for every query to the distance of the rule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers.distance_oracle import rerope, self_extend
+from engine_helpers.raw_key_oracle import RawKeyOracle
+from helpers.cache_invariants import assert_balanced
+from helpers.engines import Finished, greedy, make_core, run, specs_of
+from helpers.tiny_models import make_model
+
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import RequestError
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.auto_scaling import AUTO, ScalingThreshold
+from windlass.engine.rotary.rope_scaling import RopeScaling
+
+TRAINED = 32
+PROMPT = torch.randint(3, 128, (53,), generator=torch.Generator().manual_seed(5)).tolist()
+LENGTH = 60
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "glm": {},  # half of the dimensions, interleaved
+    "qwen3": {},
+    "ernie4_5": {},
+    "smollm3": {"use_sliding_window": False, "sliding_window": None},  # layers that do not rotate
+}
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "dual chunk": {"rope_type": "dual_chunk"},
+    "own sizes": {"rope_type": "dual_chunk", "chunk_size": 29, "local_size": 9},
+    "narrow": {"rope_type": "dual_chunk", "chunk_size": 32, "local_size": 1},
+    "yarn inside": {"rope_type": "dual_chunk", "factor": 2.0},
+    "growing scores": {"rope_type": "dual_chunk", "log_n": True},
+    "long scores": {"rope_type": "dual_chunk", "length_scores": True},
+    "self extend": {"rope_type": "self_extend"},
+    "groups of 7": {"rope_type": "self_extend", "group_size": 7, "window": 11},
+    "rerope": {"rope_type": "rerope"},
+    "leaky": {"rope_type": "rerope", "window": 12, "factor": 3.5},
+    "growing rerope": {"rope_type": "rerope", "window": 20, "log_n": True},
+    "log n": {"rope_type": "log_n"},
+    "log n of 20": {"rope_type": "log_n", "original_max_position_embeddings": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: make_model(name, tmp_path_factory.mktemp(name), max_position_embeddings=TRAINED, **options)
+        for name, options in FAMILIES.items()
+    }
+
+
+def core_of(model: Path, **options: Any) -> EngineCore:
+    return make_core(model, **{"max_model_len": 128, **options})
+
+
+def context_sizes_of(scaling: dict[str, Any]) -> tuple[int, int]:
+    """(s, c) as the scaling's fields say."""
+    longest = int(TRAINED * scaling.get("factor", 1))
+    most = scaling.get("chunk_size", longest * 3 // 4)
+    return most - scaling.get("local_size", longest // 8), most
+
+
+def distance(scaling: dict[str, Any], i: int, j: int) -> float:
+    """How far key j seems from query i: the definition."""
+    if scaling["rope_type"] == "self_extend":
+        return self_extend(scaling.get("group_size", 4), scaling.get("window", TRAINED // 4))(i, j)
+    if scaling["rope_type"] == "rerope":
+        return rerope(scaling.get("window", TRAINED // 2), scaling.get("factor", math.inf))(i, j)
+    if scaling["rope_type"] != "dual_chunk":
+        return i - j
+    s, c = context_sizes_of(scaling)
+    if i // s == j // s:
+        return i - j
+    if i // s == j // s + 1:
+        return min(i % s + s, c - 1) - j % s
+    return c - 1 - j % s
+
+
+def score_scale(scaling: dict[str, Any], i: int, length: int) -> float:
+    """Score factor of query i in a request with this many tokens."""
+    trained = scaling.get("original_max_position_embeddings", TRAINED)
+    scale = 1.0
+    if scaling["rope_type"] == "log_n" or scaling.get("log_n"):
+        scale *= max(1.0, math.log(i + 1) / math.log(trained))
+    if scaling.get("length_scores"):
+        grid = trained
+        while grid < length:
+            grid *= 2**0.25
+        scale *= 0.1 * math.log(grid / trained) + 1
+    return scale
+
+
+def right_logits(core: EngineCore, model: Path, request: EngineRequest, tokens: list[int]) -> list[torch.Tensor]:
+    assert request.rope_scaling is not None
+    scaling = request.rope_scaling.to_dict()
+    oracle = RawKeyOracle(model, specs_of(core, request), [group.name for group in core.info.rotary_groups])
+    length = len(request.prompt_token_ids) + request.sampling.max_tokens
+    for i, token in enumerate(tokens):
+        places = [i - distance(scaling, i, j) for j in range(i + 1)]
+        oracle.score_scale = score_scale(scaling, i, length)
+        oracle.step(token, i, places, [True] * (i + 1))
+    return oracle.logits()
+
+
+def check(got: Finished, right: list[torch.Tensor], prompt: int = len(PROMPT), tolerance: float = 2e-5) -> None:
+    wanted = torch.stack(right[prompt - 1 : prompt - 1 + len(got.logits)])
+    assert (torch.stack(got.logits) - wanted).abs().max() / wanted.abs().max() < tolerance
+    if tolerance < 1e-4:
+        assert got.token_ids == wanted.argmax(-1).tolist()
+
+
+def asked(
+    name: str, request_id: str = "a", length: int = LENGTH, prompt: list[int] = PROMPT, **fields: Any
+) -> EngineRequest:
+    return greedy(request_id, prompt, length, rope_scaling=RopeScaling.from_dict(SCALINGS[name]), **fields)
+
+
+@pytest.mark.parametrize("name", ["dual chunk", "groups of 7", "leaky"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_stand_where_a_rule_places_them(family: str, name: str, models: dict[str, Path]) -> None:
+    core = core_of(models[family])
+    request = asked(name)
+    got = run(core, [request])["a", 0]
+    check(got, right_logits(core, models[family], request, PROMPT + got.token_ids))
+
+
+@pytest.mark.slow
+def test_layers_with_states_beside_keys_that_stand_twice(tmp_path: Path) -> None:
+    model = make_model("qwen3_5", tmp_path, max_position_embeddings=TRAINED)
+    core = core_of(model, max_num_batched_tokens=20)
+    request = asked("self extend")
+    got = run(core, [request])["a", 0]
+    check(got, right_logits(core, model, request, PROMPT + got.token_ids))
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("budget", [7, pytest.param(2048, marks=pytest.mark.slow)])
+def test_every_rule_in_any_chunks(name: str, budget: int, models: dict[str, Path]) -> None:
+    core = core_of(models["llama"], max_num_batched_tokens=budget)
+    request = asked(name)
+    got = run(core, [request])["a", 0]
+    check(got, right_logits(core, models["llama"], request, PROMPT + got.token_ids))
+
+
+def test_the_rule_changes_what_is_answered(models: dict[str, Path]) -> None:
+    """Otherwise the comparison above would prove nothing."""
+    core = core_of(models["llama"])
+    plain = run(core, [greedy("a", PROMPT, 1)])["a", 0].logits[0]
+    for name in SCALINGS:
+        other = run(core, [asked(name, length=1)])["a", 0].logits[0]
+        assert float((other - plain).abs().max() / plain.abs().max()) > 1e-3, name
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int8 pages": {"kv_cache_dtype": "int8"},
+    "speculation": {"speculative_ngram": 4, "speculative_ngram_min": 1},
+    "deterministic": {"deterministic": True},
+    "few pages": {"kv_cache_memory": 256 << 10},  # some are preempted
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_all_rules_in_one_batch_do_not_notice_each_other(options: str, models: dict[str, Path]) -> None:
+    core = core_of(models["llama"], **{"prefix_caching": False} | OPTIONS[options])
+    requests = [asked(name, name, n=2, temperature=1.0, seed=3) for name in SCALINGS]
+    requests.append(greedy("none", PROMPT, LENGTH))
+    alone = {request.request_id: run(core, [request]) for request in requests}
+    together = run(core, requests)
+    if options == "few pages":
+        assert core.stats().num_preemptions
+    for request in requests:
+        for sample in range(request.sampling.n):
+            right, got = alone[request.request_id][request.request_id, sample], together[request.request_id, sample]
+            assert got.token_ids == right.token_ids, request.request_id
+            difference = (torch.stack(got.logits) - torch.stack(right.logits)).abs().max()
+            # With int8 pages a last digit can decide which code a key is rounded to.
+            assert float(difference) <= {"deterministic": 0, "int8 pages": 2e-3}.get(options, 1e-4), request.request_id
+
+
+@pytest.mark.parametrize("name", ["dual chunk", "long scores", "groups of 7", "rerope", "log n"])
+def test_cached_keys_are_found_under_the_same_rule_only(name: str, models: dict[str, Path]) -> None:
+    core = core_of(models["llama"])
+    first = run(core, [asked(name)])["a", 0]
+    run(core, [greedy("plain", PROMPT, LENGTH)])
+    again = run(core, [asked(name, prompt=PROMPT + first.token_ids[:20], length=LENGTH - 20)])["a", 0]
+    assert again.outputs[-1].cached_tokens >= 64
+    assert again.token_ids == first.token_ids[20:]
+    other = run(core, [asked("own sizes")])["a", 0]
+    assert other.outputs[-1].cached_tokens == 0
+    right = right_logits(core, models["llama"], asked("own sizes"), PROMPT + other.token_ids)
+    check(other, right)
+
+
+def test_short_texts_are_answered_as_without(models: dict[str, Path]) -> None:
+    core = core_of(models["llama"])
+    plain = run(core, [greedy("a", PROMPT[:9], 5)])["a", 0]
+    for name in ("dual chunk", "growing scores", "long scores", "rerope", "log n"):
+        got = run(core, [asked(name, length=5, prompt=PROMPT[:9])])["a", 0]
+        assert torch.equal(torch.stack(got.logits), torch.stack(plain.logits)), name
+
+
+@pytest.mark.parametrize("name", ["dual chunk", "leaky"])
+def test_decode_steps_are_recorded_and_repeated(name: str, models: dict[str, Path]) -> None:
+    core = core_of(models["llama"])
+    if core.runner.replay.obstacle is not None:
+        pytest.skip("nothing is recorded here")
+    run(core, [asked(name)])
+    assert core.runner.replay.num_replayed > LENGTH // 2
+
+
+@pytest.mark.parametrize("first", ["none", "log n"])
+def test_steps_that_grow_scores_share_recordings_with_those_that_do_not(first: str, models: dict[str, Path]) -> None:
+    """A recording belongs to one form of step: the score factor of one request must not apply to the next."""
+    requests = {"none": greedy("a", PROMPT, LENGTH), "log n": asked("log n")}
+    alone = {name: run(core_of(models["llama"]), [request])["a", 0] for name, request in requests.items()}
+    core = core_of(models["llama"], prefix_caching=False)
+    other = next(name for name in requests if name != first)
+    for name in (first, other, first, other):
+        got = run(core, [requests[name]])["a", 0]
+        assert torch.equal(torch.stack(got.logits), torch.stack(alone[name].logits)), name
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chunk_size": 33}, "chunk_size"),
+        ({"chunk_size": 20, "local_size": 20}, "local_size"),
+        ({"chunk_size": 20, "local_size": 5}, "local_size"),
+        ({"local_size": 0}, "local_size"),
+        ({"chunk_size": 1}, "chunk_size"),
+        ({"chunk_size": 20.5}, "chunk_size"),
+        ({"chunk_size": 65, "factor": 2.0}, "chunk_size"),
+        ({"factor": 0.5}, "factor"),
+        ({"beta_fast": 32.0}, "beta_fast"),
+        ({"log_n": 1}, "log_n"),
+        ({"low_freq_factor": 1.0}, "low_freq_factor"),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused(fields: dict[str, Any], param: str, models: dict[str, Path]) -> None:
+    core = core_of(models["llama"])
+    with pytest.raises(RequestError) as caught:
+        core.add(greedy("a", PROMPT, 5, rope_scaling=RopeScaling.from_dict({"rope_type": "dual_chunk", **fields})))
+    assert caught.value.param == f"rope_scaling.{param}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"rope_type": "self_extend", "window": 33}, "window"),
+        ({"rope_type": "self_extend", "window": 0}, "window"),
+        ({"rope_type": "self_extend", "group_size": 1}, "group_size"),
+        ({"rope_type": "self_extend", "group_size": 2.5}, "group_size"),
+        ({"rope_type": "self_extend", "factor": 2.0}, "factor"),
+        ({"rope_type": "rerope", "window": 33}, "window"),
+        ({"rope_type": "rerope", "factor": 0.9}, "factor"),
+        ({"rope_type": "rerope", "group_size": 4}, "group_size"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(fields: dict[str, Any], param: str, models: dict[str, Path]) -> None:
+    core = core_of(models["llama"])
+    with pytest.raises(RequestError) as caught:
+        core.add(greedy("a", PROMPT, 5, rope_scaling=RopeScaling.from_dict(fields)))
+    assert caught.value.param == f"rope_scaling.{param}"
+
+
+def test_keys_that_are_kept_twice_take_twice_the_pages(models: dict[str, Path]) -> None:
+    core = core_of(models["llama"], kv_cache_memory=160 << 10)  # 10 blocks of 16 tokens
+    assert run(core, [asked("dual chunk")])["a", 0].token_ids
+    with pytest.raises(
+        RequestError, match=r"14 KV blocks .keys under this rope_scaling are cached twice. and the cache has 10"
+    ):
+        core.add(asked("rerope"))
+    core.add(asked("rerope", length=20))  # 72 tokens: five blocks twice
+    used = 0
+    while core.has_work():
+        core.step()
+        used = max(used, core.stats().kv_blocks_used)
+    assert used == 10 and core.stats().kv_blocks_used == 0
+    assert_balanced(core.blocks)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"), [("gemma3", "window"), ("mistral", "window"), ("hunyuan", "normed"), ("ministral3", "positions")]
+)
+def test_models_whose_distances_are_their_own_say_so(family: str, why: str, tmp_path: Path) -> None:
+    core = core_of(make_model(family, tmp_path))
+    for kind in ("dual_chunk", "self_extend", "rerope", "log_n"):
+        with pytest.raises(RequestError, match=why) as caught:
+            core.add(greedy("a", PROMPT, 5, rope_scaling=RopeScaling(kind)))
+        assert caught.value.param == "rope_scaling.rope_type"
+
+
+@pytest.mark.parametrize("kind", ["dual_chunk", "self_extend", "rerope", "log_n"])
+def test_what_else_says_where_keys_stand_is_refused(kind: str, models: dict[str, Path]) -> None:
+    core = core_of(models["llama"], shift_context=64)
+    asked_with: dict[str, dict[str, Any]] = {
+        "context_overflow": {"context": ContextRule("shift")},
+        "attention_window": {"context": ContextRule(attention_window=20)},
+        "cache_reuse": {"reuse": NonPrefixReuseParams(32)},
+    }
+    for field, options in asked_with.items():
+        with pytest.raises(RequestError, match="leave one of them out") as caught:
+            core.add(greedy("a", PROMPT, 5, rope_scaling=RopeScaling(kind), **options))
+        assert caught.value.param == field
+
+
+def test_answers_tell_the_sizes_of_chunks(models: dict[str, Path]) -> None:
+    core = core_of(models["llama"])
+    for name, sizes in (("dual chunk", (24, 4)), ("own sizes", (29, 9)), ("yarn inside", (48, 8))):
+        report = run(core, [asked(name, length=2)])["a", 0].outputs[-1].rotary
+        assert report is not None and report.rope_type == "dual_chunk"
+        assert (report.parameters["chunk_size"], report.parameters["local_size"]) == sizes
+    for name, parameters in (("self extend", {"window": 8, "group_size": 4}), ("rerope", {"window": 16})):
+        report = run(core, [asked(name, length=2)])["a", 0].outputs[-1].rotary
+        assert report is not None and parameters.items() <= report.parameters.items()
+
+
+def test_a_server_may_have_a_rule_for_all(models: dict[str, Path]) -> None:
+    core = core_of(models["llama"], rope_scaling=RopeScaling.from_dict(SCALINGS["own sizes"]))
+    by_server = run(core, [greedy("a", PROMPT, LENGTH)])["a", 0]
+    by_request = run(core_of(models["llama"]), [asked("own sizes")])["a", 0]
+    assert torch.equal(torch.stack(by_server.logits), torch.stack(by_request.logits))
+    plain = run(core, [greedy("b", PROMPT, 4, rope_scaling=RopeScaling())])["b", 0]
+    assert plain.token_ids == run(core_of(models["llama"]), [greedy("b", PROMPT, 4)])["b", 0].token_ids
+
+
+def test_a_ladder_may_end_in_chunks_and_computes_keys_anew_where_it_does(models: dict[str, Path]) -> None:
+    rule = RopeScaling.from_dict(SCALINGS["dual chunk"])
+    ladder = (ScalingThreshold(80), ScalingThreshold(None, rule, "chunks"))
+    core = core_of(models["llama"], rope_ladder=ladder)
+    request = greedy("a", PROMPT, LENGTH, rope_scaling=AUTO, rope_update="rotate")
+    assert core.plan_rotation(request).policy == "recompute"
+    got = run(core, [request])["a", 0]
+    spelt_out = replace(request, rope_scaling=rule, rope_update=None)
+    right = right_logits(core, models["llama"], spelt_out, PROMPT + got.token_ids)
+    got.logits, got.token_ids = got.logits[-20:], got.token_ids[-20:]
+    check(got, right, prompt=len(PROMPT) + LENGTH - 20)

@@ -1,0 +1,45 @@
+#!/bin/sh
+# Runs tests of the kernels for 64-bit ARM on another machine, under QEMU: tests/kernels/emulate_arm64.sh [pytest arguments].
+#
+# Needs (Debian, Ubuntu): g++-aarch64-linux-gnu qemu-user-static debootstrap, and root the first time. CPU=max (the default) has
+# sdot, CPU=cortex-a72 and CPU=a64fx have not. What is fetched stays in FOLDER. A hundred times slower than a machine of that
+# kind, so ask for few tests. torch is the last one that PyPI has without CUDA and that every ARMv8 processor runs.
+set -eu
+root=$(cd "$(dirname "$0")/.." && pwd)
+folder=${FOLDER:-$root/work/arm64}
+[ $# -gt 0 ] || set -- tests/kernels/cpu/test_cpu_blocks.py
+
+if [ ! -e "$folder/site/torch" ]; then
+    mkdir -p "$folder"
+    debootstrap --foreign --arch=arm64 --variant=minbase --include=python3,libgomp1,libstdc++6 bookworm "$folder/root" \
+        http://deb.debian.org/debian
+    for package in "$folder"/root/var/cache/apt/archives/*.deb; do dpkg-deb -x "$package" "$folder/root"; done
+    fetch() {
+        python3 -m pip install --quiet --target "$folder/site" --only-binary :all: --python-version 3.11 \
+            --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 "$@"
+    }
+    fetch numpy pytest pytest-timeout hypothesis jinja2 safetensors filelock typing-extensions sympy networkx fsspec
+    fetch --no-deps torch==2.9.1
+fi
+
+mkdir -p "$folder/bin"
+ln -sf "$(command -v aarch64-linux-gnu-g++)" "$folder/bin/g++"  # for tests that compile something
+cat > "$folder/bin/python" << EOF  # what Python takes itself for, so that tests can start another one
+#!/bin/sh
+exec qemu-aarch64-static -0 "\$0" -cpu "\${CPU:-max}" -L "$folder/root" "$folder/root/usr/bin/python3.11" "\$@"
+EOF
+chmod +x "$folder/bin/python"
+
+cd "$root"
+library=kernels/cpu/_windlass_cpu.cpython-311-aarch64-linux-gnu.so
+if [ ! -e $library ] || [ -n "$(find kernels/cpu/src -name '*.cpp' -newer $library -o -name '*.h' -newer $library)" ]; then
+    sources=$(python3 -c 'import pathlib, runpy
+print(runpy.run_path("kernels/cpu/sources.py")["fingerprint"](pathlib.Path("kernels/cpu/src")))')
+    for source in generic neon neon_dot; do
+        aarch64-linux-gnu-g++ -O3 -std=c++17 -fopenmp -fPIC -fvisibility=hidden -Wno-psabi \
+            -DWINDLASS_SOURCES="\"$sources\"" -c kernels/cpu/src/isa_$source.cpp -o "$folder/$source.o"
+    done
+    aarch64-linux-gnu-g++ -shared -fopenmp "$folder/generic.o" "$folder/neon.o" "$folder/neon_dot.o" -o $library
+fi
+PATH=$folder/bin:$PATH PYTHONHOME=$folder/root/usr PYTHONPATH=$root/src:$folder/site OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} \
+    exec "$folder/bin/python" -m pytest -p no:cacheprovider -o timeout=0 -W ignore "$@"

@@ -1,0 +1,175 @@
+"""What becomes a grammar, what is refused and with which reason, and that texts written under one have the form."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher
+from unit_helpers.grammar_draws import demo_compiler, drawn, takes
+
+from windlass.engine.errors import RequestError
+from windlass.server.text.json_schemas import FORMATS
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "ü"]}, "maxItems": 3},
+        "home": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/place"}]},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "additionalProperties": False}},
+}
+TREE = {
+    "type": "object",
+    "properties": {"value": {"type": "boolean"}, "left": {"$ref": "#"}},
+    "required": ["value"],
+    "additionalProperties": False,
+}
+
+
+def texts(kind: str, value: str, count: int = 12) -> list[str]:
+    grammar = demo_compiler().compile(kind, value)
+    found = [text for seed in range(count) if (text := drawn(grammar, seed)) is not None]
+    assert len(found) > count // 2
+    return found
+
+
+@pytest.mark.parametrize(
+    "schema", [PERSON, TREE, {"enum": [1, "two", None]}, {"type": "string", "pattern": "^a+$"}, {}]
+)
+def test_what_is_written_under_a_schema_is_valid(schema: dict[str, Any]) -> None:
+    for text in texts("json_schema", json.dumps(schema)):
+        jsonschema.validate(json.loads(text), schema)
+
+
+def test_a_json_object_is_one() -> None:
+    for text in texts("json_object", ""):
+        assert isinstance(json.loads(text), dict)
+
+
+def test_white_space_has_a_bound() -> None:
+    """A model that likes line breaks cannot go on writing them."""
+    for text in texts("json_schema", json.dumps(PERSON), 20):
+        assert not re.search(r"\n\s*\n|  {33}", re.sub(r'"(\\.|[^"])*"', '""', text))
+
+
+@pytest.mark.parametrize("pattern", ["[a-c]{3}-[0-9]{2}", "(yes|no)!?", "é+x", "(?i)abc", "^ab$"])
+def test_a_pattern_is_matched_as_a_whole(pattern: str) -> None:
+    for text in texts("regex", pattern):
+        assert re.fullmatch(pattern, text), text
+
+
+def test_one_of_the_choices_is_made() -> None:
+    choices = ["yes", "no", 'with "quotes"', "line\nbreak", "é", "back\\slash", "\u2028", "  "]
+    found = set(texts("choice", json.dumps(choices), 60))
+    assert found <= set(choices) and len(found) > 2
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ['root ::= "<" digits ">"\ndigits ::= [0-9] [0-9]?', 'start: "<" DIGITS ">"\nDIGITS: /[0-9]{1,2}/'],
+)
+def test_gbnf_and_lark_are_both_read(grammar: str) -> None:
+    for text in texts("grammar", grammar):
+        assert re.fullmatch(r"<[0-9]{1,2}>", text)
+
+
+def test_lark_may_hold_schemas_and_name_added_tokens() -> None:
+    lark = f'start: <[5]> call\ncall: "f " %json {json.dumps(TREE)}'
+    for text in texts("lark", lark):
+        assert text.startswith("<|assistant|>f {") and "value" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "reason"),
+    [
+        ("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}', "minLength"),
+        ("json_schema", '{"allOf": [{"type": "string"}, {"type": "integer"}]}', "nsatisfiable"),
+        ("json_schema", '{"type": "strin"}', "strin"),
+        ("strict_json_schema", '{"not": {"type": "string"}}', "not"),
+        ("strict_json_schema", '{"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}', "Write anyOf"),
+        ("strict_json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("json_schema", '{"type": "string", "pattern": "("}', "regex"),
+        ("json_schema", '{"$ref": "http://127.0.0.1:1/schema.json"}', "does not fetch"),
+        ("json_schema", '{"$ref": "#/nowhere"}', "nowhere"),
+        ("json_schema", '{"$ref": "#"}', "cannot be followed"),
+        ("json_schema", '{"$id": "http://a/b", "$ref": "c"}', "$id"),
+        ("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
+        ("json_schema", "false", "nothing"),
+        ("json_schema", "[]", "object"),
+        ("json_schema", "{", "cannot be followed"),
+        ("json_schema", '{"a":' * 100_000 + "1" + "}" * 100_000, "recursion"),
+        ("json_schema", '{"properties":{"a":' * 200 + "{}" + "}}" * 200, "recursion"),
+        ("regex", "(", "unclosed"),
+        ("regex", "(?=a)b", "look-a"),
+        ("grammar", "root ::= nothing", "nothing"),
+        ("grammar", "start: start", "cannot be followed"),
+        ("lark", "start: missing", "missing"),
+        ("lark", "start: <no_such_token>", "no_such_token"),
+    ],
+)
+def test_refusals_say_why(kind: str, value: str, reason: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        demo_compiler().compile(kind, value)
+    assert reason in refused.value.message and "\n" not in refused.value.message
+    assert len(refused.value.message) < 500
+
+
+# What llguidance leaves out of account where it is lenient: docs/structured-output.md names all of it.
+NOT_HELD: list[tuple[dict[str, Any], Any]] = [
+    ({"type": "array", "uniqueItems": True}, [1, 1]),
+    ({"type": "array", "contains": {"type": "integer"}}, []),
+    ({"type": "array", "contains": {}, "minContains": 2}, [1]),
+    ({"type": "array", "contains": {}, "maxContains": 2}, [1, 2, 3]),
+    ({"type": "array", "prefixItems": [{}], "unevaluatedItems": False}, [1, 2]),
+    ({"type": "object", "propertyNames": {"enum": ["a"]}}, {"b": 1}),
+    ({"allOf": [{"type": "object", "properties": {"a": {}}}], "unevaluatedProperties": False}, {"b": 1}),
+    ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2}, {"a": 1}),
+    ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2}, {"a": 1, "b": 1, "c": 1}),
+    ({"properties": {"a": {}}, "additionalProperties": True, "minProperties": 1}, {}),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, {"a": 1}),
+    ({"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}}, {"a": 1}),
+    ({"type": "object", "dependencies": {"a": ["b"]}}, {"a": 1}),
+    ({"not": {"type": "integer"}}, 1),
+    ({"if": {"type": "integer"}, "then": {"minimum": 2}, "else": {"minLength": 2}}, 1),
+    ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}, "ab"),
+    ({"$dynamicRef": "#a", "$defs": {"x": {"$dynamicAnchor": "a", "type": "string"}}}, 1),
+]
+
+
+@pytest.mark.parametrize(("schema", "taken"), NOT_HELD)
+def test_what_cannot_be_held_to_is_ignored_unless_the_schema_is_strict(schema: dict[str, Any], taken: Any) -> None:
+    assert takes(schema, taken)
+    with pytest.raises(RequestError, match="cannot be followed"):
+        demo_compiler().compile("strict_json_schema", json.dumps(schema))
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "strict_json_schema"])
+def test_formats_that_nobody_knows_are_annotations(kind: str) -> None:
+    named = {"type": "object", "properties": {"format": {"const": {"format": "path"}}, "const": {"format": "regex"}}}
+    for schema, good, bad in (
+        ({"type": "array", "items": {"type": "string", "format": "path"}}, ["a/b"], [1]),
+        ({**named, "required": ["format"]}, {"format": {"format": "path"}, "const": "x"}, {"format": {}}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "string", "format": "binary", "pattern": "^a$"}}}, "a", "b"),
+    ):
+        assert takes(schema, good, kind) and not takes(schema, bad, kind), schema
+
+
+def test_the_known_formats_are_those_of_the_library() -> None:
+    for name in (*FORMATS, "path", "iri", "regex", "json-pointer", "uri-reference", "idn-email", "password", "byte"):
+        grammar = LLMatcher.grammar_from_json_schema({"type": "string", "format": name})
+        error, _ = LLMatcher.validate_grammar_with_warnings(grammar)
+        assert error is (name not in FORMATS), name
+
+
+def test_what_is_too_large_is_refused() -> None:
+    choices = [[{"properties": {f"a{i}{j}": {"type": "string"}}} for j in range(6)] for i in range(6)]
+    with pytest.raises(RequestError, match="too large"):
+        demo_compiler().compile("json_schema", json.dumps({"allOf": [{"anyOf": choice} for choice in choices]}))
