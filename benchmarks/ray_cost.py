@@ -114,7 +114,8 @@ def main() -> None:
     if options.step_ms is not None:
         os.environ |= {CORE_VARIABLE: CORE, "SCRIPT_STEP_SECONDS": str(options.step_ms / 1e3)}
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "tests"))))
-    replicas = ("--replicas", str(options.replicas), "--burst-ms", options.burst_ms)
+    os.environ["WINDLASS_BURST_MS"] = options.burst_ms
+    replicas = ("--replicas", str(options.replicas))
     found: dict[str, Any] = {"machine": describe(), "prompt": PROMPT, "tokens": options.tokens}
     with ExitStack() as stack:
         single = stack.enter_context(serve(*replicas, *OPTIONS))

@@ -296,7 +296,10 @@ def _suggest_option(context: Any, name: str) -> str | None:
     """The nearest option in a question. Only what switches off is near to one that does: never --no-x to --enable-x."""
     off = name.startswith(("--no-", "--disable-"))
     options = [
-        option for parameter in context.command.params for option in (*parameter.opts, *parameter.secondary_opts)
+        option
+        for parameter in context.command.params
+        if not getattr(parameter, "hidden", False)
+        for option in (*parameter.opts, *parameter.secondary_opts)
     ]
     known = {
         _SWITCH_PREFIX.sub("", option): option

@@ -103,7 +103,7 @@ def response_too_large(size: int, limit: int, *, grown: bool = False) -> ApiErro
     """The 400 for an answer of too many bytes, with both numbers. grown: it was found while it was written."""
     return bad_request(
         f"the answer {'has grown to' if grown else 'could become'} {size} bytes, and this server sends at most {limit} at "
-        "once (--max-response-bytes): ask for fewer tokens, prompts, choices or log-probabilities"
+        "once: ask for fewer tokens, prompts, choices or log-probabilities"
         f"{'' if grown else ', or stream it'}",
         code="response_too_large",
     )

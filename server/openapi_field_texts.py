@@ -332,7 +332,7 @@ TOLD: dict[str, str] = {
     "status": "How it stands.",
     "degraded": "Of `/health`: faults of the last minute that the server survived; absent where there were none.",
     "replicas": "Of `/health`: how many engines there are, and how many take requests; absent where there is one.",
-    "crash_report": "Of `/health`: the file in `--crash-dir` about the last death of the engine; absent where there was none.",
+    "crash_report": "Of `/health`: the file in `WINDLASS_CRASH_DIR` about the last death of the engine; absent if none.",
     "ListedReasoning.summary": "Text of the thinking.",
     "input_tokens": "Tokens of the input.",
     "output_tokens": "Tokens that were generated.",

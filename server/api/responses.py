@@ -579,7 +579,7 @@ def _stored_response(state: ServerState, response_id: str, owner: str, *, param:
         raise ApiError(
             404,
             f"there is no response {response_id[:64]!r} (any more): responses are kept in memory, the oldest are forgotten, and "
-            "those of store: false, or of conversations too long for --response-store, are not kept",
+            "those of store: false, or of conversations too long for response-store, are not kept",
             param=param,
             code="previous_response_not_found" if param else "response_not_found",
         )

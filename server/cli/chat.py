@@ -19,7 +19,7 @@ from windlass.clients.terminal import CommandError, print_status
 from windlass.clients.types import ContextUse, Rotary
 from windlass.engine.errors import EngineError, did_you_mean
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_parsing import to_arguments
+from windlass.server.config.option import to_arguments
 from windlass.server.config.server_options import SamplingOptions
 from windlass.server.startup.model_files import choose_model
 

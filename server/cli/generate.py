@@ -193,7 +193,7 @@ def generate_remote(
     else:
         parsed = options.parse_rope_scaling()
         scaling = parsed.to_dict() if parsed else None
-    rest = {"model": model, "rope_scaling": scaling, "rope_update": options.parse_rope_update()}
+    rest = {"model": model, "rope_scaling": scaling, "rope_update": options.rope_update}
     settings = request.fields() | {name: value for name, value in rest.items() if value is not None}
     start, reason = time.monotonic(), None
     try:

@@ -1,4 +1,4 @@
-"""Help texts of commands: a short and a full page, and a hint for refused keys."""
+"""Help pages of commands, short and full, and a hint for refused keys."""
 
 from __future__ import annotations
 
@@ -7,52 +7,47 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
+from windlass.server.config.server_options import OPTIONS
+
 if TYPE_CHECKING:
     from windlass.clients import APIError
 
-# By parameter. A command's own options are always shown.
-COMMON_OPTIONS = (
-    "dtype",
-    "quantization",
-    "served_model_name",
-    "max_model_len",
-    "kv_cache_memory",
-    "context_overflow",
-    "max_num_seqs",
-    "deterministic",
-    "threads",
-    "replicas",
-    "rope_scaling",
-    "rope_profile",
-    "rope_policy",
-    "lora",
-    "speculative_model",
-    "speculative_mtp",
-    "host",
-    "port",
-    "api_key",
-    "api_key_file",
-    "chat_template",
-)
+# Parameters of the short help page besides a command's own options.
+COMMON_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.main)
 
 _HELP_ALL = "windlass.help_all"
 
 
 class BriefHelp(TyperCommand):
-    """A command whose `--help` is short. Hidden options work, and are completed, as ever."""
+    """A command with a short `--help`, and with configuration keys and expert variables as parameters without a flag."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        """The parser of the command line, which knows no parameter without a flag."""
+        params = self.params
+        self.params = [each for each in params if not getattr(each, "hidden", False)]
+        try:
+            return super().make_parser(ctx)
+        finally:
+            self.params = params
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        without_flag = [each for each in self.params if getattr(each, "hidden", False)]
+        rare, named, epilog = [], [], self.epilog
         if ctx.meta.get(_HELP_ALL):
-            return super().format_help(ctx, formatter)
-        rare = [p for p in self.params if getattr(p, "rich_help_panel", None) and p.name not in COMMON_OPTIONS]
-        named = [p for p in self.params if getattr(p, "show_envvar", False)]
-        epilog = self.epilog
+            variables = ", ".join(str(each.envvar) for each in without_flag)
+            self.epilog = f"Variables without an option: {variables}. docs/options.md describes them."
+        else:
+            panels = [
+                each for each in self.params if getattr(each, "rich_help_panel", None) and each not in without_flag
+            ]
+            rare = [each for each in panels if each.name not in COMMON_OPTIONS]
+            named = [each for each in self.params if getattr(each, "show_envvar", False)]
+            self.epilog = f"--help-all shows {len(rare)} more, and the variable of each, such as WINDLASS_PORT."
         try:
             for parameter in rare:
                 parameter.hidden = True  # type: ignore[attr-defined]
             for parameter in named:
                 parameter.show_envvar = False  # type: ignore[attr-defined]
-            self.epilog = f"--help-all shows {len(rare)} more, and the variable of each, such as WINDLASS_PORT."
             super().format_help(ctx, formatter)
         finally:
             self.epilog = epilog
@@ -60,11 +55,10 @@ class BriefHelp(TyperCommand):
                 parameter.hidden = False  # type: ignore[attr-defined]
             for parameter in named:
                 parameter.show_envvar = True  # type: ignore[attr-defined]
-        return None
 
 
 def help_all_option() -> Any:
-    """The option --help-all, which a `BriefHelp` command has."""
+    """The option --help-all of a `BriefHelp` command."""
 
     def show(ctx: typer.Context, asked: bool) -> None:
         if asked:
@@ -81,6 +75,6 @@ def help_all_option() -> Any:
 
 
 def with_key_hint(error: APIError) -> str:
-    """The message of an error, on one line, with the option that a refused key asks for."""
+    """The message of an error on one line, with the option to use if the key was refused."""
     hint = ": give one with --api-key" if error.status == 401 else ""
     return " ".join(error.message.split()) + hint

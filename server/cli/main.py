@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer_injector import Depends, InjectingTyper
+from typer_injector import InjectingTyper
 
 from windlass._version import __version__
 from windlass.clients.loadtest.commands import add_commands
@@ -18,20 +18,24 @@ from windlass.clients.terminal import print_status, run_app, version_option
 from windlass.engine.errors import EngineError
 from windlass.engine.process_setup import gc_paused_imports
 from windlass.server.cli.help import BriefHelp, help_all_option
-from windlass.server.cli.ray_commands import app as ray
-from windlass.server.cli.rope import app as rope
-from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_names import to_flat, with_option_names
-from windlass.server.config.option_parsing import (
+from windlass.server.cli.parameters import (
+    Config,
+    Connections,
+    Engine,
     LogLevel,
     ModelArgument,
     ModelOption,
-    config_option,
-    foreign_option_hint,
-    misspelled_variables,
-    option,
+    Replicas,
+    Sampling,
+    Server,
+    variable_option,
 )
-from windlass.server.config.server_options import ConnectionOptions, ReplicaOptions, SamplingOptions, ServerOptions
+from windlass.server.cli.ray_commands import app as ray
+from windlass.server.cli.rope import app as rope
+from windlass.server.config.migration_hints import check_variables, foreign_option_hint, misspelled_variables
+from windlass.server.config.option import MEMORY, read_value
+from windlass.server.config.option_names import to_flat, with_option_names
+from windlass.server.config.server_options import check_log_level
 
 app = InjectingTyper(
     name="windlass",
@@ -47,8 +51,6 @@ app.add_typer(rope, name="rope")
 app.add_typer(ray, name="ray")
 
 
-Engine = Annotated[EngineOptions, Depends(EngineOptions)]
-Sampling = Annotated[SamplingOptions, Depends(SamplingOptions)]
 HelpAll = Annotated[bool, help_all_option()]
 
 
@@ -56,7 +58,9 @@ HelpAll = Annotated[bool, help_all_option()]
 def program(
     context: typer.Context, version: Annotated[bool, version_option(f"windlass {__version__}")] = False
 ) -> None:
-    """What stands before a command."""
+    """Check the environment before any command runs."""
+    if context.invoked_subcommand != "rope":  # its sweeps have an option that other commands lost
+        check_variables(os.environ)
     for name, near in misspelled_variables(context.command, os.environ):
         print_status(f"warning: the variable {name} has no effect: did you mean {near}?")
 
@@ -64,12 +68,12 @@ def program(
 @app.command(cls=BriefHelp)
 def serve(
     engine: Engine,
-    server: Annotated[ServerOptions, Depends(ServerOptions)],
-    connections: Annotated[ConnectionOptions, Depends(ConnectionOptions)],
-    replicas: Annotated[ReplicaOptions, Depends(ReplicaOptions)],
+    server: Server,
+    connections: Connections,
+    replicas: Replicas,
     model: ModelArgument = None,
     log_level: LogLevel = "info",
-    config: Annotated[Path | None, config_option()] = None,
+    config: Config = None,
     help_all: HelpAll = False,
 ) -> int:
     """Serve a model over an OpenAI-compatible HTTP API."""
@@ -78,7 +82,7 @@ def serve(
     with exit_on_sigterm():
         with gc_paused_imports():
             from windlass.server.startup.launch import serve as launch
-        return launch(model, engine, server, connections, log_level, replicas.checked())
+        return launch(model, engine, server, connections, log_level, replicas.replicas)
 
 
 @app.command(cls=BriefHelp)
@@ -104,20 +108,19 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Say on standard error how fast it went.")] = False,
     url: Annotated[
         str | None,
-        option(
+        variable_option(
             "--url",
             help="Ask a running server, such as http://127.0.0.1:8000, rather than load a model. Then "
             "--model names a model of that server, and of the engine's options only --rope-scaling (JSON, a profile of "
             "that server, or auto) and --rope-update count.",
         ),
     ] = None,
-    api_key: Annotated[str | None, option("--api-key", help="The server's key, with --url.")] = None,
+    api_key: Annotated[str | None, variable_option("--api-key", help="The server's key, with --url.")] = None,
     log_level: LogLevel = "warning",
     help_all: HelpAll = False,
 ) -> None:
     """Continue one prompt on the terminal."""
     from windlass.server.cli.generate import GenerateOptions, generate_locally, generate_remote
-    from windlass.server.config.option_parsing import check_log_level
 
     wanted = GenerateOptions(
         prompt=sys.stdin.read() if prompt == "-" else prompt,
@@ -188,13 +191,13 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="What the model is told before the chat.")] = None,
     url: Annotated[
         str | None,
-        option(
+        variable_option(
             "--url",
             help="Chat through a running server, such as http://127.0.0.1:8000, rather than start one. Then "
             "MODEL names a model of that server, and the engine's options are that server's.",
         ),
     ] = None,
-    api_key: Annotated[str | None, option("--api-key", help="The server's key, with --url.")] = None,
+    api_key: Annotated[str | None, variable_option("--api-key", help="The server's key, with --url.")] = None,
     help_all: HelpAll = False,
 ) -> int:
     """Chat with a model on the terminal. /help lists what it understands."""
@@ -213,13 +216,13 @@ def replay(
     model: ModelArgument = None,
     url: Annotated[
         str | None,
-        option(
+        variable_option(
             "--url",
             help="Repeat it on a running server, such as http://127.0.0.1:8000, rather than start one. Then MODEL and "
             "the engine's options are that server's.",
         ),
     ] = None,
-    api_key: Annotated[str | None, option("--api-key", help="The server's key, with --url.")] = None,
+    api_key: Annotated[str | None, variable_option("--api-key", help="The server's key, with --url.")] = None,
     speed: Annotated[float, typer.Option("--speed", help="2 repeats it in half the time.")] = 1.0,
     as_fast_as_possible: Annotated[
         bool, typer.Option("--as-fast-as-possible", help="Send without waiting for the recorded times.")
@@ -246,7 +249,8 @@ def top(
         typer.Argument(metavar="URL", help="A running server, with or without /v1.", envvar="WINDLASS_BASE_URL"),
     ] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str | None, option("--api-key", help="The server's key; where keys are named, that of an administrator.")
+        str | None,
+        variable_option("--api-key", help="The server's key; where keys are named, that of an administrator."),
     ] = None,
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Between two looks.")
@@ -265,7 +269,7 @@ def top(
 @app.command("size", cls=BriefHelp)
 def size_command(
     engine: Engine,
-    replicas: Annotated[ReplicaOptions, Depends(ReplicaOptions)],
+    replicas: Replicas,
     model: ModelArgument = None,
     free: Annotated[
         str | None,
@@ -280,9 +284,8 @@ def size_command(
     whole.
     """
     from windlass.server.cli.size import print_size
-    from windlass.server.config.option_parsing import read_memory
 
-    print_size(model, engine, replicas.checked(), None if free is None else read_memory("--free", free), as_json)
+    print_size(model, engine, replicas.replicas, None if free is None else read_value("--free", MEMORY, free), as_json)
 
 
 @app.command()

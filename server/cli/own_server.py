@@ -17,14 +17,19 @@ from typing import TYPE_CHECKING, Self
 
 from windlass.clients.terminal import PROGRESS_VARIABLE, LoadingDisplay
 from windlass.engine.errors import EngineError
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.option import options_of
+from windlass.server.config.server_options import OPTIONS
 
 if TYPE_CHECKING:
     from windlass.clients import Client
     from windlass.clients.options import RetryPolicy, Timeout
 
 
-# Of the variables: what the command has no option for. Its options are on the child's command line.
-_INHERITED_VARIABLES = {"WINDLASS_CACHE", "WINDLASS_CRASH_DIR", "WINDLASS_CPU_ISA"}
+# Variables that the child inherits: those of settings without an option, which its command line cannot set.
+_INHERITED_VARIABLES = {"WINDLASS_CACHE", "WINDLASS_CPU_ISA", OPTIONS["crash_dir"].variable} | {
+    each.variable for each in options_of(EngineOptions).values() if each.scope != "flag"
+}
 
 _STOP_SECONDS = 8.0
 
@@ -49,15 +54,18 @@ class ManagedServer:
         command += [
             "--grace-period",
             "0",
-            "--stats-interval",
-            "0",
             *(["--served-model-name", name] if name else []),
             *options,
         ]
         kept = {k: v for k, v in os.environ.items() if not k.startswith("WINDLASS_") or k in _INHERITED_VARIABLES}
         self._process = subprocess.Popen(
             command,
-            env={**kept, "WINDLASS_API_KEY": self.api_key, PROGRESS_VARIABLE: "1"},
+            env={
+                **kept,
+                "WINDLASS_API_KEY": self.api_key,
+                OPTIONS["stats_interval"].variable: "0",
+                PROGRESS_VARIABLE: "1",
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -6,22 +6,21 @@ from types import ModuleType
 from typing import Annotated
 
 import typer
-from typer_injector import Depends, InjectingTyper
+from typer_injector import InjectingTyper
 
 from windlass.engine.errors import LoadError
 from windlass.server.cli.help import BriefHelp, help_all_option
-from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_parsing import CLUSTER, LogLevel, ModelArgument, option
-from windlass.server.config.server_options import ClusterOptions, ServerOptions
+from windlass.server.cli.parameters import Cluster, Engine, LogLevel, ModelArgument, Server, variable_option
+from windlass.server.config.option import CLUSTER
 
 app = InjectingTyper(help="Serve a model on a Ray cluster.", no_args_is_help=True)
 
 
 @app.command(cls=BriefHelp)
 def deploy(
-    engine: Annotated[EngineOptions, Depends(EngineOptions)],
-    server: Annotated[ServerOptions, Depends(ServerOptions)],
-    cluster: Annotated[ClusterOptions, Depends(ClusterOptions)],
+    engine: Engine,
+    server: Server,
+    cluster: Cluster,
     model: ModelArgument = None,
     log_level: LogLevel = "warning",
     help_all: Annotated[bool, help_all_option()] = False,
@@ -34,7 +33,7 @@ def deploy(
 def delete(
     name: Annotated[str, typer.Option("--name", help="Of the deployment.")] = "windlass",
     address: Annotated[
-        str | None, option("--address", panel=CLUSTER, metavar="HOST:PORT", help="Where the Ray cluster is.")
+        str | None, variable_option("--address", panel=CLUSTER, metavar="HOST:PORT", help="Where the Ray cluster is.")
     ] = None,
 ) -> None:
     """Take a deployment away, after the requests that it has."""

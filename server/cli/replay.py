@@ -31,7 +31,7 @@ from windlass.engine.interface.model_info import PoolingKind
 from windlass.server.cli.help import with_key_hint
 from windlass.server.cli.own_server import ManagedServer
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_parsing import to_arguments
+from windlass.server.config.option import to_arguments
 from windlass.server.config.server_options import SamplingOptions
 from windlass.server.serving.observers import OK, RECORD_VERSION, digest, rows_digest
 from windlass.server.startup.model_files import choose_model

@@ -17,10 +17,10 @@ from typer_injector import Depends, InjectingTyper
 
 from windlass.clients.terminal import CommandError, check_outputs, write_output
 from windlass.engine.errors import LoadError, did_you_mean
-from windlass.engine.interface.config import parse_cache_dtype
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
-from windlass.server.config.option_parsing import ModelArgument, ModelOption, option, read_dtype, read_memory
+from windlass.server.cli.parameters import ModelArgument, ModelOption, variable_option
+from windlass.server.config.server_options import OPTIONS
 from windlass.server.startup.model_files import choose_model
 
 
@@ -53,7 +53,7 @@ class SharedSweepOptions:
     ] = None
     scaling: Annotated[
         list[str] | None,
-        option(
+        variable_option(
             "--scaling",
             metavar="JSON",
             help="Measure only this scaling and no scaling; repeatable. Default: a selection of linear, ntk, dynamic, yarn and "
@@ -62,7 +62,7 @@ class SharedSweepOptions:
     ] = None
     policy: Annotated[
         list[str] | None,
-        option(
+        variable_option(
             "--policy",
             help="With --scaling: the rope_update of scalings that depend on the length: frozen, recompute or rotate; "
             "repeatable. Default: all three.",
@@ -87,21 +87,23 @@ class SharedSweepOptions:
     markdown: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Also write the report as Markdown.")
     ] = None
-    device: Annotated[str, option("--device", help="cpu, cuda, cuda:1 or auto.")] = "auto"
-    dtype: Annotated[str, option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, variable_option("--device", help="cpu, cuda, cuda:1 or auto.")] = "auto"
+    dtype: Annotated[str, variable_option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
     kv_cache_dtype: Annotated[
-        str, option("--kv-cache-dtype", help="Type of cached keys and values: as --dtype, or int8.")
+        str, variable_option("--kv-cache-dtype", help="Type of cached keys and values: as --dtype, or int8.")
     ] = "auto"
     attention_window: Annotated[
         int | None,
-        option(
+        variable_option(
             "--attention-window",
             help="Also measure without scaling, where each token sees only this many previous tokens.",
         ),
     ] = None
     attention_sinks: Annotated[
         int | None,
-        option("--attention-sinks", help="With --attention-window: leading tokens that stay visible. Default: 4."),
+        variable_option(
+            "--attention-sinks", help="With --attention-window: leading tokens that stay visible. Default: 4."
+        ),
     ] = None
 
     def checked(self) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class SharedSweepOptions:
             "cut": self.cut,
             "device": self.device,
             "dtype": self.dtype,
-            "kv_cache_dtype": read_dtype("--kv-cache-dtype", self.kv_cache_dtype, parse_cache_dtype),
+            "kv_cache_dtype": OPTIONS["kv_cache_dtype"].read(self.kv_cache_dtype),
             "keep": self.keep,
             "html": self.out,
             "json": self.as_json,
@@ -170,7 +172,7 @@ class RetrievalOptions:
 
     tasks: Annotated[
         list[str] | None,
-        option(
+        variable_option(
             "--tasks",
             metavar="NAMES",
             help="Ask for distant facts instead of measuring perplexity: passkey, needle, recall, multihop, key-tokens, "
@@ -179,7 +181,7 @@ class RetrievalOptions:
     ] = None
     lengths: Annotated[
         list[str] | None,
-        option(
+        variable_option(
             "--lengths",
             metavar="NUMBERS",
             help="With --tasks: tokens per document, such as 4096,8192. Default: the trained length and twice that.",
@@ -200,7 +202,7 @@ class RetrievalOptions:
     ] = False
     kv_cache_memory: Annotated[
         str | None,
-        option(
+        variable_option(
             "--kv-cache-memory",
             metavar="SIZE",
             help="With --tasks: memory for cached keys and values, such as 4GiB. More memory runs more scalings concurrently.",
@@ -216,7 +218,7 @@ class RetrievalOptions:
         if self.lengths:
             given["lengths"] = parse_lengths(self.lengths)
         if self.kv_cache_memory is not None:
-            given["kv_cache_memory"] = read_memory("--kv-cache-memory", self.kv_cache_memory)
+            given["kv_cache_memory"] = OPTIONS["kv_cache_memory"].read(self.kv_cache_memory)
         return given
 
     def reject_if_given(self) -> None:
@@ -299,7 +301,7 @@ def picture(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A .png or .svg file to write.")],
     model: Annotated[
         str | None,
-        option(
+        variable_option(
             "--model", help="A model as for `windlass serve`. Default: Llama 2's parameters; for attention: smollm2."
         ),
     ] = None,

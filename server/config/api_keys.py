@@ -1,4 +1,4 @@
-"""The file of API keys (`--api-keys`): names, keys and limits of callers."""
+"""API keys and the file that lists them (`--api-key-file`): plain keys, or names, keys and limits of callers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 _EXPECTED_FORM = 'write a table such as [alice] with key = "…" for each caller'
 
+# The first line of a TOML file of keys: a table, or a name with a value.
+_TOML_LINE = re.compile(r"""\[|\S+\s*=\s*[{"']""")
+
 _TOML_LOCATION = re.compile(r"\(at (line \d+, column \d+|end of document)\)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One caller. digest: SHA-256 of the key, in hexadecimal. name: empty for a key that was given without a file.
+    """One caller. digest: SHA-256 of the key, in hexadecimal. name: empty for a plain key.
 
-    Limits that are None do not hold. Rates are counted over a minute: what was not used for a minute is lost.
+    A limit of None is unlimited. Rates are counted over a minute; unused capacity does not accumulate beyond a minute.
     """
 
     digest: str
@@ -41,12 +44,12 @@ class ApiKey:
 
     @classmethod
     def plain(cls, key: str) -> ApiKey:
-        """A key without a name and without limits, who may do everything."""
+        """A key without a name and without limits, with all permissions."""
         return cls(digest=hashlib.sha256(key.encode()).hexdigest())
 
 
 class _KeyTable(BaseModel):
-    """A table of the file."""
+    """A table of the TOML file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -60,9 +63,12 @@ class _KeyTable(BaseModel):
     admin: bool = False
 
 
-def read_key_file(path: Path) -> tuple[ApiKey, ...]:
-    """The callers in a file. Raises LoadError, one line, which names the place and never a key."""
-    where = f"--api-keys {path}"
+def read_key_file(path: Path) -> tuple[ApiKey, ...] | tuple[str, ...]:
+    """The named keys of a TOML file, or the plain keys of a file with one per line, where # starts a comment.
+
+    Raises LoadError, which names the place at fault and never a key.
+    """
+    where = f"--api-key-file {path}"
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -71,17 +77,25 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     if len(data) > MAX_FILE_BYTES:
         raise LoadError(f"{where} is larger than {MAX_FILE_BYTES} bytes")
     try:
-        tables = tomllib.loads(data.decode("utf-8-sig"))
-    except tomllib.TOMLDecodeError as error:  # of its message the place alone: the rest may quote a key
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise LoadError(f"{where} is not UTF-8 text") from None
+    lines = [line.strip() for line in text.splitlines()]
+    plain = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    if not plain:  # an empty file must not open the server to every client
+        raise LoadError(f"{where} has no key: write one per line, or {_EXPECTED_FORM}")
+    return _read_tables(where, text) if _TOML_LINE.match(plain[0]) else plain
+
+
+def _read_tables(where: str, text: str) -> tuple[ApiKey, ...]:
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:  # only the place is shown: the rest of the message may quote a key
         place = _TOML_LOCATION.search(str(error))
         at = f" ({place[1]})" if place else ""
-        raise LoadError(f"{where} is no TOML{at}: {_EXPECTED_FORM}") from None
-    except UnicodeDecodeError:
-        raise LoadError(f"{where} is no text in UTF-8") from None
-    if not tables:  # it must not open the server to everybody
-        raise LoadError(f"{where} names nobody: {_EXPECTED_FORM}")
+        raise LoadError(f"{where} is not valid TOML{at}: {_EXPECTED_FORM}") from None
     if len(tables) > MAX_KEYS:
-        raise LoadError(f"{where} names {len(tables)} callers, the most are {MAX_KEYS}")
+        raise LoadError(f"{where} names {len(tables)} callers: at most {MAX_KEYS} are supported")
     keys = tuple(_read_entry(where, name, table) for name, table in tables.items())
     seen: dict[str, str] = {}
     for key in keys:
@@ -93,7 +107,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
 
 def _read_entry(where: str, name: str, table: object) -> ApiKey:
     if not _NAME.fullmatch(name):
-        raise LoadError(f"{where}: {name[:64]!r} is no name: use up to 64 letters, digits and . _ @ -")
+        raise LoadError(f"{where}: {name[:64]!r} is not a name: use up to 64 letters, digits and . _ @ -")
     try:
         entry = TypeAdapter(_KeyTable).validate_python(table)
     except ValidationError as error:

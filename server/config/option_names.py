@@ -1,110 +1,79 @@
-"""Names of the engine's configuration fields outside the engine: one flat name for each, and the option that sets it."""
+"""Names of engine fields and options in messages, and flat names of the engine's configuration."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 from windlass.engine.interface.config import EngineConfig
+from windlass.server.config.engine_options import EngineOptions, field_values, replace_fields
+from windlass.server.config.option import Option, options_of
+from windlass.server.config.server_options import OPTIONS
 
-_RENAMED = {
-    "cache.dtype": "kv_cache_dtype",
-    "cache.memory": "kv_cache_memory",
-    "cache.device_share": "gpu_memory_utilization",
-    "cache.persist": "kv_persist",
-    "cache.persist_size": "kv_persist_size",
-    "cache.host_memory": "kv_host_memory",
+# Engine fields that no option sets and whose last part is not unique.
+_FLAT_NAMES = {
     "adapters.sources": "lora",
-    "adapters.max_loaded": "max_loras",
-    "adapters.max_rank": "max_lora_rank",
     "adapters.dtype": "lora_dtype",
-    "loading.format": "load_format",
-    "rotary.scaling": "rope_scaling",
-    "rotary.update": "rope_update",
     "rotary.ladder": "rope_ladder",
-    "scheduling.speculation.num_tokens": "speculative_ngram",
     "scheduling.speculation.min_match": "speculative_ngram_min",
     "scheduling.speculation.max_match": "speculative_ngram_max",
-    "scheduling.speculation.model": "speculative_model",
-    "scheduling.speculation.quantization": "speculative_model_quantization",
-    "scheduling.speculation.mtp": "speculative_mtp",
-    "scheduling.speculation.draft_tokens": "speculative_tokens",
-    "scheduling.speculation.adaptive": "speculative_adaptive",
 }
 
-# What `run_engine_benchmark` takes beside a configuration.
+# Engine fields that are part of the value of an option.
+_PARTS = {"adapters.sources": "lora", "rotary.ladder": "rope_scaling"}
+
+# Parameters of the engine benchmark, which are no fields of the configuration.
 _BENCHMARK = {"batch_size": "--batch-size", "input_len": "--input-len", "output_len": "--output-len"}
 
-_NAMED = re.compile(r"`([a-z_.]+)(?:=([^`]*))?`")  # see `windlass.engine.errors`
-
-_OTHER_OPTIONS = {"cores": "--pin-cores", "target_step_seconds": "--target-step-ms", "burst_seconds": "--burst-ms"}
+_NAMED = re.compile(r"`([a-z_.]+)(?:=([^`]*))?`")  # the notation of `windlass.server.config.option`
 
 
 def flat_names() -> dict[str, str]:
-    """The flat name of every field by its path: `cache.memory` is kv_cache_memory, `compute.threads` is threads."""
-    return {path: _RENAMED.get(path, path.rpartition(".")[2]) for path in _leaves(EngineConfig(model=""))}
-
-
-def option_names() -> dict[str, str]:
-    """The option that sets a field, by the field's path."""
-    return {path: _OTHER_OPTIONS.get(name, "--" + name.replace("_", "-")) for path, name in flat_names().items()}
-
-
-def with_option_names(text: str) -> str:
-    """What the engine says, in the words of the command: `cache.memory` becomes --kv-cache-memory."""
-
-    def spelt(named: re.Match[str]) -> str:
-        option = names.get(named[1])
-        if option is None:
-            return named[0]
-        return option if named[2] is None else f"{option} {named[2]}"
-
-    names = option_names() | _BENCHMARK
-    return _NAMED.sub(spelt, text)
+    """A flat name for the path of every engine field: `cache.memory` is kv_cache_memory, `compute.threads` is threads."""
+    same = {each.sets: each.name for each in options_of(EngineOptions).values() if each.sets and each.convert is None}
+    names = {**same, **_FLAT_NAMES}
+    return {path: names.get(path, path.rpartition(".")[2]) for path in field_values(EngineConfig(model=""))}
 
 
 def to_flat(config: EngineConfig) -> dict[str, Any]:
     """Every value of a configuration by its flat name."""
-    leaves = _leaves(config)
-    return {name: leaves[path] for path, name in flat_names().items()}
+    values = field_values(config)
+    return {name: values[path] for path, name in flat_names().items()}
 
 
 def from_flat(model: str, values: Mapping[str, Any]) -> EngineConfig:
-    """A configuration from flat names. Raises ValueError for a name there is not."""
+    """A configuration from values by flat name. Raises ValueError for an unknown name."""
     paths = {name: path for path, name in flat_names().items()}
     unknown = sorted(set(values) - set(paths))
     if unknown:
         raise ValueError(f"this version of Windlass has no {', '.join(unknown)}")
-    config: EngineConfig = _replaced(EngineConfig(model=model), {paths[n]: value for n, value in values.items()})
-    return config
+    return cast(EngineConfig, replace_fields(EngineConfig(model=model), {paths[n]: v for n, v in values.items()}))
 
 
-def _leaves(config: Any, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if _is_part(value):
-            found |= _leaves(value, f"{prefix}{field.name}.")
-        else:
-            found[prefix + field.name] = value
-    return found
+def with_option_names(text: str) -> str:
+    """A message as the reader of a command's output writes the options: `cache.memory` becomes --kv-cache-memory."""
+    return _spell(text, keyword=False)
 
 
-def _replaced(config: Any, values: Mapping[str, Any]) -> Any:
-    """The same with the values at these paths."""
-    parts: dict[str, dict[str, Any]] = {}
-    changes: dict[str, Any] = {}
-    for path, value in values.items():
-        name, _, rest = path.partition(".")
-        if rest:
-            parts.setdefault(name, {})[rest] = value
-        else:
-            changes[name] = value
-    changes |= {name: _replaced(getattr(config, name), inner) for name, inner in parts.items()}
-    return replace(config, **changes)
+def with_keyword_names(text: str) -> str:
+    """A message as a user of `LLM` writes the options: `cache.memory` becomes kv_cache_memory."""
+    return _spell(text, keyword=True)
 
 
-def _is_part(value: object) -> bool:
-    return is_dataclass(value) and type(value).__module__ == EngineConfig.__module__
+@cache
+def _named_options() -> dict[str, Option]:
+    """Each option by its own name and by the path of the engine field that it sets."""
+    parts = {path: OPTIONS[name] for path, name in _PARTS.items()}
+    return {each.sets: each for each in OPTIONS.values() if each.sets} | OPTIONS | parts
+
+
+def _spell(text: str, *, keyword: bool) -> str:
+    def spell(found: re.Match[str]) -> str:
+        if (option := _named_options().get(found[1])) is not None:
+            return option.spell(found[2], keyword=keyword)
+        flag = _BENCHMARK.get(found[1])
+        return found[0] if flag is None else flag if found[2] is None else f"{flag} {found[2]}"
+
+    return _NAMED.sub(spell, text)

@@ -11,9 +11,9 @@ from windlass.engine.errors import LoadError
 from windlass.engine.rotary.auto_scaling import AUTO_NAME
 from windlass.engine.rotary.rope_scaling import RopeScaling
 
-OPTION = "--rope-profile"
+OPTION = "`rope_profile`"
 
-DEFAULT_NAME = "default"  # what requests run under that ask for nothing
+DEFAULT_NAME = "default"  # name of the scaling of requests that set none
 
 EXAMPLE = 'long=\'{"rope_type": "yarn", "factor": 4}\''
 
@@ -28,9 +28,9 @@ def is_profile_name(text: str) -> bool:
 
 
 def parse_profiles(values: Sequence[str]) -> dict[str, RopeScaling]:
-    """Profiles from any number of `NAME=JSON` and `{"NAME": JSON, …}`; raises LoadError or RequestError naming one.
+    """Profiles from any number of `NAME=JSON` and `{"NAME": JSON, …}`. Raises LoadError, or RequestError that names one.
 
-    The values are read as one text, because the value of a variable comes split at its spaces.
+    The values are read as one text, because the value of a variable is split at its spaces.
     """
     text = " ".join(values)
     decoder = json.JSONDecoder(object_pairs_hook=_no_duplicates)
@@ -61,9 +61,9 @@ def _add(profiles: dict[str, RopeScaling], name: str, value: Any) -> None:
             "with a letter or digit"
         )
     if name == AUTO_NAME:
-        raise LoadError(f"{OPTION} {name}: the name stands for the least scaling that a length needs: choose another")
+        raise LoadError(f"{OPTION} {name}: the name means the smallest scaling that a length needs: choose another")
     if name in profiles:
-        raise LoadError(f"{OPTION} {name} is given twice: keep one")
+        raise LoadError(f"{OPTION} {name} is given twice: remove one")
     profiles[name] = RopeScaling.from_dict(value, param=f"{OPTION} {name}")
 
 
@@ -72,12 +72,12 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [key for key, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice[:64]!r} stands there twice")
+        raise ValueError(f"{twice[:64]!r} is given twice")
     return found
 
 
 def _count_spaces(text: str, position: int) -> int:
-    """How many spaces stand at `position`."""
+    """The number of spaces at `position`."""
     return len(text) - position - len(text[position:].lstrip())
 
 

@@ -52,7 +52,7 @@ def make_tls_context(
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
         raise LoadError(
             f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile or certfile} cannot be used ({reason}): give a certificate "
-            "in PEM, the key that belongs to it, and --ssl-keyfile-password where the key has one"
+            "in PEM, the key that belongs to it, and WINDLASS_SSL_KEYFILE_PASSWORD if the key has a password"
         ) from None
     if ca_certs is not None:
         try:

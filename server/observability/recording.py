@@ -85,7 +85,8 @@ class WorkloadRecorder:
                 data = _as_line(header) + data
             if size + len(data) > self.settings.max_bytes:
                 self._count_lost(
-                    "full", f"it has {self.settings.max_bytes:,} bytes (--record-limit): nothing more is recorded"
+                    "full",
+                    f"it has {self.settings.max_bytes:,} bytes (WINDLASS_RECORD_LIMIT): nothing more is recorded",
                 )
                 return
             try:

@@ -155,7 +155,7 @@ def _check_allowed(rope_scaling: Any, rope_update: RopeUpdateObject | None, sett
         )
     if rope_update is not None and rope_update.exact and not settings.rope_exact:
         raise RequestError(
-            "rope_update.exact is not allowed on this server: leave it out (the operator allows it with --rope-exact)",
+            "rope_update.exact is not allowed on this server: leave it out (the operator allows it with --rope-policy exact)",
             "rope_update.exact",
             "rope_exact_not_allowed",
         )

@@ -19,8 +19,7 @@ from windlass.clients.terminal import LoadingDisplay, stderr_is_terminal
 from windlass.engine.errors import EngineDeadError
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_parsing import check_log_level
-from windlass.server.config.server_options import ServerOptions
+from windlass.server.config.server_options import ServerOptions, check_log_level
 from windlass.server.config.settings import ServerSettings
 from windlass.server.serving.request_rotation import check_profiles
 from windlass.server.startup.engines import Engines, SupervisedEngine

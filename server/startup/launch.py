@@ -31,11 +31,11 @@ from windlass.server.app.auth import Callers
 from windlass.server.config.api_keys import ApiKey, read_key_file
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_names import with_option_names
-from windlass.server.config.option_parsing import LOG_FORMATS, check_choice, check_log_level
 from windlass.server.config.server_options import (
-    TEMPLATE_KWARGS,
     ConnectionOptions,
     ServerOptions,
+    changed_options,
+    check_log_level,
     read_template_kwargs,
 )
 from windlass.server.config.settings import ConnectionSettings, ServerSettings
@@ -101,7 +101,7 @@ def serve(
     0: stopped by a signal. 1: the engine failed for good. Raises LoadError or RequestError, each one line for the
     person who started it, when it cannot start.
     """
-    with record_signal(None if server.api_keys is None else signal.SIGHUP) as sighup_received:
+    with record_signal(None if server.api_key_file is None else signal.SIGHUP) as sighup_received:
         return _serve(model, engine, server, connections, log_level, replicas, sighup_received)
 
 
@@ -115,7 +115,7 @@ def _serve(
     sighup_received: Callable[[], bool],
 ) -> int:
     level = check_log_level(log_level)
-    log_to_stderr(level, check_choice("--log-format", server.log_format, LOG_FORMATS))
+    log_to_stderr(level, server.log_format)
     if level == "info":
         logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
     logging.getLogger("asyncio").addFilter(is_not_lost_write_warning)
@@ -164,7 +164,7 @@ def _serve_with(engines: Engines, start: _StartOptions, sighup_received: Callabl
                 state.text.wait_loaded()
                 release_freed_memory()
                 freeze_startup_objects()
-                keys = KeyFileReloader(server.api_keys, settings.api_keys, state.callers, sighup_received)
+                keys = KeyFileReloader(server.api_key_file, server.plain_keys(), state.callers, sighup_received)
                 running = _run(start, app, client, http, loading, url=url, settings=settings, keys=keys)
                 return asyncio.run(running)
         finally:
@@ -195,14 +195,14 @@ def read_template(server: ServerOptions) -> str | None:
     source = server.read_chat_template()
     for name in read_template_kwargs(server.default_chat_template_kwargs):
         if name in RESERVED:
-            raise LoadError(f"{TEMPLATE_KWARGS}: {name} comes from each request: leave it out")
+            raise LoadError(f"`default_chat_template_kwargs`: {name} comes from each request: leave it out")
     if source is not None:
         from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
 
         try:
             ChatTemplate(source)
         except ChatTemplateError as error:
-            raise LoadError(f"--chat-template {server.chat_template}: {error.message}") from None
+            raise LoadError(f"`chat_template={server.chat_template}`: {error.message}") from None
     return source
 
 
@@ -474,12 +474,17 @@ class KeyFileReloader:
 
     def _reload(self, path: Path) -> None:
         try:
-            named = read_key_file(path)
+            found = read_key_file(path)
         except LoadError as error:
             _logger.error("%s; the callers stay as they were", error)
             return
-        self._callers.replace((*map(ApiKey.plain, self._plain), *named))
-        _logger.warning("--api-keys %s was read again: %d callers", path, len(named))
+        self._callers.replace(
+            (
+                *map(ApiKey.plain, self._plain),
+                *(ApiKey.plain(key) if isinstance(key, str) else key for key in found),
+            )
+        )
+        _logger.warning("--api-key-file %s was read again: %d keys", path, len(found))
 
 
 class _OptionNameFormatter(logging.Formatter):
@@ -500,41 +505,6 @@ def log_to_stderr(level: str, log_format: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OptionNameFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-
-
-def changed_options(engine: EngineOptions, server: ServerOptions) -> list[str]:
-    """The options, as written, that change how answers come about or what requests may ask for, as far as they are set."""
-    return [
-        option
-        for option, given in (
-            ("--deterministic", engine.deterministic),
-            (f"--speculative-ngram {engine.speculative_ngram}", engine.speculative_ngram > 0),
-            (f"--speculative-model {engine.speculative_model}", engine.speculative_model is not None),
-            ("--speculative-mtp", engine.speculative_mtp),
-            (f"--rope-ladder {','.join(engine.rope_ladder or ())}", bool(engine.rope_ladder)),
-            (f"--rope-update {engine.rope_update}", engine.rope_update is not None),
-            (f"--rope-policy {server.rope_policy}", server.rope_policy != ServerOptions().rope_policy),
-            ("--rope-exact", server.rope_exact),
-            (f"--context-overflow {server.context_overflow}", server.context_overflow != "stop"),
-            (f"--keep-tokens {server.keep_tokens}", server.keep_tokens is not None),
-            (f"--attention-window {server.attention_window}", server.attention_window is not None),
-            (f"--attention-sinks {server.attention_sinks}", server.attention_sinks > 0),
-            (f"--cache-reuse {server.cache_reuse}", server.cache_reuse > 0),
-            (f"--shift-context {engine.shift_context}", engine.shift_context is not None),
-            (f"--max-total-tokens {engine.max_total_tokens}", engine.max_total_tokens is not None),
-            (f"--chat-template {server.chat_template}", server.chat_template is not None),
-            (f"--rerank-tokens {','.join(server.rerank_tokens or ())}", bool(server.rerank_tokens)),
-            (f"--rerank-template {server.rerank_template}", server.rerank_template is not None),
-            (f"--generation-config {server.generation_config}", server.generation_config != "auto"),
-            (
-                f"--default-chat-template-kwargs {server.default_chat_template_kwargs}",
-                server.default_chat_template_kwargs is not None,
-            ),
-            (f"--tool-call-parser {server.tool_call_parser}", server.tool_call_parser != "auto"),
-            (f"--reasoning-parser {server.reasoning_parser}", server.reasoning_parser != "auto"),
-        )
-        if given
-    ]
 
 
 TRIM_BYTES = 1 << 20  # bytes

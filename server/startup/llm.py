@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, Self, TypeVar, Unpack
 
 from windlass.clients import (
     APIConnectionError,
@@ -33,111 +29,31 @@ from windlass.clients.options import Messages, TokenIds
 from windlass.engine.errors import EngineDeadError, EngineError, LoadError, did_you_mean
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_names import with_option_names
+from windlass.server.config.migration_hints import moved_option_hint
+from windlass.server.config.option import options_of
+from windlass.server.config.option_names import with_keyword_names
 from windlass.server.config.server_options import ServerOptions
 from windlass.server.startup.in_process import ModelHost, ThreadTransport
 
-# Of the server's options those that say how requests are read and answered.
-ANSWER_OPTIONS = (
-    "chat_template",
-    "rerank_tokens",
-    "rerank_template",
-    "generation_config",
-    "override_generation_config",
-    "default_chat_template_kwargs",
-    "tool_call_parser",
-    "reasoning_parser",
-    "default_max_tokens",
-    "max_response_bytes",
-    "rope_exact",
-    "context_overflow",
-    "keep_tokens",
-    "attention_window",
-    "attention_sinks",
-    "cache_reuse",
-)
-
-_SIZES = ("kv_cache_memory", "kv_persist_size", "kv_host_memory", "max_response_bytes")
-
-_SCALING = '{"rope_type": "yarn", "factor": 4}'
-
-# Those that the command line takes as JSON, and an example of each.
-_OBJECTS = {
-    "rope_scaling": _SCALING,
-    "override_generation_config": '{"temperature": 0.7}',
-    "default_chat_template_kwargs": '{"enable_thinking": False}',
-}
-
-# What to say of those that may be more than one thing.
-_EXPECTED_FORMS = dict.fromkeys(_SIZES, "should be a size such as '4GiB', or a number of bytes")
-
-_EXPECTED_FORMS |= {name: f"should be a mapping such as {example}" for name, example in _OBJECTS.items()}
-
-_EXPECTED_FORMS |= {
-    "rope_scaling": f"should be a mapping such as {_SCALING}, or a text",
-    "rope_profile": f"should be a mapping of names to scalings such as {_SCALING}",
-    "chat_template": "should be a path",
-    "generation_config": "should be 'auto', 'none' or a path",
-}
-
 
 def read_options(given: Mapping[str, Any]) -> tuple[EngineOptions, ServerOptions]:
-    """Raises LoadError, one line, for an option that there is not, or a value that is none of its kind."""
-    types = {name: kind for name, kind in get_type_hints(ServerOptions).items() if name in ANSWER_OPTIONS}
-    of_engine = get_type_hints(EngineOptions)
-    types |= of_engine
+    """The options of keywords, and of the variables for experts. Raises LoadError for an unknown option or a bad value."""
+    engine, server = options_of(EngineOptions), options_of(ServerOptions)
+    known = {name: each for name, each in {**server, **engine}.items() if each.in_llm and each.scope != "variable"}
     for name in given:
-        if name not in types:
-            raise LoadError(f"there is no option {name!r}{did_you_mean(name, types)}")
-    values = {name: _validate(name, _to_argument(name, value), value, types[name]) for name, value in given.items()}
-    return (
-        EngineOptions(**{name: value for name, value in values.items() if name in of_engine}),
-        ServerOptions(**{name: value for name, value in values.items() if name not in of_engine}),
-    )
-
-
-def with_keyword_names(message: str) -> str:
-    """What is said of options, with their names in Python."""
-    return re.sub(r"--([a-z][a-z-]*[a-z])", lambda option: option[1].replace("-", "_"), with_option_names(message))
-
-
-def _to_argument(name: str, value: Any) -> Any:
-    """What Python says with objects, as the command line spells it."""
-    if name in _OBJECTS and isinstance(value, Mapping):
-        return _as_json(name, value, _OBJECTS[name])
-    if name == "rope_profile" and isinstance(value, Mapping):
-        return [f"{profile}={_as_json(name, scaling)}" for profile, scaling in value.items()]
-    if type(value).__module__ == "numpy" and hasattr(value, "item"):
-        value = value.item()
-    if name in _SIZES and isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if name in ("rerank_tokens", "rope_profile", "rope_ladder", "lora") and isinstance(value, str):
-        return [value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _as_json(name: str, value: Any, example: str = _SCALING) -> str:
-    if not isinstance(value, Mapping):
-        raise LoadError(f"{name}: a scaling must be a mapping such as {_SCALING}, got {_excerpt(value)}")
+        if name not in known:
+            moved = moved_option_hint(None, name)
+            hint = did_you_mean(name, known) if moved is None else f": {moved}"
+            raise LoadError(with_keyword_names(f"there is no option {name!r}{hint}"))
+    variables = {each.name: os.environ.get(each.variable) for each in engine.values() if each.scope == "variable"}
+    values = {**{name: value for name, value in variables.items() if value}, **given}
     try:
-        return json.dumps(dict(value))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise LoadError(f"{name}: this cannot be written as JSON ({error}): give a mapping such as {example}") from None
-
-
-def _validate(name: str, spelt: Any, given: Any, kind: Any) -> Any:
-    if isinstance(spelt, bool) and kind is not bool:
-        raise LoadError(f"{name} is no switch, got {_excerpt(given)}")
-    try:
-        return TypeAdapter(kind).validate_python(spelt)
-    except ValidationError as error:
-        reason = _EXPECTED_FORMS.get(name) or str(error.errors(include_url=False)[0]["msg"]).removeprefix("Input ")
-        raise LoadError(f"{name} {reason}, got {_excerpt(given)}") from None
-
-
-def _excerpt(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+        return (
+            EngineOptions(**{name: value for name, value in values.items() if name in engine}),
+            ServerOptions(**{name: value for name, value in values.items() if name in server}),
+        )
+    except LoadError as error:
+        raise LoadError(with_keyword_names(str(error))) from None
 
 
 T = TypeVar("T")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,16 +9,15 @@ from typing import Any
 
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.interface.config import EngineConfig
-from windlass.engine.interface.context import DEFAULT_KEEP_TOKENS, MIN_PASSAGE_TOKENS, ContextRule, ContextSizes
+from windlass.engine.interface.context import DEFAULT_KEEP_TOKENS, ContextRule, ContextSizes
 from windlass.engine.model.loading.model_description import read_json
 from windlass.engine.model.loading.sentence_transformers_files import read_reranker_config
 from windlass.engine.model.model_spec import ContextRefusals, ModelSpec, context_refusals
 from windlass.engine.rotary.rope_scaling import DISTANCE_KINDS
-from windlass.server.config.option_parsing import read_template_file, split
+from windlass.server.config.option import read_template_file, split
 from windlass.server.config.server_options import (
     GENERATION_CONFIG_FILE,
     NO_GENERATION_CONFIG,
-    OVERRIDE_OPTION,
     ServerOptions,
     generation_config_path,
     read_override,
@@ -30,7 +28,9 @@ from windlass.server.text.pair_prompts import QWEN3_RERANKER_TEMPLATE
 
 RECOMMENDED = "recommended by its authors"
 
-_ADVICE = "correct the file, or start with --generation-config none"
+OVERRIDE_OPTION = "--override-generation-config"
+
+_ADVICE = "correct the file, or start with `generation_config=none`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,9 @@ def find_sampling(
     if "temperature" in replaced and "do_sample" not in replaced:
         values.pop("do_sample", None)  # whoever gives a temperature wants that one
     values |= replaced
-    sources |= dict.fromkeys([*replaced, *read_sampling(replaced, OVERRIDE_OPTION, "")], OVERRIDE_OPTION)
+    sources |= dict.fromkeys([*replaced, *read_sampling(replaced, "", "")], OVERRIDE_OPTION)
     found = read_sampling(values, str(path), _ADVICE)
     return ModelSampling(SamplingDefaults(**found), {name: sources[name] for name in found})
-
-
-_FIELD = re.compile(r"\b(?:attention_window|attention_sinks|keep_tokens|context_overflow)\b")
 
 
 def max_context_sizes(config: EngineConfig, spec: ModelSpec) -> ContextSizes:
@@ -86,19 +83,15 @@ def max_context_sizes(config: EngineConfig, spec: ModelSpec) -> ContextSizes:
 
 def check_context_defaults(settings: ServerSettings, sizes: ContextSizes) -> None:
     """Raises LoadError, one line with the option at fault."""
-    sinks, window, keep = settings.attention_sinks, settings.attention_window, settings.keep_tokens
-    if settings.cache_reuse < 0 or 0 < settings.cache_reuse < MIN_PASSAGE_TOKENS:
-        raise LoadError(f"--cache-reuse must be 0 or at least {MIN_PASSAGE_TOKENS}, got {settings.cache_reuse}")
-    if sinks and window is None:
-        raise LoadError("--attention-sinks goes with --attention-window")
+    keep = settings.keep_tokens
     try:
-        sizes.size(ContextRule("stop", 0, window, sinks))
+        sizes.size(ContextRule("stop", 0, settings.attention_window, settings.attention_sinks))
         if settings.context_overflow == "shift":
             sizes.size(ContextRule("shift", DEFAULT_KEEP_TOKENS if keep is None else keep))
     except RequestError as error:
-        named = _FIELD.sub(lambda name: "--" + name[0].replace("_", "-"), error.message)
-        hint = " (its default)" if named.startswith("--keep-tokens") and keep is None else ""
-        raise LoadError(named + hint) from None
+        named = "attention_window" if error.param == "attention_sinks" else error.param
+        hint = " (its default)" if named == "keep_tokens" and keep is None else ""
+        raise LoadError(f"`{named}`: {error.message}{hint}") from None
 
 
 def check_model_compatibility(server: ServerOptions, spec: ModelSpec) -> None:
@@ -110,9 +103,9 @@ def check_model_compatibility(server: ServerOptions, spec: ModelSpec) -> None:
 def _check_scaling_kinds(server: ServerOptions, kinds: set[str]) -> None:
     """Refuse what every request would be refused for that asks for nothing else. kinds: of the scaling they run under."""
     options = {
-        "--context-overflow shift": server.context_overflow == "shift",
-        "--attention-window": server.attention_window is not None,
-        "--cache-reuse": server.cache_reuse > 0,
+        "`context_overflow=shift`": server.context_overflow == "shift",
+        "`attention_window`": server.attention_window is not None,
+        "`cache_reuse`": server.cache_reuse > 0,
     }
     for option, given in options.items():
         if given and (kind := next(iter(kinds & {*DISTANCE_KINDS}), None)) is not None:
@@ -121,12 +114,11 @@ def _check_scaling_kinds(server: ServerOptions, kinds: set[str]) -> None:
 
 def _check_context(server: ServerOptions, refusals: ContextRefusals) -> None:
     """Refuse what the model itself does not allow of a context, and every request would be refused for."""
-    window = server.attention_window is not None
     for option, given, refusal in (
-        ("--context-overflow shift", server.context_overflow == "shift", refusals["shift_refusal"]),
-        ("--cache-reuse", server.cache_reuse > 0, refusals["reuse_refusal"]),
-        ("--attention-window", window, refusals["window_refusal"]),
-        ("--attention-sinks", window and server.attention_sinks > 0, refusals["sinks_refusal"]),
+        ("`context_overflow=shift`", server.context_overflow == "shift", refusals["shift_refusal"]),
+        ("`cache_reuse`", server.cache_reuse > 0, refusals["reuse_refusal"]),
+        ("`attention_window`", server.attention_window is not None, refusals["window_refusal"]),
+        ("`attention_window`", any((server.attention_window or ())[1:]), refusals["sinks_refusal"]),
     ):
         if given and refusal is not None:
             raise LoadError(f"{option}: {refusal}: leave it out")
@@ -162,8 +154,8 @@ def rank_settings(path: Path, server: ServerOptions, spec: ModelSpec | None) -> 
         if template is None:
             return None
         raise LoadError(
-            f"--rerank-template {server.rerank_template}: the model's files do not say which tokens it answers with: say it with "
-            "--rerank-tokens, such as no,yes"
+            f"`rerank_template={server.rerank_template}`: the model's files do not declare its answer tokens: give them with "
+            "`rerank_tokens`, such as no,yes"
         )
     needs_template = bool(given) or template is not None  # what files alone say keeps nobody from generating
     return RankSettings(template=template, needs_template=needs_template, tokens=tokens, instruction=instruction)
@@ -173,16 +165,16 @@ def _check_rank_tokens(server: ServerOptions, spec: ModelSpec | None) -> tuple[s
     """The operator's tokens, the one that counts first. Raises LoadError for options that this model cannot follow."""
     tokens = split(server.rerank_tokens)
     if server.rerank_tokens is not None and len(tokens) not in (1, 2):
-        raise LoadError(f"--rerank-tokens takes one token or two, the refusal first: no,yes; got {len(tokens)}")
+        raise LoadError(f"`rerank_tokens` takes one token or two, the refusal first: no,yes; got {len(tokens)}")
     if spec is None or spec.generates:
         return tuple(reversed(tokens))
     if tokens:
-        raise LoadError(f"--rerank-tokens: a {spec.architecture} goes on with no token: leave it out")
+        raise LoadError(f"`rerank_tokens`: a {spec.architecture} generates no tokens: leave it out")
     if server.rerank_template is not None:
         if spec.head is None or spec.head.classes.per_token or len(spec.head.classes.labels) != 1:
-            raise LoadError(f"--rerank-template: a {spec.architecture} without one class ranks no pairs: leave it out")
+            raise LoadError(f"`rerank_template`: a {spec.architecture} without one class ranks no pairs: leave it out")
         if spec.is_bidirectional:
-            raise LoadError("--rerank-template: pairs are joined by the tokenizer of this model: leave it out")
+            raise LoadError("`rerank_template`: pairs are joined by the tokenizer of this model: leave it out")
     return ()
 
 
@@ -191,11 +183,11 @@ def _read_rank_template(server: ServerOptions) -> str | None:
     given = server.rerank_template
     if given is None or given == _QWEN3:
         return QWEN3_RERANKER_TEMPLATE if given == _QWEN3 else None
-    source = read_template_file("--rerank-template", Path(given))
+    source = read_template_file("rerank_template", Path(given))
     from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, build_pair_template
 
     try:
         build_pair_template(ChatTemplate(source))
     except ChatTemplateError as error:
-        raise LoadError(f"--rerank-template {given}: {error.message}") from None
+        raise LoadError(f"`rerank_template={given}`: {error.message}") from None
     return source

@@ -438,7 +438,7 @@ def with_draft_model(options: EngineOptions) -> EngineOptions:
     try:
         return replace(options, speculative_model=str(resolve_model(options.speculative_model)))
     except LoadError as error:
-        raise LoadError(f"--speculative-model: {error}") from None
+        raise LoadError(f"`speculative_model`: {error}") from None
 
 
 def _name_of(given: str, path: Path) -> str:

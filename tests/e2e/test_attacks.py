@@ -77,7 +77,7 @@ def slowest_health(url: str, seconds: float) -> float:
     ],
 )
 def test_a_crowd_that_sends_nothing_locks_nobody_out(model, options):
-    with Served(model, "--header-timeout", "1", *options) as served:
+    with Served(model, *options, WINDLASS_HEADER_TIMEOUT="1") as served:
         url = served.wait_ready()
         with Crowd(url, 300, "127.0.0.2") as crowd:
             wait_for(lambda: crowd.opened >= 300, 30.0)
@@ -142,7 +142,7 @@ ENDLESS = {"prompt": "hello", "max_tokens": 50_000, "n": 4, "logprobs": 20, "str
 @pytest.mark.slow
 def test_a_reader_that_never_reads_frees_its_blocks_and_delays_no_shutdown(dial):
     """With a real engine: a long stream is begun twice, and nobody reads either."""
-    with serve("--write-timeout", "2", "--grace-period", "0.5", "--max-model-len", "60000") as server:
+    with serve("--grace-period", "0.5", "--max-model-len", "60000", WINDLASS_WRITE_TIMEOUT="2") as server:
         dial(server.url, receive_buffer=4096).sendall(request("/v1/completions", ENDLESS))
         wait_for(lambda: server.metric("windlass_num_requests_running") == 4)
         wait_for(lambda: "took no byte of its answer for 2 s" in server.log.read_text(), 60.0)

@@ -182,7 +182,7 @@ def test_what_is_nearly_it_is_refused_by_field(server: RealServer, wrong: Any) -
 
 @pytest.mark.slow
 def test_an_operators_ladder_and_its_end(model: Path) -> None:
-    ladder = ("--rope-profile", f"long={json.dumps(YARN[2])}", "--rope-ladder", "100=none,300=long")
+    ladder = ("--rope-profile", f"long={json.dumps(YARN[2])}", "--rope-scaling", "100=none,300=long")
     with serve(
         "--kv-cache-memory", "64MiB", "--max-model-len", "1024", *ladder, "--rope-policy", "profiles", model=model
     ) as running:

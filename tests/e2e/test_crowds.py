@@ -89,7 +89,7 @@ def test_ten_thousand_idle_connections() -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < IDLE + 2000:
         pytest.skip("this machine allows fewer open files")
     options = ("--max-connections", str(IDLE + 1000), "--max-connections-per-address", str(IDLE // 2))
-    with serve(*options, "--header-timeout", "600", "--keep-alive-timeout", "600") as server:
+    with serve(*options, WINDLASS_HEADER_TIMEOUT="600", WINDLASS_KEEP_ALIVE_TIMEOUT="600") as server:
         pid = server.process.pid
         neighbour, files, before = Neighbour(server.url), open_files(pid), memory(pid)
         after = []
@@ -134,8 +134,7 @@ def test_ten_thousand_connections_beyond_the_bounds() -> None:
 
 def test_a_thousand_readers_that_never_read() -> None:
     """They are dropped after their time, and none gets in another's way."""
-    options = ("--max-connections-per-address", str(UNREAD), "--write-timeout", "3")
-    with serve(*options) as server:
+    with serve("--max-connections-per-address", str(UNREAD), WINDLASS_WRITE_TIMEOUT="3") as server:
         pid, engine = server.process.pid, server.engine_pid()
         neighbour, files = Neighbour(server.url), open_files(pid)
         before, engine_before, most = memory(pid), memory(engine), 0.0

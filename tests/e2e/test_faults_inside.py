@@ -36,7 +36,7 @@ def server() -> Iterator[RealServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
         patch.setenv(CORE_VARIABLE, "helpers.failing_core:core")
-        with serve("--max-model-len", "8192", "--header-timeout", "3") as server:
+        with serve("--max-model-len", "8192", WINDLASS_HEADER_TIMEOUT="3") as server:
             yield server
             log = server.log.read_text()
             told = log.count("the engine failed in a step") + log.count("EngineError: the model produced NaN")

@@ -17,7 +17,7 @@ from windlass.clients import BadRequestError, Client
 
 YARN, DYNAMIC = {"rope_type": "yarn", "factor": 2.0}, {"rope_type": "dynamic", "factor": 4.0}
 M = 512
-OPTIONS = ("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--deterministic", "--rope-exact")
+OPTIONS = ("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--deterministic", "--rope-policy", "exact")
 SCALINGS: list[Any] = [
     None,
     {"rope_type": "default"},

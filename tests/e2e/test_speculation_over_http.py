@@ -27,7 +27,7 @@ TOKENS = 96
 @pytest.fixture(scope="module")
 def server() -> Iterator[RealServer]:
     options = ("--kv-cache-memory", "64MiB", "--deterministic", "--speculative-ngram", "5")
-    with serve(*options, "--speculative-ngram-max", "3") as running:
+    with serve(*options) as running:
         yield running
 
 
@@ -114,11 +114,10 @@ def test_a_draft_model_over_http() -> None:
         "--deterministic",
         "--speculative-model",
         "demo",
-        "--no-speculative-adaptive",
         "--speculative-tokens",
         "3",
     )
-    with serve("--kv-cache-memory", "64MiB", *options) as server:
+    with serve("--kv-cache-memory", "64MiB", *options, WINDLASS_SPECULATIVE_ADAPTIVE="false") as server:
         answer = complete(server)
         (choice,) = answer["choices"]
         assert choice["token_ids"] == want.token_ids
@@ -143,8 +142,9 @@ def test_a_models_own_layer_over_http(tmp_path: Path) -> None:
         shutil.copy(DEMO / name, model)
     core = make_core(model, deterministic=True)
     (want,) = run(core, [greedy("x", LOOP, TOKENS, logprobs=1)]).values()
-    options = ("--deterministic", "--speculative-mtp", "--no-speculative-adaptive", "--speculative-tokens", "2")
-    with serve("--kv-cache-memory", "64MiB", "--dtype", "float32", *options, model=model) as server:
+    options = ("--deterministic", "--speculative-mtp", "--speculative-tokens", "2")
+    more = ("--kv-cache-memory", "64MiB", "--dtype", "float32")
+    with serve(*more, *options, model=model, WINDLASS_SPECULATIVE_ADAPTIVE="false") as server:
         (choice,) = complete(server)["choices"]
         assert choice["token_ids"] == want.token_ids
         assert "  options   --deterministic, --speculative-mtp\n" in server.log.read_text()

@@ -100,7 +100,6 @@ def test_no_rank_outlives_the_engine_or_the_server(stopped: bool) -> None:
         (("--tensor-parallel", "5"), "the model has 4 heads of keys: use 4 or less"),
         (("--tensor-parallel", "0"), "--tensor-parallel must be at least 1"),
         (("--tensor-parallel", "2", "--device", "cuda:1"), "use --device cpu"),
-        (("--tensor-parallel", "2", "--load-format", "dummy"), "leave --load-format dummy out"),
         (("--tensor-parallel", "2", "--kv-persist", "/tmp/never"), "leave --kv-persist out"),
     ],
 )
@@ -109,3 +108,8 @@ def test_what_cannot_be_split_is_one_line_before_anything_listens(options: tuple
     began = start("serve", "demo", "--port", "0", *options)
     assert told in reason(began)
     assert len(began.stderr.strip().splitlines()) == 1, began.stderr
+
+
+def test_random_weights_cannot_be_split() -> None:
+    began = inside("serve", "demo", "--port", "0", "--tensor-parallel", "2", WINDLASS_LOAD_FORMAT="dummy")
+    assert "leave WINDLASS_LOAD_FORMAT=dummy out" in reason(began)

@@ -70,7 +70,7 @@ def test_answers_and_refusals(server: RealServer, model: Path) -> None:
         ("gpt2", ("--max-model-len", "300"), "a table of 256"),
         ("gpt2", ("--rope-scaling", '{"rope_type": "yarn", "factor": 2}'), "does not rotate"),
         ("bloom", ("--rope-scaling", "auto"), "no rotation that could be scaled"),
-        ("bloom", ("--attention-window", "64", "--attention-sinks", "16"), "lose by the distance"),
+        ("bloom", ("--attention-window", "64,16"), "lose by the distance"),
     ],
 )
 def test_starts_that_are_refused(family: str, option: tuple[str, ...], says: str, tmp_path: Path) -> None:

@@ -54,12 +54,12 @@ class RealServer:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, model: Path | str = "demo") -> Iterator[RealServer]:
+def serve(*arguments: str, model: Path | str = "demo", **variables: str) -> Iterator[RealServer]:
     command = [str(Path(sys.executable).with_name("windlass")), "serve", str(model), "--port", "0", *arguments]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         with log.open("wb") as output:
-            environment = {**SERVERS, **os.environ, "OMP_NUM_THREADS": "1"}
+            environment = {**SERVERS, **os.environ, "OMP_NUM_THREADS": "1", **variables}
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
             try:
                 server = RealServer("", process, log)

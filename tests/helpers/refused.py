@@ -31,13 +31,13 @@ def program(*arguments: object, **environment: str) -> Done:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=given, check=False)
 
 
-def inside(*arguments: object) -> Done:
+def inside(*arguments: object, **variables: str) -> Done:
     """What the program does, in this process."""
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), pytest.MonkeyPatch.context() as patch:
         for name in filter(_foreign, list(os.environ)):
             patch.delenv(name)
-        for name, value in PLACE.items():
+        for name, value in {**PLACE, **variables}.items():
             patch.setenv(name, value)
         code = cli.run([str(argument) for argument in arguments])
     return Done(arguments, code, out.getvalue(), errors.getvalue())

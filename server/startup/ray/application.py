@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import re
@@ -15,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,10 @@ from windlass.clients.terminal import print_status
 from windlass.engine.client.prefix_router import MIN_KEY_BLOCK_TOKENS
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_parsing import check_log_level
-from windlass.server.config.server_options import ClusterOptions, ConnectionOptions, ServerOptions
+from windlass.server.config.migration_hints import moved_option_hint
+from windlass.server.config.option import options_of
+from windlass.server.config.option_names import with_keyword_names
+from windlass.server.config.server_options import ClusterOptions, ConnectionOptions, ServerOptions, check_log_level
 from windlass.server.http.event_loop_monitor import EventLoopMonitor
 from windlass.server.http.listener import raise_file_limit
 from windlass.server.http.server import HttpServer
@@ -212,27 +213,26 @@ INGRESS_CPUS = 0.5
 
 AFTER_GRACE_SECONDS = 4.0  # for the ingress to end its connections
 
-_UNSUPPORTED_OPTIONS = ("uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "record", "access_log")
-
-_PATHS = ("api_key_file", "api_keys", "chat_template", "lora_folder", "crash_dir")
-
 
 def build(args: Mapping[str, Any]) -> serve.Application:
     """For a Serve config: `args` are `model`, and options of `windlass ray deploy` with underscores. Raises LoadError."""
     given = {name.replace("-", "_"): value for name, value in args.items()}
     model, level = given.pop("model", None), str(given.pop("log_level", "warning"))
-    known = {field.name for kind in (EngineOptions, ServerOptions, ClusterOptions) for field in fields(kind)}
+    known = {name for kind in (EngineOptions, ServerOptions, ClusterOptions) for name in options_of(kind)}
     for name in given:
         if name not in known:
-            raise LoadError(f"there is no option {name!r}{did_you_mean(name, known)}")
+            moved = moved_option_hint(None, name)
+            hint = did_you_mean(name, known) if moved is None else f": {moved}"
+            raise LoadError(with_keyword_names(f"there is no option {name!r}{hint}"))
 
     def of(kind: Any) -> dict[str, Any]:
-        return {
-            field.name: _to_argument(field.name, given[field.name]) for field in fields(kind) if field.name in given
-        }
+        return {name: given[name] for name in options_of(kind) if name in given}
 
-    engine, server = EngineOptions(**of(EngineOptions)), ServerOptions(**of(ServerOptions))
-    cluster = ClusterOptions(**{"listener": "proxy", **of(ClusterOptions)})
+    try:
+        engine, server = EngineOptions(**of(EngineOptions)), ServerOptions(**of(ServerOptions))
+        cluster = ClusterOptions(**{"listener": "proxy", **of(ClusterOptions)})
+    except LoadError as error:
+        raise LoadError(with_keyword_names(str(error))) from None
     if cluster.listener != "proxy":
         raise LoadError("listener: in a Serve config Ray's proxies listen; leave it out")
     return application(model, engine, server, cluster, level)
@@ -242,12 +242,9 @@ def application(
     model: str | None, engine: EngineOptions, server: ServerOptions, cluster: ClusterOptions, log_level: str
 ) -> serve.Application:
     """Replicas and the HTTP side in front of them. Raises LoadError for options that cannot be."""
-    cluster.check()
-    for name in _UNSUPPORTED_OPTIONS:
-        if getattr(server, name) != getattr(ServerOptions(), name):
-            raise LoadError(
-                f"--{name.replace('_', '-')} is of a server by itself, and a deployment has none: leave it out"
-            )
+    for each in options_of(server).values():
+        if not each.in_ray and getattr(server, each.name) != each.default:
+            raise LoadError(f"`{each.name}` has no effect in a deployment: leave it out")
     engine.to_config(Path())
     grace = max(server.to_settings("model", engine).grace_seconds, 1.0)
     least, most = cluster.replica_bounds()
@@ -297,18 +294,9 @@ def replica_resources(engine: EngineOptions) -> tuple[int, int]:
     return engine.tensor_parallel * (engine.threads or 1), gpus
 
 
-def _to_argument(name: str, value: Any) -> Any:
-    """What YAML says with a number, a string, a list or an object, as the command line has it."""
-    if isinstance(value, Mapping):
-        return [json.dumps(value)] if name == "rope_profile" else json.dumps(value)
-    if name in _PATHS and value is not None:
-        return Path(value)
-    return str(value) if name == "replicas" else value
-
-
 REACH_SECONDS = 5.0
 
-_ERROR = re.compile(r"(?:LoadError|RequestError|RuntimeError|RayServeException): (.+)")
+_ERROR = re.compile(r"(?:LoadError|OptionError|RequestError|RuntimeError|RayServeException): (.+)")
 
 
 def deploy(

@@ -236,7 +236,7 @@ def _tokenizer_errors() -> Iterator[None]:
 def _check_size(answer: bytes, max_bytes: int, param: str) -> bytes:
     if len(answer) > max_bytes:
         raise RequestError(
-            f"the answer has {len(answer)} bytes, and this server sends at most {max_bytes} at once "
-            f"(--max-response-bytes): send less in {param}, or leave offsets and token_strs out"
+            f"the answer has {len(answer)} bytes, and this server sends at most {max_bytes} at once: "
+            f"send less in {param}, or leave offsets and token_strs out"
         )
     return answer

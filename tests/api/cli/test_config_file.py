@@ -10,7 +10,7 @@ import pytest
 
 from windlass.engine.errors import RequestError
 from windlass.server.cli import main as cli
-from windlass.server.config import option_parsing
+from windlass.server.config import config_file
 from windlass.server.startup import launch
 
 
@@ -53,7 +53,7 @@ rope-scaling: {rope_type: yarn, factor: 4}
 rope-profile:
   long: {rope_type: yarn, factor: 8}
   longer: '{"rope_type": "linear", "factor": 2}'
-write-timeout: 7.5
+keep-tokens: 1k
 log-level: debug
 request-timeout:
 host: ~
@@ -62,8 +62,8 @@ host: ~
 
 def test_a_file_sets_every_kind_of_option(launched, write):
     assert cli.run(["serve", "--config", write(WHOLE)]) == 0
-    ((model, engine, server, connections, level, _),) = launched
-    assert (model, level, server.port, connections.write_timeout) == ("smollm2", "debug", 8123, 7.5)
+    ((model, engine, server, _, level, _),) = launched
+    assert (model, level, server.port, server.keep_tokens) == ("smollm2", "debug", 8123, 1024)
     assert (server.host, server.request_timeout) == ("127.0.0.1", None)  # left empty: their defaults
     assert (server.access_log, server.rope_policy) == (True, "off")
     assert (engine.max_model_len, engine.prefix_caching, engine.target_step_ms) == (4096, False, 100.0)
@@ -122,23 +122,29 @@ def test_an_empty_file_sets_nothing(launched, write):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("ctx_size: 8", "line 1: 'ctx_size' is no option of windlass serve: here it is --max-model-len"),
-        ("host: h\nprot: 8000", "line 2: 'prot' is no option of windlass serve (did you mean 'port'?)"),
-        ("config: other.yaml", "line 1: 'config' is no option"),
-        ("help: true", "line 1: 'help' is no option"),
-        ("port: eight", "line 1: port: "),
+        ("ctx_size: 8", "line 1: 'ctx_size' is not an option of windlass serve: here it is --max-model-len"),
+        ("host: h\nprot: 8000", "line 2: 'prot' is not an option of windlass serve (did you mean 'port'?)"),
+        ("config: other.yaml", "line 1: 'config' is not an option"),
+        ("help: true", "line 1: 'help' is not an option"),
+        ("port: eight", "line 1: port must be a whole number between 0 and 65535"),
         ("prefix-caching: perhaps", "line 1: prefix-caching: "),
+        ("kv-cache-memory: lots", "line 1: kv-cache-memory must be a size such as 4GiB"),
+        (
+            "write-timeout: 7",
+            "'write-timeout' is not an option of windlass serve: set the environment variable WINDLASS_W",
+        ),
+        ("api_keys: f", "line 1: 'api_keys' is not an option of windlass serve: it was removed: use --api-key-file"),
         ("port: [1, 2]", "line 1: port takes one value, not a list"),
-        ("port: 1\nport: 2", "line 2: port is there twice"),
-        ("max-model-len: 1\n\nmax_model_len: 2", "line 3: max_model_len is there twice"),
-        ("- port", "must hold options as NAME: VALUE"),
-        ("port", "must hold options as NAME: VALUE"),
+        ("port: 1\nport: 2", "line 2: port is set twice"),
+        ("max-model-len: 1\n\nmax_model_len: 2", "line 3: max_model_len is set twice"),
+        ("- port", "must contain options as NAME: VALUE"),
+        ("port", "must contain options as NAME: VALUE"),
         ("[a]: 1", "line 1: the name of an option must be a word"),
-        ("a: [1\nb: 2", "line 2: this is no YAML"),
+        ("a: [1\nb: 2", "line 2: this is not valid YAML"),
         ("rope-scaling: {a: !!python/name:os.system x}", "line 1: this cannot be written as JSON"),
         ("rope-scaling: " + "[" * 5000, "nested too deeply"),
         (b"\xff\xfe\x00", "cannot read --config"),
-        ("a: \x00", "this is no YAML"),
+        ("a: \x00", "this is not valid YAML"),
     ],
 )
 def test_what_is_wrong_is_one_line_that_says_where(text, expected, launched, write, capsys):
@@ -152,7 +158,7 @@ def test_what_is_wrong_is_one_line_that_says_where(text, expected, launched, wri
 def test_a_file_that_is_missing_or_too_large_is_refused(launched, write, capsys, monkeypatch, tmp_path):
     assert cli.run(["serve", "--config", str(tmp_path / "none")]) == 2
     assert "cannot read --config" in capsys.readouterr().err
-    monkeypatch.setattr(option_parsing, "MAX_BYTES", 10)
+    monkeypatch.setattr(config_file, "MAX_BYTES", 10)
     assert cli.run(["serve", "--config", write("port: 80000000")]) == 2
     assert "larger than 10 bytes" in capsys.readouterr().err
     assert not launched

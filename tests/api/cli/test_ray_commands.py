@@ -31,22 +31,22 @@ def test_a_number_of_replicas_or_two(given: str, found: tuple[int, int]) -> None
 
 @pytest.mark.parametrize("given", ["", "0", "0..2", "3..2", "2...8", "-1", "many", "1..2000", "99999999999"])
 def test_what_is_no_number_of_replicas(given: str) -> None:
-    with pytest.raises(LoadError, match=r"--replicas must be a number between 1 and 1024, or two such as 2\.\.8"):
-        ClusterOptions(replicas=given).replica_bounds()
+    with pytest.raises(LoadError, match=r"`replicas` must be a number between 1 and 1024, or two such as 2\.\.8"):
+        ClusterOptions(replicas=given)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"name": "a/b"}, "--name must be letters"),
-        ({"listener": "nobody"}, "--listener must be ingress or proxy"),
-        ({"target_requests": 0}, "--target-requests must be at least 1"),
-        ({"scale_up_seconds": -1.0}, "--scale-up-seconds must be 0 or more"),
-        ({"scale_down_seconds": float("nan")}, "--scale-down-seconds must be 0 or more"),
+        ({"name": "a/b"}, "`name` must be letters"),
+        ({"listener": "nobody"}, "`listener` must be ingress or proxy"),
+        ({"target_requests": 0}, "`target_requests` must be a whole number of at least 1"),
+        ({"scale_up_seconds": -1.0}, "`scale_up_seconds` must be 0 or more"),
+        ({"scale_down_seconds": float("nan")}, "`scale_down_seconds` must be 0 or more"),
     ],
 )
 def test_options_that_cannot_be_meant(options: dict[str, object], says: str) -> None:
     with pytest.raises(LoadError, match=says):
-        ClusterOptions(**options).check()  # type: ignore[arg-type]
-    with pytest.raises(LoadError, match="--replicas must lie between"):
-        ReplicaOptions(replicas=0).checked()
+        ClusterOptions(**options)  # type: ignore[arg-type]
+    with pytest.raises(LoadError, match="`replicas` must be a whole number between 1 and 1024"):
+        ReplicaOptions(replicas=0)

@@ -213,13 +213,13 @@ def metric(server: RealServer, line: str) -> float:
 @pytest.mark.slow
 def test_a_full_file_stops_and_says_so_and_no_request_notices(tmp_path: Path) -> None:
     file = tmp_path / "small.jsonl"
-    with serve("--kv-cache-memory", "64MiB", "--record", str(file), "--record-limit", "2KiB") as server:
+    with serve("--kv-cache-memory", "64MiB", "--record", str(file), WINDLASS_RECORD_LIMIT="2KiB") as server:
         for _ in range(8):
             assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
         eventually(lambda: metric(server, "windlass_recorded_requests_total ") > 0, 5)
         eventually(lambda: metric(server, 'windlass_record_lost_total{reason="full"}') >= 3, 5)
         log = server.log.read_text()
-    assert log.count("--record-limit") == 1
+    assert log.count("WINDLASS_RECORD_LIMIT") == 1
     assert 1024 < file.stat().st_size <= 2048
     lines_of(file)  # whole lines only
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -37,12 +37,16 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, objec
     [
         (),
         ("--quantization", "int4", "--kv-cache-dtype", "int8", "--max-model-len", "300", "--max-num-seqs", "5"),
-        ("--dtype", "bfloat16", "--speculative-model", str(DEMO), "--speculative-model-quantization", "int8"),
+        ("--dtype", "bfloat16", "--speculative-model", str(DEMO)),
     ],
     ids=("plain", "quantized", "drafted"),
 )
 @pytest.mark.slow
-def test_it_says_what_the_start_says(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_the_start_says(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "--speculative-model" in options:
+        monkeypatch.setenv("WINDLASS_SPECULATIVE_MODEL_QUANTIZATION", "int8")
     given = ("--kv-cache-memory", "20MiB", "--dtype", DTYPE, *options)
     lines = said(capsys, str(DEMO), *given)[0].splitlines()
     counted = [line for line in lines if line.split()[:1] in (["memory"], ["cache"], ["context"])]

@@ -230,7 +230,7 @@ def test_a_conversation_that_grows_too_long_displaces_nobody() -> None:
         longer = ask(live, "x" * 6000, previous_response_id=last["id"], truncate_prompt_tokens=50)
         assert longer["store"] is True  # as it was asked for
         refused = live.refuse(PATH, {"input": "a", "previous_response_id": longer["id"]}, 404)
-        assert "--response-store" in refused["message"]
+        assert "response-store" in refused["message"]
         assert live.http.get(f"{PATH}/{last['id']}").status_code == 200
         live.http.headers = {"x-api-key": "two"}
         assert live.http.get(f"{PATH}/{theirs}").status_code == 200

@@ -282,7 +282,7 @@ UPDATES = "rope_update should be 'frozen', 'recompute' or 'rotate', or an object
         ({"policy": "frozen", "exact": True}, "rope_update.exact", "goes with the policy 'recompute'"),
         ({"policy": "recompute", "exact": 1}, "rope_update.exact", ""),
         ({"policy": "recompute", "speed": 1}, "rope_update.speed", "unknown field"),
-        ({"policy": "recompute", "exact": True}, "rope_update.exact", "--rope-exact"),
+        ({"policy": "recompute", "exact": True}, "rope_update.exact", "--rope-policy exact"),
     ],
 )
 def test_a_wrong_rope_update(live: Live, update: Any, param: str, says: str) -> None:

@@ -140,7 +140,7 @@ def test_answers_say_what_became_of_the_context(live: Live, stream: bool) -> Non
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RealServer]:
-    with serve("--max-model-len", "128", "--shift-context", "64", "--max-total-tokens", "600") as server:
+    with serve("--max-model-len", "128", WINDLASS_SHIFT_CONTEXT="64", WINDLASS_MAX_TOTAL_TOKENS="600") as server:
         server.wait_ready()
         yield server
 

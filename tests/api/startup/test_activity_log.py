@@ -86,11 +86,11 @@ def test_the_times_of_requests_reach_the_metrics_all_the_same():
     assert "windlass_request_queue_time_seconds_count 4.0" in asyncio.run(main())
 
 
-@pytest.mark.parametrize(("options", "said"), [(["--stats-interval", "0.2"], True), (["--stats-interval", "0"], False)])
-def test_a_busy_server_says_how_fast_it_is(options, said, tmp_path):
+@pytest.mark.parametrize(("interval", "said"), [("0.2", True), ("0", False)])
+def test_a_busy_server_says_how_fast_it_is(interval, said, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     byte_level().save(str(tmp_path / "tokenizer.json"))
-    with Served(tmp_path, *options) as served:
+    with Served(tmp_path, WINDLASS_STATS_INTERVAL=interval) as served:
         url = served.wait_ready()
         body = {"model": tmp_path.name, "prompt": "hi", "max_tokens": 30}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=20.0).status_code == 200

@@ -42,7 +42,7 @@ def test_sigterm_ends_a_server_that_is_looking_for_its_model(tmp_path: Path) -> 
 def test_sighup_does_not_end_a_server_with_named_keys_meanwhile(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[alice]\nkey = "first"\n')
-    with looking_up(tmp_path, "--api-keys", str(keys)) as served:
+    with looking_up(tmp_path, "--api-key-file", str(keys)) as served:
         served.signal(signal.SIGHUP)
         served.signal(signal.SIGTERM)
         assert served.wait() == 0
@@ -53,11 +53,11 @@ def test_keys_are_read_again_once_it_runs_where_sighup_came_before(tmp_path: Pat
     byte_level().save(str(tmp_path / "tokenizer.json"))
     keys = tmp_path / "keys.toml"
     keys.write_text('[alice]\nkey = "first"\n')
-    with Served(tmp_path, "--api-keys", str(keys)) as served:
+    with Served(tmp_path, "--api-key-file", str(keys)) as served:
         url = served.url  # it listens, and imports the app
         keys.write_text('[alice]\nkey = "second"\n')
         served.signal(signal.SIGHUP)
-        served.wait_line("was read again: 1 callers")
+        served.wait_line("was read again: 1 keys")
         for key, status in (("first", 401), ("second", 200)):
             answer = httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=30.0)
             assert answer.status_code == status

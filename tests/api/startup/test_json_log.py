@@ -35,8 +35,9 @@ def objects(text: str) -> list[dict[str, Any]]:
 def test_a_long_run_with_trouble_is_objects_without_prompts_and_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(f'[alice]\nkey = "{KEY}"\nadmin = true\n')
-    more = ("--kv-cache-memory", "64MiB", "--api-keys", str(keys), "--stats-interval", "0.2", "--access-log")
-    with serve("--log-format", "json", "--log-level", "debug", "--crash-dir", str(tmp_path / "c"), *more) as server:
+    more = ("--kv-cache-memory", "64MiB", "--api-key-file", str(keys), "--access-log")
+    variables = {"WINDLASS_STATS_INTERVAL": "0.2", "WINDLASS_CRASH_DIR": str(tmp_path / "c")}
+    with serve("--log-format", "json", "--log-level", "debug", *more, **variables) as server:
         with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as http:
 
             def post(path: str, body: Any, **headers: str) -> int:

@@ -187,11 +187,11 @@ def test_a_profile_that_only_the_engine_finds_at_fault_is_one_line_and_exit_code
 
 def test_profiles_and_the_rules_for_requests_reach_the_server(model):
     profiles = '{"long": {"rope_type": "yarn", "factor": 4}, "grow": {"rope_type": "dynamic", "factor": 2}}'
-    options = ["--rope-policy", "profiles", "--rope-scaling", "grow", "--rope-update", "rotate", "--rope-exact"]
+    options = ["--rope-policy", "profiles,exact", "--rope-scaling", "grow", "--rope-update", "rotate"]
     with Served(model, *options, WINDLASS_ROPE_PROFILE=profiles) as served:
         url = served.wait_ready()
         assert "  profiles  long, grow" in served.lines
-        assert "  options   --rope-update rotate, --rope-policy profiles, --rope-exact" in served.lines
+        assert "  options   --rope-update rotate, --rope-policy profiles,exact" in served.lines
         assert any(
             line.startswith("  rotary    full_attention: dynamic, theta 10000, 32 of 32") for line in served.lines
         )
@@ -322,7 +322,7 @@ def test_a_killed_server_takes_its_engine_along(model):
 def test_named_keys_are_read_again_on_sighup(model, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text('[alice]\nkey = "first"\n[root]\nkey = "admin"\nadmin = true\n')
-    with Served(model, "--api-keys", str(keys)) as server:
+    with Served(model, "--api-key-file", str(keys)) as server:
         url = server.wait_ready()
 
         def status(key: str, path: str = "/v1/models") -> int:
@@ -336,11 +336,11 @@ def test_named_keys_are_read_again_on_sighup(model, tmp_path):
         )
         keys.write_text('[alice]\nkey = "sec')  # half written
         server.process.send_signal(signal.SIGHUP)
-        server.wait_line("is no TOML.*the callers stay as they were")
+        server.wait_line("is not valid TOML.*the callers stay as they were")
         assert (status("first"), status("second")) == (200, 401)
         keys.write_text('[alice]\nkey = "second"\n')
         server.process.send_signal(signal.SIGHUP)
-        server.wait_line("was read again: 1 callers")
+        server.wait_line("was read again: 1 keys")
         assert (status("first"), status("second"), status("admin")) == (401, 200, 401)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20.0) == 0
@@ -351,7 +351,7 @@ def test_named_keys_are_read_again_on_sighup(model, tmp_path):
 def test_a_start_with_a_bad_file_of_keys_says_so(model, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text("[alice]\n")
-    said = reason(inside("serve", model, "--port", "0", "--api-keys", keys))
+    said = reason(inside("serve", model, "--port", "0", "--api-key-file", keys))
     assert "alice needs one of key and key_sha256" in said
 
 

@@ -31,7 +31,7 @@ def refusal(
 ) -> str:
     """The one line of a start that is refused, without its beginning; "listening" is never printed. real: by the program."""
     given = (*command, *arguments)
-    result = program(*given, **environment) if real else inside(*given)
+    result = program(*given, **environment) if real else inside(*given, **environment)
     assert result.stderr.count("\n") == 1, result
     return reason(result)
 
@@ -114,7 +114,7 @@ DIRECTORIES = {
     "original": (original_format, r"consolidated\.00\.pth, the original format of Meta or Mistral: give the Hugging Face"),
     "onnx": (without_weights("onnx/model.onnx"), r"weights for ONNX .*safetensors"),
     "diffusers": (diffusers, "diffusers pipeline.*give a language model"),
-    "no weights": (lambda model: (model / "model.safetensors").unlink(), r"has no model\.safetensors.*--load-format dummy"),
+    "no weights": (lambda model: (model / "model.safetensors").unlink(), r"has no model\.safetensors.*WINDLASS_LOAD_FORMAT=dummy"),
     "other name": (lambda model: (model / "model.safetensors").rename(model / "w.safetensors"), r"w\.safetensors is not"),
     "shards": (sharded, r"shards are missing: model-00002-of-00002\.safetensors: download"),
     "pointer": (pointer, "pointer of Git LFS.*git lfs pull"),
@@ -191,33 +191,34 @@ OPTIONS = {
     "device": (("--device", "gpu"), ("--device gpu is not known", "cuda:1")),
     "kept blocks": (("--kv-persist", "/proc/windlass"), ("--kv-persist /proc/windlass cannot be written to",)),
     "few kept blocks": (
-        ("--kv-persist", "{folder}", "--kv-persist-size", "1MiB"),
-        ("--kv-persist-size is 1.0 MiB", "64 blocks of this model take", "raise it"),
+        ("--kv-persist", "{folder}", "--config", "{folder}/small.yaml"),
+        ("configuration key kv-persist-size is 1.0 MiB", "64 blocks of this model take", "raise it"),
     ),
     "blocks of a GPU": (
         ("--device", "cpu", "--kv-host-memory", "1GiB"),
         ("--kv-host-memory takes what a GPU's cache evicts", "leave it out and raise --kv-cache-memory"),
     ),
     "short passages": (("--cache-reuse", "5"), ("--cache-reuse must be 0 or at least 32, got 5",)),
-    "no window": (("--attention-window", "0"), ("--attention-window must be at least 1",)),
+    "no window": (("--attention-window", "0"), ("attention_window must be at least 1",)),
     "wide window": (
         ("--attention-window", "600"),
-        ("--attention-window and --attention-sinks are 600", "may be at most 480"),
+        ("--attention-window: attention_window and attention_sinks are 600", "may be at most 480"),
     ),
-    "sinks alone": (("--attention-sinks", "4"), ("--attention-sinks goes with --attention-window",)),
     "kept": (
-        ("--context-overflow", "shift", "--keep-tokens", "100000"),
-        ("--keep-tokens must lie between 0 and 480",),
+        ("--context-overflow", "shift", "--config", "{folder}/kept.yaml"),
+        ("configuration key keep-tokens: keep_tokens must lie between 0 and 480",),
     ),
     "kept by default": (
         ("--context-overflow", "shift", "--max-model-len", "32"),
-        ("--keep-tokens must lie between 0 and 0", "got 16 (its default)"),
+        ("keep_tokens must lie between 0 and 0", "got 16 (its default)"),
     ),
 }
 
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_that_do_not_fit_the_machine(case: str, tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("kv-persist-size: 1MiB")
+    (tmp_path / "kept.yaml").write_text("keep-tokens: 100000")
     options, parts = OPTIONS[case]
     said = refusal(DEMO, *(option.format(folder=tmp_path) for option in options), real=case == "context")
     assert all(part in said for part in parts), said
@@ -241,6 +242,8 @@ def test_what_only_the_engine_finds_out_is_one_line_too(cuda_build: None) -> Non
 
 @pytest.mark.parametrize("case", ["context", "few kept blocks"])
 def test_what_does_not_fit_a_gpu_is_told_without_one(case: str, tmp_path: Path, cuda_build: None) -> None:
+    (tmp_path / "small.yaml").write_text("kv-persist-size: 1MiB")
+    (tmp_path / "kept.yaml").write_text("keep-tokens: 100000")
     options, parts = OPTIONS[case]
     given = [option.format(folder=tmp_path) for option in options]
     said = refusal(DEMO, "--device", "cuda", "--dtype", "float32", *given)
@@ -276,7 +279,7 @@ def test_steps_of_a_ladder_that_nobody_could_climb(ladder: str, says: str) -> No
     given = {"two": '{"rope_type": "yarn", "factor": 2}', "four": '{"rope_type": "linear", "factor": 4}'}
     given |= {"lists": LISTS} if "lists" in ladder else {}
     profiles = [part for name, scaling in given.items() for part in ("--rope-profile", f"{name}={scaling}")]
-    assert refusal(DEMO, *profiles, "--rope-ladder", ladder).startswith(f"--rope-ladder: {says}")
+    assert refusal(DEMO, *profiles, "--rope-scaling", f"auto,{ladder}").startswith(f"--rope-scaling: {says}")
 
 
 def test_a_profile_for_frequencies_that_were_learned(model: Path) -> None:
@@ -292,7 +295,7 @@ def test_a_profile_for_frequencies_that_were_learned(model: Path) -> None:
 
 def test_weights_that_do_not_fit_into_memory(model: Path) -> None:
     configure(model, hidden_size=65_536, intermediate_size=262_144, num_hidden_layers=100, num_attention_heads=512)
-    said = refusal(model, "--load-format", "dummy", "--dtype", "float32")
+    said = refusal(model, "--dtype", "float32", WINDLASS_LOAD_FORMAT="dummy")
     where = "" if DEVICE == "cpu" else f" on {DEVICE}"
     assert said.startswith("the weights need ") and f"GiB are free{where}: use a smaller model" in said
 
@@ -317,13 +320,13 @@ def test_weights_that_are_not_numbers_end_the_start(model: Path) -> None:
 
 
 def test_replicas_that_there_is_no_room_for() -> None:
-    assert refusal("demo", "--replicas", "0") == "--replicas must lie between 1 and 1024, got 0"
+    assert refusal("demo", "--replicas", "0") == "--replicas must be a whole number between 1 and 1024, got '0'"
     cores = len(os.sched_getaffinity(0))
     said = refusal("demo", "--replicas", cores + 1)
     assert said == f"--replicas is {cores + 1}, there are {cores} cores for them: use {cores} or fewer"
-    said = refusal("demo", "--replicas", cores, "--pin-cores")
+    said = refusal("demo", "--replicas", cores, WINDLASS_PIN_CORES="true")
     assert said.endswith(
-        f"there are {cores - 1} cores for them next to the server's (--pin-cores): use {cores - 1} or fewer"
+        f"there are {cores - 1} cores for them next to the server's (configuration key pin-cores): use {cores - 1} or fewer"
     )
     most = available_memory()
     assert most is not None

@@ -80,7 +80,7 @@ def test_streams_pass_through_it(certificate: Path) -> None:
     port, trusted = free_port(), ssl.create_default_context(cafile=str(certificate))
     body = {"model": "demo", "prompt": "The sun", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with (
-        serve("--kv-cache-memory", "32MiB", "--burst-ms", "0") as server,
+        serve("--kv-cache-memory", "32MiB", WINDLASS_BURST_MS="0") as server,
         nginx(certificate.parent, port, server.url.removeprefix("http://")),
         httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trusted, timeout=30) as client,
     ):

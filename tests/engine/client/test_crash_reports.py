@@ -42,10 +42,11 @@ CANARY, KEY = "xylophone-canary", "key-4711-canary"
 
 
 @contextlib.contextmanager
-def failing_server(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Iterator[RealServer]:
+def failing_server(folder: Path | str, monkeypatch: pytest.MonkeyPatch, *more: str) -> Iterator[RealServer]:
     monkeypatch.setenv(CORE_VARIABLE, "helpers.failing_core:core")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
-    with serve("--kv-cache-memory", "64MiB", "--crash-dir", str(folder), "--api-key", KEY, *more) as server:
+    monkeypatch.setenv("WINDLASS_CRASH_DIR", str(folder))
+    with serve("--kv-cache-memory", "64MiB", "--api-key", KEY, *more) as server:
         yield server
 
 
@@ -165,7 +166,7 @@ def test_no_reports_where_none_are_wanted_or_can_be_written(tmp_path: Path, monk
     blocked = tmp_path / "file"
     blocked.write_text("")
     for folder, said in (("none", "its stack: Traceback"), (str(blocked), "no crash report in")):
-        with failing_server(Path(folder), monkeypatch, "--crash-dir", folder) as server:
+        with failing_server(folder, monkeypatch) as server:
             assert ask(server, [9] * FATAL).status_code == 503
             eventually(lambda server=server, said=said: said in server.log.read_text(), 20)
             server.wait_ready()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from windlass.engine.interface.config import EngineConfig
-from windlass.server.cli.main import bench_engine
-from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option_names import flat_names, from_flat, option_names, to_flat, with_option_names
-from windlass.server.config.server_options import ReplicaOptions
+from windlass.server.config.engine_options import field_values
+from windlass.server.config.option_names import flat_names, from_flat, to_flat, with_keyword_names, with_option_names
+from windlass.server.config.server_options import OPTIONS
 
 ENGINE = Path(__file__).parents[3] / "engine"
+FIXED = {  # fields that no option sets
+    "adapters.dtype",
+    "scheduling.max_waiting_tokens",
+    "scheduling.speculation.max_match",
+    "scheduling.speculation.min_match",
+}
 PRIVATE = {  # how the engine process is started, by the engine itself
     "client/child_process.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
     "core/engine_process.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
@@ -46,20 +50,17 @@ def test_every_name_in_a_message_has_an_option() -> None:
     texts = [text for path in ENGINE.rglob("*.py") for text in messages(ast.parse(path.read_text(encoding="utf-8")))]
     named = {name for text in texts for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)[=`]", text)}
     assert len(named) > 10
-    for name in named:
-        assert with_option_names(f"`{name}`").startswith("--"), name
+    for name in named - FIXED:
+        assert with_option_names(f"`{name}`").startswith(("--", "WINDLASS_", "configuration key ")), name
 
 
-def test_the_options_named_are_there() -> None:
-    spelt = {
-        text.partition("/")[0]
-        for command in (EngineOptions, ReplicaOptions, bench_engine)
-        for annotation in command.__annotations__.values()
-        for text in re.findall(r"--[a-z-]+", str(annotation))
-    } | {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(EngineOptions)}
-    # An argument; what no operator sets.
-    without = {"model", "loading.seed", "loading.shared_memory"}
-    assert {option for path, option in option_names().items() if path not in without} <= spelt
+def test_every_engine_field_has_one_option_or_is_fixed() -> None:
+    paths = set(field_values(EngineConfig(model="")))
+    set_by = [option.sets for option in OPTIONS.values() if option.sets]
+    assert len(set(set_by)) == len(set_by) and set(set_by) <= paths
+    arguments = {"model", "replicas", "adapters.sources", "rotary.ladder"}
+    internal = {"loading.seed", "loading.shared_memory"}
+    assert paths - set(set_by) == arguments | internal | FIXED
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,12 @@ def test_the_options_named_are_there() -> None:
     [
         ("raise `cache.memory` or lower `max_model_len`", "raise --kv-cache-memory or lower --max-model-len"),
         ("use `compute.device=cpu`, not `compute.device=cuda:1`", "use --device cpu, not --device cuda:1"),
-        ("`scheduling.speculation.min_match` is 0", "--speculative-ngram-min is 0"),
+        ("leave `loading.format=dummy` out", "leave WINDLASS_LOAD_FORMAT=dummy out"),
+        (
+            "`cache.block_size` is 0, `block_size` is",
+            "configuration key block-size is 0, configuration key block-size is",
+        ),
+        ("`rotary.ladder` and `adapters.sources`", "--rope-scaling and --lora"),
         ("`rotary.scaling`.factor must be more", "--rope-scaling.factor must be more"),
         ("`batch_size=9` is too much", "--batch-size 9 is too much"),
         ("the file `what.ever` and `rm -r` stay, as cache.memory does", None),
@@ -75,6 +81,12 @@ def test_the_options_named_are_there() -> None:
 )
 def test_fields_become_options(said: str, shown: str | None) -> None:
     assert with_option_names(said) == (said if shown is None else shown)
+
+
+def test_fields_become_keywords() -> None:
+    said = "raise `cache.memory`, `compute.device=cpu`, `cache.block_size`, `loading.format=dummy`"
+    shown = "raise kv_cache_memory, device cpu, block_size, WINDLASS_LOAD_FORMAT=dummy"
+    assert with_keyword_names(said) == shown
 
 
 def test_flat_names_are_a_way_there_and_back() -> None:

@@ -1,4 +1,4 @@
-"""The file of named keys: what it may say, and refusals that name the place and never a key."""
+"""The file of API keys: plain and named keys, and errors that name the place and never a key."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
 
 
-def test_a_byte_order_mark_is_no_part_of_it(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     (found,) = read(tmp_path, f'\ufeff[alice]\nkey = "{SECRET}"\n')
-    assert (found.name, found.digest) == ("alice", DIGEST)
+    assert isinstance(found, ApiKey) and (found.name, found.digest) == ("alice", DIGEST)
 
 
-def read(tmp_path: Path, text: str) -> tuple[ApiKey, ...]:
+def read(tmp_path: Path, text: str) -> tuple[ApiKey, ...] | tuple[str, ...]:
     path = tmp_path / "keys.toml"
     path.write_text(text, encoding="utf-8")
     return read_key_file(path)
+
+
+def test_lines_without_a_table_are_plain_keys(tmp_path: Path) -> None:
+    assert read(tmp_path, f"# ours\n  {SECRET} \n\nc2VjcmV0==\n{SECRET}\n") == (SECRET, "c2VjcmV0==")
 
 
 def test_every_field(tmp_path: Path) -> None:
@@ -56,10 +60,11 @@ def test_every_field(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "names nobody: write a table such as [alice]"),
-        ("# nothing\n", "names nobody"),
+        ("", "has no key: write one per line, or write a table such as [alice]"),
+        ("# nothing\n", "has no key"),
         (f'[alice]\nkey = "{SECRET}', "): write a table such as [alice]"),
         (f'alice = "{SECRET}"', "alice: "),
+        (f'# keys\nalice = {{ key = "{SECRET}", koncurrency = 3 }}', "alice.koncurrency: "),
         ("[alice]", "alice needs one of key and key_sha256"),
         (f'[alice]\nkey = "{SECRET}"\nkey_sha256 = "{DIGEST}"', "alice needs one of"),
         ('[alice]\nkey = ""', "alice.key: "),
@@ -72,10 +77,10 @@ def test_every_field(tmp_path: Path) -> None:
         (f'[alice]\nkey = "{SECRET}"\nshare = 0', "alice.share: "),
         (f'[alice]\nkey = "{SECRET}"\npriority = 4294967296', "alice.priority: "),
         (f'[alice]\nkey = "{SECRET}"\n[bob]\nkey = "{SECRET}"', "bob and alice have the same key"),
-        (f'["a b"]\nkey = "{SECRET}"', "'a b' is no name"),
+        (f'["a b"]\nkey = "{SECRET}"', "'a b' is not a name"),
     ],
 )
-def test_a_file_that_says_something_else(tmp_path: Path, text: str, message: str) -> None:
+def test_errors_name_the_place(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(LoadError) as raised:
         read(tmp_path, text)
     assert message in str(raised.value) and "keys.toml" in str(raised.value)

@@ -1,4 +1,4 @@
-"""The notation of `--rope-profile`: on the command line, in a variable, and when it is wrong."""
+"""The notation of `rope_profile`: on the command line, in a variable, and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OBJECT = json.dumps({"long": YARN, "wide-2.0": LINEAR}, indent=1)
     [
         ARGUMENTS,
         [" ".join(ARGUMENTS)],
-        " ".join(ARGUMENTS).split(),  # what becomes of a variable that the command line's parser cuts up
+        " ".join(ARGUMENTS).split(),  # the value of a variable, which the command line's parser splits at spaces
         [OBJECT],
         OBJECT.split(),
         [f"  {OBJECT}\n"],
@@ -43,28 +43,28 @@ def test_no_profiles() -> None:
     [
         (
             ["long"],
-            '--rope-profile must be NAME=JSON such as long=\'{"rope_type": "yarn", "factor": 4}\', got \'long\'',
+            '`rope_profile` must be NAME=JSON such as long=\'{"rope_type": "yarn", "factor": 4}\', got \'long\'',
         ),
-        (["=4"], "--rope-profile '': a name has 1 to 64"),
-        (["-x={}"], "--rope-profile '-x': a name"),
-        (["a/b={}"], "--rope-profile 'a/b': a name"),
+        (["=4"], "`rope_profile` '': a name has 1 to 64"),
+        (["-x={}"], "`rope_profile` '-x': a name"),
+        (["a/b={}"], "`rope_profile` 'a/b': a name"),
         ([f"{'x' * 65}={{}}"], "a name has 1 to 64"),
-        (['{"a b": {}}'], "--rope-profile 'a b': a name"),
-        (["long={"], "--rope-profile long is not valid JSON"),
-        (["long="], "--rope-profile long is not valid JSON"),
-        (["long=" + "[" * 100_000], "--rope-profile long"),
-        (["{"], "--rope-profile is not valid JSON"),
-        (["long=4"], "--rope-profile long must be an object"),
-        (["long=null"], "--rope-profile long must be an object"),
-        (['{"long": 4}'], "--rope-profile long must be an object"),
-        (['long={"rope_type": "yarn", "factor": 0}'], "--rope-profile long.factor must be greater than 0"),
-        (['long={"rope_type": "yarn", "factor": NaN}'], "--rope-profile long.factor must be a finite number"),
-        (['long={"rope_type": "spiral"}'], "--rope-profile long.rope_type 'spiral' is not known: use one of default"),
-        (['long={"rope_type": "linear", "factor": 1, "x": 1}'], "--rope-profile long.x is not a field"),
-        ([*ARGUMENTS, ARGUMENTS[0]], "--rope-profile long is given twice"),
-        ([json.dumps({"long": YARN}), ARGUMENTS[0]], "--rope-profile long is given twice"),
-        (['{"long": {}, "long": {}}'], "'long' stands there twice"),
-        ([ARGUMENTS[0], "and more"], "--rope-profile must be NAME=JSON"),
+        (['{"a b": {}}'], "`rope_profile` 'a b': a name"),
+        (["long={"], "`rope_profile` long is not valid JSON"),
+        (["long="], "`rope_profile` long is not valid JSON"),
+        (["long=" + "[" * 100_000], "`rope_profile` long"),
+        (["{"], "`rope_profile` is not valid JSON"),
+        (["long=4"], "`rope_profile` long must be an object"),
+        (["long=null"], "`rope_profile` long must be an object"),
+        (['{"long": 4}'], "`rope_profile` long must be an object"),
+        (['long={"rope_type": "yarn", "factor": 0}'], "`rope_profile` long.factor must be greater than 0"),
+        (['long={"rope_type": "yarn", "factor": NaN}'], "`rope_profile` long.factor must be a finite number"),
+        (['long={"rope_type": "spiral"}'], "`rope_profile` long.rope_type 'spiral' is not known: use one of default"),
+        (['long={"rope_type": "linear", "factor": 1, "x": 1}'], "`rope_profile` long.x is not a field"),
+        ([*ARGUMENTS, ARGUMENTS[0]], "`rope_profile` long is given twice"),
+        ([json.dumps({"long": YARN}), ARGUMENTS[0]], "`rope_profile` long is given twice"),
+        (['{"long": {}, "long": {}}'], "'long' is given twice"),
+        ([ARGUMENTS[0], "and more"], "`rope_profile` must be NAME=JSON"),
     ],
 )
 def test_a_wrong_profile_is_named_in_one_line(values: list[str], expected: str) -> None:

@@ -99,7 +99,7 @@ def test_edges(tmp_path, text, expected):
     ],
 )
 def test_what_no_request_could_set_is_refused_in_one_line(tmp_path, name, value):
-    with pytest.raises(LoadError, match=rf"{name} must be .*--generation-config none") as caught:
+    with pytest.raises(LoadError, match=rf"{name} must be .*`generation_config=none`") as caught:
         defaults_of(tmp_path, f'{{"{name}": {value}}}')
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
 
