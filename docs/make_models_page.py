@@ -66,7 +66,7 @@ a GPU, and under `--deterministic`, where bits must not depend on how a prompt w
 
 What makes keys and values of the cached rows is numbers, in whatever form a file has it. On a CPU, where rows are rounded to
 8 bits for weights in blocks anyway, they are float16 if the file has them in blocks: a decode step reads half of what float32
-takes. Under `--deterministic` and `--activations float32` they are float32.
+takes. Under `--deterministic` and `WINDLASS_ACTIVATIONS=float32` they are float32.
 
 `--kv-cache-dtype int8` keeps a row as codes of 8 bits with a float32 scale for every 32 of its numbers: in DeepSeek's size 648
 bytes, where 16 bits take 1,152. The rotated part has scales of its own. Where it is turned, the compressed vector keeps its

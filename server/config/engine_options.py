@@ -177,7 +177,7 @@ class EngineOptions:
         sets="scheduling.max_num_seqs",
         panel=BATCHING,
         main=True,
-        help="Sequences that run at once.",
+        help="Sequences that run at once, at most 65,536; each sample of a request is one.",
     )
     max_waiting: int = option(
         integer(),
@@ -192,7 +192,8 @@ class EngineOptions:
         sets="cache.memory",
         panel=CONTEXT,
         main=True,
-        help="Memory for cached keys and values, such as 4GiB. Default: what is free, see the documentation.",
+        help="Memory for cached keys and values, such as 4GiB or 500MB. Default: half of the free memory on a CPU, the rest of "
+        "--gpu-memory-utilization on a GPU.",
     )
     gpu_memory_utilization: float | None = option(
         number_above_zero("a share above 0 and at most 1", "SHARE"),
@@ -200,7 +201,7 @@ class EngineOptions:
         sets="cache.device_share",
         panel=CONTEXT,
         help="Share of a GPU's memory that the engine may use, weights and steps included; the cache gets the rest of it. "
-        "Default: 0.9.",
+        "Cannot be combined with --kv-cache-memory. Default: 0.9.",
     )
     block_size: int = option(
         integer(),
@@ -280,7 +281,11 @@ class EngineOptions:
         help="A LoRA adapter in PEFT's format, which requests select as their model; repeatable or comma-separated.",
     )
     max_loras: int = option(
-        integer(), default=8, sets="adapters.max_loaded", panel=ADAPTERS, help="Adapters that may be loaded at once."
+        integer(),
+        default=8,
+        sets="adapters.max_loaded",
+        panel=ADAPTERS,
+        help="Adapters that may be loaded at once, at most 1,024.",
     )
     max_lora_rank: int = option(
         integer(),
@@ -316,7 +321,7 @@ class EngineOptions:
         panel=SPECULATION,
         reported=True,
         help="Speculative decoding by prompt lookup: propose up to N tokens per step that followed the stream's last tokens "
-        "earlier in its text. The output stays the same. 0: off; 4 is a good value.",
+        "earlier in its text. The output stays the same. 0: off; 4 is a good value, 64 the largest.",
     )
     speculative_model: str | None = option(
         text("the name or path of a model", "MODEL"),
@@ -351,7 +356,7 @@ class EngineOptions:
         default=4,
         sets="scheduling.speculation.draft_tokens",
         panel=SPECULATION,
-        help="Largest number of tokens that the draft model or the MTP layer proposes for a stream per step.",
+        help="Largest number of tokens that the draft model or the MTP layer proposes for a stream per step, at most 16.",
     )
     speculative_adaptive: bool = option(
         SWITCH,
@@ -368,14 +373,14 @@ class EngineOptions:
         sets="compute.threads",
         panel=BATCHING,
         main=True,
-        help="CPU threads of the model, for each rank. Default: torch's choice.",
+        help="CPU threads of the model, for each rank, at most 1,024. Default: torch's choice.",
     )
     tensor_parallel: int = option(
         integer(),
         default=1,
         sets="compute.tensor_parallel",
         panel=BATCHING,
-        help="Split the model over N processes, each with a part of every layer's heads and weights. They compute every step "
+        help="Split the model over N processes, at most 32, each with a part of every layer's heads and weights. They compute every step "
         "together, on the CPUs of one machine or with a GPU each.",
     )
     pin_cores: bool = option(

@@ -368,7 +368,7 @@ class ServerOptions(SamplingOptions):
         reported=True,
         in_llm=True,
         help="Shortest cached passage, in tokens, that is reused at any offset of a prompt, for requests that do not set it. "
-        "0: reuse only equal prompt starts.",
+        "At least 32. 0: reuse only equal prompt starts.",
     )
     rope_policy: str = option(
         Kind(form=_POLICY_FORM, read=_read_rope_policy, metavar="POLICY"),
@@ -572,13 +572,13 @@ class ConnectionOptions:
         default=8192,
         panel=CONNECTIONS,
         help="Largest number of open connections; further ones get status 503 unless a connection without a request can be "
-        "closed instead. The limit of open files may lower it.",
+        "closed instead. The limit of open files, less 128, is the upper bound.",
     )
     max_connections_per_address: int = option(
         integer(1),
         default=512,
         panel=CONNECTIONS,
-        help="Largest number of open connections of one address; further ones get status 429.",
+        help="Largest number of open connections of one IPv4 address or one IPv6 network of 64 bits; further ones get status 429.",
     )
     forwarded_allow_ips: list[str] | None = option(
         texts("ADDRESS"),

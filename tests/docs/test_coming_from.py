@@ -16,7 +16,7 @@ import windlass
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.rotary.scaling_fields import fields_of
 from windlass.server.cli import main as cli
-from windlass.server.config import option_parsing
+from windlass.server.config import migration_hints
 from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.completions import CompletionRequest
 
@@ -41,7 +41,8 @@ def code(cell: str) -> list[str]:
 @cache
 def options() -> frozenset[str]:
     command = get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
-    return frozenset(name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts))
+    shown = [parameter for parameter in command.params if not parameter.hidden]
+    return frozenset(name for parameter in shown for name in (*parameter.opts, *parameter.secondary_opts))
 
 
 def test_every_option_that_is_called_ours_is_one() -> None:
@@ -109,7 +110,7 @@ def test_a_command_says_of_their_options_what_the_page_says() -> None:
     for option, said in page.items():
         if option == "--model":
             continue  # it is an argument here
-        foreign_option_hint = option_parsing.foreign_option_hint(SimpleNamespace(command=command), option)
+        foreign_option_hint = migration_hints.foreign_option_hint(SimpleNamespace(command=command), option)
         assert foreign_option_hint is not None, option
         named = set(re.findall(r"--[a-z][a-z-]*", foreign_option_hint))
         assert named <= options() - {option}, (option, foreign_option_hint)
@@ -122,10 +123,10 @@ def test_a_command_says_of_their_options_what_the_page_says() -> None:
             words = named or set(re.findall(r"[\w/@-]+", foreign_option_hint)[-2:])
             assert words & set(re.findall(r"[\w/@-]+", said)), (option, foreign_option_hint)
     tables = (
-        option_parsing._RENAMED_OPTIONS,
-        option_parsing._REQUEST_FIELDS,
-        option_parsing._ALTERNATIVES,
-        option_parsing._UNNEEDED_OPTIONS,
+        migration_hints._RENAMED_OPTIONS,
+        migration_hints._REQUEST_FIELDS,
+        migration_hints._ALTERNATIVES,
+        migration_hints._UNNEEDED_OPTIONS,
     )
     assert {option for table in tables for names in table for option in names.split()} - {"-m", "--seed"} <= set(page)
 
@@ -133,9 +134,9 @@ def test_a_command_says_of_their_options_what_the_page_says() -> None:
 @pytest.mark.parametrize(
     ("command", "option", "said"),
     [
-        ("serve", "--enable-prefix-caching", "here it is --prefix-caching, which is on by default"),
+        ("serve", "--enable-prefix-caching", "here it is --prefix-caching, on by default"),
         ("serve", "--ctx-size", "here it is --max-model-len"),
-        ("serve", "-ngl", "a model lies on one device, all of it: leave it out"),
+        ("serve", "-ngl", "a model is on one device: leave it out"),
         ("serve", "-np", "here it is --max-num-seqs"),
         (
             "serve",
@@ -152,7 +153,13 @@ def test_a_command_says_of_their_options_what_the_page_says() -> None:
         ("serve", "--prot", "did you mean --port?"),
         ("serve", "--disable-prefix-caching", "did you mean --no-prefix-caching?"),
         ("serve", "--enable-ui", "did you mean --ui?"),
-        ("serve", "--no-enable-cuda-graphs", "did you mean --no-cuda-graphs?"),
+        ("serve", "--cuda-graphs", "set the environment variable WINDLASS_CUDA_GRAPHS"),
+        (
+            "serve",
+            "--pin-cores",
+            "it is a configuration key: write pin-cores in --config FILE, or set WINDLASS_PIN_CORES",
+        ),
+        ("generate", "--block-size", "it is a configuration key: set WINDLASS_BLOCK_SIZE"),
         # nothing is near, or would be the opposite
         ("serve", "--ctx-len", ""),
         ("generate", "--alias", ""),
@@ -181,7 +188,7 @@ def test_a_command_of_ollama_is_told_what_the_page_says(capsys: pytest.CaptureFi
     page["ls"] = page["list"]
     assert (
         set(page) - set(commands)
-        == {word for names in option_parsing._COMMANDS for word in names.split()}
+        == {word for names in migration_hints._COMMANDS for word in names.split()}
         >= {"run", "rm"}
     )
     for verb in set(page) - set(commands):

@@ -232,9 +232,9 @@ def test_what_is_recommended_for_a_known_model_holds_unless_the_operator_says_ot
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"context_overflow": "shift"}, "--context-overflow shift"),
-        ({"attention_window": 64}, "--attention-window"),
-        ({"cache_reuse": 64}, "--cache-reuse"),
+        ({"context_overflow": "shift"}, "`context_overflow=shift`"),
+        ({"attention_window": 64}, "`attention_window`"),
+        ({"cache_reuse": 64}, "`cache_reuse`"),
     ],
 )
 def test_options_that_would_refuse_every_request_are_no_start(options, named, tmp_path):

@@ -114,7 +114,7 @@ DIRECTORIES = {
     "original": (original_format, r"consolidated\.00\.pth, the original format of Meta or Mistral: give the Hugging Face"),
     "onnx": (without_weights("onnx/model.onnx"), r"weights for ONNX .*safetensors"),
     "diffusers": (diffusers, "diffusers pipeline.*give a language model"),
-    "no weights": (lambda model: (model / "model.safetensors").unlink(), r"has no model\.safetensors.*WINDLASS_LOAD_FORMAT=dummy"),
+    "no weights": (lambda model: (model / "model.safetensors").unlink(), r"no model\.safetensors.*WINDLASS_LOAD_FORMAT=dummy"),
     "other name": (lambda model: (model / "model.safetensors").rename(model / "w.safetensors"), r"w\.safetensors is not"),
     "shards": (sharded, r"shards are missing: model-00002-of-00002\.safetensors: download"),
     "pointer": (pointer, "pointer of Git LFS.*git lfs pull"),
