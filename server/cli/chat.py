@@ -19,13 +19,11 @@ from windlass.clients.terminal import CommandError, print_status
 from windlass.clients.types import ContextUse, Rotary
 from windlass.engine.errors import EngineError, did_you_mean
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option import to_arguments
 from windlass.server.config.server_options import SamplingOptions
-from windlass.server.startup.model_files import choose_model
 
 if TYPE_CHECKING:
     from windlass.clients import ChatCompletion, ChatCompletionChunk, Model, Stream
-    from windlass.server.cli.own_server import ManagedServer
+    from windlass.server.cli.managed_server import ManagedServer
 
 
 @dataclass(slots=True)
@@ -443,18 +441,15 @@ def _lines_result(*lines: str) -> CommandResult:
 
 
 def chat_locally(model: str | None, options: EngineOptions, sampling: SamplingOptions, system: str | None) -> int:
-    """Chat with a server of its own, which ends with the chat. Returns the exit code; raises EngineError, one line each."""
-    from windlass.server.cli.own_server import ManagedServer
+    """Chat with a managed server. Returns the exit code. Raises EngineError."""
+    from windlass.server.cli.managed_server import managed_server
 
     options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
     sampling.check()
     console = ChatConsole()
-    name = None
-    if model is None or not Path(model).expanduser().exists():  # it may have to be downloaded, with a bar
-        with console.interrupt_exits():
-            name, path = choose_model(model)
-        model = model or (name if not Path(name).exists() else str(path))
-    with ManagedServer(model, name, [*to_arguments(options), *to_arguments(sampling)]) as server:
+    with console.interrupt_exits():  # a download shows a progress bar
+        managed = managed_server(model, options, sampling)
+    with managed as server:
         from windlass.clients import APIError, RetryPolicy  # imported while the server starts
 
         with console.interrupt_exits():

@@ -1,6 +1,6 @@
-"""`windlass generate`: one prompt, its continuation written to the terminal as it comes.
+"""`windlass generate`: stream the continuation of one prompt to the terminal.
 
-Either through a running server (`--url`) or with an engine process of its own that ends with the answer.
+The text comes from a running server (`--url`) or from an engine process that ends with the answer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from windlass.clients.terminal import LoadingDisplay, print_status
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.interface.request import EngineRequest
 from windlass.server.cli.help import with_key_hint
+from windlass.server.cli.parameters import GenerateOptions
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.server_options import SamplingOptions
 from windlass.server.startup.derived_files import ensure_tokenizer
@@ -32,62 +32,38 @@ if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateOptions:
-    """What to generate. chat: the prompt is a user's message, rendered by the model's chat template.
+def _fields(request: GenerateOptions) -> dict[str, Any]:
+    """The fields of an API request, without those that were not given."""
+    names = ("max_tokens", "temperature", "top_p", "seed", "stop")
+    return {name: value for name in names if (value := getattr(request, name)) is not None and value != []}
 
-    temperature, top_p: None for what the model's own sampling, or the server's, says.
-    """
 
-    prompt: str
-    chat: bool = False
-    max_tokens: int = 128
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stats: bool = False
+def check_request(request: GenerateOptions) -> CompletionRequest:
+    """The request as the HTTP API reads it, without its prompt. Raises LoadError that names the option at fault."""
+    from windlass.server.app.request_body import parse_body
+    from windlass.server.errors import ApiError
+    from windlass.server.schemas.completions import CompletionRequest
 
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise LoadError(f"--max-tokens must be at least 1, got {self.max_tokens}")
-        self.body()
-
-    def fields(self) -> dict[str, Any]:
-        """Those of a request, without what was not given."""
-        given = {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "stop": list(self.stop) or None,
-        }
-        return {name: value for name, value in given.items() if value is not None}
-
-    def body(self) -> CompletionRequest:
-        """The request as the HTTP API reads it, for a prompt of its own; raises LoadError, which names the option."""
-        from windlass.server.app.request_body import parse_body
-        from windlass.server.errors import ApiError
-        from windlass.server.schemas.completions import CompletionRequest
-
-        try:
-            return parse_body(json.dumps({"prompt": "", **self.fields()}).encode(), CompletionRequest)
-        except ApiError as error:
-            name = (error.param or "").partition("[")[0]
-            raise LoadError(error.message.replace(name, f"--{name.replace('_', '-')}", 1)) from None
+    if request.max_tokens < 1:
+        raise LoadError(f"--max-tokens must be at least 1, got {request.max_tokens}")
+    try:
+        return parse_body(json.dumps({"prompt": "", **_fields(request)}).encode(), CompletionRequest)
+    except ApiError as error:
+        name = (error.param or "").partition("[")[0]
+        raise LoadError(f"--{name.replace('_', '-')}: {error.message}") from None
 
 
 def generate_locally(
     request: GenerateOptions, model: str | None, options: EngineOptions, sampling: SamplingOptions, log_level: str
 ) -> None:
-    """Load the model, write the continuation, end. Raises EngineError subclasses, one line each."""
+    """Load the model, write the continuation, and stop the engine. Raises EngineError."""
     asyncio.run(_generate_locally(request, model, options, sampling, log_level))
 
 
 async def _generate_locally(
     request: GenerateOptions, model: str | None, options: EngineOptions, sampling: SamplingOptions, log_level: str
 ) -> None:
-    options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
+    options.to_config(Path())  # report bad options before anything is downloaded
     sampling.check()
     with contextlib.closing(Engines(options, log_level)) as engines:
         await _generate_with(engines, request, model, options, sampling)
@@ -105,7 +81,7 @@ async def _generate_with(
     client = engines.client(options, path)
     loading = LoadingDisplay()
     client.progress = loading if sys.stderr.isatty() else None
-    client.spawn()  # it loads while the tokenizer is imported and read
+    client.spawn()  # the engine loads while the tokenizer is imported and read
     try:
         client.start_nowait()
         from windlass.server.serving.sampling_params import build_sampling
@@ -117,7 +93,7 @@ async def _generate_with(
         info = await client.wait_ready()
         loading.stop()
         sampling = build_sampling(
-            request.body(),
+            check_request(request),
             info,
             max_tokens=max(1, min(request.max_tokens, info.max_model_len - len(prompt))),
             samples=1,
@@ -125,7 +101,7 @@ async def _generate_with(
             prompt_logprobs=None,
             defaults=found.sampling,
         )
-        detokenizer = Detokenizer(tokenizer, prompt, stop=request.stop)
+        detokenizer = Detokenizer(tokenizer, prompt, stop=tuple(request.stop or ()))
         start, first, tokens, reason = time.monotonic(), 0.0, 0, ""
         async with contextlib.aclosing(client.generate(EngineRequest("generate", prompt, sampling))) as outputs:
             async for output in outputs:
@@ -155,12 +131,12 @@ async def _prompt_ids(request: GenerateOptions, tokenizer: Tokenizer) -> list[in
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
-        raise RequestError("the prompt is empty and this model has no token to begin with: write a prompt")
+        raise RequestError("the prompt is empty and this model has no BOS token: write a prompt")
     return ids
 
 
 async def _render_chat(prompt: str, tokenizer: Tokenizer) -> str:
-    """The prompt as a chat. The template is code that came with the model: it runs with limits, as on a server."""
+    """The prompt as a chat. The template is code from the model's files: it runs with limits, as on a server."""
     from windlass.server.config.settings import ServerSettings
     from windlass.server.errors import ApiError
     from windlass.server.schemas.chat import ChatMessage
@@ -178,7 +154,7 @@ async def _render_chat(prompt: str, tokenizer: Tokenizer) -> str:
             caller="",
         )
     except ApiError as error:
-        raise EngineError(f"the chat template refuses this prompt: {error.message}") from error
+        raise EngineError(f"the chat template rejects this prompt: {error.message}") from error
     finally:
         service.close()
 
@@ -186,7 +162,7 @@ async def _render_chat(prompt: str, tokenizer: Tokenizer) -> str:
 def generate_remote(
     request: GenerateOptions, model: str | None, options: EngineOptions, url: str, api_key: str | None
 ) -> None:
-    """Ask the server at `url` (with or without /v1), write its stream. Raises EngineError, one line."""
+    """Stream the continuation from the server at `url` (with or without /v1). Raises EngineError."""
     declared = options.profiles()
     if options.is_profile_reference() and options.rope_scaling not in declared:
         scaling: Any = options.rope_scaling  # a profile of that server
@@ -194,7 +170,7 @@ def generate_remote(
         parsed = options.parse_rope_scaling()
         scaling = parsed.to_dict() if parsed else None
     rest = {"model": model, "rope_scaling": scaling, "rope_update": options.rope_update}
-    settings = request.fields() | {name: value for name, value in rest.items() if value is not None}
+    settings = _fields(request) | {name: value for name, value in rest.items() if value is not None}
     start, reason = time.monotonic(), None
     try:
         with (
@@ -224,13 +200,13 @@ def _open(client: Client, request: GenerateOptions, settings: dict[str, Any]) ->
 
 
 def write(text: str) -> None:
-    """Show new text at once, whatever the terminal's encoding can hold."""
+    """Write new text immediately, with replacements for characters that the terminal's encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
 
 
 def end_line() -> None:
-    """End the line on a terminal; a file or a pipe gets the text alone."""
+    """End the line on a terminal; a file or a pipe receives only the text."""
     if sys.stdout.isatty():
         write("\n")

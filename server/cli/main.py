@@ -1,4 +1,4 @@
-"""The `windlass` command. Parses options and hands them on; every error a person can cause is one line, exit code 2."""
+"""The `windlass` command: parses options and calls the commands. User errors are one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer_injector import InjectingTyper
+from typer_injector import Depends, InjectingTyper
 
 from windlass._version import __version__
 from windlass.clients.loadtest.commands import add_commands
@@ -19,15 +19,18 @@ from windlass.engine.errors import EngineError
 from windlass.engine.process_setup import gc_paused_imports
 from windlass.server.cli.help import BriefHelp, help_all_option
 from windlass.server.cli.parameters import (
+    AsJson,
     Config,
     Connections,
     Engine,
+    GenerateOptions,
     LogLevel,
     ModelArgument,
     ModelOption,
     Replicas,
     Sampling,
     Server,
+    ServerKey,
     variable_option,
 )
 from windlass.server.cli.ray_commands import app as ray
@@ -89,53 +92,31 @@ def serve(
 def generate(
     engine: Engine,
     sampling: Sampling,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
+    request: Annotated[GenerateOptions, Depends(GenerateOptions)],
     model: ModelOption = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest continuation.")] = 128,
-    temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", help="0: always the most likely token. Default: the model's own sampling."),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            "--top-p", help="Draw from the most likely tokens of this total. Default: the model's own sampling."
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message to a chat model.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Say on standard error how fast it went.")] = False,
     url: Annotated[
         str | None,
         variable_option(
             "--url",
-            help="Ask a running server, such as http://127.0.0.1:8000, rather than load a model. Then "
-            "--model names a model of that server, and of the engine's options only --rope-scaling (JSON, a profile of "
-            "that server, or auto) and --rope-update count.",
+            help="URL of a running server to use instead of loading a model, such as http://127.0.0.1:8000. --model is then a "
+            "model of that server, and of the engine's options only --rope-scaling (JSON, a profile of that server, or "
+            "auto) and --rope-update apply.",
         ),
     ] = None,
-    api_key: Annotated[str | None, variable_option("--api-key", help="The server's key, with --url.")] = None,
+    api_key: ServerKey = None,
     log_level: LogLevel = "warning",
     help_all: HelpAll = False,
 ) -> None:
     """Continue one prompt on the terminal."""
-    from windlass.server.cli.generate import GenerateOptions, generate_locally, generate_remote
+    from windlass.server.cli.generate import check_request, generate_locally, generate_remote
 
-    wanted = GenerateOptions(
-        prompt=sys.stdin.read() if prompt == "-" else prompt,
-        chat=chat,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stop=tuple(stop or ()),
-        stats=stats,
-    )
+    check_request(request)
+    if request.prompt == "-":
+        request.prompt = sys.stdin.read()
     if url is None:
-        generate_locally(wanted, model, engine, sampling, check_log_level(log_level))
+        generate_locally(request, model, engine, sampling, check_log_level(log_level))
     else:
-        generate_remote(wanted, model, engine, url, api_key)
+        generate_remote(request, model, engine, url, api_key)
 
 
 @bench.command("engine", cls=BriefHelp)
@@ -145,7 +126,7 @@ def bench_engine(
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Requests at once.")] = 8,
     input_len: Annotated[int, typer.Option("--input-len", min=1, help="Tokens per prompt.")] = 512,
     output_len: Annotated[int, typer.Option("--output-len", min=0, help="Tokens per answer.")] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
     help_all: HelpAll = False,
 ) -> None:
     """Run the engine alone, without HTTP, and report tokens per second."""
@@ -154,7 +135,7 @@ def bench_engine(
     from windlass.server.startup.launch import check_model
     from windlass.server.startup.model_files import choose_model, with_draft_model
 
-    engine.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
+    engine.to_config(Path())  # report bad options before anything is downloaded
     _, path = choose_model(model)
     engine = with_draft_model(engine)
     check_model(engine, path)
@@ -188,16 +169,16 @@ def chat(
     engine: Engine,
     sampling: Sampling,
     model: ModelArgument = None,
-    system: Annotated[str | None, typer.Option("--system", help="What the model is told before the chat.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     url: Annotated[
         str | None,
         variable_option(
             "--url",
-            help="Chat through a running server, such as http://127.0.0.1:8000, rather than start one. Then "
-            "MODEL names a model of that server, and the engine's options are that server's.",
+            help="URL of a running server to use instead of starting one, such as http://127.0.0.1:8000. MODEL is then a model "
+            "of that server, and the engine's options do not apply.",
         ),
     ] = None,
-    api_key: Annotated[str | None, variable_option("--api-key", help="The server's key, with --url.")] = None,
+    api_key: ServerKey = None,
     help_all: HelpAll = False,
 ) -> int:
     """Chat with a model on the terminal. /help lists what it understands."""
@@ -212,28 +193,30 @@ def chat(
 def replay(
     engine: Engine,
     sampling: Sampling,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `windlass serve --record` wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `windlass serve --record` wrote.")],
     model: ModelArgument = None,
     url: Annotated[
         str | None,
         variable_option(
             "--url",
-            help="Repeat it on a running server, such as http://127.0.0.1:8000, rather than start one. Then MODEL and "
-            "the engine's options are that server's.",
+            help="URL of a running server to use instead of starting one, such as http://127.0.0.1:8000. MODEL and the engine's "
+            "options then do not apply.",
         ),
     ] = None,
-    api_key: Annotated[str | None, variable_option("--api-key", help="The server's key, with --url.")] = None,
-    speed: Annotated[float, typer.Option("--speed", help="2 repeats it in half the time.")] = 1.0,
+    api_key: ServerKey = None,
+    speed: Annotated[
+        float, typer.Option("--speed", help="Speed factor; 2 repeats the workload in half the time.")
+    ] = 1.0,
     as_fast_as_possible: Annotated[
         bool, typer.Option("--as-fast-as-possible", help="Send without waiting for the recorded times.")
     ] = False,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, max=65536, help="Requests in flight at most.")
+        int, typer.Option("--concurrency", min=1, max=65536, help="Largest number of requests in flight.")
     ] = 256,
-    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
     help_all: HelpAll = False,
 ) -> int:
-    """Repeat a recorded workload. Recorded with text, the answers are compared token by token: exit code 1 where one differs."""
+    """Repeat a recorded workload. With recorded text, answers are compared token by token; exit code 1 if one differs."""
     from windlass.server.cli.replay import read_pace, replay_locally, replay_remote
 
     pace = read_pace(speed, as_fast_as_possible, concurrency)
@@ -250,17 +233,18 @@ def top(
     ] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
-        variable_option("--api-key", help="The server's key; where keys are named, that of an administrator."),
+        variable_option("--api-key", help="API key of the server; if its keys are named, an administrator's key."),
     ] = None,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Between two looks.")
+        float,
+        typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Time between two updates, in seconds."),
     ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show one interval as plain text, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval as plain text, then exit.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Write one JSON object for each interval, and nothing else.")
     ] = False,
 ) -> int:
-    """Watch a running server: tokens, requests, cache, latencies, rotary scalings. q or ctrl-C ends it."""
+    """Watch a running server: tokens, requests, cache, latencies, rotary scalings. Press q or ctrl-C to exit."""
     from windlass.server.cli.top import watch
 
     return watch(url, api_key, interval, once=once, as_json=as_json)
@@ -273,15 +257,17 @@ def size_command(
     model: ModelArgument = None,
     free: Annotated[
         str | None,
-        typer.Option("--free", metavar="SIZE", help="Memory to count with: 16GiB. Default: what is free now."),
+        typer.Option(
+            "--free", metavar="SIZE", help="Available memory, such as 16GiB. Default: the memory that is free now."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
     help_all: HelpAll = False,
 ) -> None:
-    """Say what memory a model takes: weights, a token of the cache, how many tokens and streams fit.
+    """Show the memory that a model needs: weights, cache per token, and how many tokens and streams fit.
 
-    Loads no weights. Of a hub model that is not here only config.json is downloaded; a known name or a GGUF file is downloaded
-    whole.
+    Loads no weights. Of a hub model that is not on this machine only config.json is downloaded; a known name or a GGUF file is
+    downloaded completely.
     """
     from windlass.server.cli.size import print_size
 
@@ -290,7 +276,7 @@ def size_command(
 
 @app.command()
 def pull(name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `windlass models` lists.")]) -> None:
-    """Download a model that is known by a name, so that starts need no network."""
+    """Download a model with a short name, so that starts need no network."""
     from windlass.server.cli.models import pull_named
 
     pull_named(name)
@@ -298,9 +284,9 @@ def pull(name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `
 
 @app.command()
 def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """List the models that are known by a name, and those that are here."""
+    """List the models with a short name, and those on this machine."""
     from windlass.server.cli.models import list_models
 
     list_models(as_json)
@@ -325,7 +311,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Run the command of the process's arguments, and end it."""
+    """Run the command of the process's arguments, then exit."""
     sys.exit(run())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,4 +103,31 @@ def config_option() -> Any:
     return made
 
 
+ServerKey = Annotated[str | None, variable_option("--api-key", help="API key of the server at --url.")]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")]
+
 Config = Annotated[Path | None, config_option()]
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerateOptions:
+    """Options of `windlass generate`. temperature, top_p: None for those of the model or of the server."""
+
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")]
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest continuation, in tokens.")] = 128
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", help="0: always the most likely token. Default: the model's own sampling."),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            help="Sample from the most likely tokens with this total probability. Default: the model's own sampling.",
+        ),
+    ] = None
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed that makes sampling repeatable.")] = None
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")] = None
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message to a chat model.")] = False
+    stats: Annotated[bool, typer.Option("--stats", help="Print the speed on standard error.")] = False

@@ -11,7 +11,7 @@ from typer_injector import InjectingTyper
 from windlass.engine.errors import LoadError
 from windlass.server.cli.help import BriefHelp, help_all_option
 from windlass.server.cli.parameters import Cluster, Engine, LogLevel, ModelArgument, Server, variable_option
-from windlass.server.config.option import CLUSTER
+from windlass.server.config.option import Panel
 
 app = InjectingTyper(help="Serve a model on a Ray cluster.", no_args_is_help=True)
 
@@ -33,7 +33,8 @@ def deploy(
 def delete(
     name: Annotated[str, typer.Option("--name", help="Of the deployment.")] = "windlass",
     address: Annotated[
-        str | None, variable_option("--address", panel=CLUSTER, metavar="HOST:PORT", help="Where the Ray cluster is.")
+        str | None,
+        variable_option("--address", panel=Panel.CLUSTER, metavar="HOST:PORT", help="Where the Ray cluster is."),
     ] = None,
 ) -> None:
     """Take a deployment away, after the requests that it has."""

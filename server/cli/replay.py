@@ -29,12 +29,10 @@ from windlass.clients.terminal import CommandError, print_status, stop_on_signal
 from windlass.engine.errors import LoadError
 from windlass.engine.interface.model_info import PoolingKind
 from windlass.server.cli.help import with_key_hint
-from windlass.server.cli.own_server import ManagedServer
+from windlass.server.cli.managed_server import managed_server
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option import to_arguments
 from windlass.server.config.server_options import SamplingOptions
 from windlass.server.serving.observers import OK, RECORD_VERSION, digest, rows_digest
-from windlass.server.startup.model_files import choose_model
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -575,15 +573,11 @@ def replay_remote(file: Path, url: str, api_key: str | None, pace: ReplayPace, a
 def replay_locally(
     file: Path, model: str | None, options: EngineOptions, sampling: SamplingOptions, pace: ReplayPace, as_json: bool
 ) -> int:
-    """Repeat it on a server of its own, which ends with it. Raises CommandError and EngineError, one line."""
+    """Repeat the recording on a managed server. Returns the exit code. Raises CommandError and EngineError."""
     options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
     sampling.check()
     recording = read_recording(file)
-    name = None
-    if model is None or not Path(model).expanduser().exists():
-        name, path = choose_model(model)
-        model = model or (name if not Path(name).exists() else str(path))
-    with ManagedServer(model, name, [*to_arguments(options), *to_arguments(sampling)]) as server:
+    with managed_server(model, options, sampling) as server:
         server.wait_ready()
         client = server.client(timeout=30, retry=RetryPolicy(max_retries=0))
         return _finish(recording, client, server.api_key, pace, as_json)

@@ -17,18 +17,13 @@ from windlass.engine.rotary.auto_scaling import AUTO, AUTO_NAME, MAX_STEPS, Scal
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
 from windlass.server.config.option import (
-    ADAPTERS,
-    BATCHING,
-    CONTEXT,
     MEMORY,
-    MODEL,
-    ROTARY,
     SCALING_EXAMPLE,
-    SPECULATION,
     SWITCH,
     TOKENS,
     TOKENS_OR_AUTO,
     Kind,
+    Panel,
     UnusableValue,
     choice,
     folder,
@@ -86,13 +81,17 @@ class EngineOptions:
     """Options of every command that starts an engine."""
 
     device: str = option(
-        text(metavar="DEVICE"), default="auto", sets="compute.device", panel=MODEL, help="cpu, cuda, cuda:1 or auto."
+        text(metavar="DEVICE"),
+        default="auto",
+        sets="compute.device",
+        panel=Panel.MODEL,
+        help="cpu, cuda, cuda:1 or auto.",
     )
     dtype: str = option(
         number_type(),
         default="auto",
         sets="compute.dtype",
-        panel=MODEL,
+        panel=Panel.MODEL,
         main=True,
         help="Number type of the computation: auto, float32, bfloat16 or float16.",
     )
@@ -100,14 +99,14 @@ class EngineOptions:
         number_type(parse_cache_dtype),
         default="auto",
         sets="cache.dtype",
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         help="Number type of cached keys and values: auto, float32, bfloat16, float16, int8 or, on a GPU, fp8.",
     )
     quantization: Quantization = option(
         _WEIGHTS,
         default="none",
         sets="compute.quantization",
-        panel=MODEL,
+        panel=Panel.MODEL,
         main=True,
         help="Quantize the weights to 8 or 4 bits while loading. Saves memory and is faster on a CPU, at a small loss of "
         "quality.",
@@ -117,7 +116,7 @@ class EngineOptions:
         default="int8",
         scope="variable",
         sets="compute.activations",
-        panel=MODEL,
+        panel=Panel.MODEL,
         help="Rounding of activations before multiplication with quantized weights; float32 rounds nothing, is much slower "
         "and meant for comparison.",
     )
@@ -125,7 +124,7 @@ class EngineOptions:
         folder("a folder, or model for one in the model's directory", "beside", aliases={"model": "beside"}),
         default=None,
         sets="loading.weight_cache",
-        panel=MODEL,
+        panel=Panel.MODEL,
         help="Folder in which quantized weights are stored, so that the next start does not quantize again; model: a "
         "folder in the model's directory. Default: none.",
     )
@@ -134,14 +133,14 @@ class EngineOptions:
         default="safetensors",
         scope="variable",
         sets="loading.format",
-        panel=MODEL,
+        panel=Panel.MODEL,
         help="dummy loads random weights, for speed measurements without a download.",
     )
     max_model_len: int | None = option(
         TOKENS_OR_AUTO,
         default=None,
         sets="max_model_len",
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         main=True,
         help="Longest prompt and output together, in tokens: 8192, 8k and 8K are the same. May exceed the model's own length "
         "(see --rope-scaling). Default, and auto: the model's own length, if it fits.",
@@ -151,7 +150,7 @@ class EngineOptions:
         default=None,
         scope="key",
         sets="context.shift_context",
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         reported=True,
         help="Tokens that a sequence under context shift (context-overflow: shift) holds. Default: max-model-len.",
     )
@@ -160,7 +159,7 @@ class EngineOptions:
         default=None,
         scope="key",
         sets="context.max_total_tokens",
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         reported=True,
         help="Prompt and output tokens at which a sequence under context shift ends. Default: unlimited.",
     )
@@ -168,14 +167,14 @@ class EngineOptions:
         TOKENS,
         default=2048,
         sets="scheduling.max_num_batched_tokens",
-        panel=BATCHING,
+        panel=Panel.BATCHING,
         help="Token budget of one step.",
     )
     max_num_seqs: int = option(
         integer(),
         default=64,
         sets="scheduling.max_num_seqs",
-        panel=BATCHING,
+        panel=Panel.BATCHING,
         main=True,
         help="Sequences that run at once, at most 65,536; each sample of a request is one.",
     )
@@ -183,14 +182,14 @@ class EngineOptions:
         integer(),
         default=1024,
         sets="scheduling.max_waiting",
-        panel=BATCHING,
+        panel=Panel.BATCHING,
         help="Requests that may wait; further ones are refused with status 429.",
     )
     kv_cache_memory: int | None = option(
         MEMORY,
         default=None,
         sets="cache.memory",
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         main=True,
         help="Memory for cached keys and values, such as 4GiB or 500MB. Default: half of the free memory on a CPU, the rest of "
         "--gpu-memory-utilization on a GPU.",
@@ -199,7 +198,7 @@ class EngineOptions:
         number_above_zero("a share above 0 and at most 1", "SHARE"),
         default=None,
         sets="cache.device_share",
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         help="Share of a GPU's memory that the engine may use, weights and steps included; the cache gets the rest of it. "
         "Cannot be combined with --kv-cache-memory. Default: 0.9.",
     )
@@ -208,17 +207,21 @@ class EngineOptions:
         default=16,
         scope="key",
         sets="cache.block_size",
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         help="Tokens per cache block, a multiple of 16.",
     )
     prefix_caching: bool = option(
-        SWITCH, default=True, sets="cache.prefix_caching", panel=CONTEXT, help="Reuse the cache of equal prompt starts."
+        SWITCH,
+        default=True,
+        sets="cache.prefix_caching",
+        panel=Panel.CONTEXT,
+        help="Reuse the cache of equal prompt starts.",
     )
     kv_persist: str | None = option(
         folder("a folder"),
         default=None,
         sets="cache.persist",
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         help="Folder in which full blocks of cached keys and values are stored, so that equal prompt starts are not computed "
         "again after a restart or by another server of this model. Readers of the folder can recover parts of prompts. "
         "Default: none.",
@@ -228,21 +231,21 @@ class EngineOptions:
         default=None,
         scope="key",
         sets="cache.persist_size",
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         help="Limit of all files in the kv-persist folder together; the least recently used are deleted first. Default: 4GiB.",
     )
     kv_host_memory: int | None = option(
         MEMORY,
         default=None,
         sets="cache.host_memory",
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         help="On a GPU: main memory for blocks that the cache evicts, copied back when a prompt needs them. Default: none.",
     )
     rope_scaling: str | None = option(
         json_object(SCALING_EXAMPLE, f"a mapping such as {SCALING_EXAMPLE}, the name of a profile, or auto"),
         default=None,
         sets="rotary.scaling",
-        panel=ROTARY,
+        panel=Panel.ROTARY,
         main=True,
         help=f"Rotary scaling in Hugging Face's format: '{SCALING_EXAMPLE}'; or the name of a profile; or auto: the smallest "
         f"scaling that the length of each request needs. {_THRESHOLDS_EXAMPLE} sets the lengths, in tokens, up to which "
@@ -256,7 +259,7 @@ class EngineOptions:
             parameter=list[str],
         ),
         default=None,
-        panel=ROTARY,
+        panel=Panel.ROTARY,
         main=True,
         in_llm=True,
         help="A scaling that requests may use by its name; repeatable. The variable may also hold a JSON object of several: "
@@ -266,7 +269,7 @@ class EngineOptions:
         choice(*ROPE_UPDATES),
         default=None,
         sets="rotary.update",
-        panel=ROTARY,
+        panel=Panel.ROTARY,
         reported=True,
         help="Policy for cached keys when frequencies that depend on length change, for requests that set none: frozen "
         "(frequencies never change), recompute (tokens are computed again) or rotate (cached keys are rotated again). "
@@ -275,7 +278,7 @@ class EngineOptions:
     lora: list[str] | None = option(
         texts("NAME=DIR"),
         default=None,
-        panel=ADAPTERS,
+        panel=Panel.ADAPTERS,
         main=True,
         in_llm=True,
         help="A LoRA adapter in PEFT's format, which requests select as their model; repeatable or comma-separated.",
@@ -284,7 +287,7 @@ class EngineOptions:
         integer(),
         default=8,
         sets="adapters.max_loaded",
-        panel=ADAPTERS,
+        panel=Panel.ADAPTERS,
         help="Adapters that may be loaded at once, at most 1,024.",
     )
     max_lora_rank: int = option(
@@ -292,14 +295,14 @@ class EngineOptions:
         default=64,
         scope="key",
         sets="adapters.max_rank",
-        panel=ADAPTERS,
+        panel=Panel.ADAPTERS,
         help="Largest rank of an adapter.",
     )
     deterministic: bool = option(
         SWITCH,
         default=False,
         sets="compute.deterministic",
-        panel=BATCHING,
+        panel=Panel.BATCHING,
         main=True,
         reported=True,
         help="A greedy request gets the same tokens in any batch and however its prompt is cut into chunks. Costs speed, "
@@ -310,7 +313,7 @@ class EngineOptions:
         default=True,
         scope="variable",
         sets="compute.cuda_graphs",
-        panel=BATCHING,
+        panel=Panel.BATCHING,
         help="On a GPU: capture decode steps at start and replay them. false starts faster and saves GPU memory, and decodes "
         "more slowly.",
     )
@@ -318,7 +321,7 @@ class EngineOptions:
         integer(),
         default=0,
         sets="scheduling.speculation.num_tokens",
-        panel=SPECULATION,
+        panel=Panel.SPECULATION,
         reported=True,
         help="Speculative decoding by prompt lookup: propose up to N tokens per step that followed the stream's last tokens "
         "earlier in its text. The output stays the same. 0: off; 4 is a good value, 64 the largest.",
@@ -327,7 +330,7 @@ class EngineOptions:
         text("the name or path of a model", "MODEL"),
         default=None,
         sets="scheduling.speculation.model",
-        panel=SPECULATION,
+        panel=Panel.SPECULATION,
         main=True,
         reported=True,
         help="Speculative decoding by a draft model: a smaller model with the same tokenizer, given as MODEL is. The output "
@@ -338,14 +341,14 @@ class EngineOptions:
         default="none",
         scope="key",
         sets="scheduling.speculation.quantization",
-        panel=SPECULATION,
+        panel=Panel.SPECULATION,
         help="Quantization of the draft model's weights, or of the MTP layer's and its copy of the head: none, int8 or int4.",
     )
     speculative_mtp: bool = option(
         SWITCH,
         default=False,
         sets="scheduling.speculation.mtp",
-        panel=SPECULATION,
+        panel=Panel.SPECULATION,
         main=True,
         reported=True,
         help="Speculative decoding by the MTP layer in the model's own files (Qwen 3.5, Qwen3-Next, DeepSeek V3, GLM 4.5 and "
@@ -355,7 +358,7 @@ class EngineOptions:
         integer(),
         default=4,
         sets="scheduling.speculation.draft_tokens",
-        panel=SPECULATION,
+        panel=Panel.SPECULATION,
         help="Largest number of tokens that the draft model or the MTP layer proposes for a stream per step, at most 16.",
     )
     speculative_adaptive: bool = option(
@@ -363,7 +366,7 @@ class EngineOptions:
         default=True,
         scope="variable",
         sets="scheduling.speculation.adaptive",
-        panel=SPECULATION,
+        panel=Panel.SPECULATION,
         help="Let the draft model or the MTP layer propose fewer tokens where fewer are accepted, and none where that saves no "
         "time; false is meant for comparison.",
     )
@@ -371,7 +374,7 @@ class EngineOptions:
         integer(),
         default=None,
         sets="compute.threads",
-        panel=BATCHING,
+        panel=Panel.BATCHING,
         main=True,
         help="CPU threads of the model, for each rank, at most 1,024. Default: torch's choice.",
     )
@@ -379,9 +382,9 @@ class EngineOptions:
         integer(),
         default=1,
         sets="compute.tensor_parallel",
-        panel=BATCHING,
-        help="Split the model over N processes, at most 32, each with a part of every layer's heads and weights. They compute every step "
-        "together, on the CPUs of one machine or with a GPU each.",
+        panel=Panel.BATCHING,
+        help="Split the model over N processes, at most 32, each with a part of every layer's heads and weights. They compute "
+        "every step together, on the CPUs of one machine or with a GPU each.",
     )
     pin_cores: bool = option(
         SWITCH,
@@ -389,7 +392,7 @@ class EngineOptions:
         scope="key",
         sets="compute.cores",
         convert=lambda pinned: split_cores()[0] if pinned else None,
-        panel=BATCHING,
+        panel=Panel.BATCHING,
         help="Keep the engine and the HTTP server on separate CPU cores: one for the server, the others for the engine.",
     )
     target_step_ms: float = option(
@@ -397,7 +400,7 @@ class EngineOptions:
         default=250.0,
         sets="scheduling.target_step_seconds",
         convert=_to_seconds,
-        panel=BATCHING,
+        panel=Panel.BATCHING,
         help="Cut prompts into chunks so that a step that also decodes stays below this many milliseconds; 0: no limit.",
     )
     burst_ms: float = option(
@@ -410,7 +413,7 @@ class EngineOptions:
         scope="variable",
         sets="scheduling.burst_seconds",
         convert=_to_seconds,
-        panel=BATCHING,
+        panel=Panel.BATCHING,
         help="Longest multi-step decoding in milliseconds before running streams return their tokens; 0: send each token "
         "immediately.",
     )

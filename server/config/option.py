@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, dataclass_transform
 
@@ -23,19 +24,6 @@ from windlass.engine.interface.config import parse_dtype, parse_size
 # How an option is set besides its environment variable: on the command line and in the configuration file, in the
 # configuration file only, or not at all (a variable for experts).
 Scope = Literal["flag", "key", "variable"]
-
-MODEL = "Model and weights"
-CONTEXT = "Context and cache"
-BATCHING = "Batching and processors"
-ROTARY = "Rotary scaling"
-ADAPTERS = "LoRA adapters"
-SPECULATION = "Speculative decoding"
-NETWORK = "Network"
-ACCESS = "Access"
-ANSWERS = "Requests and answers"
-OPERATION = "Operation"
-CONNECTIONS = "Connections"
-CLUSTER = "Cluster"
 
 MAX_SECONDS = 1e9  # the clocks of operating systems do not reach much further
 MAX_TEMPLATE_BYTES = 1024 * 1024
@@ -50,6 +38,23 @@ _SWITCH_WORDS = {
 }
 
 T = TypeVar("T")
+
+
+class Panel(StrEnum):
+    """Groups of options on help pages and in the documentation."""
+
+    MODEL = "Model and weights"
+    CONTEXT = "Context and cache"
+    BATCHING = "Batching and processors"
+    ROTARY = "Rotary scaling"
+    ADAPTERS = "LoRA adapters"
+    SPECULATION = "Speculative decoding"
+    NETWORK = "Network"
+    ACCESS = "Access"
+    ANSWERS = "Requests and answers"
+    OPERATION = "Operation"
+    CONNECTIONS = "Connections"
+    CLUSTER = "Cluster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ class Option:
     kind: Kind
     default: Any
     help: str
-    panel: str
+    panel: Panel
     scope: Scope = "flag"
     sets: str | None = None
     convert: Callable[[Any], Any] | None = None
@@ -154,35 +159,10 @@ def _problem(kind: Kind, value: object, error: Exception) -> str:
     return str(error) if isinstance(error, UnusableValue) else f"must be {kind.form}, got {excerpt(value)}"
 
 
-def option(
-    kind: Kind,
-    *,
-    default: Any,
-    help: str,
-    panel: str,
-    scope: Scope = "flag",
-    sets: str | None = None,
-    convert: Callable[[Any], Any] | None = None,
-    main: bool = False,
-    reported: bool = False,
-    in_llm: bool = False,
-    in_ray: bool = True,
-) -> Any:
-    """A field of a class decorated with `options`. The parameters are those of `Option`."""
-    described = Option(
-        kind=kind,
-        default=default,
-        help=help,
-        panel=panel,
-        scope=scope,
-        sets=sets,
-        convert=convert,
-        main=main,
-        reported=reported,
-        in_llm=in_llm or sets is not None,
-        in_ray=in_ray,
-    )
-    return field(default=default, metadata={"option": described})
+def option(kind: Kind, *, default: Any, **description: Any) -> Any:
+    """A field of a class decorated with `options`. The parameters are the fields of `Option`."""
+    description["in_llm"] = description.get("in_llm", False) or "sets" in description
+    return field(default=default, metadata={"option": Option(kind=kind, default=default, **description)})
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(option,))

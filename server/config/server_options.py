@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, NoReturn, cast, get_args
@@ -16,24 +17,14 @@ from windlass.engine.interface.context import MIN_PASSAGE_TOKENS
 from windlass.server.config.api_keys import ApiKey, read_key_file
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option import (
-    ACCESS,
-    ADAPTERS,
-    ANSWERS,
-    BATCHING,
-    CLUSTER,
-    CONNECTIONS,
-    CONTEXT,
     MAX_SECONDS,
     MEMORY,
-    MODEL,
-    NETWORK,
-    OPERATION,
-    ROTARY,
     SIZE_OR_ZERO,
     SWITCH,
     TOKENS,
     Kind,
     Option,
+    Panel,
     UnusableValue,
     choice,
     excerpt,
@@ -140,7 +131,7 @@ class SamplingOptions:
     generation_config: str = option(
         text("auto, none or a path", "auto|none|PATH"),
         default="auto",
-        panel=ANSWERS,
+        panel=Panel.ANSWERS,
         reported=True,
         in_llm=True,
         help="Sampling parameters of requests that set none: auto (the model's generation_config.json, and for a known model "
@@ -149,7 +140,7 @@ class SamplingOptions:
     override_generation_config: str | None = option(
         json_object(_SAMPLING_EXAMPLE),
         default=None,
-        panel=ANSWERS,
+        panel=Panel.ANSWERS,
         in_llm=True,
         help=f"Sampling parameters that replace those of the file, such as '{_SAMPLING_EXAMPLE}'.",
     )
@@ -167,48 +158,52 @@ class ServerOptions(SamplingOptions):
     host: str = option(
         text("an address", "HOST"),
         default="127.0.0.1",
-        panel=NETWORK,
+        panel=Panel.NETWORK,
         main=True,
         help="Address to listen on; 0.0.0.0 for all addresses.",
     )
     port: int = option(
-        integer(0, 65535), default=8000, panel=NETWORK, main=True, help="Port to listen on; 0 chooses a free port."
+        integer(0, 65535),
+        default=8000,
+        panel=Panel.NETWORK,
+        main=True,
+        help="Port to listen on; 0 chooses a free port.",
     )
     uds: Path | None = option(
         path("PATH"),
         default=None,
-        panel=NETWORK,
+        panel=Panel.NETWORK,
         in_ray=False,
         help="Listen on a Unix socket at this path instead, open to the owner and group of this process.",
     )
     ssl_certfile: Path | None = option(
         path("FILE"),
         default=None,
-        panel=NETWORK,
+        panel=Panel.NETWORK,
         in_ray=False,
         help="Serve HTTPS with this certificate (PEM, followed by its chain).",
     )
     ssl_keyfile: Path | None = option(
         path("FILE"),
         default=None,
-        panel=NETWORK,
+        panel=Panel.NETWORK,
         in_ray=False,
         help="Private key of the certificate. Default: contained in --ssl-certfile.",
     )
     ssl_keyfile_password: str | None = option(
-        text("a password"), default=None, scope="variable", panel=NETWORK, help="Password of the private key."
+        text("a password"), default=None, scope="variable", panel=Panel.NETWORK, help="Password of the private key."
     )
     ssl_ca_certs: Path | None = option(
         path("FILE"),
         default=None,
-        panel=NETWORK,
+        panel=Panel.NETWORK,
         in_ray=False,
         help="Require client certificates signed by one of these authorities.",
     )
     served_model_name: list[str] | None = option(
         texts("NAME"),
         default=None,
-        panel=MODEL,
+        panel=Panel.MODEL,
         main=True,
         help="Model id in the API; repeatable or comma-separated: responses have the first, requests may use any. "
         "Default: the name of the model's directory.",
@@ -216,7 +211,7 @@ class ServerOptions(SamplingOptions):
     chat_template: Path | None = option(
         path("FILE"),
         default=None,
-        panel=ANSWERS,
+        panel=Panel.ANSWERS,
         main=True,
         reported=True,
         in_llm=True,
@@ -225,7 +220,7 @@ class ServerOptions(SamplingOptions):
     rerank_tokens: list[str] | None = option(
         texts("NO,YES"),
         default=None,
-        panel=ANSWERS,
+        panel=Panel.ANSWERS,
         reported=True,
         in_llm=True,
         help="Rank documents by which of two tokens the model predicts, such as no,yes; or by the logit of one token. "
@@ -234,7 +229,7 @@ class ServerOptions(SamplingOptions):
     rerank_template: str | None = option(
         text("qwen3 or a path", "FILE"),
         default=None,
-        panel=ANSWERS,
+        panel=Panel.ANSWERS,
         reported=True,
         in_llm=True,
         help="Prompt of a query and a document (Jinja), or qwen3: the prompt of Qwen3-Reranker. Default: the model's chat "
@@ -243,7 +238,7 @@ class ServerOptions(SamplingOptions):
     default_chat_template_kwargs: str | None = option(
         json_object(_KWARGS_EXAMPLE),
         default=None,
-        panel=ANSWERS,
+        panel=Panel.ANSWERS,
         reported=True,
         in_llm=True,
         help=f"Variables of the chat template, for requests that do not set them, such as '{_KWARGS_EXAMPLE}'.",
@@ -251,13 +246,13 @@ class ServerOptions(SamplingOptions):
     root_path: str = option(
         text("a path such as /llm", "PATH"),
         default="",
-        panel=NETWORK,
+        panel=Panel.NETWORK,
         help="Path prefix under which a proxy serves the API, such as /llm; the proxy may remove it from requests or not.",
     )
     api_key: list[str] | None = option(
         texts("KEY"),
         default=None,
-        panel=ACCESS,
+        panel=Panel.ACCESS,
         main=True,
         help="A key that clients must send; repeatable or comma-separated. Other users of the machine can see command lines: "
         "prefer the variable or --api-key-file.",
@@ -265,7 +260,7 @@ class ServerOptions(SamplingOptions):
     api_key_file: Path | None = option(
         path("FILE"),
         default=None,
-        panel=ACCESS,
+        panel=Panel.ACCESS,
         main=True,
         help="A file with one key per line, where # starts a comment; or, if its first line begins with [, a TOML file of "
         "named keys with limits: rates, concurrency, shares, priorities, administration. Read again on SIGHUP.",
@@ -273,20 +268,20 @@ class ServerOptions(SamplingOptions):
     attention_maps: bool = option(
         SWITCH,
         default=False,
-        panel=ACCESS,
+        panel=Panel.ACCESS,
         help="Serve /v1/attention, which shows the attention of a layer over a short text while other requests wait. With "
         "named keys, for administrators only.",
     )
     cors_origin: list[str] | None = option(
         texts("ORIGIN"),
         default=None,
-        panel=ACCESS,
+        panel=Panel.ACCESS,
         help="Origin whose pages may call the API, such as https://example.org; repeatable or comma-separated. Default: none.",
     )
     default_max_tokens: int = option(
         TOKENS,
         default=1024,
-        panel=ANSWERS,
+        panel=Panel.ANSWERS,
         in_llm=True,
         help="Longest answer, in tokens, of a chat that sets no max_tokens.",
     )
@@ -294,14 +289,14 @@ class ServerOptions(SamplingOptions):
         SIZE_OR_ZERO,
         default=64 << 20,
         scope="key",
-        panel=ANSWERS,
+        panel=Panel.ANSWERS,
         help="Memory for responses of /v1/responses that later requests continue; the oldest are deleted. 0: store none. "
         "Default: 64MiB.",
     )
     reasoning_parser: str = option(
         choice(*REASONING_PARSERS),
         default="auto",
-        panel=ANSWERS,
+        panel=Panel.ANSWERS,
         reported=True,
         in_llm=True,
         help="Format in which the model marks its reasoning, which chats return apart from the content; auto: detected from "
@@ -310,19 +305,19 @@ class ServerOptions(SamplingOptions):
     request_timeout: float | None = option(
         seconds(allow_zero=False, allow_infinite=True),
         default=None,
-        panel=ANSWERS,
+        panel=Panel.ANSWERS,
         help="Deadline of requests that set none, in seconds. Default: no deadline.",
     )
     grace_period: float = option(
         seconds(allow_infinite=True),
         default=30.0,
-        panel=OPERATION,
+        panel=Panel.OPERATION,
         help="Time for running requests to finish after SIGTERM or ctrl-C, in seconds; inf: unlimited.",
     )
     tool_call_parser: str = option(
         choice("auto", "none", *TOOL_CALL_PARSERS),
         default="auto",
-        panel=ANSWERS,
+        panel=Panel.ANSWERS,
         reported=True,
         in_llm=True,
         help="Format in which the model writes tool calls; auto: detected from the chat template; none: calls remain in the "
@@ -331,7 +326,7 @@ class ServerOptions(SamplingOptions):
     context_overflow: str = option(
         choice(*get_args(ContextOverflow)),
         default="stop",
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         main=True,
         reported=True,
         in_llm=True,
@@ -342,7 +337,7 @@ class ServerOptions(SamplingOptions):
         TOKENS,
         default=None,
         scope="key",
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         reported=True,
         in_llm=True,
         help="Leading tokens that context shift never drops, rounded up to whole blocks. Default: a chat's system prompt, "
@@ -355,7 +350,7 @@ class ServerOptions(SamplingOptions):
             metavar="TOKENS[,SINKS]",
         ),
         default=None,
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         reported=True,
         in_llm=True,
         help="Number of tokens that each token attends to, itself included; a second number, as in 4096,4, adds that many "
@@ -364,7 +359,7 @@ class ServerOptions(SamplingOptions):
     cache_reuse: int = option(
         TOKENS,
         default=0,
-        panel=CONTEXT,
+        panel=Panel.CONTEXT,
         reported=True,
         in_llm=True,
         help="Shortest cached passage, in tokens, that is reused at any offset of a prompt, for requests that do not set it. "
@@ -373,7 +368,7 @@ class ServerOptions(SamplingOptions):
     rope_policy: str = option(
         Kind(form=_POLICY_FORM, read=_read_rope_policy, metavar="POLICY"),
         default="allow",
-        panel=ROTARY,
+        panel=Panel.ROTARY,
         main=True,
         reported=True,
         in_llm=True,
@@ -384,33 +379,33 @@ class ServerOptions(SamplingOptions):
     metrics_names: str = option(
         choice(*get_args(MetricsNames)),
         default="windlass",
-        panel=OPERATION,
+        panel=Panel.OPERATION,
         help="Names of the metrics at /metrics: windlass, vllm (for dashboards made for vLLM) or both.",
     )
     lora_folder: Path | None = option(
         path("DIR"),
         default=None,
-        panel=ADAPTERS,
+        panel=Panel.ADAPTERS,
         help="Folder from which clients may load and unload adapters while the server runs. Default: they may not.",
     )
-    ui: bool = option(SWITCH, default=True, panel=OPERATION, help="Serve a page to try the model at /.")
+    ui: bool = option(SWITCH, default=True, panel=Panel.OPERATION, help="Serve a page to try the model at /.")
     stats_interval: float = option(
         seconds(),
         default=10.0,
         scope="variable",
-        panel=OPERATION,
+        panel=Panel.OPERATION,
         help="Seconds between log lines about running requests and their speed; 0, or log level warning: no lines.",
     )
     log_format: str = option(
         choice(*LOG_FORMATS),
         default="text",
-        panel=OPERATION,
+        panel=Panel.OPERATION,
         help="text, or json: every line on standard error is a JSON object.",
     )
     otel_endpoint: str | None = option(
         text("a URL", "URL"),
         default=None,
-        panel=OPERATION,
+        panel=Panel.OPERATION,
         help="Send spans of requests and of their phases to this collector (OTLP over HTTP), such as http://127.0.0.1:4318. "
         "Needs the extra otel. Default: none.",
     )
@@ -418,14 +413,14 @@ class ServerOptions(SamplingOptions):
         text("a folder or none", "DIR"),
         default=None,
         scope="variable",
-        panel=OPERATION,
+        panel=Panel.OPERATION,
         help="Folder for reports, without prompts and keys, of engines that died; none: no reports. Default: crashes in "
         "WINDLASS_CACHE, else in ~/.cache/windlass.",
     )
     record: Path | None = option(
         path("FILE"),
         default=None,
-        panel=OPERATION,
+        panel=Panel.OPERATION,
         in_ray=False,
         help="Append a line of JSON for each generation request: time, parameters, token counts and finish reason, without "
         "any text. `windlass replay` repeats it.",
@@ -433,17 +428,19 @@ class ServerOptions(SamplingOptions):
     record_text: bool = option(
         SWITCH,
         default=False,
-        panel=OPERATION,
+        panel=Panel.OPERATION,
         help="Also record prompts as token ids, and digests of answers, so that a replay can compare them.",
     )
     record_limit: int = option(
         MEMORY,
         default=256 << 20,
         scope="variable",
-        panel=OPERATION,
+        panel=Panel.OPERATION,
         help="Size of the record file at which recording stops. Default: 256MiB.",
     )
-    access_log: bool = option(SWITCH, default=False, panel=OPERATION, in_ray=False, help="Log a line per HTTP request.")
+    access_log: bool = option(
+        SWITCH, default=False, panel=Panel.OPERATION, in_ray=False, help="Log a line per HTTP request."
+    )
 
     def to_settings(self, model_name: str, engine: EngineOptions | None = None) -> ServerSettings:
         """The HTTP side's settings. Raises LoadError, or RequestError that names the field at fault.
@@ -469,7 +466,9 @@ class ServerOptions(SamplingOptions):
         plain, callers = self._keys()
         policies = self.rope_policy.split(",")
         window, sinks = (*(self.attention_window or (None,)), 0)[:2]
-        return ServerSettings(
+        same = {each.name for each in fields(ServerSettings)} & set(options_of(self))
+        values: dict[str, Any] = {name: getattr(self, name) for name in same}
+        values |= dict(  # noqa: C408
             served_model_name=names[0],
             other_model_names=names[1:],
             api_keys=plain,
@@ -491,16 +490,8 @@ class ServerOptions(SamplingOptions):
             rope_update=engine.rope_update,
             adapters=engine.adapters(),
             max_loras=engine.max_loras,
-            default_max_tokens=self.default_max_tokens,
-            context_overflow=cast(ContextOverflow, self.context_overflow),
-            keep_tokens=self.keep_tokens,
-            cache_reuse=self.cache_reuse,
-            reasoning_parser=self.reasoning_parser,
-            tool_call_parser=self.tool_call_parser,
-            attention_maps=self.attention_maps,
-            ui=self.ui,
-            metrics_names=cast(MetricsNames, self.metrics_names),
         )
+        return ServerSettings(**values)
 
     def _otel_endpoint(self) -> str | None:
         if self.otel_endpoint is None:
@@ -570,20 +561,21 @@ class ConnectionOptions:
     max_connections: int = option(
         integer(1),
         default=8192,
-        panel=CONNECTIONS,
+        panel=Panel.CONNECTIONS,
         help="Largest number of open connections; further ones get status 503 unless a connection without a request can be "
         "closed instead. The limit of open files, less 128, is the upper bound.",
     )
     max_connections_per_address: int = option(
         integer(1),
         default=512,
-        panel=CONNECTIONS,
-        help="Largest number of open connections of one IPv4 address or one IPv6 network of 64 bits; further ones get status 429.",
+        panel=Panel.CONNECTIONS,
+        help="Largest number of open connections of one IPv4 address or one IPv6 network of 64 bits; further ones get "
+        "status 429.",
     )
     forwarded_allow_ips: list[str] | None = option(
         texts("ADDRESS"),
         default=None,
-        panel=CONNECTIONS,
+        panel=Panel.CONNECTIONS,
         help="Trusted proxies, as addresses or networks, * for all; repeatable or comma-separated. Their X-Forwarded-For is "
         "used, and the limit per address does not apply to them. Default: 127.0.0.1.",
     )
@@ -591,21 +583,21 @@ class ConnectionOptions:
         seconds(allow_zero=False),
         default=10.0,
         scope="variable",
-        panel=CONNECTIONS,
+        panel=Panel.CONNECTIONS,
         help="Time for the request line and headers of a request, in seconds.",
     )
     keep_alive_timeout: float = option(
         seconds(allow_zero=False),
         default=75.0,
         scope="variable",
-        panel=CONNECTIONS,
+        panel=Panel.CONNECTIONS,
         help="Idle timeout between two requests of a connection, in seconds; a load balancer's must be shorter.",
     )
     write_timeout: float = option(
         seconds(allow_zero=False),
         default=60.0,
         scope="variable",
-        panel=CONNECTIONS,
+        panel=Panel.CONNECTIONS,
         help="Time in seconds after which a client that accepts no byte of its response is disconnected and its request "
         "aborted.",
     )
@@ -644,7 +636,7 @@ class ReplicaOptions:
     replicas: int = option(
         integer(1, MAX_REPLICAS),
         default=1,
-        panel=BATCHING,
+        panel=Panel.BATCHING,
         main=True,
         help="Engine processes behind one address, each with a share of the cores and its own cache; they share one copy of "
         "the weights. Requests go to the engine that has cached the start of their prompt.",
@@ -676,45 +668,45 @@ class ClusterOptions:
             metavar="N|MIN..MAX",
         ),
         default="1",
-        panel=CLUSTER,
+        panel=Panel.CLUSTER,
         main=True,
         help="Number of engines, or a range such as 2..8, in which it follows the number of requests.",
     )
     address: str | None = option(
         text("an address", "HOST:PORT"),
         default=None,
-        panel=CLUSTER,
+        panel=Panel.CLUSTER,
         help="Address of the Ray cluster. Default: RAY_ADDRESS, else the cluster of this machine.",
     )
     name: str = option(
         Kind(form="letters, digits, dots, dashes and underscores", read=_read_deployment_name, metavar="NAME"),
         default="windlass",
-        panel=CLUSTER,
+        panel=Panel.CLUSTER,
         help="Name of the application; an application of the same name is updated, one replica at a time.",
     )
     listener: str = option(
         choice("ingress", "proxy"),
         default="ingress",
-        panel=CLUSTER,
+        panel=Panel.CLUSTER,
         help="What accepts connections at --host and --port of the head's machine: the server itself, or Ray's proxy, which "
         "forwards requests and tokens.",
     )
     target_requests: int = option(
         integer(1),
         default=8,
-        panel=CLUSTER,
+        panel=Panel.CLUSTER,
         help="With a range of replicas: running and waiting requests per replica; more of them add a replica.",
     )
     scale_up_seconds: float = option(
         seconds(),
         default=10.0,
-        panel=CLUSTER,
+        panel=Panel.CLUSTER,
         help="Time with more requests after which a replica is added, in seconds.",
     )
     scale_down_seconds: float = option(
         seconds(),
         default=300.0,
-        panel=CLUSTER,
+        panel=Panel.CLUSTER,
         help="Time with fewer requests after which a replica is removed, in seconds.",
     )
 
@@ -732,7 +724,7 @@ LOG_LEVEL = Option(
         form=_log_levels.form, read=lambda value: _log_levels.read(str(value).lower()), metavar=_log_levels.metavar
     ),
     default="info",
-    panel=OPERATION,
+    panel=Panel.OPERATION,
     help="Least severe messages in the log.",
 )
 

@@ -24,7 +24,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """What holds for a request that does not say; top_k 0: off. The values here are neutral: the model's own distribution."""
+    """Sampling parameters of requests that set none. The defaults are neutral: the model's own distribution. top_k 0: off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -34,7 +34,7 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     def describe(self, sources: Mapping[str, str]) -> str:
-        """Those that are not neutral, and where each comes from: "temperature 0.6, top_p 0.9 (generation_config.json)"."""
+        """The parameters that are not neutral, with their sources: "temperature 0.6, top_p 0.9 (generation_config.json)"."""
         neutral, of = asdict(SamplingDefaults()), dict[str, list[str]]()
         for name, value in asdict(self).items():
             if value != neutral[name]:
@@ -44,7 +44,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSettings:
-    """Where requests are recorded. text: with what people wrote. max_bytes: of the file. deterministic: whether the engine is."""
+    """Recording of requests. text: includes prompts. max_bytes: of the file. deterministic: whether the engine is."""
 
     path: Path
     text: bool = False
@@ -54,12 +54,12 @@ class RecordSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
-    """How pairs of texts are scored by a model that reads both.
+    """Scoring of text pairs by a model that reads both.
 
-    template: what puts them into a prompt, in Jinja; None: the model's chat template, where it shows a query and a document.
-    needs_template: whether nothing is served without. tokens: of a model that answers, the one whose logit counts, and perhaps
-    one whose logit is taken off it, by text or id; empty: a head of classes scores. instruction: of requests that bring none;
-    None: what the template has.
+    template: Jinja template of the prompt; None: the model's chat template, if it shows a query and a document.
+    needs_template: whether requests fail without one. tokens: of a generative model, the token whose logit is the score, and
+    optionally one whose logit is subtracted, by text or id; empty: a classification head scores. instruction: of requests
+    without one; None: the template's own.
     """
 
     template: str | None = None
@@ -70,46 +70,45 @@ class RankSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """All options of the HTTP server. Sizes are bytes and times are seconds unless the name says otherwise.
+    """Settings of the HTTP side. Sizes are bytes and times are seconds unless the name says otherwise.
 
-    served_model_name: the model's id in the API. other_model_names: further ids that requests may use.
-    api_keys, callers: keys without limits, and named ones with theirs; where both are empty no key is asked for.
-    cors_origins: origins allowed by CORS; empty (the default) switches CORS off. Credentials are never allowed.
-    default_max_tokens: what a chat may generate when it does not say; completions default to 16 as OpenAI's do.
+    served_model_name: model id in the API. other_model_names: further ids that requests may use.
+    api_keys, callers: plain keys, and named ones with limits; if both are empty, no key is required.
+    cors_origins: origins allowed by CORS, without credentials; empty: CORS is off.
+    default_max_tokens: of chats that set no limit; completions default to 16, as OpenAI's do.
     stream_comment_seconds: silence on a stream after which a comment line is sent (0: never).
-    grace_seconds: how long running streams may go on once draining has begun.
-    max_response_bytes: largest answer that is not streamed, and the most that a stream keeps of its prompts for its first
-    events; both are estimated before anything is generated.
-    response_store_bytes: what `/v1/responses` keeps of its answers for later requests; 0: nothing.
-    reasoning_parser: how thinking is told apart from answers; "auto": as the chat template marks it.
+    grace_seconds: time for running streams to finish once draining has begun.
+    max_response_bytes: largest response that is not streamed, and limit of what a stream stores of its prompts for its first
+    events.
+    response_store_bytes: responses of `/v1/responses` stored for later requests; 0: none.
     max_total_body_bytes: of all requests in progress, see `windlass.server.app.middleware`.
-    max_in_flight: generation requests handled at once, whatever the engine's queue holds; more get 429.
-    default_timeout: deadline of a request that names none; None means no deadline.
-    body_stall_seconds: how long a client may pause while it sends its body.
-    max_tokenize_chars: longest text of /tokenize, and of a prompt to be truncated where the context holds less.
-    text_processes: texts that are tokenized at once in processes of their own; a long one more may run beside them.
-    text_seconds, text_memory: bounds on tokenizing one text. max_waiting_text_chars: characters that may wait for it.
-    template_seconds, template_memory, max_concurrent_templates: bounds on rendering chat templates.
-    deadline_slack: how long the engine is trusted to end a request past its deadline before the server does it.
-    tool_call_parser: the format in which the model writes calls, "auto" for the one its chat template teaches, "none" where
-    answers are not searched for calls.
-    rope_profiles: scalings that requests may name. rope_policy: whether requests may bring scalings of their own
-    ("allow"), name profiles ("profiles") or neither ("off"). rope_update: the engine's default, to describe requests by.
-    rope_exact: whether a request may ask for recomputing at every token.
-    context_overflow: what becomes of requests that are longer than the context and do not say; completions have no turns and
-    stop. keep_tokens, attention_window, attention_sinks: see `ContextRule`, of requests that do not say; keep_tokens None: a
-    chat's system prompt. cache_reuse: see `NonPrefixReuseParams.at_least`.
-    sampling: of requests that leave it out. sampling_sources: where each of its fields that is set comes from, for people.
-    recommended_sampling: those that hold since the model's authors recommend them.
-    template_kwargs: variables of the chat template, of requests that do not give them.
-    root_path: where a proxy has put the API, such as "/llm".
-    metrics_names: whose names /metrics has: our own, those that dashboards made for vLLM ask for, or both.
-    adapters: those that the engine loads at the start. max_loras: at once. lora_folder: where later ones may lie, None for no
-    later ones. adapter_drain_seconds: longest wait for the requests of one that is unloaded.
-    attention_maps: whether /v1/attention answers.
-    otel_endpoint: the collector that spans go to, None for none.
-    record: the file that requests are recorded in, None for none.
-    ranking: how pairs of texts are scored; None: as models without a prompt for them are.
+    max_in_flight: generation requests handled at once, whatever the engine's queue holds; further ones get 429.
+    default_timeout: deadline of requests that set none; None: no deadline.
+    body_stall_seconds: longest pause of a client while it sends a body.
+    max_tokenize_chars: longest text of /tokenize, and of a prompt to be truncated if the context is shorter.
+    text_processes: texts tokenized at once in worker processes; one further long text may run at the same time.
+    text_seconds, text_memory: limits on tokenizing one text. max_waiting_text_chars: characters that may wait for it.
+    template_seconds, template_memory, max_concurrent_templates: limits on rendering chat templates.
+    deadline_slack: time for the engine to end a request past its deadline before the server does.
+    tool_call_parser: format of tool calls, "auto" for that of the chat template, "none" to leave calls in the text.
+    reasoning_parser: format of reasoning, "auto" for that of the chat template.
+    rope_profiles: scalings that requests may name. rope_policy: scalings that requests may set: their own ("allow"), profiles
+    ("profiles") or none ("off"). rope_update: the engine's default, for reports. rope_exact: whether requests may ask for exact
+    recomputing.
+    context_overflow: handling of requests that are longer than the context and do not set it; completions have no turns and
+    stop. keep_tokens, attention_window, attention_sinks: see `ContextRule`, of requests that do not set them; keep_tokens None:
+    a chat's system prompt. cache_reuse: see `NonPrefixReuseParams.at_least`.
+    sampling: of requests that set none. sampling_sources: the origin of each of its fields that is set, for display.
+    recommended_sampling: the fields that come from the recommendation of the model's authors.
+    template_kwargs: variables of the chat template, of requests that do not set them.
+    root_path: path prefix of a proxy, such as "/llm".
+    metrics_names: names at /metrics: Windlass's own, those of vLLM, or both.
+    adapters: loaded at start. max_loras: loaded at once. lora_folder: folder of adapters that clients may load later, None for
+    none. adapter_drain_seconds: longest wait for the requests of an adapter that is unloaded.
+    attention_maps: whether /v1/attention is served.
+    otel_endpoint: collector of spans, None for none.
+    record: recording of requests, None for none.
+    ranking: scoring of text pairs; None: as by models without a prompt for them.
     """
 
     served_model_name: str
@@ -173,7 +172,7 @@ class ServerSettings:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Every id of the model; answers have the first."""
+        """Every id of the model; responses have the first."""
         return (self.served_model_name, *self.other_model_names)
 
     def __post_init__(self) -> None:
@@ -183,29 +182,6 @@ class ServerSettings:
             raise ValueError("a model's name must not be empty")
         if any(not key for key in self.api_keys):
             raise ValueError("an API key must not be empty")
-        for name in (
-            "default_max_tokens",
-            "completion_max_tokens",
-            "max_body_bytes",
-            "max_total_body_bytes",
-            "max_header_bytes",
-            "max_response_bytes",
-            "max_in_flight",
-            "max_prompts",
-            "text_processes",
-            "max_concurrent_templates",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in (
-            "response_store_bytes",
-            "stream_comment_seconds",
-            "grace_seconds",
-            "template_seconds",
-            "deadline_slack",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
 Network = IPv4Network | IPv6Network
@@ -217,13 +193,13 @@ ALL_NETWORKS: tuple[Network, ...] = (ip_network("0.0.0.0/0"), ip_network("::/0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
-    """Bounds on connections; times are seconds.
+    """Limits on connections; times are seconds.
 
-    max_connections: held at once. max_per_address: held at once by one IPv4 address, or one IPv6 network of 64 bits.
-    trusted_proxies: addresses that speak for many clients: max_per_address does not hold for them.
-    header_seconds: from the start of a connection, or the first byte of a further request, to the end of the
-    request's head, however its bytes come. idle_seconds: between two requests of a connection.
-    write_seconds: without a byte taken by the client while there is something to send.
+    max_connections: open at once. max_per_address: open at once of one IPv4 address, or one IPv6 network of 64 bits.
+    trusted_proxies: proxies of many clients, to which max_per_address does not apply.
+    header_seconds: from the start of a connection, or the first byte of a further request, to the end of the request's head.
+    idle_seconds: between two requests of a connection. write_seconds: without a byte accepted by the client while there is
+    something to send.
     """
 
     max_connections: int = 8192
@@ -234,12 +210,12 @@ class ConnectionSettings:
     write_seconds: float = 60.0
 
     def capped_by_files(self, descriptors: int) -> ConnectionSettings:
-        """The same with no more connections than a process with so many file descriptors has room for."""
+        """The same with at most the connections for which `descriptors` file descriptors suffice."""
         total = max(1, min(self.max_connections, descriptors - RESERVED_DESCRIPTORS))
         return replace(self, max_connections=total, max_per_address=min(self.max_per_address, total))
 
     def trusts(self, address: str) -> bool:
-        """Whether this address is one of `trusted_proxies`. Who comes to a Unix socket ("") is: its file says who may."""
+        """Whether the address is one of `trusted_proxies`. Clients of a Unix socket ("") are trusted."""
         if not address:
             return True
         parsed = ip_address(address.partition("%")[0])
@@ -248,7 +224,7 @@ class ConnectionSettings:
 
 
 def client_network(address: str) -> str:
-    """What connections are counted by: the address, or of an IPv6 address its network of 64 bits, which belongs to one holder."""
+    """The key by which connections are counted: an IPv4 address, or the IPv6 network of 64 bits, which has one owner."""
     if ":" not in address:
         return address
     parsed = ip_address(address.partition("%")[0])

@@ -12,14 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from windlass.clients.terminal import PROGRESS_VARIABLE, LoadingDisplay
 from windlass.engine.errors import EngineError
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.option import options_of
-from windlass.server.config.server_options import OPTIONS
+from windlass.server.config.option import options_of, to_arguments
+from windlass.server.config.server_options import OPTIONS, SamplingOptions
+from windlass.server.startup.model_files import choose_model
 
 if TYPE_CHECKING:
     from windlass.clients import Client
@@ -37,10 +39,10 @@ _POLL_SECONDS = 0.02
 
 
 class ManagedServer:
-    """Started when it is made; in a `with` block, whose end ends it. The kernel closes its standard input if this process dies.
+    """A server that ends with the `with` block. If this process dies, the kernel closes the server's standard input.
 
-    url: known once `wait_ready` came back. api_key: of this server alone, so that other users of the machine cannot ask it.
-    lines: what it said on standard error and `wait_ready` did not show.
+    url: known once `wait_ready` returned. api_key: of this server alone, so that other users of the machine cannot use it.
+    lines: what the server printed on standard error, without its progress.
     """
 
     def __init__(self, model: str, name: str | None, options: Sequence[str]) -> None:
@@ -50,7 +52,7 @@ class ManagedServer:
         self._listening = threading.Event()
         self._display = LoadingDisplay()
         self._ready = False
-        command = [sys.executable, "-m", "windlass.server.cli.chat_child", "serve", model, "--port", "0"]
+        command = [sys.executable, "-m", "windlass.server.cli.managed_server_child", "serve", model, "--port", "0"]
         command += [
             "--grace-period",
             "0",
@@ -69,17 +71,17 @@ class ManagedServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # ctrl-C is for the chat
+            start_new_session=True,  # ctrl-C is for the command, not for the server
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def wait_ready(self) -> None:
-        """Show how it loads and come back when it takes requests; raises EngineError with what it said if it ends."""
+        """Show the loading progress until the server accepts requests. Raises EngineError with its error if it ends."""
         try:
             while not self._listening.wait(_POLL_SECONDS):
                 self._check()
-            from windlass.clients import APIConnectionError, APIError  # while the server imports as well
+            from windlass.clients import APIConnectionError, APIError  # imported while the server starts
 
             with self.client(timeout=5) as client:
                 while True:
@@ -88,7 +90,7 @@ class ManagedServer:
                             return
                     except APIConnectionError:
                         pass
-                    except APIError as error:  # nothing that waiting changes
+                    except APIError as error:  # waiting does not help
                         raise EngineError(" ".join(f"{self.url}: {error.message}".split())) from error
                     self._check()
                     time.sleep(_POLL_SECONDS)
@@ -97,23 +99,23 @@ class ManagedServer:
             self._display.stop()
 
     def client(self, *, timeout: Timeout = None, retry: RetryPolicy | None = None) -> Client:
-        """For requests to it, past the proxies that the environment names: they may not reach it, nor read what is said."""
+        """A client that ignores the proxies of the environment, which may not reach the server and must not read the chat."""
         import httpx
 
         from windlass.clients import Client
 
-        direct = httpx.HTTPTransport(trust_env=False)  # a client that is given its transport looks for no proxies
+        direct = httpx.HTTPTransport(trust_env=False)  # with a transport of its own the client uses no proxies
         return Client(self.url, api_key=self.api_key, timeout=timeout, retry=retry, transport=direct)
 
     def failure(self, seconds: float = 0.0) -> str | None:
-        """Why the server is gone; None if it is still there after so long."""
+        """The reason why the server ended; None if it still runs after `seconds`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
         self._reader.join(1.0)
-        said = [line for line in self.lines if line.startswith("error: ")] or self.lines
-        return said[-1].removeprefix("error: ") if said else f"the server ended with {self._process.returncode}"
+        errors = [line for line in self.lines if line.startswith("error: ")] or self.lines
+        return errors[-1].removeprefix("error: ") if errors else f"the server ended with {self._process.returncode}"
 
     def _check(self) -> None:
         if (failure := self.failure()) is not None:
@@ -121,8 +123,8 @@ class ManagedServer:
 
     def _read(self) -> None:
         assert self._process.stderr is not None
-        with self._process.stderr as said:
-            for raw in said:
+        with self._process.stderr as stream:
+            for raw in stream:
                 line = raw.decode("utf-8", "replace").rstrip("\n")
                 if line.startswith(PROGRESS_VARIABLE):
                     if not self._ready:
@@ -135,7 +137,7 @@ class ManagedServer:
                     self.lines.append(line)
 
     def close(self) -> None:
-        """End it. Safe to call twice."""
+        """End the server. May be called twice."""
         assert self._process.stdin is not None and self._process.stderr is not None
         self._display.stop()
         with contextlib.suppress(OSError):
@@ -153,3 +155,12 @@ class ManagedServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def managed_server(model: str | None, options: EngineOptions, sampling: SamplingOptions) -> ManagedServer:
+    """A server for a model, which may have to be downloaded first. Raises LoadError."""
+    name = None
+    if model is None or not Path(model).expanduser().exists():
+        name, path = choose_model(model)
+        model = model or (name if not Path(name).exists() else str(path))
+    return ManagedServer(model, name, [*to_arguments(options), *to_arguments(sampling)])

@@ -1,6 +1,6 @@
-"""The server behind a chat: `windlass serve`, which also ends when its standard input does, so that no chat leaves one behind.
+"""`windlass serve` as a managed server: it ends when its standard input is closed, however its parent ended.
 
-python -m windlass.server.cli.chat_child serve …
+python -m windlass.server.cli.managed_server_child serve …
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TERMINATE_SECONDS = 5.0
 
 
 def _stop_with_parent() -> None:
-    """Wait for the end of standard input: the chat holds its other end, and that closes however the chat ends."""
+    """Wait for the end of standard input, then end this process."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
