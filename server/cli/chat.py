@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Dialogue:
-    """exchanges: questions with their answers, in order. system: what the model is told first, None for nothing.
+    """exchanges: questions with their answers, in order. system: the system message, None for none.
 
     params: fields of the next requests. rope: their rotary scaling, an object or a profile's name; None: the server's own.
     """
@@ -39,7 +39,7 @@ class Dialogue:
     rope: dict[str, Any] | str | None = None
 
     def messages(self, question: str) -> list[dict[str, str]]:
-        """What a request for an answer to `question` sends: all that was said before it, too."""
+        """The messages of a request for an answer to `question`, with the conversation before it."""
         messages_so_far = [] if self.system is None else [{"role": "system", "content": self.system}]
         for asked, answered in self.exchanges:
             messages_so_far += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
@@ -157,9 +157,9 @@ HELP = """\
                    server's own; alone: show it
 /context shift     what is done where the chat outgrows the context: stop, error, shift (the oldest tokens go), drop_turns;
                    with keep=, window=, sinks=, reuse= (least tokens of a passage), recompute=; off: the server's own
-/system TEXT       what the model is told before the chat; off: nothing; alone: show it
+/system TEXT       set the system message; off: remove it; alone: show it
 /params NAME=VALUE fields of the next requests, such as temperature=0.7 max_tokens=200 seed=1; NAME= takes one back
-/new               forget what was said
+/new               start a new conversation
 /undo              take back the last question and its answer
 /retry             answer the last question again
 /quit              leave, as ctrl-D does
@@ -241,13 +241,13 @@ class ChatCommands:
         return _lines_result(*lines)
 
     def _check(self, wanted: dict[str, Any] | str) -> None:
-        """Have the server look at a scaling before an answer needs it. Another kind of server is asked nothing."""
+        """Have the server check a scaling before an answer needs it. Other kinds of servers are not asked."""
         try:
             self._client.inspect(wanted, model=self._model)
         except NotFoundError:
             if isinstance(wanted, str):
                 raise CommandError(
-                    f"{wanted!r} is no kind of scaling, and this server tells of no profiles: {_KINDS}"
+                    f"{wanted!r} is not a kind of scaling, and this server lists no profiles: {_KINDS}"
                 ) from None
         except APIStatusError as error:
             if isinstance(wanted, str):
@@ -275,13 +275,13 @@ class ChatCommands:
         shown = " ".join(f"{name}={_brief(params[name])}" for name in fields if name in params)
         lines = [f"next answers: {shown or 'as the server has it'}"]
         if not rest and self.last is not None:
-            lines.append(f"last answer: {show_context(self.last.context) or 'all of the chat, computed as it stands'}")
+            lines.append(f"last answer: {show_context(self.last.context) or 'the entire chat'}")
         return _lines_result(*lines)
 
     def _system(self, rest: str) -> CommandResult:
         if rest:
             self._dialogue.system = None if rest == "off" else rest
-        return _lines_result(f"the model is told: {self._dialogue.system or 'nothing of ours'}")
+        return _lines_result(f"system message: {self._dialogue.system or 'none'}")
 
     def _params(self, rest: str) -> CommandResult:
         given: dict[str, Any] = {}
@@ -291,7 +291,7 @@ class ChatCommands:
                 raise CommandError(f"write name=value, such as temperature=0.7, not {word!r}")
             if name not in _CHAT_FIELDS:
                 others = did_you_mean(name, _CHAT_FIELDS) or f": those are {', '.join(_CHAT_FIELDS)}"
-                raise CommandError(f"{name!r} is no field that a chat can set{others}")
+                raise CommandError(f"{name!r} is not a field that a chat can set{others}")
             given[name] = _value(value) if value else None
         merged = {**self._dialogue.params, **given}
         self._dialogue.params = _validate_params({name: value for name, value in merged.items() if value is not None})
@@ -312,7 +312,7 @@ class ChatCommands:
 
     def _last_exchange(self, what: str) -> tuple[str, str]:
         if not self._dialogue.exchanges:
-            raise CommandError(f"nothing was said yet that one could {what}")
+            raise CommandError(f"there is no question yet to {what}")
         return self._dialogue.exchanges.pop()
 
 
@@ -362,7 +362,9 @@ def _parse_rope(text: str) -> dict[str, Any] | str:
         try:
             given = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise CommandError(f"that is no JSON ({error}): write /rope yarn 4, or an object of config.json") from None
+            raise CommandError(
+                f"this is not valid JSON ({error}): write /rope yarn 4, or an object of config.json"
+            ) from None
         return _scaling(given)
     kind, *words = _split(text)
     fields: dict[str, Any] = {"rope_type": kind}
@@ -384,7 +386,7 @@ def _scaling(given: Any) -> dict[str, Any]:
         kind = given.get("rope_type") if isinstance(given, dict) else None
         if isinstance(kind, str) and kind not in (*_SCALING_WORDS, *_SCALING_ALIASES):
             raise CommandError(
-                f"{kind!r} is no kind of scaling{did_you_mean(kind, _SCALING_WORDS)}: {_KINDS}"
+                f"{kind!r} is not a kind of scaling{did_you_mean(kind, _SCALING_WORDS)}: {_KINDS}"
             ) from None
         raise CommandError(str(error)) from None
 
@@ -444,7 +446,7 @@ def chat_locally(model: str | None, options: EngineOptions, sampling: SamplingOp
     """Chat with a managed server. Returns the exit code. Raises EngineError."""
     from windlass.server.cli.managed_server import managed_server
 
-    options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
+    options.to_config(Path())  # report bad options before anything is downloaded
     sampling.check()
     console = ChatConsole()
     with console.interrupt_exits():  # a download shows a progress bar
@@ -665,8 +667,8 @@ class ChatLoop:
 _EXIT_SECONDS = 2.0  # a process closes its connections a little before it is gone
 
 _CONTEXT_FULL_HINT = (
-    "[the context is full: /new begins anew, /undo takes the last question back, /context drop_turns leaves the oldest turns "
-    "out, /context shift lets answers go on]"
+    "[the context is full: /new starts a new chat, /undo removes the last question, /context drop_turns leaves the oldest turns "
+    "out, /context shift lets answers continue]"
 )
 
 

@@ -1,4 +1,4 @@
-"""Where the `windlass` script begins. Imports nothing before ctrl-C is taken for what it is: the imports take a while."""
+"""Entry point of the `windlass` script. Imports nothing before ctrl-C is handled, because the imports take a while."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command that the process was given, and end it."""
+    """Run the command of the process's arguments, then exit."""
     try:
         from windlass.engine.process_setup import gc_paused_imports
 

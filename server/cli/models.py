@@ -1,4 +1,4 @@
-"""`windlass models` and `windlass pull`: the models that are known by a name, and those that are on this machine."""
+"""`windlass models` and `windlass pull`: the models with a short name, and those on this machine."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from windlass.server.startup.model_files import bundled_model, cache_directory, 
 class ListedModel:
     """A model that `windlass serve NAME` takes.
 
-    here: whether that needs no download. size: bytes on disk, or what would be downloaded. licence: None where this
-    machine does not tell. where: the file or directory, None where there is none yet.
+    here: whether no download is needed. size: bytes on disk, or of the download. licence: None if unknown. where: the file or
+    directory, None if it is not downloaded.
     """
 
     name: str
@@ -42,7 +42,7 @@ class ListedModel:
 
 
 def pull_named(name: str) -> None:
-    """Have a model of the catalogue here, and whole. Raises LoadError, one line."""
+    """Download and verify a model of the catalogue. Raises LoadError."""
     model = KNOWN.get(name)
     if model is None:
         raise LoadError(
@@ -50,16 +50,16 @@ def pull_named(name: str) -> None:
             "of the Hugging Face hub is downloaded by `windlass serve`"
         )
     if model.file is None:
-        print_status(f"{name} came with this installation: {bundled_model()}")
+        print_status(f"{name} is part of this installation: {bundled_model()}")
     elif is_downloaded(model):
         verify_checksum(model)
-        print_status(f"{name} is here already, and whole: {model_file(model)}")
+        print_status(f"{name} is already downloaded and complete: {model_file(model)}")
     else:
         pull(model)
 
 
 def list_models(as_json: bool) -> None:
-    """Write what is known and what is here to standard output."""
+    """Print the models with a short name and those on this machine."""
     listed = [*(_list_catalog(model) for model in KNOWN.values()), *_list_hub_cache()]
     if as_json:
         print(json.dumps({"models": [asdict(model) for model in listed], "cache": str(cache_folder())}))
@@ -72,7 +72,7 @@ def list_models(as_json: bool) -> None:
     missing = [model.name for model in listed if not model.here]
     if missing:
         print_status(
-            f"`windlass pull {missing[0]}` gets what is not here; `windlass serve` and `windlass chat` do so by themselves"
+            f"`windlass pull {missing[0]}` downloads a missing model; `windlass serve` and `windlass chat` do so too"
         )
 
 
@@ -100,7 +100,7 @@ def _list_catalog(model: KnownModel) -> ListedModel:
 
 
 def _list_hub_cache() -> list[ListedModel]:
-    """What the Hugging Face cache holds whole and the decoder can run."""
+    """Complete models of the Hugging Face cache that the decoder can run."""
     candidates: list[tuple[str, Path, list[Path], Callable[[Sequence[Path]], str]]] = [
         *((name, snapshot, [snapshot], _describe) for name, snapshot in cached_repositories()),
         *((name, files[0], files, _describe_gguf) for name, files in cached_ggufs()),
@@ -109,7 +109,7 @@ def _list_hub_cache() -> list[ListedModel]:
     for name, where, paths, describe in sorted(candidates, key=lambda place: place[0]):
         try:
             about = describe(paths)
-        except (EngineError, OSError, ValueError):  # another kind of model: not for this server
+        except (EngineError, OSError, ValueError):  # a model that this server cannot run
             continue
         found.append(
             ListedModel(

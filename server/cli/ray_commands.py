@@ -1,4 +1,4 @@
-"""`windlass ray`: deployments on a Ray cluster. Ray itself is an extra, looked for when a command runs."""
+"""`windlass ray`: deployments on a Ray cluster. Ray is an extra and imported when a command runs."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def deploy(
     log_level: LogLevel = "warning",
     help_all: Annotated[bool, help_all_option()] = False,
 ) -> None:
-    """Deploy a model, or update the deployment of that name; returns once it serves."""
+    """Deploy a model, or update the deployment of the same name, and wait until it serves."""
     _deploying().deploy(model, engine, server, cluster, log_level)
 
 
 @app.command()
 def delete(
-    name: Annotated[str, typer.Option("--name", help="Of the deployment.")] = "windlass",
+    name: Annotated[str, typer.Option("--name", help="Name of the deployment.")] = "windlass",
     address: Annotated[
         str | None,
-        variable_option("--address", panel=Panel.CLUSTER, metavar="HOST:PORT", help="Where the Ray cluster is."),
+        variable_option("--address", panel=Panel.CLUSTER, metavar="HOST:PORT", help="Address of the Ray cluster."),
     ] = None,
 ) -> None:
-    """Take a deployment away, after the requests that it has."""
+    """Delete a deployment after its running requests have finished."""
     _deploying().delete(name, address)
 
 

@@ -106,7 +106,7 @@ class RecordedWorkload:
 
 
 def read_recording(path: Path) -> RecordedWorkload:
-    """Raises CommandError, which names the file and the line at fault. A last line that was cut off is left out and said."""
+    """Raises CommandError, which names the file and the line at fault. A truncated last line is skipped with a notice."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -144,7 +144,7 @@ def _read(line: str, path: Path, number: int) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CommandError(f"{path}, line {number} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise CommandError(f"{path}, line {number} is no object")
+        raise CommandError(f"{path}, line {number} is not an object")
     return found
 
 
@@ -204,7 +204,7 @@ def make_replay_request(recorded: RecordedLine, ordinary: Sequence[int]) -> Repl
 
 
 def _limits_of_incomplete(recorded: RecordedLine, body: dict[str, Any]) -> dict[str, Any]:
-    """The limits of one that did not end well: whoever left was not given more, and nobody asked for the rest."""
+    """The limits of a request that did not finish: the client received no more than this."""
     if recorded.ended_well:
         return {}
     most = max(1, recorded.tokens)
@@ -261,7 +261,7 @@ def _synthetic(recorded: RecordedLine, ordinary: Sequence[int]) -> dict[str, Any
     return {**recorded.fields, **fixed, "prompt": prompts[0] if len(prompts) == 1 else prompts}
 
 
-# An answer that is no stream comes when it is complete, and a recorded one may have taken hours.
+# A response that is not streamed arrives when it is complete, and a recorded one may have taken hours.
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 
 _SHOWN = 200  # characters of an error
@@ -269,7 +269,7 @@ _SHOWN = 200  # characters of an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPace:
-    """speed: 2 sends in half the time; None: each as soon as there is room. concurrent: requests in flight at most."""
+    """speed: 2 sends in half the time; None: without waiting for recorded times. concurrent: most requests in flight."""
 
     speed: float | None = 1.0
     concurrent: int = 1024
@@ -277,7 +277,7 @@ class ReplayPace:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What came of one request. error: why there is no answer. late: seconds that it was sent after its time."""
+    """Outcome of one request. error: reason if there is no answer. late: delay of sending, in seconds."""
 
     replayed_request: ReplayRequest
     digests: tuple[str, ...] = ()
@@ -405,7 +405,7 @@ async def _send(http: httpx.AsyncClient, replayed_request: ReplayRequest) -> Rep
             else:
                 payload = json.loads(await response.aread())
                 if not isinstance(payload, dict):
-                    raise ValueError(f"the answer is no object (HTTP {response.status_code})")
+                    raise ValueError(f"the answer is not an object (HTTP {response.status_code})")
                 read.add_payload(payload)
     except httpx.HTTPError as error:
         return ReplayResult(replayed_request, error=f"{type(error).__name__}: {error}"[:_SHOWN])
@@ -420,13 +420,13 @@ async def _send(http: httpx.AsyncClient, replayed_request: ReplayRequest) -> Rep
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """What an answer of another status says, whoever sent it: a proxy, or another server, has its own form."""
+    """The message of an error response. Proxies and other servers have formats of their own."""
     try:
         payload = json.loads(body)
     except (ValueError, RecursionError):
         payload = None
-    said = _reason(payload) if isinstance(payload, dict) else body.decode("utf-8", "replace")
-    return f"HTTP {status}: {' '.join(said.split())}".removesuffix(": ")
+    reason = _reason(payload) if isinstance(payload, dict) else body.decode("utf-8", "replace")
+    return f"HTTP {status}: {' '.join(reason.split())}".removesuffix(": ")
 
 
 def _reason(payload: dict[str, Any]) -> str:
@@ -510,7 +510,7 @@ def report_lines(recording: RecordedWorkload, replayed: ReplayRun) -> Iterator[s
     if different and now and then and now != then:
         yield f"this server computes with another model or other settings: it is {now}, the recorded one was {then}"
     elif different and not recording.head.deterministic:
-        yield "the recorded server ran without --deterministic: answers may depend on what ran beside them"
+        yield "the recorded server ran without --deterministic: answers may depend on other requests"
 
 
 def _difference(each: ReplayResult) -> str:
@@ -574,7 +574,7 @@ def replay_locally(
     file: Path, model: str | None, options: EngineOptions, sampling: SamplingOptions, pace: ReplayPace, as_json: bool
 ) -> int:
     """Repeat the recording on a managed server. Returns the exit code. Raises CommandError and EngineError."""
-    options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
+    options.to_config(Path())  # report bad options before anything is downloaded
     sampling.check()
     recording = read_recording(file)
     with managed_server(model, options, sampling) as server:
@@ -587,7 +587,7 @@ def _finish(recording: RecordedWorkload, client: Client, api_key: str | None, pa
     url = client.base_url
     try:
         with client:
-            client.models()  # a wrong address or key is told once, not by every request
+            client.models()  # report a wrong address or key once, not for every request
             replayed, stopped_by = _run(recording, client, url, api_key, pace)
     except APIError as error:
         raise CommandError(f"{url}: {with_key_hint(error)}") from error

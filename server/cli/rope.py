@@ -478,7 +478,7 @@ def inspect(
 
         require_matplotlib()
         check_outputs({"--png": png})
-    wanted = _parse_scaling(scaling)  # reports errors before a model is looked up or downloaded
+    wanted = _parse_scaling(scaling)  # reports errors before a model is downloaded
     name, path = choose_model(model)
     result = inspect_scaling(path, wanted, length, model or name)
     if as_json:

@@ -1,4 +1,4 @@
-"""`windlass size`: what a model takes of memory, before it is loaded."""
+"""`windlass size`: memory needs of a model before it is loaded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from windlass.server.startup.model_files import choose_model, described_model, w
 
 
 def print_size(model: str | None, engine: EngineOptions, replicas: int, free: int | None, as_json: bool) -> None:
-    """Count and print it. free: bytes to count with, None for what is free now.
+    """Print the memory needs. free: available bytes, None for the memory that is free now.
 
-    Raises LoadError, after all is printed, where the model does not fit: as its start would.
+    Raises LoadError after printing if the model does not fit.
     """
-    engine.to_config(Path())  # options at fault are reported before anything is looked up
+    engine.to_config(Path())  # report bad options before anything is downloaded
     described = described_model(model)
     name, path = (model or "", described) if described is not None else choose_model(model)
     config = replace(with_draft_model(engine).to_config(path), replicas=replicas)
@@ -35,10 +35,10 @@ def print_size(model: str | None, engine: EngineOptions, replicas: int, free: in
 
 def _lines(name: str, sized: ModelSize, block_size: int, replicas: int) -> list[str]:
     free = "unknown" if sized.free is None else size(sized.free)
-    said = " (from config.json: there are no weights here)" if sized.from_config else ""
+    origin = " (from config.json: the weights are not on this machine)" if sized.from_config else ""
     lines = [
         f"{name}: {sized.architecture}, {count(sized.num_parameters)} parameters in {sized.num_layers} layers, "
-        f"{sized.dtype}, weights {sized.stored}{said}",
+        f"{sized.dtype}, weights {sized.stored}{origin}",
         f"  free      {free}",
     ]
     if sized.draft_bytes:
@@ -59,7 +59,7 @@ def _lines(name: str, sized: ModelSize, block_size: int, replicas: int) -> list[
 
 
 def _table(option: str, takes: str, choices: tuple[Alternative, ...], length: int) -> list[str]:
-    """A row for each choice; the one that is asked for has a star. length: tokens of a stream."""
+    """A row for each choice; the selected one has a star. length: tokens of a stream."""
     rows = [(option, "stored as", takes, "tokens that fit", f"streams of {length:,}")]
     for choice in choices:
         star = " *" if choice.chosen else ""

@@ -30,7 +30,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSnapshot:
-    """What a server said at one moment. at: seconds on the monotonic clock. state: in the words of its /health."""
+    """Metrics of a server at one moment. at: seconds on the monotonic clock. state: as in its /health."""
 
     at: float
     state: str
@@ -54,9 +54,9 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalStats:
-    """Of the time between two looks, `seconds` apart; rates are a second. None: the server says nothing of it.
+    """Statistics of an interval of `seconds`; rates are per second. None: not reported by the server.
 
-    prefix_hits: share of the prompt tokens looked up that were found. Latencies: seconds at each of QUANTILES, None where
+    prefix_hits: share of the queried prompt tokens that were cached. Latencies: seconds at each of QUANTILES, None where
     nothing was observed in this time.
     """
 
@@ -81,7 +81,7 @@ class IntervalStats:
 
 
 def interval_stats(before: MetricsSnapshot, after: MetricsSnapshot) -> IntervalStats:
-    """before, after: two looks at one server, in this order."""
+    """Statistics between two snapshots of one server."""
     seconds = max(after.at - before.at, 1e-9)
     first, last = before.metrics, after.metrics
 
@@ -184,7 +184,7 @@ class Keys:
         self._on = on
 
     def wait(self, wanted: str, seconds: float) -> bool:
-        """Whether one of these characters was typed within so many seconds. Others are dropped."""
+        """Whether one of these characters was typed within the given seconds. Other characters are ignored."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if not self._on:
@@ -357,14 +357,14 @@ class NotWindlassError(ValueError):
 
 
 class MetricsWatcher:
-    """One server, looked at again and again. Making it looks for the first time."""
+    """Repeated snapshots of one server. The constructor takes the first."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._before = self._take_snapshot()
 
     def next(self) -> IntervalStats:
-        """What has happened since the last look that succeeded. Raises APIError."""
+        """Statistics since the last successful snapshot. Raises APIError."""
         before, self._before = self._before, self._take_snapshot()
         return interval_stats(before, self._before)
 
@@ -402,7 +402,7 @@ def watch(url: str, api_key: str | None, interval: float, *, once: bool, as_json
 
 
 def _write(watched: MetricsWatcher, url: str, interval: float, *, once: bool, as_json: bool) -> None:
-    """A server that falls silent is said once and asked again, unless once is all that is wanted."""
+    """Print intervals as plain text. An unreachable server is reported once and queried again, unless `once` is set."""
     silent = False
     while True:
         time.sleep(interval)
@@ -431,7 +431,7 @@ def _object(found: IntervalStats) -> dict[str, object]:
 
 
 def _show(watched: MetricsWatcher, url: str, interval: float) -> None:
-    """A server that falls silent is asked again: it may be starting anew, and the person may leave."""
+    """Show intervals on a terminal. An unreachable server is queried again: it may be restarting."""
     with typed_keys() as keys, Live(screen(None, url), console=Console(), screen=True, auto_refresh=False) as live:
         found: IntervalStats | None = None
         while not keys.wait("qQ\x1b\x04", interval):

@@ -62,11 +62,11 @@ def test_what_was_said_is_sent_along_taken_back_asked_again_and_forgotten(server
     assert second == answer(server, *both) != answer(server, ("user", dog))
     assert read(terminal.ask("/retry")) == second
     terminal.ask("/undo", r"taken back: What does dog mean\?\n")
-    terminal.ask("/system Be brief.", r"the model is told: Be brief\.\n")
+    terminal.ask("/system Be brief.", r"system message: Be brief\.\n")
     third = read(terminal.ask(dog))
     assert third == answer(server, ("system", "Be brief."), *both) != second
     terminal.ask("/new", r"forgotten.*\n")
-    terminal.ask("/system off", r"the model is told: nothing of ours\n")
+    terminal.ask("/system off", r"system message: none\n")
     assert read(terminal.ask(dog)) == answer(server, ("user", dog))
     terminal.wait_prompt()
     terminal.type(CTRL_D)
@@ -108,10 +108,10 @@ def test_commands_that_fail_say_why_in_one_line_and_change_nothing(server, termi
         ("/rope linear x", r"factor should be a number"),
         ("/rope bogus", r"neither a kind of scaling .* nor a profile"),
         ("/rope yarm", r"neither a kind of scaling .* nor a profile here \(did you mean 'yarn'\?\)"),
-        ("/rope yarm 4", r"'yarm' is no kind of scaling \(did you mean 'yarn'\?\)"),
-        ('/rope {"rope_type": "yarm"}', r"'yarm' is no kind of scaling \(did you mean 'yarn'\?\)"),
-        ("/rope {", r"no JSON"),
-        ("/params temprature=1", r"'temprature' is no field that a chat can set \(did you mean 'temperature'\?\)"),
+        ("/rope yarm 4", r"'yarm' is not a kind of scaling \(did you mean 'yarn'\?\)"),
+        ('/rope {"rope_type": "yarm"}', r"'yarm' is not a kind of scaling \(did you mean 'yarn'\?\)"),
+        ("/rope {", r"not valid JSON"),
+        ("/params temprature=1", r"'temprature' is not a field that a chat can set \(did you mean 'temperature'\?\)"),
         ("/params wings=2", r"a chat can set: those are add_generation_prompt, .*, temperature, .*, xtc_threshold"),
         ("/params temperature", r"write name=value"),
         ("/params temperature=hot", r"temperature should be a valid number"),
@@ -120,8 +120,8 @@ def test_commands_that_fail_say_why_in_one_line_and_change_nothing(server, termi
         ("/context window=wide", r"attention_window should be a valid integer"),
         ("/context roll", r"'roll' says nothing of a context: write stop, error, shift, drop_turns, keep=NUMBER"),
         ("/context shift bytes=3", r"'bytes=3' says nothing"),
-        ("/undo", r"nothing was said yet"),
-        ("/retry", r"nothing was said yet"),
+        ("/undo", r"there is no question yet"),
+        ("/retry", r"there is no question yet"),
     ):
         said = terminal.ask(line, ".*\n")
         assert re.fullmatch(f"error: .*{reason}.*\n", said) and "docs/" not in said, line
@@ -283,7 +283,7 @@ def test_a_server_of_its_own_with_the_options_and_what_a_full_context_means():
         below = family(terminal.process.pid)
         assert len(below) >= 2
         terminal.ask("/params ignore_eos=true", "ignore_eos=true\n")
-        full = r"\[the context is full: /new begins anew, .*/context drop_turns .*\]\n"
+        full = r"\[the context is full: /new starts a new chat, .*/context drop_turns .*\]\n"
         terminal.ask("What does horse mean?", rf" 64 of 64 of the context\]\n{full}")
         terminal.ask("What does horse mean?", rf"error: .*64 tokens.*\n{full}")
         terminal.ask("/params truncate_prompt_tokens=30 max_tokens=4", "max_tokens=4\n")

@@ -56,7 +56,7 @@ def test_pull_and_what_is_listed_before_and_after(toy, capsys):
     assert after["toy"] | {"here": True, "where": str(file), "size": len(CONTENT)} == after["toy"]
 
     assert cli.run(["pull", "toy"]) == 0
-    assert "here already, and whole" in capsys.readouterr().err
+    assert "already downloaded and complete" in capsys.readouterr().err
     file.write_bytes(bytes(len(CONTENT)))
     assert cli.run(["pull", "toy"]) == 2
     error = capsys.readouterr().err

