@@ -146,6 +146,9 @@ class OptionError(LoadError):
         super().__init__(f"`{option.name}` {problem}")
         self.option, self.problem = option, problem
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LoadError, (str(self),)  # an option has functions, which cannot be sent to another process
+
 
 def read_value(flag: str, kind: Kind, value: str) -> Any:
     """The value of an option that one command has. Raises LoadError."""

@@ -215,7 +215,7 @@ AFTER_GRACE_SECONDS = 4.0  # for the ingress to end its connections
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """For a Serve config: `args` are `model`, and options of `windlass ray deploy` with underscores. Raises LoadError."""
+    """The application of a Serve config: `args` are `model` and options of `windlass ray deploy`. Raises LoadError."""
     given = {name.replace("-", "_"): value for name, value in args.items()}
     model, level = given.pop("model", None), str(given.pop("log_level", "warning"))
     known = {name for kind in (EngineOptions, ServerOptions, ClusterOptions) for name in options_of(kind)}
@@ -231,11 +231,11 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     try:
         engine, server = EngineOptions(**of(EngineOptions)), ServerOptions(**of(ServerOptions))
         cluster = ClusterOptions(**{"listener": "proxy", **of(ClusterOptions)})
+        if cluster.listener != "proxy":
+            raise LoadError("`listener`: in a Serve config Ray's proxies listen; leave it out")
+        return application(model, engine, server, cluster, level)
     except LoadError as error:
         raise LoadError(with_keyword_names(str(error))) from None
-    if cluster.listener != "proxy":
-        raise LoadError("listener: in a Serve config Ray's proxies listen; leave it out")
-    return application(model, engine, server, cluster, level)
 
 
 def application(

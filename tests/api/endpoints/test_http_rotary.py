@@ -333,10 +333,10 @@ def test_profiles_that_do_not_suit_the_model() -> None:
     lists = {"rope_type": "longrope", "short_factor": [1] * 4, "long_factor": [1] * 4}
     profiles = {**PROFILES, "phi": RopeScaling.from_dict(lists)}
     check_profiles(PROFILES, ROTARY)
-    with pytest.raises(LoadError, match=r"^--rope-profile phi\.short_factor must hold 8 numbers"):
+    with pytest.raises(LoadError, match=r"^`rope_profile` phi\.short_factor must hold 8 numbers"):
         check_profiles(profiles, ROTARY)
     local = {"sliding_attention": {"rope_type": "default"}}
-    with pytest.raises(LoadError, match=r"^--rope-profile x\.sliding_attention: this model has no such"):
+    with pytest.raises(LoadError, match=r"^`rope_profile` x\.sliding_attention: this model has no such"):
         check_profiles({"x": RopeScaling.from_dict(local)}, ROTARY)
 
 

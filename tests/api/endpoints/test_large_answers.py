@@ -93,8 +93,8 @@ def test_the_bound_is_the_operators() -> None:
             "response_too_large"
         )
         assert live.stream("/v1/completions", {"prompt": "x", "max_tokens": 200, "logprobs": 1})[-1] == "[DONE]"
-        assert "max-response-bytes" in live.refuse("/tokenize", {"prompt": "hello " * 200})["message"]
-        assert "max-response-bytes" in live.refuse("/detokenize", {"tokens": [65] * 1000})["message"]
+        assert "at most 2000 at once" in live.refuse("/tokenize", {"prompt": "hello " * 200})["message"]
+        assert "at most 2000 at once" in live.refuse("/detokenize", {"tokens": [65] * 1000})["message"]
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
