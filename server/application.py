@@ -38,6 +38,7 @@ from windlass.server.app.auth import PUBLIC_PATHS, AuthMiddleware
 from windlass.server.app.middleware import (
     HeadMiddleware,
     LimitsMiddleware,
+    RequestIdMiddleware,
     RootPathMiddleware,
     allowed_methods,
     known_paths,
@@ -46,7 +47,6 @@ from windlass.server.app.state import ServerState
 from windlass.server.app.web_pages import DOCS_PATHS, UI_PATHS
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, error_response, internal_error, to_api_error
-from windlass.server.http.request_id import RequestIdMiddleware
 from windlass.server.openapi import openapi_document
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
-from windlass.server.http.request_id import request_id, set_request_id
+from windlass.server.observability.logging import request_id, set_request_id
 from windlass.server.schemas.completions import Completion, CompletionEvent, CompletionRequest
 from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
 from windlass.server.serving.deltas import Delta, TokenUsage

@@ -17,7 +17,7 @@ from windlass.server.api.field_names import FieldNames
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
 from windlass.server.errors import bad_request, response_too_large
-from windlass.server.http.request_id import request_id, set_request_id
+from windlass.server.observability.logging import request_id, set_request_id
 from windlass.server.schemas.base import INT32_MAX
 from windlass.server.schemas.completions import SAMPLERS, CompletionRequest, Infill, InfillEvent, InfillRequest
 from windlass.server.schemas.generation import SharedRequest

@@ -14,13 +14,12 @@ from starlette.requests import Request
 from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.app.adapter_registry import AdapterRegistry, ServedAdapter
-from windlass.server.app.auth import CallerCollector, Callers
+from windlass.server.app.auth import CALLER, CallerCollector, Callers
 from windlass.server.app.response_store import ResponseStore
 from windlass.server.config.api_keys import ApiKey
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, unavailable
-from windlass.server.http.event_loop_monitor import STALL_SECONDS
-from windlass.server.http.request_id import CALLER
+from windlass.server.observability.event_loop_monitor import STALL_SECONDS
 from windlass.server.observability.metrics import ServerMetrics
 from windlass.server.observability.recording import RecordingCollector, WorkloadRecorder
 from windlass.server.text.reasoning import ThinkingControl

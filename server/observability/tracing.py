@@ -14,7 +14,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass._version import __version__
-from windlass.server.http.request_id import CALLER_NAME, request_id
+from windlass.server.observability.logging import CALLER_NAME, request_id
 
 SPAN = "windlass.span"  # in a scope
 

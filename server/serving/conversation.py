@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from windlass.server.app.state import ServerState, caller_of
 from windlass.server.errors import ApiError, after_dropping_turns, bad_request
-from windlass.server.http.request_id import request_id, set_request_id
+from windlass.server.observability.logging import request_id, set_request_id
 from windlass.server.schemas.chat import ChatMessage, ChatRequest
 from windlass.server.serving.context_rules import resolve_context_size, retain_system_prompt
 from windlass.server.serving.generation import check_generation

@@ -18,7 +18,7 @@ from windlass.engine.interface.request import PoolingRule, SamplingParams
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
 from windlass.server.errors import ApiError, bad_request
-from windlass.server.http.request_id import request_id, set_request_id
+from windlass.server.observability.logging import request_id, set_request_id
 from windlass.server.schemas.pooling import MAX_INPUTS, PromptRequest
 from windlass.server.serving.job import PoolingJob, build_engine_request, check_pooling_request, scaling_hint
 from windlass.server.serving.observers import observe_request, pooling_observers

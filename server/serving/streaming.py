@@ -13,9 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from windlass.server.app.auth import CALLER
+from windlass.server.app.middleware import direct_send
 from windlass.server.app.state import ServerState, T
 from windlass.server.errors import ApiError, bad_request, error_body, internal_error, to_api_error
-from windlass.server.http.request_id import CALLER, direct_send, request_id
+from windlass.server.observability.logging import request_id
 
 SEND_SLICE_BYTES = 128 * 1024  # bytes handed to the server at once: it copies them, and the event loop waits meanwhile
 

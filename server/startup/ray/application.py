@@ -33,11 +33,12 @@ from windlass.engine.client.prefix_router import MIN_KEY_BLOCK_TOKENS
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_parsing import check_log_level
-from windlass.server.config.server_options import ClusterOptions, ConnectionOptions, ServerOptions
-from windlass.server.http.event_loop_monitor import EventLoopMonitor
-from windlass.server.http.listener import raise_file_limit
+from windlass.server.config.server_options import ClusterOptions, ServerOptions
+from windlass.server.http.connection_limits import ConnectionSettings, raise_file_limit
+from windlass.server.http.listener import listen_tcp
 from windlass.server.http.server import HttpServer
-from windlass.server.startup.launch import listen, make_app, make_server, prepare, read_template
+from windlass.server.observability.event_loop_monitor import EventLoopMonitor
+from windlass.server.startup.launch import make_app, prepare, read_template
 from windlass.server.startup.ray.client import RayClient
 from windlass.server.startup.ray.replica import EngineReplica, PrefixRequestRouter, scale_by_requests_and_cache
 from windlass.server.startup.ray.wire import DeploymentSpec, version_mismatch
@@ -67,7 +68,7 @@ class ListenerActor:
         if self._address == (host, port):
             return None
         try:
-            listener = listen(host, port)
+            listener = listen_tcp(host, port)
         except LoadError as error:
             return str(error)
         before, self._listener = self._listener, listener
@@ -173,11 +174,9 @@ class Ingress:
         self._serving: asyncio.Task[None] | None = None
         self._grace = settings.grace_seconds
         if start.listener_actor is not None:
-            bounds = ConnectionOptions().to_settings().capped_by_files(raise_file_limit())
+            limits = ConnectionSettings().capped_by_files(raise_file_limit())
             listener = await fetch_listener(start.listener_actor)
-            self._http = make_server(
-                self._app, listener, bounds, max_header_bytes=settings.max_header_bytes, access_log=False, tls=None
-            )
+            self._http = HttpServer(self._app, listener, limits, max_header_bytes=settings.max_header_bytes)
             self._serving = asyncio.get_running_loop().create_task(self._http.serve(), name="http")
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -14,7 +14,7 @@ from helpers.live_server import Live, live_server
 from helpers.raw_client import Connect, connector, read_answer, request, until_closed
 
 from windlass.server.config.api_keys import ApiKey
-from windlass.server.http.connections import MANY_CHUNKS, MAX_DISCARDED_CHUNKS, PIECES_PER_TURN, TINY_CHUNK
+from windlass.server.http.connection_limits import MANY_CHUNKS, MAX_DISCARDED_CHUNKS, PIECES_PER_TURN, TINY_CHUNK
 
 TINY = b"1\r\nx\r\n"
 

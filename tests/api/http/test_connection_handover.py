@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from windlass.server.config.settings import ConnectionSettings
+from windlass.server.http.connection_limits import ConnectionSettings
 from windlass.server.http.server import HttpServer
 
 

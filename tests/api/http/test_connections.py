@@ -24,9 +24,8 @@ from helpers.raw_client import (
     wait_for,
 )
 
-from windlass.server.config.settings import ConnectionSettings, client_network
-from windlass.server.http.connections import ConnectionRegistry
-from windlass.server.http.logs import LOG_INTERVAL_SECONDS, RateLimitedLogger
+from windlass.server.http.connection_limits import ConnectionRegistry, ConnectionSettings, client_network
+from windlass.server.observability.logging import LOG_INTERVAL_SECONDS, RateLimitedLogger
 
 HEALTH = request("/health")
 LONG = {"prompt": "a", "max_tokens": 50_000_000, "ignore_eos": True}
@@ -283,7 +282,7 @@ def test_a_line_is_said_once_a_minute_with_a_count(caplog):
     said.log("it happened")
     assert [record.getMessage() for record in caplog.records] == [
         "it happened",
-        "it happened (1000 times since this was said last)",
+        "it happened (1000 times since the last such message)",
     ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from windlass.server.http.event_loop_monitor import EventLoopMonitor
+from windlass.server.observability.event_loop_monitor import EventLoopMonitor
 
 pytestmark = pytest.mark.anyio
 
@@ -35,7 +35,7 @@ async def test_a_stall_is_logged_while_it_lasts_and_observed(caplog: pytest.LogC
         watch.stop()
     hold_up(1.0, lambda: bool(caplog.records))
     stalled = [record for record in caplog.records if "hold_up" in record.message]
-    assert len(stalled) == 1 and "has stood still" in stalled[0].message and "test_loop_watch.py" in stalled[0].message
+    assert len(stalled) == 1 and "has been blocked" in stalled[0].message and "test_loop_watch.py" in stalled[0].message
     async with asyncio.timeout(30):
         while not any("runs again after" in record.message for record in caplog.records):
             await asyncio.sleep(0.05)
@@ -57,5 +57,5 @@ async def test_stalls_that_follow_soon_are_not_logged_again(caplog: pytest.LogCa
             while sum(seconds > 0.1 for seconds in late) < count:
                 await asyncio.sleep(0.02)
     watch.stop()
-    assert sum("has stood still" in record.message for record in caplog.records) == 1
+    assert sum("has been blocked" in record.message for record in caplog.records) == 1
     assert sum("runs again" in record.message for record in caplog.records) <= 1

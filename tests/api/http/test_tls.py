@@ -17,7 +17,7 @@ from helpers.live_server import Live, live_server
 from helpers.raw_client import wait_for
 
 from windlass.engine.errors import LoadError
-from windlass.server.config.settings import ConnectionSettings
+from windlass.server.http.connection_limits import ConnectionSettings
 from windlass.server.http.listener import READ_BYTES, make_tls_context
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
@@ -177,8 +177,8 @@ def test_files_that_do_not_fit_are_named(files: Files, tmp_path: Path) -> None:
         ((files.cert, files.other), "--ssl-keyfile"),
         ((files.cert, None), "--ssl-keyfile"),
         ((nonsense, files.key), "--ssl-certfile"),
-        ((tmp_path / "none.pem", files.key), "--ssl-certfile .* is no file"),
-        ((files.cert, tmp_path), "--ssl-keyfile .* is no file"),
+        ((tmp_path / "none.pem", files.key), "--ssl-certfile .* is not a file"),
+        ((files.cert, tmp_path), "--ssl-keyfile .* is not a file"),
         ((files.cert, files.key, None, nonsense), "--ssl-ca-certs"),
     ):
         with pytest.raises(LoadError, match=named) as caught:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from windlass.server.http.logs import is_not_lost_write_warning
+from windlass.server.observability.logging import is_not_lost_write_warning
 
 
 @pytest.fixture

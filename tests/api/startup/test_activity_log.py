@@ -15,9 +15,8 @@ from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.interface.outputs import EngineStats
 from windlass.engine.rotary.rope_scaling import RopeScaling, apply_scaling
 from windlass.server.observability.metrics import ServerMetrics
-from windlass.server.startup import launch
-from windlass.server.startup.display import summary
-from windlass.server.startup.launch import activity_line
+from windlass.server.startup import display
+from windlass.server.startup.display import activity_line, report_activity, summary
 
 BEFORE = EngineStats(
     num_steps=10, prompt_tokens=1_000, generation_tokens=50, prefix_cache_queries=900, prefix_cache_hits=9
@@ -40,7 +39,7 @@ def test_the_line_has_what_happened_between_two_snapshots():
     )
     more = replace(after, spec_decode_num_draft_tokens=40, spec_decode_num_accepted_tokens=30, num_preemptions=2)
     line = activity_line(BEFORE, more, 10.0)
-    assert line is not None and line.endswith("; 75% of proposals kept; 2 preempted")
+    assert line is not None and line.endswith("; 75% of proposals accepted; 2 preempted")
 
 
 def test_nothing_is_said_while_nothing_runs():
@@ -57,10 +56,10 @@ def test_an_engine_that_was_started_again_counts_from_nothing(monkeypatch):
         async def refresh(self) -> EngineStats | None:
             return given.pop(0) if given else None
 
-    monkeypatch.setattr(launch, "print_status", lines.append)
+    monkeypatch.setattr(display, "print_status", lines.append)
 
     async def main() -> None:
-        task = asyncio.create_task(launch.report_activity(Metrics(), 0.01))  # type: ignore[arg-type]
+        task = asyncio.create_task(report_activity(Metrics(), 0.01))  # type: ignore[arg-type]
         while given:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.02)

@@ -241,7 +241,7 @@ def test_options_that_would_refuse_every_request_are_no_start(options, named, tm
     engine, model = EngineOptions(rope_scaling='{"rope_type": "rerope"}'), make_model("llama", tmp_path)
     check_model(engine, model, ServerOptions())
     check_model(EngineOptions(), model, ServerOptions(**options))
-    with pytest.raises(LoadError, match=f"{named} and rope_type 'rerope' both say where keys stand"):
+    with pytest.raises(LoadError, match=f"{named} and rope_type 'rerope' both define positions of keys"):
         check_model(engine, model, ServerOptions(**options))
 
 
@@ -336,7 +336,7 @@ def test_named_keys_are_read_again_on_sighup(model, tmp_path):
         )
         keys.write_text('[alice]\nkey = "sec')  # half written
         server.process.send_signal(signal.SIGHUP)
-        server.wait_line("is no TOML.*the callers stay as they were")
+        server.wait_line("is no TOML.*the callers are unchanged")
         assert (status("first"), status("second")) == (200, 401)
         keys.write_text('[alice]\nkey = "second"\n')
         server.process.send_signal(signal.SIGHUP)

@@ -204,7 +204,7 @@ OPTIONS = {
         ("--attention-window", "600"),
         ("--attention-window and --attention-sinks are 600", "may be at most 480"),
     ),
-    "sinks alone": (("--attention-sinks", "4"), ("--attention-sinks goes with --attention-window",)),
+    "sinks alone": (("--attention-sinks", "4"), ("--attention-sinks requires --attention-window",)),
     "kept": (
         ("--context-overflow", "shift", "--keep-tokens", "100000"),
         ("--keep-tokens must lie between 0 and 480",),

@@ -47,8 +47,8 @@ def test_a_stale_socket_is_replaced_and_a_living_one_is_not(tmp_path):
 def test_paths_that_cannot_be_had(tmp_path):
     (tmp_path / "file").write_text("x")
     for path, said in (
-        (tmp_path / "file", "is no socket"),
-        (tmp_path, "is no socket"),
+        (tmp_path / "file", "is not a socket"),
+        (tmp_path, "is not a socket"),
         (tmp_path / "none" / "socket", "cannot listen on --uds"),
         (tmp_path / ("x" * 200), "cannot listen on --uds"),
     ):

@@ -40,7 +40,7 @@ def test_work_that_the_end_overtakes_fails() -> None:
         loop.end(nothing())
         for thread in threads:
             thread.join(10)
-        assert ended == ["this model was closed: make another LLM"] * 4
+        assert ended == ["this model was closed: create another LLM"] * 4
         loop.close()
         with pytest.raises(EngineDeadError):
             loop.run(nothing())

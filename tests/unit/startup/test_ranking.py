@@ -87,14 +87,14 @@ def test_a_head_of_one_class_takes_a_prompt_where_there_is_one(template: str, tm
 @pytest.mark.parametrize(
     ("model", "tokens", "given", "says"),
     [
-        (PLAIN, (), True, "say it with --rerank-tokens, such as no,yes"),
+        (PLAIN, (), True, "set --rerank-tokens, such as no,yes"),
         (PLAIN, ("a", "b", "c"), False, "one token or two, the refusal first: no,yes; got 3"),
         (PLAIN, (",",), False, "got 0"),
-        (JUDGE, ("no,yes",), False, "a Qwen3ForSequenceClassification goes on with no token"),
-        (HEADLESS, ("no,yes",), False, "a Qwen3Model goes on with no token"),
-        (SEVERAL, (), True, "without one class ranks no pairs"),
-        (TOKENS, (), True, "without one class ranks no pairs"),
-        (HEADLESS, (), True, "without one class ranks no pairs"),
+        (JUDGE, ("no,yes",), False, "a Qwen3ForSequenceClassification generates no tokens"),
+        (HEADLESS, ("no,yes",), False, "a Qwen3Model generates no tokens"),
+        (SEVERAL, (), True, "without exactly one class ranks no pairs"),
+        (TOKENS, (), True, "without exactly one class ranks no pairs"),
+        (HEADLESS, (), True, "without exactly one class ranks no pairs"),
         (ENCODER, (), True, "joined by the tokenizer of this model"),
     ],
 )
