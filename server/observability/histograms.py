@@ -11,16 +11,16 @@ from prometheus_client.registry import Collector
 
 
 class HistogramObserver(Protocol):
-    """What takes observations."""
+    """An object that records observations."""
 
     def observe(self, value: float, count: int = 1) -> None: ...
 
 
 class Histogram(Collector):
-    """Counts observations by buckets.
+    """Counts of observations by bucket.
 
-    name: as it is printed. labels: the same for all of it. longest: the bound past which buckets are printed as one, asked
-    at each scrape; None: all of them are printed.
+    name: of the metric. labels: of all its samples. longest: called at each scrape, returns the bound above which buckets are
+    combined; None: all are printed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Histogram(Collector):
 
 
 class FanOutObserver:
-    """Gives each observation to several histograms."""
+    """Passes each observation to several histograms."""
 
     def __init__(self, *observers: HistogramObserver) -> None:
         self._observers = observers
@@ -70,7 +70,7 @@ def histogram_family(
     total: float,
     longest: float | None = None,
 ) -> HistogramMetricFamily:
-    """A histogram as it is printed. counts: by bucket, with one more for what is past all bounds; total: sum of the values."""
+    """A histogram as a metric family. counts: by bucket, and one more above all bounds; total: sum of the values."""
     found = HistogramMetricFamily(name, text, labels=list(labels))
     so_far = 0
     buckets = []

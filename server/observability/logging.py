@@ -49,7 +49,7 @@ def log_to_stderr(level: str, log_format: str) -> None:
 def is_not_lost_write_warning(record: logging.LogRecord) -> bool:
     """Filter of asyncio's logger, which warns at each further write to a closed connection.
 
-    That is no error, and a crowd of clients that leave would fill the log.
+    That is normal, and a crowd of clients that disconnect would fill the log.
     """
     return record.msg != "socket.send() raised exception."
 

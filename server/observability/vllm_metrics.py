@@ -1,4 +1,4 @@
-"""Metrics under the names, labels and buckets of vLLM."""
+"""Metrics with the names, labels and buckets of vLLM."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _GAUGES = {
 
 _COUNTERS = {
     "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks."),
-    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens searched in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "gpu_prefix_cache_queries": ("prefix_cache_queries", "The same under its older name."),
     "gpu_prefix_cache_hits": ("prefix_cache_hits", "The same under its older name."),
@@ -62,18 +62,17 @@ _COUNTERS = {
     "generation_tokens": ("generation_tokens", "Tokens generated."),
     "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
     "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
-    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that stood."),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted."),
 }
 
 _REASONS = ("stop", "length", "abort", "error")
 
 
 class VllmMetrics(Collector):
-    """`vllm:` metrics of one app. model_name: the label that tells models apart; the engines are "0" and so on.
+    """`vllm:` metrics of one app. Engines are labelled "0" and so on; observations of the server have "all" if there are several.
 
-    What the server itself observes, and not the engine, has the engine "all" where there are several.
-
-    max_adapters: how many may be loaded at once, 0 where none can be. adapters: the names of those that requests run with.
+    model_name: label of the model. max_adapters: that may be loaded at once, 0 without adapters. adapters: returns the names of
+    adapters with running requests.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class VllmMetrics(Collector):
     def finished(
         self, reason: str, *, prompt_tokens: int, generation_tokens: int, max_tokens: int, decode_seconds: float
     ) -> None:
-        """Count an output that ended. decode_seconds: between its first token and its last."""
+        """Count a completed output. decode_seconds: between its first token and its last."""
         self.count_finished(reason)
         self._prompt_tokens.observe(prompt_tokens)
         self._generation_tokens.observe(generation_tokens)
@@ -139,11 +138,11 @@ class VllmMetrics(Collector):
             self.per_output_token.observe(decode_seconds / (generation_tokens - 1))
 
     def count_finished(self, reason: str) -> None:
-        """Count an end that is not described further: one of `stop`, `length`, `abort` and `error`."""
+        """Count an end without further data: one of `stop`, `length`, `abort` and `error`."""
         self._finished[reason if reason in _REASONS else "error"] += 1
 
     def observe_prompt_finished(self, samples: int, longest_output: int) -> None:
-        """Count a prompt all of whose outputs ended; longest_output: of the longest of them."""
+        """Count a prompt whose outputs have all ended; longest_output: tokens of the longest one."""
         self._n.observe(samples)
         self._longest_output.observe(longest_output)
 
@@ -184,7 +183,7 @@ class VllmMetrics(Collector):
         yield from each[:1]
 
     def _lora_requests(self) -> Metric:
-        # The server does not know which of its requests wait in the engine: all of them count as running.
+        # The server does not know which requests wait in the engine: all count as running.
         labels = {
             "max_lora": str(self._max_adapters),
             "running_lora_adapters": ",".join(self._adapters()),

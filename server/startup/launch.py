@@ -82,7 +82,7 @@ def serve(
     with record_signal(None if server.api_keys is None else signal.SIGHUP) as sighup_received:
         level = check_log_level(log_level)
         log_to_stderr(level, check_choice("--log-format", server.log_format, LOG_FORMATS))
-        # Options at fault are reported before anything is looked up, downloaded or started.
+        # Options at fault are reported before anything is downloaded or started.
         server.to_settings("model", engine)
         template, tls = read_template(server), _tls_context(server)
         engine.to_config(Path())

@@ -286,7 +286,9 @@ def test_what_cannot_be_deployed_is_one_line(cluster: RayCluster, deployed: RayC
         assert "--replicas must be a number" in refusal(cluster.windlass("deploy", "demo", "--replicas", wrong))
     assert "no deployment has this name" in refusal(cluster.windlass("delete", "--name", "other"))
     assert refusal(cluster.windlass("deploy", tmp_path / "nothing"))
-    assert "applies only to a server without Ray" in refusal(cluster.windlass("deploy", "demo", "--uds", tmp_path / "socket"))
+    assert "applies only to a server without Ray" in refusal(
+        cluster.windlass("deploy", "demo", "--uds", tmp_path / "socket")
+    )
     assert httpx.get(f"{cluster.url}/health").json()["status"] == "ready"  # what was there is there
 
 

@@ -151,7 +151,7 @@ async def fetch_listener(listener_actor: str) -> socket.socket:
         actor: Any = await asyncio.to_thread(ray.get_actor, listener_actor, namespace=NAMESPACE)
         return await asyncio.to_thread(_fetch, await actor.path.remote())
     except (ValueError, OSError, ray.exceptions.RayError) as error:
-        raise RuntimeError(f"there is no listener for this deployment ({error}): deploy it again") from None
+        raise RuntimeError(f"the listener of this deployment does not exist ({error}): deploy it again") from None
 
 
 def listener_actor_name(name: str) -> str:

@@ -187,7 +187,7 @@ class _Incoming(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's, which Ray uses, is no subclass of it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's, which Ray uses, does not inherit from it
         self._timer = asyncio.get_running_loop().call_later(SECRET_SECONDS, self.abort)
         self._receiver.connections.add(self)
 

