@@ -209,34 +209,27 @@ class CallerCollector(Collector):
         yield from (requests, tokens, refused)
 
 
-class KeyFileReloader:
-    """Reads the key file again at SIGHUP.
+def reload_keys_on_sighup(
+    path: Path, plain: tuple[str, ...], callers: Callers, sighup_received: Callable[[], bool]
+) -> None:
+    """Read the key file again at each SIGHUP. Call it on the event loop.
 
-    path: None for no file. plain: keys without names, which remain valid next to those of the file. signal_received: whether
-    the signal arrived before `reload_on_signal`, after the file was read first.
+    plain: keys without names, which remain valid next to those of the file. sighup_received: whether the signal arrived
+    earlier, after the file was read first.
     """
 
-    def __init__(
-        self, path: Path | None, plain: tuple[str, ...], callers: Callers, signal_received: Callable[[], bool]
-    ) -> None:
-        self._path, self._plain, self._callers, self._signal_received = path, plain, callers, signal_received
-
-    def reload_on_signal(self) -> None:
-        """Install the signal handler on the running event loop."""
-        if self._path is None:
-            return
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload, self._path)
-        if self._signal_received():
-            self._reload(self._path)
-
-    def _reload(self, path: Path) -> None:
+    def reload() -> None:
         try:
             named = read_key_file(path)
         except LoadError as error:
             _logger.error("%s; the callers are unchanged", error)
             return
-        self._callers.replace((*map(ApiKey.plain, self._plain), *named))
+        callers.replace((*map(ApiKey.plain, plain), *named))
         _logger.warning("--api-keys %s was read again: %d callers", path, len(named))
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    if sighup_received():
+        reload()
 
 
 class AuthMiddleware:

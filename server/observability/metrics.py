@@ -6,7 +6,6 @@ import asyncio
 import collections
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter
@@ -19,7 +18,14 @@ from windlass.engine.errors import EngineError
 from windlass.engine.interface.outputs import EngineStats
 from windlass.server.config.rope_profiles import DEFAULT_NAME
 from windlass.server.config.settings import MetricsNames
-from windlass.server.observability.histograms import FanOutObserver, Histogram, HistogramObserver
+from windlass.server.observability.metric_families import (
+    SHARED_COUNTERS,
+    SHARED_GAUGES,
+    FanOutObserver,
+    Histogram,
+    HistogramObserver,
+    stats_families,
+)
 from windlass.server.observability.vllm_metrics import VllmMetrics
 
 
@@ -88,28 +94,17 @@ _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 
 _LONG_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
 
-_GAUGES = {
-    "num_requests_running": ("num_running", "Sequences the engine is working on."),
-    "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
+_GAUGES = SHARED_GAUGES | {
     "kv_blocks": ("kv_blocks_total", "Blocks of the KV cache."),
     "kv_blocks_used": ("kv_blocks_used", "Blocks held by live requests."),
-    "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
     "adapters_loaded": ("adapters_loaded", "LoRA adapters loaded."),
     "adapter_bytes": ("adapter_bytes", "Memory of the loaded LoRA adapters."),
     "rotary_specs_live": ("rotary_specs_live", "Distinct rotary scalings in use."),
 }
 
-_COUNTERS = {
-    "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks."),
-    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens searched in the prefix cache."),
-    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed or taken from the cache."),
-    "generation_tokens": ("generation_tokens", "Tokens generated."),
+_COUNTERS = SHARED_COUNTERS | {
     "engine_steps": ("num_steps", "Steps of the engine."),
     "key_moves": ("key_moves", "Cached tokens whose keys were turned to other frequencies."),
-    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
-    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
-    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted."),
     "spec_decode_model_num_drafts": ("spec_decode_model_num_drafts", "Proposals of the draft model among them."),
     "spec_decode_model_num_draft_tokens": ("spec_decode_model_num_draft_tokens", "Tokens proposed by the draft model."),
     "spec_decode_model_num_accepted_tokens": (
@@ -190,19 +185,8 @@ class _EngineCollector(Collector):
             return
         parts = self.stats.engines or (self.stats,)
         known = [(values, part) for values, part in zip(labels, parts, strict=False) if part is not None]
-        kinds: tuple[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], dict[str, tuple[str, str]]], ...]
-        kinds = (
-            (GaugeMetricFamily, _GAUGES),
-            (CounterMetricFamily, _COUNTERS),
-            (GaugeMetricFamily, _PERSIST_GAUGES),
-            (CounterMetricFamily, _PERSIST_COUNTERS),
-        )
-        for kind, families in kinds:
-            for name, (attribute, text) in families.items():
-                family = kind(f"windlass_{name}", text, labels=names)
-                for values, part in known:
-                    family.add_metric(values, attrgetter(attribute)(part))
-                yield family
+        yield from stats_families("windlass_", names, known, _GAUGES, _COUNTERS)
+        yield from stats_families("windlass_", names, known, _PERSIST_GAUGES, _PERSIST_COUNTERS)
         recomputed = CounterMetricFamily(
             "windlass_recomputed_tokens",
             "Positions passed through the model again, by reason.",

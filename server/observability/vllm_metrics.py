@@ -12,30 +12,17 @@ from prometheus_client.registry import Collector
 
 from windlass.engine.client.engine_client import EngineClient, engine_name
 from windlass.engine.interface.outputs import STEP_TOKENS, EngineStats
-from windlass.server.observability.histograms import Histogram, histogram_family
-
-_FIRST_TOKEN_BUCKETS: tuple[float, ...] = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
+from windlass.server.observability.metric_families import (
+    SHARED_COUNTERS,
+    SHARED_GAUGES,
+    Histogram,
+    histogram_family,
+    stats_families,
 )
 
-_FIRST_TOKEN_BUCKETS += (80, 160, 640, 2560)
+_SUBSECOND_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
+
+_FIRST_TOKEN_BUCKETS = (*_SUBSECOND_BUCKETS, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 
 _TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 
@@ -45,24 +32,11 @@ _LENGTH_BUCKETS = tuple(step * 10**power for power in range(8) for step in (1, 2
 
 _SAMPLE_BUCKETS = (1, 2, 5, 10, 20)
 
-_GAUGES = {
-    "num_requests_running": ("num_running", "Sequences the engine is working on."),
-    "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
-    "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
-    "gpu_cache_usage_perc": ("kv_cache_usage", "The same under its older name."),
-}
+_GAUGES = SHARED_GAUGES | {"gpu_cache_usage_perc": ("kv_cache_usage", "The same under its older name.")}
 
-_COUNTERS = {
-    "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks."),
-    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens searched in the prefix cache."),
-    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+_COUNTERS = SHARED_COUNTERS | {
     "gpu_prefix_cache_queries": ("prefix_cache_queries", "The same under its older name."),
     "gpu_prefix_cache_hits": ("prefix_cache_hits", "The same under its older name."),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed or taken from the cache."),
-    "generation_tokens": ("generation_tokens", "Tokens generated."),
-    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
-    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
-    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted."),
 }
 
 _REASONS = ("stop", "length", "abort", "error")
@@ -162,16 +136,8 @@ class VllmMetrics(Collector):
         engines = [engine_name(engine, number) for number, engine in enumerate(self._engine.engines)]
         parts = zip(engines, self.stats.engines or (self.stats,), strict=False)
         known = [({**self._labels, "engine": engine}, part) for engine, part in parts if part is not None]
-        for name, (attribute, text) in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
-            for labels, part in known:
-                gauge.add_metric(list(labels.values()), getattr(part, attribute))
-            yield gauge
-        for name, (attribute, text) in _COUNTERS.items():
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
-            for labels, part in known:
-                counter.add_metric(list(labels.values()), getattr(part, attribute))
-            yield counter
+        rows = [(list(labels.values()), part) for labels, part in known]
+        yield from stats_families("vllm:", names, rows, _GAUGES, _COUNTERS)
         text, each = "Tokens computed in a step of the engine.", []
         for labels, part in known:
             steps = part.step_tokens or (0,) * (len(STEP_TOKENS) + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -29,13 +30,15 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exit_on_signal() -> Iterator[None]:
-    """Raise SystemExit on SIGINT and SIGTERM until the event loop has its own handlers."""
+def exit_on_signals(*numbers: signal.Signals, code: int = 0) -> Iterator[None]:
+    """Raise SystemExit on these signals, until other handlers replace this one. No effect outside the main thread."""
 
     def leave(signum: int, frame: object) -> NoReturn:
-        raise SystemExit(0)
+        raise SystemExit(code)
 
-    previous = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    previous = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:

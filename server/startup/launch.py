@@ -21,7 +21,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.host_resources import pin_to_cores, split_cores
 from windlass.engine.model.loading.preflight import check_start, expect_device
 from windlass.engine.process_setup import gc_paused_imports
-from windlass.server.app.auth import KeyFileReloader
+from windlass.server.app.auth import reload_keys_on_sighup
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_names import with_option_names
 from windlass.server.config.option_parsing import LOG_FORMATS, check_choice, check_log_level
@@ -39,7 +39,7 @@ from windlass.server.observability.logging import log_to_stderr
 from windlass.server.serving.request_rotation import check_profiles
 from windlass.server.startup.derived_files import ensure_tokenizer
 from windlass.server.startup.display import report_activity, summary
-from windlass.server.startup.early_signals import exit_on_signal, record_signal
+from windlass.server.startup.early_signals import exit_on_signals, record_signal
 from windlass.server.startup.engines import CORE_VARIABLE, Engines, SupervisedEngine
 from windlass.server.startup.model_catalog import cache_folder
 from windlass.server.startup.model_defaults import (
@@ -131,7 +131,7 @@ def _serve_with(engines: Engines, start: _StartOptions) -> int:
     listening = (
         contextlib.closing(listen_tcp(server.host, server.port)) if server.uds is None else listen_unix(server.uds)
     )
-    with listening as listener, exit_on_signal():
+    with listening as listener, exit_on_signals(signal.SIGINT, signal.SIGTERM):
         client.spawn()
         url = _url(listener, start.tls is not None)
         loading = LoadingDisplay(first=f"loading {settings.served_model_name}; listening on {url}")
@@ -176,9 +176,8 @@ class _RunningServer:
         state, client, settings = self.state, self.client, self.state.settings
         shutdown = Shutdown(client, settings.grace_seconds)
         stopping = _catch_signals(client, shutdown)
-        KeyFileReloader(
-            self.start.server.api_keys, settings.api_keys, state.callers, self.start.sighup_received
-        ).reload_on_signal()
+        if (key_file := self.start.server.api_keys) is not None:
+            reload_keys_on_sighup(key_file, settings.api_keys, state.callers, self.start.sighup_received)
         client.progress = self.loading
         client.start_nowait()
         http = asyncio.create_task(self.http.serve(), name="http")

@@ -14,16 +14,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 from windlass.clients.terminal import print_status, stderr_is_terminal
 from windlass.engine.errors import LoadError
+from windlass.server.startup.early_signals import exit_on_signals
 
 _POLL_SECONDS = 0.1
 
@@ -256,8 +256,11 @@ def pull(model: KnownModel) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # SIGTERM also ends the wait for the lock.
-        with _exit_on_sigterm(), _exclusive_lock(target.parent / "lock", model.name) as locked:
+        # SIGTERM cleans up as ctrl-C does, and also ends the wait for the lock.
+        with (
+            exit_on_signals(signal.SIGTERM, code=128 + signal.SIGTERM),
+            _exclusive_lock(target.parent / "lock", model.name) as locked,
+        ):
             if not is_downloaded(model):  # another process may have downloaded it
                 if locked:
                     _remove_partial(target.parent)
@@ -365,23 +368,6 @@ def _exclusive_lock(path: Path, name: str) -> Iterator[bool]:
                 raise
             locked = False
         yield locked
-
-
-@contextlib.contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Clean up on SIGTERM as on ctrl-C. As process 1 of a container a program without a handler would not end at all."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(signum: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _copy_sha256(source: IO[bytes], copy: IO[bytes] | None = None) -> str:

@@ -1,13 +1,34 @@
-"""Histograms without locks for the event loop."""
+"""Metric families: histograms without locks for the event loop, and gauges and counters of engine statistics."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Protocol
 
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from windlass.engine.interface.outputs import EngineStats
+
+# Metrics with the same names here and in vLLM: fields of `EngineStats`, and descriptions.
+SHARED_GAUGES = {
+    "num_requests_running": ("num_running", "Sequences the engine is working on."),
+    "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
+    "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
+}
+
+SHARED_COUNTERS = {
+    "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens searched in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed or taken from the cache."),
+    "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted."),
+}
 
 
 class HistogramObserver(Protocol):
@@ -81,3 +102,24 @@ def histogram_family(
     buckets.append(("+Inf", float(sum(counts))))
     found.add_metric(list(labels.values()), buckets, total)
     return found
+
+
+def stats_families(
+    prefix: str,
+    label_names: Sequence[str],
+    engines: Sequence[tuple[Sequence[str], EngineStats]],
+    gauges: Mapping[str, tuple[str, str]],
+    counters: Mapping[str, tuple[str, str]],
+) -> Iterator[Metric]:
+    """Gauges and counters of engine statistics. engines: label values and statistics of each.
+
+    gauges, counters: names without the prefix, to the path of a field of `EngineStats` and a description.
+    """
+    kinds: tuple[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], Mapping[str, tuple[str, str]]], ...]
+    kinds = ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters))
+    for kind, fields in kinds:
+        for name, (field, text) in fields.items():
+            family = kind(f"{prefix}{name}", text, labels=label_names)
+            for labels, stats in engines:
+                family.add_metric(labels, attrgetter(field)(stats))
+            yield family
