@@ -218,7 +218,7 @@ class LLM:
             )
         settings = [{**options, **each} for each in shared]
         if any("stream" in each for each in settings):
-            raise ValueError("`stream` is not supported here: use the methods stream or stream_chat")
+            raise ValueError("`stream` is not supported here: use stream or stream_chat")
         calls = [partial(call, item, **_settings(each, ids=ids)) for item, each in zip(items, settings, strict=True)]
         try:
             return self._host.run(_gather(calls, at_once=2 * self.info.max_num_seqs))

@@ -282,9 +282,9 @@ def test_closing_ends_the_engine_overtakes_what_other_threads_do_and_hides_no_er
         broken.get_final()
     model.close()
     assert engines() == before
-    with pytest.raises(APIConnectionError, match="make another"):
+    with pytest.raises(APIConnectionError, match="create another"):
         model.generate("a")
-    with pytest.raises(APIConnectionError, match="make another"):
+    with pytest.raises(APIConnectionError, match="create another"):
         model.client.models()
 
 
