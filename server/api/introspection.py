@@ -18,7 +18,7 @@ from windlass.engine.interface.introspection import MAX_ATTENTION_TOKENS, Attent
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, loaded_model, require_admin, state_of
 from windlass.server.errors import ApiError, bad_request
-from windlass.server.schemas.base import RopeScalingField, StrictModel
+from windlass.server.schemas.base import RequestedModel, RopeScalingField, StrictModel
 from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
 from windlass.server.serving.prompts import check_token_ids
 from windlass.server.serving.request_rotation import parse_rotation
@@ -70,7 +70,7 @@ class CachePages(StrictModel):
 class AttentionRequest(StrictModel):
     """Either `prompt` or `tokens`: a text of 2 to 256 tokens. `rope_scaling` as a request would give it."""
 
-    model: str | None = None
+    model: RequestedModel = None
     prompt: Annotated[str, Field(max_length=16384)] | None = None
     tokens: (
         Annotated[

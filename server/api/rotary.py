@@ -16,7 +16,7 @@ from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, joint_f
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, loaded_model, state_of
 from windlass.server.errors import bad_request
-from windlass.server.schemas.base import RopeScalingField, RopeUpdateField, StrictModel
+from windlass.server.schemas.base import RequestedModel, RopeScalingField, RopeUpdateField, StrictModel
 from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
 from windlass.server.schemas.response_parts import ModelRotary, RotaryChosen, RotaryLadderShown, ScalingValue
 from windlass.server.serving.request_rotation import build_planner, check_has_rotary, parse_rotation
@@ -27,7 +27,7 @@ class RotaryInspectRequest(StrictModel):
     """`rope_scaling` and `rope_update` as a request would give them (null: the server's default); `length`: tokens,
     which matter to dynamic and longrope only (null: the context's)."""
 
-    model: str | None = None
+    model: RequestedModel = None
     rope_scaling: RopeScalingField = None
     rope_update: RopeUpdateField | None = None
     length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.errors import bad_request, response_too_large
-from windlass.server.schemas.base import FreeForm, StrictModel
+from windlass.server.schemas.base import RequestedModel, StrictModel, TemplateVariables
 from windlass.server.schemas.chat import MAX_MESSAGES, ChatMessage
 from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
 from windlass.server.schemas.tools import Tools
@@ -23,7 +23,15 @@ from windlass.server.serving.streaming import LargeJsonResponse, run_while_conne
 from windlass.server.serving.tool_calls import tools_for_template
 
 
-class TokenizeRequest(StrictModel):
+class _TemplateFields(StrictModel):
+    model: RequestedModel = None
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables = None
+
+
+class TokenizeRequest(_TemplateFields):
     """Either `prompt` or `messages`, these with `tools` as in a chat.
 
     `return_offsets`: character spans of the tokens in the text (default true).
@@ -40,16 +48,11 @@ class TokenizeRequest(StrictModel):
 
     hints: ClassVar[dict[str, str]] = {"content": "it is called prompt here"}  # llama.cpp's name
 
-    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    tools: Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     return_offsets: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: FreeForm | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -74,7 +77,7 @@ class TokenizeAnswer(StrictModel):
 class DetokenizeRequest(StrictModel):
     """`tokens`: ids, special ones kept unless `skip_special_tokens`. `return_token_strs`: also the text of each alone."""
 
-    model: str | None = None
+    model: RequestedModel = None
     # What is inside is looked at beside the event loop: there may be millions of them.
     tokens: Annotated[
         list[Any], Field(max_length=2**21, json_schema_extra={"items": {"type": "integer", "minimum": 0}})
@@ -92,15 +95,10 @@ class DetokenizeAnswer(StrictModel):
     token_strs: list[str] | None = None
 
 
-class TemplateRequest(StrictModel):
+class TemplateRequest(_TemplateFields):
     """A conversation, with `tools` as in a chat."""
 
-    model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    tools: Tools | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: FreeForm | None = None
 
 
 class TemplateAnswer(StrictModel):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -226,10 +227,49 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
 FreeForm = Annotated[dict[str, Any], BeforeValidator(check_free_form)]
 
+RequestedModel = Annotated[
+    str | None, Field(description="Name of the served model or of one of its adapters. Default: the served model.")
+]
+
+TemplateVariables = Annotated[
+    FreeForm | None, Field(description="Additional variables of the chat template. They override the operator's.")
+]
+
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=256)]],
     Field(max_length=16, fail_fast=True),
     AcceptsString(_list_from_string),
+]
+
+_TOKEN = {"type": "integer", "minimum": 0}
+
+
+def _check_prompt_shape(value: Any) -> Any:
+    """Check the outer shape only. The contents of long lists are checked after their length."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("type", "should be a string, a list of strings, token ids or lists of token ids")
+    if not value:
+        raise PydanticCustomError("empty", "should not be an empty list")
+    if not isinstance(value[0], str | list | int) or isinstance(value[0], bool):
+        raise PydanticCustomError("type", "should hold strings, token ids or lists of token ids")
+    return value
+
+
+TextsOrTokens = Annotated[
+    Any,
+    AfterValidator(_check_prompt_shape),
+    Field(
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": _TOKEN, "minItems": 1},
+                {"type": "array", "items": {"type": "array", "items": _TOKEN, "minItems": 1}, "minItems": 1},
+            ]
+        }
+    ),
 ]
 
 LogitBias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_bias)]
@@ -258,6 +298,23 @@ RopeUpdateField = Annotated[
     RopeUpdateObject,
     BeforeValidator(_rope_update, json_schema_input_type=RopeUpdate | RopeUpdateObject),
 ]
+
+
+class EngineRequestFields(StrictModel):
+    """Fields of every request that computes prompts. None means that the field was not given."""
+
+    model: RequestedModel = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+    rope_scaling: RopeScalingField = None
+    rope_update: RopeUpdateField | None = None
+    attention_window: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    attention_sinks: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=604800)] | None = None
+    request_id: RequestId | None = None
+
 
 OTHER_TAG = "[other]"  # tags stand in brackets: those are left out of the names of fields that errors tell
 

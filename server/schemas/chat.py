@@ -7,9 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, RootModel
 from pydantic_core import PydanticCustomError
 
-from windlass.server.schemas.base import INT32_MAX, MAX_NAME, FreeForm, StrictModel, without_nulls
+from windlass.server.schemas.base import INT32_MAX, MAX_NAME, StrictModel, TemplateVariables, without_nulls
 from windlass.server.schemas.generation import GenerationRequest, only_empty, unsupported_field
-from windlass.server.schemas.response_parts import ErrorAnswer, PromptLogprobs, Rotary, Usage
+from windlass.server.schemas.response_parts import (
+    ErrorAnswer,
+    GenerationEnvelope,
+    PromptLogprobs,
+    PromptTokenIds,
+    RotaryField,
+    StopReasonField,
+    TokenIds,
+    Usage,
+)
 from windlass.server.schemas.tools import (
     PROVIDER_FIELDS,
     AnsweredCall,
@@ -154,7 +163,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    chat_template_kwargs: FreeForm | None = None
+    chat_template_kwargs: TemplateVariables = None
     reasoning_effort: Effort | None = None
     thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     add_generation_prompt: bool | None = None
@@ -210,24 +219,20 @@ class ChatChoice(StrictModel):
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
-    stop_reason: str | int | None
-    token_ids: list[int] | None = None
-    rotary: Rotary | None = None
+    stop_reason: StopReasonField
+    token_ids: TokenIds = None
+    rotary: RotaryField = None
 
 
-class ChatCompletion(StrictModel):
+class ChatCompletion(GenerationEnvelope):
     """The answers to a conversation."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    rotary: Rotary | None = None
+    prompt_token_ids: PromptTokenIds = None
+    prompt_logprobs: PromptLogprobs = None
+    rotary: RotaryField = None
 
 
 class ChatDelta(StrictModel):
@@ -248,23 +253,19 @@ class ChatChunkChoice(StrictModel):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
+    stop_reason: StopReasonField = None
+    token_ids: TokenIds = None
 
 
-class ChatChunk(StrictModel):
+class ChatChunk(GenerationEnvelope):
     """A chunk of a stream. `usage`: where `stream_options` asks for it, else absent."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    rotary: Rotary | None = None
+    prompt_token_ids: PromptTokenIds = None
+    prompt_logprobs: PromptLogprobs = None
+    rotary: RotaryField = None
 
 
 class ChatEvent(RootModel[ChatChunk | ErrorAnswer]):

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, RootModel
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field, RootModel
 
-from windlass.server.schemas.base import INT32_MAX, StopStrings, StrictModel
+from windlass.server.schemas.base import INT32_MAX, StopStrings, StrictModel, TextsOrTokens
 from windlass.server.schemas.generation import GenerationRequest, SharedRequest, only_empty
-from windlass.server.schemas.response_parts import ErrorAnswer, FinishReason, PromptLogprobs, Rotary, Usage
-
-
-def _check_prompt_shape(value: Any) -> Any:
-    """Shape only: what is inside long lists is looked at once their length is known to fit."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("type", "should be a string, a list of strings, token ids or lists of token ids")
-    if not value:
-        raise PydanticCustomError("empty", "should not be an empty list")
-    if not isinstance(value[0], str | list | int) or isinstance(value[0], bool):
-        raise PydanticCustomError("type", "should hold strings, token ids or lists of token ids")
-    return value
-
-
-_TOKEN = {"type": "integer", "minimum": 0}
+from windlass.server.schemas.response_parts import (
+    ErrorAnswer,
+    FinishReason,
+    GenerationEnvelope,
+    PromptLogprobs,
+    PromptTokenIds,
+    RotaryField,
+    StopReasonField,
+    TokenIds,
+    Usage,
+)
 
 
 class CompletionRequest(GenerationRequest):
@@ -38,20 +31,7 @@ class CompletionRequest(GenerationRequest):
         "n_probs": "it is called logprobs here",
     }
 
-    prompt: Annotated[
-        Any,
-        AfterValidator(_check_prompt_shape),
-        Field(
-            json_schema_extra={
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                    {"type": "array", "items": _TOKEN, "minItems": 1},
-                    {"type": "array", "items": {"type": "array", "items": _TOKEN, "minItems": 1}, "minItems": 1},
-                ]
-            }
-        ),
-    ]
+    prompt: TextsOrTokens
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: str | None = None
@@ -73,24 +53,20 @@ class CompletionChoice(StrictModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
-    stop_reason: str | int | None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    rotary: Rotary | None = None
+    stop_reason: StopReasonField
+    token_ids: TokenIds = None
+    prompt_token_ids: PromptTokenIds = None
+    prompt_logprobs: PromptLogprobs = None
+    rotary: RotaryField = None
 
 
-class Completion(StrictModel):
+class Completion(GenerationEnvelope):
     """The answers to all prompts."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage
-    rotary: Rotary | None = None
+    rotary: RotaryField = None
 
 
 class CompletionChunkChoice(StrictModel):
@@ -100,23 +76,19 @@ class CompletionChunkChoice(StrictModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    stop_reason: StopReasonField = None
+    token_ids: TokenIds = None
+    prompt_token_ids: PromptTokenIds = None
+    prompt_logprobs: PromptLogprobs = None
 
 
-class CompletionChunk(StrictModel):
+class CompletionChunk(GenerationEnvelope):
     """A chunk of a stream. `usage`: where `stream_options` asks for it, else absent."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChunkChoice]
     usage: Usage | None = None
-    rotary: Rotary | None = None
+    rotary: RotaryField = None
 
 
 class CompletionEvent(RootModel[CompletionChunk | ErrorAnswer]):
@@ -249,7 +221,7 @@ class Infill(StrictModel):
     ] = None
     stopping_word: Annotated[str | None, Field(description="The stop string, else empty.")] = None
     timings: Annotated[InfillTimings | None, Field(description="How long it took.")] = None
-    rotary: Rotary | None = None
+    rotary: RotaryField = None
 
 
 class InfillEvent(RootModel[Infill | ErrorAnswer]):

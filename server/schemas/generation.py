@@ -16,10 +16,8 @@ from windlass.server.schemas.base import (
     INT64_MAX,
     NEUTRAL_VALUES,
     UNKNOWN_FIELD_HINTS,
+    EngineRequestFields,
     LogitBias,
-    RequestId,
-    RopeScalingField,
-    RopeUpdateField,
     SequenceBreakers,
     StopStrings,
     StrictModel,
@@ -90,13 +88,11 @@ class PassageSpan(StrictModel):
     end: Annotated[int, Field(ge=1, le=INT32_MAX, description="The token behind its last one.")]
 
 
-class SharedRequest(StrictModel):
+class SharedRequest(EngineRequestFields):
     """Sampling, serving and bookkeeping fields of every endpoint that generates. None always means "not given"."""
 
     hints: ClassVar[dict[str, str]] = UNKNOWN_FIELD_HINTS
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_VALUES
-
-    model: str | None = None
 
     # OpenAI's own
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -129,17 +125,8 @@ class SharedRequest(StrictModel):
     ) = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**18, fail_fast=True)] | None = None
     skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     truncation_side: Literal["left", "right"] | None = None
-
-    # Serving
-    rope_scaling: RopeScalingField = None
-    rope_update: RopeUpdateField | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
-    timeout: Annotated[float, Field(gt=0, le=604800)] | None = None
-    request_id: RequestId | None = None
 
     # The form of the answer: one of these
     structured_outputs: Annotated[
@@ -171,20 +158,6 @@ class SharedRequest(StrictModel):
             "must be left. Default: the model's `context.keep_tokens`, else a chat's system prompt, else 16."
         ),
     ] = None
-    attention_window: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
-        Field(
-            description="The last tokens that each token sees, itself included. "
-            "Default: the model's `context.attention_window`, else all."
-        ),
-    ] = None
-    attention_sinks: Annotated[
-        Annotated[int, Field(ge=0, le=INT32_MAX)] | None,
-        Field(
-            description="With `attention_window`: leading tokens that each token sees besides. "
-            "Default: the model's `context.attention_sinks`, else 0."
-        ),
-    ] = None
 
     # What is taken from the cache wherever it stood
     cache_reuse: Annotated[
@@ -210,8 +183,6 @@ class SharedRequest(StrictModel):
         ),
     ] = None
 
-    # Bookkeeping: accepted, without effect
-    user: str | None = None
     service_tier: str | None = None
 
 

@@ -12,8 +12,10 @@ from windlass.server.schemas.base import (
     INT32_MAX,
     OTHER_TAG,
     FreeForm,
+    RequestedModel,
     StopStrings,
     StrictModel,
+    TemplateVariables,
     UnsupportedKind,
     discriminate_by_type,
     text_or_parts,
@@ -21,7 +23,7 @@ from windlass.server.schemas.base import (
 )
 from windlass.server.schemas.chat import MAX_MESSAGES, Effort
 from windlass.server.schemas.generation import SharedRequest, only_empty, unsupported_field
-from windlass.server.schemas.response_parts import Rotary
+from windlass.server.schemas.response_parts import RotaryField
 from windlass.server.schemas.tools import (
     MAX_TOOLS,
     FunctionDefinition,
@@ -244,8 +246,6 @@ def _fallbacks(value: Any) -> Any:
 
 
 # What only Anthropic's own service does
-McpServers = Annotated[Any, only_empty("mcp_servers are")]
-
 ContextManagement = Annotated[
     Any,
     AfterValidator(_context_management),
@@ -277,24 +277,29 @@ Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESS
 MessageTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)]
 
 
-class CountTokensRequest(StrictModel):
-    """What an input comes to in tokens, the chat template's own included."""
+class _MessageInput(StrictModel):
+    """Fields of an input, besides `messages`."""
 
-    ignored: ClassVar[frozenset[str]] = _IGNORED_IN_REQUESTS | {"compaction"}
-
-    model: str | None = None
-    messages: Messages
     system: Texts | None = None
     tools: MessageTools | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    chat_template_kwargs: FreeForm | None = None
-    mcp_servers: McpServers = None
+    chat_template_kwargs: TemplateVariables = None
+    mcp_servers: Annotated[Any, only_empty("mcp_servers are")] = None
     context_management: ContextManagement = None
 
 
-class MessageRequest(SharedRequest):
+class CountTokensRequest(_MessageInput):
+    """What an input comes to in tokens, the chat template's own included."""
+
+    ignored: ClassVar[frozenset[str]] = _IGNORED_IN_REQUESTS | {"compaction"}
+
+    model: RequestedModel = None
+    messages: Messages
+
+
+class MessageRequest(_MessageInput, SharedRequest):
     """`messages` behind `system` go through the model's chat template. Where the last message is the assistant's, the answer
     goes on with it."""
 
@@ -310,18 +315,9 @@ class MessageRequest(SharedRequest):
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
     messages: Messages
-    system: Texts | None = None
     stop_sequences: StopStrings | None = None
-    tools: MessageTools | None = None
-    tool_choice: MessageToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
     metadata: MessageMetadata | None = None
-    chat_template_kwargs: FreeForm | None = None
-
     container: Annotated[Any, only_empty("containers are")] = None
-    mcp_servers: McpServers = None
-    context_management: ContextManagement = None
     compaction: Annotated[Any, only_empty("compaction is")] = None
     fallbacks: Fallbacks = None
     thread: Annotated[Any, only_empty("threads are", _NO_THREADS)] = None
@@ -375,18 +371,21 @@ class AnsweredToolUse(StrictModel):
 AnsweredBlock = Annotated[AnsweredText | AnsweredThinking | AnsweredToolUse, Field(discriminator="type")]
 
 
-class MessageAnswer(StrictModel):
-    """The answer."""
-
+class _Message(StrictModel):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
+
+
+class MessageAnswer(_Message):
+    """The answer."""
+
     content: list[AnsweredBlock]
     stop_reason: StopReason
     stop_sequence: str | None
     usage: MessageUsage
-    rotary: Rotary | None = None
+    rotary: RotaryField = None
 
 
 class TokenCount(StrictModel):
@@ -422,13 +421,9 @@ class MessageError(StrictModel):
     request_id: str | None
 
 
-class BegunMessage(StrictModel):
+class BegunMessage(_Message):
     """The message as a stream opens it."""
 
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
     content: Annotated[list[Any], Field(max_length=0, description="Empty: events bring it.")]
     stop_reason: None
     stop_sequence: None
@@ -442,11 +437,15 @@ class MessageStart(StrictModel):
     message: BegunMessage
 
 
-class BlockStart(StrictModel):
+class _BlockEvent(StrictModel):
+    type: str
+    index: int
+
+
+class BlockStart(_BlockEvent):
     """A block begins, empty."""
 
     type: Literal["content_block_start"]
-    index: int
     content_block: AnsweredBlock
 
 
@@ -471,19 +470,17 @@ class InputDelta(StrictModel):
     partial_json: str
 
 
-class BlockDelta(StrictModel):
+class BlockDelta(_BlockEvent):
     """More of a block."""
 
     type: Literal["content_block_delta"]
-    index: int
     delta: Annotated[TextDelta | ThinkingDelta | InputDelta, Field(discriminator="type")]
 
 
-class BlockStop(StrictModel):
+class BlockStop(_BlockEvent):
     """A block is whole."""
 
     type: Literal["content_block_stop"]
-    index: int
 
 
 class MessageEnding(StrictModel):
@@ -499,7 +496,7 @@ class MessageDelta(StrictModel):
     type: Literal["message_delta"]
     delta: MessageEnding
     usage: MessageUsage
-    rotary: Rotary | None = None
+    rotary: RotaryField = None
 
 
 class MessageSign(StrictModel):

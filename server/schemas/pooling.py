@@ -7,42 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from windlass.server.schemas.base import INT32_MAX, RequestId, RopeScalingField, RopeUpdateField, StrictModel
+from windlass.server.schemas.base import INT32_MAX, EngineRequestFields, StrictModel, TextsOrTokens
+from windlass.server.schemas.response_parts import Envelope
 
 MAX_INPUTS = 2048  # as OpenAI has it
 
 MAX_INSTRUCTION = 16_384  # characters: it stands in the prompt of every pair
 
-_TOKEN = {"type": "integer", "minimum": 0}
-
-
-def _check_input_shape(value: Any) -> Any:
-    """Shape only: what is inside long lists is looked at once their number is known to be small."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("type", "should be a string, a list of strings, token ids or lists of token ids")
-    if not value:
-        raise PydanticCustomError("empty", "should not be an empty list")
-    if not isinstance(value[0], str | list | int) or isinstance(value[0], bool):
-        raise PydanticCustomError("type", "should hold strings, token ids or lists of token ids")
-    return value
-
-
 Input = Annotated[
-    Any,
-    AfterValidator(_check_input_shape),
-    Field(
-        description="A string, a list of strings, token ids, or a list of token-id lists; 2,048 at most.",
-        json_schema_extra={
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                {"type": "array", "items": _TOKEN, "minItems": 1},
-                {"type": "array", "items": {"type": "array", "items": _TOKEN, "minItems": 1}, "minItems": 1},
-            ]
-        },
-    ),
+    TextsOrTokens,
+    Field(description="A text, a list of texts, token ids, or a list of lists of token ids; at most 2,048."),
 ]
 
 PoolingField = Annotated[
@@ -64,7 +38,7 @@ EncodingField = Annotated[
 ]
 
 
-class PromptRequest(StrictModel):
+class PromptRequest(EngineRequestFields):
     """What requests have in common that compute prompts and generate nothing. None always means "not given"."""
 
     hints: ClassVar[dict[str, str]] = {
@@ -74,9 +48,6 @@ class PromptRequest(StrictModel):
         "stream": "the answer comes whole: leave it out",
     }
 
-    model: str | None = None
-    user: str | None = None
-    add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[
         Annotated[int, Field(ge=-1, le=INT32_MAX)] | None,
         Field(description="A longer text is cut to so many tokens; -1: to the context."),
@@ -84,23 +55,6 @@ class PromptRequest(StrictModel):
     truncation_side: Annotated[
         Literal["left", "right"] | None, Field(description="Which end of it is cut off. Default: `right`.")
     ] = None
-    rope_scaling: RopeScalingField = None
-    rope_update: RopeUpdateField | None = None
-    attention_window: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
-        Field(
-            description="The last tokens that each token sees, itself included. "
-            "Default: the model's `context.attention_window`, else all."
-        ),
-    ] = None
-    attention_sinks: Annotated[
-        Annotated[int, Field(ge=0, le=INT32_MAX)] | None,
-        Field(description="With `attention_window`: leading tokens that each token sees besides. Default: 0."),
-    ] = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
-    timeout: Annotated[float, Field(gt=0, le=604800)] | None = None
-    request_id: RequestId | None = None
 
 
 class EmbeddingRequest(PromptRequest):
@@ -123,6 +77,12 @@ class PromptUsage(StrictModel):
     total_tokens: int
 
 
+class _InputResults(Envelope):
+    object: Literal["list"]
+    data: list[Any]
+    usage: PromptUsage
+
+
 class Embedding(StrictModel):
     """The vector of one text."""
 
@@ -131,15 +91,10 @@ class Embedding(StrictModel):
     embedding: Annotated[list[float] | str, Field(description="The vector, as `encoding_format` has it.")]
 
 
-class EmbeddingList(StrictModel):
+class EmbeddingList(_InputResults):
     """A vector for each text."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[Embedding]
-    usage: PromptUsage
 
 
 class PoolingRequest(PromptRequest):
@@ -183,15 +138,10 @@ class PooledText(StrictModel):
     ]
 
 
-class RowsList(StrictModel):
+class RowsList(_InputResults):
     """States of each text."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[PooledText]
-    usage: PromptUsage
 
 
 def _check_texts_shape(value: Any) -> Any:
@@ -272,15 +222,10 @@ class PairScore(StrictModel):
     ]
 
 
-class ScoreList(StrictModel):
+class ScoreList(_InputResults):
     """A score for each pair."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[PairScore]
-    usage: PromptUsage
 
 
 class RerankRequest(PromptRequest):
@@ -331,13 +276,10 @@ class RankedDocument(StrictModel):
     document: RankedText | None = None
 
 
-class Reranking(StrictModel):
+class Reranking(Envelope):
     """The documents, the best one first; of equal ones the first."""
 
-    id: str
     object: Literal["list"]
-    created: int
-    model: str
     results: list[RankedDocument]
     usage: PromptUsage
 
@@ -360,12 +302,7 @@ class ClassifiedText(StrictModel):
     num_classes: int
 
 
-class ClassList(StrictModel):
+class ClassList(_InputResults):
     """The classes of each text."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[ClassifiedText]
-    usage: PromptUsage

@@ -10,6 +10,21 @@ from windlass.engine.rotary.rotary_policy import RopeUpdate
 from windlass.server.schemas.base import StrictModel
 
 
+class Envelope(StrictModel):
+    """Fields at the beginning of most responses."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+class GenerationEnvelope(Envelope):
+    """Fields at the beginning of the responses and chunks of completions and chats."""
+
+    system_fingerprint: str
+
+
 class PromptTokensDetails(StrictModel):
     """`cached_tokens`: prompt tokens found in the prefix cache."""
 
@@ -40,7 +55,18 @@ class TokenLogprob(StrictModel):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, TokenLogprob] | None]
+PromptLogprobs = Annotated[
+    list[dict[str, TokenLogprob] | None] | None,
+    Field(description="Per prompt token, log-probabilities by token id, if requested. Null for the first token."),
+]
+
+PromptTokenIds = Annotated[list[int] | None, Field(description="Ids of the prompt's tokens, if requested.")]
+
+TokenIds = Annotated[list[int] | None, Field(description="Ids of the generated tokens, if requested.")]
+
+StopReasonField = Annotated[
+    str | int | None, Field(description="Stop string or stop token id that ended the answer, else null.")
+]
 
 FinishReason = Literal["stop", "length"]
 
@@ -110,6 +136,9 @@ class Rotary(StrictModel):
     groups: dict[str, RotaryOfGroup] | None = None
     context: ContextUse | None = None
     auto: Annotated[RotaryChosen | None, Field(description="Under `auto`: what the scaling was chosen by.")] = None
+
+
+RotaryField = Annotated[Rotary | None, Field(description="Rotary scaling under which the answer was generated.")]
 
 
 class ErrorDetail(StrictModel):

@@ -12,9 +12,9 @@ from windlass.server.schemas.base import (
     INT32_MAX,
     OTHER_TAG,
     AcceptsString,
-    FreeForm,
     StopStrings,
     StrictModel,
+    TemplateVariables,
     UnsupportedKind,
     discriminate_by_type,
     text_or_parts,
@@ -22,7 +22,7 @@ from windlass.server.schemas.base import (
 )
 from windlass.server.schemas.chat import ChatTokenLogprob, Effort
 from windlass.server.schemas.generation import PROMPT_CACHE_FIELDS, SharedRequest, only_empty
-from windlass.server.schemas.response_parts import Rotary
+from windlass.server.schemas.response_parts import RotaryField
 from windlass.server.schemas.tools import (
     ALLOWED_TOOLS,
     MAX_ARGUMENTS,
@@ -376,7 +376,7 @@ class ResponseRequest(SharedRequest):
     ) = None
     stream_options: ResponseStreamOptions | None = None
     thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    chat_template_kwargs: FreeForm | None = None
+    chat_template_kwargs: TemplateVariables = None
     safety_identifier: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
 
@@ -443,33 +443,33 @@ class ReasoningText(StrictModel):
     text: str
 
 
-class OutputMessage(StrictModel):
+class _OutputItem(StrictModel):
+    id: str
+    type: str
+    status: ItemStatus
+
+
+class OutputMessage(_OutputItem):
     """What the model said."""
 
-    id: str
     type: Literal["message"]
-    status: ItemStatus
     role: Literal["assistant"]
     content: list[OutputText]
 
 
-class OutputReasoning(StrictModel):
+class OutputReasoning(_OutputItem):
     """What the model thought."""
 
-    id: str
     type: Literal["reasoning"]
-    status: ItemStatus
     summary: Annotated[list[Any], Field(max_length=0, description="Always empty: `content` has the thinking itself.")]
     content: list[ReasoningText]
     encrypted_content: Annotated[None, Field(description="Always null: this server encrypts none.")]
 
 
-class OutputCall(StrictModel):
+class OutputCall(_OutputItem):
     """A call that the model made. `arguments`: JSON text."""
 
-    id: str
     type: Literal["function_call"]
-    status: ItemStatus
     call_id: str
     name: str
     arguments: str
@@ -569,7 +569,7 @@ class ResponseAnswer(StrictModel):
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
-    rotary: Rotary | None = None
+    rotary: RotaryField = None
 
 
 class InputTokens(StrictModel):
@@ -587,10 +587,9 @@ class DeletedResponse(StrictModel):
     deleted: bool
 
 
-class ListedMessage(StrictModel):
+class ListedMessage(_OutputItem):
     """A message of an input."""
 
-    id: str
     type: Literal["message"]
     status: Literal["completed"]
     role: Literal["user", "assistant", "system", "developer"]
@@ -603,20 +602,18 @@ class ListedCall(OutputCall):
     status: Literal["completed"]
 
 
-class ListedCallOutput(StrictModel):
+class ListedCallOutput(_OutputItem):
     """The result of a call, in one string."""
 
-    id: str
     type: Literal["function_call_output"]
     status: Literal["completed"]
     call_id: str
     output: str
 
 
-class ListedReasoning(StrictModel):
+class ListedReasoning(_OutputItem):
     """The thinking of an earlier turn."""
 
-    id: str
     type: Literal["reasoning"]
     status: Literal["completed"]
     summary: list[TextPart | RefusalPart]
