@@ -30,7 +30,6 @@ from windlass.server.app.auth import PUBLIC_PATHS
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import is_messages_api
 from windlass.server.openapi_examples import request_examples, stream_examples
-from windlass.server.openapi_field_texts import ASKED, TOLD
 from windlass.server.schemas.chat import ChatCompletion, ChatEvent, ChatRequest
 from windlass.server.schemas.completions import (
     Completion,
@@ -297,8 +296,6 @@ _MODELS: tuple[type[BaseModel], ...] = (
     ErrorAnswer,
 )
 
-_FIELD_TEXTS = ASKED | TOLD
-
 
 def schemas() -> dict[str, Any]:
     """The schemas by their names."""
@@ -307,14 +304,12 @@ def schemas() -> dict[str, Any]:
     # Objects of unknown kinds are let through to be refused by name: they are no part of what is taken.
     other_kinds = {REF.format(model=name) for name in known if name.startswith("_Other")}
     remaining = {name: schema for name, schema in known.items() if REF.format(model=name) not in other_kinds}
-    for name, schema in remaining.items():
+    for schema in remaining.values():
         _remove_alternatives(schema, other_kinds)
-        for field, described in schema.get("properties", {}).items():
+        for described in schema.get("properties", {}).values():
             described.pop("title", None)  # it only repeats the name
-            if "description" not in described and (
-                text := _FIELD_TEXTS.get(f"{name}.{field}", _FIELD_TEXTS.get(field))
-            ):
-                described["description"] = text
+            if "const" in described:
+                described.setdefault("description", f"Always `{described['const']}`.")
     return remaining
 
 

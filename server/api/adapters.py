@@ -21,24 +21,30 @@ AdapterName = Annotated[str, Field(min_length=1, max_length=128)]
 class LoadAdapterRequest(StrictModel):
     """`lora_path`: a directory as PEFT writes it, in the server's folder of adapters or relative to it."""
 
-    lora_name: AdapterName
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    lora_name: AdapterName = Field(description="Name of the adapter, which requests give as their `model`.")
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)] = Field(
+        description="Directory in PEFT's format, inside the server's adapter folder or relative to it."
+    )
 
 
 class UnloadAdapterRequest(StrictModel):
     """`lora_name`: of a loaded adapter."""
 
-    lora_name: AdapterName
+    lora_name: AdapterName = Field(description="Name of the adapter, which requests give as their `model`.")
 
 
 class AdapterAnswer(StrictModel):
     """`draining`: requests still run with it; it goes when they end. `rank`, `targets`: of one that was loaded."""
 
-    id: str
+    id: str = Field(description="Name of the adapter.")
     object: Literal["lora_adapter"] = "lora_adapter"
-    status: Literal["loaded", "unloaded", "draining"]
-    rank: int | None = None
-    targets: list[str] | None = None
+    status: Literal["loaded", "unloaded", "draining"] = Field(
+        description="`draining`: requests still use the adapter; it is unloaded when they end."
+    )
+    rank: int | None = Field(default=None, description="Largest rank of the loaded adapter's matrices, else null.")
+    targets: list[str] | None = Field(
+        default=None, description="Kinds of layers that the loaded adapter changes, else null."
+    )
 
 
 router = APIRouter(tags=["Adapters"])

@@ -31,57 +31,69 @@ class CacheGroup(StrictModel):
     What `held`, `shared` and `idle` leave of a cell is free, and so is everything behind the first `num_shown` blocks.
     """
 
-    num_blocks: int
-    num_shown: int
-    blocks_per_cell: int
-    window: Annotated[int | None, Field(description="Tokens that its layers see; null: all.")]
-    held: Annotated[list[int], Field(description="Blocks of the cell that one request holds.")]
-    shared: Annotated[list[int], Field(description="Blocks of the cell that several requests hold.")]
-    idle: Annotated[list[int], Field(description="Blocks that nobody holds and an equal prompt may take up again.")]
-    owners: Annotated[list[int], Field(description="Index into `sequences` of one that holds a block of it, or -1.")]
-    engine: Annotated[int, Field(description="The number of the replica whose cache it is part of.")] = 0
-    states: Annotated[
-        bool, Field(description="Whether a block is what layers carry of a sequence from token to token, and no pages.")
-    ] = False
+    num_blocks: int = Field(description="Number of blocks of the group.")
+    num_shown: int = Field(description="Number of blocks that the lists cover. The blocks after them are free.")
+    blocks_per_cell: int = Field(description="Number of blocks per entry of the lists.")
+    window: int | None = Field(description="Number of tokens that the layers attend to. Null: all.")
+    held: list[int] = Field(description="Number of blocks of each cell that one request holds.")
+    shared: list[int] = Field(description="Number of blocks of each cell that several requests hold.")
+    idle: list[int] = Field(
+        description="Number of blocks of each cell that no request holds and an equal prompt can reuse."
+    )
+    owners: list[int] = Field(description="Index into `sequences` of one that holds a block of the cell, or -1.")
+    engine: int = Field(default=0, description="Index of the replica that has the cache.")
+    states: bool = Field(
+        default=False, description="Whether a block holds a recurrent state instead of keys and values."
+    )
 
 
 class CacheSequence(StrictModel):
     """A running sequence: its tokens, those of its prompt, those found in the cache, and what moved in it."""
 
-    num_tokens: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_blocks: int
-    num_shifts: int
-    num_reused_tokens: int
+    num_tokens: int = Field(description="Number of tokens, prompt and output.")
+    num_prompt_tokens: int = Field(description="Number of prompt tokens.")
+    num_cached_tokens: int = Field(description="Number of prompt tokens that were found in the prefix cache.")
+    num_blocks: int = Field(description="Number of blocks that the sequence holds.")
+    num_shifts: int = Field(description="Number of times that oldest tokens were dropped.")
+    num_reused_tokens: int = Field(
+        description="Number of prompt tokens from passages that were cached at other positions."
+    )
 
 
 class CachePages(StrictModel):
     """The cache as it is now. `counters`: numbers that `/metrics` has too, by names of their own."""
 
-    time: Annotated[float, Field(description="Seconds on a clock that only goes forward, for rates of the counters.")]
-    block_size: int
-    bytes_per_token: int
-    groups: list[CacheGroup]
-    sequences: Annotated[list[CacheSequence], Field(description="Those that run, at most 64 of an engine.")]
-    counters: dict[str, float]
+    time: float = Field(description="Monotonic time in seconds, for rates of the counters.")
+    block_size: int = Field(description="Number of tokens per block.")
+    bytes_per_token: int = Field(description="Memory per token in all layers, in bytes.")
+    groups: list[CacheGroup] = Field(description="Blocks of each KV group.")
+    sequences: list[CacheSequence] = Field(description="Running sequences, at most 64 per engine.")
+    counters: dict[str, float] = Field(description="Counters and gauges that `/metrics` also has.")
 
 
 class AttentionRequest(StrictModel):
     """Either `prompt` or `tokens`: a text of 2 to 256 tokens. `rope_scaling` as a request would give it."""
 
     model: RequestedModel = None
-    prompt: Annotated[str, Field(max_length=16384)] | None = None
+    prompt: Annotated[str, Field(max_length=16384)] | None = Field(default=None, description="Text of 2 to 256 tokens.")
     tokens: (
         Annotated[
             list[Any],
             Field(max_length=MAX_ATTENTION_TOKENS, json_schema_extra={"items": {"type": "integer", "minimum": 0}}),
         ]
         | None
-    ) = None
-    layer: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    head: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    rope_scaling: RopeScalingField = None
+    ) = Field(default=None, description="Token ids in place of `prompt`.")
+    layer: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+        default=0, description="Index of the layer, from 0. Default: 0."
+    )
+    head: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+        default=0, description="Index of the head in the layer, from 0. Default: 0."
+    )
+    rope_scaling: RopeScalingField = Field(
+        default=None,
+        description='Rotary scaling: an object such as `{"rope_type": "yarn", "factor": 4}`, the name of a '
+        "profile, or `auto` (the smallest scaling that the length needs). Default: the server's.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -93,23 +105,21 @@ class AttentionRequest(StrictModel):
 class AttentionMap(StrictModel):
     """What one head attends to. Row i of `weights` and `scores` has the tokens 0 to i; null: a token it cannot see."""
 
-    model: str
-    layer: int
-    head: int
-    num_layers: int
-    num_heads: int
-    tokens: list[int]
-    fingerprint: Annotated[str, Field(description="Of the rotation that the text was read under.")]
-    weights: Annotated[list[list[float]], Field(description="After the softmax.")]
-    scores: Annotated[
-        list[list[float | None]], Field(description="Before the softmax: scaled, and capped where it is.")
-    ]
-    weight_by_distance: Annotated[
-        list[float], Field(description="Mean weight of the tokens so many places back, over rows that have one.")
-    ]
-    score_by_distance: Annotated[
-        list[float | None], Field(description="Mean score of the tokens so many places back; null: none is seen.")
-    ]
+    model: str = Field(description="Name of the served model.")
+    layer: int = Field(description="Index of the layer, from 0.")
+    head: int = Field(description="Index of the head in the layer, from 0.")
+    num_layers: int = Field(description="Number of layers of the model.")
+    num_heads: int = Field(description="Number of heads of the layer.")
+    tokens: list[int] = Field(description="Token ids of the text.")
+    fingerprint: str = Field(description="Fingerprint of the rotation.")
+    weights: list[list[float]] = Field(description="Attention weights after the softmax.")
+    scores: list[list[float | None]] = Field(
+        description="Attention scores before the softmax, scaled and, if the model does so, capped."
+    )
+    weight_by_distance: list[float] = Field(description="Mean weight by distance in tokens, from 0.")
+    score_by_distance: list[float | None] = Field(
+        description="Mean score by distance in tokens, from 0. Null if no token at this distance is visible."
+    )
 
 
 router = APIRouter(tags=["Inside"])

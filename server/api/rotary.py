@@ -28,58 +28,83 @@ class RotaryInspectRequest(StrictModel):
     which matter to dynamic and longrope only (null: the context's)."""
 
     model: RequestedModel = None
-    rope_scaling: RopeScalingField = None
-    rope_update: RopeUpdateField | None = None
-    length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    rope_scaling: RopeScalingField = Field(
+        default=None,
+        description='Rotary scaling: an object such as `{"rope_type": "yarn", "factor": 4}`, the name of a '
+        "profile, or `auto` (the smallest scaling that the length needs). Default: the server's.",
+    )
+    rope_update: RopeUpdateField | None = Field(
+        default=None,
+        description="What happens to cached keys when the text grows into other frequencies: `frozen`, "
+        "`recompute` or `rotate`, or an object. Default: the server's, else that of the scaling.",
+    )
+    length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        default=None,
+        description="Length of the context in tokens. It matters to `dynamic` and `longrope` scaling. Default: "
+        "the model's context.",
+    )
 
 
 class DefaultRotary(ModelRotary):
     """The rotation of requests that set none."""
 
-    policy: RopeUpdate
+    policy: RopeUpdate = Field(description="What happens to cached keys when the text grows into other frequencies.")
 
 
 class RotarySettings(StrictModel):
     """What the model rotates by, this server's default and profiles, and what requests may set."""
 
-    model: ModelRotary
-    default: DefaultRotary
-    profiles: dict[str, dict[str, Any]]
-    policy: Literal["allow", "profiles", "off"]
-    rope_update: RopeUpdate | None
-    rope_exact: bool
-    max_model_len: int
-    auto: Annotated[RotaryLadderShown | None, Field(description="What `rope_scaling` `auto` chooses from, by length.")]
+    model: ModelRotary = Field(description="Scaling of the model itself.")
+    default: DefaultRotary = Field(description="Scaling of requests that set none.")
+    profiles: dict[str, dict[str, Any]] = Field(
+        description="Scalings by profile name, as `rope_scaling` may give them."
+    )
+    policy: Literal["allow", "profiles", "off"] = Field(
+        description="What requests may set: any scaling (`allow`), names of profiles only, or none (`off`)."
+    )
+    rope_update: RopeUpdate | None = Field(
+        description="Update policy of requests that set none. Null: that of each kind of scaling."
+    )
+    rope_exact: bool = Field(description="Whether requests may set `rope_update.exact`.")
+    max_model_len: int = Field(description="Context length in tokens.")
+    auto: RotaryLadderShown | None = Field(
+        description="Scalings that `rope_scaling: auto` chooses from. Null: this model cannot be scaled."
+    )
 
 
 class InspectedGroup(StrictModel):
     """The frequencies and factors of a group of layers."""
 
-    rope_type: str
-    parameters: dict[str, ScalingValue]
-    inv_freq: list[float]
-    wavelengths: list[float | None]
-    attention_factor: float
-    softmax_scale: float
-    distances: Annotated[
-        dict[str, int] | None,
-        Field(
-            description="How far keys seem, where a kind changes that: `chunk_size` and `local_size` of `dual_chunk`, "
-            "`window` of `self_extend` and `rerope`, `group_size` of the former, and `log_n_length`, "
-            "beyond which scores grow; `null`: as many tokens as there are between."
-        ),
-    ] = None
-    effective_length: float | None
-    fingerprint: str
+    rope_type: str = Field(description="Kind of the scaling.")
+    parameters: dict[str, ScalingValue] = Field(description="Parameters of the scaling, including `rope_theta`.")
+    inv_freq: list[float] = Field(description="Frequency of each rotated pair, in radians per token.")
+    wavelengths: list[float | None] = Field(
+        description="Wavelength of each rotated pair, in tokens. Null if it is infinite or larger than 1.8e308."
+    )
+    attention_factor: float = Field(description="Factor on cosines and sines.")
+    softmax_scale: float = Field(description="Factor on attention scores.")
+    distances: dict[str, int] | None = Field(
+        default=None,
+        description="How the scaling changes distances: `chunk_size` and `local_size` of `dual_chunk`, `window` "
+        "of `self_extend` and `rerope`, `group_size` of `self_extend`, and `log_n_length`, from "
+        "which scores grow. Null: distances are unchanged.",
+    )
+    effective_length: float | None = Field(
+        description="Length that the frequencies were computed for, in tokens. Null if they do not depend on "
+        "the length."
+    )
+    fingerprint: str = Field(description="Digest of frequencies and factors. Equal fingerprints mean equal rotations.")
 
 
 class RotaryInspection(InspectedGroup):
     """The first group's frequencies and factors; `groups`: those of every group, where there are several."""
 
-    policy: RopeUpdate
-    length: int
-    auto: Annotated[RotaryChosen | None, Field(description="Under `auto`: what the scaling was chosen by.")] = None
-    groups: dict[str, InspectedGroup] | None = None
+    policy: RopeUpdate = Field(description="What happens to cached keys when the text grows into other frequencies.")
+    length: int = Field(description="Length of the context in tokens.")
+    auto: RotaryChosen | None = Field(default=None, description="With `auto`: how the scaling was chosen.")
+    groups: dict[str, InspectedGroup] | None = Field(
+        default=None, description="Values per group of layers. Absent if all layers rotate alike."
+    )
 
 
 Position = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -91,32 +116,41 @@ class RotaryCurvesRequest(RotaryInspectRequest):
     `group`: of layers, where a model has several; the first by default.
     """
 
-    group: Annotated[str, Field(max_length=64)] | None = None
-    positions: Annotated[list[Position], Field(max_length=128, fail_fast=True, default_factory=list)]
-    distances: Annotated[list[Position], Field(max_length=512, fail_fast=True, default_factory=list)]
+    group: Annotated[str, Field(max_length=64)] | None = Field(
+        default=None, description="Name of a group of layers. Default: the first group."
+    )
+    positions: Annotated[list[Position], Field(max_length=128, fail_fast=True, default_factory=list)] = Field(
+        description="Token positions at which cosines and sines are returned, from 0. Default: none."
+    )
+    distances: Annotated[list[Position], Field(max_length=512, fail_fast=True, default_factory=list)] = Field(
+        description="Distances in tokens at which the curves are returned. Default: none."
+    )
 
 
 class RotaryCurves(StrictModel):
     """What the frequencies of one group of layers come to. A row of `cos` and `sin` is a position, a column a rotated pair."""
 
-    group: str
-    rope_type: str
-    length: int
-    fingerprint: str
-    trained_length: int
-    rotary_dim: int
-    slow_pairs: Annotated[int, Field(description="Pairs that turn less than once within `trained_length` tokens.")]
-    positions: list[int]
-    cos: list[list[float]]
-    sin: list[list[float]]
-    distances: list[int]
-    decay_bound: Annotated[
-        list[float],
-        Field(description="RoFormer's bound on a score by distance, over its own value at distance 0."),
-    ]
-    mean_cosine: Annotated[
-        list[float], Field(description="The score of equal vectors of ones by distance, over its value at distance 0.")
-    ]
+    group: str = Field(description="Name of the group of layers.")
+    rope_type: str = Field(description="Kind of the scaling.")
+    length: int = Field(description="Length of the context in tokens.")
+    fingerprint: str = Field(description="Digest of frequencies and factors. Equal fingerprints mean equal rotations.")
+    trained_length: int = Field(description="Context that the model was trained for, in tokens.")
+    rotary_dim: int = Field(description="Number of rotated dimensions per head.")
+    slow_pairs: int = Field(description="Number of pairs that turn less than once within `trained_length` tokens.")
+    positions: list[int] = Field(description="Requested positions.")
+    cos: list[list[float]] = Field(
+        description="Cosines of position times frequency: a row per position, a column per rotated pair."
+    )
+    sin: list[list[float]] = Field(
+        description="Sines of position times frequency: a row per position, a column per rotated pair."
+    )
+    distances: list[int] = Field(description="Requested distances.")
+    decay_bound: list[float] = Field(
+        description="RoFormer's upper bound of a score by distance, divided by its value at distance 0."
+    )
+    mean_cosine: list[float] = Field(
+        description="Score of two vectors of ones by distance, divided by its value at distance 0."
+    )
 
 
 router = APIRouter(tags=["Rotary"])

@@ -25,9 +25,14 @@ from windlass.server.serving.tool_calls import tools_for_template
 
 class _TemplateFields(StrictModel):
     model: RequestedModel = None
-    tools: Tools | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    tools: Tools | None = Field(default=None, description="Functions that the model may call. Default: none.")
+    add_generation_prompt: bool | None = Field(
+        default=None, description="Whether the template opens the assistant's turn. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="Whether the answer continues the last message, which must be the assistant's. Default: false.",
+    )
     chat_template_kwargs: TemplateVariables = None
 
 
@@ -48,11 +53,21 @@ class TokenizeRequest(_TemplateFields):
 
     hints: ClassVar[dict[str, str]] = {"content": "it is called prompt here"}  # llama.cpp's name
 
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    return_offsets: bool | None = None
+    prompt: str | None = Field(default=None, description="Text to tokenize.")
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = Field(
+        default=None, description="Turns of the conversation, oldest first."
+    )
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Whether the tokenizer adds its special tokens, such as the beginning-of-sequence token. "
+        "Default: true for a text, false for a chat.",
+    )
+    return_token_strs: bool | None = Field(
+        default=None, description="Whether the texts of the tokens are returned. Default: false."
+    )
+    return_offsets: bool | None = Field(
+        default=None, description="Whether the character offsets of the tokens are returned. Default: true."
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -67,11 +82,13 @@ Span = Annotated[list[int], Field(min_length=2, max_length=2)]
 class TokenizeAnswer(StrictModel):
     """`offsets[i]` is the [start, end) of token i in the tokenized text, in characters."""
 
-    count: int
-    max_model_len: int | None
-    tokens: list[int]
-    offsets: list[Span] | None = None
-    token_strs: list[str] | None = None
+    count: int = Field(description="Number of tokens.")
+    max_model_len: int | None = Field(description="Context length in tokens. Null until the model has loaded.")
+    tokens: list[int] = Field(description="Token ids.")
+    offsets: list[Span] | None = Field(
+        default=None, description="Start and end of each token in the text, in characters; the end is exclusive."
+    )
+    token_strs: list[str] | None = Field(default=None, description="Texts of the tokens, if requested.")
 
 
 class DetokenizeRequest(StrictModel):
@@ -81,30 +98,40 @@ class DetokenizeRequest(StrictModel):
     # What is inside is looked at beside the event loop: there may be millions of them.
     tokens: Annotated[
         list[Any], Field(max_length=2**21, json_schema_extra={"items": {"type": "integer", "minimum": 0}})
-    ]
-    skip_special_tokens: bool | None = None
-    return_offsets: bool | None = None
-    return_token_strs: bool | None = None
+    ] = Field(description="Token ids.")
+    skip_special_tokens: bool | None = Field(
+        default=None, description="Whether special tokens are omitted from the text. Default: false."
+    )
+    return_offsets: bool | None = Field(
+        default=None, description="Whether the character offsets of the tokens are returned. Default: true."
+    )
+    return_token_strs: bool | None = Field(
+        default=None, description="Whether the texts of the tokens are returned. Default: false."
+    )
 
 
 class DetokenizeAnswer(StrictModel):
     """`offsets[i]` is the [start, end) of what token i adds to the text, in characters; `token_strs[i]` its own text."""
 
-    prompt: str
-    offsets: list[Span] | None = None
-    token_strs: list[str] | None = None
+    prompt: str = Field(description="The text.")
+    offsets: list[Span] | None = Field(
+        default=None, description="Start and end of the text that each token adds, in characters; the end is exclusive."
+    )
+    token_strs: list[str] | None = Field(default=None, description="Texts of the tokens, if requested.")
 
 
 class TemplateRequest(_TemplateFields):
     """A conversation, with `tools` as in a chat."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        description="Turns of the conversation, oldest first."
+    )
 
 
 class TemplateAnswer(StrictModel):
     """The text that a chat of these messages continues."""
 
-    prompt: str
+    prompt: str = Field(description="The conversation as rendered by the chat template.")
 
 
 router = APIRouter(tags=["Tokens"])

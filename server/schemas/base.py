@@ -280,8 +280,12 @@ RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,128}$")]
 class RopeUpdateObject(StrictModel):
     """`exact`: under `recompute`, frequencies follow every token, not steps; only where the operator allows it."""
 
-    policy: RopeUpdate
-    exact: bool | None = None
+    policy: RopeUpdate = Field(description="`frozen`, `recompute` or `rotate`.")
+    exact: bool | None = Field(
+        default=None,
+        description="With `recompute`: whether frequencies follow every token instead of steps. The operator "
+        "must allow it. Default: false.",
+    )
 
     @field_validator("exact")
     @classmethod
@@ -304,16 +308,45 @@ class EngineRequestFields(StrictModel):
     """Fields of every request that computes prompts. None means that the field was not given."""
 
     model: RequestedModel = None
-    user: str | None = None
-    add_special_tokens: bool | None = None
-    rope_scaling: RopeScalingField = None
-    rope_update: RopeUpdateField | None = None
-    attention_window: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    attention_sinks: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
-    timeout: Annotated[float, Field(gt=0, le=604800)] | None = None
-    request_id: RequestId | None = None
+    user: str | None = Field(default=None, description="Accepted without effect.")
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Whether the tokenizer adds its special tokens, such as the beginning-of-sequence token. "
+        "Default: true for a text, false for a chat.",
+    )
+    rope_scaling: RopeScalingField = Field(
+        default=None,
+        description='Rotary scaling: an object such as `{"rope_type": "yarn", "factor": 4}`, the name of a '
+        "profile, or `auto` (the smallest scaling that the length needs). Default: the server's.",
+    )
+    rope_update: RopeUpdateField | None = Field(
+        default=None,
+        description="What happens to cached keys when the text grows into other frequencies: `frozen`, "
+        "`recompute` or `rotate`, or an object. Default: the server's, else that of the scaling.",
+    )
+    attention_window: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="Number of most recent tokens that each token attends to, itself included. Default: the "
+        "model's `context.attention_window`, else all.",
+    )
+    attention_sinks: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="With `attention_window`: number of leading tokens that each token also attends to. "
+        "Default: the model's `context.attention_sinks`, else 0.",
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Cached blocks are shared only among requests with equal salts. Default: none."
+    )
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = Field(
+        default=None, description="Scheduling priority. Lower numbers run first. Default: that of the API key, else 0."
+    )
+    timeout: Annotated[float, Field(gt=0, le=604800)] | None = Field(
+        default=None,
+        description="Time limit in seconds, after which the request fails with status 504. Default: the server's.",
+    )
+    request_id: RequestId | None = Field(
+        default=None, description="Id of the request, which replaces that of the header `X-Request-Id`."
+    )
 
 
 OTHER_TAG = "[other]"  # tags stand in brackets: those are left out of the names of fields that errors tell

@@ -105,33 +105,45 @@ class ChatMessage(StrictModel):
 
     ignored: ClassVar[frozenset[str]] = _BOOKKEEPING | {"parsed", PROVIDER_FIELDS}
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Annotated[str, Field(min_length=1, max_length=64)] = Field(description="Author of the message.")
     content: Annotated[
         Any,
         AfterValidator(_text_content),
-        Field(
-            json_schema_extra={
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": _PART},
-                    {"type": "null"},
-                ]
-            }
-        ),
-    ] = None
-    name: Annotated[str, Field(max_length=256)] | None = None
-    tool_calls: Annotated[list[MadeToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
-    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    type: Literal["text", "message"] | None = None
-    refusal: Annotated[str | None, only_empty("refusal is")] = None
-    annotations: Annotated[list[Any] | None, only_empty("annotations are")] = None
-    audio: Annotated[Any, only_empty("audio is")] = None
-    images: Annotated[Any, only_empty("images are")] = None
-    thinking_blocks: Annotated[Any, only_empty("thinking_blocks are")] = None
-    reasoning_details: Annotated[Any, only_empty("reasoning_details are")] = None
-    function_call: MadeFunctionCall | None = None
+        Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
+    ] = Field(default=None, description="A text or text parts.")
+    name: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="Name of the participant, for templates that show it."
+    )
+    tool_calls: Annotated[list[MadeToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
+        default=None, description="Calls that the assistant made in this turn."
+    )
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="In a message of role `tool`: id of the call whose result this is."
+    )
+    reasoning_content: str | None = Field(default=None, description="Thinking of the assistant in this turn.")
+    reasoning: str | None = Field(default=None, description="Other name of `reasoning_content`.")
+    type: Literal["text", "message"] | None = Field(default=None, description="Accepted without effect.")
+    refusal: Annotated[str | None, only_empty("refusal is")] = Field(
+        default=None, description="Copied from earlier answers. Must be empty."
+    )
+    annotations: Annotated[list[Any] | None, only_empty("annotations are")] = Field(
+        default=None, description="Copied from earlier answers. Must be empty."
+    )
+    audio: Annotated[Any, only_empty("audio is")] = Field(
+        default=None, description="Copied from earlier answers. Must be empty."
+    )
+    images: Annotated[Any, only_empty("images are")] = Field(
+        default=None, description="Copied from earlier answers. Must be empty."
+    )
+    thinking_blocks: Annotated[Any, only_empty("thinking_blocks are")] = Field(
+        default=None, description="Copied from earlier answers. Must be empty."
+    )
+    reasoning_details: Annotated[Any, only_empty("reasoning_details are")] = Field(
+        default=None, description="Copied from earlier answers. Must be empty."
+    )
+    function_call: MadeFunctionCall | None = Field(
+        default=None, description="The call, in the older form that `functions` requests."
+    )
 
 
 def _modalities(value: Any) -> Any:
@@ -160,53 +172,78 @@ class ChatRequest(GenerationRequest):
     # A prediction makes answers quicker at OpenAI, and changes none.
     ignored: ClassVar[frozenset[str]] = GenerationRequest.ignored | {"prediction"}
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        description="Turns of the conversation, oldest first."
+    )
+    logprobs: bool | None = Field(
+        default=None, description="Whether the log-probabilities of the generated tokens are returned. Default: false."
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="Number of alternatives per token whose log-probabilities are returned. Default: 0."
+    )
     chat_template_kwargs: TemplateVariables = None
-    reasoning_effort: Effort | None = None
-    thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoice = None
-    parallel_tool_calls: bool | None = None
-    functions: Functions | None = None
-    function_call: FunctionChoice = None
-    modalities: _Modalities = None
+    reasoning_effort: Effort | None = Field(
+        default=None,
+        description="Amount of thinking, if the chat template supports the choice. Default: the template's.",
+    )
+    thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None, description="Number of tokens after which the thinking is ended. Default: unlimited."
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None, description="Whether the template opens the assistant's turn. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="Whether the answer continues the last message, which must be the assistant's. Default: false.",
+    )
+    tools: Tools | None = Field(default=None, description="Functions that the model may call. Default: none.")
+    tool_choice: ToolChoice = Field(
+        default=None,
+        description="Whether the model may or must call functions. Default: `auto` if there are tools, else `none`.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether the model may make several calls in one turn. Default: true."
+    )
+    functions: Functions | None = Field(default=None, description="Older form of `tools`.")
+    function_call: FunctionChoice = Field(default=None, description="Older form of `tool_choice`.")
+    modalities: _Modalities = Field(default=None, description="Accepted without effect: answers are text.")
 
 
 class ChatTopLogprob(StrictModel):
     """`bytes`: the token's own UTF-8 bytes, as one character may be split over tokens."""
 
-    token: str
-    logprob: float
-    bytes: list[int] | None
+    token: str = Field(description="Text of the token.")
+    logprob: float = Field(description="Log-probability of the token.")
+    bytes: list[int] | None = Field(
+        description="UTF-8 bytes of the token. One character may be split over several tokens."
+    )
 
 
 class ChatTokenLogprob(ChatTopLogprob):
     """A generated token and its most likely alternatives."""
 
-    top_logprobs: list[ChatTopLogprob]
+    top_logprobs: list[ChatTopLogprob] = Field(description="Most likely tokens at this position, most likely first.")
 
 
 class ChatLogprobs(StrictModel):
     """One entry per generated token."""
 
-    content: list[ChatTokenLogprob]
-    refusal: None
+    content: list[ChatTokenLogprob] = Field(description="One entry per generated token.")
+    refusal: None = Field(description="Always null.")
 
 
 class ChatAnswer(StrictModel):
     """The assistant's turn. `reasoning`: `reasoning_content` by another name."""
 
-    role: Literal["assistant"]
-    content: str | None
-    refusal: str | None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[AnsweredCall] | None = None
-    function_call: AnsweredFunction | None = None
+    role: Literal["assistant"] = Field(description="Author of the message.")
+    content: str | None = Field(description="The text. Null if there are calls and no text.")
+    refusal: str | None = Field(description="Always null.")
+    reasoning_content: str | None = Field(default=None, description="Thinking of the model, separate from the content.")
+    reasoning: str | None = Field(default=None, description="Other name of `reasoning_content`.")
+    tool_calls: list[AnsweredCall] | None = Field(default=None, description="The calls.")
+    function_call: AnsweredFunction | None = Field(
+        default=None, description="The call, in the older form that `functions` requests."
+    )
 
 
 ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
@@ -215,10 +252,10 @@ ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 class ChatChoice(StrictModel):
     """One answer."""
 
-    index: int
-    message: ChatAnswer
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinishReason
+    index: int = Field(description="Index of the answer, from 0.")
+    message: ChatAnswer = Field(description="The assistant's message.")
+    logprobs: ChatLogprobs | None = Field(description="Log-probabilities of the tokens, if requested, else null.")
+    finish_reason: ChatFinishReason = Field(description="Why the answer ended.")
     stop_reason: StopReasonField
     token_ids: TokenIds = None
     rotary: RotaryField = None
@@ -228,8 +265,8 @@ class ChatCompletion(GenerationEnvelope):
     """The answers to a conversation."""
 
     object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    usage: Usage
+    choices: list[ChatChoice] = Field(description="The answers.")
+    usage: Usage = Field(description="Numbers of tokens.")
     prompt_token_ids: PromptTokenIds = None
     prompt_logprobs: PromptLogprobs = None
     rotary: RotaryField = None
@@ -238,21 +275,27 @@ class ChatCompletion(GenerationEnvelope):
 class ChatDelta(StrictModel):
     """What a chunk adds to the assistant's turn; only the first one of an answer has the role."""
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[CallDelta] | None = None
-    function_call: FunctionDelta | None = None
+    role: Literal["assistant"] | None = Field(
+        default=None, description="Author of the message. Only in the first chunk of an answer."
+    )
+    content: str | None = Field(
+        default=None, description="The added text. Null in the first chunk of an answer that begins with a call."
+    )
+    reasoning_content: str | None = Field(default=None, description="Thinking of the model, separate from the content.")
+    reasoning: str | None = Field(default=None, description="Other name of `reasoning_content`.")
+    tool_calls: list[CallDelta] | None = Field(default=None, description="The calls.")
+    function_call: FunctionDelta | None = Field(
+        default=None, description="The call, in the older form that `functions` requests."
+    )
 
 
 class ChatChunkChoice(StrictModel):
     """A piece of one answer; its last one says how it ended."""
 
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinishReason | None
+    index: int = Field(description="Index of the answer, from 0.")
+    delta: ChatDelta = Field(description="The added part of the message.")
+    logprobs: ChatLogprobs | None = Field(description="Log-probabilities of the tokens, if requested, else null.")
+    finish_reason: ChatFinishReason | None = Field(description="Why the answer ended. Null before its last chunk.")
     stop_reason: StopReasonField = None
     token_ids: TokenIds = None
 
@@ -261,8 +304,10 @@ class ChatChunk(GenerationEnvelope):
     """A chunk of a stream. `usage`: where `stream_options` asks for it, else absent."""
 
     object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    choices: list[ChatChunkChoice] = Field(description="Pieces of answers.")
+    usage: Usage | None = Field(
+        default=None, description="Numbers of tokens, if `stream_options` requests them. Null in chunks without."
+    )
     prompt_token_ids: PromptTokenIds = None
     prompt_logprobs: PromptLogprobs = None
     rotary: RotaryField = None

@@ -46,7 +46,7 @@ class TextBlock(StrictModel):
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"citations", "parsed_output"}
 
     type: Literal["text"]
-    text: str
+    text: str = Field(description="The text.")
 
 
 class ThinkingBlock(StrictModel):
@@ -55,7 +55,7 @@ class ThinkingBlock(StrictModel):
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"signature"}
 
     type: Literal["thinking"]
-    thinking: str
+    thinking: str = Field(description="The thinking.")
 
 
 class RedactedThinkingBlock(StrictModel):
@@ -64,7 +64,7 @@ class RedactedThinkingBlock(StrictModel):
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS
 
     type: Literal["redacted_thinking"]
-    data: str | None = None
+    data: str | None = Field(default=None, description="Accepted without effect.")
 
 
 class ToolUseBlock(StrictModel):
@@ -73,9 +73,9 @@ class ToolUseBlock(StrictModel):
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"caller", "toolset_name"}
 
     type: Literal["tool_use"]
-    id: CallId
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    input: FreeForm
+    id: CallId = Field(description="Id of the call, which its result repeats.")
+    name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Name of the function.")
+    input: FreeForm = Field(description="Arguments of the call.")
 
 
 class _OtherText(UnsupportedKind):
@@ -97,9 +97,9 @@ class ToolResultBlock(StrictModel):
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"toolset_name"}
 
     type: Literal["tool_result"]
-    tool_use_id: CallId
-    content: Texts | None = None
-    is_error: bool | None = None
+    tool_use_id: CallId = Field(description="Id of the call whose result this is.")
+    content: Texts | None = Field(default=None, description="Result of the call: a text or text blocks.")
+    is_error: bool | None = Field(default=None, description="Whether the call failed. Default: false.")
 
 
 class _OtherBlock(UnsupportedKind):
@@ -126,8 +126,10 @@ class InputMessage(StrictModel):
         *("container", "context_management", "diagnostics", "input_transformations", "stop_details"),  # of Anthropic's
     }
 
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), text_or_parts("text")]
+    role: Literal["user", "assistant", "system"] = Field(description="Author of the message.")
+    content: Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), text_or_parts("text")] = Field(
+        description="A text or blocks."
+    )
 
 
 def text_of(blocks: Any) -> str:
@@ -161,12 +163,20 @@ class CustomTool(StrictModel):
         "parameters": "it is input_schema here",
     }
 
-    type: Literal["custom"] | None = None
-    name: FunctionName
-    description: str | None = None
-    input_schema: Annotated[FreeForm, AfterValidator(check_parameters)]
-    strict: bool | None = None
-    defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None
+    type: Literal["custom"] | None = Field(default=None, description="Kind of the tool.")
+    name: FunctionName = Field(description="Name of the function.")
+    description: str | None = Field(default=None, description="What the function does, for the model.")
+    input_schema: Annotated[FreeForm, AfterValidator(check_parameters)] = Field(
+        description="JSON schema of the arguments."
+    )
+    strict: bool | None = Field(
+        default=None,
+        description="Where calls must follow the schema: whether a schema that cannot be enforced completely is "
+        "refused. Default: false.",
+    )
+    defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = Field(
+        default=None, description="Tool search is not supported. Must be empty."
+    )
 
 
 class _OtherMessageTool(UnsupportedKind):
@@ -201,9 +211,14 @@ def _check_tools(value: list[CustomTool]) -> list[CustomTool]:
 class MessageToolChoice(StrictModel):
     """Whether the model may call, or has to. `name` goes with `tool`."""
 
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
+    type: Literal["auto", "any", "tool", "none"] = Field(
+        description="`auto`: the model may call; `any`: it must call a function; `tool`: it must call the named "
+        "one; `none`: no calls."
+    )
+    name: str | None = Field(default=None, description="With `tool`: name of the function.")
+    disable_parallel_tool_use: bool | None = Field(
+        default=None, description="Whether the model may make only one call. Default: false."
+    )
 
 
 class Thinking(StrictModel):
@@ -211,8 +226,12 @@ class Thinking(StrictModel):
 
     ignored: ClassVar[frozenset[str]] = frozenset({"display"})
 
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    type: Literal["enabled", "adaptive", "disabled"] = Field(
+        description="`enabled`: with a token budget; `adaptive`: without one; `disabled`: no thinking."
+    )
+    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None, description="With `enabled`: number of tokens after which the thinking is ended."
+    )
 
 
 def _check_format(value: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +268,9 @@ def _fallbacks(value: Any) -> Any:
 ContextManagement = Annotated[
     Any,
     AfterValidator(_context_management),
-    Field(description="Edits that clear no thinking (`keep` is `all`) are accepted, without effect; no others are."),
+    Field(
+        description="Edits that clear no thinking (`keep` is `all`) are accepted without effect. Others are refused."
+    ),
 ]
 
 # Those of the model, if it has any, are `default`.
@@ -262,14 +283,16 @@ _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thre
 class OutputConfig(StrictModel):
     """The form of the answer's text, and how much the model shall think."""
 
-    effort: Effort | None = None
-    format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = None
+    effort: Effort | None = Field(default=None, description="Amount of thinking. Default: the chat template's.")
+    format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = Field(
+        default=None, description='Form of the answer: `{"type": "json_schema", "schema": …}`. Default: any text.'
+    )
 
 
 class MessageMetadata(StrictModel):
     """`user_id` has no effect."""
 
-    user_id: str | None = None
+    user_id: str | None = Field(default=None, description="Accepted without effect.")
 
 
 Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -280,13 +303,20 @@ MessageTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True
 class _MessageInput(StrictModel):
     """Fields of an input, besides `messages`."""
 
-    system: Texts | None = None
-    tools: MessageTools | None = None
-    tool_choice: MessageToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
+    system: Texts | None = Field(default=None, description="System prompt: a text or text blocks. Default: none.")
+    tools: MessageTools | None = Field(default=None, description="Functions that the model may call. Default: none.")
+    tool_choice: MessageToolChoice | None = Field(
+        default=None,
+        description="Whether the model may or must call functions. Default: `auto` if there are tools, else `none`.",
+    )
+    thinking: Thinking | None = Field(
+        default=None, description="Whether the model thinks, and its token budget. Default: the chat template's."
+    )
+    output_config: OutputConfig | None = Field(default=None, description="Form of the answer and amount of thinking.")
     chat_template_kwargs: TemplateVariables = None
-    mcp_servers: Annotated[Any, only_empty("mcp_servers are")] = None
+    mcp_servers: Annotated[Any, only_empty("mcp_servers are")] = Field(
+        default=None, description="Not supported. Must be empty."
+    )
     context_management: ContextManagement = None
 
 
@@ -296,7 +326,7 @@ class CountTokensRequest(_MessageInput):
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_REQUESTS | {"compaction"}
 
     model: RequestedModel = None
-    messages: Messages
+    messages: Messages = Field(description="Turns of the conversation, oldest first.")
 
 
 class MessageRequest(_MessageInput, SharedRequest):
@@ -313,14 +343,23 @@ class MessageRequest(_MessageInput, SharedRequest):
     }
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_REQUESTS
 
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
-    messages: Messages
-    stop_sequences: StopStrings | None = None
-    metadata: MessageMetadata | None = None
-    container: Annotated[Any, only_empty("containers are")] = None
-    compaction: Annotated[Any, only_empty("compaction is")] = None
-    fallbacks: Fallbacks = None
-    thread: Annotated[Any, only_empty("threads are", _NO_THREADS)] = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] = Field(description="Maximum number of generated tokens.")
+    messages: Messages = Field(description="Turns of the conversation, oldest first.")
+    stop_sequences: StopStrings | None = Field(default=None, description="Strings that end the answer. Default: none.")
+    metadata: MessageMetadata | None = Field(default=None, description="Accepted without effect.")
+    container: Annotated[Any, only_empty("containers are")] = Field(
+        default=None, description="Not supported. Must be empty."
+    )
+    compaction: Annotated[Any, only_empty("compaction is")] = Field(
+        default=None, description="Not supported. Must be empty."
+    )
+    fallbacks: Fallbacks = Field(
+        default=None, description="Other models are not supported: must be empty or `default`."
+    )
+    thread: Annotated[Any, only_empty("threads are", _NO_THREADS)] = Field(
+        default=None,
+        description="Not supported. Must be empty. The error has `details` that tell the client to continue without.",
+    )
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -329,69 +368,71 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 class MessageTokensDetails(StrictModel):
     """Of the tokens that were generated."""
 
-    thinking_tokens: Annotated[
-        int, Field(description="Generated tokens up to the end of the thinking, its markers included.")
-    ]
+    thinking_tokens: int = Field(
+        description="Number of generated tokens up to the end of the thinking, including its markers."
+    )
 
 
 class MessageUsage(StrictModel):
     """Token counts."""
 
-    input_tokens: Annotated[int, Field(description="Tokens of the input that were not found in the prefix cache.")]
-    cache_creation_input_tokens: Annotated[int, Field(description="Always 0: no cache is paid for.")]
-    cache_read_input_tokens: Annotated[int, Field(description="Tokens of the input that were found in it.")]
-    output_tokens: int
-    output_tokens_details: MessageTokensDetails | None = None
+    input_tokens: int = Field(description="Number of input tokens that were not found in the prefix cache.")
+    cache_creation_input_tokens: int = Field(description="Always 0: caching has no price.")
+    cache_read_input_tokens: int = Field(description="Number of input tokens that were found in the prefix cache.")
+    output_tokens: int = Field(description="Number of generated tokens.")
+    output_tokens_details: MessageTokensDetails | None = Field(
+        default=None, description="Details of the generated tokens. Absent if the model's thinking is not recognized."
+    )
 
 
 class AnsweredText(StrictModel):
     """Text."""
 
     type: Literal["text"]
-    text: str
+    text: str = Field(description="The text.")
 
 
 class AnsweredThinking(StrictModel):
     """What the model thought."""
 
     type: Literal["thinking"]
-    thinking: str
-    signature: Annotated[str, Field(description="Always empty: this server signs none.")]
+    thinking: str = Field(description="The thinking.")
+    signature: str = Field(description="Always empty: this server does not sign thinking.")
 
 
 class AnsweredToolUse(StrictModel):
     """A call that the model made."""
 
     type: Literal["tool_use"]
-    id: str
-    name: str
-    input: Annotated[dict[str, Any], Field(description="Its arguments.")]
+    id: str = Field(description="Id of the call, which its result repeats.")
+    name: str = Field(description="Name of the function.")
+    input: dict[str, Any] = Field(description="Arguments of the call.")
 
 
 AnsweredBlock = Annotated[AnsweredText | AnsweredThinking | AnsweredToolUse, Field(discriminator="type")]
 
 
 class _Message(StrictModel):
-    id: str
+    id: str = Field(description="Unique id.")
     type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
+    role: Literal["assistant"] = Field(description="Author of the message.")
+    model: str = Field(description="Name of the served model or of one of its adapters.")
 
 
 class MessageAnswer(_Message):
     """The answer."""
 
-    content: list[AnsweredBlock]
-    stop_reason: StopReason
-    stop_sequence: str | None
-    usage: MessageUsage
+    content: list[AnsweredBlock] = Field(description="Blocks, in the order in which they were generated.")
+    stop_reason: StopReason = Field(description="Why the answer ended.")
+    stop_sequence: str | None = Field(description="Stop string that ended the answer, else null.")
+    usage: MessageUsage = Field(description="Numbers of tokens.")
     rotary: RotaryField = None
 
 
 class TokenCount(StrictModel):
     """What an input comes to."""
 
-    input_tokens: int
+    input_tokens: int = Field(description="Number of input tokens.")
 
 
 class MessageErrorDetail(StrictModel):
@@ -406,75 +447,79 @@ class MessageErrorDetail(StrictModel):
         "overloaded_error",
         "timeout_error",
         "api_error",
-    ]
-    message: str
-    param: str | None
-    code: str
-    details: dict[str, Any] | None = None
+    ] = Field(description="Category of the error.")
+    message: str = Field(description="What is wrong and what to do.")
+    param: str | None = Field(description="Path of the field at fault, else null.")
+    code: str = Field(description="Kind of the error, for programs.")
+    details: dict[str, Any] | None = Field(
+        default=None, description="Details for Anthropic's clients. Only in few errors."
+    )
 
 
 class MessageError(StrictModel):
     """Every answer of these endpoints other than success has this shape, and so has the event that ends a failed stream."""
 
     type: Literal["error"]
-    error: MessageErrorDetail
-    request_id: str | None
+    error: MessageErrorDetail = Field(description="The error.")
+    request_id: str | None = Field(description="Id of the request, as in the header `X-Request-Id`.")
 
 
 class BegunMessage(_Message):
     """The message as a stream opens it."""
 
-    content: Annotated[list[Any], Field(max_length=0, description="Empty: events bring it.")]
-    stop_reason: None
-    stop_sequence: None
-    usage: MessageUsage
+    content: Annotated[list[Any], Field(max_length=0)] = Field(description="Always empty: events add the blocks.")
+    stop_reason: None = Field(description="Always null: the message has only begun.")
+    stop_sequence: None = Field(description="Always null: the message has only begun.")
+    usage: MessageUsage = Field(description="Numbers of tokens.")
 
 
 class MessageStart(StrictModel):
     """The message begins."""
 
     type: Literal["message_start"]
-    message: BegunMessage
+    message: BegunMessage = Field(description="The message, still empty.")
 
 
 class _BlockEvent(StrictModel):
     type: str
-    index: int
+    index: int = Field(description="Index of the block in `content`, from 0.")
 
 
 class BlockStart(_BlockEvent):
     """A block begins, empty."""
 
     type: Literal["content_block_start"]
-    content_block: AnsweredBlock
+    content_block: AnsweredBlock = Field(description="The block, still empty.")
 
 
 class TextDelta(StrictModel):
     """More text."""
 
     type: Literal["text_delta"]
-    text: str
+    text: str = Field(description="The text.")
 
 
 class ThinkingDelta(StrictModel):
     """More of the thinking."""
 
     type: Literal["thinking_delta"]
-    thinking: str
+    thinking: str = Field(description="The thinking.")
 
 
 class InputDelta(StrictModel):
     """More of the JSON text of a call's arguments."""
 
     type: Literal["input_json_delta"]
-    partial_json: str
+    partial_json: str = Field(description="A piece of the arguments' JSON text.")
 
 
 class BlockDelta(_BlockEvent):
     """More of a block."""
 
     type: Literal["content_block_delta"]
-    delta: Annotated[TextDelta | ThinkingDelta | InputDelta, Field(discriminator="type")]
+    delta: Annotated[TextDelta | ThinkingDelta | InputDelta, Field(discriminator="type")] = Field(
+        description="The added part of the block."
+    )
 
 
 class BlockStop(_BlockEvent):
@@ -486,23 +531,23 @@ class BlockStop(_BlockEvent):
 class MessageEnding(StrictModel):
     """How the message ended."""
 
-    stop_reason: StopReason
-    stop_sequence: str | None
+    stop_reason: StopReason = Field(description="Why the answer ended.")
+    stop_sequence: str | None = Field(description="Stop string that ended the answer, else null.")
 
 
 class MessageDelta(StrictModel):
     """The message has ended."""
 
     type: Literal["message_delta"]
-    delta: MessageEnding
-    usage: MessageUsage
+    delta: MessageEnding = Field(description="Why the message ended.")
+    usage: MessageUsage = Field(description="Numbers of tokens.")
     rotary: RotaryField = None
 
 
 class MessageSign(StrictModel):
     """`ping`: the server is there, more will come. `message_stop`: nothing more will."""
 
-    type: Literal["ping", "message_stop"]
+    type: Literal["ping", "message_stop"] = Field(description="Kind of the event.")
 
 
 class MessageEvent(

@@ -22,19 +22,19 @@ Input = Annotated[
 PoolingField = Annotated[
     Literal["last", "mean", "first"] | None,
     Field(
-        description="How the tokens' final hidden states become one vector: the last token's, the mean of all, or the first "
-        "token's. Default: what the model's files say, else `last`."
+        description="How the final hidden states of the tokens become one vector: that of the last token, their mean, or "
+        "that of the first token. Default: that of the model's files, else `last`."
     ),
 ]
 
 NormalizeField = Annotated[
     bool | None,
-    Field(description="Whether vectors are brought to length 1. Default: what the model's files say, else true."),
+    Field(description="Whether vectors are normalized to length 1. Default: that of the model's files, else true."),
 ]
 
 EncodingField = Annotated[
     Literal["float", "base64"] | None,
-    Field(description="Numbers, or the base64 of little-endian float32. Default: `float`."),
+    Field(description="`float`: numbers; `base64`: the bytes of little-endian float32 values. Default: `float`."),
 ]
 
 
@@ -48,13 +48,13 @@ class PromptRequest(EngineRequestFields):
         "stream": "the answer comes whole: leave it out",
     }
 
-    truncate_prompt_tokens: Annotated[
-        Annotated[int, Field(ge=-1, le=INT32_MAX)] | None,
-        Field(description="A longer text is cut to so many tokens; -1: to the context."),
-    ] = None
-    truncation_side: Annotated[
-        Literal["left", "right"] | None, Field(description="Which end of it is cut off. Default: `right`.")
-    ] = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="A longer text is truncated to this many tokens. -1: to the context. Default: no truncation.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="End at which a longer text is truncated. Default: `right`."
+    )
 
 
 class EmbeddingRequest(PromptRequest):
@@ -62,10 +62,11 @@ class EmbeddingRequest(PromptRequest):
 
     input: Input
     encoding_format: EncodingField = None
-    dimensions: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
-        Field(description="Leading values of each vector that are kept; normalized vectors are so again."),
-    ] = None
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="Number of leading values of each vector to return. Normalized vectors are normalized "
+        "again. Default: all.",
+    )
     pooling: PoolingField = None
     normalize: NormalizeField = None
 
@@ -73,75 +74,72 @@ class EmbeddingRequest(PromptRequest):
 class PromptUsage(StrictModel):
     """Tokens of all texts."""
 
-    prompt_tokens: int
-    total_tokens: int
+    prompt_tokens: int = Field(description="Number of prompt tokens.")
+    total_tokens: int = Field(description="Sum of input and output tokens.")
 
 
 class _InputResults(Envelope):
     object: Literal["list"]
     data: list[Any]
-    usage: PromptUsage
+    usage: PromptUsage = Field(description="Numbers of tokens.")
 
 
 class Embedding(StrictModel):
     """The vector of one text."""
 
     object: Literal["embedding"]
-    index: Annotated[int, Field(description="The text's place in `input`, from 0.")]
-    embedding: Annotated[list[float] | str, Field(description="The vector, as `encoding_format` has it.")]
+    index: int = Field(description="Index of the text in `input`, from 0.")
+    embedding: list[float] | str = Field(description="The vector, in the requested `encoding_format`.")
 
 
 class EmbeddingList(_InputResults):
     """A vector for each text."""
 
-    data: list[Embedding]
+    data: list[Embedding] = Field(description="The entries.")
 
 
 class PoolingRequest(PromptRequest):
     """vLLM's: states as they are, or each token's, or the classes that the model's head makes of them."""
 
     input: Input
-    task: Annotated[
-        Literal["embed", "token_embed", "classify", "token_classify"] | None,
-        Field(
-            description="`embed`: a row for each text; `token_embed`: for each token; `classify`, `token_classify`: "
-            "probabilities of classes. Default: `token_classify` where the model tells the classes of tokens, else as `pooling` "
-            "says."
-        ),
-    ] = None
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
+        default=None,
+        description="`embed`: a row per text; `token_embed`: a row per token; `classify`, `token_classify`: "
+        "class probabilities per text or token. Default: `token_classify` for a model that "
+        "classifies tokens, else the task that `pooling` implies.",
+    )
     encoding_format: EncodingField = None
-    dimensions: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX)] | None, Field(description="Leading values of each row that are kept.")
-    ] = None
-    pooling: Annotated[
-        Literal["last", "mean", "first", "all"] | None,
-        Field(description="As in embeddings, or `all`: a row for each token. Default: as in embeddings."),
-    ] = None
-    normalize: Annotated[bool | None, Field(description="Whether rows are brought to length 1. Default: false.")] = None
-    use_activation: Annotated[
-        bool | None,
-        Field(description="Of classes: whether they are probabilities, or what the head gives. Default: true."),
-    ] = None
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None, description="Number of leading values of each row to return. Default: all."
+    )
+    pooling: Literal["last", "mean", "first", "all"] | None = Field(
+        default=None,
+        description="`last`, `mean` or `first` as for embeddings, or `all`: a row per token. Default: that of "
+        "the model's files, else `last`.",
+    )
+    normalize: bool | None = Field(default=None, description="Whether rows are normalized to length 1. Default: false.")
+    use_activation: bool | None = Field(
+        default=None, description="For classes: whether the result is probabilities instead of logits. Default: true."
+    )
 
 
 class PooledText(StrictModel):
     """The states of one text."""
 
     object: Literal["pooling"]
-    index: Annotated[int, Field(description="The text's place in `input`, from 0.")]
-    shape: Annotated[
-        list[int],
-        Field(min_length=2, max_length=2, description="Rows and the values of each; base64 holds row after row."),
-    ]
-    data: Annotated[
-        list[float] | list[list[float]] | str, Field(description="One row, with `all` a list of rows, or base64.")
-    ]
+    index: int = Field(description="Index of the text in `input`, from 0.")
+    shape: Annotated[list[int], Field(min_length=2, max_length=2)] = Field(
+        description="Number of rows and of values per row. base64 holds the rows one after the other."
+    )
+    data: list[float] | list[list[float]] | str = Field(
+        description="One row, a list of rows if there is one per token, or base64."
+    )
 
 
 class RowsList(_InputResults):
     """States of each text."""
 
-    data: list[PooledText]
+    data: list[PooledText] = Field(description="The entries.")
 
 
 def _check_texts_shape(value: Any) -> Any:
@@ -178,8 +176,8 @@ _DOCUMENT = {
 _InstructionField = Annotated[
     Annotated[str, Field(min_length=1, max_length=MAX_INSTRUCTION)] | None,
     Field(
-        description="What pairs are judged by, of a model whose prompt has room for it, such as Qwen3-Reranker. "
-        "Default: what its prompt or its files say."
+        description="Criterion for judging pairs, for models whose prompt has one, such as Qwen3-Reranker. Default: that "
+        "of the model's prompt or files."
     ),
 ]
 
@@ -194,16 +192,12 @@ class ScoreRequest(PromptRequest):
         "instruct": "here it is called instruction",
     }
 
-    text_1: Annotated[
-        Any,
-        AfterValidator(_check_texts_shape),
-        Field(description="A text, or a list of as many as `text_2` has; 2,048 at most.", json_schema_extra=_STRINGS),
-    ]
-    text_2: Annotated[
-        Any,
-        AfterValidator(_check_texts_shape),
-        Field(description="A text, or a list of at most 2,048.", json_schema_extra=_STRINGS),
-    ]
+    text_1: Annotated[Any, AfterValidator(_check_texts_shape), Field(json_schema_extra=_STRINGS)] = Field(
+        description="One text, or a list of as many texts as `text_2`; at most 2,048."
+    )
+    text_2: Annotated[Any, AfterValidator(_check_texts_shape), Field(json_schema_extra=_STRINGS)] = Field(
+        description="One text, or a list of at most 2,048."
+    )
     pooling: PoolingField = None
     instruction: _InstructionField = None
 
@@ -212,20 +206,17 @@ class PairScore(StrictModel):
     """How well one pair goes together."""
 
     object: Literal["score"]
-    index: Annotated[int, Field(description="The pair's place, from 0.")]
-    score: Annotated[
-        float,
-        Field(
-            description="The cosine of the texts' vectors; of a model with one class, its probability for the pair; of one "
-            "that answers yes or no, that of yes."
-        ),
-    ]
+    index: int = Field(description="Index of the pair, from 0.")
+    score: float = Field(
+        description="Cosine of the texts' vectors; of a model with one class, its probability for the pair; of "
+        "a model that answers yes or no, the probability of yes."
+    )
 
 
 class ScoreList(_InputResults):
     """A score for each pair."""
 
-    data: list[PairScore]
+    data: list[PairScore] = Field(description="The entries.")
 
 
 class RerankRequest(PromptRequest):
@@ -238,26 +229,21 @@ class RerankRequest(PromptRequest):
         "instruct": "here it is called instruction",
     }
 
-    query: Annotated[str, Field(min_length=1, description="What the documents are ranked by.")]
+    query: Annotated[str, Field(min_length=1)] = Field(description="Query by which the documents are ranked.")
     documents: Annotated[
         Any,
         AfterValidator(_check_documents_shape),
-        Field(
-            description="Strings, or objects with a `text`; 2,048 at most.",
-            json_schema_extra={"type": "array", "items": _DOCUMENT, "minItems": 1},
-        ),
-    ]
-    top_n: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
-        Field(description="How many of the best are told. Default: all."),
-    ] = None
+        Field(json_schema_extra={"type": "array", "items": _DOCUMENT, "minItems": 1}),
+    ] = Field(description="Texts, or objects with a `text`; at most 2,048.")
+    top_n: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None, description="Number of best documents to return. Default: all."
+    )
     return_documents: Annotated[
         bool | None, Field(description="Whether results repeat their documents. Default: true.")
     ] = None
-    max_tokens_per_doc: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
-        Field(description="A document is read to so many tokens. Default: whole."),
-    ] = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None, description="Number of tokens to which documents are truncated. Default: no truncation."
+    )
     pooling: PoolingField = None
     instruction: _InstructionField = None
 
@@ -265,44 +251,46 @@ class RerankRequest(PromptRequest):
 class RankedText(StrictModel):
     """A document as it was given."""
 
-    text: str
+    text: str = Field(description="Text of the document.")
 
 
 class RankedDocument(StrictModel):
     """One of the documents."""
 
-    index: Annotated[int, Field(description="Its place in `documents`, from 0.")]
-    relevance_score: Annotated[float, Field(description="As `/v1/score` has it.")]
-    document: RankedText | None = None
+    index: int = Field(description="Index of the document in `documents`, from 0.")
+    relevance_score: float = Field(description="Score of query and document, as from `/v1/score`.")
+    document: RankedText | None = Field(
+        default=None, description="The document. Absent if `return_documents` is false."
+    )
 
 
 class Reranking(Envelope):
     """The documents, the best one first; of equal ones the first."""
 
     object: Literal["list"]
-    results: list[RankedDocument]
-    usage: PromptUsage
+    results: list[RankedDocument] = Field(description="Documents, best first.")
+    usage: PromptUsage = Field(description="Numbers of tokens.")
 
 
 class ClassifyRequest(PromptRequest):
     """vLLM's, with fields beside them."""
 
     input: Input
-    use_activation: Annotated[
-        bool | None, Field(description="Whether `probs` are probabilities, or what the head gives. Default: true.")
-    ] = None
+    use_activation: bool | None = Field(
+        default=None, description="Whether `probs` are probabilities instead of logits. Default: true."
+    )
 
 
 class ClassifiedText(StrictModel):
     """The classes of one text."""
 
-    index: Annotated[int, Field(description="The text's place in `input`, from 0.")]
-    label: Annotated[str, Field(description="The likeliest class.")]
-    probs: Annotated[list[float], Field(description="Of each class, in the order of the model's `labels`.")]
-    num_classes: int
+    index: int = Field(description="Index of the text in `input`, from 0.")
+    label: str = Field(description="Name of the most likely class.")
+    probs: list[float] = Field(description="Probability of each class, in the order of the model's `classes.labels`.")
+    num_classes: int = Field(description="Number of classes.")
 
 
 class ClassList(_InputResults):
     """The classes of each text."""
 
-    data: list[ClassifiedText]
+    data: list[ClassifiedText] = Field(description="The entries.")

@@ -93,10 +93,16 @@ class FunctionDefinition(StrictModel):
     refused.
     """
 
-    name: FunctionName
-    description: str | None = None
-    parameters: Annotated[FreeForm, AfterValidator(check_parameters)] | None = None
-    strict: bool | None = None
+    name: FunctionName = Field(description="Name of the function.")
+    description: str | None = Field(default=None, description="What the function does, for the model.")
+    parameters: Annotated[FreeForm, AfterValidator(check_parameters)] | None = Field(
+        default=None, description="JSON schema of the function's arguments. Default: no arguments."
+    )
+    strict: bool | None = Field(
+        default=None,
+        description="Where calls must follow the schema: whether a schema that cannot be enforced completely is "
+        "refused. Default: false.",
+    )
 
 
 class ToolDefinition(StrictModel):
@@ -105,7 +111,7 @@ class ToolDefinition(StrictModel):
     ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     type: Literal["function"]
-    function: FunctionDefinition
+    function: FunctionDefinition = Field(description="The function.")
 
 
 class OtherTool(UnsupportedKind):
@@ -264,12 +270,12 @@ class MadeFunctionCall(StrictModel):
 
     ignored: ClassVar[frozenset[str]] = frozenset({"parsed_arguments", PROVIDER_FIELDS})
 
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Name of the function.")
     arguments: Annotated[
         Any,
         AfterValidator(check_arguments),
         Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}),
-    ] = None
+    ] = Field(default=None, description="Arguments as JSON text, or as an object. Default: no arguments.")
 
 
 class MadeToolCall(StrictModel):
@@ -277,38 +283,42 @@ class MadeToolCall(StrictModel):
 
     ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "timestamp", "weight", PROVIDER_FIELDS})
 
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: Annotated[str, Field(min_length=1, max_length=256)] = Field(
+        description="Id of the call, which its result repeats."
+    )
     type: Literal["function"] = "function"
-    function: MadeFunctionCall
-    index: int | None = None
+    function: MadeFunctionCall = Field(description="The function.")
+    index: int | None = Field(default=None, description="Accepted without effect.")
 
 
 class AnsweredFunction(StrictModel):
     """The function of a call in an answer. `arguments`: JSON text."""
 
-    name: str
-    arguments: str
+    name: str = Field(description="Name of the function.")
+    arguments: str = Field(description="Arguments as JSON text.")
 
 
 class AnsweredCall(StrictModel):
     """A call in an answer."""
 
-    id: str
+    id: str = Field(description="Id of the call, which its result repeats.")
     type: Literal["function"]
-    function: AnsweredFunction
+    function: AnsweredFunction = Field(description="The function.")
 
 
 class FunctionDelta(StrictModel):
     """A piece of the function of a call: first its name, then pieces of its arguments' JSON text."""
 
-    name: str | None = None
-    arguments: str
+    name: str | None = Field(default=None, description="Name of the function. Only in the first piece.")
+    arguments: str = Field(description="A piece of the arguments' JSON text.")
 
 
 class CallDelta(StrictModel):
     """A piece of a call. `index` says of which; only its first piece has `id` and `type`."""
 
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
+    index: int = Field(description="Index of the call in the message, from 0.")
+    id: str | None = Field(
+        default=None, description="Id of the call, which its result repeats. Only in the first piece."
+    )
+    type: Literal["function"] | None = Field(default=None, description="Kind of the call. Only in the first piece.")
+    function: FunctionDelta = Field(description="The function.")
