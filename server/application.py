@@ -203,5 +203,5 @@ async def _send_openapi(request: Request) -> Response:
 def _cached_openapi(app: FastAPI, settings: ServerSettings, build_lock: threading.Lock) -> dict[str, Any]:
     with build_lock:
         if app.openapi_schema is None:
-            app.openapi_schema = openapi_document(app, settings)
+            app.openapi_schema = openapi_document(app, _ROUTERS, settings)
         return app.openapi_schema

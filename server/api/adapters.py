@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import require_admin, state_of
 from windlass.server.schemas.base import StrictModel
-from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
 from windlass.server.serving.streaming import run_while_connected
 
 AdapterName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -47,15 +46,20 @@ class AdapterAnswer(StrictModel):
     )
 
 
-router = APIRouter(tags=["Adapters"])
+router = ApiRouter("Adapters", "LoRA adapters, loaded and unloaded while the server runs.")
 
 _ERRORS = (*BODY_ERRORS, 403)
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/load_lora_adapter",
-    openapi_extra=openapi_body(LoadAdapterRequest),
-    responses=openapi_responses(AdapterAnswer, errors=_ERRORS),
+    Operation(
+        body=LoadAdapterRequest,
+        response=AdapterAnswer,
+        errors=_ERRORS,
+        examples={"plain": ("A directory in the adapter folder", {"lora_name": "poet", "lora_path": "poet"})},
+    ),
 )
 async def load_adapter(request: Request) -> Response:
     """Load an adapter, which requests name as their model from then on."""
@@ -70,10 +74,15 @@ async def load_adapter(request: Request) -> Response:
     return JSONResponse(answer.model_dump())
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/unload_lora_adapter",
-    openapi_extra=openapi_body(UnloadAdapterRequest),
-    responses=openapi_responses(AdapterAnswer, errors=_ERRORS),
+    Operation(
+        body=UnloadAdapterRequest,
+        response=AdapterAnswer,
+        errors=_ERRORS,
+        examples={"plain": ("A loaded adapter", {"lora_name": "poet"})},
+    ),
 )
 async def unload_adapter(request: Request) -> Response:
     """Take no further requests for an adapter, and answer when the last one that ran has ended, or after a while."""

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import MessageBuilder
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.schemas.chat import ChatCompletion, ChatEvent, ChatRequest
-from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
 from windlass.server.serving.conversation import check_chat, prepare_chat
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import fingerprinted_envelope, run_generation
@@ -160,14 +159,72 @@ class ChatWriter(ChoiceWriter):
         return fields
 
 
-router = APIRouter(tags=["Chat"])
+router = ApiRouter("Chat", "The next turn of a conversation, in OpenAI's form.")
+
+_QUESTION = {"messages": [{"role": "user", "content": "Where does the river begin?"}]}
+
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
-@router.post(
-    "/v1/chat/completions",
-    openapi_extra=openapi_body(ChatRequest),
-    responses=openapi_responses(ChatCompletion, events=ChatEvent, errors=GENERATION_ERRORS),
+def _example_chunk(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1767225600,
+        "model": "demo",
+        "system_fingerprint": "fp_4f1d2c3b5a697887",
+        "choices": choices,
+        "usage": usage,
+    }
+
+
+def _example_choice(delta: dict[str, Any], finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **fields}
+
+
+_CHAT = Operation(
+    body=ChatRequest,
+    response=ChatCompletion,
+    events=ChatEvent,
+    done_event=True,
+    errors=GENERATION_ERRORS,
+    examples={
+        "plain": ("The next turn", {**_QUESTION, "max_tokens": 16}),
+        "streamed": (
+            "Streamed",
+            {**_QUESTION, "max_tokens": 16, "stream": True, "stream_options": {"include_usage": True}},
+        ),
+        "held": (
+            "An answer that follows a schema",
+            {
+                **_QUESTION,
+                "max_tokens": 64,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": _SCHEMA}},
+            },
+        ),
+        "likely": (
+            "With log-probabilities",
+            {**_QUESTION, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 2},
+        ),
+    },
+    stream_examples=[
+        _example_chunk([_example_choice({"role": "assistant", "content": ""})]),
+        _example_chunk([_example_choice({"content": "Far"})]),
+        _example_chunk([_example_choice({"content": "."}, "length", stop_reason=None)]),
+        _example_chunk(
+            [],
+            {
+                "prompt_tokens": 6,
+                "completion_tokens": 2,
+                "total_tokens": 8,
+                "prompt_tokens_details": {"cached_tokens": 0},
+            },
+        ),
+    ],
 )
+
+
+@router.endpoint("POST", "/v1/chat/completions", _CHAT)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation, rendered by the model's chat template."""
     arrival = time.monotonic()

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.outputs import TokenLogprobs
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
 from windlass.server.http.request_id import request_id, set_request_id
 from windlass.server.schemas.completions import Completion, CompletionEvent, CompletionRequest
-from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, fingerprinted_envelope, run_generation
 from windlass.server.serving.job import GenerationJob, scaling_hint
@@ -155,14 +154,70 @@ def _extend(lists: dict[str, JsonList], layout: dict[str, Any]) -> int:
     return sum(found.size for found in lists.values()) - before
 
 
-router = APIRouter(tags=["Completions"])
+router = ApiRouter("Completions", "Continuations of prompts.")
 
 
-@router.post(
-    "/v1/completions",
-    openapi_extra=openapi_body(CompletionRequest),
-    responses=openapi_responses(Completion, events=CompletionEvent, errors=GENERATION_ERRORS),
+def _example_chunk(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1767225600,
+        "model": "demo",
+        "system_fingerprint": "fp_4f1d2c3b5a697887",
+        "choices": choices,
+        "usage": usage,
+    }
+
+
+_COMPLETION = Operation(
+    body=CompletionRequest,
+    response=Completion,
+    events=CompletionEvent,
+    done_event=True,
+    errors=GENERATION_ERRORS,
+    examples={
+        "plain": ("Continuation of a prompt", {"prompt": "The king said", "max_tokens": 16}),
+        "several": (
+            "Two prompts with two answers each",
+            {"prompt": ["The king", "The sea"], "max_tokens": 8, "n": 2, "seed": 7},
+        ),
+        "scored": (
+            "Log-probabilities of a text",
+            {"prompt": "The sea is wide", "max_tokens": 0, "echo": True, "logprobs": 1},
+        ),
+        "streamed": (
+            "Streamed",
+            {
+                "prompt": "The king said",
+                "max_tokens": 16,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+        ),
+        "scaled": (
+            "Another rotary scaling",
+            {"prompt": "The king said", "max_tokens": 8, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        ),
+    },
+    stream_examples=[
+        _example_chunk([{"index": 0, "text": " no", "logprobs": None, "finish_reason": None}]),
+        _example_chunk(
+            [{"index": 0, "text": ".", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
+        ),
+        _example_chunk(
+            [],
+            {
+                "prompt_tokens": 6,
+                "completion_tokens": 2,
+                "total_tokens": 8,
+                "prompt_tokens_details": {"cached_tokens": 0},
+            },
+        ),
+    ],
 )
+
+
+@router.endpoint("POST", "/v1/completions", _COMPLETION)
 async def create_completion(request: Request) -> Response:
     """Continue one or several prompts, given as text or token ids."""
     arrival = time.monotonic()

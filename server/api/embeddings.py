@@ -7,7 +7,6 @@ from array import array
 from base64 import b64encode
 from collections.abc import Sequence
 
-from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,8 +14,8 @@ from starlette.responses import Response
 from windlass.engine.interface.model_info import Activation
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.errors import bad_request, response_too_large
-from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
 from windlass.server.schemas.pooling import EmbeddingList, EmbeddingRequest, PoolingRequest, RowsList
 from windlass.server.serving.job import PoolingJob, envelope
 from windlass.server.serving.pair_scores import probabilities
@@ -49,7 +48,7 @@ def base64_json(rows: PooledRows) -> bytes:
     return b'"' + b64encode(rows.values) + b'"'
 
 
-router = APIRouter(tags=["Embeddings"])
+router = ApiRouter("Embeddings", "Texts as vectors.")
 
 _ITEM_BYTES = 80  # of JSON around a vector
 
@@ -60,10 +59,21 @@ _CLASS_KINDS = ("classify", "classify tokens", "answer")
 _VALUES_PER_BATCH = 256 * 1024  # numbers written before others get their turn
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/embeddings",
-    openapi_extra=openapi_body(EmbeddingRequest),
-    responses=openapi_responses(EmbeddingList, errors=GENERATION_ERRORS),
+    Operation(
+        body=EmbeddingRequest,
+        response=EmbeddingList,
+        errors=GENERATION_ERRORS,
+        examples={
+            "plain": ("A vector per text", {"input": ["The king said", "The sea is wide"]}),
+            "packed": (
+                "A short vector in base64",
+                {"input": "The king said", "pooling": "mean", "dimensions": 8, "encoding_format": "base64"},
+            ),
+        },
+    ),
 )
 async def create_embeddings(request: Request) -> Response:
     """A vector for each text."""
@@ -73,10 +83,15 @@ async def create_embeddings(request: Request) -> Response:
     return _respond(job, inputs, rule, "embd", base64=body.encoding_format == "base64")
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/pooling",
-    openapi_extra=openapi_body(PoolingRequest),
-    responses=openapi_responses(RowsList, errors=GENERATION_ERRORS),
+    Operation(
+        body=PoolingRequest,
+        response=RowsList,
+        errors=GENERATION_ERRORS,
+        examples={"states": ("The state of each token", {"input": "The king said", "pooling": "all", "dimensions": 4})},
+    ),
 )
 async def create_pooling(request: Request) -> Response:
     """The hidden states of texts, pooled or token by token."""

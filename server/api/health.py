@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.server.api.router import ApiRouter, Operation
 from windlass.server.app.state import ServerState, require_admin, state_of
 from windlass.server.observability.metrics import CONTENT_TYPE
-from windlass.server.schemas.openapi import openapi_responses
 from windlass.server.schemas.response_parts import Status, Version
 
-router = APIRouter(tags=["Health"])
+router = ApiRouter("Health", "State of the server.")
 
-_STATUS_RESPONSES = openapi_responses(Status)
-
-_STATUS_RESPONSES[503] = {**_STATUS_RESPONSES[200], "description": "It is not"}
+_STATUS = Operation(response=Status, unready="The engine is not ready, or the connection was refused.")
 
 
-@router.get("/health", responses=_STATUS_RESPONSES)
+@router.endpoint("GET", "/health", _STATUS)
 async def health(request: Request) -> Response:
     """200 while process and engine are alive, draining included; tells what has lately gone wrong."""
     state = state_of(request)
@@ -34,7 +31,7 @@ async def health(request: Request) -> Response:
     return _status(state, state.engine.state == "ready", state.engine.state, details)
 
 
-@router.get("/ready", responses=_STATUS_RESPONSES)
+@router.endpoint("GET", "/ready", _STATUS)
 async def ready(request: Request) -> Response:
     """200 while new work is accepted."""
     state = state_of(request)
@@ -42,13 +39,13 @@ async def ready(request: Request) -> Response:
     return _status(state, accepting, "draining" if state.draining else state.engine.state)
 
 
-@router.get("/version", responses=openapi_responses(Version))
+@router.endpoint("GET", "/version", Operation(response=Version))
 async def version(request: Request) -> Response:
     """Version of the server."""
     return Response(to_json({"version": request.app.version}), media_type="application/json")
 
 
-@router.get("/metrics", responses=openapi_responses(None, media_type="text/plain", errors=(403,)))
+@router.endpoint("GET", "/metrics", Operation(response=None, errors=(403,)))
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     require_admin(request)

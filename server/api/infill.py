@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.api.field_names import FieldNames
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
 from windlass.server.errors import bad_request, response_too_large
@@ -21,7 +21,6 @@ from windlass.server.http.request_id import request_id, set_request_id
 from windlass.server.schemas.base import INT32_MAX
 from windlass.server.schemas.completions import SAMPLERS, CompletionRequest, Infill, InfillEvent, InfillRequest
 from windlass.server.schemas.generation import SharedRequest
-from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, run_generation
 from windlass.server.serving.prompts import fit_infill_prompt, require_fill_in
@@ -244,14 +243,60 @@ def _select_fields(whole: dict[str, Any], fields: Sequence[str]) -> dict[str, An
     return selected
 
 
-router = APIRouter(tags=["Fill-in-the-middle"])
+router = ApiRouter("Fill-in-the-middle", "Text for a gap, in the form of llama.cpp's server.")
 
-
-@router.post(
-    "/infill",
-    openapi_extra=openapi_body(InfillRequest),
-    responses=openapi_responses(Infill, events=InfillEvent, errors=GENERATION_ERRORS, done=False),
+_INFILL = Operation(
+    body=InfillRequest,
+    response=Infill,
+    events=InfillEvent,
+    errors=GENERATION_ERRORS,
+    examples={
+        "plain": (
+            "Text between two texts",
+            {"input_prefix": "def area(r):\n    return ", "input_suffix": "\n\nprint(area(2))\n", "n_predict": 16},
+        ),
+        "files": (
+            "With a passage of another file, streamed",
+            {
+                "input_prefix": "from shapes import area\n",
+                "input_suffix": "\n",
+                "input_extra": [{"filename": "shapes.py", "text": "def area(r):\n    return 3.14 * r * r\n"}],
+                "prompt": "print(",
+                "n_predict": 8,
+                "stream": True,
+            },
+        ),
+    },
+    stream_examples=[
+        {
+            "index": 0,
+            "content": "3.14 * r * r",
+            "tokens": [],
+            "stop": False,
+            "id_slot": 0,
+            "tokens_predicted": 9,
+            "tokens_evaluated": 21,
+        },
+        {
+            "index": 0,
+            "content": "",
+            "tokens": [],
+            "stop": True,
+            "id_slot": 0,
+            "model": "demo",
+            "tokens_predicted": 9,
+            "tokens_evaluated": 21,
+            "tokens_cached": 0,
+            "has_new_line": False,
+            "truncated": False,
+            "stop_type": "eos",
+            "stopping_word": "",
+        },
+    ],
 )
+
+
+@router.endpoint("POST", "/infill", _INFILL)
 async def infill(request: Request) -> Response:
     """Fill the gap between two texts, in the form of llama.cpp's server, which editors' plugins speak."""
     arrival = time.monotonic()

@@ -8,18 +8,17 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Any, Self
 
-from fastapi import APIRouter
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.introspection import MAX_ATTENTION_TOKENS, AttentionQuery, AttentionSnapshot, CacheQuery
+from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, loaded_model, require_admin, state_of
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.base import RequestedModel, RopeScalingField, StrictModel
-from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
 from windlass.server.serving.prompts import check_token_ids
 from windlass.server.serving.request_rotation import parse_rotation
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
@@ -122,7 +121,7 @@ class AttentionMap(StrictModel):
     )
 
 
-router = APIRouter(tags=["Inside"])
+router = ApiRouter("Inside", "Contents of the cache, and attention weights.")
 
 _COUNTERS = (
     "num_running",
@@ -140,7 +139,7 @@ _COUNTERS = (
 )
 
 
-@router.get("/v1/cache", responses=openapi_responses(CachePages, errors=(403,)))
+@router.endpoint("GET", "/v1/cache", Operation(response=CachePages, errors=(403,)))
 async def cache_pages(request: Request) -> Response:
     """Which pages of the cache are held, kept or free, by whom, and the counters beside them."""
     require_admin(request)
@@ -161,10 +160,25 @@ async def _cache_json(state: ServerState) -> tuple[bytes, float]:
     return to_json(answer), cost
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/attention",
-    openapi_extra=openapi_body(AttentionRequest),
-    responses=openapi_responses(AttentionMap, errors=(*BODY_ERRORS, 403)),
+    Operation(
+        body=AttentionRequest,
+        response=AttentionMap,
+        errors=(*BODY_ERRORS, 403),
+        examples={
+            "scaled": (
+                "A head under a scaling",
+                {
+                    "prompt": "In the beginning",
+                    "layer": 0,
+                    "head": 1,
+                    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                },
+            )
+        },
+    ),
 )
 async def attention(request: Request) -> Response:
     """What a head of a layer attends to in a short text, under a rotary scaling. Other requests wait for its one pass."""

@@ -7,13 +7,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
 from windlass.server.api.field_names import ChatTranslation, FieldNames
+from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.errors import ApiError, bad_request, error_body
@@ -35,7 +35,6 @@ from windlass.server.schemas.messages import (
     function_definitions,
     text_of,
 )
-from windlass.server.schemas.openapi import BODY_ERRORS, GENERATION_ERRORS, openapi_body, openapi_responses
 from windlass.server.schemas.tools import MadeFunctionCall, MadeToolCall, replace_lone_surrogates
 from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
 from windlass.server.serving.deltas import TokenUsage
@@ -279,16 +278,68 @@ def _arguments_object(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-router = APIRouter(tags=["Messages"])
+router = ApiRouter("Messages", "Anthropic's Messages API.")
 
 MAX_MESSAGES_ON_EVENT_LOOP = 500  # from which making a chat of them leaves the event loop
 
 
-@router.post(
-    "/v1/messages",
-    openapi_extra=openapi_body(MessageRequest),
-    responses=openapi_responses(MessageAnswer, events=MessageEvent, errors=GENERATION_ERRORS, named=True),
+_QUESTION = {"messages": [{"role": "user", "content": "Where does the river begin?"}]}
+
+_EXAMPLE_USAGE = {
+    "input_tokens": 6,
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 0,
+    "output_tokens": 2,
+}
+
+_MESSAGE = Operation(
+    body=MessageRequest,
+    response=MessageAnswer,
+    events=MessageEvent,
+    named_events=True,
+    errors=GENERATION_ERRORS,
+    examples={
+        "plain": ("The next turn", {**_QUESTION, "max_tokens": 16}),
+        "blocks": (
+            "Content blocks",
+            {
+                "system": "Answer in one word.",
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "Where does the river begin?"}]}],
+                "max_tokens": 16,
+                "temperature": 0,
+            },
+        ),
+        "streamed": ("Streamed", {**_QUESTION, "max_tokens": 16, "stream": True}),
+    },
+    stream_examples=[
+        {
+            "type": "message_start",
+            "message": {
+                "id": "msg_1",
+                "type": "message",
+                "role": "assistant",
+                "model": "demo",
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": {**_EXAMPLE_USAGE, "output_tokens": 0},
+            },
+        },
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "ping"},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Far."}},
+        {"type": "content_block_stop", "index": 0},
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+            "usage": _EXAMPLE_USAGE,
+        },
+        {"type": "message_stop"},
+    ],
 )
+
+
+@router.endpoint("POST", "/v1/messages", _MESSAGE)
 async def create_message(request: Request) -> Response:
     """Answer a conversation, in the form of Anthropic's Messages API."""
     arrival = time.monotonic()
@@ -328,10 +379,15 @@ async def _translate(state: ServerState, body: MessageRequest | CountTokensReque
     )
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/messages/count_tokens",
-    openapi_extra=openapi_body(CountTokensRequest),
-    responses=openapi_responses(TokenCount, errors=BODY_ERRORS),
+    Operation(
+        body=CountTokensRequest,
+        response=TokenCount,
+        errors=BODY_ERRORS,
+        examples={"plain": ("A conversation", _QUESTION)},
+    ),
 )
 async def count_tokens(request: Request) -> Response:
     """How many tokens an input comes to, without generating. It needs the tokenizer only, so it works while the engine starts."""

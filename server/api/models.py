@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import Path
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.model_info import ModelInfo
+from windlass.server.api.router import ApiRouter, Operation
 from windlass.server.app.adapter_registry import ServedAdapter
 from windlass.server.app.state import ServerState, state_of
-from windlass.server.schemas.openapi import openapi_responses
 from windlass.server.schemas.response_parts import Model, ModelDraft, ModelList
 from windlass.server.serving.response_format import auto_scaling_object, model_rotary_object
 from windlass.server.text.reasoning import NONE
 
-router = APIRouter(tags=["Models"])
+router = ApiRouter("Models", "The served model and its adapters.")
 
 # Of the server's settings and of what the engine knows, as `ContextSettings` shows them.
 _CONTEXT_DEFAULTS = ("context_overflow", "keep_tokens", "attention_window", "attention_sinks", "cache_reuse")
@@ -27,7 +27,7 @@ _CONTEXT_DEFAULTS = ("context_overflow", "keep_tokens", "attention_window", "att
 _CONTEXT_LIMITS = ("shift_context", "max_total_tokens", "shift_refusal", "reuse_refusal")
 
 
-@router.get("/v1/models", responses=openapi_responses(ModelList))
+@router.endpoint("GET", "/v1/models", Operation(response=ModelList))
 async def list_models(request: Request) -> Response:
     """The served model, under each of its names, and its adapters."""
     state = state_of(request)
@@ -39,8 +39,8 @@ async def list_models(request: Request) -> Response:
     return _json({"object": "list", "data": found, **ends})
 
 
-@router.get("/v1/models/{model:path}", responses=openapi_responses(Model, errors=(404,)))
-async def get_model(request: Request, model: str) -> Response:
+@router.endpoint("GET", "/v1/models/{model:path}", Operation(response=Model, errors=(404,)))
+async def get_model(request: Request, model: Annotated[str, Path(description="Name of a served model.")]) -> Response:
     """The served model by its id."""
     state = state_of(request)
     state.check_model(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,9 +13,9 @@ from windlass.engine.interface.model_info import ClassifierInfo
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
 from windlass.server.api.embeddings import max_vector_bytes
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.errors import bad_request, response_too_large
 from windlass.server.schemas.base import without_nulls
-from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
 from windlass.server.schemas.pooling import (
     MAX_INPUTS,
     ClassifyRequest,
@@ -31,15 +30,26 @@ from windlass.server.serving.pair_scores import check_scores_pairs, check_texts,
 from windlass.server.serving.pooling import begin_pooling, encode_inputs, pool, split_inputs, unpack_rows, usage
 from windlass.server.serving.streaming import Exchange
 
-router = APIRouter(tags=["Ranking"])
+router = ApiRouter("Ranking", "Similarity of texts, and documents in order of relevance.")
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/score",
-    openapi_extra=openapi_body(ScoreRequest),
-    responses=openapi_responses(ScoreList, errors=GENERATION_ERRORS),
+    Operation(
+        body=ScoreRequest,
+        response=ScoreList,
+        errors=GENERATION_ERRORS,
+        examples={
+            "one": ("Two texts", {"text_1": "The king said", "text_2": "The king spoke"}),
+            "several": (
+                "One text with several others",
+                {"text_1": "The sea", "text_2": ["The sea is wide", "The king said"]},
+            ),
+        },
+    ),
+    aliases=("/score",),
 )
-@router.post("/score", include_in_schema=False)
 async def create_score(request: Request) -> Response:
     """How well texts go together, pair by pair."""
     body, job = await begin_pooling(request, ScoreRequest)
@@ -61,13 +71,22 @@ async def create_score(request: Request) -> Response:
     return Exchange(job.state, work, deadline=job.deadline)
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/rerank",
-    openapi_extra=openapi_body(RerankRequest),
-    responses=openapi_responses(Reranking, errors=GENERATION_ERRORS),
+    Operation(
+        body=RerankRequest,
+        response=Reranking,
+        errors=GENERATION_ERRORS,
+        examples={
+            "best": (
+                "The best of several documents",
+                {"query": "Where is the sea?", "documents": ["The king said", "The sea is wide"], "top_n": 1},
+            ),
+        },
+    ),
+    aliases=("/rerank", "/v2/rerank"),
 )
-@router.post("/v2/rerank", include_in_schema=False)
-@router.post("/rerank", include_in_schema=False)
 async def create_reranking(request: Request) -> Response:
     """Documents in the order in which they answer a query."""
     body, job = await begin_pooling(request, RerankRequest)
@@ -113,15 +132,20 @@ def _documents(given: list[Any]) -> list[str]:
     return check_texts(texts, "documents")
 
 
-classify_router = APIRouter(tags=["Classes"])
+classify_router = ApiRouter("Classes", "Classes of texts, for models trained to classify.")
 
 _ROW_BYTES = 60  # of JSON around the classes of a text
 
 
-@classify_router.post(
+@classify_router.endpoint(
+    "POST",
     "/classify",
-    openapi_extra=openapi_body(ClassifyRequest),
-    responses=openapi_responses(ClassList, errors=GENERATION_ERRORS),
+    Operation(
+        body=ClassifyRequest,
+        response=ClassList,
+        errors=GENERATION_ERRORS,
+        examples={"plain": ("Two texts", {"input": ["so good", "so bad"]})},
+    ),
 )
 async def classify(request: Request) -> Response:
     """The classes of texts, by a model with a classification head."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import Path
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,19 +15,13 @@ from starlette.responses import Response
 from windlass.engine.interface.request import SamplingParams
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
 from windlass.server.api.field_names import ChatTranslation, FieldNames
+from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation, query_parameter
 from windlass.server.app.request_body import read_body
 from windlass.server.app.response_store import ResponseStore, StoredResponse, items_until
 from windlass.server.app.state import ServerState, caller_of, owner_of, state_of
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.chat import MAX_CALLS, MAX_MESSAGES, ChatMessage, ChatRequest
 from windlass.server.schemas.generation import SharedRequest
-from windlass.server.schemas.openapi import (
-    BODY_ERRORS,
-    GENERATION_ERRORS,
-    openapi_body,
-    openapi_responses,
-    query_parameter,
-)
 from windlass.server.schemas.responses import (
     INCOMPLETE,
     LOGPROBS,
@@ -472,18 +466,62 @@ def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: s
         body.input[number] = item_found.model_copy()  # its id may become another one
 
 
-router = APIRouter(tags=["Responses"])
+router = ApiRouter("Responses", "OpenAI's Responses API, with stored responses.")
 
 MAX_ITEMS_ON_EVENT_LOOP = 500  # items from which making a chat of them leaves the event loop
 
 ITEM_BYTES = 1024  # what an item takes in memory beside its text
 
 
-@router.post(
-    "/v1/responses",
-    openapi_extra=openapi_body(ResponseRequest),
-    responses=openapi_responses(ResponseAnswer, events=ResponseEvent, errors=GENERATION_ERRORS, named=True),
+_QUESTION = {"input": "Where does the river begin?"}
+
+_EXAMPLE_PLACE = {"item_id": "msg_10000", "output_index": 0, "content_index": 0}
+
+_RESPONSE = Operation(
+    body=ResponseRequest,
+    response=ResponseAnswer,
+    events=ResponseEvent,
+    named_events=True,
+    errors=GENERATION_ERRORS,
+    links={
+        "get_response": "Read the response again.",
+        "list_input_items": "List its input.",
+        "delete_response": "Delete it.",
+    },
+    examples={
+        "plain": ("A text", {**_QUESTION, "max_output_tokens": 16}),
+        "items": (
+            "Items",
+            {
+                "instructions": "Answer in one word.",
+                "input": [{"role": "user", "content": [{"type": "input_text", "text": "Where does the river begin?"}]}],
+                "max_output_tokens": 16,
+                "store": False,
+            },
+        ),
+        "streamed": ("Streamed", {**_QUESTION, "max_output_tokens": 16, "stream": True}),
+    },
+    # The first and the last event hold the entire response, which is too long for an example.
+    stream_examples=[
+        {
+            "type": "response.output_text.delta",
+            "sequence_number": 4,
+            **_EXAMPLE_PLACE,
+            "delta": "Far.",
+            "logprobs": [],
+        },
+        {
+            "type": "response.output_text.done",
+            "sequence_number": 5,
+            **_EXAMPLE_PLACE,
+            "text": "Far.",
+            "logprobs": [],
+        },
+    ],
 )
+
+
+@router.endpoint("POST", "/v1/responses", _RESPONSE)
 async def create_response(request: Request) -> Response:
     """Answer an input, or go on with an earlier response's conversation."""
     arrival = time.monotonic()
@@ -527,10 +565,15 @@ async def create_response(request: Request) -> Response:
     return Exchange(state, work, deadline=chat.job.deadline, stream_format=StreamFormat(failure, done=b""))
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/responses/input_tokens",
-    openapi_extra=openapi_body(CountInputRequest),
-    responses=openapi_responses(InputTokens, errors=BODY_ERRORS),
+    Operation(
+        body=CountInputRequest,
+        response=InputTokens,
+        errors=BODY_ERRORS,
+        examples={"plain": ("A text", _QUESTION)},
+    ),
 )
 async def count_input_tokens(request: Request) -> Response:
     """How many tokens an input comes to, without generating. It needs the tokenizer only, so it works while the engine starts."""
@@ -616,35 +659,39 @@ def _store(
 
 _INPUT_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
-_STREAM = query_parameter("stream", {"enum": ["false"]}, "Only `false`: a response that is kept is not streamed again.")
+ResponseId = Annotated[str, Path(description="Id of a stored response.")]
+
+_STREAM = query_parameter("stream", {"enum": ["false"]}, "Must be `false`: stored responses are not streamed again.")
 
 _PAGING = [
     query_parameter(
-        "order", {"enum": ["asc", "desc"], "default": "desc"}, "The last item first (`desc`), or the first one."
+        "order", {"enum": ["asc", "desc"], "default": "desc"}, "`desc`: newest item first; `asc`: oldest first."
     ),
-    query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "Items on a page."),
+    query_parameter(
+        "limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "Number of items per page."
+    ),
     query_parameter(
         "after",
         {"type": "string"},
-        "The id of the item that the page begins behind, such as the last page's `last_id`.",
+        "Id of the item before the page, such as the previous page's `last_id`.",
     ),
 ]
 
 
-@router.get(
+@router.endpoint(
+    "GET",
     "/v1/responses/{response_id}",
-    openapi_extra={"parameters": [_STREAM]},
-    responses=openapi_responses(ResponseAnswer, errors=(400, 404)),
+    Operation(response=ResponseAnswer, errors=(400, 404), parameters=[_STREAM]),
 )
-async def get_response(request: Request, response_id: str) -> Response:
+async def get_response(request: Request, response_id: ResponseId) -> Response:
     """A response that is kept, as it was answered."""
     if request.query_params.get("stream", "false") != "false":
         raise bad_request("a response that is kept is not streamed again: leave stream out", "stream")
     return LargeJsonResponse(_stored_response(state_of(request), response_id, owner_of(request)).body)
 
 
-@router.delete("/v1/responses/{response_id}", responses=openapi_responses(DeletedResponse, errors=(404,)))
-async def delete_response(request: Request, response_id: str) -> Response:
+@router.endpoint("DELETE", "/v1/responses/{response_id}", Operation(response=DeletedResponse, errors=(404,)))
+async def delete_response(request: Request, response_id: ResponseId) -> Response:
     """Forget a response. Those that went on from it keep their conversation."""
     state, owner = state_of(request), owner_of(request)
     _stored_response(state, response_id, owner)
@@ -652,12 +699,12 @@ async def delete_response(request: Request, response_id: str) -> Response:
     return LargeJsonResponse(to_json({"id": response_id, "object": "response", "deleted": True}))
 
 
-@router.get(
+@router.endpoint(
+    "GET",
     "/v1/responses/{response_id}/input_items",
-    openapi_extra={"parameters": _PAGING},
-    responses=openapi_responses(ItemList, errors=(400, 404)),
+    Operation(response=ItemList, errors=(400, 404), parameters=_PAGING),
 )
-async def list_input_items(request: Request, response_id: str) -> Response:
+async def list_input_items(request: Request, response_id: ResponseId) -> Response:
     """The items that a response answered, those of the responses before it included."""
     params = request.query_params
     order, limit, after = params.get("order", "desc"), params.get("limit", "20"), params.get("after")

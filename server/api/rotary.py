@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from pydantic import Field
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -13,11 +12,11 @@ from starlette.responses import Response
 from windlass.engine.rotary.frequencies import wavelength
 from windlass.engine.rotary.rope_scaling import RotaryGroup, RotarySpec
 from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, joint_fingerprint
+from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, loaded_model, state_of
 from windlass.server.errors import bad_request
 from windlass.server.schemas.base import RequestedModel, RopeScalingField, RopeUpdateField, StrictModel
-from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
 from windlass.server.schemas.response_parts import ModelRotary, RotaryChosen, RotaryLadderShown, ScalingValue
 from windlass.server.serving.request_rotation import build_planner, check_has_rotary, parse_rotation
 from windlass.server.serving.response_format import auto_scaling_object, groups_object
@@ -153,10 +152,10 @@ class RotaryCurves(StrictModel):
     )
 
 
-router = APIRouter(tags=["Rotary"])
+router = ApiRouter("Rotary", "Rotary frequencies of the model, and effects of a scaling.")
 
 
-@router.get("/v1/rotary", responses=openapi_responses(RotarySettings))
+@router.endpoint("GET", "/v1/rotary", Operation(response=RotarySettings))
 async def rotary(request: Request) -> Response:
     """The model's own rotation, this server's default and profiles, and what requests may set."""
     state = state_of(request)
@@ -178,10 +177,21 @@ async def rotary(request: Request) -> Response:
     )
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/rotary/inspect",
-    openapi_extra=openapi_body(RotaryInspectRequest),
-    responses=openapi_responses(RotaryInspection, errors=BODY_ERRORS),
+    Operation(
+        body=RotaryInspectRequest,
+        response=RotaryInspection,
+        errors=BODY_ERRORS,
+        examples={
+            "scaled": ("A scaling", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+            "length": (
+                "A scaling that depends on the length",
+                {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "length": 30000},
+            ),
+        },
+    ),
 )
 async def inspect(request: Request) -> Response:
     """The frequencies and factors a request would run under, computed from the model's own numbers."""
@@ -191,10 +201,24 @@ async def inspect(request: Request) -> Response:
     return _json(await state.text.run_in_thread(_inspection_object, *_requested_plan(state, body)))
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/rotary/curves",
-    openapi_extra=openapi_body(RotaryCurvesRequest),
-    responses=openapi_responses(RotaryCurves, errors=BODY_ERRORS),
+    Operation(
+        body=RotaryCurvesRequest,
+        response=RotaryCurves,
+        errors=BODY_ERRORS,
+        examples={
+            "scaled": (
+                "A scaling",
+                {
+                    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+                    "positions": [0, 1, 100],
+                    "distances": [0, 10, 1000],
+                },
+            )
+        },
+    ),
 )
 async def curves(request: Request) -> Response:
     """What a scaling comes to by position and distance: cosines and sines, RoFormer's bound, and pairs that hardly turn."""

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from fastapi import APIRouter
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.errors import bad_request, response_too_large
 from windlass.server.schemas.base import RequestedModel, StrictModel, TemplateVariables
 from windlass.server.schemas.chat import MAX_MESSAGES, ChatMessage
-from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
 from windlass.server.schemas.tools import Tools
 from windlass.server.serving.prompts import check_token_ids
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
@@ -134,13 +133,23 @@ class TemplateAnswer(StrictModel):
     prompt: str = Field(description="The conversation as rendered by the chat template.")
 
 
-router = APIRouter(tags=["Tokens"])
+router = ApiRouter("Tokens", "Text to token ids and back.")
+
+_QUESTION = {"messages": [{"role": "user", "content": "Where does the river begin?"}]}
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/tokenize",
-    openapi_extra=openapi_body(TokenizeRequest),
-    responses=openapi_responses(TokenizeAnswer, errors=BODY_ERRORS),
+    Operation(
+        body=TokenizeRequest,
+        response=TokenizeAnswer,
+        errors=BODY_ERRORS,
+        examples={
+            "text": ("A text", {"prompt": "The king said"}),
+            "chat": ("A conversation, rendered by the chat template", {**_QUESTION, "return_token_strs": True}),
+        },
+    ),
 )
 async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of a conversation as the chat template renders it."""
@@ -183,12 +192,17 @@ async def _render(
     )
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/apply_template",
-    openapi_extra=openapi_body(TemplateRequest),
-    responses=openapi_responses(TemplateAnswer, errors=BODY_ERRORS),
+    Operation(
+        body=TemplateRequest,
+        response=TemplateAnswer,
+        errors=BODY_ERRORS,
+        examples={"plain": ("A conversation", _QUESTION)},
+    ),
+    aliases=("/apply-template",),  # llama.cpp's spelling
 )
-@router.post("/apply-template", include_in_schema=False)  # as llama.cpp spells it
 async def apply_template(request: Request) -> Response:
     """A conversation as the chat template writes it: the text that a chat of these messages continues."""
     state = state_of(request)
@@ -202,10 +216,15 @@ async def apply_template(request: Request) -> Response:
     return LargeJsonResponse(answer)
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/detokenize",
-    openapi_extra=openapi_body(DetokenizeRequest),
-    responses=openapi_responses(DetokenizeAnswer, errors=BODY_ERRORS),
+    Operation(
+        body=DetokenizeRequest,
+        response=DetokenizeAnswer,
+        errors=BODY_ERRORS,
+        examples={"plain": ("Token ids", {"tokens": [10, 11, 12]})},
+    ),
 )
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""

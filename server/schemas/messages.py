@@ -441,6 +441,7 @@ class MessageErrorDetail(StrictModel):
     type: Literal[
         "invalid_request_error",
         "authentication_error",
+        "permission_error",
         "not_found_error",
         "request_too_large",
         "rate_limit_error",

@@ -79,7 +79,7 @@ def test_every_operation_says_all_there_is_to_say(document: dict[str, Any], meth
     body = operation.get("requestBody")
     assert (body is not None) is (method == "post")
     if body is not None:
-        assert body["required"] and body["content"]["application/json"]["examples"], "give examples in examples.py"
+        assert body["required"] and body["content"]["application/json"]["examples"], "give examples with the route"
     assert {"200", "408", "413", "429", "431", "500", "503"} <= set(operation["responses"])
     assert not {"401", "422"} & set(operation["responses"])
     for status, response in operation["responses"].items():
@@ -103,7 +103,7 @@ def test_every_field_is_described(name: str) -> None:
     schema = description().document["components"]["schemas"][name]
     assert schema.get("description"), f"{name} has no docstring"
     for field, described in schema.get("properties", {}).items():
-        assert described.get("description"), f"say in asked.py or told.py what {name}.{field} is"
+        assert described.get("description"), f"describe {name}.{field} in its model"
     if schema.get("type") == "object" and "additionalProperties" in schema:
         assert schema["additionalProperties"] is False or "type" in str(schema["additionalProperties"])
 
