@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
+from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
@@ -71,7 +72,7 @@ async def load_adapter(request: Request) -> Response:
     answer = AdapterAnswer(id=body.lora_name, status="loaded")
     if adapter.info is not None:
         answer.rank, answer.targets = adapter.info.rank, list(adapter.info.targets)
-    return JSONResponse(answer.model_dump())
+    return Response(to_json(answer), media_type="application/json")
 
 
 @router.endpoint(
@@ -91,4 +92,4 @@ async def unload_adapter(request: Request) -> Response:
     body = await read_body(request, UnloadAdapterRequest, stall_seconds=state.settings.body_stall_seconds)
     unloaded = await run_while_connected(request, state.adapters.unload(body.lora_name))
     answer = AdapterAnswer(id=body.lora_name, status="unloaded" if unloaded else "draining")
-    return JSONResponse(answer.model_dump())
+    return Response(to_json(answer), media_type="application/json")

@@ -16,7 +16,7 @@ from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
 from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.errors import bad_request, response_too_large
-from windlass.server.schemas.pooling import EmbeddingList, EmbeddingRequest, PoolingRequest, RowsList
+from windlass.server.schemas.pooling import EmbeddingList, EmbeddingRequest, PoolingRequest, PromptUsage, RowsList
 from windlass.server.serving.job import PoolingJob, envelope
 from windlass.server.serving.pair_scores import probabilities
 from windlass.server.serving.pooling import (
@@ -26,7 +26,6 @@ from windlass.server.serving.pooling import (
     pool,
     split_inputs,
     unpack_rows,
-    usage,
 )
 from windlass.server.serving.streaming import Exchange
 
@@ -173,7 +172,7 @@ def _respond(
                     batch = await job.state.text.run_in_thread(_apply_activation, batch, activation)
                 pieces.append(await job.state.text.run_in_thread(_render_items, batch, first, prefix, rule, base64))
                 batch, first, batch_bytes = [], number, 0
-        await exchange.send_json([*pieces, b'],"usage":', to_json(usage(count)), b"}"])
+        await exchange.send_json([*pieces, b'],"usage":', PromptUsage.of(count).json_bytes(), b"}"])
 
     return Exchange(job.state, work, deadline=job.deadline)
 

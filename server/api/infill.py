@@ -19,8 +19,16 @@ from windlass.server.app.state import caller_of, state_of
 from windlass.server.errors import bad_request, response_too_large
 from windlass.server.http.request_id import request_id, set_request_id
 from windlass.server.schemas.base import INT32_MAX
-from windlass.server.schemas.completions import SAMPLERS, CompletionRequest, Infill, InfillEvent, InfillRequest
+from windlass.server.schemas.completions import (
+    SAMPLERS,
+    CompletionRequest,
+    Infill,
+    InfillEvent,
+    InfillRequest,
+    InfillTimings,
+)
 from windlass.server.schemas.generation import SharedRequest
+from windlass.server.schemas.response_parts import Rotary
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, run_generation
 from windlass.server.serving.prompts import fit_infill_prompt, require_fill_in
@@ -133,18 +141,20 @@ class InfillWriter:
         """The event of one delta; empty where there is nothing to say yet."""
         self._record_delta(delta)
         if delta.finish_reason is None:
-            return _event(self._delta_object(delta)) if delta.text else b""
+            return self._delta_event(delta) if delta.text else b""
         self._result.finish_reason, self._result.stop_reason = delta.finish_reason, delta.stop_reason
         self._result.report = delta.report
-        last = _event({**self._response_object(), "content": "", "tokens": []})
-        return _event(self._delta_object(delta)) + last if delta.text else last
+        whole = self._response()
+        whole.content, whole.tokens = "", []
+        last = _event(whole.json_bytes())
+        return self._delta_event(delta) + last if delta.text else last
 
     def last_event(self) -> bytes:
         """Nothing: the last delta's event says all."""
         return b""
 
-    def _delta_object(self, delta: Delta) -> dict[str, Any]:
-        return {
+    def _delta_event(self, delta: Delta) -> bytes:
+        piece = {
             "index": 0,
             "content": delta.text,
             "tokens": list(delta.token_ids) if self._options.return_token_ids else [],
@@ -153,6 +163,7 @@ class InfillWriter:
             "tokens_predicted": self._tally.completion_tokens,
             "tokens_evaluated": self._tally.prompt_tokens,
         }
+        return _event(to_json(piece))
 
     # ---- whole answers -----------------------------------------------------------------------------------------------
     def add(self, delta: Delta) -> None:
@@ -165,8 +176,10 @@ class InfillWriter:
 
     def pieces(self) -> list[bytes]:
         """The whole answer's JSON, once all deltas have come."""
-        whole = self._response_object()
-        return [to_json(whole if self._fields is None else _select_fields(whole, self._fields))]
+        whole = self._response()
+        if self._fields is None:
+            return [whole.json_bytes()]
+        return [to_json(_select_fields(whole.model_dump(exclude_unset=True), self._fields))]
 
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
         """Never asked for here."""
@@ -178,31 +191,30 @@ class InfillWriter:
             self._first_token_at = self._last_delta_at
         self._has_new_line = self._has_new_line or "\n" in delta.text
 
-    def _response_object(self) -> dict[str, Any]:
+    def _response(self) -> Infill:
         result, token_usage = self._result, self._tally
         word = result.stop_reason if isinstance(result.stop_reason, str) else ""
-        stop_type = "word" if word else "limit" if result.finish_reason == "length" else "eos"
-        whole: dict[str, Any] = {
-            "index": 0,
-            "content": result.text,
-            "tokens": result.token_ids if self._options.return_token_ids else [],
-            "id_slot": 0,
-            "stop": True,
-            "model": self._model,
-            "tokens_predicted": token_usage.completion_tokens,
-            "tokens_evaluated": token_usage.prompt_tokens,
-            "tokens_cached": token_usage.cached_tokens,
-            "has_new_line": self._has_new_line,
-            "truncated": self._truncated,
-            "stop_type": stop_type,
-            "stopping_word": word,
-            "timings": self._timings(),
-        }
+        whole = Infill(
+            index=0,
+            content=result.text,
+            tokens=list(result.token_ids) if self._options.return_token_ids else [],
+            id_slot=0,
+            stop=True,
+            model=self._model,
+            tokens_predicted=token_usage.completion_tokens,
+            tokens_evaluated=token_usage.prompt_tokens,
+            tokens_cached=token_usage.cached_tokens,
+            has_new_line=self._has_new_line,
+            truncated=self._truncated,
+            stop_type="word" if word else "limit" if result.finish_reason == "length" else "eos",
+            stopping_word=word,
+            timings=self._timings(),
+        )
         if result.report is not None:
-            whole["rotary"] = sample_object(result.report, None)
+            whole.rotary = Rotary.model_validate(sample_object(result.report, None))
         return whole
 
-    def _timings(self) -> dict[str, Any]:
+    def _timings(self) -> InfillTimings:
         token_usage = self._tally
         first = self._last_delta_at if self._first_token_at is None else self._first_token_at
         computed, after_first = (
@@ -210,21 +222,21 @@ class InfillWriter:
             max(token_usage.completion_tokens - 1, 0),
         )
         prompt_ms, decode_ms = 1000 * (first - self._started_at), 1000 * (self._last_delta_at - first)
-        return {
-            "cache_n": token_usage.cached_tokens,
-            "prompt_n": computed,
-            "prompt_ms": prompt_ms,
-            "prompt_per_token_ms": _ratio(prompt_ms, computed),
-            "prompt_per_second": _ratio(1000 * computed, prompt_ms),
-            "predicted_n": token_usage.completion_tokens,
-            "predicted_ms": decode_ms,
-            "predicted_per_token_ms": _ratio(decode_ms, after_first),
-            "predicted_per_second": _ratio(1000 * after_first, decode_ms),
-        }
+        return InfillTimings(
+            cache_n=token_usage.cached_tokens,
+            prompt_n=computed,
+            prompt_ms=prompt_ms,
+            prompt_per_token_ms=_ratio(prompt_ms, computed),
+            prompt_per_second=_ratio(1000 * computed, prompt_ms),
+            predicted_n=token_usage.completion_tokens,
+            predicted_ms=decode_ms,
+            predicted_per_token_ms=_ratio(decode_ms, after_first),
+            predicted_per_second=_ratio(1000 * after_first, decode_ms),
+        )
 
 
-def _event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(payload) + b"\n\n"
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
 
 
 def _ratio(value: float, by: float) -> float:

@@ -227,20 +227,19 @@ def _require_attention_maps(state: ServerState) -> None:
 def _attention_json(model: str, attention_query: AttentionQuery, snapshot: AttentionSnapshot) -> bytes:
     weights = snapshot.rows(snapshot.weights)
     scores = [[x if x > -math.inf else None for x in row] for row in snapshot.rows(snapshot.scores)]
-    answer: dict[str, Any] = {
-        "model": model,
-        "layer": attention_query.layer,
-        "head": attention_query.head,
-        "num_layers": snapshot.num_layers,
-        "num_heads": snapshot.num_heads,
-        "tokens": attention_query.token_ids,
-        "fingerprint": snapshot.fingerprint,
-        "weights": weights,
-        "scores": scores,
-        "weight_by_distance": _mean_by_distance(weights),
-        "score_by_distance": _mean_by_distance(scores),
-    }
-    return to_json(answer)
+    return AttentionMap.model_construct(
+        model=model,
+        layer=attention_query.layer,
+        head=attention_query.head,
+        num_layers=snapshot.num_layers,
+        num_heads=snapshot.num_heads,
+        tokens=list(attention_query.token_ids),
+        fingerprint=snapshot.fingerprint,
+        weights=weights,
+        scores=scores,
+        weight_by_distance=_mean_by_distance(weights),
+        score_by_distance=_mean_by_distance(scores),
+    ).json_bytes()
 
 
 def _mean_by_distance(rows: list[list[Any]]) -> list[float | None]:

@@ -397,4 +397,4 @@ async def count_tokens(request: Request) -> Response:
     translated = await _translate(state, body)
     with translated.names.renamed_errors():
         count = await run_while_connected(request, count_chat(state, translated.body, caller_of(request)))
-    return LargeJsonResponse(to_json({"input_tokens": count}))
+    return LargeJsonResponse(TokenCount(input_tokens=count).json_bytes())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,8 +17,13 @@ from windlass.server.errors import bad_request, response_too_large
 from windlass.server.schemas.base import without_nulls
 from windlass.server.schemas.pooling import (
     MAX_INPUTS,
+    ClassifiedText,
     ClassifyRequest,
     ClassList,
+    PairScore,
+    PromptUsage,
+    RankedDocument,
+    RankedText,
     Reranking,
     RerankRequest,
     ScoreList,
@@ -27,7 +31,7 @@ from windlass.server.schemas.pooling import (
 )
 from windlass.server.serving.job import envelope
 from windlass.server.serving.pair_scores import check_scores_pairs, check_texts, probabilities, score_pairs
-from windlass.server.serving.pooling import begin_pooling, encode_inputs, pool, split_inputs, unpack_rows, usage
+from windlass.server.serving.pooling import begin_pooling, encode_inputs, pool, split_inputs, unpack_rows
 from windlass.server.serving.streaming import Exchange
 
 router = ApiRouter("Ranking", "Similarity of texts, and documents in order of relevance.")
@@ -64,9 +68,9 @@ async def create_score(request: Request) -> Response:
         names = ("text_1", "text_2")
         pool_prompts = partial(pool, exchange, job)
         scores = await score_pairs(job, first, second, names, body.pooling, body.instruction, pool_prompts)
-        data = [{"object": "score", "index": i, "score": value} for i, value in enumerate(scores.values)]
-        answer = {**envelope("score", "list", job), "data": data, "usage": usage(scores.tokens)}
-        await exchange.send_json([to_json(answer)])
+        data = [PairScore.model_construct(object="score", index=i, score=x) for i, x in enumerate(scores.values)]
+        answer = ScoreList(**envelope("score", "list", job), data=data, usage=PromptUsage.of(scores.tokens))
+        await exchange.send_json([answer.json_bytes()])
 
     return Exchange(job.state, work, deadline=job.deadline)
 
@@ -104,14 +108,15 @@ async def create_reranking(request: Request) -> Response:
         scores = await score_pairs(job, [body.query], read, names, body.pooling, body.instruction, pool_prompts)
         values = scores.values
         order = sorted(range(len(values)), key=lambda index: (-values[index], index))[: body.top_n]
-        results: list[dict[str, Any]] = [{"index": index, "relevance_score": values[index]} for index in order]
+        results = [RankedDocument.model_construct(index=i, relevance_score=values[i]) for i in order]
         if body.return_documents is not False:
             for result in results:
-                result["document"] = {"text": documents[result["index"]]}
-        answer = {**envelope("rerank", "list", job), "results": results, "usage": usage(scores.tokens)}
-        if request.scope["path"].endswith("/v2/rerank"):  # Cohere's; some of its clients take no answer without
-            answer["meta"] = {"api_version": {"version": "2"}}
-        await exchange.send_json([await job.state.text.run_in_thread(to_json, answer)])
+                result.document = RankedText(text=documents[result.index])
+        answer = Reranking(**envelope("rerank", "list", job), results=results, usage=PromptUsage.of(scores.tokens))
+        data = await job.state.text.run_in_thread(answer.json_bytes)
+        if request.scope["path"].endswith("/v2/rerank"):  # some of Cohere's clients require this field
+            data = data[:-1] + b',"meta":{"api_version":{"version":"2"}}}'
+        await exchange.send_json([data])
 
     return Exchange(job.state, work, deadline=job.deadline)
 
@@ -172,19 +177,22 @@ async def classify(request: Request) -> Response:
     async def work(exchange: Exchange) -> None:
         prompts = await encode_inputs(job, given, "input")
         rows = await pool(exchange, job, prompts, PoolingRule("classify"))
-        data = await job.state.text.run_in_thread(_render_classes, rows, classifier, body.use_activation is not False)
-        end = to_json({"usage": usage(sum(map(len, prompts)))})
-        head = to_json(envelope("classify", "list", job))
-        await exchange.send_json([head[:-1], b',"data":', data, b",", end[1:]])
+        head, usage = envelope("classify", "list", job), PromptUsage.of(sum(map(len, prompts)))
+
+        def render() -> bytes:
+            data = _classified(rows, classifier, apply_activation=body.use_activation is not False)
+            return ClassList(**head, data=data, usage=usage).json_bytes()
+
+        await exchange.send_json([await job.state.text.run_in_thread(render)])
 
     return Exchange(job.state, work, deadline=job.deadline)
 
 
-def _render_classes(rows: list[PooledRows], classifier: ClassifierInfo, apply_activation: bool) -> bytes:
+def _classified(rows: list[PooledRows], classifier: ClassifierInfo, *, apply_activation: bool) -> list[ClassifiedText]:
     data = []
     for index, row in enumerate(rows):
         logits = list(unpack_rows(row)[0])
         probs = probabilities(logits, classifier.activation) if apply_activation else logits
         label = classifier.labels[logits.index(max(logits))]
-        data.append({"index": index, "label": label, "probs": probs, "num_classes": len(logits)})
-    return to_json(data)
+        data.append(ClassifiedText.model_construct(index=index, label=label, probs=probs, num_classes=len(logits)))
+    return data

@@ -583,7 +583,7 @@ async def count_input_tokens(request: Request) -> Response:
     translated = await _translate(state, body, owner, _previous_response(state, body, owner))
     with translated.names.renamed_errors():
         count = await run_while_connected(request, count_chat(state, translated.body, caller_of(request)))
-    return LargeJsonResponse(to_json({"object": "response.input_tokens", "input_tokens": count}))
+    return LargeJsonResponse(InputTokens(object="response.input_tokens", input_tokens=count).json_bytes())
 
 
 @router.post("/v1/responses/compact", include_in_schema=False)
@@ -696,7 +696,7 @@ async def delete_response(request: Request, response_id: ResponseId) -> Response
     state, owner = state_of(request), owner_of(request)
     _stored_response(state, response_id, owner)
     state.responses.delete(response_id, owner)
-    return LargeJsonResponse(to_json({"id": response_id, "object": "response", "deleted": True}))
+    return LargeJsonResponse(DeletedResponse(id=response_id, object="response", deleted=True).json_bytes())
 
 
 @router.endpoint(

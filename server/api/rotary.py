@@ -12,12 +12,13 @@ from starlette.responses import Response
 from windlass.engine.rotary.frequencies import wavelength
 from windlass.engine.rotary.rope_scaling import RotaryGroup, RotarySpec
 from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, joint_fingerprint
-from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
+from windlass.server.api.models import ModelRotary, RotaryLadderShown
+from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation, json_response
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, loaded_model, state_of
 from windlass.server.errors import bad_request
 from windlass.server.schemas.base import RequestedModel, RopeScalingField, RopeUpdateField, StrictModel
-from windlass.server.schemas.response_parts import ModelRotary, RotaryChosen, RotaryLadderShown, ScalingValue
+from windlass.server.schemas.response_parts import RotaryChosen, ScalingValue
 from windlass.server.serving.request_rotation import build_planner, check_has_rotary, parse_rotation
 from windlass.server.serving.response_format import auto_scaling_object, groups_object
 
@@ -163,18 +164,17 @@ async def rotary(request: Request) -> Response:
     check_has_rotary(info)
     planner = build_planner(settings, info)
     default = planner.plan(1 if planner.auto else info.max_model_len)
-    return _json(
-        {
-            "model": groups_object(info.model_rotary_groups),
-            "default": {**groups_object(info.rotary_groups), "policy": default.policy},
-            "profiles": {name: scaling.to_dict() for name, scaling in settings.rope_profiles.items()},
-            "policy": settings.rope_policy,
-            "rope_update": settings.rope_update,
-            "rope_exact": settings.rope_exact,
-            "max_model_len": info.max_model_len,
-            "auto": auto_scaling_object(info),
-        }
-    )
+    answer = {
+        "model": groups_object(info.model_rotary_groups),
+        "default": {**groups_object(info.rotary_groups), "policy": default.policy},
+        "profiles": {name: scaling.to_dict() for name, scaling in settings.rope_profiles.items()},
+        "policy": settings.rope_policy,
+        "rope_update": settings.rope_update,
+        "rope_exact": settings.rope_exact,
+        "max_model_len": info.max_model_len,
+        "auto": auto_scaling_object(info),
+    }
+    return Response(to_json(answer), media_type="application/json")
 
 
 @router.endpoint(
@@ -198,7 +198,7 @@ async def inspect(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, RotaryInspectRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
-    return _json(await state.text.run_in_thread(_inspection_object, *_requested_plan(state, body)))
+    return json_response(await state.text.run_in_thread(_inspection, *_requested_plan(state, body)))
 
 
 @router.endpoint(
@@ -230,7 +230,7 @@ async def curves(request: Request) -> Response:
     if body.group is not None and body.group not in names:
         raise bad_request(f"group: this model has {' and '.join(names)}, not {body.group!r}", "group", "invalid_value")
     group = names.index(body.group) if body.group is not None else 0
-    return _json(await state.text.run_in_thread(_curves_object, plan, length, group, body.positions, body.distances))
+    return json_response(await state.text.run_in_thread(_curves, plan, length, group, body.positions, body.distances))
 
 
 def _requested_plan(state: ServerState, body: RotaryInspectRequest) -> tuple[RotaryPlan, int]:
@@ -242,10 +242,8 @@ def _requested_plan(state: ServerState, body: RotaryInspectRequest) -> tuple[Rot
     return rotation.plan(length), length
 
 
-def _curves_object(
-    plan: RotaryPlan, length: int, index: int, positions: list[int], distances: list[int]
-) -> dict[str, Any]:
-    import numpy as np  # here: nobody else in this process needs it
+def _curves(plan: RotaryPlan, length: int, index: int, positions: list[int], distances: list[int]) -> RotaryCurves:
+    import numpy as np  # imported here: nothing else in this process needs it
 
     from windlass.engine.rotary.curves import angles, decay_bound, mean_cosine, slow_pairs
 
@@ -254,50 +252,48 @@ def _curves_object(
     frequencies = np.array(spec.inv_freq)
     position_angles = angles(np.array(positions, float), frequencies)
     distance_values = np.array(distances, float)
-    return {
-        "group": group.name,
-        "rope_type": group.scaling.rope_type,
-        "length": length,
-        "fingerprint": spec.fingerprint,
-        "trained_length": group.base.trained_len,
-        "rotary_dim": group.base.rotary_dim,
-        "slow_pairs": slow_pairs(spec.inv_freq, group.base.trained_len),
-        "positions": positions,
-        "cos": np.cos(position_angles).tolist(),
-        "sin": np.sin(position_angles).tolist(),
-        "distances": distances,
-        "decay_bound": (decay_bound(distance_values, frequencies) / ((len(frequencies) + 1) / 2)).tolist(),
-        "mean_cosine": mean_cosine(distance_values, frequencies).tolist(),
-    }
+    return RotaryCurves(
+        group=group.name,
+        rope_type=group.scaling.rope_type,
+        length=length,
+        fingerprint=spec.fingerprint,
+        trained_length=group.base.trained_len,
+        rotary_dim=group.base.rotary_dim,
+        slow_pairs=slow_pairs(spec.inv_freq, group.base.trained_len),
+        positions=positions,
+        cos=np.cos(position_angles).tolist(),
+        sin=np.sin(position_angles).tolist(),
+        distances=distances,
+        decay_bound=(decay_bound(distance_values, frequencies) / ((len(frequencies) + 1) / 2)).tolist(),
+        mean_cosine=mean_cosine(distance_values, frequencies).tolist(),
+    )
 
 
-def _inspection_object(plan: RotaryPlan, length: int) -> dict[str, Any]:
+def _inspection(plan: RotaryPlan, length: int) -> RotaryInspection:
     stage = plan.stage(length)
     groups = plan.groups_in(stage)
     resolved = {
-        group.name: _group_object(group, spec, effective)
+        group.name: _inspected_group(group, spec, effective)
         for group, spec, effective in zip(groups, stage.specs, stage.effective_lengths, strict=True)
     }
-    main = {**resolved[groups[0].name], "fingerprint": joint_fingerprint(stage.specs)}
-    answer = {**main, "policy": plan.policy, "length": length}
+    main = {**dict(resolved[groups[0].name]), "fingerprint": joint_fingerprint(stage.specs)}
+    answer = RotaryInspection.model_construct(**main, policy=plan.policy, length=length)
     if stage.choice is not None:
-        answer["auto"] = stage.choice.described()
-    return {**answer, "groups": resolved} if len(resolved) > 1 else answer
+        answer.auto = RotaryChosen.model_validate(stage.choice.described())
+    if len(resolved) > 1:
+        answer.groups = resolved
+    return answer
 
 
-def _group_object(group: RotaryGroup, spec: RotarySpec, effective_length: float | None) -> dict[str, Any]:
-    return {
-        "rope_type": group.scaling.rope_type,
-        "parameters": group.parameters(),
-        "inv_freq": list(spec.inv_freq),
-        "wavelengths": [wavelength(w) for w in spec.inv_freq],
-        "attention_factor": spec.rotary_scale,
-        "softmax_scale": spec.distances.score_factor,
-        "distances": spec.distances.described() or None,
-        "effective_length": effective_length,
-        "fingerprint": spec.fingerprint,
-    }
-
-
-def _json(payload: dict[str, Any]) -> Response:
-    return Response(to_json(payload), media_type="application/json")
+def _inspected_group(group: RotaryGroup, spec: RotarySpec, effective_length: float | None) -> InspectedGroup:
+    return InspectedGroup.model_construct(
+        rope_type=group.scaling.rope_type,
+        parameters=group.parameters(),
+        inv_freq=list(spec.inv_freq),
+        wavelengths=[wavelength(w) for w in spec.inv_freq],
+        attention_factor=spec.rotary_scale,
+        softmax_scale=spec.distances.score_factor,
+        distances=spec.distances.described() or None,
+        effective_length=effective_length,
+        fingerprint=spec.fingerprint,
+    )

@@ -1,4 +1,4 @@
-"""Router whose endpoints declare their models and examples for the OpenAPI document."""
+"""Routers whose endpoints declare their models and examples for the OpenAPI document, and small JSON responses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from pydantic import BaseModel
+from starlette.responses import Response
+
+from windlass.server.schemas.base import StrictModel
 
 BODY_ERRORS = (400, 404)
 
@@ -62,6 +65,11 @@ class ApiRouter(APIRouter):
             return function
 
         return decorate
+
+
+def json_response(answer: StrictModel, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Response with the JSON text of a small model."""
+    return Response(answer.json_bytes(), status_code=status, media_type="application/json", headers=headers)
 
 
 def query_parameter(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError, to_json
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -210,7 +210,7 @@ async def apply_template(request: Request) -> Response:
     state.check_model(body.model)
     _check_characters(state, body)
     text = await run_while_connected(request, _render(state, body, body.messages, caller_of(request)))
-    answer = await state.text.run_in_thread(to_json, {"prompt": text})
+    answer = await state.text.run_in_thread(TemplateAnswer(prompt=text).json_bytes)
     if len(answer) > state.settings.max_response_bytes:
         raise response_too_large(len(answer), state.settings.max_response_bytes)
     return LargeJsonResponse(answer)

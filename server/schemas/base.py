@@ -87,6 +87,10 @@ class StrictModel(BaseModel):
     ignored: ClassVar[frozenset[str]] = frozenset()  # fields accepted without effect, whatever they hold
     neutral: ClassVar[Mapping[str, Any]] = {}  # fields accepted without effect where they hold this value
 
+    def json_bytes(self) -> bytes:
+        """JSON text without the fields that were not set."""
+        return self.model_dump_json(exclude_unset=True).encode()
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, data: Any) -> Any:

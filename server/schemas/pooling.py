@@ -72,10 +72,15 @@ class EmbeddingRequest(PromptRequest):
 
 
 class PromptUsage(StrictModel):
-    """Tokens of all texts."""
+    """Number of tokens of all texts."""
 
     prompt_tokens: int = Field(description="Number of prompt tokens.")
     total_tokens: int = Field(description="Sum of input and output tokens.")
+
+    @classmethod
+    def of(cls, tokens: int) -> PromptUsage:
+        """Usage of a request that generates nothing."""
+        return cls(prompt_tokens=tokens, total_tokens=tokens)
 
 
 class _InputResults(Envelope):

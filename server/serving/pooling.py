@@ -43,11 +43,6 @@ async def begin_pooling(request: Request, model: type[B]) -> tuple[B, PoolingJob
     return body, job
 
 
-def usage(tokens: int) -> dict[str, int]:
-    """OpenAI's, of a request that generates nothing."""
-    return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
 # What `pool` is once its exchange and its job are known.
 PoolFunction = Callable[[Sequence[Collection[int]], PoolingRule | Sequence[PoolingRule]], Awaitable[list[PooledRows]]]
 
