@@ -66,7 +66,7 @@ async def load_adapter(request: Request) -> Response:
     """Load an adapter, which requests name as their model from then on."""
     require_admin(request)
     state = state_of(request)
-    body = await read_body(request, LoadAdapterRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, LoadAdapterRequest)
     state.admit()
     adapter = await run_while_connected(request, state.adapters.load(body.lora_name, body.lora_path))
     answer = AdapterAnswer(id=body.lora_name, status="loaded")
@@ -89,7 +89,7 @@ async def unload_adapter(request: Request) -> Response:
     """Take no further requests for an adapter, and answer when the last one that ran has ended, or after a while."""
     require_admin(request)
     state = state_of(request)
-    body = await read_body(request, UnloadAdapterRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, UnloadAdapterRequest)
     unloaded = await run_while_connected(request, state.adapters.unload(body.lora_name))
     answer = AdapterAnswer(id=body.lora_name, status="unloaded" if unloaded else "draining")
     return Response(to_json(answer), media_type="application/json")

@@ -229,7 +229,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation, rendered by the model's chat template."""
     arrival = time.monotonic()
     state = state_of(request)
-    body = await read_body(request, ChatRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, ChatRequest)
     chat = await check_chat(state, request, body, arrival=arrival)
 
     async def work(exchange: Exchange) -> None:

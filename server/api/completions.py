@@ -14,11 +14,11 @@ from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
-from windlass.server.http.request_id import request_id, set_request_id
+from windlass.server.http.request_id import request_id
 from windlass.server.schemas.completions import Completion, CompletionEvent, CompletionRequest
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, fingerprinted_envelope, run_generation
-from windlass.server.serving.job import GenerationJob, scaling_hint
+from windlass.server.serving.job import GenerationJob, admit_request, scaling_hint
 from windlass.server.serving.prompts import check_suffix, check_token_prompts, fill_in_prompts, split_prompts
 from windlass.server.serving.response_format import CompletionLogprobLists, JsonList
 from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice, ResponseOptions, in_batches
@@ -222,11 +222,8 @@ async def create_completion(request: Request) -> Response:
     """Continue one or several prompts, given as text or token ids."""
     arrival = time.monotonic()
     state = state_of(request)
-    body = await read_body(request, CompletionRequest, stall_seconds=state.settings.body_stall_seconds)
-    if body.request_id is not None:
-        set_request_id(request.scope, body.request_id)
-    state.check_model(body.model)
-    info = state.admit(caller_of(request))
+    body = await read_body(request, CompletionRequest)
+    info = admit_request(request, body)
     job = check_generation(
         state,
         body,

@@ -17,7 +17,7 @@ from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
 from windlass.server.errors import bad_request, response_too_large
-from windlass.server.http.request_id import request_id, set_request_id
+from windlass.server.http.request_id import request_id
 from windlass.server.schemas.base import INT32_MAX
 from windlass.server.schemas.completions import (
     SAMPLERS,
@@ -31,6 +31,7 @@ from windlass.server.schemas.generation import SharedRequest
 from windlass.server.schemas.response_parts import Rotary
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, run_generation
+from windlass.server.serving.job import admit_request
 from windlass.server.serving.prompts import fit_infill_prompt, require_fill_in
 from windlass.server.serving.response_format import sample_object
 from windlass.server.serving.response_writer import CollectedChoice, ResponseOptions
@@ -313,11 +314,8 @@ async def infill(request: Request) -> Response:
     """Fill the gap between two texts, in the form of llama.cpp's server, which editors' plugins speak."""
     arrival = time.monotonic()
     state = state_of(request)
-    body = await read_body(request, InfillRequest, stall_seconds=state.settings.body_stall_seconds)
-    if body.request_id is not None:
-        set_request_id(request.scope, body.request_id)
-    state.check_model(body.model)
-    info = state.admit(caller_of(request))
+    body = await read_body(request, InfillRequest)
+    info = admit_request(request, body)
     translated = completion_request_from_infill(body)
     with translated.names.renamed_errors():
         job = check_generation(

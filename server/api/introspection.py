@@ -185,7 +185,7 @@ async def attention(request: Request) -> Response:
     state = state_of(request)
     require_admin(request)
     _require_attention_maps(state)
-    body = await read_body(request, AttentionRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, AttentionRequest)
     state.check_model(body.model)
     if state.adapters.find(body.model) is not None:
         raise bad_request("attention is shown of the model itself, without an adapter: leave model out", "model")

@@ -344,7 +344,7 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation, in the form of Anthropic's Messages API."""
     arrival = time.monotonic()
     state = state_of(request)
-    body = await read_body(request, MessageRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, MessageRequest)
     translated = await _translate(state, body)
     with translated.names.renamed_errors():
         chat = await check_chat(state, request, translated.body, arrival=arrival)
@@ -392,7 +392,7 @@ async def _translate(state: ServerState, body: MessageRequest | CountTokensReque
 async def count_tokens(request: Request) -> Response:
     """How many tokens an input comes to, without generating. It needs the tokenizer only, so it works while the engine starts."""
     state = state_of(request)
-    body = await read_body(request, CountTokensRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, CountTokensRequest)
     state.check_model(body.model)
     translated = await _translate(state, body)
     with translated.names.renamed_errors():

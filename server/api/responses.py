@@ -526,7 +526,7 @@ async def create_response(request: Request) -> Response:
     """Answer an input, or go on with an earlier response's conversation."""
     arrival = time.monotonic()
     state, owner = state_of(request), owner_of(request)
-    body = await read_body(request, ResponseRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, ResponseRequest)
     previous = _previous_response(state, body, owner)
     translated = await _translate(state, body, owner, previous)
     with translated.names.renamed_errors():
@@ -578,7 +578,7 @@ async def create_response(request: Request) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """How many tokens an input comes to, without generating. It needs the tokenizer only, so it works while the engine starts."""
     state, owner = state_of(request), owner_of(request)
-    body = await read_body(request, CountInputRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, CountInputRequest)
     state.check_model(body.model)
     translated = await _translate(state, body, owner, _previous_response(state, body, owner))
     with translated.names.renamed_errors():

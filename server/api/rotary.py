@@ -196,7 +196,7 @@ async def rotary(request: Request) -> Response:
 async def inspect(request: Request) -> Response:
     """The frequencies and factors a request would run under, computed from the model's own numbers."""
     state = state_of(request)
-    body = await read_body(request, RotaryInspectRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, RotaryInspectRequest)
     state.check_model(body.model)
     return json_response(await state.text.run_in_thread(_inspection, *_requested_plan(state, body)))
 
@@ -223,7 +223,7 @@ async def inspect(request: Request) -> Response:
 async def curves(request: Request) -> Response:
     """What a scaling comes to by position and distance: cosines and sines, RoFormer's bound, and pairs that hardly turn."""
     state = state_of(request)
-    body = await read_body(request, RotaryCurvesRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, RotaryCurvesRequest)
     state.check_model(body.model)
     plan, length = _requested_plan(state, body)
     names = [group.name for group in plan.groups_in(plan.stage(length))]

@@ -154,7 +154,7 @@ _QUESTION = {"messages": [{"role": "user", "content": "Where does the river begi
 async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of a conversation as the chat template renders it."""
     state = state_of(request)
-    body = await read_body(request, TokenizeRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, TokenizeRequest)
     state.check_model(body.model)
     _check_characters(state, body)
     return LargeJsonResponse(await run_while_connected(request, _tokenize(state, body, caller_of(request))))
@@ -206,7 +206,7 @@ async def _render(
 async def apply_template(request: Request) -> Response:
     """A conversation as the chat template writes it: the text that a chat of these messages continues."""
     state = state_of(request)
-    body = await read_body(request, TemplateRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, TemplateRequest)
     state.check_model(body.model)
     _check_characters(state, body)
     text = await run_while_connected(request, _render(state, body, body.messages, caller_of(request)))
@@ -229,7 +229,7 @@ async def apply_template(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state = state_of(request)
-    body = await read_body(request, DetokenizeRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, DetokenizeRequest)
     state.check_model(body.model)
     info = state.engine.info
     vocab_size = max(state.tokenizer.vocab_size, 0 if info is None else info.vocab_size)

@@ -12,11 +12,11 @@ from starlette.requests import Request
 
 from windlass.server.app.state import ServerState, caller_of
 from windlass.server.errors import ApiError, after_dropping_turns, bad_request
-from windlass.server.http.request_id import request_id, set_request_id
+from windlass.server.http.request_id import request_id
 from windlass.server.schemas.chat import ChatMessage, ChatRequest
 from windlass.server.serving.context_rules import resolve_context_size, retain_system_prompt
 from windlass.server.serving.generation import check_generation
-from windlass.server.serving.job import GenerationJob, scaling_hint
+from windlass.server.serving.job import GenerationJob, admit_request, scaling_hint
 from windlass.server.serving.structured_output import StructuredOutput, parse_structured_output
 from windlass.server.serving.tool_calls import plan_tools, tools_for_template
 from windlass.server.text.chat_messages import check_history
@@ -117,10 +117,7 @@ class CheckedChat:
 
 async def check_chat(state: ServerState, request: Request, body: ChatRequest, *, arrival: float) -> CheckedChat:
     """Everything that can be refused without tokenizing; raises ApiError or RequestError naming the field."""
-    if body.request_id is not None:
-        set_request_id(request.scope, body.request_id)
-    state.check_model(body.model)
-    info = state.admit(caller_of(request))
+    info = admit_request(request, body)
     planned = body, state.tokenizer, state.settings.tool_call_parser
     offered = body.tools or body.functions  # which may be large
     plan = partial(plan_tools, has_output_format=parse_structured_output(body) is not None)

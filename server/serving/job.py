@@ -8,13 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+
 from windlass.engine.interface.context import ContextRule, ContextSize, NonPrefixReuseParams
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest, PoolingRule, SamplingParams
 from windlass.server.app.adapter_registry import ServedAdapter
-from windlass.server.app.state import ServerState
+from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.config.settings import ContextOverflow, ServerSettings
 from windlass.server.errors import ApiError, bad_request
+from windlass.server.http.request_id import set_request_id
+from windlass.server.schemas.base import EngineRequestFields
 from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.schemas.pooling import PromptRequest
 from windlass.server.serving.context_rules import resolve_context_size, resolve_window_rule
@@ -85,6 +89,15 @@ def scaling_hint(job: RequestJob) -> Iterator[None]:
             raise
         why = "a scaling alone makes no room: the server's --max-model-len does"
         raise bad_request(f"{error.message} ({why})", error.param, error.code) from None
+
+
+def admit_request(request: Request, body: EngineRequestFields) -> ModelInfo:
+    """Check the model of a request and admit it, under the id that its body may set; raises ApiError."""
+    if body.request_id is not None:
+        set_request_id(request.scope, body.request_id)
+    state = state_of(request)
+    state.check_model(body.model)
+    return state.admit(caller_of(request))
 
 
 def resolve_deadline(body: GenerationRequest | PromptRequest, settings: ServerSettings, arrival: float) -> float | None:

@@ -18,9 +18,15 @@ from windlass.engine.interface.request import PoolingRule, SamplingParams
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
 from windlass.server.errors import ApiError, bad_request
-from windlass.server.http.request_id import request_id, set_request_id
+from windlass.server.http.request_id import request_id
 from windlass.server.schemas.pooling import MAX_INPUTS, PromptRequest
-from windlass.server.serving.job import PoolingJob, build_engine_request, check_pooling_request, scaling_hint
+from windlass.server.serving.job import (
+    PoolingJob,
+    admit_request,
+    build_engine_request,
+    check_pooling_request,
+    scaling_hint,
+)
 from windlass.server.serving.observers import observe_request, pooling_observers
 from windlass.server.serving.prompts import check_token_prompts
 from windlass.server.serving.streaming import Exchange
@@ -32,11 +38,8 @@ async def begin_pooling(request: Request, model: type[B]) -> tuple[B, PoolingJob
     """The body and the job that it asks for; raises ApiError or RequestError naming the field at fault."""
     arrival = time.monotonic()
     state = state_of(request)
-    body = await read_body(request, model, stall_seconds=state.settings.body_stall_seconds)
-    if body.request_id is not None:
-        set_request_id(request.scope, body.request_id)
-    state.check_model(body.model)
-    info = state.admit(caller_of(request))
+    body = await read_body(request, model)
+    info = admit_request(request, body)
     job = check_pooling_request(
         state, body, info, request_id=request_id(request.scope), caller=caller_of(request), arrival=arrival
     )
