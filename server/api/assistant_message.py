@@ -37,19 +37,20 @@ class _CallParts:
 
 @dataclass(slots=True)
 class MessageBuilder:
-    """One choice of a chat. keep: whether the message is put together (`message`), as whole answers need it.
+    """Message of one choice of a chat.
 
-    thinking_tokens: how many tokens the thinking took, None where it is not told apart.
+    token_usage: its thinking tokens are counted if the parser recognizes thinking. collect: whether the message is
+    assembled (`message`), as for complete responses.
     """
 
     parser: OutputParser
-    legacy_function_call: bool
-    collect: bool
+    token_usage: TokenUsage
+    legacy_function_call: bool = False
+    collect: bool = False
     has_calls: bool = False
     has_text: bool = False
-    incomplete: bool = False  # the end came within the arguments of a call
-    thinking_tokens: int | None = field(init=False)
-    _pending_tokens: int = 0  # tokens that may turn out to have opened the thinking
+    incomplete: bool = False  # the answer ended within the arguments of a call
+    _pending_tokens: int = 0  # tokens that may belong to the start marker of the thinking
     _stage: TracksThinking | None = field(init=False)
     _content: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
@@ -57,10 +58,11 @@ class MessageBuilder:
 
     def __post_init__(self) -> None:
         self._stage = self.parser if isinstance(self.parser, TracksThinking) else None
-        self.thinking_tokens = None if self._stage is None else 0
 
     def parse(self, delta: Delta) -> list[Event]:
-        """The events that the text of a delta brings, those of one kind in a row joined."""
+        """Parse the text of a delta; adjacent events of one kind are merged."""
+        if self._stage is not None and self.token_usage.reasoning_tokens is None:
+            self.token_usage.reasoning_tokens = 0
         events: list[Event] = []
         pieces, tokens = delta.pieces or (delta.text,), len(delta.token_ids)
         for number in range(max(len(pieces), tokens)):
@@ -131,9 +133,9 @@ class MessageBuilder:
         return message
 
     def _count_thinking(self) -> None:
-        assert self._stage is not None and self.thinking_tokens is not None
+        assert self._stage is not None and self.token_usage.reasoning_tokens is not None
         if self._stage.has_thought:
-            self.thinking_tokens += self._pending_tokens
+            self.token_usage.reasoning_tokens += self._pending_tokens
         if self._stage.has_thought or not self._stage.thinking:
             self._pending_tokens = 0
 
@@ -212,7 +214,7 @@ class BlockWriter(ABC):
         self.started = False
         self._tokenizer = tokenizer
         self._options = options
-        self._builder = MessageBuilder(PlainTextParser() if parsing is None else parsing.make(), False, collect=False)
+        self._builder = MessageBuilder(PlainTextParser() if parsing is None else parsing.make(), token_usage)
         self._open_block: AnswerBlock | None = None
         self._logprobs: list[TokenLogprobs] = []  # of tokens whose text has not come yet
 
@@ -259,12 +261,7 @@ class BlockWriter(ABC):
         raise AssertionError("these answers have none")  # no body of theirs asks for any
 
     def _process(self, delta: Delta, *, collect: bool, emit: bool = True) -> Iterator[bytes]:
-        before = self._builder.thinking_tokens or 0
         events = self._builder.parse(delta)
-        if self._builder.thinking_tokens is not None:
-            self.token_usage.reasoning_tokens = (
-                (self.token_usage.reasoning_tokens or 0) + self._builder.thinking_tokens - before
-            )
         if self._options.logprobs is not None:
             self._logprobs += delta.logprobs
         for event in events:

@@ -79,20 +79,14 @@ class ChatWriter(ChoiceWriter):
 
     def _parsed(self, delta: Delta, *, collect: bool) -> tuple[MessageBuilder, list[Event]]:
         builder = self._builder(delta.choice, collect=collect)
-        before = builder.thinking_tokens or 0
-        events = builder.parse(delta)
-        if builder.thinking_tokens is not None:
-            self.token_usage.reasoning_tokens = (
-                (self.token_usage.reasoning_tokens or 0) + builder.thinking_tokens - before
-            )
-        return builder, events
+        return builder, builder.parse(delta)
 
     def _builder(self, choice: int, *, collect: bool) -> MessageBuilder:
         assert self._parsing is not None
         builder = self._builders.get(choice)
         if builder is None:
             builder = self._builders[choice] = MessageBuilder(
-                self._parsing.make(), self._parsing.legacy_function_call, collect
+                self._parsing.make(), self.token_usage, self._parsing.legacy_function_call, collect
             )
         return builder
 

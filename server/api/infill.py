@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_json
@@ -12,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.outputs import TokenLogprobs
-from windlass.server.api.field_names import FieldNames
+from windlass.server.api.field_names import FieldNames, Translation
 from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
@@ -58,16 +57,8 @@ _DISABLED_VALUES: dict[str, dict[str, Any]] = {
 _SAMPLER_NAMES = frozenset(SAMPLERS.values())
 
 
-@dataclass(frozen=True, slots=True)
-class InfillTranslation:
-    """A completion in place of the body, without its prompt, and how errors about it are told."""
-
-    body: CompletionRequest
-    names: FieldNames
-
-
-def completion_request_from_infill(body: InfillRequest) -> InfillTranslation:
-    """The completion that fills the gap; raises ApiError naming the field."""
+def completion_request_from_infill(body: InfillRequest) -> Translation[CompletionRequest]:
+    """The completion that fills the gap, without its prompt; raises ApiError naming the field."""
     for name in _UNSUPPORTED_FIELDS:
         if getattr(body, name) is not None:
             raise bad_request(f"{name} has no meaning beside a gap: leave it out", name)
@@ -84,7 +75,7 @@ def completion_request_from_infill(body: InfillRequest) -> InfillTranslation:
         stop=body.stop,
         return_token_ids=body.return_tokens,
     )
-    return InfillTranslation(completion, FieldNames(_FIELD_NAMES, [], {}))
+    return Translation(completion, FieldNames(_FIELD_NAMES, [], {}))
 
 
 def read_line_limits(body: InfillRequest) -> LineLimits | None:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import ChatTranslation, FieldNames
+from windlass.server.api.field_names import FieldNames, Translation
 from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
@@ -56,7 +56,9 @@ _THINKING_FIELD_NAMES = {"reasoning_effort": "thinking", "thinking_budget": "thi
 _MESSAGE_FIELD_NAMES = {"tool_call_id": "content", "tool_calls": "content", "content": "content"}
 
 
-def chat_request_from_messages(body: MessageRequest | CountTokensRequest, model: ThinkingControl) -> ChatTranslation:
+def chat_request_from_messages(
+    body: MessageRequest | CountTokensRequest, model: ThinkingControl
+) -> Translation[ChatRequest]:
     """The chat that a body of messages asks for; raises ApiError naming the field. model: how it can be told to think."""
     messages: list[ChatMessage] = []
     message_paths: list[str] = []
@@ -102,7 +104,7 @@ def chat_request_from_messages(body: MessageRequest | CountTokensRequest, model:
         **_THINKING_FIELD_NAMES,
         **({"reasoning_effort": "output_config.effort"} if by_config else {}),
     }
-    return ChatTranslation(chat, FieldNames(names, message_paths, _MESSAGE_FIELD_NAMES))
+    return Translation(chat, FieldNames(names, message_paths, _MESSAGE_FIELD_NAMES))
 
 
 def _assistant_messages(message: InputMessage) -> list[ChatMessage]:
@@ -369,7 +371,7 @@ async def create_message(request: Request) -> Response:
     )
 
 
-async def _translate(state: ServerState, body: MessageRequest | CountTokensRequest) -> ChatTranslation:
+async def _translate(state: ServerState, body: MessageRequest | CountTokensRequest) -> Translation[ChatRequest]:
     made = body, state.thinking
     large = len(body.messages) > MAX_MESSAGES_ON_EVENT_LOOP
     return (

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from windlass.engine.interface.request import SamplingParams
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import ChatTranslation, FieldNames
+from windlass.server.api.field_names import FieldNames, Translation
 from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation, query_parameter
 from windlass.server.app.request_body import read_body
 from windlass.server.app.response_store import ResponseStore, StoredResponse, items_until
@@ -69,7 +69,7 @@ _FIELD_NAMES = {
 _MESSAGE_FIELD_NAMES = {"tool_call_id": "call_id", "tool_calls": "call_id", "content": "content"}
 
 
-def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -> ChatTranslation:
+def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -> Translation[ChatRequest]:
     """The chat that a response's body asks for; raises ApiError naming the field. earlier: the conversation it goes on from."""
     messages: list[ChatMessage] = []
     message_paths: list[str] = []
@@ -108,7 +108,7 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
         thinking_budget=body.thinking_budget,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    return ChatTranslation(chat, FieldNames(_FIELD_NAMES, message_paths, _MESSAGE_FIELD_NAMES))
+    return Translation(chat, FieldNames(_FIELD_NAMES, message_paths, _MESSAGE_FIELD_NAMES))
 
 
 class _MessagesBuilder:
@@ -598,11 +598,11 @@ async def compact_response(request: Request) -> Response:
 
 async def _translate(
     state: ServerState, body: ResponseRequest, owner: str, previous: StoredResponse | None
-) -> ChatTranslation:
+) -> Translation[ChatRequest]:
     """The chat that a body asks for. What its input names by ids stands in it afterwards."""
     earlier: list[Item] = [] if previous is None else items_until(previous.outputs)
 
-    def translate() -> ChatTranslation:
+    def translate() -> Translation[ChatRequest]:
         resolve_references(body, state.responses, owner)
         return chat_request_from_response(body, earlier)
 
