@@ -1,4 +1,4 @@
-"""Request and response of `/v1/chat/completions`."""
+"""Requests and responses of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ MAX_CALLS = 128  # in one message
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-# What clients keep in histories for themselves, and caches of other servers.
+# Fields that clients store in histories, and cache options of other servers.
 _BOOKKEEPING = frozenset({"cache_control", "id", "timestamp", "weight"})
 
-# Clients that make parts of an answer copy into them what stood beside its text.
+# Clients that turn an answer into parts copy its other fields into them.
 _PART_BOOKKEEPING = _BOOKKEEPING | {"name", "prompt_cache_breakpoint", "role", "annotations", "logprobs", "parsed"}
 
 
 def _text_content(value: Any) -> str | None:
-    """Text of a message: a string, or OpenAI's list of text parts (joined by line breaks)."""
+    """Text of a message: a string, or OpenAI's list of text parts, joined by line breaks."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -56,7 +56,7 @@ def _text_content(value: Any) -> str | None:
 
 
 def _part_text(number: int, part: Any) -> str:
-    """The text of a part. A refusal is what another model said in place of an answer; it counts as text."""
+    """Text of a part. The refusal of another model counts as text."""
     known = without_nulls(part) if isinstance(part, dict) else {}
     kind = "refusal" if known.get("type") == "refusal" else "text"
     text = known.get(kind)
@@ -80,7 +80,7 @@ def _part_schema(kind: str, what: str) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": {
-            "type": {"const": kind, "description": "The kind of the part."},
+            "type": {"const": kind, "description": "Kind of the part."},
             kind: {"type": "string", "description": what},
         },
         "required": ["type", kind],
@@ -89,18 +89,16 @@ def _part_schema(kind: str, what: str) -> dict[str, Any]:
 
 _PART = {
     "anyOf": [
-        _part_schema("text", "Its text."),
-        _part_schema("refusal", "What a model said in place of an answer; it counts as text."),
+        _part_schema("text", "The text."),
+        _part_schema("refusal", "Refusal of a model, which counts as text."),
     ]
 }
 
 
 class ChatMessage(StrictModel):
-    """One turn. Fields that clients copy from an earlier answer are accepted where they are empty.
+    """One turn of a conversation. Fields that clients copy from earlier answers are accepted if they are empty.
 
-    `type` may say "text" or "message", as some clients send it; it has no effect. Neither have `cache_control`, `id`,
-    `timestamp` and `weight`, which clients keep in histories, `parsed`, which the openai package adds, and
-    `provider_specific_fields`, which litellm does.
+    `cache_control`, `id`, `timestamp`, `weight`, `parsed` and `provider_specific_fields` are accepted without effect.
     """
 
     ignored: ClassVar[frozenset[str]] = _BOOKKEEPING | {"parsed", PROVIDER_FIELDS}
@@ -156,9 +154,9 @@ _Modalities = Annotated[Any, AfterValidator(_modalities), Field(json_schema_extr
 
 
 class ChatRequest(GenerationRequest):
-    """`messages` go through the model's chat template; `chat_template_kwargs` are further variables for it.
+    """A conversation, rendered by the model's chat template.
 
-    `functions` and `function_call` are the older names of `tools` and `tool_choice`; answers have the older form then.
+    If the request uses `functions` or `function_call`, answers have the older form of calls.
     """
 
     hints: ClassVar[dict[str, str]] = GenerationRequest.hints | {
@@ -169,7 +167,7 @@ class ChatRequest(GenerationRequest):
         "n_probs": "ask for logprobs and top_logprobs here",
     }
 
-    # A prediction makes answers quicker at OpenAI, and changes none.
+    # OpenAI's predictions make answers faster without changing them.
     ignored: ClassVar[frozenset[str]] = GenerationRequest.ignored | {"prediction"}
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
@@ -210,7 +208,7 @@ class ChatRequest(GenerationRequest):
 
 
 class ChatTopLogprob(StrictModel):
-    """`bytes`: the token's own UTF-8 bytes, as one character may be split over tokens."""
+    """A token and its log-probability."""
 
     token: str = Field(description="Text of the token.")
     logprob: float = Field(description="Log-probability of the token.")
@@ -226,14 +224,14 @@ class ChatTokenLogprob(ChatTopLogprob):
 
 
 class ChatLogprobs(StrictModel):
-    """One entry per generated token."""
+    """Log-probabilities of an answer."""
 
     content: list[ChatTokenLogprob] = Field(description="One entry per generated token.")
     refusal: None = Field(description="Always null.")
 
 
 class ChatAnswer(StrictModel):
-    """The assistant's turn. `reasoning`: `reasoning_content` by another name."""
+    """Message of the assistant in an answer."""
 
     role: Literal["assistant"] = Field(description="Author of the message.")
     content: str | None = Field(description="The text. Null if there are calls and no text.")
@@ -262,7 +260,7 @@ class ChatChoice(StrictModel):
 
 
 class ChatCompletion(GenerationEnvelope):
-    """The answers to a conversation."""
+    """Answers to a conversation."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice] = Field(description="The answers.")
@@ -273,7 +271,7 @@ class ChatCompletion(GenerationEnvelope):
 
 
 class ChatDelta(StrictModel):
-    """What a chunk adds to the assistant's turn; only the first one of an answer has the role."""
+    """Part of the assistant's message that a chunk adds."""
 
     role: Literal["assistant"] | None = Field(
         default=None, description="Author of the message. Only in the first chunk of an answer."
@@ -290,7 +288,7 @@ class ChatDelta(StrictModel):
 
 
 class ChatChunkChoice(StrictModel):
-    """A piece of one answer; its last one says how it ended."""
+    """A piece of one answer."""
 
     index: int = Field(description="Index of the answer, from 0.")
     delta: ChatDelta = Field(description="The added part of the message.")
@@ -301,7 +299,7 @@ class ChatChunkChoice(StrictModel):
 
 
 class ChatChunk(GenerationEnvelope):
-    """A chunk of a stream. `usage`: where `stream_options` asks for it, else absent."""
+    """A chunk of a stream."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice] = Field(description="Pieces of answers.")
@@ -314,4 +312,4 @@ class ChatChunk(GenerationEnvelope):
 
 
 class ChatEvent(RootModel[ChatChunk | ErrorAnswer]):
-    """The JSON of an event of a stream: a chunk, or the error that ended it. The last event is `[DONE]`."""
+    """JSON of a stream event: a chunk, or the error that ended the stream. The last event is `[DONE]`."""

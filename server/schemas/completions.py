@@ -22,7 +22,7 @@ from windlass.server.schemas.response_parts import (
 
 
 class CompletionRequest(GenerationRequest):
-    """`prompt`: a string, a list of strings, token ids, or a list of token-id lists."""
+    """One or several prompts."""
 
     hints: ClassVar[dict[str, str]] = GenerationRequest.hints | {
         "messages": "it belongs to /v1/chat/completions; this is /v1/completions, which takes prompt",
@@ -46,7 +46,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionLogprobs(StrictModel):
-    """Parallel lists, one entry per token. The first prompt token of an echo has no log-probability."""
+    """Log-probabilities as parallel lists with one entry per token."""
 
     tokens: list[str] = Field(description="Texts of the tokens.")
     token_logprobs: list[float | None] = Field(
@@ -60,7 +60,7 @@ class CompletionLogprobs(StrictModel):
 
 
 class CompletionChoice(StrictModel):
-    """One answer. The fields without a value stand there where they were asked for."""
+    """One answer."""
 
     index: int = Field(description="Index of the answer over all prompts, from 0.")
     text: str = Field(description="The text.")
@@ -74,7 +74,7 @@ class CompletionChoice(StrictModel):
 
 
 class Completion(GenerationEnvelope):
-    """The answers to all prompts."""
+    """Answers to all prompts."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice] = Field(description="The answers, prompt by prompt.")
@@ -83,7 +83,7 @@ class Completion(GenerationEnvelope):
 
 
 class CompletionChunkChoice(StrictModel):
-    """A piece of one answer. Its first one has what was asked of the prompt, its last one how it ended."""
+    """A piece of one answer. The first piece has the values of the prompt, the last piece the reason of the end."""
 
     index: int = Field(description="Index of the answer over all prompts, from 0.")
     text: str = Field(description="The text.")
@@ -96,7 +96,7 @@ class CompletionChunkChoice(StrictModel):
 
 
 class CompletionChunk(GenerationEnvelope):
-    """A chunk of a stream. `usage`: where `stream_options` asks for it, else absent."""
+    """A chunk of a stream."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice] = Field(description="Pieces of answers.")
@@ -107,7 +107,7 @@ class CompletionChunk(GenerationEnvelope):
 
 
 class CompletionEvent(RootModel[CompletionChunk | ErrorAnswer]):
-    """The JSON of an event of a stream: a chunk, or the error that ended it. The last event is `[DONE]`."""
+    """JSON of a stream event: a chunk, or the error that ended the stream. The last event is `[DONE]`."""
 
 
 MAX_PASSAGES = 256
@@ -137,7 +137,9 @@ class FilePassage(StrictModel):
 
 
 class InfillRequest(SharedRequest):
-    """What stands before a gap and behind it. llama.cpp's names beside ours; what is longer than the context is cut."""
+    """The texts before and after a gap, with llama.cpp's names of fields. Text that does not fit into the context is
+    cut.
+    """
 
     hints: ClassVar[dict[str, str]] = SharedRequest.hints | {
         "suffix": "it belongs to /v1/completions; here it is input_suffix",
@@ -194,7 +196,7 @@ class InfillRequest(SharedRequest):
         default=None, description="Not supported: `model` selects an adapter. Must be empty."
     )
 
-    # llama.cpp's bookkeeping: accepted, without effect
+    # Fields of llama.cpp that are accepted without effect
     id_slot: Any = Field(default=None, description="Accepted without effect.")
     cache_prompt: Any = Field(default=None, description="Accepted without effect: prompts are always cached.")
     t_max_prompt_ms: Any = Field(default=None, description="Accepted without effect.")
@@ -202,7 +204,7 @@ class InfillRequest(SharedRequest):
 
 
 class InfillTimings(StrictModel):
-    """How long it took, in milliseconds; waiting counts with the prompt."""
+    """Durations in milliseconds."""
 
     cache_n: int = Field(description="Number of prompt tokens found in the cache.")
     prompt_n: int = Field(description="Number of prompt tokens that were computed.")
@@ -216,9 +218,9 @@ class InfillTimings(StrictModel):
 
 
 class Infill(StrictModel):
-    """What fills the gap. A stream's events have all of it but the last, whose `content` is empty.
+    """The text for the gap. Events of a stream have the text piece by piece; the last event has all other fields.
 
-    With `response_fields` those alone.
+    With `response_fields`, only those fields.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -248,4 +250,4 @@ class Infill(StrictModel):
 
 
 class InfillEvent(RootModel[Infill | ErrorAnswer]):
-    """The JSON of an event of a stream: a piece of the answer, or the error that ended it."""
+    """JSON of a stream event: a piece of the answer, or the error that ended the stream."""

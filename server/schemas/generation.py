@@ -1,4 +1,4 @@
-"""Fields that all generating endpoints share."""
+"""Fields of all requests that generate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from windlass.server.schemas.base import (
     without_nulls,
 )
 
-# OpenAI's settings of its own prompt cache
+# Options of OpenAI's prompt cache
 PROMPT_CACHE_FIELDS = frozenset({"prompt_cache_retention", "prompt_cache_options"})
 
 
@@ -35,8 +35,8 @@ def unsupported_field(what: str, details: dict[str, Any] | None = None) -> Pydan
 
 
 def _reject_zero_top_p(value: Any) -> Any:
-    if type(value) in (int, float) and value == 0:  # as some write it who want no chance
-        advice = "for the likeliest token alone set temperature to 0"
+    if type(value) in (int, float) and value == 0:  # common mistake of clients that want greedy decoding
+        advice = "set temperature to 0 for greedy decoding"
         raise PydanticCustomError("no_share", "should be greater than 0: {advice}", {"advice": advice})
     return value
 
@@ -48,9 +48,9 @@ class _OnlyEmpty(AfterValidator):
 
 
 def only_empty(what: str, details: dict[str, Any] | None = None) -> AfterValidator:
-    """A field that is accepted when it asks for nothing (null, false, 0, "", [], {} or an object of nulls).
+    """Validator of an unsupported field, which accepts null, false, 0, "", [], {} and an object of nulls.
 
-    details: of the error, as `ApiError` has them.
+    details: of the error, as in `ApiError`.
     """
 
     def check(value: Any) -> Any:
@@ -71,10 +71,7 @@ def _response_format(value: Any) -> Any:
 
 
 class StreamOptions(StrictModel):
-    """`include_usage`: a last chunk with usage. `continuous_usage_stats`: with it, running usage on every chunk.
-
-    `include_obfuscation` has no effect: chunks are never padded.
-    """
+    """Additional contents of a stream."""
 
     include_usage: bool | None = Field(
         default=None, description="Whether a last chunk has the token counts. Default: false."
@@ -89,19 +86,19 @@ class StreamOptions(StrictModel):
 
 
 class PassageSpan(StrictModel):
-    """Tokens start to end - 1 of a prompt."""
+    """A span of prompt tokens."""
 
     start: Annotated[int, Field(ge=0, le=INT32_MAX)] = Field(description="Index of the first token, from 0.")
     end: Annotated[int, Field(ge=1, le=INT32_MAX)] = Field(description="Index after the last token.")
 
 
 class SharedRequest(EngineRequestFields):
-    """Sampling, serving and bookkeeping fields of every endpoint that generates. None always means "not given"."""
+    """Sampling and context fields of every endpoint that generates. None means that the field was not given."""
 
     hints: ClassVar[dict[str, str]] = UNKNOWN_FIELD_HINTS
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_VALUES
 
-    # OpenAI's own
+    # OpenAI's fields
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
         default=None,
         description="Sampling temperature. 0 selects the most likely token. Default: the model's `sampling_defaults`.",
@@ -130,7 +127,7 @@ class SharedRequest(EngineRequestFields):
         default=None, description="Values added to logits, by token id in decimal. Default: none."
     )
 
-    # Sampling beyond OpenAI
+    # Further sampling parameters
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
         default=None,
         description="Only this many of the most likely tokens are sampled. 0 or -1: all tokens. Default: the "
@@ -207,7 +204,7 @@ class SharedRequest(EngineRequestFields):
         default=None, description="End at which a longer prompt is truncated. Default: `left`."
     )
 
-    # The form of the answer: one of these
+    # Structured output: at most one of these
     structured_outputs: dict[str, Any] | None = Field(
         default=None,
         description="Form of the answer: one of `json` (a schema), `json_object`, `regex`, `choice` (a list) "
@@ -234,7 +231,7 @@ class SharedRequest(EngineRequestFields):
         description="llama.cpp's name of `structured_outputs.json`: a JSON schema that the answer follows.",
     )
 
-    # What is longer than the context
+    # Context overflow
     context_overflow: Literal["error", "stop", "shift", "drop_turns"] | None = Field(
         default=None,
         description="What happens if prompt and answer exceed the context: the request is refused (`error`), "
@@ -248,7 +245,7 @@ class SharedRequest(EngineRequestFields):
         "a chat's system prompt, else 16.",
     )
 
-    # What is taken from the cache wherever it stood
+    # Non-prefix KV reuse
     cache_reuse: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None,
         description="Minimum length of cached passages that are reused at any position of the prompt, in "
@@ -257,7 +254,7 @@ class SharedRequest(EngineRequestFields):
     )
     passages: Annotated[list[PassageSpan], Field(min_length=1, max_length=64, fail_fast=True)] | None = Field(
         default=None,
-        description="Spans of the prompt to look up in the cache, instead of searching the prompt. Only for "
+        description="Spans of the prompt to search in the cache, instead of searching the prompt. Only for "
         "completions. Spans must not overlap. Default: none.",
     )
     cache_reuse_recompute: Annotated[float, Field(ge=0, le=INT32_MAX)] | None = Field(
@@ -270,7 +267,7 @@ class SharedRequest(EngineRequestFields):
 
 
 class GenerationRequest(SharedRequest):
-    """What only completions and chats have: OpenAI's older names, several answers at once, and what answers show."""
+    """Fields of completions and chats: OpenAI's older names, several answers, and additional contents of answers."""
 
     hints: ClassVar[dict[str, str]] = UNKNOWN_FIELD_HINTS | {
         "n_predict": "it is called max_tokens here",
@@ -317,7 +314,7 @@ class GenerationRequest(SharedRequest):
         "schema}}`. Default: any text.",
     )
 
-    # OpenAI's bookkeeping: accepted, without effect
+    # Fields of OpenAI that are accepted without effect
     metadata: dict[str, Any] | None = Field(default=None, description="Accepted without effect.")
     store: bool | None = Field(default=None, description="Accepted without effect.")
     safety_identifier: str | None = Field(default=None, description="Accepted without effect.")

@@ -41,7 +41,7 @@ _IGNORED_IN_BLOCKS = frozenset({"cache_control"})
 
 
 class TextBlock(StrictModel):
-    """Text. `citations`, which answers of other servers have, are without effect."""
+    """Text. The `citations` of other servers' answers have no effect."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"citations", "parsed_output"}
 
@@ -50,7 +50,7 @@ class TextBlock(StrictModel):
 
 
 class ThinkingBlock(StrictModel):
-    """The thinking of an earlier turn. `signature` has no effect: this server signs none."""
+    """Thinking of an earlier turn. `signature` has no effect."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"signature"}
 
@@ -59,7 +59,7 @@ class ThinkingBlock(StrictModel):
 
 
 class RedactedThinkingBlock(StrictModel):
-    """Thinking that another server keeps to itself; nothing of it reaches the model."""
+    """Encrypted thinking of another server, which has no effect."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS
 
@@ -92,7 +92,7 @@ Texts = Annotated[list[_TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)
 
 
 class ToolResultBlock(StrictModel):
-    """The result of a call. Of one with `is_error` the model is told that it is an error."""
+    """Result of a call. With `is_error`, the model sees that the call failed."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"toolset_name"}
 
@@ -119,11 +119,11 @@ Block = Annotated[
 
 
 class InputMessage(StrictModel):
-    """One turn. `content`: a string or blocks. An answer may be sent back as it is: what it has besides has no effect."""
+    """One turn of a conversation. Answers can be sent back unchanged: their other fields have no effect."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {
         *("id", "type", "model", "stop_reason", "stop_sequence", "usage", "rotary"),
-        *("container", "context_management", "diagnostics", "input_transformations", "stop_details"),  # of Anthropic's
+        *("container", "context_management", "diagnostics", "input_transformations", "stop_details"),
     }
 
     role: Literal["user", "assistant", "system"] = Field(description="Author of the message.")
@@ -133,11 +133,11 @@ class InputMessage(StrictModel):
 
 
 def text_of(blocks: Any) -> str:
-    """The text of blocks, which are joined by line breaks as the parts of a chat's messages are."""
+    """Text of blocks, joined by line breaks like the parts of a chat message."""
     return "\n".join(block.text for block in blocks)
 
 
-# What concerns Anthropic's own caches, machines and accounts.
+# Fields of Anthropic's caches, infrastructure and accounts.
 _IGNORED_IN_REQUESTS = frozenset(
     {
         *("billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "inference_geo", "speed"),
@@ -149,9 +149,9 @@ _KEEPS_ALL = ("all", {"type": "all"})
 
 
 class CustomTool(StrictModel):
-    """A tool on offer. `cache_control` and what concerns tools that the server would run have no effect.
+    """A function that the model may call.
 
-    `strict`: where a call is required, a schema that cannot be held to as a whole is refused.
+    `cache_control` and options of tools that the server would execute have no effect.
     """
 
     ignored: ClassVar[frozenset[str]] = frozenset(
@@ -159,7 +159,7 @@ class CustomTool(StrictModel):
     )
 
     hints: ClassVar[dict[str, str]] = {
-        "function": "name, description and input_schema stand in the tool itself here",
+        "function": "name, description and input_schema are fields of the tool itself here",
         "parameters": "it is input_schema here",
     }
 
@@ -191,7 +191,7 @@ _Tool = Annotated[
 
 
 def function_definitions(tools: Sequence[Any]) -> list[ToolDefinition]:
-    """The tools of a body, which are `CustomTool`s, as a chat offers them."""
+    """Tools of a request (`CustomTool`) as tools of a chat."""
     return [
         ToolDefinition.model_construct(
             type="function",
@@ -209,7 +209,7 @@ def _check_tools(value: list[CustomTool]) -> list[CustomTool]:
 
 
 class MessageToolChoice(StrictModel):
-    """Whether the model may call, or has to. `name` goes with `tool`."""
+    """Whether the model may or must call functions."""
 
     type: Literal["auto", "any", "tool", "none"] = Field(
         description="`auto`: the model may call; `any`: it must call a function; `tool`: it must call the named "
@@ -222,7 +222,7 @@ class MessageToolChoice(StrictModel):
 
 
 class Thinking(StrictModel):
-    """`enabled` with a budget in tokens, `adaptive` (as much as the model likes) or `disabled`. `display` has no effect."""
+    """Thinking mode of the model. `display` has no effect."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"display"})
 
@@ -242,7 +242,7 @@ def _check_format(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keeps_all_thinking(edit: Any) -> bool:
-    """Whether an edit leaves the conversation as it is: it clears thinking, and none of it."""
+    """Whether an edit has no effect: it clears thinking, but none of it."""
     given = without_nulls(edit) if isinstance(edit, dict) else {}
     kind = given.get("type")
     clears = isinstance(kind, str) and kind.startswith("clear_thinking_")
@@ -264,7 +264,6 @@ def _fallbacks(value: Any) -> Any:
     return value
 
 
-# What only Anthropic's own service does
 ContextManagement = Annotated[
     Any,
     AfterValidator(_context_management),
@@ -273,15 +272,15 @@ ContextManagement = Annotated[
     ),
 ]
 
-# Those of the model, if it has any, are `default`.
+# `default` means those of the model, which has none.
 Fallbacks = Annotated[Any, AfterValidator(_fallbacks), Field(json_schema_extra={"enum": [None, [], "default"]})]
 
-# By these details the anthropic package's tool runner finds that it has to send the whole conversation each time.
+# These details make the anthropic package's tool runner send the entire conversation each time.
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 class OutputConfig(StrictModel):
-    """The form of the answer's text, and how much the model shall think."""
+    """Form of the answer and amount of thinking of the model."""
 
     effort: Effort | None = Field(default=None, description="Amount of thinking. Default: the chat template's.")
     format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = Field(
@@ -290,7 +289,7 @@ class OutputConfig(StrictModel):
 
 
 class MessageMetadata(StrictModel):
-    """`user_id` has no effect."""
+    """Metadata of the request, without effect."""
 
     user_id: str | None = Field(default=None, description="Accepted without effect.")
 
@@ -301,7 +300,7 @@ MessageTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True
 
 
 class _MessageInput(StrictModel):
-    """Fields of an input, besides `messages`."""
+    """Fields of an input except `messages`."""
 
     system: Texts | None = Field(default=None, description="System prompt: a text or text blocks. Default: none.")
     tools: MessageTools | None = Field(default=None, description="Functions that the model may call. Default: none.")
@@ -321,7 +320,7 @@ class _MessageInput(StrictModel):
 
 
 class CountTokensRequest(_MessageInput):
-    """What an input comes to in tokens, the chat template's own included."""
+    """An input whose tokens are counted."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_REQUESTS | {"compaction"}
 
@@ -330,8 +329,9 @@ class CountTokensRequest(_MessageInput):
 
 
 class MessageRequest(_MessageInput, SharedRequest):
-    """`messages` behind `system` go through the model's chat template. Where the last message is the assistant's, the answer
-    goes on with it."""
+    """A conversation, rendered by the model's chat template. If the last message is the assistant's, the answer
+    continues it.
+    """
 
     hints: ClassVar[dict[str, str]] = SharedRequest.hints | {
         "stop": "it is called stop_sequences here",
@@ -358,7 +358,7 @@ class MessageRequest(_MessageInput, SharedRequest):
     )
     thread: Annotated[Any, only_empty("threads are", _NO_THREADS)] = Field(
         default=None,
-        description="Not supported. Must be empty. The error has `details` that tell the client to continue without.",
+        description="Not supported. Must be empty. The error has `details` by which clients continue without.",
     )
 
 
@@ -366,7 +366,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageTokensDetails(StrictModel):
-    """Of the tokens that were generated."""
+    """Numbers of generated tokens."""
 
     thinking_tokens: int = Field(
         description="Number of generated tokens up to the end of the thinking, including its markers."
@@ -374,7 +374,7 @@ class MessageTokensDetails(StrictModel):
 
 
 class MessageUsage(StrictModel):
-    """Token counts."""
+    """Number of tokens of input and output."""
 
     input_tokens: int = Field(description="Number of input tokens that were not found in the prefix cache.")
     cache_creation_input_tokens: int = Field(description="Always 0: caching has no price.")
@@ -386,14 +386,14 @@ class MessageUsage(StrictModel):
 
 
 class AnsweredText(StrictModel):
-    """Text."""
+    """Text of the answer."""
 
     type: Literal["text"]
     text: str = Field(description="The text.")
 
 
 class AnsweredThinking(StrictModel):
-    """What the model thought."""
+    """Thinking of the model."""
 
     type: Literal["thinking"]
     thinking: str = Field(description="The thinking.")
@@ -401,7 +401,7 @@ class AnsweredThinking(StrictModel):
 
 
 class AnsweredToolUse(StrictModel):
-    """A call that the model made."""
+    """A call that the model makes."""
 
     type: Literal["tool_use"]
     id: str = Field(description="Id of the call, which its result repeats.")
@@ -420,7 +420,7 @@ class _Message(StrictModel):
 
 
 class MessageAnswer(_Message):
-    """The answer."""
+    """The complete answer."""
 
     content: list[AnsweredBlock] = Field(description="Blocks, in the order in which they were generated.")
     stop_reason: StopReason = Field(description="Why the answer ended.")
@@ -430,13 +430,13 @@ class MessageAnswer(_Message):
 
 
 class TokenCount(StrictModel):
-    """What an input comes to."""
+    """Number of tokens of an input."""
 
     input_tokens: int = Field(description="Number of input tokens.")
 
 
 class MessageErrorDetail(StrictModel):
-    """What went wrong, in words; `param` and `code` are as in errors of the other endpoints."""
+    """Description of the error. `param` and `code` are those of the other APIs."""
 
     type: Literal[
         "invalid_request_error",
@@ -458,7 +458,7 @@ class MessageErrorDetail(StrictModel):
 
 
 class MessageError(StrictModel):
-    """Every answer of these endpoints other than success has this shape, and so has the event that ends a failed stream."""
+    """An error of these endpoints, also as the event that ends a failed stream."""
 
     type: Literal["error"]
     error: MessageErrorDetail = Field(description="The error.")
@@ -466,7 +466,7 @@ class MessageError(StrictModel):
 
 
 class BegunMessage(_Message):
-    """The message as a stream opens it."""
+    """The message at the start of a stream."""
 
     content: Annotated[list[Any], Field(max_length=0)] = Field(description="Always empty: events add the blocks.")
     stop_reason: None = Field(description="Always null: the message has only begun.")
@@ -475,7 +475,7 @@ class BegunMessage(_Message):
 
 
 class MessageStart(StrictModel):
-    """The message begins."""
+    """Start of the message."""
 
     type: Literal["message_start"]
     message: BegunMessage = Field(description="The message, still empty.")
@@ -487,35 +487,35 @@ class _BlockEvent(StrictModel):
 
 
 class BlockStart(_BlockEvent):
-    """A block begins, empty."""
+    """Start of a block."""
 
     type: Literal["content_block_start"]
     content_block: AnsweredBlock = Field(description="The block, still empty.")
 
 
 class TextDelta(StrictModel):
-    """More text."""
+    """A piece of text."""
 
     type: Literal["text_delta"]
     text: str = Field(description="The text.")
 
 
 class ThinkingDelta(StrictModel):
-    """More of the thinking."""
+    """A piece of thinking."""
 
     type: Literal["thinking_delta"]
     thinking: str = Field(description="The thinking.")
 
 
 class InputDelta(StrictModel):
-    """More of the JSON text of a call's arguments."""
+    """A piece of the JSON text of a call's arguments."""
 
     type: Literal["input_json_delta"]
     partial_json: str = Field(description="A piece of the arguments' JSON text.")
 
 
 class BlockDelta(_BlockEvent):
-    """More of a block."""
+    """A piece of a block."""
 
     type: Literal["content_block_delta"]
     delta: Annotated[TextDelta | ThinkingDelta | InputDelta, Field(discriminator="type")] = Field(
@@ -524,20 +524,20 @@ class BlockDelta(_BlockEvent):
 
 
 class BlockStop(_BlockEvent):
-    """A block is whole."""
+    """End of a block."""
 
     type: Literal["content_block_stop"]
 
 
 class MessageEnding(StrictModel):
-    """How the message ended."""
+    """Reason of the end of the message."""
 
     stop_reason: StopReason = Field(description="Why the answer ended.")
     stop_sequence: str | None = Field(description="Stop string that ended the answer, else null.")
 
 
 class MessageDelta(StrictModel):
-    """The message has ended."""
+    """End of the message."""
 
     type: Literal["message_delta"]
     delta: MessageEnding = Field(description="Why the message ended.")
@@ -546,7 +546,7 @@ class MessageDelta(StrictModel):
 
 
 class MessageSign(StrictModel):
-    """`ping`: the server is there, more will come. `message_stop`: nothing more will."""
+    """`ping`: the connection is alive; `message_stop`: the stream has ended."""
 
     type: Literal["ping", "message_stop"] = Field(description="Kind of the event.")
 
@@ -559,4 +559,4 @@ class MessageEvent(
         ]
     ]
 ):
-    """The JSON of an event of a stream; `event:` repeats its `type`."""
+    """JSON of a stream event. `event:` repeats its `type`."""

@@ -10,9 +10,9 @@ from pydantic_core import PydanticCustomError
 from windlass.server.schemas.base import INT32_MAX, EngineRequestFields, StrictModel, TextsOrTokens
 from windlass.server.schemas.response_parts import Envelope
 
-MAX_INPUTS = 2048  # as OpenAI has it
+MAX_INPUTS = 2048  # OpenAI's limit
 
-MAX_INSTRUCTION = 16_384  # characters: it stands in the prompt of every pair
+MAX_INSTRUCTION = 16_384  # characters, as the prompt of every pair contains it
 
 Input = Annotated[
     TextsOrTokens,
@@ -39,13 +39,13 @@ EncodingField = Annotated[
 
 
 class PromptRequest(EngineRequestFields):
-    """What requests have in common that compute prompts and generate nothing. None always means "not given"."""
+    """Fields of requests that compute prompts and generate nothing. None means that the field was not given."""
 
     hints: ClassVar[dict[str, str]] = {
         "prompt": "here it is called input",
         "messages": "it belongs to /v1/chat/completions; this takes input",
-        "max_tokens": "nothing is generated here: leave it out",
-        "stream": "the answer comes whole: leave it out",
+        "max_tokens": "this endpoint does not generate: remove it",
+        "stream": "this endpoint does not stream: remove it",
     }
 
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
@@ -58,7 +58,7 @@ class PromptRequest(EngineRequestFields):
 
 
 class EmbeddingRequest(PromptRequest):
-    """OpenAI's, with fields beside them."""
+    """Texts whose embeddings are computed. OpenAI's fields and additional ones."""
 
     input: Input
     encoding_format: EncodingField = None
@@ -90,7 +90,7 @@ class _InputResults(Envelope):
 
 
 class Embedding(StrictModel):
-    """The vector of one text."""
+    """Vector of one text."""
 
     object: Literal["embedding"]
     index: int = Field(description="Index of the text in `input`, from 0.")
@@ -98,13 +98,13 @@ class Embedding(StrictModel):
 
 
 class EmbeddingList(_InputResults):
-    """A vector for each text."""
+    """Vectors of all texts."""
 
     data: list[Embedding] = Field(description="The entries.")
 
 
 class PoolingRequest(PromptRequest):
-    """vLLM's: states as they are, or each token's, or the classes that the model's head makes of them."""
+    """Texts whose hidden states or classes are computed, in the form of vLLM."""
 
     input: Input
     task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
@@ -129,7 +129,7 @@ class PoolingRequest(PromptRequest):
 
 
 class PooledText(StrictModel):
-    """The states of one text."""
+    """Hidden states of one text."""
 
     object: Literal["pooling"]
     index: int = Field(description="Index of the text in `input`, from 0.")
@@ -142,13 +142,13 @@ class PooledText(StrictModel):
 
 
 class RowsList(_InputResults):
-    """States of each text."""
+    """Hidden states of all texts."""
 
     data: list[PooledText] = Field(description="The entries.")
 
 
 def _check_texts_shape(value: Any) -> Any:
-    """Shape only: what is inside is looked at once its number is known to be small."""
+    """Check the outer shape only. The texts are checked after their number."""
     if not isinstance(value, str | list):
         raise PydanticCustomError("type", "should be a string or a list of strings")
     if isinstance(value, list) and not value:
@@ -188,7 +188,7 @@ _InstructionField = Annotated[
 
 
 class ScoreRequest(PromptRequest):
-    """Pairs of texts: as many on both sides, or one on the first side."""
+    """Pairs of texts: equally many on both sides, or one on the first side."""
 
     hints: ClassVar[dict[str, str]] = {
         "input": "scores take text_1 and text_2",
@@ -208,7 +208,7 @@ class ScoreRequest(PromptRequest):
 
 
 class PairScore(StrictModel):
-    """How well one pair goes together."""
+    """Score of one pair."""
 
     object: Literal["score"]
     index: int = Field(description="Index of the pair, from 0.")
@@ -219,13 +219,13 @@ class PairScore(StrictModel):
 
 
 class ScoreList(_InputResults):
-    """A score for each pair."""
+    """Scores of all pairs."""
 
     data: list[PairScore] = Field(description="The entries.")
 
 
 class RerankRequest(PromptRequest):
-    """Jina's and Cohere's, with fields beside them."""
+    """A query and documents. Jina's and Cohere's fields and additional ones."""
 
     hints: ClassVar[dict[str, str]] = {
         "input": "rerankings take query and documents",
@@ -254,13 +254,13 @@ class RerankRequest(PromptRequest):
 
 
 class RankedText(StrictModel):
-    """A document as it was given."""
+    """A document of the request."""
 
     text: str = Field(description="Text of the document.")
 
 
 class RankedDocument(StrictModel):
-    """One of the documents."""
+    """A ranked document."""
 
     index: int = Field(description="Index of the document in `documents`, from 0.")
     relevance_score: float = Field(description="Score of query and document, as from `/v1/score`.")
@@ -270,7 +270,7 @@ class RankedDocument(StrictModel):
 
 
 class Reranking(Envelope):
-    """The documents, the best one first; of equal ones the first."""
+    """The documents, best first. Equal scores keep the order of the request."""
 
     object: Literal["list"]
     results: list[RankedDocument] = Field(description="Documents, best first.")
@@ -278,7 +278,7 @@ class Reranking(Envelope):
 
 
 class ClassifyRequest(PromptRequest):
-    """vLLM's, with fields beside them."""
+    """Texts to classify. vLLM's fields and additional ones."""
 
     input: Input
     use_activation: bool | None = Field(
@@ -287,7 +287,7 @@ class ClassifyRequest(PromptRequest):
 
 
 class ClassifiedText(StrictModel):
-    """The classes of one text."""
+    """Classes of one text."""
 
     index: int = Field(description="Index of the text in `input`, from 0.")
     label: str = Field(description="Name of the most likely class.")
@@ -296,6 +296,6 @@ class ClassifiedText(StrictModel):
 
 
 class ClassList(_InputResults):
-    """The classes of each text."""
+    """Classes of all texts."""
 
     data: list[ClassifiedText] = Field(description="The entries.")

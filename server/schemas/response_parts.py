@@ -1,4 +1,4 @@
-"""Parts of responses that several endpoints share, and the error object."""
+"""Parts of responses that several endpoints share, and errors."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class GenerationEnvelope(Envelope):
 
 
 class PromptTokensDetails(StrictModel):
-    """`cached_tokens`: prompt tokens found in the prefix cache."""
+    """Numbers of prompt tokens."""
 
     cached_tokens: int = Field(description="Number of these tokens that were found in the prefix cache.")
 
 
 class CompletionTokensDetails(StrictModel):
-    """`reasoning_tokens`: generated tokens up to the end of the thinking, its markers included."""
+    """Numbers of generated tokens."""
 
     reasoning_tokens: int = Field(
         description="Number of generated tokens up to the end of the thinking, including its markers."
@@ -42,7 +42,7 @@ class CompletionTokensDetails(StrictModel):
 
 
 class Usage(StrictModel):
-    """Token counts. `completion_tokens` counts what was generated, the end-of-sequence token included."""
+    """Numbers of tokens of prompts and answers."""
 
     prompt_tokens: int = Field(description="Number of prompt tokens.")
     completion_tokens: int = Field(description="Number of generated tokens, including the end-of-sequence token.")
@@ -54,7 +54,7 @@ class Usage(StrictModel):
 
 
 class TokenLogprob(StrictModel):
-    """A log-probability with the token's rank, 1 being the most likely."""
+    """Log-probability and rank of a token."""
 
     logprob: float = Field(description="Log-probability of the token.")
     rank: int = Field(description="Rank of the token among all tokens. 1: the most likely.")
@@ -80,7 +80,7 @@ ScalingValue = float | int | bool | str | list[float]
 
 
 class ContextUse(StrictModel):
-    """What became of an answer's context; of these fields those that apply."""
+    """Effects of the context rules on an answer. Fields that do not apply are absent."""
 
     window: int | None = Field(
         default=None, description="With `shift`: maximum number of tokens that the sequence holds at once."
@@ -106,7 +106,7 @@ class ContextUse(StrictModel):
 
 
 class RotaryOfGroup(StrictModel):
-    """What the layers of one group ran under; the fields are those of `Rotary`."""
+    """Rotary scaling of one group of layers."""
 
     rope_type: str = Field(description="Kind of the scaling.")
     parameters: dict[str, ScalingValue] = Field(description="Parameters of the scaling, including `rope_theta`.")
@@ -118,7 +118,7 @@ class RotaryOfGroup(StrictModel):
 
 
 class RotaryChosen(StrictModel):
-    """What `auto` chose an answer's scaling by."""
+    """Choice of a scaling by `auto`."""
 
     length: int | None = Field(
         description="Number of tokens that the scaling was chosen for: prompt and maximum output. Null if the "
@@ -131,9 +131,7 @@ class RotaryChosen(StrictModel):
 
 
 class Rotary(StrictModel):
-    """What an answer ran under. `effective_length`: tokens its frequencies were formed for, null for kinds without a
-    length. `moves`: times its cached keys were turned. `groups`: the same by group, where layers rotate in two ways.
-    `context`: what became of the context, where anything may be dropped."""
+    """Rotary scaling of an answer."""
 
     rope_type: str = Field(description="Kind of the scaling.")
     parameters: dict[str, ScalingValue] = Field(description="Parameters of the scaling, including `rope_theta`.")
@@ -158,7 +156,7 @@ RotaryField = Annotated[Rotary | None, Field(description="Rotary scaling under w
 
 
 class ErrorDetail(StrictModel):
-    """What went wrong, in words, and the field at fault."""
+    """Description of the error and the field at fault."""
 
     message: str = Field(description="What is wrong and what to do.")
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"] = Field(
@@ -169,6 +167,6 @@ class ErrorDetail(StrictModel):
 
 
 class ErrorAnswer(StrictModel):
-    """Every answer other than success has this shape."""
+    """An error."""
 
     error: ErrorDetail = Field(description="The error.")

@@ -48,7 +48,7 @@ _OUTPUT_ONLY_FIELDS = frozenset({"status", "created_by", "caller"})
 
 
 class TextPart(StrictModel):
-    """Text. What answers have beside it may come back, without effect."""
+    """Text. Other fields of output parts have no effect."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {"annotations", "logprobs", "parsed", "prompt_cache_breakpoint", "cache_control"}
@@ -61,7 +61,7 @@ class TextPart(StrictModel):
 
 
 class RefusalPart(StrictModel):
-    """What another model said in place of an answer; it counts as text."""
+    """Refusal of another model, which counts as text."""
 
     type: Literal["refusal"]
     refusal: str = Field(description="Text of the refusal.")
@@ -90,12 +90,12 @@ Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), text_
 
 
 def text_of(parts: list[Any]) -> str:
-    """The text of parts, which are joined by line breaks as those of a chat's messages are."""
+    """Text of parts, joined by line breaks like the parts of a chat message."""
     return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in parts)
 
 
 class MessageItem(StrictModel):
-    """What somebody said. `content`: a string or parts."""
+    """A message."""
 
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS | {"phase"}
 
@@ -106,15 +106,13 @@ class MessageItem(StrictModel):
 
 
 def _arguments_text(value: str) -> str:
-    """The same as JSON text, as items of answers have it; it is bounded as they are."""
+    """Arguments as JSON text of bounded length, like those of output items."""
     whole = check_arguments(value)
     return whole if isinstance(whole, str) else str(check_arguments(to_json(whole).decode()))
 
 
 class CallItem(StrictModel):
-    """A call that the assistant made. `arguments`: the JSON text of an object; other text becomes `{"arguments": "the text"}`.
-    One that is `incomplete` was cut short; it has no effect, unless there is a result of it.
-    """
+    """A call that the assistant made. Arguments that are not a JSON object become `{"arguments": "the text"}`."""
 
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS - {"status"} | {"parsed_arguments", "async"}
 
@@ -135,7 +133,7 @@ class CallItem(StrictModel):
 
 
 class CallOutputItem(StrictModel):
-    """The result of a call: a string, or parts of text."""
+    """Result of a call."""
 
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS | {"name", "namespace"}
 
@@ -146,7 +144,7 @@ class CallOutputItem(StrictModel):
 
 
 class ReasoningItem(StrictModel):
-    """The thinking of an earlier turn. `encrypted_content` has no effect: this server encrypts none."""
+    """Thinking of an earlier turn. `encrypted_content` has no effect."""
 
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS | {"encrypted_content"}
 
@@ -157,7 +155,7 @@ class ReasoningItem(StrictModel):
 
 
 class ItemReference(StrictModel):
-    """An item of a response that is kept, by its id."""
+    """Reference to an item of a stored response."""
 
     type: Literal["item_reference"]
     id: Id = Field(description="Id of an item of a stored response.")
@@ -186,7 +184,7 @@ InputItem = Annotated[
 
 
 def as_items(items: list[InputItem]) -> list[Item]:
-    """The same: one of another kind has not been accepted, and what references name stands in their place."""
+    """Cast the items of an input after validation and after its references have been replaced."""
     return cast(list[Item], items)
 
 
@@ -198,9 +196,9 @@ _KINDS: dict[str, type[MessageItem] | type[CallItem] | type[ReasoningItem]] = {
 
 
 def input_items_of_output(output: Sequence[dict[str, Any]]) -> list[Item]:
-    """The items of an answer, made into those of a later request's input.
+    """The items of an answer as input items of a later request.
 
-    A call that was cut short is left out, and one that no request could send back: its arguments are too long.
+    Omits incomplete calls, and calls whose arguments are too long for a request.
     """
     found = [
         _input_item_of_output(item)
@@ -223,13 +221,13 @@ MAX_METADATA = 16
 
 
 class FunctionTool(FunctionDefinition):
-    """A function on offer, as `/v1/responses` writes it."""
+    """A function that the model may call, in the form of `/v1/responses`."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "output_schema"})
-    # Calls come from the model itself, and their results with a later request.
+    # Only the model makes calls, and their results arrive with a later request.
     neutral: ClassVar[Mapping[str, Any]] = {"allowed_callers": ["direct"], "async": False}
     hints: ClassVar[dict[str, str]] = {
-        "function": "name, description and parameters stand beside type here",
+        "function": "name, description and parameters are fields of the tool itself here",
         "allowed_callers": "only ['direct'] is supported",
         "async": "only false is supported",
     }
@@ -272,7 +270,7 @@ def _function_choice(name: str) -> dict[str, Any]:
 
 
 def _function_name(value: Any) -> str | None:
-    """The function that {'type': 'function', 'name': '…'} names, None where it is no such object."""
+    """The name in {'type': 'function', 'name': '…'}; None for any other value."""
     given = without_nulls(value) if isinstance(value, dict) else {}
     named = given.get("type") == "function" and set(given) == {"type", "name"} and isinstance(given["name"], str)
     return given["name"] if named else None
@@ -283,7 +281,7 @@ def _items_from_string(value: Any) -> Any:
 
 
 def _limit_entries(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_METADATA:  # before they are looked at, one by one
+    if isinstance(value, dict) and len(value) > MAX_METADATA:  # before each entry is checked
         raise PydanticCustomError("too_many", "should have at most {most} entries", {"most": MAX_METADATA})
     return without_nulls(value) if isinstance(value, dict) else value
 
@@ -295,7 +293,7 @@ def _metadata(value: dict[str, str]) -> dict[str, str]:
 
 
 class ReasoningChoice(StrictModel):
-    """`summary` has no effect: answers have the thinking itself, and no summary of it. Nor have `context` and `mode`."""
+    """Thinking options. `summary`, `context` and `mode` have no effect: answers contain the thinking itself."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
 
@@ -303,7 +301,7 @@ class ReasoningChoice(StrictModel):
 
 
 class TextConfig(StrictModel):
-    """The form of the answer's text. `verbosity` has no effect."""
+    """Form of the answer's text. `verbosity` has no effect."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
@@ -314,7 +312,7 @@ class TextConfig(StrictModel):
 
 
 class ResponseStreamOptions(StrictModel):
-    """`include_obfuscation` has no effect: events are never padded."""
+    """Stream options, without effect."""
 
     include_obfuscation: bool | None = Field(
         default=None, description="Accepted without effect: chunks are not padded."
@@ -322,8 +320,7 @@ class ResponseStreamOptions(StrictModel):
 
 
 class ResponseRequest(SharedRequest):
-    """`input` behind `instructions` goes through the model's chat template, after the conversation that
-    `previous_response_id` names."""
+    """An input, which continues the conversation of `previous_response_id` and is rendered by the model's chat template."""
 
     hints: ClassVar[dict[str, str]] = SharedRequest.hints | {
         "messages": "it belongs to /v1/chat/completions; this is /v1/responses, which takes input",
@@ -420,7 +417,7 @@ class ResponseRequest(SharedRequest):
         default=None, description="Accepted without effect."
     )
 
-    # What only OpenAI's own service does
+    # Unsupported features of OpenAI's service
     background: Annotated[bool | None, only_empty("background responses are")] = Field(
         default=None, description="Background responses are not supported. Must be empty."
     )
@@ -442,9 +439,7 @@ class ResponseRequest(SharedRequest):
 
 
 class CountInputRequest(ResponseRequest):
-    """What the input of a response comes to in tokens, the chat template's own included. It takes a response's fields; those that
-    say nothing of the input have no effect.
-    """
+    """An input whose tokens are counted. Fields of a response that do not affect the input have no effect."""
 
     input: Annotated[
         list[InputItem], Field(max_length=MAX_ITEMS, fail_fast=True), AcceptsString(_items_from_string)
@@ -457,14 +452,14 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputTokensDetails(StrictModel):
-    """Of the input's tokens."""
+    """Numbers of input tokens."""
 
     cached_tokens: int = Field(description="Number of these tokens that were found in the prefix cache.")
     cache_write_tokens: int = Field(description="Always 0: caching has no price.")
 
 
 class OutputTokensDetails(StrictModel):
-    """Of the tokens that were generated."""
+    """Numbers of generated tokens."""
 
     reasoning_tokens: int = Field(
         description="Number of generated tokens up to the end of the thinking, including its markers."
@@ -472,7 +467,7 @@ class OutputTokensDetails(StrictModel):
 
 
 class ResponseUsage(StrictModel):
-    """Token counts."""
+    """Numbers of tokens of input and output."""
 
     input_tokens: int = Field(description="Number of input tokens.")
     input_tokens_details: InputTokensDetails = Field(description="Details of the input tokens.")
@@ -482,7 +477,7 @@ class ResponseUsage(StrictModel):
 
 
 class OutputText(StrictModel):
-    """Text of a message. `logprobs`: of its tokens, where they were asked for."""
+    """Text of a message."""
 
     type: Literal["output_text"]
     text: str = Field(description="The text.")
@@ -504,7 +499,7 @@ class _OutputItem(StrictModel):
 
 
 class OutputMessage(_OutputItem):
-    """What the model said."""
+    """Message of the model."""
 
     type: Literal["message"]
     role: Literal["assistant"] = Field(description="Author of the message.")
@@ -512,7 +507,7 @@ class OutputMessage(_OutputItem):
 
 
 class OutputReasoning(_OutputItem):
-    """What the model thought."""
+    """Thinking of the model."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[Any], Field(max_length=0, description="Always empty: `content` has the thinking itself.")]
@@ -521,7 +516,7 @@ class OutputReasoning(_OutputItem):
 
 
 class OutputCall(_OutputItem):
-    """A call that the model made. `arguments`: JSON text."""
+    """A call that the model makes."""
 
     type: Literal["function_call"]
     call_id: str = Field(description="Id of the call, which its result repeats.")
@@ -533,7 +528,7 @@ OutputItem = Annotated[OutputMessage | OutputReasoning | OutputCall, Field(discr
 
 
 class ResponseFailure(StrictModel):
-    """Why a response failed."""
+    """Error of a failed response."""
 
     code: Literal["server_error", "rate_limit_exceeded"] = Field(description="Kind of the error, for programs.")
     message: str = Field(description="What is wrong and what to do.")
@@ -542,20 +537,20 @@ class ResponseFailure(StrictModel):
 
 
 class IncompleteDetails(StrictModel):
-    """Why a response is incomplete."""
+    """Reason of an incomplete response."""
 
     reason: Literal["max_output_tokens"] = Field(description="Why the response is incomplete.")
 
 
 class ReasoningShown(StrictModel):
-    """What was asked for of the thinking."""
+    """Thinking options of the request."""
 
     effort: Effort | None = Field(description="Value of the request, else null.")
     summary: None = Field(description="Always null.")
 
 
 class TextShown(StrictModel):
-    """The form that was asked for."""
+    """Form of the answer's text."""
 
     format: dict[str, Any] = Field(
         description="The requested format, with `text`, `json_object` or `json_schema` as its `type`."
@@ -563,7 +558,7 @@ class TextShown(StrictModel):
 
 
 class ToolShown(StrictModel):
-    """A function that was on offer."""
+    """A function that the request offered."""
 
     type: Literal["function"]
     name: str = Field(description="Name of the function.")
@@ -573,14 +568,14 @@ class ToolShown(StrictModel):
 
 
 class NamedFunction(StrictModel):
-    """The function that the model had to call."""
+    """The function that the model must call."""
 
     type: Literal["function"]
     name: str = Field(description="Name of the function.")
 
 
 class AllowedFunctions(StrictModel):
-    """The functions that the model might call (`auto`) or had to call one of (`required`)."""
+    """The functions that the model may or must call."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = Field(
@@ -590,10 +585,7 @@ class AllowedFunctions(StrictModel):
 
 
 class ResponseAnswer(StrictModel):
-    """The answer. `output`: items in the order they were written.
-
-    `status`: `completed`, `incomplete` (then `incomplete_details.reason` says why) or, in a stream, `in_progress` and `failed`.
-    """
+    """A response."""
 
     id: str = Field(description="Unique id.")
     object: Literal["response"]
@@ -636,14 +628,14 @@ class ResponseAnswer(StrictModel):
 
 
 class InputTokens(StrictModel):
-    """The tokens of an input, the chat template's own included."""
+    """Number of tokens of an input."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int = Field(description="Number of input tokens.")
 
 
 class DeletedResponse(StrictModel):
-    """What became of a response."""
+    """Confirmation that a response was deleted."""
 
     id: str = Field(description="Id of the response.")
     object: Literal["response"]
@@ -666,7 +658,7 @@ class ListedCall(OutputCall):
 
 
 class ListedCallOutput(_OutputItem):
-    """The result of a call, in one string."""
+    """Result of a call, as one string."""
 
     type: Literal["function_call_output"]
     status: Literal["completed"] = Field(description="State of the item.")
@@ -675,7 +667,7 @@ class ListedCallOutput(_OutputItem):
 
 
 class ListedReasoning(_OutputItem):
-    """The thinking of an earlier turn."""
+    """Thinking of an earlier turn."""
 
     type: Literal["reasoning"]
     status: Literal["completed"] = Field(description="State of the item.")
@@ -710,7 +702,7 @@ class _PartEventBase(_ItemEventBase):
 
 
 class StateEvent(_EventBase):
-    """The response begins, or has ended: the last event of a stream is one of `completed`, `incomplete` and `failed`."""
+    """Start or end of the response. The last event of a stream is `completed`, `incomplete` or `failed`."""
 
     type: Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
@@ -719,7 +711,7 @@ class StateEvent(_EventBase):
 
 
 class ItemEvent(_EventBase):
-    """An item begins, or is whole."""
+    """Start or end of an item."""
 
     type: Literal["response.output_item.added", "response.output_item.done"] = Field(description="Kind of the event.")
     output_index: int = Field(description="Index of the item in `output`, from 0.")
@@ -727,14 +719,14 @@ class ItemEvent(_EventBase):
 
 
 class PartEvent(_PartEventBase):
-    """A part of an item begins, or is whole."""
+    """Start or end of a part of an item."""
 
     type: Literal["response.content_part.added", "response.content_part.done"] = Field(description="Kind of the event.")
     part: Annotated[OutputText | ReasoningText, Field(discriminator="type")] = Field(description="The part.")
 
 
 class TextDeltaEvent(_PartEventBase):
-    """More text of a message."""
+    """A piece of the text of a message."""
 
     type: Literal["response.output_text.delta"]
     delta: str = Field(description="The added text.")
@@ -742,7 +734,7 @@ class TextDeltaEvent(_PartEventBase):
 
 
 class TextDoneEvent(_PartEventBase):
-    """The text of a message is whole."""
+    """End of the text of a message."""
 
     type: Literal["response.output_text.done"]
     text: str = Field(description="The text.")
@@ -750,28 +742,28 @@ class TextDoneEvent(_PartEventBase):
 
 
 class ReasoningDeltaEvent(_PartEventBase):
-    """More of the thinking."""
+    """A piece of the thinking."""
 
     type: Literal["response.reasoning_text.delta"]
     delta: str = Field(description="The added text.")
 
 
 class ReasoningDoneEvent(_PartEventBase):
-    """The thinking is whole."""
+    """End of the thinking."""
 
     type: Literal["response.reasoning_text.done"]
     text: str = Field(description="The text.")
 
 
 class ArgumentsDeltaEvent(_ItemEventBase):
-    """More of the JSON text of a call's arguments."""
+    """A piece of the JSON text of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"]
     delta: str = Field(description="The added text.")
 
 
 class ArgumentsDoneEvent(_ItemEventBase):
-    """The arguments of a call are whole."""
+    """End of the arguments of a call."""
 
     type: Literal["response.function_call_arguments.done"]
     name: str = Field(description="Name of the function.")
@@ -779,7 +771,7 @@ class ArgumentsDoneEvent(_ItemEventBase):
 
 
 class FailedEvent(_EventBase):
-    """The request failed before its response was created."""
+    """Error before the response was created."""
 
     type: Literal["error"]
     code: str = Field(description="Kind of the error, for programs.")
@@ -804,4 +796,4 @@ class ResponseEvent(
         ]
     ]
 ):
-    """The JSON of an event of a stream; `event:` repeats its `type`."""
+    """JSON of a stream event. `event:` repeats its `type`."""

@@ -1,4 +1,4 @@
-"""Tools that requests offer, and tool calls in a history."""
+"""Tools that requests offer, and tool calls in histories and answers."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ MAX_SCHEMA_BYTES = 128 * 1024  # of one function's parameters
 
 MAX_TOOLS_BYTES = 1024 * 1024  # of all tools of a request
 
-PROVIDER_FIELDS = "provider_specific_fields"  # what litellm keeps of any answer, in all its parts
+PROVIDER_FIELDS = "provider_specific_fields"  # field that litellm adds to every part of an answer
 
 ALLOWED_TOOLS = "allowed_tools"
 
 MAX_ARGUMENTS = 1024 * 1024  # characters of one call in a history
 
-# An escape of JSON: a character of two halves, a half by itself, or any other.
+# An escape in JSON: a surrogate pair, a lone surrogate, or any other.
 _ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
     re.DOTALL,
 )
 
-# Anthropic's may be as long, and a recorded request to /v1/messages is repeated as a chat; OpenAI's have at most 64.
+# Anthropic's limit, as recorded requests to /v1/messages are replayed as chats. OpenAI's limit is 64.
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
 def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a function, which are the schema of an object."""
+    """Check that the parameters of a function are the schema of an object of limited size."""
     if schema and schema.get("type", "object") != "object":
         raise PydanticCustomError("schema", "should be the schema of an object: {'type': 'object', …}")
     if (size := len(to_json(schema))) > MAX_SCHEMA_BYTES:
@@ -53,12 +53,12 @@ def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def replace_lone_surrogates(text: str) -> str:
-    """JSON text in which half a character, as a model may write it, stands as U+FFFD: JSON has no other place for it."""
+    """Replace escapes of lone surrogates in JSON text, which a model may write, by U+FFFD."""
     return _ESCAPE.sub(lambda found: "\\ufffd" if found["half"] else found[0], text)
 
 
 def parse_arguments(value: Any) -> dict[str, Any]:
-    """Arguments as an object: from JSON text, as OpenAI writes them, or as they are. Raises ValueError."""
+    """Parse arguments, which are JSON text or an object. Raises ValueError."""
     if isinstance(value, str):
         value = from_json(replace_lone_surrogates(value), allow_inf_nan=False) if value.strip() else {}
     if value is None:
@@ -69,9 +69,9 @@ def parse_arguments(value: Any) -> dict[str, Any]:
 
 
 def check_arguments(value: Any) -> Any:
-    """Arguments of a call as a history has them: JSON text of an object, or an object.
+    """Check arguments of a call in a history: JSON text of an object, or an object.
 
-    Text that is none is what a model wrote, or the part of it that came before the end: an object that holds it.
+    Other text, such as truncated JSON of a model, becomes the value of an object.
     """
     if isinstance(value, str) and len(value) > MAX_ARGUMENTS:
         raise PydanticCustomError("too_long", "should have at most {most} characters", {"most": MAX_ARGUMENTS})
@@ -87,11 +87,7 @@ def check_arguments(value: Any) -> Any:
 
 
 class FunctionDefinition(StrictModel):
-    """A function on offer. `parameters`: a JSON schema, absent where it takes none.
-
-    `strict`: where arguments are held to the schema, which is where a call is required, one that cannot be held to as a whole is
-    refused.
-    """
+    """A function that the model may call."""
 
     name: FunctionName = Field(description="Name of the function.")
     description: str | None = Field(default=None, description="What the function does, for the model.")
@@ -106,7 +102,7 @@ class FunctionDefinition(StrictModel):
 
 
 class ToolDefinition(StrictModel):
-    """A tool on offer: a function. `cache_control` has no effect."""
+    """A tool that the model may call. `cache_control` has no effect."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
@@ -115,7 +111,7 @@ class ToolDefinition(StrictModel):
 
 
 class OtherTool(UnsupportedKind):
-    """A tool of a kind that is not supported: it is refused by its name."""
+    """A tool of an unsupported kind."""
 
     kind_plural = "tools"
     supported_kinds = "function"
@@ -128,12 +124,12 @@ _Tool = Annotated[
 
 
 def as_tool_definitions(tools: Sequence[Any]) -> Sequence[ToolDefinition]:
-    """The same: one of another kind has not been accepted."""
+    """Cast the tools of a request after validation."""
     return cast(Sequence[ToolDefinition], tools)
 
 
 def check_functions(functions: Sequence[FunctionDefinition]) -> None:
-    """Raise where two have one name, or where all are too large together."""
+    """Raise if two functions have the same name, or if all are too large together."""
     names: set[str] = set()
     size = 0
     for function in functions:
@@ -177,23 +173,23 @@ def _check_tool_choice(value: Any) -> Any:
 
 
 def named_choice(name: str) -> dict[str, Any]:
-    """The choice of one function, as a chat writes it."""
+    """The choice of one function, in the form of a chat."""
     return {"type": "function", "function": {"name": name}}
 
 
 def allowed_choice(mode: str, names: list[str]) -> dict[str, Any]:
-    """The choice among some functions, as a chat writes it."""
+    """The choice among some functions, in the form of a chat."""
     return {"type": ALLOWED_TOOLS, ALLOWED_TOOLS: {"mode": mode, "tools": list(map(named_choice, names))}}
 
 
 def allowed_names(given: dict[str, Any], name_of: Callable[[Any], str | None]) -> tuple[str, list[str]]:
-    """The mode of a choice among some functions, and their names; raises where it is none.
+    """Mode and names of a choice among some functions; raises if it is invalid.
 
-    given: its `mode` and `tools`. name_of: the function that one of these names, None where it names none.
+    given: `mode` and `tools`. name_of: returns the name of a function, or None.
     """
     mode, tools = given.get("mode"), given.get("tools")
     if set(given) != {"mode", "tools"} or mode not in ("auto", "required"):
-        raise PydanticCustomError("type", "should have a mode, 'auto' or 'required', and tools beside allowed_tools")
+        raise PydanticCustomError("type", "should have a mode, 'auto' or 'required', and tools, in allowed_tools")
     if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
         raise PydanticCustomError("type", "should allow 1 to {most} tools, in a list", {"most": MAX_TOOLS})
     names = [name for tool in tools if (name := name_of(tool)) is not None]
@@ -203,7 +199,7 @@ def allowed_names(given: dict[str, Any], name_of: Callable[[Any], str | None]) -
 
 
 def _function_name(value: Any) -> str | None:
-    """The function that {'type': 'function', 'function': {'name': '…'}} names, None where it is no such object."""
+    """The name in {'type': 'function', 'function': {'name': '…'}}; None for any other value."""
     given = without_nulls(value) if isinstance(value, dict) else {}
     function = given.get("function")
     if given.get("type") != "function" or set(given) != {"type", "function"} or not isinstance(function, dict):
@@ -262,10 +258,9 @@ FunctionChoice = Annotated[
 
 
 class MadeFunctionCall(StrictModel):
-    """The function of a call in a history. `arguments`: the JSON text of an object; an object itself is taken, too, and so is
-    other text, such as one that was cut short: the model is shown `{"arguments": "the text"}`.
+    """Function of a call in a history. Arguments that are not a JSON object are shown as `{"arguments": "the text"}`.
 
-    `parsed_arguments`, which the openai package adds, has no effect, nor has litellm's `provider_specific_fields`.
+    `parsed_arguments` and `provider_specific_fields` have no effect.
     """
 
     ignored: ClassVar[frozenset[str]] = frozenset({"parsed_arguments", PROVIDER_FIELDS})
@@ -279,7 +274,7 @@ class MadeFunctionCall(StrictModel):
 
 
 class MadeToolCall(StrictModel):
-    """A call that the assistant made. `index` has no effect: those who put streams together leave it there."""
+    """A call that the assistant made."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "timestamp", "weight", PROVIDER_FIELDS})
 
@@ -292,7 +287,7 @@ class MadeToolCall(StrictModel):
 
 
 class AnsweredFunction(StrictModel):
-    """The function of a call in an answer. `arguments`: JSON text."""
+    """Function of a call in an answer."""
 
     name: str = Field(description="Name of the function.")
     arguments: str = Field(description="Arguments as JSON text.")
@@ -307,14 +302,14 @@ class AnsweredCall(StrictModel):
 
 
 class FunctionDelta(StrictModel):
-    """A piece of the function of a call: first its name, then pieces of its arguments' JSON text."""
+    """A piece of the function of a call: first its name, then pieces of its arguments."""
 
     name: str | None = Field(default=None, description="Name of the function. Only in the first piece.")
     arguments: str = Field(description="A piece of the arguments' JSON text.")
 
 
 class CallDelta(StrictModel):
-    """A piece of a call. `index` says of which; only its first piece has `id` and `type`."""
+    """A piece of a call."""
 
     index: int = Field(description="Index of the call in the message, from 0.")
     id: str | None = Field(
