@@ -19,7 +19,7 @@ AdapterName = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class LoadAdapterRequest(StrictModel):
-    """`lora_path`: a directory as PEFT writes it, in the server's folder of adapters or relative to it."""
+    """The adapter to load."""
 
     lora_name: AdapterName = Field(description="Name of the adapter, which requests give as their `model`.")
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)] = Field(
@@ -28,13 +28,13 @@ class LoadAdapterRequest(StrictModel):
 
 
 class UnloadAdapterRequest(StrictModel):
-    """`lora_name`: of a loaded adapter."""
+    """The adapter to unload."""
 
     lora_name: AdapterName = Field(description="Name of the adapter, which requests give as their `model`.")
 
 
 class AdapterAnswer(StrictModel):
-    """`draining`: requests still run with it; it goes when they end. `rank`, `targets`: of one that was loaded."""
+    """State of the adapter."""
 
     id: str = Field(description="Name of the adapter.")
     object: Literal["lora_adapter"] = "lora_adapter"
@@ -63,7 +63,7 @@ _ERRORS = (*BODY_ERRORS, 403)
     ),
 )
 async def load_adapter(request: Request) -> Response:
-    """Load an adapter, which requests name as their model from then on."""
+    """Load an adapter. Requests then give its name as their model."""
     require_admin(request)
     state = state_of(request)
     body = await read_body(request, LoadAdapterRequest)
@@ -86,7 +86,7 @@ async def load_adapter(request: Request) -> Response:
     ),
 )
 async def unload_adapter(request: Request) -> Response:
-    """Take no further requests for an adapter, and answer when the last one that ran has ended, or after a while."""
+    """Unload an adapter: refuse new requests for it, and answer when its last request has ended, or after a time limit."""
     require_admin(request)
     state = state_of(request)
     body = await read_body(request, UnloadAdapterRequest)

@@ -1,4 +1,4 @@
-"""The assistant's message as a chat message, content blocks and stream deltas."""
+"""The assistant's message as a chat message, as content blocks and as stream events."""
 
 from __future__ import annotations
 
@@ -81,19 +81,21 @@ class MessageBuilder:
             self.has_text = self.has_text or isinstance(event, Content)
             if self.collect:
                 self._collect(event)
-        # A model that ends by itself has said all that it wanted to, however it is written.
+        # If the model ended the answer itself, even a malformed call is complete.
         if delta.finish_reason == "length" or isinstance(delta.stop_reason, str):
             self.incomplete = self.parser.in_call
         return events
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The reason as a chat tells it: a turn that ends by itself and calls, ended to call. Not where a stop string cut one."""
+        """The finish reason of a chat: a turn that ends by itself after calls ended because of them, unless a stop
+        string cut a call.
+        """
         if reason != "stop" or not self.has_calls or self.incomplete:
             return reason
         return "function_call" if self.legacy_function_call else "tool_calls"
 
     def delta(self, event: Event) -> dict[str, Any]:
-        """The `delta` of a chunk with this event."""
+        """The `delta` of a chunk for this event."""
         if isinstance(event, Content):
             return {"content": event.text}
         if isinstance(event, Reasoning):
@@ -111,11 +113,11 @@ class MessageBuilder:
         )
 
     def final_delta(self) -> dict[str, Any]:
-        """The `delta` of the last chunk. Content is null only where there are calls, so it may become empty text here."""
+        """The `delta` of the last chunk. Content is null only if there are calls, so it may become empty text here."""
         return {} if self.has_text or self.has_calls else {"content": ""}
 
     def message(self) -> dict[str, Any]:
-        """The message of a whole answer. Content is null where there are calls and no text."""
+        """The message of a complete answer. Content is null if there are calls and no text."""
         content = "".join(self._content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self._reasoning:
@@ -151,7 +153,7 @@ class MessageBuilder:
 
 
 def _merge_adjacent(events: Sequence[Event]) -> list[Event]:
-    """The same with fewer, longer events."""
+    """Merge adjacent events of the same kind."""
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None
@@ -171,9 +173,9 @@ BlockKind = Literal["thinking", "text", "call"]
 
 @dataclass(slots=True)
 class AnswerBlock:
-    """One of the answer's blocks; its index is its place. call_id, name: of a call, whose text is its arguments.
+    """A block of the answer: consecutive text, thinking, or one call, whose text is its arguments.
 
-    cut: the answer ended before the block did. logprobs: of the tokens of a text, where they are asked for.
+    incomplete: the answer ended within the block. logprobs: of the tokens of a text, if requested.
     """
 
     index: int
@@ -195,9 +197,9 @@ class AnswerBlock:
 
 
 class BlockWriter(ABC):
-    """Writes one answer of one prompt. parsing: how its text is taken apart; None where all of it is text.
+    """Writes the only answer of a prompt as blocks. parsing: how its text is parsed, None if all of it is text.
 
-    keeps: whether a stream keeps its blocks, because it repeats them.
+    collects: whether a stream stores its blocks, because later events repeat them.
     """
 
     collects = True
@@ -216,24 +218,24 @@ class BlockWriter(ABC):
         self._options = options
         self._builder = MessageBuilder(PlainTextParser() if parsing is None else parsing.make(), token_usage)
         self._open_block: AnswerBlock | None = None
-        self._logprobs: list[TokenLogprobs] = []  # of tokens whose text has not come yet
+        self._logprobs: list[TokenLogprobs] = []  # of tokens whose text is still held back
 
-    # ---- to be filled in ---------------------------------------------------------------------------------------------
+    # ---- implemented by subclasses -----------------------------------------------------------------------------------
     @abstractmethod
     def opening_events(self) -> bytes:
         """The events that open the stream."""
 
     @abstractmethod
     def block_start_events(self, block: AnswerBlock) -> bytes:
-        """The events of a block that begins."""
+        """The events that start a block."""
 
     @abstractmethod
     def block_delta_events(self, block: AnswerBlock, text: str, logprobs: JsonList | None) -> bytes:
-        """The events of more text of a block."""
+        """The events for a piece of a block."""
 
     @abstractmethod
     def block_stop_events(self, block: AnswerBlock) -> bytes:
-        """The events of a block that ends."""
+        """The events that end a block."""
 
     @abstractmethod
     def last_event(self) -> bytes:
@@ -241,11 +243,11 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def pieces(self) -> list[bytes]:
-        """The whole answer's JSON."""
+        """JSON of the complete answer."""
 
-    # ---- what a generation brings ------------------------------------------------------------------------------------
+    # ---- deltas of a generation --------------------------------------------------------------------------------------
     def event(self, delta: Delta) -> bytes:
-        """The events of one delta. Raises ApiError where what is kept becomes too large."""
+        """The events of one delta. Raises ApiError if the stored blocks become too large."""
         events = b""
         if not self.started:
             self.started = True
@@ -253,12 +255,12 @@ class BlockWriter(ABC):
         return events + b"".join(self._process(delta, collect=self.collects))
 
     def add(self, delta: Delta) -> None:
-        """Keep what a delta brings. Raises ApiError where the answer becomes too large."""
+        """Store a delta. Raises ApiError if the answer becomes too large."""
         for _ in self._process(delta, collect=True, emit=False):
             pass
 
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        raise AssertionError("these answers have none")  # no body of theirs asks for any
+        raise AssertionError("these APIs have no prompt log-probabilities")  # no request of these APIs has this option
 
     def _process(self, delta: Delta, *, collect: bool, emit: bool = True) -> Iterator[bytes]:
         events = self._builder.parse(delta)
@@ -282,7 +284,7 @@ class BlockWriter(ABC):
             yield from self._finish(delta, emit)
 
     def _finish(self, delta: Delta, emit: bool) -> Iterator[bytes]:
-        if not self.blocks:  # an answer has at least a text, if an empty one
+        if not self.blocks:  # an answer has at least one text, which may be empty
             self._open_block = self._new_block(Content(""))
             if emit:
                 yield self.block_start_events(self._open_block)
@@ -297,7 +299,7 @@ class BlockWriter(ABC):
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
     def _continues_open_block(self, event: Event) -> bool:
-        """Whether the event belongs to the block that is open."""
+        """Whether the event belongs to the open block."""
         kind = None if self._open_block is None else self._open_block.kind
         if isinstance(event, Content):
             return kind == "text"
@@ -325,7 +327,7 @@ class BlockWriter(ABC):
         self._open_block = None
 
     def _logprobs_of(self, block: AnswerBlock) -> JsonList | None:
-        """Log-probabilities that go with the text that has just come; those of what is no text are left out."""
+        """Log-probabilities of the text of this event. Those of other tokens are dropped."""
         if block.logprobs is None:
             self._logprobs.clear()
             return None

@@ -27,9 +27,10 @@ from windlass.server.text.stream_parser import Content, Event, ParsingPlan
 
 
 class ChatWriter(ChoiceWriter):
-    """A chat has one prompt, so what concerns the prompt stands at the top level of the answer.
+    """Writes the answers to a chat. As a chat has one prompt, values of the prompt are at the top level of the
+    answer.
 
-    parsing: how texts are taken apart; None where all text is content.
+    parsing: how texts are parsed, None if all text is content.
     """
 
     def __init__(self, *args: Any, parsing: ParsingPlan | None = None) -> None:
@@ -56,17 +57,17 @@ class ChatWriter(ChoiceWriter):
             return super().event(delta)
         builder, events = self._parsed(delta, collect=False)
         if not events and delta.finish_reason is None and not self._detailed:
-            return b""  # the parser holds it back
+            return b""  # the parser holds the text back
         first = b""
         if delta.choice not in self._begun:
-            # Content stays null where nothing but calls follows.
+            # Content stays null if only calls follow.
             first = self._begin(delta.choice, "" if events and isinstance(events[0], Content) else None)
         if len(events) == 1 and isinstance(events[0], Content) and not self._detailed and delta.finish_reason is None:
             return first + self._head + self.plain(delta.choice, to_json(events[0].text)) + self._tail
         return first + b"".join(self._chunks(builder, delta, events))
 
     def _chunks(self, builder: MessageBuilder, delta: Delta, events: list[Event]) -> Iterator[bytes]:
-        """A chunk for each event, and one for the end. What belongs to the tokens goes with the first of them."""
+        """One chunk per event, and one for the end. Values of the tokens go with the first chunk."""
         of_tokens, reason = delta, delta.finish_reason
         for event in events:
             yield self.chunk([self._choice(replace(of_tokens, finish_reason=None), builder.delta(event))])

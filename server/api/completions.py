@@ -34,7 +34,7 @@ _LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 @dataclass(slots=True)
 class _Echo:
-    """The prompt as its choices repeat it. `end`: where the text goes on, in characters."""
+    """The prompt that its choices repeat. end: offset in characters at which the generated text begins."""
 
     text: str
     logprobs: dict[str, JsonList] | None = None
@@ -42,7 +42,7 @@ class _Echo:
 
 
 class CompletionWriter(ChoiceWriter):
-    """`echoes`: per prompt the text to repeat before each of its choices, or None."""
+    """Writes the answers to prompts. echoes: text of each prompt that its choices repeat, None without `echo`."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ def _empty_lists() -> dict[str, JsonList]:
 
 
 def _extend(lists: dict[str, JsonList], layout: dict[str, Any]) -> int:
-    """Append what was laid out; returns the bytes that took."""
+    """Append the lists; returns the number of added bytes."""
     before = sum(found.size for found in lists.values())
     for name, found in lists.items():
         found.extend(layout[name])
@@ -279,7 +279,7 @@ async def _encode_prompts(job: GenerationJob, body: CompletionRequest) -> list[P
 
 
 async def _echo_texts(job: GenerationJob, prompts: list[Prompt]) -> list[str]:
-    """What `echo` repeats: the caller's own text where there is one, else what the token ids say."""
+    """The texts that `echo` repeats: those of the request, or decoded token ids."""
     without_text = [prompt.token_ids for prompt in prompts if prompt.text is None]
     decoded: Iterator[str] = iter(())
     if without_text:

@@ -21,7 +21,7 @@ class FieldNames:
     """Names of fields in the original API.
 
     names: by the name in the translated request. message_paths: path in the original body, by message of the chat.
-    message_fields: by the name of a field of a chat message; "" stands for the path itself.
+    message_fields: by the name of a field of a chat message; "" means the path itself.
     """
 
     def __init__(

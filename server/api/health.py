@@ -15,14 +15,14 @@ from windlass.server.schemas.base import StrictModel
 
 
 class ReplicaCount(StrictModel):
-    """Where several engines serve the model: how many, and how many of them take requests now."""
+    """Engines of a server with several."""
 
     total: int = Field(description="Number of engines that serve the model.")
     ready: int = Field(description="Number of engines that accept requests.")
 
 
 class Status(StrictModel):
-    """How the server is: `draining` once a shutdown has begun, else how its engine is."""
+    """State of the server: `draining` during a shutdown, else the state of its engine."""
 
     status: Literal["starting", "ready", "restarting", "failed", "closed", "draining"] = Field(
         description="State of the server."
@@ -43,7 +43,7 @@ class Status(StrictModel):
 
 
 class Version(StrictModel):
-    """The server's version."""
+    """Version number of the server."""
 
     version: str = Field(description="Version of the server.")
 

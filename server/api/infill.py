@@ -42,7 +42,7 @@ _FIELD_NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty
 
 _UNSUPPORTED_FIELDS = ("truncate_prompt_tokens", "truncation_side", "passages")
 
-# What the fields of a sampler are where it does not count.
+# Values of the fields of a disabled sampler.
 _DISABLED_VALUES: dict[str, dict[str, Any]] = {
     "dry": {"dry_multiplier": 0.0},
     "top_k": {"top_k": 0},
@@ -61,11 +61,11 @@ def completion_request_from_infill(body: InfillRequest) -> Translation[Completio
     """The completion that fills the gap, without its prompt; raises ApiError naming the field."""
     for name in _UNSUPPORTED_FIELDS:
         if getattr(body, name) is not None:
-            raise bad_request(f"{name} has no meaning beside a gap: leave it out", name)
+            raise bad_request(f"{name} is not supported by /infill: remove it", name)
     fields = {name: getattr(body, name) for name in SharedRequest.model_fields}
     fields["repetition_penalty"] = body.repeat_penalty
     if body.seed == -1:
-        fields["seed"] = None  # llama.cpp's word for any
+        fields["seed"] = None  # llama.cpp's value for a random seed
     for name in _disabled_samplers(body.samplers):
         fields |= _DISABLED_VALUES[name]
     completion = CompletionRequest.model_construct(
@@ -79,14 +79,14 @@ def completion_request_from_infill(body: InfillRequest) -> Translation[Completio
 
 
 def read_line_limits(body: InfillRequest) -> LineLimits | None:
-    """How the answer ends by its lines; None for not at all."""
+    """Limits of the answer by lines, None if there are none."""
     milliseconds = body.t_max_predict_ms or 0
     limits = LineLimits(body.n_indent or 0, milliseconds / 1000 if milliseconds > 0 else None)
     return None if limits == LineLimits() else limits
 
 
 def _disabled_samplers(samplers: list[str] | str | None) -> Iterable[str]:
-    """The samplers that do not count."""
+    """The samplers that the request disables."""
     if samplers is None:
         return ()
     if isinstance(samplers, str):
@@ -102,9 +102,9 @@ def _disabled_samplers(samplers: list[str] | str | None) -> Iterable[str]:
 
 
 class InfillWriter:
-    """One answer, whole or in events, each of which is an object of the same kind.
+    """Writes one answer, complete or as events with the same fields.
 
-    fields: those that the caller wants, as paths with slashes; None for all. truncated: whether the prompt was cut to fit.
+    fields: paths of the requested fields, None for all. truncated: whether the prompt was cut to fit.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class InfillWriter:
         self._first_token_at: float | None = None
         self._last_delta_at = self._started_at
         self._has_new_line = False
-        self.size = 0  # bytes of what is kept
+        self.size = 0  # bytes of the stored text
 
     # ---- streams -----------------------------------------------------------------------------------------------------
     def event(self, delta: Delta) -> bytes:
-        """The event of one delta; empty where there is nothing to say yet."""
+        """The event of one delta; empty without new text."""
         self._record_delta(delta)
         if delta.finish_reason is None:
             return self._delta_event(delta) if delta.text else b""
@@ -142,7 +142,7 @@ class InfillWriter:
         return self._delta_event(delta) + last if delta.text else last
 
     def last_event(self) -> bytes:
-        """Nothing: the last delta's event says all."""
+        """Nothing: the event of the last delta is complete."""
         return b""
 
     def _delta_event(self, delta: Delta) -> bytes:
@@ -157,9 +157,9 @@ class InfillWriter:
         }
         return _event(to_json(piece))
 
-    # ---- whole answers -----------------------------------------------------------------------------------------------
+    # ---- complete answers -----------------------------------------------------------------------------------------------
     def add(self, delta: Delta) -> None:
-        """Keep what a delta brings. Raises ApiError where the answer becomes too large."""
+        """Store a delta. Raises ApiError if the answer becomes too large."""
         self._record_delta(delta)
         self._result.add(delta)
         self.size += len(delta.text)
@@ -167,14 +167,14 @@ class InfillWriter:
             raise response_too_large(self.size, self._options.max_bytes, grown=True)
 
     def pieces(self) -> list[bytes]:
-        """The whole answer's JSON, once all deltas have come."""
+        """JSON of the complete answer, after all deltas."""
         whole = self._response()
         if self._fields is None:
             return [whole.json_bytes()]
         return [to_json(_select_fields(whole.model_dump(exclude_unset=True), self._fields))]
 
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Never asked for here."""
+        """Never called: this API has no log-probabilities."""
 
     # ---- parts -------------------------------------------------------------------------------------------------------
     def _record_delta(self, delta: Delta) -> None:
@@ -236,7 +236,7 @@ def _ratio(value: float, by: float) -> float:
 
 
 def _select_fields(whole: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """The fields that paths name, under these; paths to nothing are left out."""
+    """The fields with these paths, by path. Unknown paths are omitted."""
     selected: dict[str, Any] = {}
     for path in fields:
         found: Any = whole
@@ -302,7 +302,7 @@ _INFILL = Operation(
 
 @router.endpoint("POST", "/infill", _INFILL)
 async def infill(request: Request) -> Response:
-    """Fill the gap between two texts, in the form of llama.cpp's server, which editors' plugins speak."""
+    """Fill the gap between two texts, in the form of llama.cpp's server, as editor plugins expect it."""
     arrival = time.monotonic()
     state = state_of(request)
     body = await read_body(request, InfillRequest)

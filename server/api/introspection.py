@@ -25,9 +25,11 @@ from windlass.server.serving.streaming import LargeJsonResponse, run_while_conne
 
 
 class CacheGroup(StrictModel):
-    """The pages of one KV group. Entry i of the lists is a cell: `blocks_per_cell` blocks, the first of them i times as many.
+    """Blocks of one KV group. Entry i of the lists is a cell of `blocks_per_cell` blocks, from block i *
+    `blocks_per_cell` on.
 
-    What `held`, `shared` and `idle` leave of a cell is free, and so is everything behind the first `num_shown` blocks.
+    The blocks of a cell that are not `held`, `shared` or `idle` are free, like all blocks after the first
+    `num_shown`.
     """
 
     num_blocks: int = Field(description="Number of blocks of the group.")
@@ -47,7 +49,7 @@ class CacheGroup(StrictModel):
 
 
 class CacheSequence(StrictModel):
-    """A running sequence: its tokens, those of its prompt, those found in the cache, and what moved in it."""
+    """A running sequence."""
 
     num_tokens: int = Field(description="Number of tokens, prompt and output.")
     num_prompt_tokens: int = Field(description="Number of prompt tokens.")
@@ -60,7 +62,7 @@ class CacheSequence(StrictModel):
 
 
 class CachePages(StrictModel):
-    """The cache as it is now. `counters`: numbers that `/metrics` has too, by names of their own."""
+    """Current contents of the cache."""
 
     time: float = Field(description="Monotonic time in seconds, for rates of the counters.")
     block_size: int = Field(description="Number of tokens per block.")
@@ -71,7 +73,7 @@ class CachePages(StrictModel):
 
 
 class AttentionRequest(StrictModel):
-    """Either `prompt` or `tokens`: a text of 2 to 256 tokens. `rope_scaling` as a request would give it."""
+    """A text of 2 to 256 tokens, as `prompt` or as `tokens`, and a head of the model."""
 
     model: RequestedModel = None
     prompt: Annotated[str, Field(max_length=16384)] | None = Field(default=None, description="Text of 2 to 256 tokens.")
@@ -102,7 +104,7 @@ class AttentionRequest(StrictModel):
 
 
 class AttentionMap(StrictModel):
-    """What one head attends to. Row i of `weights` and `scores` has the tokens 0 to i; null: a token it cannot see."""
+    """Attention of one head. Row i of `weights` and `scores` has the tokens 0 to i. Null: a masked token."""
 
     model: str = Field(description="Name of the served model.")
     layer: int = Field(description="Index of the layer, from 0.")
@@ -141,16 +143,16 @@ _COUNTERS = (
 
 @router.endpoint("GET", "/v1/cache", Operation(response=CachePages, errors=(403,)))
 async def cache_pages(request: Request) -> Response:
-    """Which pages of the cache are held, kept or free, by whom, and the counters beside them."""
+    """Current contents of the cache: blocks by their state and owner, running sequences, and counters."""
     require_admin(request)
     state = state_of(request)
     return LargeJsonResponse(await state.cache_view.get(lambda: _cache_json(state)))
 
 
 async def _cache_json(state: ServerState) -> tuple[bytes, float]:
-    """The answer, and the seconds that it cost the engine."""
+    """The answer, and the time that it cost the engine in seconds."""
     info = loaded_model(state)
-    # Asked for together, both are answered between the same two steps.
+    # Sent together, both are answered between the same two steps.
     snapshot, fresh = await asyncio.gather(state.engine.inspect(CacheQuery()), state.metrics.refresh())
     stats = fresh or state.metrics.last_stats
     counters = {name: getattr(stats, name) for name in _COUNTERS} if stats is not None else {}
@@ -181,14 +183,16 @@ async def _cache_json(state: ServerState) -> tuple[bytes, float]:
     ),
 )
 async def attention(request: Request) -> Response:
-    """What a head of a layer attends to in a short text, under a rotary scaling. Other requests wait for its one pass."""
+    """Compute the attention of one head in a short text, under a rotary scaling. Other requests wait for its forward
+    pass.
+    """
     state = state_of(request)
     require_admin(request)
     _require_attention_maps(state)
     body = await read_body(request, AttentionRequest)
     state.check_model(body.model)
     if state.adapters.find(body.model) is not None:
-        raise bad_request("attention is shown of the model itself, without an adapter: leave model out", "model")
+        raise bad_request("attention maps are not available for adapters: remove model", "model")
     info = state.admit()
     if body.tokens is not None:
         check_token_ids(body.tokens, info.vocab_size, "tokens")
@@ -206,7 +210,7 @@ async def attention(request: Request) -> Response:
         token_ids = prompt.token_ids
     scaling = parse_rotation(body.rope_scaling, None, state.settings, info).scaling
     attention_query = AttentionQuery(tuple(token_ids), body.layer, body.head, scaling)
-    # One at a time: each holds up the steps of everybody else.
+    # One at a time, as each delays the steps of all other requests.
     inspect = state.attention_executor.run(lambda: state.engine.inspect(attention_query))
     snapshot = await run_while_connected(request, inspect)
     return LargeJsonResponse(
@@ -215,11 +219,11 @@ async def attention(request: Request) -> Response:
 
 
 def _require_attention_maps(state: ServerState) -> None:
-    """Raise ApiError 403 unless this server shows attention."""
+    """Raise ApiError 403 unless the server was started with --attention-maps."""
     if not state.settings.attention_maps:
         raise ApiError(
             403,
-            "this server shows no attention: start it with --attention-maps",
+            "attention maps are disabled: start the server with --attention-maps",
             code="attention_off",
         )
 
@@ -243,7 +247,7 @@ def _attention_json(model: str, attention_query: AttentionQuery, snapshot: Atten
 
 
 def _mean_by_distance(rows: list[list[Any]]) -> list[float | None]:
-    """The mean of each diagonal; None where all of it is hidden."""
+    """Mean of each diagonal, None if all of it is masked."""
     found: list[float | None] = []
     for distance in range(len(rows)):
         values = [row[i - distance] for i, row in enumerate(rows) if i >= distance and row[i - distance] is not None]

@@ -59,7 +59,7 @@ _MESSAGE_FIELD_NAMES = {"tool_call_id": "content", "tool_calls": "content", "con
 def chat_request_from_messages(
     body: MessageRequest | CountTokensRequest, model: ThinkingControl
 ) -> Translation[ChatRequest]:
-    """The chat that a body of messages asks for; raises ApiError naming the field. model: how it can be told to think."""
+    """Translate a request into a chat; raises ApiError naming the field. model: how its thinking is controlled."""
     messages: list[ChatMessage] = []
     message_paths: list[str] = []
     if body.system is not None:
@@ -78,10 +78,10 @@ def chat_request_from_messages(
     output = body.output_config
     effort, budget = _effort_and_budget(body.thinking)
     if not model.separates_thinking:
-        # Clients that have thinking switched on for one model have it for any: as much as it likes.
+        # Clients that enable thinking do so for every model, also for those whose thinking cannot be limited.
         budget = None
     if output is not None and output.effort is not None:
-        # Anthropic's clients send one with every request, whatever the model, as a hint.
+        # Anthropic's clients send an effort with every request, as a hint.
         effort = model.nearest_effort(output.effort) if effort is None else effort
     choice = body.tool_choice
     continues_last = messages[-1].role == "assistant" and not messages[-1].tool_calls
@@ -126,7 +126,7 @@ def _assistant_messages(message: InputMessage) -> list[ChatMessage]:
 
 
 def _other_messages(message: InputMessage, number: int) -> list[ChatMessage]:
-    """A message for each result of a call, and one for the text behind them."""
+    """One message for each result of a call, and one for the text after them."""
     made: list[ChatMessage] = []
     texts: list[TextBlock] = []
     for place, block in enumerate(message.content):
@@ -135,7 +135,7 @@ def _other_messages(message: InputMessage, number: int) -> list[ChatMessage]:
         elif isinstance(block, ToolResultBlock) and message.role == "user":
             if texts:
                 raise bad_request(
-                    "results of calls come before the text of their message: put this tool_result before the text blocks",
+                    "results of calls must precede the text of their message: move this tool_result before the text blocks",
                     f"messages[{number}].content[{place}]",
                 )
             result = text_of(block.content or ())
@@ -155,14 +155,16 @@ def _tool_choice(choice: MessageToolChoice | None) -> Any:
     if choice is None:
         return None
     if (choice.type == "tool") != (choice.name is not None):
-        raise bad_request("tool_choice.name goes with the type 'tool', and has to be there", "tool_choice.name")
+        raise bad_request(
+            "tool_choice.name is required for type 'tool', and not allowed for other types", "tool_choice.name"
+        )
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type
 
 
 def _effort_and_budget(thinking: Thinking | None) -> tuple[Any, int | None]:
-    """A chat's effort and budget."""
+    """Effort and budget of a chat."""
     if thinking is None:
         return None, None
     if thinking.type == "disabled":
@@ -190,9 +192,9 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageWriter(BlockWriter):
-    """A content block for each block: `thinking`, `text` or `tool_use`. message: the answer's `id` and `model`."""
+    """Writes a content block for each block: `thinking`, `text` or `tool_use`. message: `id` and `model` of the answer."""
 
-    collects = False  # its last events repeat nothing
+    collects = False  # no event repeats earlier text
 
     def __init__(self, *args: Any, message: dict[str, Any]) -> None:
         super().__init__(*args)
@@ -225,20 +227,20 @@ class MessageWriter(BlockWriter):
             "message_stop"
         )
 
-    # ---- whole answers -----------------------------------------------------------------------------------------------
+    # ---- complete answers -----------------------------------------------------------------------------------------------
     def pieces(self) -> list[bytes]:
         content = [_complete_block(block) for block in self.blocks]
         answer = {**self._message, "content": content, **self._stop_fields(), "usage": self._usage()}
         return [to_json(answer if self.rotary is None else {**answer, "rotary": self.rotary})]
 
     def _stop_fields(self) -> dict[str, Any]:
-        # What is no text is the id of a token that ends answers.
+        # A stop reason other than text is the id of an end-of-sequence token.
         stopped = self.finish_reason == "stop" and isinstance(self.stop_reason, str)
         reason = "stop_sequence" if stopped else _STOP_REASONS.get(self.finish_reason or "", "end_turn")
         return {"stop_reason": reason, "stop_sequence": self.stop_reason if stopped else None}
 
     def _usage(self) -> dict[str, Any]:
-        """`input_tokens` are those that were not found in the cache; thinking is counted where it is told apart."""
+        """Token counts. `input_tokens` are those that were not found in the cache."""
         token_usage = self.token_usage
         thinking_tokens = token_usage.reasoning_tokens
         details = {} if thinking_tokens is None else {"output_tokens_details": {"thinking_tokens": thinking_tokens}}
@@ -272,7 +274,7 @@ def _complete_block(block: AnswerBlock) -> dict[str, Any]:
 
 
 def _arguments_object(text: str) -> dict[str, Any]:
-    """A call's arguments as an object: as much of one as there is, where the answer was cut short or is no JSON."""
+    """Arguments of a call as an object, which is incomplete if the answer was cut or is not valid JSON."""
     try:
         found = from_json(replace_lone_surrogates(text), allow_partial="trailing-strings", allow_inf_nan=False)
     except ValueError:
@@ -282,7 +284,7 @@ def _arguments_object(text: str) -> dict[str, Any]:
 
 router = ApiRouter("Messages", "Anthropic's Messages API.")
 
-MAX_MESSAGES_ON_EVENT_LOOP = 500  # from which making a chat of them leaves the event loop
+MAX_MESSAGES_ON_EVENT_LOOP = 500  # larger conversations are translated in a thread
 
 
 _QUESTION = {"messages": [{"role": "user", "content": "Where does the river begin?"}]}
@@ -392,7 +394,7 @@ async def _translate(state: ServerState, body: MessageRequest | CountTokensReque
     ),
 )
 async def count_tokens(request: Request) -> Response:
-    """How many tokens an input comes to, without generating. It needs the tokenizer only, so it works while the engine starts."""
+    """Count the tokens of an input without generating. Works while the engine starts, as only the tokenizer is needed."""
     state = state_of(request)
     body = await read_body(request, CountTokensRequest)
     state.check_model(body.model)

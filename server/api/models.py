@@ -23,7 +23,7 @@ from windlass.server.text.reasoning import NONE
 
 
 class ContextSettings(StrictModel):
-    """What holds for requests that leave the fields of these names out, and what contexts that drop tokens may hold."""
+    """Context rules of requests that do not set them, and limits of sequences that drop tokens."""
 
     context_overflow: Annotated[str, Field(description="`error`, `stop`, `shift` or `drop_turns`.")]
     keep_tokens: int | None = Field(
@@ -55,7 +55,7 @@ class ContextSettings(StrictModel):
 
 
 class ModelDraft(StrictModel):
-    """The draft model beside a model. num_tokens: what it proposes for a stream per step, at most."""
+    """Draft model or MTP layer."""
 
     architecture: str = Field(description="Architecture of the model.")
     quantization: str | None = Field(description="Quantization of the weights. Null: none.")
@@ -65,7 +65,7 @@ class ModelDraft(StrictModel):
 
 
 class ModelRotaryGroup(StrictModel):
-    """A rotary scaling with the fields of its kind beside these, and the dimensions it works on."""
+    """A rotary scaling with its parameters, and the dimensions that it applies to."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, ScalingValue]
@@ -77,13 +77,13 @@ class ModelRotaryGroup(StrictModel):
 
 
 class ModelRotary(ModelRotaryGroup):
-    """The main group's scaling, and under `groups` that of every group of layers."""
+    """The main group's scaling, and the scaling of every group of layers."""
 
     groups: dict[str, ModelRotaryGroup] = Field(description="Scaling per group of layers.")
 
 
 class RotaryStep(StrictModel):
-    """One step of what `auto` chooses from."""
+    """A scaling that `auto` can choose."""
 
     up_to: int | None = Field(description="Maximum number of tokens of prompt and output. Null: unlimited.")
     rope_scaling: dict[str, ScalingValue] = Field(description="Scaling of requests up to this length.")
@@ -95,7 +95,7 @@ class RotaryStep(StrictModel):
 
 
 class RotaryLadderShown(StrictModel):
-    """What `rope_scaling` `auto` chooses from, shortest first."""
+    """Scalings that `rope_scaling: auto` chooses from."""
 
     default: bool = Field(description="Whether requests that set no scaling use `auto`.")
     steps: list[RotaryStep] = Field(
@@ -104,7 +104,7 @@ class RotaryLadderShown(StrictModel):
 
 
 class SamplingSettings(StrictModel):
-    """What holds for requests that leave the fields of these names out."""
+    """Defaults of the sampling parameters."""
 
     temperature: float = Field(description="Sampling temperature. 0 selects the most likely token.")
     top_k: int = Field(description="Only this many of the most likely tokens are sampled. 0 or -1: all tokens.")
@@ -125,7 +125,7 @@ class SamplingSettings(StrictModel):
 
 
 class AdapterFacts(StrictModel):
-    """A LoRA adapter. `rank`: the largest of its matrices; `targets`: the kinds of layers it changes."""
+    """Properties of a LoRA adapter."""
 
     rank: int = Field(description="Largest rank of its matrices.")
     targets: list[str] = Field(description="Kinds of layers that it changes.")
@@ -133,7 +133,7 @@ class AdapterFacts(StrictModel):
 
 
 class EmbeddingFacts(StrictModel):
-    """How `/v1/embeddings` makes vectors of the model's states where a request does not say."""
+    """Defaults of `/v1/embeddings`."""
 
     dimensions: int = Field(description="Number of values of a vector.")
     pooling: Literal["last", "mean", "first"] | None = Field(
@@ -145,7 +145,7 @@ class EmbeddingFacts(StrictModel):
 
 
 class TemplateSupport(StrictModel):
-    """What a conversation may hold, as far as the chat template's text tells."""
+    """Capabilities of a chat template, as far as its text shows them."""
 
     tools: bool = Field(description="Whether the template shows offered functions to the model.")
     calls: bool = Field(description="Whether the template renders calls and their results.")
@@ -155,7 +155,7 @@ class TemplateSupport(StrictModel):
 
 
 class ClassFacts(StrictModel):
-    """The classes of a model that classifies."""
+    """Classes of a classification model."""
 
     labels: list[str] = Field(description="Names of the classes, in the order of the probabilities.")
     activation: Literal["softmax", "sigmoid", "none"] = Field(
@@ -165,7 +165,7 @@ class ClassFacts(StrictModel):
 
 
 class Model(StrictModel):
-    """A model as `/v1/models` lists it, or an adapter of it; what the engine knows is null until it has loaded."""
+    """The served model or one of its adapters. Values of the engine are null until the model has loaded."""
 
     id: str = Field(description="Name of the model.")
     object: Literal["model"]
@@ -221,7 +221,7 @@ class Model(StrictModel):
 
 
 class ModelList(StrictModel):
-    """The served model, once for each of its names."""
+    """The served model under each of its names, and its adapters."""
 
     object: Literal["list"]
     data: list[Model] = Field(description="The entries.")
@@ -232,7 +232,7 @@ class ModelList(StrictModel):
 
 router = ApiRouter("Models", "The served model and its adapters.")
 
-# Of the server's settings and of what the engine knows, as `ContextSettings` shows them.
+# Fields of `ContextSettings` from the server's settings, and from the engine.
 _CONTEXT_DEFAULTS = ("context_overflow", "keep_tokens", "attention_window", "attention_sinks", "cache_reuse")
 
 _CONTEXT_LIMITS = ("shift_context", "max_total_tokens", "shift_refusal", "reuse_refusal")
@@ -240,7 +240,7 @@ _CONTEXT_LIMITS = ("shift_context", "max_total_tokens", "shift_refusal", "reuse_
 
 @router.endpoint("GET", "/v1/models", Operation(response=ModelList))
 async def list_models(request: Request) -> Response:
-    """The served model, under each of its names, and its adapters."""
+    """List the served model under each of its names, and its adapters."""
     state = state_of(request)
     fields = model_object(state)
     found = [{**fields, "id": name} for name in state.settings.model_names]
@@ -252,7 +252,7 @@ async def list_models(request: Request) -> Response:
 
 @router.endpoint("GET", "/v1/models/{model:path}", Operation(response=Model, errors=(404,)))
 async def get_model(request: Request, model: Annotated[str, Path(description="Name of a served model.")]) -> Response:
-    """The served model by its id."""
+    """Describe the served model or an adapter."""
     state = state_of(request)
     state.check_model(model)
     adapter = state.adapters.find(model)
@@ -261,13 +261,13 @@ async def get_model(request: Request, model: Annotated[str, Path(description="Na
 
 
 def _with_anthropic_fields(model: dict[str, Any]) -> dict[str, Any]:
-    """The same with what clients of Anthropic's read of a model."""
+    """Add the fields that Anthropic's clients read."""
     created = datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {**model, "type": "model", "display_name": model["id"], "created_at": created}
 
 
 def _adapter_fields(state: ServerState, adapter: ServedAdapter) -> dict[str, Any]:
-    """What an adapter says beside its model; what the engine knows is null until it has loaded."""
+    """Fields of an adapter that differ from its model's. Values of the engine are null until it has loaded."""
     info = state.adapters.info_of(adapter)
     facts = None
     if info is not None:
@@ -281,7 +281,7 @@ def _adapter_fields(state: ServerState, adapter: ServedAdapter) -> dict[str, Any
 
 
 def model_object(state: ServerState) -> dict[str, Any]:
-    """The model object; what the engine knows is null until it has loaded."""
+    """The model object. Values of the engine are null until the model has loaded."""
     info = state.engine.info
     fields: dict[str, Any] = {
         "id": state.settings.served_model_name,
@@ -335,7 +335,7 @@ def _template_support(state: ServerState) -> TemplateSupport | None:
 
 
 def _task_fields(info: ModelInfo | None, *, supports_infill: bool) -> dict[str, Any]:
-    """What it can be asked for, how vectors are made, and its classes."""
+    """Supported tasks, defaults of embeddings, and classes."""
     if info is None:
         return {"tasks": None, "embedding": None, "classes": None}
     pooling, classifier = info.pooling, info.classifier
@@ -361,7 +361,7 @@ def _task_fields(info: ModelInfo | None, *, supports_infill: bool) -> dict[str, 
 
 
 def _scored_by(info: ModelInfo, *, has_answer_tokens: bool) -> str | None:
-    """What the score of a pair of texts comes from; None: it has none."""
+    """Source of the scores of text pairs, None if not supported."""
     classifier = info.classifier
     if classifier is not None:
         return "head" if len(classifier.labels) == 1 and not classifier.per_token else None

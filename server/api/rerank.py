@@ -55,7 +55,7 @@ router = ApiRouter("Ranking", "Similarity of texts, and documents in order of re
     aliases=("/score",),
 )
 async def create_score(request: Request) -> Response:
-    """How well texts go together, pair by pair."""
+    """Score the similarity or relevance of text pairs."""
     body, job = await begin_pooling(request, ScoreRequest)
     check_scores_pairs(job, body.pooling)
     first, second = check_texts(body.text_1, "text_1"), check_texts(body.text_2, "text_2")
@@ -92,7 +92,7 @@ async def create_score(request: Request) -> Response:
     aliases=("/rerank", "/v2/rerank"),
 )
 async def create_reranking(request: Request) -> Response:
-    """Documents in the order in which they answer a query."""
+    """Rank documents by their relevance for a query."""
     body, job = await begin_pooling(request, RerankRequest)
     check_scores_pairs(job, body.pooling)
     documents = _documents(body.documents)
@@ -122,8 +122,8 @@ async def create_reranking(request: Request) -> Response:
 
 
 def _documents(given: list[Any]) -> list[str]:
-    """Their texts; raises ApiError for what is neither a string nor an object with a text alone."""
-    if len(given) > MAX_INPUTS:  # before any of them is looked at
+    """Texts of the documents; raises ApiError unless each is a string or an object with only a text."""
+    if len(given) > MAX_INPUTS:  # checked before the contents
         check_texts(given, "documents")
     texts = []
     for index, document in enumerate(given):
@@ -139,7 +139,7 @@ def _documents(given: list[Any]) -> list[str]:
 
 classify_router = ApiRouter("Classes", "Classes of texts, for models trained to classify.")
 
-_ROW_BYTES = 60  # of JSON around the classes of a text
+_ROW_BYTES = 60  # of the JSON around the classes of a text
 
 
 @classify_router.endpoint(
@@ -153,7 +153,7 @@ _ROW_BYTES = 60  # of JSON around the classes of a text
     ),
 )
 async def classify(request: Request) -> Response:
-    """The classes of texts, by a model with a classification head."""
+    """Classify texts with a model that has a classification head."""
     body, job = await begin_pooling(request, ClassifyRequest)
     classifier = job.info.classifier
     if classifier is None:
@@ -165,7 +165,7 @@ async def classify(request: Request) -> Response:
         )
     if classifier.per_token:
         raise bad_request(
-            f"this model is a {job.info.architecture}, which tells the class of each token and not of a text: use /pooling",
+            f"this model is a {job.info.architecture}, which classifies tokens instead of texts: use /pooling",
             "model",
             "no_classifier",
         )

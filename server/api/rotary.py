@@ -24,8 +24,7 @@ from windlass.server.serving.response_format import auto_scaling_object, groups_
 
 
 class RotaryInspectRequest(StrictModel):
-    """`rope_scaling` and `rope_update` as a request would give them (null: the server's default); `length`: tokens,
-    which matter to dynamic and longrope only (null: the context's)."""
+    """A rotary scaling, as requests set it, and a context length."""
 
     model: RequestedModel = None
     rope_scaling: RopeScalingField = Field(
@@ -46,13 +45,13 @@ class RotaryInspectRequest(StrictModel):
 
 
 class DefaultRotary(ModelRotary):
-    """The rotation of requests that set none."""
+    """Default scaling and its update policy."""
 
     policy: RopeUpdate = Field(description="What happens to cached keys when the text grows into other frequencies.")
 
 
 class RotarySettings(StrictModel):
-    """What the model rotates by, this server's default and profiles, and what requests may set."""
+    """Scaling of the model, default and profiles of the server, and what requests may set."""
 
     model: ModelRotary = Field(description="Scaling of the model itself.")
     default: DefaultRotary = Field(description="Scaling of requests that set none.")
@@ -73,7 +72,7 @@ class RotarySettings(StrictModel):
 
 
 class InspectedGroup(StrictModel):
-    """The frequencies and factors of a group of layers."""
+    """Frequencies and factors of a group of layers."""
 
     rope_type: str = Field(description="Kind of the scaling.")
     parameters: dict[str, ScalingValue] = Field(description="Parameters of the scaling, including `rope_theta`.")
@@ -97,7 +96,7 @@ class InspectedGroup(StrictModel):
 
 
 class RotaryInspection(InspectedGroup):
-    """The first group's frequencies and factors; `groups`: those of every group, where there are several."""
+    """Frequencies and factors of the first group, and of every group if there are several."""
 
     policy: RopeUpdate = Field(description="What happens to cached keys when the text grows into other frequencies.")
     length: int = Field(description="Length of the context in tokens.")
@@ -111,10 +110,7 @@ Position = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class RotaryCurvesRequest(RotaryInspectRequest):
-    """As an inspection, and where to look: cosines and sines at `positions`, curves at `distances`.
-
-    `group`: of layers, where a model has several; the first by default.
-    """
+    """A rotary scaling, and the positions and distances at which it is evaluated."""
 
     group: Annotated[str, Field(max_length=64)] | None = Field(
         default=None, description="Name of a group of layers. Default: the first group."
@@ -128,7 +124,7 @@ class RotaryCurvesRequest(RotaryInspectRequest):
 
 
 class RotaryCurves(StrictModel):
-    """What the frequencies of one group of layers come to. A row of `cos` and `sin` is a position, a column a rotated pair."""
+    """Effects of the frequencies of one group of layers."""
 
     group: str = Field(description="Name of the group of layers.")
     rope_type: str = Field(description="Kind of the scaling.")
@@ -158,7 +154,7 @@ router = ApiRouter("Rotary", "Rotary frequencies of the model, and effects of a 
 
 @router.endpoint("GET", "/v1/rotary", Operation(response=RotarySettings))
 async def rotary(request: Request) -> Response:
-    """The model's own rotation, this server's default and profiles, and what requests may set."""
+    """The model's rotary scaling, the server's default and profiles, and what requests may set."""
     state = state_of(request)
     info, settings = loaded_model(state), state.settings
     check_has_rotary(info)
@@ -194,7 +190,7 @@ async def rotary(request: Request) -> Response:
     ),
 )
 async def inspect(request: Request) -> Response:
-    """The frequencies and factors a request would run under, computed from the model's own numbers."""
+    """Compute the frequencies and factors of a rotary scaling for this model."""
     state = state_of(request)
     body = await read_body(request, RotaryInspectRequest)
     state.check_model(body.model)
@@ -221,7 +217,7 @@ async def inspect(request: Request) -> Response:
     ),
 )
 async def curves(request: Request) -> Response:
-    """What a scaling comes to by position and distance: cosines and sines, RoFormer's bound, and pairs that hardly turn."""
+    """Compute the effects of a scaling by position and distance: cosines and sines, RoFormer's bound, and slow pairs."""
     state = state_of(request)
     body = await read_body(request, RotaryCurvesRequest)
     state.check_model(body.model)
@@ -234,7 +230,7 @@ async def curves(request: Request) -> Response:
 
 
 def _requested_plan(state: ServerState, body: RotaryInspectRequest) -> tuple[RotaryPlan, int]:
-    """What a request would run under, and the length that is asked about."""
+    """The rotary plan of a request, and its context length."""
     info = loaded_model(state)
     check_has_rotary(info)
     rotation = parse_rotation(body.rope_scaling, body.rope_update, state.settings, info)

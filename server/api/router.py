@@ -26,7 +26,7 @@ class Operation:
     response: model of the response, None for plain text.
     events: model of the events of its stream; named_events: whether they have an `event:` line; done_event: whether the
     stream ends with `[DONE]`.
-    errors: status codes besides those that every endpoint has.
+    errors: status codes in addition to those of every endpoint.
     unready: description of the status 503 with the same response, for endpoints that report the server's state.
     parameters: query parameters. links: text by operation id, of operations that take the `id` of the response.
     examples: summary and body by name. stream_examples: some events of a stream.

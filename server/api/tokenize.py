@@ -36,10 +36,7 @@ class _TemplateFields(StrictModel):
 
 
 class TokenizeRequest(_TemplateFields):
-    """Either `prompt` or `messages`, these with `tools` as in a chat.
-
-    `return_offsets`: character spans of the tokens in the text (default true).
-    """
+    """A text, or a conversation as rendered by the chat template."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -79,7 +76,7 @@ Span = Annotated[list[int], Field(min_length=2, max_length=2)]
 
 
 class TokenizeAnswer(StrictModel):
-    """`offsets[i]` is the [start, end) of token i in the tokenized text, in characters."""
+    """Token ids of a text."""
 
     count: int = Field(description="Number of tokens.")
     max_model_len: int | None = Field(description="Context length in tokens. Null until the model has loaded.")
@@ -91,10 +88,10 @@ class TokenizeAnswer(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    """`tokens`: ids, special ones kept unless `skip_special_tokens`. `return_token_strs`: also the text of each alone."""
+    """Token ids to decode."""
 
     model: RequestedModel = None
-    # What is inside is looked at beside the event loop: there may be millions of them.
+    # The ids are checked in a thread: there may be millions of them.
     tokens: Annotated[
         list[Any], Field(max_length=2**21, json_schema_extra={"items": {"type": "integer", "minimum": 0}})
     ] = Field(description="Token ids.")
@@ -110,7 +107,7 @@ class DetokenizeRequest(StrictModel):
 
 
 class DetokenizeAnswer(StrictModel):
-    """`offsets[i]` is the [start, end) of what token i adds to the text, in characters; `token_strs[i]` its own text."""
+    """Text of token ids."""
 
     prompt: str = Field(description="The text.")
     offsets: list[Span] | None = Field(
@@ -120,7 +117,7 @@ class DetokenizeAnswer(StrictModel):
 
 
 class TemplateRequest(_TemplateFields):
-    """A conversation, with `tools` as in a chat."""
+    """A conversation to render."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="Turns of the conversation, oldest first."
@@ -128,7 +125,7 @@ class TemplateRequest(_TemplateFields):
 
 
 class TemplateAnswer(StrictModel):
-    """The text that a chat of these messages continues."""
+    """Rendered text, which a chat of these messages continues."""
 
     prompt: str = Field(description="The conversation as rendered by the chat template.")
 
@@ -152,7 +149,7 @@ _QUESTION = {"messages": [{"role": "user", "content": "Where does the river begi
     ),
 )
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text, or of a conversation as the chat template renders it."""
+    """Tokenize a text, or a conversation as rendered by the chat template."""
     state = state_of(request)
     body = await read_body(request, TokenizeRequest)
     state.check_model(body.model)
@@ -204,7 +201,7 @@ async def _render(
     aliases=("/apply-template",),  # llama.cpp's spelling
 )
 async def apply_template(request: Request) -> Response:
-    """A conversation as the chat template writes it: the text that a chat of these messages continues."""
+    """Render a conversation with the chat template: the text that a chat of these messages continues."""
     state = state_of(request)
     body = await read_body(request, TemplateRequest)
     state.check_model(body.model)
@@ -227,7 +224,7 @@ async def apply_template(request: Request) -> Response:
     ),
 )
 async def detokenize(request: Request) -> Response:
-    """The text of token ids."""
+    """Decode token ids."""
     state = state_of(request)
     body = await read_body(request, DetokenizeRequest)
     state.check_model(body.model)

@@ -263,7 +263,7 @@ def test_no_share_of_the_tokens_is_told_what_is_meant(
     live: Live, path: str, asked: dict[str, Any], value: float
 ) -> None:
     error = live.refuse(path, {**asked, "top_p": value})
-    assert error["message"] == "top_p should be greater than 0: for the likeliest token alone set temperature to 0"
+    assert "set temperature to 0" in error["message"]
     assert (error["param"], error["code"]) == ("top_p", "invalid_value")
 
 
@@ -318,8 +318,8 @@ def test_an_item_of_a_list_is_named(live: Live, path: str, body: dict[str, Any],
         ("POST", "/v1/rerankk", "there is no endpoint POST /v1/rerankk (did you mean '/v1/rerank'?)"),
         ("POST", "/rerankk", "there is no endpoint POST /rerankk (did you mean '/rerank'?)"),
         ("GET", "/v1/nothing/here", "there is no endpoint GET /v1/nothing/here"),
-        ("GET", PATH, f"GET {PATH} is not how this endpoint is called: it takes POST"),
-        ("POST", "/health", "POST /health is not how this endpoint is called: it takes GET, HEAD"),
+        ("GET", PATH, f"GET {PATH} is not supported: this endpoint accepts POST"),
+        ("POST", "/health", "POST /health is not supported: this endpoint accepts GET, HEAD"),
     ],
 )
 def test_an_address_that_is_not_there(live: Live, method: str, path: str, message: str) -> None:
