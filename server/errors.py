@@ -26,6 +26,20 @@ SERVER_ERROR = "server_error"
 _DEFAULT_CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed"}
 _SHORTEN_ADVICE = "shorten the prompt or set truncate_prompt_tokens"
 
+MESSAGES_PATH = "/v1/messages"
+
+# Anthropic's error types, by status.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    431: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
 
 class ApiError(Exception):
     """An error with its HTTP status and the fields of OpenAI's error object. retry_after: in seconds.
@@ -144,21 +158,6 @@ def internal_error() -> ApiError:
     return ApiError(
         500, "the server failed on this request; its log has details under this x-request-id", code="internal"
     )
-
-
-MESSAGES_PATH = "/v1/messages"
-
-# Anthropic's error types, by status.
-_MESSAGES_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    431: "request_too_large",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
 def is_messages_api(scope: Scope) -> bool:

@@ -17,6 +17,10 @@ from windlass.server.serving.streaming import run_while_connected
 
 AdapterName = Annotated[str, Field(min_length=1, max_length=128)]
 
+router = ApiRouter("Adapters", "LoRA adapters, loaded and unloaded while the server runs.")
+
+_ERRORS = (*BODY_ERRORS, 403)
+
 
 class LoadAdapterRequest(StrictModel):
     """The adapter to load."""
@@ -45,11 +49,6 @@ class AdapterAnswer(StrictModel):
     targets: list[str] | None = Field(
         default=None, description="Kinds of layers that the loaded adapter changes, else null."
     )
-
-
-router = ApiRouter("Adapters", "LoRA adapters, loaded and unloaded while the server runs.")
-
-_ERRORS = (*BODY_ERRORS, 403)
 
 
 @router.endpoint(

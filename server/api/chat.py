@@ -25,6 +25,8 @@ from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
 from windlass.server.text.stream_parser import Content, Event, ParsingPlan
 
+router = ApiRouter("Chat", "The next turn of a conversation, in OpenAI's form.")
+
 
 class ChatWriter(ChoiceWriter):
     """Writes the answers to a chat. As a chat has one prompt, values of the prompt are at the top level of the
@@ -153,8 +155,6 @@ class ChatWriter(ChoiceWriter):
             fields["prompt_logprobs"] = self.prompt_objects[0]
         return fields
 
-
-router = ApiRouter("Chat", "The next turn of a conversation, in OpenAI's form.")
 
 _QUESTION = {"messages": [{"role": "user", "content": "Where does the river begin?"}]}
 

@@ -28,8 +28,9 @@ from windlass.server.text.service import Prompt
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
-
 _LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+router = ApiRouter("Completions", "Continuations of prompts.")
 
 
 @dataclass(slots=True)
@@ -152,9 +153,6 @@ def _extend(lists: dict[str, JsonList], layout: dict[str, Any]) -> int:
     for name, found in lists.items():
         found.extend(layout[name])
     return sum(found.size for found in lists.values()) - before
-
-
-router = ApiRouter("Completions", "Continuations of prompts.")
 
 
 def _example_chunk(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:

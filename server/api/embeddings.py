@@ -31,6 +31,16 @@ from windlass.server.serving.streaming import Exchange
 
 _NUMBER_BYTES = 16  # such as "-0.000123456789,"
 
+router = ApiRouter("Embeddings", "Texts as vectors.")
+
+_ITEM_BYTES = 80  # of the JSON around a vector
+
+_PER_TOKEN_KINDS = ("all", "classify tokens")  # kinds of pooling with a row for each token
+
+_CLASS_KINDS = ("classify", "classify tokens", "answer")
+
+_VALUES_PER_BATCH = 256 * 1024  # numbers rendered before other tasks get their turn
+
 
 def max_vector_bytes(values: int, *, base64: bool) -> int:
     """Maximum size of a vector in JSON, in bytes."""
@@ -45,17 +55,6 @@ def vector_json(values: Sequence[float]) -> bytes:
 def base64_json(rows: PooledRows) -> bytes:
     """The bytes of the rows as a JSON string in base64."""
     return b'"' + b64encode(rows.values) + b'"'
-
-
-router = ApiRouter("Embeddings", "Texts as vectors.")
-
-_ITEM_BYTES = 80  # of the JSON around a vector
-
-_PER_TOKEN_KINDS = ("all", "classify tokens")  # kinds of pooling with a row for each token
-
-_CLASS_KINDS = ("classify", "classify tokens", "answer")
-
-_VALUES_PER_BATCH = 256 * 1024  # numbers rendered before other tasks get their turn
 
 
 @router.endpoint(

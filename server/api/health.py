@@ -13,6 +13,8 @@ from windlass.server.app.state import ServerState, require_admin, state_of
 from windlass.server.observability.metrics import CONTENT_TYPE
 from windlass.server.schemas.base import StrictModel
 
+router = ApiRouter("Health", "State of the server.")
+
 
 class ReplicaCount(StrictModel):
     """Engines of a server with several."""
@@ -47,8 +49,6 @@ class Version(StrictModel):
 
     version: str = Field(description="Version of the server.")
 
-
-router = ApiRouter("Health", "State of the server.")
 
 _STATUS = Operation(response=Status, unready="The engine is not ready, or the connection was refused.")
 

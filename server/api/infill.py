@@ -56,6 +56,8 @@ _DISABLED_VALUES: dict[str, dict[str, Any]] = {
 
 _SAMPLER_NAMES = frozenset(SAMPLERS.values())
 
+router = ApiRouter("Fill-in-the-middle", "Text for a gap, in the form of llama.cpp's server.")
+
 
 def completion_request_from_infill(body: InfillRequest) -> Translation[CompletionRequest]:
     """The completion that fills the gap, without its prompt; raises ApiError naming the field."""
@@ -246,8 +248,6 @@ def _select_fields(whole: dict[str, Any], fields: Sequence[str]) -> dict[str, An
             selected[path] = found
     return selected
 
-
-router = ApiRouter("Fill-in-the-middle", "Text for a gap, in the form of llama.cpp's server.")
 
 _INFILL = Operation(
     body=InfillRequest,

@@ -23,6 +23,23 @@ from windlass.server.serving.prompts import check_token_ids
 from windlass.server.serving.request_rotation import parse_rotation
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
 
+router = ApiRouter("Inside", "Contents of the cache, and attention weights.")
+
+_COUNTERS = (
+    "num_running",
+    "num_waiting",
+    "num_preemptions",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "prompt_tokens",
+    "generation_tokens",
+    "context_shifts",
+    "dropped_tokens",
+    "reused_passages",
+    "reused_tokens",
+    "key_moves",
+)
+
 
 class CacheGroup(StrictModel):
     """Blocks of one KV group. Entry i of the lists is a cell of `blocks_per_cell` blocks, from block i *
@@ -121,24 +138,6 @@ class AttentionMap(StrictModel):
     score_by_distance: list[float | None] = Field(
         description="Mean score by distance in tokens, from 0. Null if no token at this distance is visible."
     )
-
-
-router = ApiRouter("Inside", "Contents of the cache, and attention weights.")
-
-_COUNTERS = (
-    "num_running",
-    "num_waiting",
-    "num_preemptions",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "prompt_tokens",
-    "generation_tokens",
-    "context_shifts",
-    "dropped_tokens",
-    "reused_passages",
-    "reused_tokens",
-    "key_moves",
-)
 
 
 @router.endpoint("GET", "/v1/cache", Operation(response=CachePages, errors=(403,)))

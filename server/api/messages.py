@@ -55,6 +55,14 @@ _THINKING_FIELD_NAMES = {"reasoning_effort": "thinking", "thinking_budget": "thi
 
 _MESSAGE_FIELD_NAMES = {"tool_call_id": "content", "tool_calls": "content", "content": "content"}
 
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+router = ApiRouter("Messages", "Anthropic's Messages API.")
+
+MAX_MESSAGES_ON_EVENT_LOOP = 500  # larger conversations are translated in a thread
+
 
 def chat_request_from_messages(
     body: MessageRequest | CountTokensRequest, model: ThinkingControl
@@ -186,11 +194,6 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given["schema"]}}
 
 
-PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-
-_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-
-
 class MessageWriter(BlockWriter):
     """Writes a content block for each block: `thinking`, `text` or `tool_use`. message: `id` and `model` of the answer."""
 
@@ -280,11 +283,6 @@ def _arguments_object(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-router = ApiRouter("Messages", "Anthropic's Messages API.")
-
-MAX_MESSAGES_ON_EVENT_LOOP = 500  # larger conversations are translated in a thread
 
 
 _QUESTION = {"messages": [{"role": "user", "content": "Where does the river begin?"}]}

@@ -21,6 +21,13 @@ from windlass.server.schemas.response_parts import ScalingValue
 from windlass.server.serving.response_format import auto_scaling_object, model_rotary_object
 from windlass.server.text.reasoning import NONE
 
+router = ApiRouter("Models", "The served model and its adapters.")
+
+# Fields of `ContextSettings` from the server's settings, and from the engine.
+_CONTEXT_DEFAULTS = ("context_overflow", "keep_tokens", "attention_window", "attention_sinks", "cache_reuse")
+
+_CONTEXT_LIMITS = ("shift_context", "max_total_tokens", "shift_refusal", "reuse_refusal")
+
 
 class ContextSettings(StrictModel):
     """Context rules of requests that do not set them, and limits of sequences that drop tokens."""
@@ -228,14 +235,6 @@ class ModelList(StrictModel):
     has_more: Literal[False] = Field(description="Always false: the list is complete.")
     first_id: str = Field(description="Id of the first entry. Null if there is none.")
     last_id: str = Field(description="Id of the last entry. Null if there is none.")
-
-
-router = ApiRouter("Models", "The served model and its adapters.")
-
-# Fields of `ContextSettings` from the server's settings, and from the engine.
-_CONTEXT_DEFAULTS = ("context_overflow", "keep_tokens", "attention_window", "attention_sinks", "cache_reuse")
-
-_CONTEXT_LIMITS = ("shift_context", "max_total_tokens", "shift_refusal", "reuse_refusal")
 
 
 @router.endpoint("GET", "/v1/models", Operation(response=ModelList))

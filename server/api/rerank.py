@@ -37,6 +37,11 @@ from windlass.server.serving.streaming import Exchange
 router = ApiRouter("Ranking", "Similarity of texts, and documents in order of relevance.")
 
 
+classify_router = ApiRouter("Classes", "Classes of texts, for models trained to classify.")
+
+_ROW_BYTES = 60  # of the JSON around the classes of a text
+
+
 @router.endpoint(
     "POST",
     "/v1/score",
@@ -135,11 +140,6 @@ def _documents(given: list[Any]) -> list[str]:
             document = document["text"]
         texts.append(document)
     return check_texts(texts, "documents")
-
-
-classify_router = ApiRouter("Classes", "Classes of texts, for models trained to classify.")
-
-_ROW_BYTES = 60  # of the JSON around the classes of a text
 
 
 @classify_router.endpoint(

@@ -68,6 +68,27 @@ _FIELD_NAMES = {
 
 _MESSAGE_FIELD_NAMES = {"tool_call_id": "call_id", "tool_calls": "call_id", "content": "content"}
 
+_OUTPUT_ID_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
+
+_DELTA_EVENTS = {
+    "thinking": "response.reasoning_text.delta",
+    "text": "response.output_text.delta",
+    "call": "response.function_call_arguments.delta",
+}
+
+# OpenAI's error codes of responses, by status.
+_FAILURE_CODES = {429: "rate_limit_exceeded"}
+
+_ID_SUFFIX_LENGTH = 32  # characters after the prefix of an item's id that are also in its response's id
+
+router = ApiRouter("Responses", "OpenAI's Responses API, with stored responses.")
+
+MAX_ITEMS_ON_EVENT_LOOP = 500  # larger conversations are translated in a thread
+
+ITEM_BYTES = 1024  # memory of an item in addition to its text
+
+_INPUT_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
 
 def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -> Translation[ChatRequest]:
     """Translate a request into a chat; raises ApiError naming the field. earlier: items of the continued conversation."""
@@ -214,18 +235,6 @@ def _context_overflow(body: ResponseRequest) -> Any:
         return "drop_turns"
     # A prompt that does not fit is refused in both cases; an answer only if its length was given.
     return "stop" if body.max_output_tokens is None else "error"
-
-
-_OUTPUT_ID_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
-
-_DELTA_EVENTS = {
-    "thinking": "response.reasoning_text.delta",
-    "text": "response.output_text.delta",
-    "call": "response.function_call_arguments.delta",
-}
-
-# OpenAI's error codes of responses, by status.
-_FAILURE_CODES = {429: "rate_limit_exceeded"}
 
 
 class ResponseWriter(BlockWriter):
@@ -430,9 +439,6 @@ def early_failure_event(error: ApiError) -> bytes:
     return b"event: error\ndata: " + to_json(data) + b"\n\n"
 
 
-_ID_SUFFIX_LENGTH = 32  # characters after the prefix of an item's id that are also in its response's id
-
-
 def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: str) -> None:
     """Replace references in the input by the items that they name, in place; raises ApiError for unknown ones.
 
@@ -462,13 +468,6 @@ def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: s
                 code="item_not_found",
             )
         body.input[number] = item_found.model_copy()  # its id may change
-
-
-router = ApiRouter("Responses", "OpenAI's Responses API, with stored responses.")
-
-MAX_ITEMS_ON_EVENT_LOOP = 500  # larger conversations are translated in a thread
-
-ITEM_BYTES = 1024  # memory of an item in addition to its text
 
 
 _QUESTION = {"input": "Where does the river begin?"}
@@ -654,8 +653,6 @@ def _store(
         sizes=(sizes[0], sizes[1]),
     )
 
-
-_INPUT_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 ResponseId = Annotated[str, Path(description="Id of a stored response.")]
 

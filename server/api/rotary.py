@@ -22,6 +22,8 @@ from windlass.server.schemas.response_parts import RotaryChosen, ScalingValue
 from windlass.server.serving.request_rotation import build_planner, check_has_rotary, parse_rotation
 from windlass.server.serving.response_format import auto_scaling_object, groups_object
 
+router = ApiRouter("Rotary", "Rotary frequencies of the model, and effects of a scaling.")
+
 
 class RotaryInspectRequest(StrictModel):
     """A rotary scaling, as requests set it, and a context length."""
@@ -147,9 +149,6 @@ class RotaryCurves(StrictModel):
     mean_cosine: list[float] = Field(
         description="Score of two vectors of ones by distance, divided by its value at distance 0."
     )
-
-
-router = ApiRouter("Rotary", "Rotary frequencies of the model, and effects of a scaling.")
 
 
 @router.endpoint("GET", "/v1/rotary", Operation(response=RotarySettings))

@@ -21,6 +21,8 @@ from windlass.server.serving.prompts import check_token_ids
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
 from windlass.server.serving.tool_calls import tools_for_template
 
+router = ApiRouter("Tokens", "Text to token ids and back.")
+
 
 class _TemplateFields(StrictModel):
     model: RequestedModel = None
@@ -129,8 +131,6 @@ class TemplateAnswer(StrictModel):
 
     prompt: str = Field(description="The conversation as rendered by the chat template.")
 
-
-router = ApiRouter("Tokens", "Text to token ids and back.")
 
 _QUESTION = {"messages": [{"role": "user", "content": "Where does the river begin?"}]}
 

@@ -63,12 +63,6 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "return_progress": False,
 }
 
-
-def is_neutral(value: Any, neutral: Any) -> bool:
-    """Whether a value equals the neutral one: 1 equals 1.0, but 1 does not equal true."""
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
 INT32_MAX = 2**31 - 1
 
 INT64_MAX = 2**63 - 1
@@ -76,6 +70,17 @@ INT64_MAX = 2**63 - 1
 MAX_FREE_FORM = 100_000  # values inside free-form JSON
 
 MAX_NAME = 64  # characters of an unknown field's name in an error
+
+MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
+
+_TOKEN = {"type": "integer", "minimum": 0}
+
+OTHER_TAG = "[other]"  # tags have brackets, by which errors omit them from field paths
+
+
+def is_neutral(value: Any, neutral: Any) -> bool:
+    """Whether a value equals the neutral one: 1 equals 1.0, but 1 does not equal true."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 class StrictModel(BaseModel):
@@ -219,8 +224,6 @@ def _breakers_from_string(value: Any) -> Any:
         ) from None
 
 
-MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
-
 SequenceBreakers = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]],
     Field(max_length=MAX_BREAKERS, fail_fast=True),
@@ -244,8 +247,6 @@ StopStrings = Annotated[
     Field(max_length=16, fail_fast=True),
     AcceptsString(_list_from_string),
 ]
-
-_TOKEN = {"type": "integer", "minimum": 0}
 
 
 def _check_prompt_shape(value: Any) -> Any:
@@ -351,9 +352,6 @@ class EngineRequestFields(StrictModel):
     request_id: RequestId | None = Field(
         default=None, description="Id of the request, which replaces that of the header `X-Request-Id`."
     )
-
-
-OTHER_TAG = "[other]"  # tags have brackets, by which errors omit them from field paths
 
 
 def discriminate_by_type(

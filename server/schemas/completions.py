@@ -20,6 +20,21 @@ from windlass.server.schemas.response_parts import (
     Usage,
 )
 
+MAX_PASSAGES = 256
+
+SAMPLERS = {
+    "d": "dry",
+    "k": "top_k",
+    "y": "typical_p",
+    "p": "top_p",
+    "m": "min_p",
+    "t": "temperature",
+    "x": "xtc",
+    "e": "penalties",
+    "i": "infill",
+    "s": "top_n_sigma",
+}
+
 
 class CompletionRequest(GenerationRequest):
     """One or several prompts."""
@@ -108,22 +123,6 @@ class CompletionChunk(GenerationEnvelope):
 
 class CompletionEvent(RootModel[CompletionChunk | ErrorAnswer]):
     """JSON of a stream event: a chunk, or the error that ended the stream. The last event is `[DONE]`."""
-
-
-MAX_PASSAGES = 256
-
-SAMPLERS = {
-    "d": "dry",
-    "k": "top_k",
-    "y": "typical_p",
-    "p": "top_p",
-    "m": "min_p",
-    "t": "temperature",
-    "x": "xtc",
-    "e": "penalties",
-    "i": "infill",
-    "s": "top_n_sigma",
-}
 
 
 class FilePassage(StrictModel):

@@ -39,6 +39,19 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 _IGNORED_IN_BLOCKS = frozenset({"cache_control"})
 
+# Fields of Anthropic's caches, infrastructure and accounts.
+_IGNORED_IN_REQUESTS = frozenset(
+    {
+        *("billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "inference_geo", "speed"),
+        *("user_profile_id", "workspace_id"),
+    }
+)
+
+_KEEPS_ALL = ("all", {"type": "all"})
+
+# These details make the anthropic package's tool runner send the entire conversation each time.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
 
 class TextBlock(StrictModel):
     """Text. The `citations` of other servers' answers have no effect."""
@@ -135,17 +148,6 @@ class InputMessage(StrictModel):
 def text_of(blocks: Any) -> str:
     """Text of blocks, joined by line breaks like the parts of a chat message."""
     return "\n".join(block.text for block in blocks)
-
-
-# Fields of Anthropic's caches, infrastructure and accounts.
-_IGNORED_IN_REQUESTS = frozenset(
-    {
-        *("billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "inference_geo", "speed"),
-        *("user_profile_id", "workspace_id"),
-    }
-)
-
-_KEEPS_ALL = ("all", {"type": "all"})
 
 
 class CustomTool(StrictModel):
@@ -274,9 +276,6 @@ ContextManagement = Annotated[
 
 # `default` means those of the model, which has none.
 Fallbacks = Annotated[Any, AfterValidator(_fallbacks), Field(json_schema_extra={"enum": [None, [], "default"]})]
-
-# These details make the anthropic package's tool runner send the entire conversation each time.
-_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 class OutputConfig(StrictModel):

@@ -37,6 +37,20 @@ EncodingField = Annotated[
     Field(description="`float`: numbers; `base64`: the bytes of little-endian float32 values. Default: `float`."),
 ]
 
+_STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+
+_DOCUMENT = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "properties": {"text": {"type": "string"}},
+            "required": ["text"],
+            "additionalProperties": False,
+        },
+    ]
+}
+
 
 class PromptRequest(EngineRequestFields):
     """Fields of requests that compute prompts and generate nothing. None means that the field was not given."""
@@ -163,20 +177,6 @@ def _check_documents_shape(value: Any) -> Any:
         raise PydanticCustomError("empty", "should not be an empty list")
     return value
 
-
-_STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
-
-_DOCUMENT = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "object",
-            "properties": {"text": {"type": "string"}},
-            "required": ["text"],
-            "additionalProperties": False,
-        },
-    ]
-}
 
 _InstructionField = Annotated[
     Annotated[str, Field(min_length=1, max_length=MAX_INSTRUCTION)] | None,

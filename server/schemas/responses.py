@@ -46,6 +46,12 @@ INCOMPLETE = "incomplete"
 
 _OUTPUT_ONLY_FIELDS = frozenset({"status", "created_by", "caller"})
 
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+LOGPROBS = "message.output_text.logprobs"
+
+MAX_METADATA = 16
+
 
 class TextPart(StrictModel):
     """Text. Other fields of output parts have no effect."""
@@ -65,9 +71,6 @@ class RefusalPart(StrictModel):
 
     type: Literal["refusal"]
     refusal: str = Field(description="Text of the refusal.")
-
-
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 class _OtherPart(UnsupportedKind):
@@ -213,11 +216,6 @@ def _input_item_of_output(item: dict[str, Any]) -> Item | None:
         return _KINDS[item["type"]].model_validate(item)
     except ValidationError:
         return None
-
-
-LOGPROBS = "message.output_text.logprobs"
-
-MAX_METADATA = 16
 
 
 class FunctionTool(FunctionDefinition):

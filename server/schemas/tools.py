@@ -40,6 +40,28 @@ _ESCAPE = re.compile(
 # Anthropic's limit, as recorded requests to /v1/messages are replayed as chats. OpenAI's limit is 64.
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
+_NAMED_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+
+_ALLOWED_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": ALLOWED_TOOLS},
+        ALLOWED_TOOLS: {
+            "type": "object",
+            "properties": {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": _NAMED_SCHEMA}},
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", ALLOWED_TOOLS],
+}
+
 
 def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     """Check that the parameters of a function are the schema of an object of limited size."""
@@ -215,28 +237,6 @@ def _function_choice(value: Any) -> Any:
         return value
     raise PydanticCustomError("type", "should be 'none', 'auto' or {'name': '…'}")
 
-
-_NAMED_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
-    },
-    "required": ["type", "function"],
-}
-
-_ALLOWED_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "type": {"const": ALLOWED_TOOLS},
-        ALLOWED_TOOLS: {
-            "type": "object",
-            "properties": {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": _NAMED_SCHEMA}},
-            "required": ["mode", "tools"],
-        },
-    },
-    "required": ["type", ALLOWED_TOOLS],
-}
 
 Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)]
 
