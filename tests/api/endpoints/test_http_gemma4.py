@@ -145,13 +145,13 @@ def ask(live: Live, **fields: Any) -> tuple[str | None, str | None, list[tuple[s
         ("<|tool_call>call:look{city:Rome]} so", ("]} so", None, [("look", {"city": "Rome"})], "tool_calls")),
     ],
 )
-def test_thinking_and_calls_are_told_apart(live: Live, text: str, expected: Any, at_once: int) -> None:
+def test_thinking_and_calls_are_separated(live: Live, text: str, expected: Any, at_once: int) -> None:
     live.engine.tokens_per_output = at_once
     say(live, text)
     assert ask(live, **ON) == ask(live) == expected
 
 
-def test_no_markers_are_shown_where_nothing_can_be_called(live: Live) -> None:
+def test_markers_are_hidden_without_tools(live: Live) -> None:
     say(live, THOUGHT + "Hello. " + CALL)
     content, reasoning, calls, _ = ask(live, tools=None)
     assert (content, reasoning, calls) == ("Hello. call:look{city:Rome,days:3}", "let me see", [])
@@ -200,7 +200,7 @@ def test_a_round_trip(live: Live) -> None:
     assert prompt_of(live).endswith(THOUGHT + CALL + answered)
 
 
-def test_a_budget_begins_behind_the_label(live: Live) -> None:
+def test_budget_starts_after_the_label(live: Live) -> None:
     live.chat(thinking_budget=7, **ON)
     ids = {text: tuple(live.tokenizer.encode(text, add_special_tokens=False)) for text in (THOUGHT[:17], "<channel|>")}
     assert len(ids["<|channel>thought"]) > 1
@@ -208,7 +208,7 @@ def test_a_budget_begins_behind_the_label(live: Live) -> None:
     assert budget == ThinkingBudget(7, ids["<channel|>"], (ids["<|channel>thought"],))
 
 
-def test_a_required_call_is_written_as_the_model_does(live: Live) -> None:
+def test_required_call_has_the_format_of_the_model(live: Live) -> None:
     """Behind the thinking, with the tokens around strings."""
     say(live, THOUGHT + CALL)
     assert ask(live, tool_choice="required", **ON)[2] == [("look", ROME)]
@@ -231,7 +231,7 @@ def value_of(chance: random.Random, depth: int = 0) -> Any:
     return {key: value_of(chance, depth + 1) for key in keys}
 
 
-def test_whatever_the_template_writes_is_read_back() -> None:
+def test_output_of_the_template_is_parsed_back() -> None:
     """Values of any kind, thinking before any call, and pieces of any size."""
     chance, template = random.Random(4), ChatTemplate(TEMPLATE)
     for _ in range(150):

@@ -41,7 +41,7 @@ def prompt_of(live: Live) -> str:
     return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=True)
 
 
-def test_a_conversation_goes_on(live: Live) -> None:
+def test_conversation_is_continued(live: Live) -> None:
     first = ask(live, "a", instructions="old rules")
     said = first["output"][0]["content"][0]["text"]
     events = named_events(
@@ -53,7 +53,7 @@ def test_a_conversation_goes_on(live: Live) -> None:
     assert third["previous_response_id"] == second["id"]
 
 
-def test_a_response_is_read_again(live: Live) -> None:
+def test_stored_response_is_returned(live: Live) -> None:
     whole = ask(live)
     assert live.http.get(f"{PATH}/{whole['id']}").json() == whole
     last = named_events(live, PATH, {"input": "a"})[-1]["response"]
@@ -61,7 +61,7 @@ def test_a_response_is_read_again(live: Live) -> None:
     assert live.http.get(f"{PATH}/{last['id']}?stream=true").json()["error"]["param"] == "stream"
 
 
-def test_nothing_is_kept_where_nothing_shall_be(live: Live) -> None:
+def test_store_false_stores_nothing(live: Live) -> None:
     before = len(live.state.responses)
     answer = ask(live, store=False)
     assert answer["store"] is False and len(live.state.responses) == before
@@ -106,7 +106,7 @@ def test_input_items_are_listed_in_pages(live: Live) -> None:
         assert error.status_code == 400 and error.json()["error"]["param"] == next(iter(query))
 
 
-def test_pages_end_where_ids_are_repeated(live: Live) -> None:
+def test_pages_with_repeated_ids_end(live: Live) -> None:
     """As by output items that are sent back beside their response."""
     first = ask(live, "a")
     mine = [{"id": "msg_mine", "role": "user", "content": text} for text in "bcd"]
@@ -127,7 +127,7 @@ def test_pages_end_where_ids_are_repeated(live: Live) -> None:
     assert [item["id"] for item in whole].count("msg_mine") == 1  # the first of them keeps it
 
 
-def test_items_are_named_by_their_ids(live: Live) -> None:
+def test_items_are_referenced_by_id(live: Live) -> None:
     """In place of the items themselves, as a client may do it that keeps the ids of what it has seen."""
     first = ask(live, "a")
     said = first["output"][0]
@@ -146,7 +146,7 @@ def test_items_are_named_by_their_ids(live: Live) -> None:
     assert live.http.get(f"{PATH}/{first['id']}").json() == first
 
 
-def test_an_item_that_is_not_kept_is_not_found(live: Live) -> None:
+def test_unknown_item_is_not_found(live: Live) -> None:
     mine = ask(live)["output"][0]["id"]
     unkept = ask(live, store=False)["output"][0]["id"]
 
@@ -192,13 +192,13 @@ def test_an_input_is_counted(live: Live) -> None:
     assert error["code"] == "previous_response_not_found"
 
 
-def test_nothing_is_compacted(live: Live) -> None:
+def test_compaction_is_refused(live: Live) -> None:
     error = live.refuse(f"{PATH}/compact", {"input": "a", "model": "toy"}, 404)
     assert error["code"] == "not_found" and "previous_response_id" in error["message"]
     assert live.http.get(f"{PATH}/compact").json()["error"]["code"] == "response_not_found"
 
 
-def test_another_key_sees_nothing(live: Live) -> None:
+def test_other_keys_cannot_read_responses(live: Live) -> None:
     mine = ask(live)["id"]
     live.http.headers = {"x-api-key": "two"}
     error = live.refuse(PATH, {"input": "a", "previous_response_id": mine}, 404)
@@ -212,7 +212,7 @@ def test_another_key_sees_nothing(live: Live) -> None:
     assert live.http.get(f"{PATH}/{mine}").status_code == 401
 
 
-def test_the_oldest_are_forgotten() -> None:
+def test_oldest_responses_are_removed() -> None:
     with live_server(response_store_bytes=20_000) as live:
         ids = [ask(live, "x" * 100)["id"] for _ in range(12)]
         assert live.state.responses.size <= 20_000
@@ -221,7 +221,7 @@ def test_the_oldest_are_forgotten() -> None:
         assert live.refuse(PATH, {"input": "a", "previous_response_id": ids[0]}, 404)["code"]
 
 
-def test_a_conversation_that_grows_too_long_displaces_nobody() -> None:
+def test_too_long_conversation_displaces_no_other_owner() -> None:
     with live_server(api_keys=("one", "two"), response_store_bytes=20_000) as live:
         live.http.headers = {"x-api-key": "two"}
         theirs = ask(live)["id"]
@@ -236,7 +236,7 @@ def test_a_conversation_that_grows_too_long_displaces_nobody() -> None:
         assert live.http.get(f"{PATH}/{theirs}").status_code == 200
 
 
-def test_whoever_keeps_most_displaces_itself() -> None:
+def test_largest_owner_displaces_its_own_responses() -> None:
     store = ResponseStore(most=100, max_bytes=100)
 
     def put(name: str, owner: str, size: int, previous: str | None = None) -> bool:
@@ -259,7 +259,7 @@ def test_whoever_keeps_most_displaces_itself() -> None:
     assert not put("d1", "d", 101) and store.get("a2", "a") and store.get("b1", "b")
 
 
-def test_too_many_responses_displace_those_of_whoever_has_most_of_them() -> None:
+def test_too_many_responses_displace_those_of_the_largest_owner() -> None:
     """However large those of another are."""
     store = ResponseStore(most=10, max_bytes=1000)
 
@@ -285,7 +285,7 @@ def test_too_many_responses_displace_those_of_whoever_has_most_of_them() -> None
     st.integers(1, 20),
 )
 @settings(max_examples=100, deadline=None)
-def test_who_is_displaced_is_as_by_brute_force(steps: list[tuple[str, int, int]], most: int) -> None:
+def test_displacement_matches_brute_force(steps: list[tuple[str, int, int]], most: int) -> None:
     store = ResponseStore(most=most, max_bytes=100)
     kept: dict[str, dict[str, int]] = {}  # sizes of each owner's responses, oldest first; owners by their first
     for number, (owner, size, choice) in enumerate(steps):
@@ -314,7 +314,7 @@ def test_who_is_displaced_is_as_by_brute_force(steps: list[tuple[str, int, int]]
         assert all(store.get(each, of) for of, sizes in kept.items() for each in sizes)
 
 
-def test_one_that_displaces_many_owners_does_not_look_at_all_of_them_each_time() -> None:
+def test_displacing_many_owners_does_not_scan_all_each_time() -> None:
     """Counted in calls: the event loop waits for it."""
     owners = 1000
     store = ResponseStore(most=10_000, max_bytes=10 * owners)
@@ -330,14 +330,14 @@ def test_one_that_displaces_many_owners_does_not_look_at_all_of_them_each_time()
     assert len(calls) < 50 * owners
 
 
-def test_what_finds_the_largest_does_not_grow_with_what_was_kept_before() -> None:
+def test_heap_does_not_grow_with_removed_responses() -> None:
     store = ResponseStore(most=10, max_bytes=1000)
     for number in range(2000):
         store.put("r", f"o{number}", b"", previous=None, inputs=[], outputs=[], sizes=(10, 0))
     assert len(store._largest_number._heap) < 200 and len(store._largest_size._heap) < 200
 
 
-def test_a_server_that_keeps_nothing() -> None:
+def test_server_without_response_store() -> None:
     with live_server(response_store_bytes=0) as live:
         answer = ask(live)
         assert live.http.get(f"{PATH}/{answer['id']}").status_code == 404
@@ -345,7 +345,7 @@ def test_a_server_that_keeps_nothing() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=40), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
-def test_the_store_s_books_balance(steps: list[tuple[int, int, bool]], most: int) -> None:
+def test_store_accounting_is_consistent(steps: list[tuple[int, int, bool]], most: int) -> None:
     """Against brute force: what the responses that are kept need is what is counted, each link once."""
     store = ResponseStore(most=most, max_bytes=100)
     ids: list[str] = []

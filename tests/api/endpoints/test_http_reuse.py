@@ -71,17 +71,17 @@ def test_passages_are_shared_among_requests_of_one_key() -> None:
         ({"passages": [{"start": 0, "end": 9}] * 65}, "passages"),
     ],
 )
-def test_what_cannot_be_is_refused(live: Live, fields: dict[str, Any], param: str) -> None:
+def test_invalid_combinations_are_refused(live: Live, fields: dict[str, Any], param: str) -> None:
     error = live.refuse(COMPLETIONS, {"prompt": "a", **fields})
     assert error["param"].startswith(param) and error["code"] and not live.engine.requests
 
 
-def test_chats_have_no_spans(live: Live) -> None:
+def test_chats_refuse_spans(live: Live) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "passages": [{"start": 0, "end": 40}]}
     assert live.refuse(CHAT, body)["param"] == "passages"
 
 
-def test_openapi_describes_what_is_asked_and_what_is_told_of_contexts(live: Live) -> None:
+def test_openapi_describes_context_fields_of_requests_and_responses(live: Live) -> None:
     schemas = live.http.get("/openapi.json").json()["components"]["schemas"]
     settings = schemas["ContextSettings"]["properties"]
     asked = (*(name for name in settings if schemas["CompletionRequest"]["properties"].get(name)),)
@@ -126,7 +126,7 @@ def cached(answer: dict[str, Any]) -> int:
 DOCUMENTS = [" ".join(f"{word} {number}" for number in range(40)) for word in ("river", "stone", "cloud")]
 
 
-def test_documents_in_another_order_are_taken_from_the_cache(server: RealServer) -> None:
+def test_reordered_documents_are_reused_from_the_cache(server: RealServer) -> None:
     first, second, third = DOCUMENTS
     ask(server, f"Documents: {first} {second} {third} What are they about?")
     turned = f"Other documents: {third} {first} {second} Which is the longest?"
@@ -140,7 +140,7 @@ def test_documents_in_another_order_are_taken_from_the_cache(server: RealServer)
     assert heads["usage"]["prompt_tokens"] > prompt
 
 
-def test_spans_outside_the_prompt_or_over_each_other_are_refused(server: RealServer) -> None:
+def test_spans_outside_the_prompt_or_overlapping_are_refused(server: RealServer) -> None:
     for spans in ([{"start": 0, "end": 10**6}], [{"start": 0, "end": 60}, {"start": 50, "end": 90}]):
         body = {"prompt": DOCUMENTS[0], "max_tokens": 2, "passages": spans}
         response = httpx.post(f"{server.url}{COMPLETIONS}", json=body, timeout=60)
@@ -150,7 +150,7 @@ def test_spans_outside_the_prompt_or_over_each_other_are_refused(server: RealSer
 
 
 @pytest.mark.slow
-def test_a_deterministic_server_refuses() -> None:
+def test_deterministic_server_refuses_reuse() -> None:
     with serve("--deterministic") as server:
         server.wait_ready()
         response = httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "a", "cache_reuse": 64}, timeout=60)

@@ -123,14 +123,14 @@ def test_a_deadline_before_the_first_token_of_a_stream(live: Live) -> None:
     assert live.refuse(*(CHAT[0], {**CHAT[1], "timeout": 0.1, "stream": True}), 504)["code"] == "deadline_exceeded"
 
 
-def test_the_operators_deadline_counts_where_the_request_has_none() -> None:
+def test_operator_deadline_is_the_default() -> None:
     with live_server(default_timeout=0.1, deadline_slack=0.0) as live:
         live.engine.delay = 0.05
         live.refuse(*COMPLETION, 504)
         live.complete(max_tokens=3, timeout=5)
 
 
-def test_keep_alives_while_nothing_comes() -> None:
+def test_keep_alives_during_silence() -> None:
     with live_server(stream_comment_seconds=0.1) as live:
         events = live.stream(CHAT[0], {**CHAT[1], "max_tokens": 2}, live.let_go(": keep-alive", 2))
         assert events[:2] == [": keep-alive"] * 2
@@ -163,7 +163,7 @@ def open_stream(live: Live, path: str, body: dict[str, Any]) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompts", [1, 20])
-def test_a_client_that_leaves_aborts_its_request(live: Live, stream: bool, prompts: int) -> None:
+def test_disconnect_aborts_the_request(live: Live, stream: bool, prompts: int) -> None:
     def leave() -> float:
         live.engine.reset()
         live.engine.delay = 0.02
@@ -181,7 +181,7 @@ def test_a_client_that_leaves_aborts_its_request(live: Live, stream: bool, promp
     in_time(leave, 0.5)
 
 
-def test_a_client_that_leaves_before_the_first_token(live: Live) -> None:
+def test_disconnect_before_the_first_token(live: Live) -> None:
     live.engine.first_delay = 300
     for stream in (False, True):
         connection = open_stream(live, "/v1/completions", {"prompt": "a", "stream": stream})
@@ -190,7 +190,7 @@ def test_a_client_that_leaves_before_the_first_token(live: Live) -> None:
         live.wait(lambda: live.engine.running == 0)
 
 
-def test_a_client_that_does_not_read_is_slowed_and_still_ended(live: Live) -> None:
+def test_slow_consumer_is_throttled_and_ended(live: Live) -> None:
     info = live.engine.info
     assert info is not None
     from dataclasses import replace
@@ -233,7 +233,7 @@ def test_abort_all_ends_streams_with_an_event_and_others_with_503(live: Live) ->
     assert len(live.engine.aborted) == 3
 
 
-def test_draining_refuses_new_work_and_lets_the_old_finish(live: Live) -> None:
+def test_draining_refuses_new_requests_and_finishes_running_ones(live: Live) -> None:
     live.engine.delay = 0.03
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(live.stream, "/v1/completions", {"prompt": "a", "max_tokens": 15})
@@ -252,7 +252,7 @@ def test_draining_refuses_new_work_and_lets_the_old_finish(live: Live) -> None:
             live.state.draining = False
 
 
-def test_an_engine_that_comes_and_goes(live: Live) -> None:
+def test_engine_states(live: Live) -> None:
     engine = live.engine
     info = engine.info
     for state in ("starting", "restarting", "failed"):
@@ -284,7 +284,7 @@ def test_an_engine_that_ends_a_stream_too_early_is_an_error(live: Live) -> None:
         del live.engine.generate
 
 
-def test_streams_side_by_side_do_not_mix(live: Live) -> None:
+def test_concurrent_streams_do_not_mix(live: Live) -> None:
     live.engine.delay = 0.001
 
     def one(number: int) -> bool:

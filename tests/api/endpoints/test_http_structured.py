@@ -125,7 +125,7 @@ OPEN = {"type": "object", "properties": {"x": {"type": "integer", "not": {"const
         {"json_schema": OPEN},
     ],
 )
-def test_a_schema_that_is_not_strict_is_held_to_as_far_as_that_goes(live: Live, fields: dict[str, Any]) -> None:
+def test_lax_schema_is_enforced_partially(live: Live, fields: dict[str, Any]) -> None:
     """And takes no members but those that it names."""
     live.complete("a", **fields)
     check(live, *POINTS)
@@ -147,7 +147,7 @@ def test_a_schema_that_is_not_strict_is_held_to_as_far_as_that_goes(live: Live, 
         {"structured_outputs": {"json_object": False, "json": None, "structural_tag": None}},
     ],
 )
-def test_what_asks_for_nothing(live: Live, fields: dict[str, Any]) -> None:
+def test_values_without_effect(live: Live, fields: dict[str, Any]) -> None:
     live.complete("a", **fields)
     assert live.engine.requests[-1].sampling.grammar is None
 
@@ -212,7 +212,7 @@ PLACE = "response_format"
         (in_format({"type": "string", "pattern": "(a"}), PLACE, "unclosed"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_named_with_the_reason(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_formats_are_named_with_the_reason(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
     for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": USER, "stream": True})):
         error = live.refuse(path, {**body, **fields})
         assert error["param"] == param and error["code"] and says in error["message"], error
@@ -238,7 +238,7 @@ HOSTILE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_hostile_grammars_end_in_time_and_harm_no_stream(live: Live) -> None:
+def test_hostile_grammars_time_out_and_delay_no_stream(live: Live) -> None:
     in_time(lambda: longest_gap_beside_hostile_grammars(live), 2)
 
 
@@ -289,13 +289,13 @@ def test_compiled_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({request.sampling.grammar for request in live.engine.requests}) == 1
 
 
-def test_what_the_engine_says_of_a_grammar_names_the_field(live: Live) -> None:
+def test_grammar_errors_of_the_engine_name_the_field(live: Live) -> None:
     live.engine.refuse = lambda request: RequestError("it grows too large", "grammar", "invalid_grammar")
     error = live.refuse(TEXT, {"prompt": "a", "guided_regex": "x+"})
     assert (error["param"], error["code"]) == ("guided_regex", "invalid_grammar") and "too large" in error["message"]
 
 
-def test_a_strict_function_is_held_to_as_a_whole(live: Live) -> None:
+def test_strict_function_is_enforced_completely(live: Live) -> None:
     function = {"name": "look", "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}
     asked = {"messages": USER, "tool_choice": "required"}
     live.chat(**asked | {"tools": [{"type": "function", "function": function}]})
@@ -317,7 +317,7 @@ def call(arguments: str, name: str = "look") -> str:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-def test_calls_that_are_asked_for_are_held_to_their_schema(live: Live, choice: Any) -> None:
+def test_required_calls_follow_their_schema(live: Live, choice: Any) -> None:
     live.chat(tools=[LOOK, {"type": "function", "function": {"name": "find"}}], tool_choice=choice)
     good, bad = (
         [call('{"city": "Rome"}')],
@@ -327,7 +327,7 @@ def test_calls_that_are_asked_for_are_held_to_their_schema(live: Live, choice: A
     check(live, good, bad)
 
 
-def test_a_form_leaves_calls_that_are_up_to_the_model(live: Live) -> None:
+def test_format_permits_optional_calls(live: Live) -> None:
     live.chat(tools=[LOOK], response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}})
     good, bad = [*POINTS[0], call('{"city": "Rome"}')], [*POINTS[1], call("{}"), call('{"city": "Rome"}', "nope")]
     check(live, [*good, "<think>hm</think>" + call('{"city": "Rome"}')], bad)
@@ -337,7 +337,7 @@ def test_a_form_leaves_calls_that_are_up_to_the_model(live: Live) -> None:
     assert error["param"] == "guided_json"
 
 
-def test_a_format_says_nothing_of_an_answer_that_is_calls(live: Live) -> None:
+def test_format_does_not_apply_to_calls(live: Live) -> None:
     """It is about the text. Whoever offers tools sends one with every turn; what it says has to be right all the same."""
     form = {"name": "p", "schema": POINT}
     for path, body in (
@@ -356,7 +356,7 @@ def test_a_format_says_nothing_of_an_answer_that_is_calls(live: Live) -> None:
     assert live.refuse(CHAT, wrong)["param"] == "response_format"
 
 
-def test_thinking_may_come_before(live: Live) -> None:
+def test_thinking_may_precede_the_format(live: Live) -> None:
     """It is told apart by what the prompt ends with."""
     ask = {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}}}
     live.chat(**ask)

@@ -71,7 +71,7 @@ def prompt_of(live: Live) -> str:
         ("<think>\nthe answer is cut", "the answer is cut", ""),
     ],
 )
-def test_thinking_is_told_apart(live: Live, text: str, thinking: str | None, content: str, at_once: int) -> None:
+def test_thinking_is_separated(live: Live, text: str, thinking: str | None, content: str, at_once: int) -> None:
     """Whole and streamed alike, however many tokens come at once; counted up to the closing marker."""
     ids = say(live, text, tokens_per_output=at_once)
     answer = live.chat(max_tokens=100)
@@ -136,7 +136,7 @@ def test_the_effort_reaches_the_template(live: Live, fields: dict[str, Any], beg
     assert prompt_of(live).startswith(begin)
 
 
-def test_an_effort_that_is_none(live: Live) -> None:
+def test_effort_none(live: Live) -> None:
     error = live.refuse(PATH, {"messages": USER, "reasoning_effort": "extreme"})
     assert error["param"] == "reasoning_effort"
 
@@ -198,7 +198,7 @@ def test_a_budget_whose_markers_are_words() -> None:
             assert forced_token(replace(budget, tokens=2), [*output, *ids("so it")[:2]], 0) == budget.close[0]
 
 
-def test_a_budget_where_nothing_is_thought(live: Live) -> None:
+def test_budget_without_thinking(live: Live) -> None:
     live.chat(thinking_budget=7, chat_template_kwargs={"enable_thinking": False})
     assert live.engine.requests[-1].sampling.thinking is None
     live.chat()
@@ -207,7 +207,7 @@ def test_a_budget_where_nothing_is_thought(live: Live) -> None:
 
 
 @pytest.mark.parametrize("parser, reason", [("none", "no thinking")])
-def test_a_budget_that_cannot_be_kept(parser: str, reason: str) -> None:
+def test_unenforceable_budget_is_refused(parser: str, reason: str) -> None:
     with live_server(reasoning_parser=parser) as live:
         error = live.refuse(PATH, {"messages": USER, "thinking_budget": 5})
         assert (error["param"], error["code"]) == ("thinking_budget", "unsupported_parameter")

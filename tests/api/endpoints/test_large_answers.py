@@ -49,7 +49,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("shape", [pytest.param(SHAPES[0], marks=pytest.mark.slow), *SHAPES[1:]])
-def test_the_estimate_is_a_little_more_than_the_answer(real: RealServer, shape: dict[str, Any]) -> None:
+def test_estimate_slightly_exceeds_the_answer(real: RealServer, shape: dict[str, Any]) -> None:
     chat = "messages" in shape
     answer = post(real, {"ignore_eos": True, **shape}, "/v1/chat/completions" if chat else "/v1/completions")
     assert answer.status_code == 200
@@ -71,7 +71,7 @@ def test_the_estimate_is_a_little_more_than_the_answer(real: RealServer, shape: 
     assert 0.95 < (estimate + envelope) / len(answer.content) < 1.8
 
 
-def test_an_answer_that_could_become_too_large_is_refused_with_both_numbers(real: RealServer) -> None:
+def test_possibly_too_large_answer_is_refused_with_both_numbers(real: RealServer) -> None:
     """A body under 1 MiB that asks for 256 prompts of 500 tokens, each with 20 alternatives, twice over: 260 MB."""
     body = {"prompt": PROMPTS, "max_tokens": 0, "echo": True, "logprobs": 20, "prompt_logprobs": 20}
     assert len(json.dumps(body)) < MIB
@@ -86,7 +86,7 @@ def test_an_answer_that_could_become_too_large_is_refused_with_both_numbers(real
         assert most == 64 * MIB and 200 * MIB < size < 400 * MIB
 
 
-def test_the_bound_is_the_operators() -> None:
+def test_operator_sets_the_limit() -> None:
     with live_server(max_response_bytes=2000) as live:
         live.complete(max_tokens=200)
         assert live.refuse("/v1/completions", {"prompt": "x", "max_tokens": 200, "logprobs": 1})["code"] == (
@@ -98,7 +98,7 @@ def test_the_bound_is_the_operators() -> None:
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_an_answer_that_grows_past_its_estimate_is_ended(logprobs: int | None) -> None:
+def test_answer_beyond_its_estimate_is_ended(logprobs: int | None) -> None:
     options = ResponseOptions(max_bytes=1000, logprobs=logprobs)
     tokenizer = toy_tokenizer()
     ids = tuple(tokenizer.encode("hello", add_special_tokens=False))
@@ -125,7 +125,7 @@ def attack(server: RealServer, rows: int, stream: bool) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_large_answer_holds_nobody_up(real: RealServer, stream: bool) -> None:
+def test_large_answer_delays_no_other_request(real: RealServer, stream: bool) -> None:
     def longest() -> float:
         """Seconds of a gap, or twice as many as /health took, which has half the time."""
         found, size = attack(real, 32, stream)
@@ -138,7 +138,7 @@ def test_a_large_answer_holds_nobody_up(real: RealServer, stream: bool) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_largest_answer_holds_nobody_up(stream: bool) -> None:
+def test_largest_answer_delays_no_other_request(stream: bool) -> None:
     with serve() as server:
         found, size = attack(server, 180, stream)
         print(size, found.gaps[:3], found.health[:3])
