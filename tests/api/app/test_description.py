@@ -1,6 +1,6 @@
-"""`/openapi.json` is whole, and true: every example of it runs, and what comes back is as described.
+"""`/openapi.json` is complete and correct: every example runs, and its response follows the schema.
 
-The answers of all other tests over HTTP are held to it as well (`helpers/described.py`).
+The responses of all other HTTP tests are validated as well (`helpers/described.py`).
 """
 
 from __future__ import annotations

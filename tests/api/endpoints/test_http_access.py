@@ -1,4 +1,4 @@
-"""Keys, request ids, CORS, unknown paths, models, the API's description, tokenizing and metrics."""
+"""API keys, request ids, CORS, unknown paths, models, the OpenAPI document, tokenization and metrics."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PATHS = [
     "path", [*PATHS, "/health/", "//health", "/ready/x", "/HEALTH", "/health%2f..%2fmetrics", "/ui/"]
 )
 def test_every_path_but_two_needs_a_key(locked: Live, path: str) -> None:
-    url = locked.url + path  # a path alone that begins with // is read as a host
+    url = locked.url + path  # a path that begins with // is parsed as a host
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer"}, {"authorization": "first-key"}):
         for method in ("GET", "POST", "OPTIONS", "HEAD"):
             response = locked.http.request(method, url, headers=headers)
@@ -94,7 +94,9 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         scope = {"headers": [(b"authorization", b"Bearer " + key)]}
         assert (middleware._caller(scope) is not None) is allowed
         assert len(compared) == 3  # all keys, whatever matched
-        assert {len(digest) for pair in compared for digest in pair} == {64}  # and digests, so lengths do not tell
+        assert {len(digest) for pair in compared for digest in pair} == {
+            64
+        }  # and digests, so the duration does not depend on the length
 
 
 def test_empty_keys_are_ignored() -> None:
@@ -142,7 +144,7 @@ def test_cors_never_allows_credentials(origins: tuple[str, ...]) -> None:
         assert other.headers.get("access-control-allow-origin") == ("*" if origins == ("*",) else None)
 
 
-# What openai's JavaScript client sends, and other clients beside it.
+# Headers of openai's JavaScript client and of other clients.
 CLIENT_HEADERS = """authorization content-type x-api-key x-request-id x-stainless-arch x-stainless-lang x-stainless-os
     x-stainless-package-version x-stainless-retry-count x-stainless-runtime x-stainless-runtime-version
     x-stainless-timeout openai-organization anthropic-version""".split()
@@ -203,7 +205,7 @@ def test_unknown_paths_and_methods(live: Live) -> None:
      "/v1/rotary", "/v1/responses/resp_1", "/nope", "/v1/completions"],
 )  # fmt: skip
 def test_head_answers_as_get_without_a_body(live: Live, path: str) -> None:
-    """The second request on the connection would fail, were there a body."""
+    """A body would make the second request on the connection fail."""
     for _ in range(2):
         got, head = live.http.get(path), live.http.head(path)
         assert head.status_code == got.status_code and head.content == b"" and got.content

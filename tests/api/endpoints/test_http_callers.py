@@ -106,11 +106,11 @@ def test_disconnect_releases_concurrency(live: Live) -> None:
     live.engine.delay, live.engine.reply = 0.02, [65] * 500
     body = {"prompt": "hello", "max_tokens": 500, "stream": True}
     with httpx.stream("POST", f"{live.url}/v1/completions", json=body, headers=of("single")) as response:
-        lines = response.iter_lines()  # held on to: httpx closes the stream with it
+        lines = response.iter_lines()  # referenced, as httpx would close the stream with it
         next(lines)
         assert complete(live, "single").status_code == 429
     live.wait(lambda: live.engine.running == 0)
-    assert len(live.engine.aborted) == 1  # it did not come to its own end
+    assert len(live.engine.aborted) == 1  # it was ended before its own end
     live.wait(lambda: not live.state.callers._in_flight)
     assert complete(live, "single").status_code == 200
     assert live.state.callers.usage["single"].generated_tokens >= 4

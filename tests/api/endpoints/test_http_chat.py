@@ -30,7 +30,7 @@ def live(shared: Live) -> Live:
 
 
 def prompt_of(live: Live) -> str:
-    """The text that reached the engine last."""
+    """The text of the last request to the engine."""
     return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
 
 
@@ -236,7 +236,7 @@ def test_slow_template_is_ended_and_delays_no_other_request() -> None:
             assert 2.0 <= time.monotonic() - begin < 15
             return took
 
-        in_time(seconds_of_others, 2.0)  # that is, before the slow one is ended
+        in_time(seconds_of_others, 2.0)  # before the slow one is ended
 
 
 def test_the_openai_client(live: Live) -> None:

@@ -64,7 +64,7 @@ def test_the_four_shapes_of_a_prompt(live: Live, prompt: Any, expected: list[lis
 
 
 def test_order_of_choices_of_many_prompts_and_samples(live: Live) -> None:
-    # A prompt's own length decides how much the context leaves it, so every answer is told from the others.
+    # The length of a prompt determines the space left for its answer, so all answers differ.
     prompts = [[9] * (250 + i) for i in range(5)]
     answer = live.complete(prompts, max_tokens=100, n=2)
     expected = ["bcdbcd"[: 6 - i] for i in range(5) for _ in range(2)]
@@ -101,7 +101,7 @@ def test_one_failing_prompt_fails_the_request_and_aborts_the_others(live: Live) 
 
 
 def test_echo_scores_a_prompt_for_an_evaluation_harness(live: Live) -> None:
-    """The fields and the reading are lm-eval's: `local-completions` with token ids, echo, logprobs and one token."""
+    """Fields and evaluation of lm-eval's `local-completions`: token ids, echo, logprobs and one token."""
     context, continuation = [420, 71, 72], [78, 80, 81]
     answer = live.complete(
         [context + continuation, context],
@@ -230,7 +230,7 @@ def test_best_of_ranks_by_logprob_per_token() -> None:
 
     options = ResponseOptions(n=1, samples=3)
     writer = CompletionWriter(None, [Prompt([1])], TokenUsage(), options, {"id": "x"})  # type: ignore[arg-type]
-    for choice, token in enumerate((1, 2, 3)):  # 2 is the likelier of its pair
+    for choice, token in enumerate((1, 2, 3)):  # 2 is the more likely of its pair
         writer.add(Delta(choice, f"t{token}", (token,), (logprobs_of(token, 0),), "stop"))
     (best,) = writer.answer()["choices"]
     assert (best["text"], best["index"]) == ("t2", 0)

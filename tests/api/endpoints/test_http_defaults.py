@@ -1,4 +1,4 @@
-"""What holds for requests that say nothing: the model's own sampling; its names; its fingerprint; the path of a proxy."""
+"""Defaults of requests: the model's sampling parameters, its names and fingerprint, and the path of a proxy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_model_defaults_apply_to_requests_without_the_fields(live: Live, path: s
     neutral = SamplingDefaults()
     sampling = sampling_of(live, path)
     assert {name: getattr(sampling, name) for name in names} == {name: getattr(DEFAULTS, name) for name in names}
-    for given in names:  # one at a time, and neutral or 0 counts as given
+    for given in names:  # individually; a neutral value or 0 counts as given
         sampling = sampling_of(live, path, **{given: getattr(neutral, given)})
         for name in names:
             assert getattr(sampling, name) == getattr(neutral if name == given else DEFAULTS, name), (given, name)

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: what reaches the engine, what the answer looks like, and what is refused."""
+"""`POST /v1/embeddings`: requests to the engine, responses, and refused requests."""
 
 from __future__ import annotations
 

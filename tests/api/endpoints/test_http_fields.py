@@ -1,4 +1,4 @@
-"""Every request field: what reaches the engine, or which 400 names it."""
+"""Every request field: its value in the engine, or the error 400 that names it."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_bad_words_are_tokenized_with_and_without_a_space(live: Live) -> None:
     ],
 )
 def test_sequence_breakers_become_tokens(live: Live, given: dict[str, Any], texts: list[str]) -> None:
-    for _ in range(2):  # the second time from what was kept
+    for _ in range(2):  # the second time from the cache
         live.complete("a", dry_multiplier=1, **given)
     ids, sequences = breaker_tokens(live.tokenizer, texts)
     assert ids or sequences

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: which ids a prompt and a suffix become, and what is refused."""
+"""Fill-in-the-middle: token ids of prompt and suffix, and refused requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_gap_uses_the_fill_in_tokens_of_the_model(names: tuple[str, str, str], s
     with live_server(backend=backend) as live:
         live.complete("def f(x):\n    ", suffix="\n    return y")
         (request,) = live.engine.requests
-        # As transformers' tokenizers make them of the text that the models' cards show.
+        # Token ids of the text in the model cards, by transformers' tokenizers.
         text = f"{names[0]}def f(x):\n    {names[1]}\n    return y{names[2]}"
         assert request.prompt_token_ids == backend.encode(text, add_special_tokens=True).ids
         assert live.http.get("/v1/models").json()["data"][0]["tasks"][:2] == ["generate", "infill"]

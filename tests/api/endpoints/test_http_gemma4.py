@@ -1,4 +1,4 @@
-"""What Gemma 4 writes, over HTTP against a scripted engine: thinking and calls in every API, whole and streamed."""
+"""Output of Gemma 4 over HTTP with a scripted engine: thinking and calls in every API, complete and streamed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.server.text.tool_parsers.formats import FORMATS
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
-# In the notation of Google's, and much shorter.
+# Google's template, abridged.
 TEMPLATE = """
 {%- macro value(it) -%}
 {%- if it is string %}{{ '<|"|>' ~ it ~ '<|"|>' }}
@@ -104,7 +104,7 @@ def live(shared: Live) -> Live:
 
 
 def say(live: Live, text: str) -> None:
-    """Have the engine generate this text."""
+    """Let the engine generate this text."""
     ids = live.tokenizer.encode(text, add_special_tokens=False)
     live.engine.reply, live.engine.eos_after = ids, len(ids)
 
@@ -114,7 +114,7 @@ def prompt_of(live: Live) -> str:
 
 
 def ask(live: Live, **fields: Any) -> tuple[str | None, str | None, list[tuple[str, Any]], str]:
-    """Content, reasoning, calls and the reason for the end, which a stream has alike."""
+    """Content, reasoning, calls and finish reason, which a stream must equal."""
     body = {"messages": USER, "max_tokens": 400, "tools": [LOOK], **fields}
     response = live.post(PATH, body)
     assert response.status_code == 200, response.text
@@ -190,7 +190,7 @@ def test_the_switch_of_the_template(live: Live) -> None:
 
 
 def test_a_round_trip(live: Live) -> None:
-    """The model's call comes back to it as it was written, and it may go on in the thinking that the template opened."""
+    """The model's call is rendered as it was generated, also inside thinking that the template opened."""
     say(live, THOUGHT + CALL)
     message = live.chat(tools=[LOOK], **ON)["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "name": "look", "content": "sunny"}
@@ -209,7 +209,7 @@ def test_budget_starts_after_the_label(live: Live) -> None:
 
 
 def test_required_call_has_the_format_of_the_model(live: Live) -> None:
-    """Behind the thinking, with the tokens around strings."""
+    """After the thinking, with the tokens around strings."""
     say(live, THOUGHT + CALL)
     assert ask(live, tool_choice="required", **ON)[2] == [("look", ROME)]
     grammar = live.engine.requests[-1].sampling.grammar
@@ -232,7 +232,7 @@ def value_of(chance: random.Random, depth: int = 0) -> Any:
 
 
 def test_output_of_the_template_is_parsed_back() -> None:
-    """Values of any kind, thinking before any call, and pieces of any size."""
+    """Values of any kind, thinking before calls, and pieces of any size."""
     chance, template = random.Random(4), ChatTemplate(TEMPLATE)
     for _ in range(150):
         calls, thoughts, text = list[tuple[str, Any]](), list[str](), ""

@@ -1,4 +1,4 @@
-"""`/v1/cache`, `/v1/attention` and `/v1/rotary/curves` over a scripted engine: what they show, to whom, and how much of it."""
+"""`/v1/cache`, `/v1/attention` and `/v1/rotary/curves` with a scripted engine: contents, permissions and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients send along: nulls, and keys that they keep in histories, change nothing; errors always have a code."""
+"""Nulls and history fields of clients have no effect, and errors always have a code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def live(server: Live) -> Live:
 
 
 def prompt_of(live: Live, path: str, body: dict[str, Any]) -> Any:
-    """What reaches the engine."""
+    """The prompt in the engine."""
     live.engine.requests.clear()
     response = live.post(path, body)
     assert response.status_code == 200, response.text

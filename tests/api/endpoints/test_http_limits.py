@@ -1,4 +1,4 @@
-"""The bounds on size and shape, each at its edge, over real sockets. The server must live on after every one."""
+"""Limits on size and shape, each at its edge, over real sockets. The server must keep running after each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def live(shared: Live) -> Iterator[Live]:
 
 
 def padded(size: int) -> bytes:
-    """A valid body of exactly so many bytes."""
+    """A valid body of exactly this many bytes."""
     body = b'{"prompt": "a", "max_tokens": 1}'
     return body + b" " * (size - len(body))
 
@@ -80,7 +80,7 @@ def test_bodies_of_all_requests_together() -> None:
             assert (refused.status_code, error["code"]) == (429, "too_many_bytes")
             assert error["message"].startswith("the bodies of your requests in progress may have 300000 bytes")
             assert refused.headers["retry-after"] == "1"
-            assert live.http.post(PATH, content=padded(60_000)).status_code == 200  # small ones go on
+            assert live.http.post(PATH, content=padded(60_000)).status_code == 200  # small ones are still accepted
             half_sent.sendall(b" ")
             assert half_sent.recv(4096).startswith(b"HTTP/1.1 200 ")
         assert live.http.post(PATH, content=padded(size)).status_code == 200

@@ -1,4 +1,4 @@
-"""`/v1/messages` against a scripted engine: whole and streamed, blocks, tools, thinking, counts, and what is refused."""
+"""`/v1/messages` with a scripted engine: complete and streamed answers, blocks, tools, thinking, counts, refusals."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def stream(live: Live, messages: Any = USER, **fields: Any) -> list[dict[str, An
 
 
 def refuse(live: Live, path: str, body: Any, status: int = 400, *, details: bool = False) -> dict[str, Any]:
-    """The error of a request that must be refused, in Anthropic's shape."""
+    """Error of a refused request, in Anthropic's form."""
     response = live.post(path, body)
     assert response.status_code == status, response.text
     answer = response.json()
@@ -91,7 +91,7 @@ def refuse(live: Live, path: str, body: Any, status: int = 400, *, details: bool
 
 
 def built(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message as a client puts it together."""
+    """The message as a client assembles it."""
     message: dict[str, Any] = {}
     partial: dict[int, str] = {}
     for event in events:
@@ -235,7 +235,7 @@ def test_a_client_that_leaves_ends_the_request(live: Live) -> None:
     live.wait(lambda: live.state.in_flight == 0)
 
 
-# ---- what goes in ----------------------------------------------------------------------------------------------------
+# ---- requests --------------------------------------------------------------------------------------------------------
 def test_blocks_become_turns(live: Live) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": each, "cache_control": {"type": "ephemeral"}} for each in "ab"]},
@@ -322,7 +322,7 @@ def test_thinking(live: Live) -> None:
 
 
 def test_budget_is_a_hint_without_thinking_parser() -> None:
-    """Clients have thinking switched on or off, whatever the model; the operator's options are not theirs to change."""
+    """Clients enable thinking for every model, and cannot know the operator's options."""
     with live_server() as plain:
         body = {"messages": USER, "max_tokens": 2, "thinking": {"type": "enabled", "budget_tokens": 1024}}
         assert plain.post(PATH, body).status_code == plain.post(COUNT, {**body, "max_tokens": None}).status_code == 200
@@ -333,7 +333,7 @@ def test_budget_is_a_hint_without_thinking_parser() -> None:
 
 
 def test_an_effort_is_a_hint(live: Live) -> None:
-    """Anthropic's clients send one to every model."""
+    """Anthropic's clients send an effort to every model."""
     for effort in ("low", "max"):
         ask(live, output_config={"effort": effort})
         assert prompt_of(live).startswith("True[user]")
@@ -403,7 +403,7 @@ CLEAR = {"type": "clear_thinking_20251015", "keep": "all"}
     [
         *((given, True) for given in (None, {}, {"edits": None}, {"edits": []}, {"edits": [CLEAR]})),
         ({"edits": [{**CLEAR, "keep": {"type": "all"}}, {**CLEAR, "more": None}]}, True),
-        ({"edits": [{"type": "clear_thinking_20251015"}]}, False),  # which keeps those of the last turn
+        ({"edits": [{"type": "clear_thinking_20251015"}]}, False),  # which clears all but those of the last turn
         ({"edits": [{**CLEAR, "keep": {"type": "thinking_turns", "value": 2}}]}, False),
         ({"edits": [CLEAR, {"type": "clear_tool_uses_20250919"}]}, False),
         ({"edits": [{**CLEAR, "type": "clear_tool_uses_20250919"}]}, False),
@@ -448,7 +448,7 @@ def test_counting(live: Live) -> None:
     assert longer["input_tokens"] > 4096  # more than the context holds
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "%%%not base64"}}
 USE = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
 

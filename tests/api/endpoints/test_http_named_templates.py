@@ -1,4 +1,4 @@
-"""A model with a template of its own for chats with functions: it is used where there are some, and read for what it teaches."""
+"""A model with a separate template for chats with functions, which also determines the format of calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helpers.live_server import TEMPLATE, Live, live_server
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
-# As Hermes writes calls, which the default template says nothing of.
+# Calls in the format of Hermes, which the default template does not contain.
 TOOL_USE = (
     "TOOLS {% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>{{ messages[0].content }} tool_calls"
 )

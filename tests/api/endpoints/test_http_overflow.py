@@ -1,4 +1,4 @@
-"""What is done where prompt and answer are longer than the context, over a real socket, against a scripted engine."""
+"""Prompts and answers longer than the context, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def context_of(live: Live) -> int:
 
 
 def long_chat(live: Live) -> list[dict[str, str]]:
-    """More turns than the context holds, numbered."""
+    """More turns than fit into the context, numbered."""
     messages = [{"role": "system", "content": "be kind"}]
     for turn in range(context_of(live) // 20):
         messages += [{"role": "user", "content": f"question {turn} " + "a b c d e f g h"}]
@@ -63,7 +63,7 @@ def test_oldest_turns_are_dropped_and_counted(live: Live, stream: bool) -> None:
     (request,) = live.engine.requests
     assert request.sampling.max_tokens == 30
     assert len(request.prompt_token_ids) + 30 <= context_of(live)
-    # One turn fewer would not have fitted.
+    # With one more turn it would not have fitted.
     kept = [messages[0], *messages[1 + 2 * (dropped - 1) :]]
     live.refuse(CHAT, {"messages": kept, "max_tokens": 30, "context_overflow": "error"})
 

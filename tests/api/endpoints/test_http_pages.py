@@ -1,4 +1,4 @@
-"""Pages of other sites, in the browser of somebody who runs a server without keys, cannot have it work."""
+"""Web pages of other origins cannot use a server without keys through a browser."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_other_requests_are_answered(live: Live, headers: dict[str, str]) -> Non
 
 
 def test_key_does_not_permit_simple_requests() -> None:
-    """A proxy may have added it."""
+    """A proxy may have added the key."""
     with live_server(callers=(ApiKey.plain("secret"),)) as live:
         headers = {"origin": "http://page.example", "authorization": "Bearer secret"}
         assert live.http.post(PATH, content=BODY, headers=headers).status_code == 400

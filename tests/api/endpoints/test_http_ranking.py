@@ -1,4 +1,4 @@
-"""`/pooling`, `/v1/score`, `/v1/rerank` and `/classify`: what they answer, and what they refuse by name."""
+"""`/pooling`, `/v1/score`, `/v1/rerank` and `/classify`: responses, and refused requests."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def ask(live: Live, path: str, **body: Any) -> dict[str, Any]:
 
 
 def vector(text: str, live: Live) -> list[float]:
-    """What the scripted engine makes of a text."""
+    """The scripted engine's vector of a text."""
     return [live.tokenizer.backend.encode(text).ids[-1], *range(1, 8)]
 
 
 def cosine(a: list[float], b: list[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))  # the scripted rows are taken as of length 1
+    return sum(x * y for x, y in zip(a, b, strict=True))  # the scripted rows count as normalized
 
 
 def test_states_per_text_or_per_token(live: Live) -> None:
@@ -114,7 +114,7 @@ def test_pair_for_a_head_is_truncated_in_its_second_text(judge: Live, most: int,
 
 
 def test_truncated_documents_are_returned_in_full(judge: Live, answerer: Live) -> None:
-    whale = "\U0001f40b"  # a character of several tokens, which is never cut in two
+    whale = "\U0001f40b"  # a character of several tokens, which is never split
     documents = ["c", "xyz" * 100, whale * 3]
     for each in (judge, answerer):
         each.engine.requests.clear()
@@ -155,7 +155,7 @@ def test_joined_pairs_have_a_total_limit(encoder: bool) -> None:
 
 
 def test_pairs_for_a_head_share_their_query(judge: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list for each pair would take the query's length times the documents."""
+    """Separate lists would take the query's length for each document."""
 
     async def pool(
         exchange: Exchange, job: PoolingJob, prompts: Sequence[Collection[int]], rule: PoolingRule
@@ -230,7 +230,7 @@ def test_instruction_for_a_prompt_without_one_is_refused(live: Live, judge: Live
 
 
 def test_head_joins_pairs_if_the_chat_template_cannot() -> None:
-    """Unless a pair needs a prompt; then the text processes do not load, and say why."""
+    """If a pair needs a prompt, the text processes refuse to load."""
     with live_server(scorer("fits", activation="sigmoid"), ranking=RankSettings()) as live:
         ask(live, "/v1/score", text_1="ab", text_2="c")
         ids = [live.tokenizer.backend.encode(text).ids for text in ("ab", "c")]

@@ -1,4 +1,4 @@
-"""What is kept of responses: gone on from, read, listed, deleted, forgotten in bounds, and seen by their owner alone."""
+"""Stored responses: continued, read, listed, deleted, removed when too many, and visible only to their owner."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_deleting(live: Live) -> None:
     }
     assert live.http.delete(f"{PATH}/{first['id']}").status_code == 404
     ask(live, "c", previous_response_id=second["id"])
-    assert prompt_of(live).startswith("[user]a\n")  # who went on from it keeps the conversation
+    assert prompt_of(live).startswith("[user]a\n")  # its continuation keeps the conversation
 
 
 def test_input_items_are_listed_in_pages(live: Live) -> None:
@@ -107,7 +107,7 @@ def test_input_items_are_listed_in_pages(live: Live) -> None:
 
 
 def test_pages_with_repeated_ids_end(live: Live) -> None:
-    """As by output items that are sent back beside their response."""
+    """For example of output items that are sent back with their response."""
     first = ask(live, "a")
     mine = [{"id": "msg_mine", "role": "user", "content": text} for text in "bcd"]
     second = ask(live, [*first["output"], *mine], previous_response_id=first["id"])
@@ -124,11 +124,11 @@ def test_pages_with_repeated_ids_end(live: Live) -> None:
             if not page["has_more"]:
                 break
         assert paged == whole
-    assert [item["id"] for item in whole].count("msg_mine") == 1  # the first of them keeps it
+    assert [item["id"] for item in whole].count("msg_mine") == 1  # the first one keeps its id
 
 
 def test_items_are_referenced_by_id(live: Live) -> None:
-    """In place of the items themselves, as a client may do it that keeps the ids of what it has seen."""
+    """Clients that store ids may send them in place of the items."""
     first = ask(live, "a")
     said = first["output"][0]
     (inputs,) = live.http.get(f"{PATH}/{first['id']}/input_items").json()["data"]
@@ -228,7 +228,7 @@ def test_too_long_conversation_displaces_no_other_owner() -> None:
         live.http.headers = {"x-api-key": "one"}
         last = ask(live, "x" * 6000, truncate_prompt_tokens=50)
         longer = ask(live, "x" * 6000, previous_response_id=last["id"], truncate_prompt_tokens=50)
-        assert longer["store"] is True  # as it was asked for
+        assert longer["store"] is True  # as requested
         refused = live.refuse(PATH, {"input": "a", "previous_response_id": longer["id"]}, 404)
         assert "--response-store" in refused["message"]
         assert live.http.get(f"{PATH}/{last['id']}").status_code == 200
@@ -244,7 +244,7 @@ def test_largest_owner_displaces_its_own_responses() -> None:
         store.put(name, owner, b"", previous=before, inputs=[], outputs=[], sizes=(size, 0))
         return store.get(name, owner) is not None
 
-    assert put("a1", "a", 30) and put("a2", "a", 60, "a1") is True  # nobody else needs it
+    assert put("a1", "a", 30) and put("a2", "a", 60, "a1") is True  # no other response needs it
     store.delete("a2", "a")
     assert put("b1", "b", 20)
     assert all(put(f"c{number}", "c", 10) for number in range(40))
@@ -254,13 +254,13 @@ def test_largest_owner_displaces_its_own_responses() -> None:
         "c35",
         "c39",
     ]
-    assert put("a2", "a", 20, "a1") and store.get("b1", "b")  # c has as much by now: the oldest of it go
+    assert put("a2", "a", 20, "a1") and store.get("b1", "b")  # c is equally large now: its oldest ones are removed
     assert not put("a3", "a", 1, "a2"), "more than half, and others have the rest"
     assert not put("d1", "d", 101) and store.get("a2", "a") and store.get("b1", "b")
 
 
 def test_too_many_responses_displace_those_of_the_largest_owner() -> None:
-    """However large those of another are."""
+    """By number of responses, whatever their size."""
     store = ResponseStore(most=10, max_bytes=1000)
 
     def put(name: str, size: int) -> None:
@@ -315,7 +315,7 @@ def test_displacement_matches_brute_force(steps: list[tuple[str, int, int]], mos
 
 
 def test_displacing_many_owners_does_not_scan_all_each_time() -> None:
-    """Counted in calls: the event loop waits for it."""
+    """Measured in calls, as the event loop waits for it."""
     owners = 1000
     store = ResponseStore(most=10_000, max_bytes=10 * owners)
     for number in range(owners):
@@ -346,7 +346,7 @@ def test_server_without_response_store() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=40), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
 def test_store_accounting_is_consistent(steps: list[tuple[int, int, bool]], most: int) -> None:
-    """Against brute force: what the responses that are kept need is what is counted, each link once."""
+    """Compared with brute force: the counted bytes are those of the stored responses, each link once."""
     store = ResponseStore(most=most, max_bytes=100)
     ids: list[str] = []
     for number, (choice, size, delete) in enumerate(steps):

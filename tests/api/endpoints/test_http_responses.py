@@ -1,4 +1,4 @@
-"""`/v1/responses` against a scripted engine: whole and streamed, items, tools, thinking, forms, and what is refused."""
+"""`/v1/responses` with a scripted engine: complete and streamed answers, items, tools, thinking, formats, refusals."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def lasting(value: Any) -> Any:
 
 
 def built(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The output as a client puts it together from the events of items, parts and pieces."""
+    """The output as a client assembles it from the events of items, parts and pieces."""
     output: list[dict[str, Any]] = []
     for event in events:
         kind = event["type"]
@@ -220,7 +220,7 @@ def test_incomplete_call_has_no_effect_when_sent_back(live: Live) -> None:
             assert f"<tool_call>{shown}</tool_call>[tool]x" in prompt_of(live)
         refused = live.post(PATH, {"input": [call], "tools": [LOOK]})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"
-        whole = {**call, "arguments": ROME}  # somebody carried it out all the same
+        whole = {**call, "arguments": ROME}  # the call was executed anyway
         ask(live, [question, whole, result, question], tools=[LOOK])
         assert "tool_call" in prompt_of(live)
     events = stream(live, tools=[LOOK], stop=["Ro"])
@@ -260,7 +260,7 @@ def test_a_failure_before_the_stream_has_its_own_status(live: Live) -> None:
 
 
 def test_a_failure_after_silence_is_an_event(live: Live) -> None:
-    """Keep-alive comments went out first, so there is no status left to tell it by."""
+    """Keep-alive comments were sent before, so the status is already 200."""
     with live_server(stream_comment_seconds=0.02) as quick:
         quick.engine.first_delay, quick.engine.fail_after = 0.2, (0, EngineDeadError("gone"))
         (event,) = named_events(quick, PATH, {"input": "a"})
@@ -275,7 +275,7 @@ def test_a_client_that_leaves_ends_the_request(live: Live) -> None:
     live.wait(lambda: live.state.in_flight == 0)
 
 
-# ---- what goes in ----------------------------------------------------------------------------------------------------
+# ---- requests --------------------------------------------------------------------------------------------------------
 def test_items_become_turns(live: Live) -> None:
     items = [
         {"role": "developer", "content": "Rules."},
@@ -297,7 +297,7 @@ def test_items_become_turns(live: Live) -> None:
 
 
 def test_output_can_be_sent_back(live: Live) -> None:
-    """As clients that keep the conversation themselves do it."""
+    """Like clients that store the conversation themselves."""
     say(live, f"<think>so</think>Wait. {CALL}")
     first = ask(live, tools=[LOOK])
     call = first["output"][-1]
@@ -423,7 +423,7 @@ def test_truncation(live: Live) -> None:
     assert "max_output_tokens" in error["message"] and "max_tokens" not in error["message"]
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 NAMED = {"type": "function", "name": "look"}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,%%%not base64"}
 CALLED = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}

@@ -1,4 +1,4 @@
-"""Cached passages used anywhere in another prompt: what the fields come to, and a real engine that takes them."""
+"""Non-prefix KV reuse: the fields, and a real engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def asked(live: Live, **fields: Any) -> NonPrefixReuseParams | None:
 
 
 def test_fields_reach_the_engine(live: Live) -> None:
-    assert asked(live) == NonPrefixReuseParams(0, (), 0.15, "")  # it can be taken from
+    assert asked(live) == NonPrefixReuseParams(0, (), 0.15, "")  # its passages can be reused
     assert asked(live, cache_reuse=64) == NonPrefixReuseParams(64, (), 0.15, "")
     assert asked(live, cache_reuse=64, cache_reuse_recompute=0.3, cache_salt="s") == NonPrefixReuseParams(
         64, (), 0.3, "salt s"
@@ -88,7 +88,7 @@ def test_openapi_describes_context_fields_of_requests_and_responses(live: Live) 
     assert len(asked) == 5
     for request in ("CompletionRequest", "ChatRequest", "ResponseRequest", "MessageRequest"):
         of = schemas[request]["properties"]
-        for name in asked:  # each says where its default is told, and that is really there
+        for name in asked:  # each names the place of its default, which exists
             assert f"`context.{name}`" in of[name]["description"], (request, name)
         assert f" {MIN_PASSAGE_TOKENS} or more" in of["cache_reuse"]["description"]
         assert of["cache_reuse_recompute"]["description"].endswith(f"Default: {DEFAULT_RECOMPUTE}.")

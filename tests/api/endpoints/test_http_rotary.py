@@ -1,4 +1,4 @@
-"""`/v1/rotary`, its inspection, profiles, policies and the rotary reports of answers, over a scripted engine."""
+"""`/v1/rotary`, its inspection, profiles, policies, and the rotary reports of answers, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAIN = [10000 ** (-2 * j / 16) for j in range(8)]  # of the scripted model: the
 
 
 def ntk(stretch: float) -> list[float]:
-    """The formula of the NTK-aware base, written out."""
+    """The formula of the NTK-aware base."""
     base = 10000 * stretch ** (16 / 14)
     return [base ** (-2 * j / 16) for j in range(8)]
 
@@ -49,7 +49,7 @@ def live(shared: Live) -> Live:
     return shared
 
 
-# ---- what the server tells -------------------------------------------------------------------------------------------
+# ---- settings of the server ------------------------------------------------------------------------------------------
 def test_the_model_the_default_and_the_profiles(live: Live) -> None:
     answer = live.http.get("/v1/rotary").json()
     group = {"rope_type": "default", "rope_theta": 1e4, "rotary_dim": 16}
@@ -154,7 +154,7 @@ def test_invalid_inspections_are_refused(live: Live) -> None:
     live.refuse(INSPECT, {}, 503)
 
 
-# ---- what a request may bring ----------------------------------------------------------------------------------------
+# ---- fields of requests ----------------------------------------------------------------------------------------------
 def test_profile_equals_its_object(live: Live) -> None:
     live.complete("a", rope_scaling="long")
     live.complete("a", rope_scaling=YARN)
@@ -340,9 +340,9 @@ def test_profiles_incompatible_with_the_model() -> None:
         check_profiles({"x": RopeScaling.from_dict(local)}, ROTARY)
 
 
-# ---- what answers tell -----------------------------------------------------------------------------------------------
+# ---- reports of answers ----------------------------------------------------------------------------------------------
 def report_of(request: EngineRequest) -> RotaryReport:
-    """Differs with the prompt's length, as a grid point does."""
+    """Depends on the length of the prompt, like a grid point."""
     return RotaryReport("dynamic", {"factor": 4.0}, "rotate", float(len(request.prompt_token_ids)), "f", 3)
 
 
@@ -418,7 +418,7 @@ def test_engine_without_reports(live: Live) -> None:
     ],
 )
 def test_report_after_a_stop_string(update: Any, reach: float, moves: int) -> None:
-    """The engine knows nothing of stop strings: its last output, with its report, never comes."""
+    """The engine does not know stop strings, so its last output with the report never arrives."""
     reply = [65] * 59 + [66] + [67] * 100
     with live_server(ScriptedEngine(reply=reply), rope_exact=True) as live:
         body = {"prompt": [5] * 120, "max_tokens": 130, "stop": ["c"], "rope_scaling": DYNAMIC, "rope_update": update}

@@ -1,4 +1,4 @@
-"""Answers that go past their context: what the fields and options come to, and a real engine that does it."""
+"""Answers longer than the context: fields and options, and a real engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How exchanges end: errors before and within a stream, deadlines, keep-alives, clients that leave, draining."""
+"""Ends of exchanges: errors before and within a stream, deadlines, keep-alives, disconnects, draining."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_failure_of_one_of_many_prompts_ends_the_stream(live: Live) -> None:
 
 
 def refused_after(live: Live, path: str, body: dict[str, Any], timeout: float) -> float:
-    """Seconds until a request is refused that has so many."""
+    """Seconds until a request with this time limit is refused."""
     begin = time.monotonic()
     assert live.refuse(path, {**body, "timeout": timeout}, 504)["code"] == "deadline_exceeded"
     took = time.monotonic() - begin
@@ -97,7 +97,9 @@ def refused_after(live: Live, path: str, body: dict[str, Any], timeout: float) -
 
 
 def begun_and_cut(live: Live, path: str, body: dict[str, Any]) -> list[Any]:
-    """The events of a stream whose deadline passes within it. A busy machine may let it pass before: then it has more time."""
+    """The events of a stream whose deadline passes within it. If a busy machine lets it pass before, the time limit is
+    raised.
+    """
     for timeout in (0.2, 1.0, 3.0):
         answer = live.post(path, {**body, "timeout": timeout, "stream": True})
         if answer.status_code != 504:
@@ -138,11 +140,11 @@ def test_keep_alives_during_silence() -> None:
         rest = [event for event in events[:-1] if event != ": keep-alive"]
         assert rest[0]["choices"][0]["delta"]["role"] == "assistant"
         assert rest[-1]["choices"][0]["finish_reason"] == "length"
-        # Once a comment went out the status is settled, so a failure is an event.
+        # After a comment the status is sent, so a failure is an event.
         live.engine.fail_after = (0, QueueFullError("full"))
         events = live.stream(*CHAT, live.let_go(": keep-alive"))
         assert events[0] == ": keep-alive" and events[-2]["error"]["code"] == "queue_full" and events[-1] == "[DONE]"
-        # While tokens come often enough there is no need for comments. A machine with other work may hold some of them back.
+        # Frequent tokens need no comments. A busy machine may delay some of them.
         live.engine.reset()
         live.engine.delay = 0.03
         body = {"prompt": "a", "max_tokens": 10}
@@ -150,7 +152,7 @@ def test_keep_alives_during_silence() -> None:
 
 
 def open_stream(live: Live, path: str, body: dict[str, Any]) -> socket.socket:
-    """A raw connection with a request sent and not read."""
+    """A raw connection with a sent request, whose response is not read."""
     import json
 
     url = httpx.URL(live.url)
@@ -201,7 +203,7 @@ def test_slow_consumer_is_throttled_and_ended(live: Live) -> None:
 
     def stands_still() -> bool:
         before = live.engine.made
-        for _ in range(10):  # the server has turns in which it could take another
+        for _ in range(10):  # the server has time to accept another one
             assert live.http.get("/health").status_code == 200
         return live.engine.made == before
 

@@ -1,4 +1,4 @@
-"""Structured output over HTTP: every spelling comes to a grammar that takes what was wanted and nothing else, or to a 400."""
+"""Structured output over HTTP: every spelling becomes a grammar that accepts exactly the wanted text, or gets a 400."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def live(shared: Live) -> Live:
 
 
 def takes(live: Live, grammar: str | None, text: str) -> bool:
-    """Whether the whole text matches the grammar that the engine was given."""
+    """Whether the entire text matches the engine's grammar."""
     assert grammar is not None
     known = LLTokenizer(live.tokenizer.backend.to_str(), eos_token=live.tokenizer.eos_token_id)
     matcher = LLMatcher(known, grammar, log_level=0)
@@ -126,7 +126,7 @@ OPEN = {"type": "object", "properties": {"x": {"type": "integer", "not": {"const
     ],
 )
 def test_lax_schema_is_enforced_partially(live: Live, fields: dict[str, Any]) -> None:
-    """And takes no members but those that it names."""
+    """Only named members are permitted."""
     live.complete("a", **fields)
     check(live, *POINTS)
 
@@ -268,7 +268,7 @@ def longest_gap_beside_hostile_grammars(live: Live) -> float:
                 assert response.status_code in (200, 400), response.text
                 if response.status_code == 400:
                     assert response.json()["error"]["param"] == next(iter(fields))
-                assert seconds < 15, (seconds, str(fields)[:80])  # it may take 4, and the machine may be busy
+                assert seconds < 15, (seconds, str(fields)[:80])  # the limit is 4, and the machine may be busy
         finally:
             done.append(True)
             following.result()
@@ -338,7 +338,7 @@ def test_format_permits_optional_calls(live: Live) -> None:
 
 
 def test_format_does_not_apply_to_calls(live: Live) -> None:
-    """It is about the text. Whoever offers tools sends one with every turn; what it says has to be right all the same."""
+    """The format applies to text. Clients with tools send one with every turn; it must still be valid."""
     form = {"name": "p", "schema": POINT}
     for path, body in (
         (CHAT, {"messages": USER, "response_format": {"type": "json_schema", "json_schema": form}, "tools": [LOOK],
@@ -357,7 +357,7 @@ def test_format_does_not_apply_to_calls(live: Live) -> None:
 
 
 def test_thinking_may_precede_the_format(live: Live) -> None:
-    """It is told apart by what the prompt ends with."""
+    """It is recognized by the end of the prompt."""
     ask = {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}}}
     live.chat(**ask)
     check(

@@ -1,4 +1,4 @@
-"""The operator's variables of the chat template: wherever a chat is rendered, behind those of the request."""
+"""The operator's variables of the chat template: used wherever a chat is rendered, overridden by those of the request."""
 
 from __future__ import annotations
 

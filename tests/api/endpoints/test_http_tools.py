@@ -1,4 +1,4 @@
-"""Tools over HTTP, against a scripted engine and through the openai package: offered, called, answered, refused."""
+"""Tools over HTTP with a scripted engine, also through the openai package: offered, called, answered, refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VOCABULARY = 425
 
 
 def tool_tokenizer() -> tokenizers.Tokenizer:
-    """The toy one with markers that are special tokens, which a reader of the answer would not see."""
+    """The toy tokenizer, with special tokens as markers, which are not part of the text."""
     backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
     backend.add_special_tokens(["<tool_call>", "</tool_call>"])
     return backend
@@ -69,7 +69,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 
 def say(live: Live, text: str) -> None:
-    """Have the engine generate this text."""
+    """Let the engine generate this text."""
     ids = live.tokenizer.encode(text, add_special_tokens=False)
     live.engine.reply, live.engine.eos_after = ids, len(ids)
 
@@ -79,7 +79,7 @@ def prompt_of(live: Live) -> str:
 
 
 def ask(live: Live, **fields: Any) -> dict[str, Any]:
-    """The choice of a whole answer, which a stream put together must equal but for the ids of calls."""
+    """The choice of a complete answer, which the stream must equal except for ids of calls."""
     body = {"messages": USER, "max_tokens": 400, **fields}
     response = live.post(PATH, body)
     assert response.status_code == 200, response.text
@@ -151,7 +151,7 @@ def test_parallel_calls_disabled(live: Live) -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools(live: Live, mode: str) -> None:
-    """What names another one is no call, where nothing keeps the model from writing it."""
+    """A text that names another function is no call, if no grammar prevents it."""
     say(live, f'{CALL.replace("look", "find")}{CALL}<tool_call>{{"name": "made up"}}</tool_call>')
     choice = ask(live, tools=[LOOK, FIND], tool_choice=allowed(mode, "look"))
     assert prompt_of(live).startswith(f"({json.dumps(LOOK)})({json.dumps(FIND)})")
@@ -211,7 +211,7 @@ def test_stop_string_in_a_call_ends_it(live: Live) -> None:
 
 @pytest.mark.parametrize("required", [False, True])
 def test_a_stop_string_before_the_arguments_of_a_second_call(live: Live, required: bool) -> None:
-    """The first one is whole; the beginning of the second stays in the text, where there may be any."""
+    """The first call is complete; the start of the second one stays in the text if content is permitted."""
     say(live, CALL + CALL.replace("look", "find"))
     choice = ask(live, tools=[LOOK, FIND], stop=['find"'], tool_choice="required" if required else "auto")
     (call,) = choice["message"]["tool_calls"]
@@ -247,7 +247,7 @@ def test_a_round_trip(live: Live) -> None:
 
 @pytest.mark.parametrize("arguments", ['{"a":', "Rome", "[1]", "[" * 10_000, '{"a": NaN}', '{"a": 1e301}'])
 def test_arguments_other_than_objects_are_shown_as_text(live: Live, arguments: str) -> None:
-    """Whatever a model wrote, and however it was cut: or the conversation could never go on."""
+    """Any output of a model must be accepted, or the conversation could not continue."""
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
     result = {"role": "tool", "tool_call_id": "a", "content": "no"}
     live.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=20_000)

@@ -1,4 +1,4 @@
-"""Answers as large as a caller can ask for: estimated first, bounded, written in pieces, nobody held up."""
+"""The largest possible answers: estimated, limited, rendered in pieces, without delaying other requests."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_estimate_slightly_exceeds_the_answer(real: RealServer, shape: dict[str,
 
 
 def test_possibly_too_large_answer_is_refused_with_both_numbers(real: RealServer) -> None:
-    """A body under 1 MiB that asks for 256 prompts of 500 tokens, each with 20 alternatives, twice over: 260 MB."""
+    """A body under 1 MiB with 256 prompts of 500 tokens, each with 20 alternatives, twice: 260 MB."""
     body = {"prompt": PROMPTS, "max_tokens": 0, "echo": True, "logprobs": 20, "prompt_logprobs": 20}
     assert len(json.dumps(body)) < MIB
     for stream in (False, True):
@@ -127,7 +127,7 @@ def attack(server: RealServer, rows: int, stream: bool) -> tuple[Any, int]:
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_large_answer_delays_no_other_request(real: RealServer, stream: bool) -> None:
     def longest() -> float:
-        """Seconds of a gap, or twice as many as /health took, which has half the time."""
+        """Longest gap in seconds, or twice the duration of /health, which has half the time."""
         found, size = attack(real, 32, stream)
         assert size > 8 * MIB
         assert not found.bad
