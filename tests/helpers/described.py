@@ -1,4 +1,4 @@
-"""Holds answers to the description of the API: status, type of the content, headers and schema."""
+"""Validation of responses against the OpenAPI document: status, content type, headers and schema."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from windlass.server.text.tokenizer import Tokenizer
 
 
 class Description:
-    """One `/openapi.json`."""
+    """An OpenAPI document."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document
@@ -28,13 +28,13 @@ class Description:
                        for path in document["paths"]]  # fmt: skip
 
     def operations(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Method, path and what is said of them."""
+        """Method, path and description of every operation."""
         for path, methods in self.document["paths"].items():
             for method, operation in methods.items():
                 yield method, path, operation
 
     def operation(self, method: str, path: str) -> dict[str, Any] | None:
-        """What is said of this method and path; None: there is nothing of the kind."""
+        """Description of an operation, None if there is none."""
         for pattern, template in self._paths:
             if pattern.fullmatch(path):
                 found: dict[str, Any] | None = self.document["paths"][template].get(method.lower())
@@ -42,7 +42,7 @@ class Description:
         return None
 
     def resolved(self, item: dict[str, Any]) -> dict[str, Any]:
-        """What stands behind a reference."""
+        """The object behind a reference."""
         while "$ref" in item:
             found = self.document
             for part in item["$ref"].removeprefix("#/").split("/"):
@@ -75,13 +75,15 @@ class Description:
         kind = response.headers["content-type"].partition(";")[0]
         assert kind in described["content"], f"{where} with {kind} is not described"
         for name in described["headers"]:
-            absent = name != "WWW-Authenticate" and response.headers.get("connection") == "close"  # no app saw it
+            absent = (
+                name != "WWW-Authenticate" and response.headers.get("connection") == "close"
+            )  # refused before the application
             assert absent or name in response.headers, f"{where} has no {name}"
         if kind == "application/json":
             self.validate(response.json(), described["content"][kind]["schema"])
 
     def check_event(self, path: str, event: Any) -> None:
-        """Fail unless a stream of this path may have this event."""
+        """Fail unless the event is described for streams of this path."""
         operation = self.operation("post", path)
         assert operation is not None
         media = operation["responses"]["200"]["content"]["text/event-stream"]
@@ -89,7 +91,7 @@ class Description:
         self.validate(event, data.get("anyOf", [data])[-1]["contentSchema"])
 
     def check_stream(self, path: str, text: str) -> list[Any]:
-        """The events of a whole stream, all of them as described."""
+        """The events of a complete stream, all of which must be described."""
         events = []
         for line in text.splitlines():
             if line.startswith("data: ") and line != "data: [DONE]":
@@ -106,14 +108,14 @@ def reference(name: str) -> dict[str, str]:
 
 @functools.cache
 def description() -> Description:
-    """That of a server with keys. Others differ in names, and have no 401."""
+    """Document of a server with API keys. Others have no 401."""
     tokenizer = Tokenizer(byte_level(), {"bos_token": "<|bos|>", "eos_token": "<|eos|>"})
     app = create_app(ScriptedEngine(), tokenizer, ServerSettings(served_model_name="toy", api_keys=("k",)))
     return Description(json.loads(json.dumps(app.openapi())))
 
 
 def check(response: httpx.Response) -> None:
-    """A hook of httpx clients: every answer that is JSON is held to the description."""
+    """Fail unless the response follows the document. Those of unknown paths and methods must be errors."""
     if response.headers.get("content-type", "").startswith("application/json"):
         response.read()
         description().check(response)
