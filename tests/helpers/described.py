@@ -59,7 +59,7 @@ class Description:
             raise AssertionError(f"not as described: {error.json_path}: {error.message[:2000]}")
 
     def check(self, response: httpx.Response) -> None:
-        """Fail unless the answer is described; those of unknown paths and methods are errors like others."""
+        """Fail unless the response follows the document. Those of unknown paths and methods must be errors."""
         request = response.request
         if request.method in ("HEAD", "OPTIONS"):
             return
@@ -115,7 +115,7 @@ def description() -> Description:
 
 
 def check(response: httpx.Response) -> None:
-    """Fail unless the response follows the document. Those of unknown paths and methods must be errors."""
+    """Hook of httpx clients: validate every JSON response."""
     if response.headers.get("content-type", "").startswith("application/json"):
         response.read()
         description().check(response)
