@@ -138,9 +138,9 @@ class InfillWriter:
             return self._delta_event(delta) if delta.text else b""
         self._result.finish_reason, self._result.stop_reason = delta.finish_reason, delta.stop_reason
         self._result.report = delta.report
-        whole = self._response()
-        whole.content, whole.tokens = "", []
-        last = _event(whole.json_bytes())
+        response = self._response()
+        response.content, response.tokens = "", []
+        last = _event(response.json_bytes())
         return self._delta_event(delta) + last if delta.text else last
 
     def last_event(self) -> bytes:
@@ -170,10 +170,10 @@ class InfillWriter:
 
     def pieces(self) -> list[bytes]:
         """JSON of the complete answer, after all deltas."""
-        whole = self._response()
+        response = self._response()
         if self._fields is None:
-            return [whole.json_bytes()]
-        return [to_json(_select_fields(whole.model_dump(exclude_unset=True), self._fields))]
+            return [response.json_bytes()]
+        return [to_json(_select_fields(response.model_dump(exclude_unset=True), self._fields))]
 
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
         """Never called: this API has no log-probabilities."""
@@ -188,7 +188,7 @@ class InfillWriter:
     def _response(self) -> Infill:
         result, token_usage = self._result, self._tally
         word = result.stop_reason if isinstance(result.stop_reason, str) else ""
-        whole = Infill(
+        response = Infill(
             index=0,
             content=result.text,
             tokens=list(result.token_ids) if self._options.return_token_ids else [],
@@ -205,8 +205,8 @@ class InfillWriter:
             timings=self._timings(),
         )
         if result.report is not None:
-            whole.rotary = Rotary.model_validate(sample_object(result.report, None))
-        return whole
+            response.rotary = Rotary.model_validate(sample_object(result.report, None))
+        return response
 
     def _timings(self) -> InfillTimings:
         token_usage = self._tally
@@ -237,11 +237,11 @@ def _ratio(value: float, by: float) -> float:
     return value / by if by else 0.0
 
 
-def _select_fields(whole: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+def _select_fields(response: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     """The fields with these paths, by path. Unknown paths are omitted."""
     selected: dict[str, Any] = {}
     for path in fields:
-        found: Any = whole
+        found: Any = response
         for name in path.split("/"):
             found = found.get(name) if isinstance(found, dict) else None
         if found is not None:

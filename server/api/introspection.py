@@ -155,9 +155,9 @@ async def _cache_json(state: ServerState) -> tuple[bytes, float]:
     snapshot, fresh = await asyncio.gather(state.engine.inspect(CacheQuery()), state.metrics.refresh())
     stats = fresh or state.metrics.last_stats
     counters = {name: getattr(stats, name) for name in _COUNTERS} if stats is not None else {}
-    shown = asdict(snapshot)
-    cost = shown.pop("seconds")
-    answer = {"time": time.monotonic(), "bytes_per_token": info.kv_bytes_per_token, **shown, "counters": counters}
+    fields = asdict(snapshot)
+    cost = fields.pop("seconds")
+    answer = {"time": time.monotonic(), "bytes_per_token": info.kv_bytes_per_token, **fields, "counters": counters}
     return to_json(answer), cost
 
 

@@ -126,12 +126,12 @@ async def create_reranking(request: Request) -> Response:
     return Exchange(job.state, work, deadline=job.deadline)
 
 
-def _documents(given: list[Any]) -> list[str]:
+def _documents(documents: list[Any]) -> list[str]:
     """Texts of the documents; raises ApiError unless each is a string or an object with only a text."""
-    if len(given) > MAX_INPUTS:  # checked before the contents
-        check_texts(given, "documents")
+    if len(documents) > MAX_INPUTS:  # checked before the contents
+        check_texts(documents, "documents")
     texts = []
-    for index, document in enumerate(given):
+    for index, document in enumerate(documents):
         if isinstance(document, dict):
             where = f"documents[{index}]"
             document = without_nulls(document)
@@ -169,13 +169,13 @@ async def classify(request: Request) -> Response:
             "model",
             "no_classifier",
         )
-    given = split_inputs(body.input)
+    inputs = split_inputs(body.input)
     row = _ROW_BYTES + max_vector_bytes(2 * len(classifier.labels), base64=False) + 6 * max(map(len, classifier.labels))
-    if len(given) * row > job.state.settings.max_response_bytes:
-        raise response_too_large(len(given) * row, job.state.settings.max_response_bytes)
+    if len(inputs) * row > job.state.settings.max_response_bytes:
+        raise response_too_large(len(inputs) * row, job.state.settings.max_response_bytes)
 
     async def work(exchange: Exchange) -> None:
-        prompts = await encode_inputs(job, given, "input")
+        prompts = await encode_inputs(job, inputs, "input")
         rows = await pool(exchange, job, prompts, PoolingRule("classify"))
         head, usage = envelope("classify", "list", job), PromptUsage.of(sum(map(len, prompts)))
 

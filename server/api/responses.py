@@ -97,12 +97,12 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
     if body.instructions is not None:
         messages.append(ChatMessage.model_construct(role="system", content=body.instructions))
         message_paths.append("instructions")
-    given = as_items(body.input)
-    outputs = {item.call_id for item in given if isinstance(item, CallOutputItem)}
+    items = as_items(body.input)
+    outputs = {item.call_id for item in items if isinstance(item, CallOutputItem)}
     builder = _MessagesBuilder(messages, message_paths, outputs)
     for item in earlier:
         builder.add(item, "previous_response_id")
-    for number, item in enumerate(given):
+    for number, item in enumerate(items):
         builder.add(item, f"input[{number}]")
     builder.end()
     if not messages:
@@ -217,10 +217,10 @@ def _tool_choice(choice: Any) -> Any:
 
 def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
     """The `response_format` of a chat, which has the schema in `json_schema`."""
-    given = None if body.text is None else body.text.format
-    if given is None or given.get("type") != "json_schema":
-        return given
-    kind, rest = given["type"], {name: value for name, value in given.items() if name != "type"}
+    wanted = None if body.text is None else body.text.format
+    if wanted is None or wanted.get("type") != "json_schema":
+        return wanted
+    kind, rest = wanted["type"], {name: value for name, value in wanted.items() if name != "type"}
     if not isinstance(rest.get("schema"), dict):
         raise bad_request("text.format of type json_schema needs a schema", "text.format", "invalid_grammar")
     return {"type": kind, "json_schema": rest}
@@ -730,7 +730,7 @@ async def list_input_items(request: Request, response_id: ResponseId) -> Respons
 
 def input_item_object(item: Item) -> dict[str, Any]:
     """An input item as listed: with its status, and the results of calls as one string."""
-    shown = item.model_dump(exclude_none=True)
+    listed = item.model_dump(exclude_none=True)
     if item.type == "function_call_output":
-        shown["output"] = "\n".join(part.get("text", part.get("refusal", "")) for part in shown["output"])
-    return {**shown, "status": "completed"}
+        listed["output"] = "\n".join(part.get("text", part.get("refusal", "")) for part in listed["output"])
+    return {**listed, "status": "completed"}
