@@ -150,9 +150,6 @@ def _modalities(value: Any) -> Any:
     return value
 
 
-_Modalities = Annotated[Any, AfterValidator(_modalities), Field(json_schema_extra={"enum": [None, [], ["text"]]})]
-
-
 class ChatRequest(GenerationRequest):
     """A conversation, rendered by the model's chat template.
 
@@ -204,7 +201,11 @@ class ChatRequest(GenerationRequest):
     )
     functions: Functions | None = Field(default=None, description="Older form of `tools`.")
     function_call: FunctionChoice = Field(default=None, description="Older form of `tool_choice`.")
-    modalities: _Modalities = Field(default=None, description="Accepted without effect: answers are text.")
+    modalities: Annotated[Any, AfterValidator(_modalities)] = Field(
+        default=None,
+        description="Accepted without effect: answers are text.",
+        json_schema_extra={"enum": [None, [], ["text"]]},
+    )
 
 
 class ChatTopLogprob(StrictModel):

@@ -266,18 +266,6 @@ def _fallbacks(value: Any) -> Any:
     return value
 
 
-ContextManagement = Annotated[
-    Any,
-    AfterValidator(_context_management),
-    Field(
-        description="Edits that clear no thinking (`keep` is `all`) are accepted without effect. Others are refused."
-    ),
-]
-
-# `default` means those of the model, which has none.
-Fallbacks = Annotated[Any, AfterValidator(_fallbacks), Field(json_schema_extra={"enum": [None, [], "default"]})]
-
-
 class OutputConfig(StrictModel):
     """Form of the answer and amount of thinking of the model."""
 
@@ -315,7 +303,10 @@ class _MessageInput(StrictModel):
     mcp_servers: Annotated[Any, only_empty("mcp_servers are")] = Field(
         default=None, description="Not supported. Must be empty."
     )
-    context_management: ContextManagement = None
+    context_management: Annotated[Any, AfterValidator(_context_management)] = Field(
+        default=None,
+        description="Edits that clear no thinking (`keep` is `all`) are accepted without effect. Others are refused.",
+    )
 
 
 class CountTokensRequest(_MessageInput):
@@ -352,8 +343,11 @@ class MessageRequest(_MessageInput, SharedRequest):
     compaction: Annotated[Any, only_empty("compaction is")] = Field(
         default=None, description="Not supported. Must be empty."
     )
-    fallbacks: Fallbacks = Field(
-        default=None, description="Other models are not supported: must be empty or `default`."
+    # `default` means those of the model, which has none.
+    fallbacks: Annotated[Any, AfterValidator(_fallbacks)] = Field(
+        json_schema_extra={"enum": [None, [], "default"]},
+        default=None,
+        description="Other models are not supported: must be empty or `default`.",
     )
     thread: Annotated[Any, only_empty("threads are", _NO_THREADS)] = Field(
         default=None,

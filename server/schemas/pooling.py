@@ -27,11 +27,6 @@ PoolingField = Annotated[
     ),
 ]
 
-NormalizeField = Annotated[
-    bool | None,
-    Field(description="Whether vectors are normalized to length 1. Default: that of the model's files, else true."),
-]
-
 EncodingField = Annotated[
     Literal["float", "base64"] | None,
     Field(description="`float`: numbers; `base64`: the bytes of little-endian float32 values. Default: `float`."),
@@ -82,7 +77,10 @@ class EmbeddingRequest(PromptRequest):
         "again. Default: all.",
     )
     pooling: PoolingField = None
-    normalize: NormalizeField = None
+    normalize: bool | None = Field(
+        default=None,
+        description="Whether vectors are normalized to length 1. Default: that of the model's files, else true.",
+    )
 
 
 class PromptUsage(StrictModel):
