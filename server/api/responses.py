@@ -463,7 +463,7 @@ def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: s
             raise ApiError(
                 404,
                 f"there is no item {shown!r}: the oldest responses are removed with their items, and incomplete calls and "
-                "items of responses with store: false are not stored. Send the item itself",
+                "items of responses with store: false are not stored: send the item itself",
                 param=param,
                 code="item_not_found",
             )

@@ -90,9 +90,9 @@ def test_openapi_describes_context_fields_of_requests_and_responses(live: Live) 
         of = schemas[request]["properties"]
         for name in asked:  # each names the place of its default, which exists
             assert f"`context.{name}`" in of[name]["description"], (request, name)
-        assert f" {MIN_PASSAGE_TOKENS} or more" in of["cache_reuse"]["description"]
+        assert f"at least {MIN_PASSAGE_TOKENS}" in of["cache_reuse"]["description"]
         assert of["cache_reuse_recompute"]["description"].endswith(f"Default: {DEFAULT_RECOMPUTE}.")
-        assert "completions only" in of["passages"]["description"]
+        assert "Only for completions" in of["passages"]["description"]
     told = schemas["ContextUse"]["properties"]
     assert set(told) == {field.name for field in fields(ContextUse)}
     assert schemas["Rotary"]["properties"]["context"]["anyOf"][0]["$ref"].endswith("/ContextUse")
