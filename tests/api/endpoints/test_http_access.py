@@ -94,9 +94,8 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         scope = {"headers": [(b"authorization", b"Bearer " + key)]}
         assert (middleware._caller(scope) is not None) is allowed
         assert len(compared) == 3  # all keys, whatever matched
-        assert {len(digest) for pair in compared for digest in pair} == {
-            64
-        }  # and digests, so the duration does not depend on the length
+        # Digests: the duration does not depend on the length.
+        assert {len(digest) for pair in compared for digest in pair} == {64}
 
 
 def test_empty_keys_are_ignored() -> None:
