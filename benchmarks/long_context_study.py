@@ -45,7 +45,7 @@ from harness.shape import SHAPES
 from harness.worker import WorkerError
 from prepare_peers import prepare_windlass
 
-from windlass.clients.loadtest.results import RunResult, read_run
+from windlass.clients.loadtest.results import RunResult
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "demo"
@@ -103,7 +103,7 @@ def run_bench(url: str, length: int, prompts: int, output: int, timeout: float) 
         if done.returncode != 0 or not path.exists():
             said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
             raise WorkerError(f"windlass bench serve failed with {done.returncode}: {said}")
-        return read_run(json.loads(path.read_text(encoding="utf-8")))
+        return RunResult.from_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def measure_model(
@@ -119,7 +119,9 @@ def measure_model(
     """All lengths that were not measured yet, each saved as soon as it is there; False where the budget ended it."""
     entries = study["models"][name]["lengths"]
     measured = {
-        entry["length"]: seconds_per_request(read_run(entry["run"])) for entry in entries if entry["run"]["completed"]
+        entry["length"]: seconds_per_request(RunResult.from_dict(entry["run"]))
+        for entry in entries
+        if entry["run"]["completed"]
     }
     wanted = [length for length in lengths if length not in measured]
     if not wanted:

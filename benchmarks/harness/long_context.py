@@ -17,7 +17,7 @@ from harness.charts import BOUND, COLOURS, INK, OTHER, legend, new_figure, style
 
 from windlass.clients.loadtest.figures import against_context
 from windlass.clients.loadtest.report import write_html
-from windlass.clients.loadtest.results import NamedRun, RunResult, read_run
+from windlass.clients.loadtest.results import NamedRun, RunResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ def forecast(measured: dict[int, float], length: int, prompts: int) -> Forecast:
 def runs_of(study: dict[str, Any]) -> list[NamedRun]:
     """All runs, a series per model. Raises ValueError for one that cannot be read."""
     return [
-        NamedRun(name=f"{name}, {entry['length']:,} tokens", result=read_run(entry["run"]), series=name)
+        NamedRun(name=f"{name}, {entry['length']:,} tokens", result=RunResult.from_dict(entry["run"]), series=name)
         for name, model in study["models"].items()
         for entry in model["lengths"]
     ]

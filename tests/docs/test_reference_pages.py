@@ -19,7 +19,7 @@ import httpx
 import pytest
 from helpers.live_server import SPECIAL_TOKENS, TEMPLATE, toy_tokenizer
 from helpers.scripted_engine import ScriptedEngine
-from helpers.scripted_llm import asked, scripted_llm
+from helpers.scripted_http import full_stream, scripted_llm
 from helpers.toy_tokenizers import byte_level
 from typer.main import get_command
 
@@ -377,7 +377,7 @@ def test_the_first_load_test_in_the_readme_makes_what_it_compares(tmp_path):
     """Its commands as they stand, but for the address: runs, a page, and a comparison with intervals and verdicts."""
     (script,) = re.findall(r"```bash\n(.*?)```", section(README, "## A first load test"), re.DOTALL)
     programs = Path(sys.executable).parent
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         done = subprocess.run(
             ["bash", "-euc", script.replace("http://127.0.0.1:8000", llm.url)],
             cwd=tmp_path,

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from helpers.scripted_llm import asked, scripted_llm
+from helpers.scripted_http import full_stream, scripted_llm
 
 import windlass
 from windlass.clients.loadtest import commands as program
@@ -56,7 +56,7 @@ def test_mistakes_read_alike_in_both(arguments, says, capsys):
 
 @pytest.mark.parametrize("run", [as_program, as_part_of_the_server])
 def test_a_run_is_measured_and_written(run, tmp_path, capsys):
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         assert run("serve", "--url", llm.url, "--num-prompts", "3", "--json", str(tmp_path / "run.json")) == 0
     assert json.loads((tmp_path / "run.json").read_text())["completed"] == 3
     assert "3 completed, 0 failed" in capsys.readouterr().out

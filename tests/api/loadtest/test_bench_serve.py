@@ -14,8 +14,7 @@ import time
 import types
 
 import pytest
-from helpers.scripted_http import answer
-from helpers.scripted_llm import Performance, asked, scripted_llm, stream
+from helpers.scripted_http import Generation, answer, full_stream, scripted_llm, stream
 
 from windlass.clients.loadtest.results import read_json
 from windlass.server.cli import main as cli
@@ -43,7 +42,7 @@ def error_of(capsys, url: str, *arguments: object) -> str:
 
 
 def test_the_plain_form_writes_every_figure(tmp_path, capsys):
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         code = bench(
             llm.url, "--input-len", 8192, "--output-len", 64, "--concurrency", 4, "--num-prompts", 16, "--vocab-size",
             32000, "--json", tmp_path / "run.json",
@@ -60,14 +59,14 @@ def test_the_plain_form_writes_every_figure(tmp_path, capsys):
         assert all(isinstance(value, float) and value >= 0 for value in data[name].values())
     assert data["server"]["model"] == "scripted" and data["interrupted"] is False
     assert data["settings"]["input_len"] == "8192" and data["settings"]["concurrency"] == 4
-    assert llm.most <= 4 and len(llm.bodies) == 16
+    assert llm.max_running <= 4 and len(llm.bodies) == 16
     assert all(len(body["prompt"]) == 8192 and body["max_tokens"] == 64 for body in llm.bodies)
     out = capsys.readouterr().out
     assert "16 completed, 0 failed" in out and "time to first token" in out
 
 
 def test_a_request_rate_makes_an_open_loop(tmp_path):
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         assert bench(llm.url, "--num-prompts", 5, "--request-rate", 50, "--json", tmp_path / "run.json") == 0
     result = read_json(tmp_path / "run.json")
     assert result.offered_rate == 50 and len(result.completed) == 5
@@ -76,15 +75,15 @@ def test_a_request_rate_makes_an_open_loop(tmp_path):
 
 
 def test_a_run_whose_requests_fail_has_worked_itself(tmp_path, capsys):
-    async def refuses(performance: Performance) -> None:
-        await answer({"error": {"message": "full house"}}, "429 Too Many Requests")(performance.exchange)
+    async def refuses(generation: Generation) -> None:
+        await answer({"error": {"message": "full house"}}, "429 Too Many Requests")(generation)
 
     with scripted_llm(refuses) as llm:
         assert bench(llm.url, "--num-prompts", 3, "--json", tmp_path / "run.json") == 0
     data = json.loads((tmp_path / "run.json").read_text())
     assert (data["completed"], data["failed"], data["errors"]) == (0, 3, {"http_429": 3})
     assert data["ttft_ms"]["p50"] is None
-    assert "warning: 3 failed as http_429, the first with: full house" in capsys.readouterr().out
+    assert "warning: the first http_429: full house" in capsys.readouterr().out
 
 
 def test_every_kind_of_load_by_its_options(tmp_path):
@@ -92,7 +91,7 @@ def test_every_kind_of_load_by_its_options(tmp_path):
     trace.write_text(
         '{"timestamp": 5, "input_len": 9, "max_tokens": 2}\n{"timestamp": 5.1, "prompt": "x", "max_tokens": 3}\n'
     )
-    with scripted_llm(asked(), model={"max_model_len": 3000}) as llm:
+    with scripted_llm(full_stream, model={"max_model_len": 3000}) as llm:
         for arguments in (
             ["--trace", trace, "--trace-speed", 2],
             ["--request-rate", 100, "--arrival", "constant", "--num-prompts", 2],
@@ -126,7 +125,7 @@ def test_every_kind_of_load_by_its_options(tmp_path):
                 1,
             ],
         ):
-            before = len(llm.performances)
+            before = len(llm.generations)
             assert bench(llm.url, "--vocab-size", 1000, *arguments, "--json", tmp_path / "run.json") == (
                 2 if "chat" in arguments else 0
             )
@@ -171,7 +170,7 @@ def test_csv_and_texts(tmp_path):
 
 
 def test_a_sweep_by_its_options(tmp_path, capsys):
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         arguments = ["--sweep", "--slo", "e2el:60000", "--request-rate", 20, "--sweep-runs", 2, "--sweep-seconds", 0.5]
         arguments += ["--num-prompts", 2]
         assert bench(llm.url, *arguments, "--json", tmp_path / "sweep.json", "--csv", tmp_path / "sweep.csv") == 0
@@ -182,7 +181,7 @@ def test_a_sweep_by_its_options(tmp_path, capsys):
         assert f"{rate['offered']:g} requests per second: {rate['achieved']:,.4g} achieved, " in captured.err
     met = [rate["offered"] for rate in data["rates"] if rate["verdict"] == "met"]
     assert data["highest_rate"] == max(met, default=None)
-    assert f"{max(met):g} requests per second is the highest" in captured.out if met else "no rate kept" in captured.out
+    assert f"{max(met):g} requests per second is the highest" in captured.out if met else "no rate met" in captured.out
     assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 1 + sum(
         len(run["requests"]) for run in data["runs"]
     )
@@ -195,7 +194,7 @@ def test_the_page_is_written_by_the_report(tmp_path, monkeypatch):
     report.write_html = lambda result, path: written.append((type(result).__name__, path))
     monkeypatch.setitem(sys.modules, "windlass.clients.loadtest.report", report)
     page = tmp_path / "run.html"
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         assert bench(llm.url, "--num-prompts", 1, "--html", page) == 0
         sweep = ["--sweep", "--slo", "ttft:60000", "--sweep-runs", 1, "--request-rate", 50, "--sweep-seconds", 0.2]
         assert bench(llm.url, *sweep, "--html", page) == 0
@@ -204,16 +203,16 @@ def test_the_page_is_written_by_the_report(tmp_path, monkeypatch):
 
 def test_a_page_that_cannot_be_made_is_one_line_and_nothing_is_sent(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "windlass.clients.loadtest.report", None)
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         assert "--html" in error_of(capsys, llm.url, "--html", tmp_path / "run.html")
-    assert not llm.performances
+    assert not llm.generations
 
 
 def test_a_signal_before_anything_was_measured(tmp_path):
     """In the warm-up: the report is empty, and says that the run was interrupted."""
 
-    async def hangs(performance: Performance) -> None:
-        await performance.wait_gone()
+    async def hangs(generation: Generation) -> None:
+        await generation.wait_disconnect()
 
     with scripted_llm(hangs) as llm:
         command = [
@@ -231,7 +230,7 @@ def test_a_signal_before_anything_was_measured(tmp_path):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             end = time.monotonic() + 60
-            while not llm.performances:
+            while not llm.generations:
                 assert time.monotonic() < end and process.poll() is None
                 time.sleep(0.01)
             process.send_signal(signal.SIGINT)
@@ -253,10 +252,10 @@ def test_a_server_that_is_not_there(capsys):
     assert error.startswith("cannot reach http://127.0.0.1:") and "is the server running" in error
 
 
-@pytest.mark.parametrize(("key", "what"), [([], "wants an API key"), (["--api-key", "no"], "refuses the API key")])
+@pytest.mark.parametrize(("key", "what"), [([], "requires an API key"), (["--api-key", "no"], "refuses the API key")])
 def test_a_wrong_key(capsys, key, what):
     denied = answer({"error": {"message": "no"}}, "401 Unauthorized")
-    with scripted_llm(asked(), others={"/v1/models": denied}) as llm:
+    with scripted_llm(full_stream, others={"/v1/models": denied}) as llm:
         error = error_of(capsys, llm.url, *key)
     assert what in error and "--api-key" in error
 
@@ -264,19 +263,19 @@ def test_a_wrong_key(capsys, key, what):
 @pytest.mark.parametrize("variable", ["WINDLASS_API_KEY", "OPENAI_API_KEY"])
 def test_the_key_may_come_from_the_environment(monkeypatch, variable):
     monkeypatch.setenv(variable, "from-outside")
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         assert bench(llm.url, "--num-prompts", 1) == 0
-    assert {request.headers["authorization"] for request in llm.server.requests} == {"Bearer from-outside"}
+    assert {request.headers["authorization"] for request in llm.requests} == {"Bearer from-outside"}
 
 
 def test_a_model_that_is_not_there(capsys):
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         assert "has no model 'other': it serves scripted" in error_of(capsys, llm.url, "--model", "other")
 
 
 def test_a_server_without_a_list_of_models(capsys):
     nothing = answer(b"hello", content_type="text/plain")
-    with scripted_llm(asked(), others={"/v1/models": nothing}) as llm:
+    with scripted_llm(full_stream, others={"/v1/models": nothing}) as llm:
         assert "--model" in error_of(capsys, llm.url)
         assert bench(llm.url, "--model", "mine", "--num-prompts", 1) == 0
     assert llm.bodies[0]["model"] == "mine"
@@ -284,16 +283,16 @@ def test_a_server_without_a_list_of_models(capsys):
 
 @pytest.mark.parametrize("told", [{"max_model_len": 512}, {"meta": {"n_ctx": 512}}])
 def test_a_length_above_the_server_s_limit(capsys, told):
-    with scripted_llm(asked(), model=told) as llm:
+    with scripted_llm(full_stream, model=told) as llm:
         error = error_of(capsys, llm.url, "--input-len", 8192, "--output-len", 64)
     assert "8,256 tokens" in error and "512 tokens" in error and "--max-model-len" in error
-    assert not llm.performances
+    assert not llm.generations
 
 
 def test_a_trace_with_a_bad_line(tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"input_len": 5, "max_tokens": 1}\n{"input_len": 5}\n')
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         error = error_of(capsys, llm.url, "--trace", trace)
     assert error == f"{trace}, line 2: has no max_tokens"
 
@@ -335,7 +334,7 @@ def test_a_trace_with_a_bad_line(tmp_path, capsys):
     ],
 )
 def test_bad_options_are_one_line(capsys, arguments, named):
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         assert named in error_of(capsys, llm.url, *arguments)
 
 
@@ -350,16 +349,16 @@ def test_bad_options_are_one_line(capsys, arguments, named):
         (["--slo", "ttft:inf"], "ttft must be a number of ms above 0, got inf"),
         (["--slo", "ttft:nan"], "ttft must be a number of ms above 0, got nan"),
         (["--trace-speed", "nan"], "--trace-speed must be a number, got nan"),  # nothing reads it here
-        (["--trace", "TRACE"], "line 1: rope_scaling should be an object"),
+        (["--trace", "TRACE"], "line 1: rope_scaling should be a JSON object"),
     ],
 )
 def test_numbers_that_are_none_are_refused_before_anything_is_sent(tmp_path, capsys, arguments, named):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"input_len": 5, "max_tokens": 1, "rope_scaling": {"factor": NaN}}\n')
     arguments = [str(trace) if argument == "TRACE" else argument for argument in arguments]
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         assert named in error_of(capsys, llm.url, "--num-prompts", 1, "--json", tmp_path / "run.json", *arguments)
-    assert not llm.server.requests
+    assert not llm.requests
 
 
 def test_a_url_is_needed(capsys):
@@ -370,13 +369,13 @@ def test_a_url_is_needed(capsys):
 # ---- ctrl-C ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("number", "sweep"), [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_signal_ends_the_run_with_its_report(tmp_path, number, sweep):
-    async def hangs(performance: Performance) -> None:
-        await performance.head()
-        await performance.token()
-        await performance.wait_gone()
+    async def hangs(generation: Generation) -> None:
+        await generation.head()
+        await generation.token()
+        await generation.wait_disconnect()
 
-    async def sooner_or_later(performance: Performance) -> None:
-        await (asked() if len(llm.performances) <= 3 else hangs)(performance)
+    async def sooner_or_later(generation: Generation) -> None:
+        await (full_stream if len(llm.generations) <= 3 else hangs)(generation)
 
     with scripted_llm(sooner_or_later) as llm:
         command = [
@@ -395,7 +394,7 @@ def test_a_signal_ends_the_run_with_its_report(tmp_path, number, sweep):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             end = time.monotonic() + 60
-            while sum(bool(p.sent) for p in llm.performances) < 5:
+            while sum(bool(p.sent) for p in llm.generations) < 5:
                 assert time.monotonic() < end and process.poll() is None
                 time.sleep(0.01)
             process.send_signal(number)
@@ -415,7 +414,7 @@ def test_a_signal_ends_the_run_with_its_report(tmp_path, number, sweep):
 
 
 def test_quiet_lines_where_there_is_no_terminal(capsys):
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         assert bench(llm.url, "--num-prompts", 1) == 0
     err = capsys.readouterr().err
     assert err and "\x1b" not in err and all("ended" in line or "..." in line for line in err.splitlines())
@@ -458,11 +457,11 @@ def test_a_loading_server_is_waited_for():
         async with ControlClient(Target(url=url)) as control:
             return await control.discover(seconds)
 
-    with scripted_llm(asked(), others={"/v1/models": models}) as llm:
+    with scripted_llm(full_stream, others={"/v1/models": models}) as llm:
         assert asyncio.run(discover(llm.url, 30.0)).max_model_len == 512
     assert len(calls) == 3
     with (
-        scripted_llm(asked(), others={"/v1/models": never}) as llm,
+        scripted_llm(full_stream, others={"/v1/models": never}) as llm,
         pytest.raises(LoadTestError, match="still loading"),
     ):
         asyncio.run(discover(llm.url, 0.1))

@@ -73,7 +73,7 @@ def test_prompts_hold_no_special_tokens(server):
         async with ControlClient(plan.target) as control:
             return await prepare(plan, control)
 
-    _, workload = asyncio.run(found())
+    workload = asyncio.run(found())
     drawn = set()
     for conversation in itertools.islice(workload.conversations(), 20):
         drawn |= set(json.loads(conversation.request.body)["prompt"])
@@ -157,7 +157,7 @@ def asked_for(server: RealServer, spec: WorkloadSpec, count: int) -> list[dict]:
         async with ControlClient(plan.target) as control:
             return await prepare(plan, control)
 
-    _, workload = asyncio.run(found())
+    workload = asyncio.run(found())
     return [json.loads(item.request.body) for item in itertools.islice(workload.conversations(), count)]
 
 
@@ -189,7 +189,7 @@ def test_documents_in_other_orders_with_and_without_reuse(tmp_path, capsys):
             )  # or the second run would find the first one's prompts
             assert serve_command(running, *load, "--extra-body", body, "--json", path) == 0
             assert "prompt tokens (" in (shown := capsys.readouterr().out)
-            assert ("stood elsewhere" in shown) == (path.stem == "reused"), shown
+            assert ("at other positions" in shown) == (path.stem == "reused"), shown
     computed, reused = (read_json(path) for path in paths)
     assert len(computed.completed) == len(reused.completed) == 12
     assert [r.input_tokens for r in computed.records] == [r.input_tokens for r in reused.records]
@@ -219,7 +219,7 @@ def test_clients_that_leave_free_the_server(server):
 
 def test_lengths_and_keys_the_server_refuses_are_one_line(server, monkeypatch, capsys):
     assert serve_command(server, "--input-len", 8192, "--output-len", 64) == 2
-    assert "the server takes 512 tokens" in capsys.readouterr().err
+    assert "the server accepts 512 tokens" in capsys.readouterr().err
     assert serve_command(server, "--model", "other") == 2
     assert "has no model 'other'" in capsys.readouterr().err
     monkeypatch.setenv("WINDLASS_API_KEY", "wrong")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from helpers.scripted_llm import Performance, asked, scripted_llm
+from helpers.scripted_http import Generation, full_stream, scripted_llm
 
 from windlass.clients.loadtest import commands
 from windlass.clients.loadtest import commands as program
@@ -53,7 +53,7 @@ def broken(name: str, how: str, monkeypatch) -> Iterator[None]:
 @pytest.mark.parametrize("how", ["full", "closed pipe"])
 def test_the_files_are_written_where_nothing_can_be_said(lost, how, tmp_path, monkeypatch, capfd):
     command = ["--num-prompts", "2", "--json", str(tmp_path / "run.json"), "--csv", str(tmp_path / "run.csv")]
-    with scripted_llm(asked()) as llm, broken(lost, how, monkeypatch):
+    with scripted_llm(full_stream) as llm, broken(lost, how, monkeypatch):
         try:
             code = program.run(["serve", "--url", llm.url, *command])
         except SystemExit as end:  # by rich, where nobody reads
@@ -72,7 +72,7 @@ def test_a_progress_that_cannot_be_shown_ends_no_run():
     def fails(snapshot: RunProgress) -> None:
         raise BrokenPipeError(errno.EPIPE, "nobody reads")
 
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         assert len(measure(plan(llm.url, count=3), fails).completed) == 3
 
 
@@ -86,7 +86,7 @@ def test_a_bar_on_a_terminal_that_is_gone_ends_no_run(monkeypatch):
 
 def test_each_file_is_tried_and_named(tmp_path, capsys):
     """A full disk fails in `write`, and its error names no file."""
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         command = ["serve", "--url", llm.url, "--num-prompts", "2", "--json", "/dev/full"]
         assert program.run([*command, "--csv", str(tmp_path / "run.csv")]) == 2
         assert len((tmp_path / "run.csv").read_text().splitlines()) == 3
@@ -104,12 +104,12 @@ def test_a_signal_ends_the_run_where_loops_take_none(monkeypatch, tmp_path):
     monkeypatch.setattr(asyncio.SelectorEventLoop, "remove_signal_handler", none)
     before = signal.getsignal(signal.SIGTERM)
 
-    async def second_hangs(performance: Performance) -> None:
-        if len(llm.performances) == 1:
-            await asked()(performance)
+    async def second_hangs(generation: Generation) -> None:
+        if len(llm.generations) == 1:
+            await full_stream(generation)
             return
         threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        await performance.wait_gone()
+        await generation.wait_disconnect()
 
     with scripted_llm(second_hangs) as llm:
         command = ["serve", "--url", llm.url, "--num-prompts", "2", "--json", str(tmp_path / "run.json")]
@@ -159,7 +159,7 @@ def test_a_generator_without_files_is_the_limit_and_the_server_did_not_fail(numb
         return await connect(pool)
 
     monkeypatch.setattr(Pool, "_connect", scarce)
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         result = measure(plan(llm.url, count=4, concurrency=4))
     assert result.errors == {} and result.abandoned == {"unsent": 4 - len(result.completed)}
     assert 0 < len(result.completed) < 4 and result.generator["limited"] is True

@@ -11,8 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers.scripted_http import answer
-from helpers.scripted_llm import Performance, ScriptedLLM, asked, scripted_llm, stream
+from helpers.scripted_http import Generation, ScriptedLLM, answer, full_stream, scripted_llm, stream
 
 from windlass.clients.loadtest import runner
 from windlass.clients.loadtest.load_plan import Lengths, LoadPlan, WorkloadSpec
@@ -55,7 +54,7 @@ def test_every_figure_is_what_the_server_did():
     start = result.generator["monotonic_start"]
     assert len(result.completed) == len(PLAYS)
     truths: dict[str, list[float]] = {"ttft_actual_ms": [], "tpot_ms": [], "itl_ms": [], "e2el_ms": []}
-    for record, truth in zip(result.records, llm.performances, strict=True):
+    for record, truth in zip(result.records, llm.generations, strict=True):
         # Nothing arrives before it was sent, and not later than either side is slow.
         for arrived, sent in zip(record.chunks, truth.sent, strict=True):
             assert 0 <= (start + arrived - sent) * 1000 <= allowed
@@ -74,7 +73,7 @@ def test_every_figure_is_what_the_server_did():
             assert summary[name][figure] == pytest.approx(value, abs=allowed), (name, figure)
     # In a closed loop a request is meant to go when its client is free: both times to the first token are one.
     assert summary["ttft_ms"]["p99"] == pytest.approx(summary["ttft_actual_ms"]["p99"], abs=allowed)
-    span = llm.performances[-1].ended - llm.performances[0].arrived
+    span = llm.generations[-1].ended - llm.generations[0].arrived
     assert result.duration_s * 1000 == pytest.approx(span * 1000, abs=allowed)
     assert summary["output_tokens"] == 20
     assert summary["output_tokens_per_second"] == pytest.approx(20 / result.duration_s)
@@ -88,8 +87,8 @@ def test_late_requests_count_from_when_they_were_meant():
     with scripted_llm(stream(0.05, 0.01)) as llm:
         result = run(llm, 3, schedule=Replay([0.0, 0.0, 0.0]), concurrency=1)
     allowed = tolerance(llm, result)
-    first = llm.performances[0].arrived
-    for record, truth in zip(sorted(result.records, key=lambda record: record.sent), llm.performances, strict=True):
+    first = llm.generations[0].arrived
+    for record, truth in zip(sorted(result.records, key=lambda record: record.sent), llm.generations, strict=True):
         assert record.intended == 0
         assert record.ttft_actual_ms == pytest.approx((truth.sent[0] - truth.arrived) * 1000, abs=allowed)
         assert record.ttft_ms == pytest.approx((truth.sent[0] - first) * 1000, abs=allowed)
@@ -99,22 +98,22 @@ def test_late_requests_count_from_when_they_were_meant():
 
 
 def test_several_tokens_in_one_write_arrive_together_and_one_token_in_many_writes_arrives_once():
-    async def together(performance: Performance) -> None:
-        await performance.head()
+    async def together(generation: Generation) -> None:
+        await generation.head()
         events = [b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'] * 3
-        await performance.exchange.chunk(b"".join(events))
+        await generation.chunk(b"".join(events))
         await asyncio.sleep(0.05)
-        await performance.token("b", "length")
-        await performance.done()
+        await generation.token("b", "length")
+        await generation.done()
 
-    async def in_batches(performance: Performance) -> None:
-        await performance.head()
+    async def in_batches(generation: Generation) -> None:
+        await generation.head()
         event = 'data: {"choices":[{"index":0,"text":"é","finish_reason":"length"}]}\r\n\r\n'.encode()
         for place in range(0, len(event), 7):
-            performance.sent = [time.monotonic()]
-            await performance.exchange.chunk(event[place : place + 7])
+            generation.sent = [time.monotonic()]
+            await generation.chunk(event[place : place + 7])
             await asyncio.sleep(0.003)
-        await performance.done()
+        await generation.done()
 
     with scripted_llm(together, in_batches) as llm:
         result = run(llm, 2, keep_text=True)
@@ -124,31 +123,31 @@ def test_several_tokens_in_one_write_arrive_together_and_one_token_in_many_write
     assert one.output_tokens == 4 and one.text == "aaab"  # no usage: chunks are counted
     arrived = result.generator["monotonic_start"] + two.chunks[0]
     assert len(two.chunks) == 1 and two.text == "é"
-    assert 0 <= (arrived - llm.performances[1].sent[0]) * 1000 <= tolerance(llm, result)
+    assert 0 <= (arrived - llm.generations[1].sent[0]) * 1000 <= tolerance(llm, result)
 
 
 def test_what_carries_no_token_is_no_chunk():
-    async def play(performance: Performance) -> None:
-        await performance.head()
-        await performance.exchange.chunk(b": keep-alive\n\n")
+    async def play(generation: Generation) -> None:
+        await generation.head()
+        await generation.chunk(b": keep-alive\n\n")
         role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        await performance.data({"choices": [role]})
+        await generation.data({"choices": [role]})
         await asyncio.sleep(0.06)
-        await performance.token("yes")
+        await generation.token("yes")
         last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-        await performance.data({**last, "rotary": {"rope_type": "default", "context": {"reused_tokens": 3}}})
-        await performance.usage(9, 2, prompt_tokens_details={"cached_tokens": 4})
-        await performance.done()
+        await generation.data({**last, "rotary": {"rope_type": "default", "context": {"reused_tokens": 3}}})
+        await generation.usage(9, 2, prompt_tokens_details={"cached_tokens": 4})
+        await generation.done()
 
-    async def reasoning(performance: Performance) -> None:
-        await performance.head()
-        performance.sent.append(time.monotonic())
-        await performance.data({"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}, "finish_reason": None}]})
+    async def reasoning(generation: Generation) -> None:
+        await generation.head()
+        generation.sent.append(time.monotonic())
+        await generation.data({"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}, "finish_reason": None}]})
         for wrong in (-3, math.inf, "many", True):
-            await performance.data({"choices": [], "rotary": {"context": {"reused_tokens": wrong}}})
+            await generation.data({"choices": [], "rotary": {"context": {"reused_tokens": wrong}}})
         await asyncio.sleep(0.02)
-        await performance.token("yes", "stop")
-        await performance.done()
+        await generation.token("yes", "stop")
+        await generation.done()
 
     spec = WorkloadSpec(chat=True, output_len=Lengths.fixed(2))
     with scripted_llm(play, reasoning) as llm:
@@ -156,7 +155,7 @@ def test_what_carries_no_token_is_no_chunk():
     one, two = result.records
     assert one.outcome == two.outcome == "completed"
     assert len(one.chunks) == 1 and len(two.chunks) == 2
-    truth = llm.performances[0]
+    truth = llm.generations[0]
     assert one.ttft_actual_ms == pytest.approx((truth.sent[0] - truth.arrived) * 1000, abs=tolerance(llm, result))
     assert (one.input_tokens, one.output_tokens, one.cached_tokens, one.reused_tokens) == (9, 2, 4, 3)
     assert (one.finish_reason, one.request_id, one.asked_tokens) == ("stop", "req-7", 2)
@@ -165,12 +164,12 @@ def test_what_carries_no_token_is_no_chunk():
 
 
 def test_an_answer_of_which_nothing_can_be_seen_came_with_its_end():
-    async def play(performance: Performance) -> None:
-        await performance.head()
+    async def play(generation: Generation) -> None:
+        await generation.head()
         await asyncio.sleep(0.03)
-        await performance.token("", "length")
-        await performance.usage(5, 3, prompt_tokens_details={"cached_tokens": -1})
-        await performance.done()
+        await generation.token("", "length")
+        await generation.usage(5, 3, prompt_tokens_details={"cached_tokens": -1})
+        await generation.done()
 
     with scripted_llm(play) as llm:
         result = run(llm, 1)
@@ -181,132 +180,132 @@ def test_an_answer_of_which_nothing_can_be_seen_came_with_its_end():
 
 
 # ---- broken streams --------------------------------------------------------------------------------------------------
-async def no_done(performance: Performance) -> None:
-    await performance.head()
-    await performance.token()
-    await performance.token("b", "length")
-    await performance.exchange.send(b"0\r\n\r\n")
+async def no_done(generation: Generation) -> None:
+    await generation.head()
+    await generation.token()
+    await generation.token("b", "length")
+    await generation.send(b"0\r\n\r\n")
 
 
-async def no_finish_reason(performance: Performance) -> None:
-    await performance.head()
-    await performance.token()
-    await performance.done()
+async def no_finish_reason(generation: Generation) -> None:
+    await generation.head()
+    await generation.token()
+    await generation.done()
 
 
-async def ends_early(performance: Performance) -> None:
-    await performance.head()
-    await performance.token()
-    await performance.exchange.send(b"0\r\n\r\n")
+async def ends_early(generation: Generation) -> None:
+    await generation.head()
+    await generation.token()
+    await generation.send(b"0\r\n\r\n")
 
 
-async def closed_in_the_middle(performance: Performance) -> None:
-    await performance.head()
-    await performance.token()
-    await performance.exchange.send(b'40\r\ndata: {"choi')
-    performance.exchange.writer.close()
+async def closed_in_the_middle(generation: Generation) -> None:
+    await generation.head()
+    await generation.token()
+    await generation.send(b'40\r\ndata: {"choi')
+    generation.writer.close()
 
 
-async def reset_in_the_middle(performance: Performance) -> None:
-    await performance.head()
-    await performance.token()
+async def reset_in_the_middle(generation: Generation) -> None:
+    await generation.head()
+    await generation.token()
     await asyncio.sleep(0.02)
-    raw = performance.exchange.writer.get_extra_info("socket")
+    raw = generation.writer.get_extra_info("socket")
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    performance.exchange.writer.transport.abort()
+    generation.writer.transport.abort()
 
 
-async def closed_without_a_length(performance: Performance) -> None:
+async def closed_without_a_length(generation: Generation) -> None:
     """HTTP/1.0 style: the body ends with the connection, so only the missing [DONE] tells."""
-    await performance.exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
-    await performance.exchange.send(b'data: {"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}\n\n')
-    performance.exchange.writer.close()
+    await generation.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
+    await generation.send(b'data: {"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}\n\n')
+    generation.writer.close()
 
 
-async def error_event(performance: Performance) -> None:
-    await performance.head()
-    await performance.token()
-    await performance.data({"error": {"message": "the engine died", "type": "server_error"}})
-    await performance.done()
+async def error_event(generation: Generation) -> None:
+    await generation.head()
+    await generation.token()
+    await generation.data({"error": {"message": "the engine died", "type": "server_error"}})
+    await generation.done()
 
 
-async def error_by_name(performance: Performance) -> None:
-    await performance.head()
-    await performance.token()
-    await performance.exchange.chunk(b'event: error\ndata: {"message": "the engine died"}\n\n')
-    await performance.token("b", "stop")
-    await performance.done()
+async def error_by_name(generation: Generation) -> None:
+    await generation.head()
+    await generation.token()
+    await generation.chunk(b'event: error\ndata: {"message": "the engine died"}\n\n')
+    await generation.token("b", "stop")
+    await generation.done()
 
 
-async def error_after_the_end(performance: Performance) -> None:
-    await performance.head()
-    await performance.token("a", "stop")
-    await performance.data({"error": "the engine died"})
-    await performance.done()
+async def error_after_the_end(generation: Generation) -> None:
+    await generation.head()
+    await generation.token("a", "stop")
+    await generation.data({"error": "the engine died"})
+    await generation.done()
 
 
-async def not_json(performance: Performance) -> None:
-    await performance.head()
-    await performance.token()
-    await performance.data('{"choices": [')
-    await performance.done()
+async def not_json(generation: Generation) -> None:
+    await generation.head()
+    await generation.token()
+    await generation.data('{"choices": [')
+    await generation.done()
 
 
-async def not_a_chunk(performance: Performance) -> None:
-    await performance.head()
-    await performance.data('{"choices": 3}')
-    await performance.done()
+async def not_a_chunk(generation: Generation) -> None:
+    await generation.head()
+    await generation.data('{"choices": 3}')
+    await generation.done()
 
 
-async def text_of_a_wrong_type(performance: Performance) -> None:
-    await performance.head()
-    await performance.token([1], "stop")
-    await performance.done()
+async def text_of_a_wrong_type(generation: Generation) -> None:
+    await generation.head()
+    await generation.token([1], "stop")
+    await generation.done()
 
 
-async def not_a_stream(performance: Performance) -> None:
-    await answer({"choices": [{"text": "all at once", "finish_reason": "stop"}]})(performance.exchange)
+async def not_a_stream(generation: Generation) -> None:
+    await answer({"choices": [{"text": "all at once", "finish_reason": "stop"}]})(generation)
 
 
-async def a_page(performance: Performance) -> None:
-    await answer(b"<html>log in first</html>", content_type="text/html")(performance.exchange)
+async def a_page(generation: Generation) -> None:
+    await answer(b"<html>log in first</html>", content_type="text/html")(generation)
 
 
-async def not_http(performance: Performance) -> None:
-    await performance.exchange.send(b"what?\r\n\r\n")
+async def not_http(generation: Generation) -> None:
+    await generation.send(b"what?\r\n\r\n")
 
 
-async def bad_chunk_size(performance: Performance) -> None:
-    await performance.head()
-    await performance.exchange.send(b"zz\r\nhello\r\n")
+async def bad_chunk_size(generation: Generation) -> None:
+    await generation.head()
+    await generation.send(b"zz\r\nhello\r\n")
 
 
-async def aborted(performance: Performance) -> None:
-    await performance.head()
-    await performance.token("a", "abort")
-    await performance.done()
+async def aborted(generation: Generation) -> None:
+    await generation.head()
+    await generation.token("a", "abort")
+    await generation.done()
 
 
-async def hangs_up(performance: Performance) -> None:
-    performance.exchange.writer.close()
+async def hangs_up(generation: Generation) -> None:
+    generation.writer.close()
 
 
-async def silent(performance: Performance) -> None:
-    await performance.wait_gone()
+async def silent(generation: Generation) -> None:
+    await generation.wait_disconnect()
 
 
-async def stuck(performance: Performance) -> None:
-    await performance.head()
-    await performance.token()
-    await performance.wait_gone()
+async def stuck(generation: Generation) -> None:
+    await generation.head()
+    await generation.token()
+    await generation.wait_disconnect()
 
 
-async def full(performance: Performance) -> None:
-    await answer({"error": {"message": "the queue is full"}}, "429 Too Many Requests")(performance.exchange)
+async def full(generation: Generation) -> None:
+    await answer({"error": {"message": "the queue is full"}}, "429 Too Many Requests")(generation)
 
 
-async def broken_gateway(performance: Performance) -> None:
-    await answer(b"<html>bad gateway</html>", "502 Bad Gateway", content_type="text/html")(performance.exchange)
+async def broken_gateway(generation: Generation) -> None:
+    await answer(b"<html>bad gateway</html>", "502 Bad Gateway", content_type="text/html")(generation)
 
 
 BROKEN = {
@@ -319,13 +318,13 @@ BROKEN = {
     error_event: ("error_event", "the engine died"),
     error_by_name: ("error_event", "the engine died"),
     error_after_the_end: ("error_event", "the engine died"),
-    not_json: ("malformed", "no JSON"),
-    not_a_chunk: ("malformed", "no chunk"),
-    text_of_a_wrong_type: ("malformed", "no chunk"),
-    not_a_stream: ("malformed", "no event stream"),
+    not_json: ("malformed", "not JSON"),
+    not_a_chunk: ("malformed", "not a chunk"),
+    text_of_a_wrong_type: ("malformed", "not a chunk"),
+    not_a_stream: ("malformed", "not an event stream"),
     a_page: ("malformed", "log in first"),
-    not_http: ("malformed", "no proper HTTP"),
-    bad_chunk_size: ("malformed", "no proper HTTP"),
+    not_http: ("malformed", "not valid HTTP"),
+    bad_chunk_size: ("malformed", "not valid HTTP"),
     aborted: ("aborted", "'abort'"),
     hangs_up: ("connection", ""),
     silent: ("timeout", "within 1 s"),
@@ -339,7 +338,7 @@ BROKEN = {
 def test_a_broken_stream_is_counted_as_broken(play):
     kind, message = BROKEN[play]
     limit = 1.0 if kind == "timeout" else 30.0
-    with scripted_llm(asked(), play, asked()) as llm:
+    with scripted_llm(full_stream, play, full_stream) as llm:
         result = run(llm, 3, timeout_s=limit)
     assert [record.outcome for record in result.records] == ["completed", kind, "completed"]
     broken = result.records[1]
@@ -355,27 +354,27 @@ def test_a_timeout_is_on_time():
         result = run(llm, 1, timeout_s=0.2)
     (record,) = result.records
     assert 200 <= record.e2el_ms <= 200 + tolerance(llm, result)
-    assert llm.performances[0].client_gone
+    assert llm.generations[0].disconnected
 
 
 def test_a_server_that_ends_with_done_and_keeps_the_connection_has_ended():
-    async def play(performance: Performance) -> None:
-        await performance.head()
-        await performance.token("a", "stop")
-        performance.ended = time.monotonic()
-        await performance.data("[DONE]")
-        await performance.wait_gone()
+    async def play(generation: Generation) -> None:
+        await generation.head()
+        await generation.token("a", "stop")
+        generation.ended = time.monotonic()
+        await generation.data("[DONE]")
+        await generation.wait_disconnect()
 
     with scripted_llm(play) as llm:
         result = run(llm, 2)
     assert len(result.completed) == 2
-    assert llm.server.connections == 3  # one for control; none is used again before its body has ended
+    assert llm.connections == 3  # one for control; none is used again before its body has ended
     ended = result.generator["monotonic_start"] + result.records[0].ended
-    assert 0 <= (ended - llm.performances[0].ended) * 1000 <= tolerance(llm, result)
+    assert 0 <= (ended - llm.generations[0].ended) * 1000 <= tolerance(llm, result)
 
 
 def test_a_server_that_is_gone_is_a_failure_by_kind(monkeypatch):
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         url = llm.url
         from windlass.clients.loadtest.runner import prepare, run_load
         from windlass.clients.loadtest.target import ControlClient
@@ -386,8 +385,8 @@ def test_a_server_that_is_gone_is_a_failure_by_kind(monkeypatch):
             async with ControlClient(plan.target) as control:
                 return await prepare(plan, control)
 
-        server, workload = asyncio.run(found())
-    result = asyncio.run(run_load(plan, server=server, workload=workload))
+        workload = asyncio.run(found())
+    result = asyncio.run(run_load(plan, workload=workload))
     assert result.errors == {"connection": 3} and not result.completed
     assert "cannot connect" in result.records[0].message
 
@@ -395,6 +394,6 @@ def test_a_server_that_is_gone_is_a_failure_by_kind(monkeypatch):
         raise TimeoutError(errno.ETIMEDOUT, "Connect call failed")
 
     monkeypatch.setattr(Pool, "acquire", unanswered)
-    late = asyncio.run(run_load(plan, server=server, workload=workload))
+    late = asyncio.run(run_load(plan, workload=workload))
     assert late.errors == {"connection": 3} and "Connect call failed" in late.records[0].message
     assert result.summary()["ttft_ms"] == dict.fromkeys(("mean", "p50", "p90", "p95", "p99"))

@@ -8,8 +8,15 @@ import json
 import numpy as np
 import pytest
 
-from windlass.clients.loadtest.results import RequestRecord, RunResult, Summary, read_json, write_json
-from windlass.clients.loadtest.sweep import COLUMNS, write_csv
+from windlass.clients.loadtest.results import (
+    COLUMNS,
+    RequestRecord,
+    RunResult,
+    Summary,
+    read_json,
+    write_csv,
+    write_json,
+)
 
 GOOD = RequestRecord(
     index=0, intended=1.0, sent=1.1, chunks=(1.5, 1.6, 1.8), ended=1.9, input_tokens=7, output_tokens=3,

@@ -10,15 +10,15 @@ import math
 from random import Random
 
 import pytest
-from helpers.scripted_llm import scripted_llm, stream
+from helpers.scripted_http import scripted_llm, stream
 from rich.console import Console
 
 from windlass.clients.loadtest import runner
 from windlass.clients.loadtest.display import print_sweep
 from windlass.clients.loadtest.load_plan import Arrivals, Lengths, LoadPlan, WorkloadSpec
-from windlass.clients.loadtest.results import RequestRecord, RunResult
+from windlass.clients.loadtest.results import RequestRecord, RunResult, write_csv, write_json
 from windlass.clients.loadtest.runner import prepare, sweep_load
-from windlass.clients.loadtest.sweep import SweepSpec, attainment, find_highest_rate, judge_run, write_csv, write_sweep
+from windlass.clients.loadtest.sweep import SweepSpec, find_highest_rate, judge_run
 from windlass.clients.loadtest.target import ControlClient, LoadTestError, Target
 from windlass.clients.loadtest.target import Server as KnownServer
 from windlass.clients.loadtest.workload import Vocabulary, Workload
@@ -164,18 +164,14 @@ def test_a_run_sends_as_much_as_its_rate_needs_whatever_bounds_it(count, seconds
 
     monkeypatch.setattr(runner, "run_load", run_load)
     spec = WorkloadSpec()
-    plan = LoadPlan(target=Target(url="http://x"), workload=spec, count=count, duration_s=seconds, slo=SLO)
+    target, schedule = Target(url="http://x"), Arrivals(1.0, 0.5)
+    plan = LoadPlan(target=target, workload=spec, schedule=schedule, count=count, duration_s=seconds, slo=SLO)
     vocabulary = Vocabulary(pieces=[b"1"], ids=True, exact=True)
-    asyncio.run(
-        sweep_load(
-            plan,
-            SweepSpec(start=50.0, max_runs=1, min_seconds=5.0),
-            Arrivals,
-            workload=Workload(spec, model="m", vocabulary=vocabulary),
-            server=KnownServer(model="m"),
-        )
-    )
-    assert [(plan.count, plan.duration_s) for plan in plans] == [(sent, seconds)]
+    workload = Workload(spec, server=KnownServer(model="m"), vocabulary=vocabulary)
+    asyncio.run(sweep_load(plan, SweepSpec(start=50.0, max_runs=1, min_seconds=5.0), workload))
+    assert [(plan.count, plan.duration_s, plan.schedule) for plan in plans] == [(sent, seconds, Arrivals(50.0, 0.5))]
+    with pytest.raises(LoadTestError, match="arrivals"):
+        asyncio.run(sweep_load(dataclasses.replace(plan, schedule=None), SweepSpec(), workload))
 
 
 def test_a_run_that_cannot_begin():
@@ -195,9 +191,9 @@ def test_a_run_that_cannot_begin():
 
 
 def test_failures_miss_the_slo_and_clients_that_left_do_not_count():
-    assert attainment(result(1.0, good=3, bad=1, outcome="http_500")) == 0.75
-    assert attainment(result(1.0, good=3, bad=1, outcome="disconnected")) == 1.0
-    assert attainment(result(1.0, good=0)) == 0.0
+    assert result(1.0, good=3, bad=1, outcome="http_500").attainment == 0.75
+    assert result(1.0, good=3, bad=1, outcome="disconnected").attainment == 1.0
+    assert result(1.0, good=0).attainment == 0.0
 
 
 @pytest.mark.parametrize(
@@ -236,8 +232,8 @@ def test_a_run_that_cannot_be_long_enough_ends_the_search_and_says_what_is_neede
     console = Console(width=200, file=io.StringIO())
     print_sweep(found, console)
     text = console.file.getvalue()
-    assert "no rate kept ttft 100 ms; a longer run is needed to test 8: give --duration 1" in text
-    assert "too short beside these answers" in text
+    assert "no rate met ttft 100 ms; a longer run is needed to test 8: give --duration 1" in text
+    assert "too short for these latencies" in text
 
 
 def test_few_requests_at_an_absurd_rate_prove_nothing():
@@ -277,14 +273,12 @@ def test_each_run_draws_prompts_of_its_own_and_the_files_hold_all_runs(tmp_path)
             vocab_size=900,
         )
         async with ControlClient(plan.target) as control:
-            server, workload = await prepare(plan, control)
+            workload = await prepare(plan, control)
         on_run = []
         found = await sweep_load(
             plan,
             SweepSpec(start=20.0, max_runs=2, min_seconds=0.5),
-            Arrivals,
-            workload=workload,
-            server=server,
+            workload,
             on_run=lambda judged, run: on_run.append(judged),
         )
         assert tuple(on_run) == found.judgements
@@ -295,7 +289,7 @@ def test_each_run_draws_prompts_of_its_own_and_the_files_hold_all_runs(tmp_path)
     assert len({tuple(body["prompt"]) for body in llm.bodies}) == len(llm.bodies)
     # At the first rate half a second's worth is sent; the second rate depends on what else the machine does.
     assert found.runs[0].offered_rate == 20 and len(found.runs[0].records) == 10
-    write_sweep(found, tmp_path / "sweep.json")
+    write_json(found, tmp_path / "sweep.json")
     data = json.loads((tmp_path / "sweep.json").read_text())
     assert data == json.loads(json.dumps(found.to_dict()))
     assert (data["format"], data["slo"]) == ("windlass-bench-sweep/2", {"e2el": 60000})

@@ -10,7 +10,8 @@ from collections import Counter
 import pytest
 
 from windlass.clients.loadtest.load_plan import Lengths, TraceEntry, WeightedScaling, WorkloadSpec
-from windlass.clients.loadtest.target import LoadTestError
+from windlass.clients.loadtest.results import RequestRecord
+from windlass.clients.loadtest.target import LoadTestError, Server
 from windlass.clients.loadtest.workload import Vocabulary, Workload
 
 IDS = Vocabulary(pieces=[b"%d" % number for number in range(100, 900)], ids=True, exact=True)
@@ -20,7 +21,15 @@ WORDS = Vocabulary(pieces=[b"one", b"two", b"three"], ids=False, exact=True, ove
 def workload(vocabulary=IDS, limit=None, seed=0, **fields) -> Workload:
     parsed = {name: Lengths.parse(value, minimum=0) for name, value in fields.items() if isinstance(value, str)}
     fields |= parsed
-    return Workload(WorkloadSpec(**fields), model="m", vocabulary=vocabulary, limit=limit, seed=seed)
+    server = Server(model="m", entry={"max_model_len": limit})
+    return Workload(WorkloadSpec(**fields), server=server, vocabulary=vocabulary, seed=seed)
+
+
+def advance(conversation, text="", token_ids=None, **counts) -> bool:
+    """The conversation after a response of the planned lengths, unless `counts` differ."""
+    request = conversation.request
+    counts = {"input_tokens": request.input_tokens, "output_tokens": request.output_tokens} | counts
+    return conversation.advance(RequestRecord(index=0, intended=0.0, text=text, token_ids=token_ids, **counts))
 
 
 def calls(load: Workload, count: int = 50):
@@ -218,21 +227,21 @@ def test_turns_of_token_ids_hold_everything_before():
     first = json.loads(conversation.request.body)
     assert first["return_token_ids"] is True and conversation.think_s == 0.5
     assert len(first["prompt"]) == conversation.request.input_tokens == 14
-    assert conversation.advance("ignored", (1, 2, 3, 4))
+    assert advance(conversation, "ignored", (1, 2, 3, 4))
     second = json.loads(conversation.request.body)["prompt"]
     assert second[:18] == [*first["prompt"], 1, 2, 3, 4] and len(second) == conversation.request.input_tokens == 24
     assert conversation.request.label == "turn 2"
-    assert conversation.advance("", (5,))
+    assert advance(conversation, "", (5,))
     third = json.loads(conversation.request.body)["prompt"]
     assert third[:25] == [*second, 5] and len(third) == 31
-    assert not conversation.advance("", (1,))
+    assert not advance(conversation, "", (1,))
 
 
 def test_turns_of_a_chat_are_messages():
     load = workload(WORDS, input_len="6", output_len="4", turns=2, chat=True)
     (conversation,) = itertools.islice(load.conversations(), 1)
     (asked,) = json.loads(conversation.request.body)["messages"]
-    assert conversation.advance('He said "no".\n', None)
+    assert advance(conversation, 'He said "no".\n')
     again, answered, further = json.loads(conversation.request.body)["messages"]
     assert again == asked
     assert answered == {"role": "assistant", "content": 'He said "no".\n'}
@@ -243,7 +252,7 @@ def test_turns_of_text_go_on_where_the_answer_ended():
     load = workload(WORDS, input_len="6", output_len="4", turns=2)
     (conversation,) = itertools.islice(load.conversations(), 1)
     first = json.loads(conversation.request.body)["prompt"]
-    assert conversation.advance(' "so"\n', None)
+    assert advance(conversation, ' "so"\n')
     second = json.loads(conversation.request.body)["prompt"]
     assert second.startswith(first + ' "so"\n ') and len(second.removeprefix(first + ' "so"\n ').split()) == 6
 
@@ -253,7 +262,7 @@ def test_a_conversation_ends_before_it_outgrows_the_server():
     longest = 0
     for conversation in itertools.islice(load.conversations(), 40):
         turns = 1
-        while conversation.advance("", (1, 2, 3, 4)):
+        while advance(conversation, "", (1, 2, 3, 4)):
             turns += 1
         assert turns <= 5 and conversation.request.input_tokens + 4 <= 50
         longest = max(longest, turns)
@@ -278,7 +287,7 @@ def test_turns_of_a_chat_leave_room_for_its_template(known):
             assert counted + call.output_tokens <= 350
             assert counted == call.input_tokens or (turn == 2 and not known)
             said = " ".join(["one"] * call.output_tokens)
-            if not conversation.advance(said, None, input_tokens=counted, output_tokens=call.output_tokens):
+            if not advance(conversation, said, input_tokens=counted):
                 break
         ended[turn] += 1
     assert min(ended) < 12 and sum(ended.values()) == 40  # some of them would have outgrown it
@@ -295,19 +304,19 @@ def test_a_chat_whose_template_leaves_no_room_for_its_turns_is_refused():
 def test_answers_without_token_ids_cannot_be_gone_on_from():
     (conversation,) = itertools.islice(workload(turns=2).conversations(), 1)
     with pytest.raises(LoadTestError, match="--text-prompts"):
-        conversation.advance("text", None)
+        advance(conversation, "text")
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"input_len": "500", "output_len": "13"}, "513 tokens, but the server takes 512"),
+        ({"input_len": "500", "output_len": "13"}, "513 tokens, but the server accepts 512"),
         ({"input_len": "400", "prefix_groups": 1, "prefix_len": 100}, "--prefix-len 100"),
         ({"input_len": "400", "documents": 1, "document_len": "100"}, "--document-len 100"),
         ({"input_len": "100", "output_len": "100", "turns": 3}, "in 3 turns"),
         ({"input_len": "uniform:600:900"}, "--input-len uniform:600:900"),
-        ({"ladder": True, "output_len": "600"}, "no room"),
+        ({"ladder": True, "output_len": "600"}, "no space"),
         ({"trace": [TraceEntry(line=9, max_tokens=500, input_len=13)]}, "line 9 of the trace"),
         ({"trace": [TraceEntry(line=9, max_tokens=5, prompt=(1,))], "chat": True}, "line 9 of the trace"),
     ],
