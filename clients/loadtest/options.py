@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,38 +19,34 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPTS = 32
 
-_SERVER_PANEL = "Server"
-_LOAD_PANEL = "Load"
-_WORKLOAD_PANEL = "Workload"
-_SLO_PANEL = "Targets"
-_OUTPUT_PANEL = "Output"
+
+def _panel(title: str) -> Callable[..., Any]:
+    """Constructor of options that are listed in a panel of the help text."""
+
+    def option(name: str, help: str, **more: Any) -> Any:
+        return typer.Option(name, help=help, rich_help_panel=title, **more)
+
+    return option
 
 
-def _option(name: str, panel: str, help: str, **more: Any) -> Any:
-    return typer.Option(name, help=help, rich_help_panel=panel, **more)
+_server, _load, _workload, _slo, _output = map(_panel, ("Server", "Load", "Workload", "Targets", "Output"))
 
 
 @dataclass(slots=True, kw_only=True)
 class TargetOptions:
     """The server to load."""
 
-    url: Annotated[
-        str, _option("--url", _SERVER_PANEL, "URL of the server, such as http://127.0.0.1:8000, with or without /v1.")
-    ]
-    model: Annotated[str | None, _option("--model", _SERVER_PANEL, "Model name. Default: the first of the server.")] = (
-        None
-    )
+    url: Annotated[str, _server("--url", "URL of the server, such as http://127.0.0.1:8000, with or without /v1.")]
+    model: Annotated[str | None, _server("--model", "Model name. Default: the first of the server.")] = None
     api_key: Annotated[
         str | None,
-        _option(
-            "--api-key", _SERVER_PANEL, "API key.", envvar=["WINDLASS_API_KEY", "OPENAI_API_KEY"], show_envvar=True
-        ),
+        _server("--api-key", "API key.", envvar=["WINDLASS_API_KEY", "OPENAI_API_KEY"], show_envvar=True),
     ] = None
     header: Annotated[
         list[str] | None,
-        _option("--header", _SERVER_PANEL, "Additional header of each request; repeatable.", metavar="NAME:VALUE"),
+        _server("--header", "Additional header of each request; repeatable.", metavar="NAME:VALUE"),
     ] = None
-    endpoint: Annotated[str, _option("--endpoint", _SERVER_PANEL, "Endpoint: completions or chat.")] = "completions"
+    endpoint: Annotated[str, _server("--endpoint", "Endpoint: completions or chat.")] = "completions"
 
     def to_target(self) -> Target:
         """The target. Raises LoadTestError or CommandError."""
@@ -77,23 +73,19 @@ class ArrivalOptions:
 
     num_prompts: Annotated[
         int | None,
-        _option(
+        _load(
             "--num-prompts",
-            _LOAD_PANEL,
             f"Number of requests, or of conversations with --turns. Default: {DEFAULT_PROMPTS}; unlimited with --duration; "
             "all of --trace.",
             min=1,
             show_default=False,
         ),
     ] = None
-    duration: Annotated[float | None, _option("--duration", _LOAD_PANEL, "Seconds after which no request is sent.")] = (
-        None
-    )
+    duration: Annotated[float | None, _load("--duration", "Seconds after which no request is sent.")] = None
     concurrency: Annotated[
         int | None,
-        _option(
+        _load(
             "--concurrency",
-            _LOAD_PANEL,
             "Number of clients that send their next request when the previous one has ended (default: 1); "
             "with a rate or a trace: maximum number of requests in flight (default: unlimited).",
             min=1,
@@ -102,34 +94,24 @@ class ArrivalOptions:
     ] = None
     request_rate: Annotated[
         float | None,
-        _option("--request-rate", _LOAD_PANEL, "Requests per second, independent of responses; inf: all at once."),
+        _load("--request-rate", "Requests per second, independent of responses; inf: all at once."),
     ] = None
-    arrival: Annotated[str, _option("--arrival", _LOAD_PANEL, "Arrivals at that rate: poisson, gamma or constant.")] = (
-        "poisson"
-    )
+    arrival: Annotated[str, _load("--arrival", "Arrivals at that rate: poisson, gamma or constant.")] = "poisson"
     burstiness: Annotated[
         float | None,
-        _option(
-            "--burstiness",
-            _LOAD_PANEL,
-            "Burstiness of gamma arrivals: below 1 in bursts, 1 as poisson, above 1 more even.",
-        ),
+        _load("--burstiness", "Burstiness of gamma arrivals: below 1 in bursts, 1 as poisson, above 1 more even."),
     ] = None
     ramp_to: Annotated[
         float | None,
-        _option("--ramp-to", _LOAD_PANEL, "Final rate: it changes linearly from --request-rate over the run."),
+        _load("--ramp-to", "Final rate: it changes linearly from --request-rate over the run."),
     ] = None
     trace: Annotated[
-        Path | None, _option("--trace", _LOAD_PANEL, "Replay a JSONL file of timestamps and requests.", metavar="FILE")
+        Path | None, _load("--trace", "Replay a JSONL file of timestamps and requests.", metavar="FILE")
     ] = None
-    trace_speed: Annotated[float, _option("--trace-speed", _LOAD_PANEL, "Speed of the replay: 2 halves its time.")] = (
-        1.0
-    )
-    warmup: Annotated[int, _option("--warmup", _LOAD_PANEL, "Number of requests before the measured part.", min=0)] = 0
-    timeout: Annotated[float, _option("--timeout", _LOAD_PANEL, "Timeout of a request, in seconds.")] = 600.0
-    seed: Annotated[
-        int, _option("--seed", _LOAD_PANEL, "Random seed. Equal seeds give equal prompts at equal times.")
-    ] = 0
+    trace_speed: Annotated[float, _load("--trace-speed", "Speed of the replay: 2 halves its time.")] = 1.0
+    warmup: Annotated[int, _load("--warmup", "Number of requests before the measured part.", min=0)] = 0
+    timeout: Annotated[float, _load("--timeout", "Timeout of a request, in seconds.")] = 600.0
+    seed: Annotated[int, _load("--seed", "Random seed. Equal seeds give equal prompts at equal times.")] = 0
 
     def gap_shape(self) -> float | None:
         """Burstiness of the arrivals, None for constant gaps. Raises CommandError."""
@@ -172,68 +154,58 @@ class WorkloadOptions:
 
     input_len: Annotated[
         str,
-        _option(
+        _workload(
             "--input-len",
-            _WORKLOAD_PANEL,
             "Prompt length in tokens: a number, uniform:LOW:HIGH, normal:MEAN:SD or lognormal:MEAN:SD.",
             metavar="LENGTH",
         ),
     ] = "128"
     output_len: Annotated[
-        str, _option("--output-len", _WORKLOAD_PANEL, "Response length in tokens, in the same form.", metavar="LENGTH")
+        str, _workload("--output-len", "Response length in tokens, in the same form.", metavar="LENGTH")
     ] = "64"
     prefix_groups: Annotated[
         int,
-        _option(
-            "--prefix-groups", _WORKLOAD_PANEL, "Number of shared prefixes. Each prompt begins with one of them.", min=0
-        ),
+        _workload("--prefix-groups", "Number of shared prefixes. Each prompt begins with one of them.", min=0),
     ] = 0
     prefix_len: Annotated[
-        int, _option("--prefix-len", _WORKLOAD_PANEL, "Tokens of a shared prefix, in addition to --input-len.", min=0)
+        int, _workload("--prefix-len", "Tokens of a shared prefix, in addition to --input-len.", min=0)
     ] = 0
     documents: Annotated[
-        int, _option("--documents", _WORKLOAD_PANEL, "Number of documents. Each prompt holds one of them.", min=0)
+        int, _workload("--documents", "Number of documents. Each prompt holds one of them.", min=0)
     ] = 0
     document_len: Annotated[
         str,
-        _option(
-            "--document-len", _WORKLOAD_PANEL, "Tokens of a document, in the form of --input-len.", metavar="LENGTH"
-        ),
+        _workload("--document-len", "Tokens of a document, in the form of --input-len.", metavar="LENGTH"),
     ] = "0"
     documents_per_prompt: Annotated[
         str,
-        _option(
+        _workload(
             "--documents-per-prompt",
-            _WORKLOAD_PANEL,
             "Documents in each prompt, in random order: a number or a distribution.",
             metavar="COUNT",
         ),
     ] = "1"
     document_offset: Annotated[
         str,
-        _option(
+        _workload(
             "--document-offset",
-            _WORKLOAD_PANEL,
             "Random tokens before the documents, in the form of --input-len, to vary their positions.",
             metavar="LENGTH",
         ),
     ] = "0"
     turns: Annotated[
         int,
-        _option("--turns", _WORKLOAD_PANEL, "Messages of a conversation. Each request holds all previous ones.", min=1),
+        _workload("--turns", "Messages of a conversation. Each request holds all previous ones.", min=1),
     ] = 1
-    think_time: Annotated[
-        float, _option("--think-time", _WORKLOAD_PANEL, "Seconds between a response and the next message.")
-    ] = 0.0
+    think_time: Annotated[float, _workload("--think-time", "Seconds between a response and the next message.")] = 0.0
     ladder: Annotated[
         bool,
-        _option("--ladder", _WORKLOAD_PANEL, "Prompt lengths from 1,024 tokens, doubling up to the server's limit."),
+        _workload("--ladder", "Prompt lengths from 1,024 tokens, doubling up to the server's limit."),
     ] = False
     rope_scaling: Annotated[
         list[str] | None,
-        _option(
+        _workload(
             "--rope-scaling",
-            _WORKLOAD_PANEL,
             "Rotary scaling that requests draw: JSON, the name of a profile or null, "
             "optionally with a weight, as in 3@null; repeatable.",
             metavar="[WEIGHT@]SCALING",
@@ -241,45 +213,39 @@ class WorkloadOptions:
     ] = None
     disconnect_share: Annotated[
         float,
-        _option("--disconnect-share", _WORKLOAD_PANEL, "Share of the clients that disconnect early, from 0 to 1."),
+        _workload("--disconnect-share", "Share of the clients that disconnect early, from 0 to 1."),
     ] = 0.0
     disconnect_after: Annotated[
-        int, _option("--disconnect-after", _WORKLOAD_PANEL, "Number of chunks after which they disconnect.", min=1)
+        int, _workload("--disconnect-after", "Number of chunks after which they disconnect.", min=1)
     ] = 1
     temperature: Annotated[
         float,
-        _option("--temperature", _WORKLOAD_PANEL, "Sampling temperature. 0: always the most likely token.", min=0.0),
+        _workload("--temperature", "Sampling temperature. 0: always the most likely token.", min=0.0),
     ] = 0.0
     ignore_eos: Annotated[
         bool | None,
-        _option(
+        _workload(
             "--ignore-eos/--no-ignore-eos",
-            _WORKLOAD_PANEL,
             "Request responses of exactly --output-len tokens. Default: where the server is known to support it.",
             show_default=False,
         ),
     ] = None
     usage: Annotated[
-        bool, _option("--usage/--no-usage", _WORKLOAD_PANEL, "Request token counts. Without them, chunks are counted.")
+        bool, _workload("--usage/--no-usage", "Request token counts. Without them, chunks are counted.")
     ] = True
     extra_body: Annotated[
         str | None,
-        _option(
-            "--extra-body", _WORKLOAD_PANEL, "Additional fields of each request; null removes one.", metavar="JSON"
-        ),
+        _workload("--extra-body", "Additional fields of each request; null removes one.", metavar="JSON"),
     ] = None
     vocab_size: Annotated[
         int | None,
-        _option(
+        _workload(
             "--vocab-size",
-            _WORKLOAD_PANEL,
             "Vocabulary size of the model, for servers without /tokenize, to send token ids with exact prompt lengths.",
             min=8,
         ),
     ] = None
-    text_prompts: Annotated[
-        bool, _option("--text-prompts", _WORKLOAD_PANEL, "Send text even where token ids are possible.")
-    ] = False
+    text_prompts: Annotated[bool, _workload("--text-prompts", "Send text even where token ids are possible.")] = False
 
     def to_spec(self, chat: bool, trace: list[TraceEntry]) -> WorkloadSpec:
         """The workload. Raises LoadTestError or CommandError."""
@@ -317,32 +283,24 @@ class SloOptions:
 
     slo: Annotated[
         list[str] | None,
-        _option(
+        _slo(
             "--slo",
-            _SLO_PANEL,
             "Latency limit of a request, such as ttft:500 (ttft, tpot, itl, e2el; repeatable).",
             metavar="NAME:MS",
         ),
     ] = None
     sweep: Annotated[
         bool,
-        _option(
+        _slo(
             "--sweep",
-            _SLO_PANEL,
             "Find the highest rate that meets the SLOs: rates double from --request-rate (default: 1), then bisection.",
         ),
     ] = False
-    sweep_share: Annotated[
-        float, _option("--sweep-share", _SLO_PANEL, "Share of the requests that must meet the SLOs.")
-    ] = 0.99
-    sweep_runs: Annotated[int, _option("--sweep-runs", _SLO_PANEL, "Maximum number of runs of a sweep.", min=1)] = 12
+    sweep_share: Annotated[float, _slo("--sweep-share", "Share of the requests that must meet the SLOs.")] = 0.99
+    sweep_runs: Annotated[int, _slo("--sweep-runs", "Maximum number of runs of a sweep.", min=1)] = 12
     sweep_seconds: Annotated[
         float,
-        _option(
-            "--sweep-seconds",
-            _SLO_PANEL,
-            "Minimum seconds of sending in each run of a sweep; longer where responses are slow.",
-        ),
+        _slo("--sweep-seconds", "Minimum seconds of sending in each run of a sweep; longer where responses are slow."),
     ] = 5.0
 
     def limits(self) -> dict[str, float]:
@@ -361,14 +319,10 @@ class SloOptions:
 class OutputOptions:
     """Files of the results."""
 
-    as_json: Annotated[
-        Path | None, _option("--json", _OUTPUT_PANEL, "File of all figures and requests.", metavar="FILE")
-    ] = None
-    csv: Annotated[Path | None, _option("--csv", _OUTPUT_PANEL, "File with a row per request.", metavar="FILE")] = None
-    html: Annotated[Path | None, _option("--html", _OUTPUT_PANEL, "Report as one HTML page.", metavar="FILE")] = None
-    save_text: Annotated[
-        bool, _option("--save-text", _OUTPUT_PANEL, "Store the text of each response in the JSON file.")
-    ] = False
+    as_json: Annotated[Path | None, _output("--json", "File of all figures and requests.", metavar="FILE")] = None
+    csv: Annotated[Path | None, _output("--csv", "File with a row per request.", metavar="FILE")] = None
+    html: Annotated[Path | None, _output("--html", "Report as one HTML page.", metavar="FILE")] = None
+    save_text: Annotated[bool, _output("--save-text", "Store the text of each response in the JSON file.")] = False
 
 
 def make_plan(

@@ -131,7 +131,10 @@ class TimedResponse:
 
     def _event(self, data: str, kind: str, when: float) -> None:
         if data == "[DONE]":
-            self._done(when)
+            if self.finish_reason is None:
+                self.end("truncated", when, "[DONE] came without a finish reason")
+            else:
+                self.end("completed", when)
             return
         try:
             payload = json.loads(data)
@@ -173,12 +176,6 @@ class TimedResponse:
                     return
         if self._leave_after is not None and len(self.chunks) >= self._leave_after:
             self.end("disconnected", when, f"the client disconnected after {len(self.chunks)} chunks, as planned")
-
-    def _done(self, when: float) -> None:
-        if self.finish_reason is None:
-            self.end("truncated", when, "[DONE] came without a finish reason")
-        else:
-            self.end("completed", when)
 
 
 def _first_text(part: Mapping[str, Any], names: tuple[str, ...]) -> str:
