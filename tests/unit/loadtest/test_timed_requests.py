@@ -1,4 +1,4 @@
-"""The measurer is measured: its figures beside what a scripted server noted it did, on the same clock."""
+"""Measured times against those recorded by a scripted server on the same clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.clients.loadtest.timed_requests import Pool
 
 @pytest.fixture(autouse=True)
 def fine_ticks(monkeypatch):
-    """Both sides watch their own lateness every millisecond: what a busy machine adds is then known."""
+    """Both sides measure their lag every millisecond, to know the delays of a busy machine."""
     monkeypatch.setattr(runner, "TICK_SECONDS", 0.001)
 
 
@@ -34,7 +34,7 @@ def run(llm: ScriptedLLM, count: int, **options) -> RunResult:
 
 
 def tolerance(llm: ScriptedLLM, result: RunResult) -> float:
-    """5 ms, and the lateness of either side, in ms."""
+    """5 ms plus the lag of both sides, in ms."""
     return 5.0 + result.generator["loop_lag_ms"]["max"] + llm.lag * 1000
 
 
@@ -47,7 +47,7 @@ PLAYS = {
 }
 
 
-def test_every_figure_is_what_the_server_did():
+def test_figures_equal_the_times_recorded_by_the_server():
     with scripted_llm(*PLAYS.values()) as llm:
         result = run(llm, len(PLAYS))
     allowed = tolerance(llm, result)
@@ -55,7 +55,7 @@ def test_every_figure_is_what_the_server_did():
     assert len(result.completed) == len(PLAYS)
     truths: dict[str, list[float]] = {"ttft_actual_ms": [], "tpot_ms": [], "itl_ms": [], "e2el_ms": []}
     for record, truth in zip(result.records, llm.generations, strict=True):
-        # Nothing arrives before it was sent, and not later than either side is slow.
+        # Nothing arrives before it was sent, nor later than the lag of both sides.
         for arrived, sent in zip(record.chunks, truth.sent, strict=True):
             assert 0 <= (start + arrived - sent) * 1000 <= allowed
         assert 0 <= (truth.arrived - (start + record.sent)) * 1000 <= allowed
@@ -71,7 +71,7 @@ def test_every_figure_is_what_the_server_did():
         expected = {"mean": np.mean(values)} | {f"p{p}": np.percentile(values, p) for p in (50, 90, 95, 99)}
         for figure, value in expected.items():
             assert summary[name][figure] == pytest.approx(value, abs=allowed), (name, figure)
-    # In a closed loop a request is meant to go when its client is free: both times to the first token are one.
+    # In a closed loop a request is intended when its client is free, so that both times to first token are equal.
     assert summary["ttft_ms"]["p99"] == pytest.approx(summary["ttft_actual_ms"]["p99"], abs=allowed)
     span = llm.generations[-1].ended - llm.generations[0].arrived
     assert result.duration_s * 1000 == pytest.approx(span * 1000, abs=allowed)
@@ -80,8 +80,8 @@ def test_every_figure_is_what_the_server_did():
     assert summary["request_rate"] == pytest.approx(5 / result.duration_s)
 
 
-def test_late_requests_count_from_when_they_were_meant():
-    """One slot, three arrivals at once: each waits for the one before, which the server never sees."""
+def test_late_requests_count_from_the_intended_send():
+    """One slot and three arrivals at once: each waits for the previous one, which the server cannot observe."""
     from windlass.clients.loadtest.load_plan import Replay
 
     with scripted_llm(stream(0.05, 0.01)) as llm:
@@ -93,11 +93,11 @@ def test_late_requests_count_from_when_they_were_meant():
         assert record.ttft_actual_ms == pytest.approx((truth.sent[0] - truth.arrived) * 1000, abs=allowed)
         assert record.ttft_ms == pytest.approx((truth.sent[0] - first) * 1000, abs=allowed)
         assert record.lag_ms == pytest.approx((truth.arrived - first) * 1000, abs=allowed)
-    # That is the load's doing: the generator was not late itself.
+    # The generator did not cause these delays.
     assert result.generator["send_lag_ms"]["max"] <= allowed
 
 
-def test_several_tokens_in_one_write_arrive_together_and_one_token_in_many_writes_arrives_once():
+def test_chunks_do_not_depend_on_the_writes_of_the_server():
     async def together(generation: Generation) -> None:
         await generation.head()
         events = [b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'] * 3
@@ -120,13 +120,13 @@ def test_several_tokens_in_one_write_arrive_together_and_one_token_in_many_write
     one, two = result.records
     assert len(one.chunks) == 4 and one.gaps_ms[:2] == [0, 0]
     assert one.gaps_ms[2] >= 50 - tolerance(llm, result)
-    assert one.output_tokens == 4 and one.text == "aaab"  # no usage: chunks are counted
+    assert one.output_tokens == 4 and one.text == "aaab"  # chunks are counted without usage
     arrived = result.generator["monotonic_start"] + two.chunks[0]
     assert len(two.chunks) == 1 and two.text == "é"
     assert 0 <= (arrived - llm.generations[1].sent[0]) * 1000 <= tolerance(llm, result)
 
 
-def test_what_carries_no_token_is_no_chunk():
+def test_events_without_tokens_are_not_chunks():
     async def play(generation: Generation) -> None:
         await generation.head()
         await generation.chunk(b": keep-alive\n\n")
@@ -159,11 +159,11 @@ def test_what_carries_no_token_is_no_chunk():
     assert one.ttft_actual_ms == pytest.approx((truth.sent[0] - truth.arrived) * 1000, abs=tolerance(llm, result))
     assert (one.input_tokens, one.output_tokens, one.cached_tokens, one.reused_tokens) == (9, 2, 4, 3)
     assert (one.finish_reason, one.request_id, one.asked_tokens) == ("stop", "req-7", 2)
-    assert two.output_tokens == 2 and two.input_tokens == 128  # as planned: no usage came
-    assert two.cached_tokens is None and two.reused_tokens == 0  # nor anything of a cache that is a number of tokens
+    assert two.output_tokens == 2 and two.input_tokens == 128  # as planned, without usage
+    assert two.cached_tokens is None and two.reused_tokens == 0  # invalid counts are ignored
 
 
-def test_an_answer_of_which_nothing_can_be_seen_came_with_its_end():
+def test_response_without_visible_tokens_arrives_at_its_end():
     async def play(generation: Generation) -> None:
         await generation.head()
         await asyncio.sleep(0.03)
@@ -175,11 +175,10 @@ def test_an_answer_of_which_nothing_can_be_seen_came_with_its_end():
         result = run(llm, 1)
     (record,) = result.completed
     assert len(record.chunks) == 1 and record.output_tokens == 3
-    assert record.cached_tokens is None  # no count is less than none, and no file may hold one
+    assert record.cached_tokens is None  # negative counts are ignored
     assert record.ttft_ms >= 25
 
 
-# ---- broken streams --------------------------------------------------------------------------------------------------
 async def no_done(generation: Generation) -> None:
     await generation.head()
     await generation.token()
@@ -216,7 +215,7 @@ async def reset_in_the_middle(generation: Generation) -> None:
 
 
 async def closed_without_a_length(generation: Generation) -> None:
-    """HTTP/1.0 style: the body ends with the connection, so only the missing [DONE] tells."""
+    """HTTP/1.0 style: the body ends with the connection, so that only [DONE] marks a complete response."""
     await generation.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
     await generation.send(b'data: {"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}\n\n')
     generation.writer.close()
@@ -335,7 +334,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("play", BROKEN, ids=lambda play: play.__name__)
-def test_a_broken_stream_is_counted_as_broken(play):
+def test_broken_streams_are_failures_by_kind(play):
     kind, message = BROKEN[play]
     limit = 1.0 if kind == "timeout" else 30.0
     with scripted_llm(full_stream, play, full_stream) as llm:
@@ -346,10 +345,10 @@ def test_a_broken_stream_is_counted_as_broken(play):
     assert broken.ended is not None and not result.meets_slo(broken)
     summary = result.summary()
     assert (summary["completed"], summary["failed"], summary["errors"]) == (2, 1, {kind: 1})
-    assert summary["output_tokens"] == 8  # what came of the broken one is no throughput
+    assert summary["output_tokens"] == 8  # without those of the broken stream
 
 
-def test_a_timeout_is_on_time():
+def test_timeout_ends_the_request_on_time():
     with scripted_llm(silent) as llm:
         result = run(llm, 1, timeout_s=0.2)
     (record,) = result.records
@@ -357,7 +356,7 @@ def test_a_timeout_is_on_time():
     assert llm.generations[0].disconnected
 
 
-def test_a_server_that_ends_with_done_and_keeps_the_connection_has_ended():
+def test_response_ends_with_done_on_an_open_connection():
     async def play(generation: Generation) -> None:
         await generation.head()
         await generation.token("a", "stop")
@@ -368,12 +367,12 @@ def test_a_server_that_ends_with_done_and_keeps_the_connection_has_ended():
     with scripted_llm(play) as llm:
         result = run(llm, 2)
     assert len(result.completed) == 2
-    assert llm.connections == 3  # one for control; none is used again before its body has ended
+    assert llm.connections == 3  # one for control; none is reused before its body has ended
     ended = result.generator["monotonic_start"] + result.records[0].ended
     assert 0 <= (ended - llm.generations[0].ended) * 1000 <= tolerance(llm, result)
 
 
-def test_a_server_that_is_gone_is_a_failure_by_kind(monkeypatch):
+def test_absent_server_is_a_connection_failure(monkeypatch):
     with scripted_llm(full_stream) as llm:
         url = llm.url
         from windlass.clients.loadtest.runner import prepare, run_load
@@ -390,10 +389,10 @@ def test_a_server_that_is_gone_is_a_failure_by_kind(monkeypatch):
     assert result.errors == {"connection": 3} and not result.completed
     assert "cannot connect" in result.records[0].message
 
-    async def unanswered(self):  # the system gave up the connection long before the request's own time was over
+    async def times_out(self):  # a timeout of the system, long before that of the request
         raise TimeoutError(errno.ETIMEDOUT, "Connect call failed")
 
-    monkeypatch.setattr(Pool, "acquire", unanswered)
+    monkeypatch.setattr(Pool, "acquire", times_out)
     late = asyncio.run(run_load(plan, workload=workload))
     assert late.errors == {"connection": 3} and "Connect call failed" in late.records[0].message
     assert result.summary()["ttft_ms"] == dict.fromkeys(("mean", "p50", "p90", "p95", "p99"))
