@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import json
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from collections.abc import Callable
 import pytest
 from helpers.scripted_http import Generation, ScriptedLLM, answer, full_stream, scripted_llm, stream
 
-from windlass.clients.loadtest.results import read_json
+from windlass.clients.loadtest.results import RunResult, read_json
 from windlass.server.cli import main as cli
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -81,65 +82,51 @@ def test_failed_requests_do_not_fail_the_command(tmp_path, capsys):
     assert "warning: the first http_429: full house" in capsys.readouterr().out
 
 
-def test_load_options(tmp_path):
-    trace = tmp_path / "trace.jsonl"
+def offsets(result: RunResult) -> list[float]:
+    return [record.intended for record in result.records]
+
+
+LOADS: dict[str, Callable[[RunResult, list[dict]], bool] | None] = {
+    "--trace TRACE --trace-speed 2": lambda result, bodies: (
+        [body["max_tokens"] for body in bodies] == [2, 3] and offsets(result) == pytest.approx([0, 0.05])
+    ),
+    "--request-rate 100 --arrival constant --num-prompts 2": lambda result, bodies: offsets(result) == [0, 0.01],
+    "--request-rate 100 --burstiness 0.5 --num-prompts 2": None,
+    "--request-rate 50 --ramp-to 200 --num-prompts 2 --concurrency 1": None,
+    "--request-rate inf --num-prompts 2": lambda result, bodies: offsets(result) == [0, 0],
+    "--duration 0.05 --concurrency 2 --endpoint chat": lambda result, bodies: "messages" in bodies[0],
+    "--ladder --num-prompts 3": lambda result, bodies: [len(b["prompt"]) for b in bodies] == [1024, 2048, 2936],
+    """--rope-scaling '{"rope_type": "linear", "factor": 2}' --num-prompts 1 --ignore-eos""": lambda result, bodies: (
+        bodies[0]["rope_scaling"] == {"rope_type": "linear", "factor": 2} and bodies[0]["ignore_eos"]
+    ),
+    "--prefix-groups 1 --prefix-len 4 --documents 1 --document-len 6 --num-prompts 1": None,
+    "--documents 3 --document-len uniform:4:9 --documents-per-prompt uniform:2:3 --num-prompts 2": None,
+    "--turns 2 --num-prompts 1 --warmup 1": None,
+    """--extra-body '{"top_k": 3}' --header 'X-A: b' --temperature 0.5 --no-usage --num-prompts 1""": (
+        lambda result, bodies: (
+            bodies[0]["top_k"] == 3 and bodies[0]["temperature"] == 0.5 and "stream_options" not in bodies[0]
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("options", LOADS)
+def test_load_options(options, tmp_path):
+    trace, path = tmp_path / "trace.jsonl", tmp_path / "run.json"
     trace.write_text(
         '{"timestamp": 5, "input_len": 9, "max_tokens": 2}\n{"timestamp": 5.1, "prompt": "x", "max_tokens": 3}\n'
     )
+    arguments = [*shlex.split(options.replace("TRACE", str(trace))), "--json", path]
     with scripted_llm(full_stream, model={"max_model_len": 3000}) as llm:
-        for arguments in (
-            ["--trace", trace, "--trace-speed", 2],
-            ["--request-rate", 100, "--arrival", "constant", "--num-prompts", 2],
-            ["--request-rate", 100, "--burstiness", 0.5, "--num-prompts", 2],
-            ["--request-rate", 50, "--ramp-to", 200, "--num-prompts", 2, "--concurrency", 1],
-            ["--request-rate", "inf", "--num-prompts", 2],
-            ["--duration", 0.05, "--concurrency", 2, "--endpoint", "chat"],
-            ["--ladder", "--num-prompts", 3],
-            ["--rope-scaling", '{"rope_type": "linear", "factor": 2}', "--num-prompts", 1, "--ignore-eos"],
-            ["--prefix-groups", 1, "--prefix-len", 4, "--documents", 1, "--document-len", 6, "--num-prompts", 1],
-            [
-                "--documents",
-                3,
-                "--document-len",
-                "uniform:4:9",
-                "--documents-per-prompt",
-                "uniform:2:3",
-                "--num-prompts",
-                2,
-            ],
-            ["--turns", 2, "--num-prompts", 1, "--warmup", 1],
-            [
-                "--extra-body",
-                '{"top_k": 3}',
-                "--header",
-                "X-A: b",
-                "--temperature",
-                0.5,
-                "--no-usage",
-                "--num-prompts",
-                1,
-            ],
-        ):
-            before = len(llm.generations)
-            assert bench(llm.url, "--vocab-size", 1000, *arguments, "--json", tmp_path / "run.json") == (
-                2 if "chat" in arguments else 0
-            )
-            if "chat" in arguments:  # chats do not accept token ids
-                assert bench(llm.url, *arguments, "--json", tmp_path / "run.json") == 0
-            result = read_json(tmp_path / "run.json")
-            assert result.completed and not result.errors
-            sent = llm.bodies[before:]
-            if "--trace" in arguments:
-                assert [body["max_tokens"] for body in sent] == [2, 3]
-                assert [record.intended for record in result.records] == pytest.approx([0, 0.05])
-            elif "--ladder" in arguments:
-                assert [len(body["prompt"]) for body in sent] == [1024, 2048, 2936]
-            elif "--rope-scaling" in arguments:
-                assert sent[0]["rope_scaling"] == {"rope_type": "linear", "factor": 2} and sent[0]["ignore_eos"]
-            elif "--extra-body" in arguments:
-                assert sent[0]["top_k"] == 3 and sent[0]["temperature"] == 0.5 and "stream_options" not in sent[0]
-            elif "inf" in arguments:
-                assert [record.intended for record in result.records] == [0, 0]
+        vocabulary = ["--vocab-size", 1000]
+        if "chat" in arguments:
+            assert bench(llm.url, *vocabulary, *arguments) == 2  # chats do not accept token ids
+            vocabulary = []
+        assert bench(llm.url, *vocabulary, *arguments) == 0
+    result = read_json(path)
+    assert result.completed and not result.errors
+    check = LOADS[options]
+    assert check is None or check(result, llm.bodies)
 
 
 def test_csv_and_saved_texts(tmp_path):
