@@ -204,6 +204,11 @@ class RequestRecord:
         """Whether the schedule sets its send. Later turns of a conversation wait for the previous response instead."""
         return _LATER_TURN.match(self.label or "") is None
 
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object of the record, with lists instead of tuples."""
+        data = asdict(self)
+        return data | {name: list(data[name]) for name in ("chunks", "token_ids") if data[name] is not None}
+
     def values(self, measure: str) -> list[float]:
         """Its values of one of MEASURES in ms: the gaps for `itl`, otherwise one value or none."""
         if measure == "itl":
@@ -365,7 +370,7 @@ class RunResult:
             "format": FORMAT,
             **self.summary(),
             **{name: getattr(self, name) for name in rest},
-            "requests": [asdict(record) for record in self.records],
+            "requests": [record.to_dict() for record in self.records],
         }
 
     @classmethod

@@ -248,9 +248,7 @@ def test_unobserved_cases_are_inconclusive() -> None:
     silent = run("silent", only=("continued", "prefix", "stale"))
     assert [one.verdict for one in silent.values()] == ["holds", "not shown", "not shown"]
     assert "no prefix hit" in silent["stale"].detail
-    assert run("silent", "turns", only=("stale",))["stale"].verdict == "differs", (
-        "without prefix hits, too"
-    )
+    assert run("silent", "turns", only=("stale",))["stale"].verdict == "differs", "without prefix hits, too"
     assert exit_status([queued["neighbour"]]) == 2
 
 

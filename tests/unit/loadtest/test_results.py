@@ -77,7 +77,7 @@ def test_goodput_requires_every_limit():
 
 def test_json_file_round_trips(tmp_path):
     write_json(RUN, tmp_path / "run.json")
-    assert read_json(tmp_path / "run.json") == RUN
+    assert read_json(tmp_path / "run.json") == RunResult.from_dict(RUN.to_dict()) == RUN
     data = json.loads((tmp_path / "run.json").read_text())
     assert data == json.loads(json.dumps(RUN.to_dict()))
 
