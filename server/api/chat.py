@@ -188,4 +188,4 @@ async def create_chat_completion(request: Request) -> Response:
 
         await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
 
-    return Exchange(state, work, deadline=chat.job.deadline)
+    return Exchange(state, work, deadline=chat.deadline)

@@ -79,8 +79,8 @@ async def create_reranking(request: Request) -> Response:
         pool_prompts = partial(pool, exchange, job)
         read, most = documents, body.max_tokens_per_doc
         if most is not None:
-            read = await job.state.text.pairs.cut(
-                documents, most, longest=job.longest, param="documents", caller=job.caller
+            read = await job.state.text.pairs.truncate(
+                documents, most, max_model_len=job.longest, param="documents", caller=job.caller
             )
         scores = await score_pairs(job, [body.query], read, names, body.pooling, body.instruction, pool_prompts)
         values = scores.values

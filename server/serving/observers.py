@@ -17,10 +17,11 @@ from windlass.engine.interface.request import PoolingRule
 from windlass.engine.rotary.auto_scaling import AUTO
 from windlass.server.errors import to_api_error
 from windlass.server.observability.recording import LineBuilder, WorkloadRecorder
-from windlass.server.serving.deltas import Delta, GenerationPlan, TokenUsage
+from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.job import GenerationJob, PoolingJob, RequestJob
 from windlass.server.serving.request_rotation import Rotation
 from windlass.server.serving.streaming import Exchange
+from windlass.server.text.service import Prompt
 
 if TYPE_CHECKING:
     from windlass.server.observability.tracing import Tracing
@@ -90,9 +91,20 @@ class GenerationRecorder:
     """
 
     def __init__(
-        self, recorder: WorkloadRecorder, job: GenerationJob, plan: GenerationPlan, token_usage: TokenUsage, route: str
+        self,
+        recorder: WorkloadRecorder,
+        job: GenerationJob,
+        prompts: Sequence[Prompt],
+        token_usage: TokenUsage,
+        route: str,
     ) -> None:
-        self._recorder, self._job, self._plan, self._tally, self._route = recorder, job, plan, token_usage, route
+        self._recorder, self._job, self._prompts, self._token_usage, self._route = (
+            recorder,
+            job,
+            prompts,
+            token_usage,
+            route,
+        )
         self._first_at: float | None = None
         self._ids: dict[int, array[int]] = {}
         self._reasons: dict[int, str | None] = {}
@@ -114,8 +126,8 @@ class GenerationRecorder:
         line: dict[str, Any] = {
             **common_fields(job, self._route, now, clock),
             "stream": bool(job.body.stream),
-            "prompt_tokens": [len(prompt.token_ids) for prompt in self._plan.prompts],
-            "cached_tokens": self._tally.cached_tokens,
+            "prompt_tokens": [len(prompt.token_ids) for prompt in self._prompts],
+            "cached_tokens": self._token_usage.cached_tokens,
             "fields": _fields(job),
             "outcome": outcome,
             "first_token_seconds": None if self._first_at is None else round(self._first_at - job.arrival, 6),
@@ -123,7 +135,7 @@ class GenerationRecorder:
             "answers": [self._answer(choice, text) for choice in sorted(self._ids)],
         }
         if text:
-            line["prompt_token_ids"] = [prompt.token_ids for prompt in self._plan.prompts]
+            line["prompt_token_ids"] = [prompt.token_ids for prompt in self._prompts]
             line["texts"] = _text_fields(job)
             line["exact"] = job.line_limits is None and (job.sampling.seed is not None or job.sampling.temperature == 0)
             if _depends_on_texts(job):
@@ -224,15 +236,21 @@ class GenerationTracer:
     """One request while it runs. `observe_output` its deltas, `end` it once. span: of its exchange, the parent of the phases."""
 
     def __init__(
-        self, tracing: Tracing, span: Any, job: GenerationJob, plan: GenerationPlan, token_usage: TokenUsage
+        self, tracing: Tracing, span: Any, job: GenerationJob, prompts: Sequence[Prompt], token_usage: TokenUsage
     ) -> None:
-        self._tracing, self._span, self._job, self._plan, self._tally = tracing, span, job, plan, token_usage
+        self._tracing, self._span, self._job, self._prompts, self._token_usage = (
+            tracing,
+            span,
+            job,
+            prompts,
+            token_usage,
+        )
         self._submitted_at = time.monotonic()
-        self._prompts = [_PromptTimes() for _ in plan.prompts]
+        self._times = [_PromptTimes() for _ in prompts]
 
     def observe_output(self, delta: Delta) -> None:
         """What came now."""
-        prompt = self._prompts[delta.choice // self._plan.samples]
+        prompt = self._times[delta.choice // self._job.sampling.n]
         prompt.last = time.monotonic()
         if prompt.first is None:
             prompt.first, prompt.scheduled = prompt.last, delta.scheduled_at
@@ -243,9 +261,9 @@ class GenerationTracer:
         now, job = time.monotonic(), self._job
         outcome = outcome_code(error, interruption_code)
         self._phase("prepare", job.arrival, self._submitted_at, {})
-        for index, prompt in enumerate(self._prompts):
-            seen: dict[str, Any] = {"windlass.prompt": index} if len(self._prompts) > 1 else {}
-            prompt_tokens = len(self._plan.prompts[index].token_ids)
+        for index, prompt in enumerate(self._times):
+            seen: dict[str, Any] = {"windlass.prompt": index} if len(self._times) > 1 else {}
+            prompt_tokens = len(self._prompts[index].token_ids)
             scheduled = self._submitted_at if prompt.scheduled is None else max(self._submitted_at, prompt.scheduled)
             if prompt.first is None:  # it ended in the queue or in its prefill: which of them is not known here
                 self._phase("queue", self._submitted_at, now, seen)
@@ -257,9 +275,9 @@ class GenerationTracer:
         self._span.set_attributes(
             {
                 "gen_ai.request.model": job.model_name,
-                "gen_ai.usage.input_tokens": self._tally.prompt_tokens,
-                "gen_ai.usage.output_tokens": self._tally.completion_tokens,
-                "windlass.cached_tokens": self._tally.cached_tokens,
+                "gen_ai.usage.input_tokens": self._token_usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": self._token_usage.completion_tokens,
+                "windlass.cached_tokens": self._token_usage.cached_tokens,
                 "windlass.scaling": job.rotation.metric_label(job.body.rope_scaling),
                 "windlass.outcome": outcome,
             }
@@ -303,14 +321,14 @@ def observe_request(exchange: Exchange, observers: Sequence[RequestObserver[P]])
 
 
 def generation_observers(
-    exchange: Exchange, job: GenerationJob, plan: GenerationPlan, token_usage: TokenUsage
+    exchange: Exchange, job: GenerationJob, prompts: Sequence[Prompt], token_usage: TokenUsage
 ) -> list[RequestObserver[[Delta]]]:
     """Who wants to see a request that generates."""
     state, observers = job.state, list[RequestObserver[[Delta]]]()
     if state.recorder is not None:
-        observers.append(GenerationRecorder(state.recorder, job, plan, token_usage, exchange.path))
+        observers.append(GenerationRecorder(state.recorder, job, prompts, token_usage, exchange.path))
     if state.tracing is not None and exchange.span is not None:
-        observers.append(GenerationTracer(state.tracing, exchange.span, job, plan, token_usage))
+        observers.append(GenerationTracer(state.tracing, exchange.span, job, prompts, token_usage))
     return observers
 
 

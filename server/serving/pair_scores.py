@@ -112,7 +112,9 @@ async def _by_encoder(
     _check_total_size(job, sum(len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
     special = job.body.add_special_tokens is not False
     with length_limit_hint(job):
-        joined = await job.state.text.pairs.join(pairs, _pair_job(job, names, len(pairs), add_special_tokens=special))
+        joined = await job.state.text.pairs.join(
+            pairs, _pair_options(job, names, len(pairs), add_special_tokens=special)
+        )
     rules = [PoolingRule("classify", second_from=begin) for _, begin in joined]
     rows = await pool([ids for ids, _ in joined], rules)
     values = [probabilities(unpack_rows(row)[0], activation)[0] for row in rows]
@@ -123,7 +125,7 @@ async def _template(job: PoolingJob, instruction: str | None) -> PairTemplate | 
     """What is put around pairs, None where nothing is. Raises ApiError for an instruction without a place."""
     state, found = job.state, None
     if state.settings.ranking is not None:
-        found = await state.text.run_in_thread(state.text.pairs.template)
+        found = await state.text.run_in_thread(state.text.pair_template)
         if found is None and job.info.classifier is None:
             raise bad_request(
                 "this model ranks by its answer, and its chat template shows no query and document: the server has to be started "
@@ -156,7 +158,7 @@ async def _by_prompt(
     prompt = template.plain if instruction is None or template.instructed is None else template.instructed
     pairs = _pairs(first, second)
     special = job.body.add_special_tokens is True  # the prompt has its own
-    asked = _pair_job(job, names, len(pairs), add_special_tokens=special)
+    asked = _pair_options(job, names, len(pairs), add_special_tokens=special)
     _check_total_size(job, sum(prompt.length + len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
     prompts = await job.state.text.pairs.fill(prompt, instruction or "", pairs, asked)
     rule = (
@@ -184,14 +186,14 @@ def _check_total_size(job: PoolingJob, size: int, count: int, unit: str, param: 
         )
 
 
-def _pair_job(job: PoolingJob, names: tuple[str, str], count: int, *, add_special_tokens: bool) -> PairOptions:
+def _pair_options(job: PoolingJob, names: tuple[str, str], count: int, *, add_special_tokens: bool) -> PairOptions:
     return PairOptions(
         max_tokens=job.longest,
         truncate=job.truncate,
         keep_first=job.body.truncation_side != "left",
         add_special_tokens=add_special_tokens,
-        first=names[0],
-        seconds=[f"{names[1]}[{index}]" if count > 1 else names[1] for index in range(count)],
+        first_param=names[0],
+        second_params=[f"{names[1]}[{index}]" if count > 1 else names[1] for index in range(count)],
         caller=job.caller,
     )
 

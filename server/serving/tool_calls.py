@@ -74,7 +74,7 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, has_outp
         return ToolPlan(tools)
     legacy = body.functions is not None
     template = tokenizer.template_for(True) or ""
-    capabilities = TemplateCapabilities.of(template)
+    capabilities = TemplateCapabilities.from_source(template)
     once = legacy or named or capabilities.single_call  # more could not be sent back
     parallel = body.parallel_tool_calls is not False and not once
     known = format_of(parser, template)

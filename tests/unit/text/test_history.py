@@ -37,7 +37,7 @@ USER = {"role": "user", "content": "hi"}
 
 def prepare(source: str, *messages: dict[str, Any], tools: Any = None) -> list[dict[str, Any]]:
     return prepare_history(
-        [ChatMessage(**message) for message in messages], tools, TemplateCapabilities.of(source), "<form>"
+        [ChatMessage(**message) for message in messages], tools, TemplateCapabilities.from_source(source), "<form>"
     )
 
 

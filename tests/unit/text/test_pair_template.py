@@ -80,7 +80,12 @@ def test_documents_are_cut_to_fit_and_the_rest_stays(source: str, keep_first: bo
 
     def encode(text: str, most: int | None) -> list[int]:
         (packed,) = tasks.encode_pair_prompts(
-            prompt, "", [("fox", text)], add_special_tokens=False, max_tokens=most, keep_first=keep_first
+            prompt=prompt,
+            instruction="",
+            pairs=[("fox", text)],
+            add_special_tokens=False,
+            max_tokens=most,
+            keep_first=keep_first,
         )
         return unpack_ids(packed)
 
@@ -90,7 +95,7 @@ def test_documents_are_cut_to_fit_and_the_rest_stays(source: str, keep_first: bo
     if len(whole) <= most:
         assert encode(document, most) == whole
     elif spare < 0:
-        with pytest.raises(RequestError, match="no room"):
+        with pytest.raises(RequestError, match="more than the limit of"):
             encode(document, most)
     else:
         ends = range(len(document) + 1)
