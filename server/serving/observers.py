@@ -1,4 +1,4 @@
-"""Observers of a request: the recorder and tracing."""
+"""Observers of a request: the workload recorder and the tracer."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ OK = "ok"
 
 
 def digest(token_ids: Sequence[int]) -> str:
-    """Of an answer's tokens: the same ids in the same order, and nothing else, give the same one."""
+    """Digest of token ids."""
     return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()[:32]
 
 
 def with_explicit_seed(job: GenerationJob) -> GenerationJob:
-    """The job with a seed that can be written down, where it is drawn and has none.
+    """The job with a seed that can be recorded, if it samples and has none.
 
-    Several prompts keep drawing their own: one seed for all would give equal prompts equal answers.
+    Only for a single prompt: with one seed for all, equal prompts would get equal responses.
     """
     if job.sampling.seed is not None or job.sampling.temperature == 0:
         return job
@@ -48,7 +48,7 @@ def with_explicit_seed(job: GenerationJob) -> GenerationJob:
 
 
 def outcome_code(error: BaseException | None, interruption_code: str) -> str:
-    """OK, or the code of what ended a request. interruption_code: the code where `error` is a cancellation."""
+    """OK or an error code. interruption_code: the code if `error` is a cancellation."""
     if error is None:
         return OK
     known = to_api_error(error)
@@ -56,12 +56,12 @@ def outcome_code(error: BaseException | None, interruption_code: str) -> str:
 
 
 def record_line(recorder: WorkloadRecorder, job: RequestJob, clock: float, line: LineBuilder) -> None:
-    """Have a request's line written, where needed behind the one that tells of the server."""
+    """Queue the line of a request, and before the first one the header line."""
     recorder.put(line, header=lambda: _header(recorder, job, clock))
 
 
 def common_fields(job: RequestJob, route: str, now: float, clock: float) -> dict[str, Any]:
-    """What every request's line begins with. now, clock: the same moment, monotonic and as the clock has it, in seconds."""
+    """First fields of every request's line. now, clock: the same time as monotonic and as wall-clock seconds."""
     return {
         "at": round(clock - (now - job.arrival), 6),
         "request_id": job.request_id,
@@ -72,7 +72,7 @@ def common_fields(job: RequestJob, route: str, now: float, clock: float) -> dict
 
 
 def rope_fields(rotation: Rotation, requested: Any) -> dict[str, Any]:
-    """The scaling as a request names it, and the rule of its updates. asked: the body's `rope_scaling`."""
+    """Scaling and update policy of a request. requested: `rope_scaling` of the body."""
     fields: dict[str, Any] = {}
     if rotation.update is not None:
         fields["rope_update"] = {"policy": rotation.update, "exact": rotation.exact or None}
@@ -84,10 +84,10 @@ def rope_fields(rotation: Rotation, requested: Any) -> dict[str, Any]:
 
 
 class GenerationRecorder:
-    """One request while it runs. `observe_output` its deltas, `end` it once.
+    """Records a generation request.
 
-    route: as it was asked for. With text the line has the ids of prompts and the digests of answers, and the whole body where
-    something that was made of its texts, such as a grammar, goes into the answer.
+    With text the line has the ids of prompts and the digests of responses, and the entire body if the response depends on its
+    texts, for example through a grammar.
     """
 
     def __init__(
@@ -110,14 +110,12 @@ class GenerationRecorder:
         self._reasons: dict[int, str | None] = {}
 
     def observe_output(self, delta: Delta) -> None:
-        """What came now."""
         if self._first_at is None:
             self._first_at = time.monotonic()
         self._ids.setdefault(delta.choice, array("q")).extend(delta.token_ids)
         self._reasons[delta.choice] = delta.finish_reason
 
     def end(self, error: BaseException | None, interruption_code: str) -> None:
-        """Have it written. interruption_code: the code of what ended it from outside, where `error` is a cancellation."""
         outcome, now, clock = outcome_code(error, interruption_code), time.monotonic(), time.time()
         record_line(self._recorder, self._job, clock, lambda: self._line(outcome, now, clock))
 
@@ -146,7 +144,7 @@ class GenerationRecorder:
     def _answer(self, choice: int, text: bool) -> dict[str, Any]:
         ids = self._ids[choice]
         answer = {"choice": choice, "tokens": len(ids), "finish_reason": self._reasons[choice]}
-        # Without text there is none either: few tokens could be guessed from it.
+        # Only with text: short outputs could be guessed from their digest.
         return answer | {"digest": digest(ids)} if text else answer
 
 
@@ -164,7 +162,7 @@ def _header(recorder: WorkloadRecorder, job: RequestJob, clock: float) -> dict[s
 
 
 def _fields(job: GenerationJob) -> dict[str, Any]:
-    """Fields of a completion that asks for the same: numbers, kinds and names that the operator chose."""
+    """Fields of an equivalent completion request that contain no text of the client."""
     sampling, rule, reuse, rotation, body = job.sampling, job.rule, job.reuse, job.rotation, job.body
     fields: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -197,7 +195,7 @@ def _fields(job: GenerationJob) -> dict[str, Any]:
 
 
 def _text_fields(job: GenerationJob) -> dict[str, Any]:
-    """Further fields, which may tell something of a text."""
+    """Further fields, which may reveal something about a text."""
     sampling, body = job.sampling, job.body
     fields: dict[str, Any] = {
         "stop": list(body.stop) if body.stop else None,
@@ -212,7 +210,7 @@ def _text_fields(job: GenerationJob) -> dict[str, Any]:
 
 
 def _depends_on_texts(job: GenerationJob) -> bool:
-    """Whether something goes into the answer that fields of a completion by tokens cannot say."""
+    """Whether the response depends on something that a completion request of token ids cannot express."""
     return bool(
         job.structured is not None
         or job.body.bad_words
@@ -224,7 +222,7 @@ def _depends_on_texts(job: GenerationJob) -> bool:
 
 @dataclass(slots=True)
 class _PromptTimes:
-    """Times on the monotonic clock, None before they come."""
+    """Times in monotonic seconds, None until they are known."""
 
     scheduled: float | None = None
     first: float | None = None
@@ -233,7 +231,7 @@ class _PromptTimes:
 
 
 class GenerationTracer:
-    """One request while it runs. `observe_output` its deltas, `end` it once. span: of its exchange, the parent of the phases."""
+    """Traces the phases of a generation request as spans. span: of its exchange, their parent."""
 
     def __init__(
         self, tracing: Tracing, span: Any, job: GenerationJob, prompts: Sequence[Prompt], token_usage: TokenUsage
@@ -249,7 +247,6 @@ class GenerationTracer:
         self._times = [_PromptTimes() for _ in prompts]
 
     def observe_output(self, delta: Delta) -> None:
-        """What came now."""
         prompt = self._times[delta.choice // self._job.sampling.n]
         prompt.last = time.monotonic()
         if prompt.first is None:
@@ -257,7 +254,6 @@ class GenerationTracer:
         prompt.tokens += len(delta.token_ids)
 
     def end(self, error: BaseException | None, interruption_code: str) -> None:
-        """Write the spans of the phases that have begun. interruption_code: see `GenerationRecorder.end`."""
         now, job = time.monotonic(), self._job
         outcome = outcome_code(error, interruption_code)
         self._phase("prepare", job.arrival, self._submitted_at, {})
@@ -265,7 +261,7 @@ class GenerationTracer:
             seen: dict[str, Any] = {"windlass.prompt": index} if len(self._times) > 1 else {}
             prompt_tokens = len(self._prompts[index].token_ids)
             scheduled = self._submitted_at if prompt.scheduled is None else max(self._submitted_at, prompt.scheduled)
-            if prompt.first is None:  # it ended in the queue or in its prefill: which of them is not known here
+            if prompt.first is None:  # it ended in the queue or in prefill
                 self._phase("queue", self._submitted_at, now, seen)
                 continue
             self._phase("queue", self._submitted_at, scheduled, seen)
@@ -291,7 +287,7 @@ P = ParamSpec("P")
 
 
 class RequestObserver(Protocol[P]):
-    """`observe_output` what comes, part by part; `end` it once. interruption_code: see `GenerationRecorder.end`."""
+    """Receives the outputs of a request, and once its end. interruption_code: error code if `error` is a cancellation."""
 
     def observe_output(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
 
@@ -300,7 +296,7 @@ class RequestObserver(Protocol[P]):
 
 @contextmanager
 def observe_request(exchange: Exchange, observers: Sequence[RequestObserver[P]]) -> Iterator[Callable[P, None] | None]:
-    """A request runs until the block ends; what comes goes to the function, where there is one."""
+    """Scope of a request. Yields a function that passes outputs to the observers, None without observers."""
     if not observers:
         yield None
         return
@@ -323,7 +319,7 @@ def observe_request(exchange: Exchange, observers: Sequence[RequestObserver[P]])
 def generation_observers(
     exchange: Exchange, job: GenerationJob, prompts: Sequence[Prompt], token_usage: TokenUsage
 ) -> list[RequestObserver[[Delta]]]:
-    """Who wants to see a request that generates."""
+    """The observers of a generation request, which receive its deltas."""
     state, observers = job.state, list[RequestObserver[[Delta]]]()
     if state.recorder is not None:
         observers.append(GenerationRecorder(state.recorder, job, prompts, token_usage, exchange.path))
@@ -335,7 +331,7 @@ def generation_observers(
 def pooling_observers(
     exchange: Exchange, job: PoolingJob, prompts: Sequence[Collection[int]], rules: Sequence[PoolingRule]
 ) -> list[RequestObserver[[int, RequestOutput]]]:
-    """Who wants to see a request that is pooled. They take each prompt's place and output, in any order."""
+    """The observers of a pooling request, which receive the index and the output of each prompt, in any order."""
     state, observers = job.state, list[RequestObserver[[int, RequestOutput]]]()
     if state.recorder is not None:
         observers.append(PoolingRecorder(state.recorder, job, prompts, rules, exchange.path))
@@ -345,7 +341,7 @@ def pooling_observers(
 
 
 class PoolingRecorder:
-    """The line of one request. With text it has the ids of prompts and the digests of rows."""
+    """Records a pooling request. With text the line has the ids of prompts and the digests of rows."""
 
     def __init__(
         self,
@@ -359,12 +355,10 @@ class PoolingRecorder:
         self._rows: dict[int, PooledRows] = {}
 
     def observe_output(self, index: int, output: RequestOutput) -> None:
-        """See `pooling_observers`."""
         if output.pooled is not None:
             self._rows[index] = output.pooled
 
     def end(self, error: BaseException | None, interruption_code: str) -> None:
-        """Have it written."""
         outcome, now, clock = outcome_code(error, interruption_code), time.monotonic(), time.time()
         record_line(self._recorder, self._job, clock, lambda: self._line(outcome, now, clock))
 
@@ -388,7 +382,7 @@ class PoolingRecorder:
         if text:
             line["prompt_token_ids"] = [list(ids) for ids in self._prompts]
             line["texts"] = {} if job.body.cache_salt is None else {"cache_salt": job.body.cache_salt}
-            # Where the second text of a pair begins cannot be said in a request of tokens.
+            # A request of token ids cannot express the beginning of a pair's second text.
             line["exact"] = all(each.second_from is None for each in self._rules)
         return {name: value for name, value in line.items() if value is not None}
 
@@ -399,32 +393,30 @@ class PoolingRecorder:
 
 
 def rows_digest(values: bytes) -> str:
-    """Of a text's rows, float32 and little-endian: the same numbers to the last bit, and nothing else, give the same one."""
+    """Digest of the rows of a text, float32 and little-endian."""
     return hashlib.sha256(values).hexdigest()[:32]
 
 
 class PoolingTracer:
-    """The phases of one request as spans: prepared, queued until the first of its texts began, pooled until the last was done."""
+    """Traces a pooling request: prepared, queued until its first text was scheduled, pooled until its last one was done."""
 
     def __init__(self, tracing: Tracing, span: Any, job: PoolingJob, tokens: int) -> None:
         self._tracing, self._span, self._job, self._tokens = tracing, span, job, tokens
         self._submitted_at = time.monotonic()
         self._scheduled: float | None = None
-        self._text_fields = 0
+        self._num_texts = 0
 
     def observe_output(self, index: int, output: RequestOutput) -> None:
-        """See `pooling_observers`."""
-        self._text_fields += 1
+        self._num_texts += 1
         begun = output.scheduled_at
         if begun is not None and (self._scheduled is None or begun < self._scheduled):
             self._scheduled = begun
 
     def end(self, error: BaseException | None, interruption_code: str) -> None:
-        """Write the spans of the phases that have begun."""
         now, job, tracing, span = time.monotonic(), self._job, self._tracing, self._span
-        counts = {"gen_ai.usage.input_tokens": self._tokens, "windlass.texts": self._text_fields}
+        counts = {"gen_ai.usage.input_tokens": self._tokens, "windlass.texts": self._num_texts}
         tracing.phase(span, "prepare", job.arrival, self._submitted_at, {})
-        if self._text_fields == 0:
+        if self._num_texts == 0:
             tracing.phase(span, "queue", self._submitted_at, now, {})
         else:
             scheduled = self._submitted_at if self._scheduled is None else max(self._submitted_at, self._scheduled)

@@ -1,4 +1,4 @@
-"""Scores of pairs of texts: cosines, classification heads, or the model's answer."""
+"""Scores of pairs of texts: cosine, classification head, or logits of answer tokens."""
 
 from __future__ import annotations
 
@@ -22,18 +22,15 @@ from windlass.server.text.service import PairOptions
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """values: one for each pair. tokens: that were computed or taken from the cache for them."""
+    """values: one for each pair. tokens: number of tokens in the prompts."""
 
     values: list[float]
     tokens: int
 
 
 def check_texts(value: Any, param: str) -> list[str]:
-    """One text or several; raises ApiError for others, for empty ones and for too many."""
-    if isinstance(value, str):
-        texts: list[Any] = [value]
-    else:
-        texts = value
+    """The texts of one text or several; raises ApiError for other types, empty texts and too many."""
+    texts: list[Any] = [value] if isinstance(value, str) else value
     if len(texts) > MAX_INPUTS:
         raise bad_request(
             f"{param} holds {len(texts)} texts, at most {MAX_INPUTS} are taken at once", param, "too_many"
@@ -48,17 +45,17 @@ def check_texts(value: Any, param: str) -> list[str]:
 
 
 def check_scores_pairs(job: PoolingJob, pooling: str | None) -> None:
-    """Raise ApiError where this model cannot score pairs."""
+    """Raise ApiError if this model cannot score pairs."""
     classifier = job.info.classifier
     if classifier is None and job.state.rerank_answer_ids:
         if pooling is not None:
-            raise bad_request("pooling goes with a model that embeds: this one answers whether a pair fits", "pooling")
+            raise bad_request(
+                "pooling goes with a model that embeds: this one judges pairs by answer tokens", "pooling"
+            )
     elif classifier is None:
         embedding_rule(job, pooling=pooling, normalize=True, dimensions=None)
     elif classifier.per_token:
-        raise bad_request(
-            "this model tells the class of each token and scores no pairs: use /pooling", "model", "no_score"
-        )
+        raise bad_request("this model classifies tokens and does not score pairs: use /pooling", "model", "no_score")
     elif len(classifier.labels) != 1:
         raise bad_request(
             f"this model has {len(classifier.labels)} classes, and pairs are scored by a model of one class, or by one that "
@@ -79,9 +76,9 @@ async def score_pairs(
     instruction: str | None,
     pool: PoolFunction,
 ) -> Scores:
-    """The scores of first[i] and second[i], or of first[0] and each. names: of the fields that they came from.
+    """Scores of first[i] and second[i], or of first[0] and each of `second`. names: fields of the texts.
 
-    instruction: what pairs are judged by, for models whose prompt has room for it. Raises ApiError where there is none.
+    instruction: criterion of the score; raises ApiError if the model's prompt has no gap for it.
     """
     classifier = job.info.classifier
     template = await _template(job, instruction)
@@ -107,7 +104,7 @@ async def _by_encoder(
     activation: Activation,
     pool: PoolFunction,
 ) -> Scores:
-    """Pairs as the model's tokenizer joins them, with what tells the second text from the first."""
+    """Scores of pairs joined by the model's tokenizer, with segment ids."""
     pairs = _pairs(first, second)
     _check_total_size(job, sum(len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
     special = job.body.add_special_tokens is not False
@@ -122,20 +119,20 @@ async def _by_encoder(
 
 
 async def _template(job: PoolingJob, instruction: str | None) -> PairTemplate | None:
-    """What is put around pairs, None where nothing is. Raises ApiError for an instruction without a place."""
+    """The template of pairs, if there is one. Raises ApiError for an instruction that it has no gap for."""
     state, found = job.state, None
     if state.settings.ranking is not None:
         found = await state.text.run_in_thread(state.text.pair_template)
         if found is None and job.info.classifier is None:
             raise bad_request(
-                "this model ranks by its answer, and its chat template shows no query and document: the server has to be started "
+                "this model ranks by answer tokens, and its chat template does not show a query and a document: start the server "
                 "with --rerank-template",
                 "model",
                 "no_score",
             )
     if instruction is not None and (found is None or found.instructed is None):
         raise bad_request(
-            "this model scores pairs without an instruction: leave it out, or say it in the query",
+            "this model scores pairs without an instruction: leave it out, or add it to the query",
             "instruction",
             "unsupported_value",
         )
@@ -151,7 +148,7 @@ async def _by_prompt(
     instruction: str | None,
     pool: PoolFunction,
 ) -> Scores:
-    """Pairs in the prompt that the model was trained with, by the token that it goes on with or by its head."""
+    """Scores of pairs in the model's prompt, by its next token or its head."""
     classifier, ranking = job.info.classifier, job.state.settings.ranking
     if instruction is None and ranking is not None and template.instructed is not None:
         instruction = ranking.instruction
@@ -176,7 +173,7 @@ def _pairs(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]
 
 
 def _check_total_size(job: PoolingJob, size: int, count: int, unit: str, param: str) -> None:
-    """One query of a small body stands in the prompt of every document: together they are bounded as a body is."""
+    """Bound the prompts of all pairs like a body: the query of a small body is repeated for every document."""
     most = job.state.settings.max_body_bytes
     if size > most:
         raise bad_request(
@@ -206,7 +203,7 @@ async def _by_head(
     activation: Activation,
     pool: PoolFunction,
 ) -> Scores:
-    """The second text behind the first, as tokenizers of decoders join a pair."""
+    """Scores of the second text appended to the first, as tokenizers of decoders join a pair."""
     if len(first) == 1:
         first = first * len(second)
     prompts = [
@@ -224,7 +221,7 @@ async def _by_head(
 
 @dataclass(frozen=True, slots=True)
 class _ConcatenatedIds(Collection[int]):
-    """Two lists behind each other, which many pairs share: they are put together when the pair's turn comes."""
+    """Concatenation of two lists that many pairs share; only copied when the pair is sent."""
 
     first: list[int]
     second: list[int]
@@ -240,27 +237,27 @@ class _ConcatenatedIds(Collection[int]):
 
 
 def _truncate_second(job: PoolingJob, taken: int, second: list[int], param: str) -> list[int]:
-    """What of the second text a pair may have, of which the first has `taken` tokens; `param`: of the first."""
+    """The second text cut for a pair whose first text has `taken` tokens. param: of the first text."""
     if job.truncate is None or taken + len(second) <= job.truncate:
         return second
-    room = job.truncate - taken
-    if room < 1:
+    left = job.truncate - taken
+    if left < 1:
         raise bad_request(
-            f"the first text has {taken} tokens or more, which leave no room for the second among {job.truncate}: shorten it",
+            f"the first text has {taken} tokens or more, which leaves none of {job.truncate} for the second: shorten it",
             param,
         )
-    return second[-room:] if job.body.truncation_side == "left" else second[:room]
+    return second[-left:] if job.body.truncation_side == "left" else second[:left]
 
 
 def _cosines(first: list[array[float]], second: list[array[float]]) -> list[float]:
-    """Products of vectors of length 1."""
+    """Dot products of unit vectors."""
     if len(first) == 1:
         first = first * len(second)
     return [sum(map(mul, a, b)) for a, b in zip(first, second, strict=True)]
 
 
 def probabilities(logits: Sequence[float], activation: Activation) -> list[float]:
-    """What the head gives, as probabilities."""
+    """The logits of a head as probabilities."""
     if activation == "softmax":
         most = max(logits)
         weights = [math.exp(value - most) for value in logits]
@@ -272,6 +269,6 @@ def probabilities(logits: Sequence[float], activation: Activation) -> list[float
 
 
 def _sigmoid(value: float) -> float:
-    """1 / (1 + e^-x), without an overflow."""
+    """1 / (1 + e^-x) without overflow."""
     small = math.exp(-abs(value))
     return (1.0 if value >= 0 else small) / (1.0 + small)

@@ -277,7 +277,7 @@ class TextService:
         )
 
     async def render(self, messages: Sequence[ChatMessage], *, caller: str, **options: Unpack[ChatOptions]) -> str:
-        """The chat as text; raises ApiError 400 if there is no template or it refuses the messages."""
+        """The chat as text; raises ApiError 400 without a template, or if it refuses the messages."""
         self._check_chat(messages, options)
         conversation, size = await self._prepare_chat(messages, options)
         task, limiter = partial(TextTasks.render, **conversation), self._pool.templates
@@ -482,7 +482,8 @@ class PairTokenizer:
         found: list[str] = []
         for batch in batches(documents, len):
             task = partial(TextTasks.truncate, texts=batch, max_tokens=max_tokens)
-            found += await self._service.run(task, param=param, size=sum(map(len, batch)), caller=caller)
+            cut = await self._service.run(task, param=param, size=sum(map(len, batch)), caller=caller)
+            found += cut
         return found
 
     async def join(self, pairs: Sequence[tuple[str, str]], options: PairOptions) -> list[tuple[list[int], int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +55,8 @@ class TextTasks:
         self._tokenizer = tokenizer
         self._template, self._tool_template = template, tool_template or template
         self._grammars = GrammarCompiler(tokenizer)
-
-    def next_phase(self, size: int) -> None:
-        """Called when a task begins its next phase with `size` characters. A worker replaces it, to change its limits."""
+        # Called with the characters of a task's next phase. A worker replaces it, to change its limits.
+        self.next_phase: Callable[[int], None] = lambda size: None
 
     def encode(self, *, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
         """Packed token ids of each text."""
