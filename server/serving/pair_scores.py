@@ -15,7 +15,8 @@ from windlass.engine.interface.request import PoolingRule
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.schemas.pooling import MAX_INPUTS
 from windlass.server.serving.job import PoolingJob
-from windlass.server.serving.pooling import PoolFunction, embedding_rule, encode_inputs, length_limit_hint, unpack_rows
+from windlass.server.serving.pooling import embedding_rule, encode_inputs, length_limit_hint, pool, unpack_rows
+from windlass.server.serving.streaming import Exchange
 from windlass.server.text.pair_prompts import PairTemplate
 from windlass.server.text.service import PairOptions
 
@@ -68,13 +69,13 @@ def check_scores_pairs(job: PoolingJob, pooling: str | None) -> None:
 
 
 async def score_pairs(
+    exchange: Exchange,
     job: PoolingJob,
     first: Sequence[str],
     second: Sequence[str],
     names: tuple[str, str],
     pooling: str | None,
     instruction: str | None,
-    pool: PoolFunction,
 ) -> Scores:
     """Scores of first[i] and second[i], or of first[0] and each of `second`. names: fields of the texts.
 
@@ -82,40 +83,111 @@ async def score_pairs(
     """
     classifier = job.info.classifier
     template = await _template(job, instruction)
+    scorer = _Scorer(exchange, job, first, second, names)
     if template is not None:
-        return await _by_prompt(job, first, second, names, template, instruction, pool)
-    if classifier is not None and job.info.is_bidirectional:
-        return await _by_encoder(job, first, second, names, classifier.activation, pool)
-    ids = [await encode_inputs(job, first, names[0]), await encode_inputs(job, second, names[1])]
-    if classifier is not None:
-        return await _by_head(job, ids[0], ids[1], names, classifier.activation, pool)
-    rule = embedding_rule(job, pooling=pooling, normalize=True, dimensions=None)
-    rows = await pool([*ids[0], *ids[1]], rule)
-    vectors = [unpack_rows(row)[0] for row in rows]
-    values = await job.state.text.run_in_thread(_cosines, vectors[: len(first)], vectors[len(first) :])
-    return Scores(values, sum(map(len, (*ids[0], *ids[1]))))
+        return await scorer.by_prompt(template, instruction)
+    if classifier is None:
+        return await scorer.by_cosine(pooling)
+    if job.info.is_bidirectional:
+        return await scorer.by_encoder(classifier.activation)
+    return await scorer.by_head(classifier.activation)
 
 
-async def _by_encoder(
-    job: PoolingJob,
-    first: Sequence[str],
-    second: Sequence[str],
-    names: tuple[str, str],
-    activation: Activation,
-    pool: PoolFunction,
-) -> Scores:
-    """Scores of pairs joined by the model's tokenizer, with segment ids."""
-    pairs = _pairs(first, second)
-    _check_total_size(job, sum(len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
-    special = job.body.add_special_tokens is not False
-    with length_limit_hint(job):
-        joined = await job.state.text.pairs.join(
-            pairs, _pair_options(job, names, len(pairs), add_special_tokens=special)
+@dataclass(frozen=True, slots=True)
+class _Scorer:
+    """Scores the pairs of a request in one of four ways."""
+
+    exchange: Exchange
+    job: PoolingJob
+    first: Sequence[str]
+    second: Sequence[str]
+    names: tuple[str, str]
+
+    async def by_cosine(self, pooling: str | None) -> Scores:
+        """Cosine of the embeddings."""
+        first, second = await self._encode_inputs()
+        rule = embedding_rule(self.job, pooling=pooling, normalize=True, dimensions=None)
+        rows = await pool(self.exchange, self.job, [*first, *second], rule)
+        vectors = [unpack_rows(row)[0] for row in rows]
+        values = await self.job.state.text.run_in_thread(_cosines, vectors[: len(first)], vectors[len(first) :])
+        return Scores(values, sum(map(len, (*first, *second))))
+
+    async def by_encoder(self, activation: Activation) -> Scores:
+        """Classification head over pairs joined by the model's tokenizer, with segment ids."""
+        job, pairs = self.job, self._pairs()
+        self._check_total_size(sum(len(a) + len(b) for a, b in pairs), len(pairs), "characters")
+        special = job.body.add_special_tokens is not False
+        with length_limit_hint(job):
+            joined = await job.state.text.pairs.join(pairs, self._options(len(pairs), special))
+        rules = [PoolingRule("classify", second_from=begin) for _, begin in joined]
+        return await self._probabilities([ids for ids, _ in joined], rules, activation)
+
+    async def by_prompt(self, template: PairTemplate, instruction: str | None) -> Scores:
+        """Classification head or answer tokens after the prompt that the model was trained with."""
+        job, classifier, ranking = self.job, self.job.info.classifier, self.job.state.settings.ranking
+        if instruction is None and ranking is not None and template.instructed is not None:
+            instruction = ranking.instruction
+        prompt = template.plain if instruction is None or template.instructed is None else template.instructed
+        pairs = self._pairs()
+        options = self._options(len(pairs), job.body.add_special_tokens is True)  # the prompt contains its own
+        self._check_total_size(sum(prompt.length + len(a) + len(b) for a, b in pairs), len(pairs), "characters")
+        prompts = await job.state.text.pairs.fill(prompt, instruction or "", pairs, options)
+        if classifier is not None:
+            return await self._probabilities(prompts, PoolingRule("classify"), classifier.activation)
+        return await self._probabilities(prompts, PoolingRule("answer", answers=job.state.rerank_answer_ids), "sigmoid")
+
+    async def by_head(self, activation: Activation) -> Scores:
+        """Classification head over the second text appended to the first, as tokenizers of decoders join a pair."""
+        job, name = self.job, self.names[1]
+        first, second = await self._encode_inputs()
+        if len(first) == 1:
+            first = first * len(second)
+        prompts = [
+            _ConcatenatedIds(a, _truncate_second(job, len(a), b, self.names[0]))
+            for a, b in zip(first, second, strict=True)
+        ]
+        for index, prompt in enumerate(prompts):
+            if len(prompt) > job.longest:
+                where = f"{name}[{index}]" if len(prompts) > 1 else name
+                raise context_length_exceeded(job.longest, len(prompt), param=where)
+        self._check_total_size(sum(map(len, prompts)), len(prompts), "tokens")
+        return await self._probabilities(prompts, PoolingRule("classify"), activation)
+
+    async def _encode_inputs(self) -> tuple[list[list[int]], list[list[int]]]:
+        first = await encode_inputs(self.job, self.first, self.names[0])
+        return first, await encode_inputs(self.job, self.second, self.names[1])
+
+    async def _probabilities(
+        self, prompts: Sequence[Collection[int]], rule: PoolingRule | Sequence[PoolingRule], activation: Activation
+    ) -> Scores:
+        rows = await pool(self.exchange, self.job, prompts, rule)
+        return Scores([probabilities(unpack_rows(row)[0], activation)[0] for row in rows], sum(map(len, prompts)))
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        first = [self.first[0]] * len(self.second) if len(self.first) == 1 else self.first
+        return list(zip(first, self.second, strict=True))
+
+    def _options(self, count: int, add_special_tokens: bool) -> PairOptions:
+        job, name = self.job, self.names[1]
+        return PairOptions(
+            max_tokens=job.longest,
+            truncate=job.truncate,
+            keep_first=job.body.truncation_side != "left",
+            add_special_tokens=add_special_tokens,
+            first_param=self.names[0],
+            second_params=[f"{name}[{index}]" if count > 1 else name for index in range(count)],
+            caller=job.caller,
         )
-    rules = [PoolingRule("classify", second_from=begin) for _, begin in joined]
-    rows = await pool([ids for ids, _ in joined], rules)
-    values = [probabilities(unpack_rows(row)[0], activation)[0] for row in rows]
-    return Scores(values, sum(len(ids) for ids, _ in joined))
+
+    def _check_total_size(self, size: int, count: int, unit: str) -> None:
+        """Bound the prompts of all pairs like a body: the query of a small body is repeated for every document."""
+        most = self.job.state.settings.max_body_bytes
+        if size > most:
+            raise bad_request(
+                f"the prompts of these {count} pairs hold {size} {unit}, at most {most} are taken: send fewer at once",
+                self.names[1],
+                "too_many",
+            )
 
 
 async def _template(job: PoolingJob, instruction: str | None) -> PairTemplate | None:
@@ -137,86 +209,6 @@ async def _template(job: PoolingJob, instruction: str | None) -> PairTemplate | 
             "unsupported_value",
         )
     return found
-
-
-async def _by_prompt(
-    job: PoolingJob,
-    first: Sequence[str],
-    second: Sequence[str],
-    names: tuple[str, str],
-    template: PairTemplate,
-    instruction: str | None,
-    pool: PoolFunction,
-) -> Scores:
-    """Scores of pairs in the model's prompt, by its next token or its head."""
-    classifier, ranking = job.info.classifier, job.state.settings.ranking
-    if instruction is None and ranking is not None and template.instructed is not None:
-        instruction = ranking.instruction
-    prompt = template.plain if instruction is None or template.instructed is None else template.instructed
-    pairs = _pairs(first, second)
-    special = job.body.add_special_tokens is True  # the prompt has its own
-    asked = _pair_options(job, names, len(pairs), add_special_tokens=special)
-    _check_total_size(job, sum(prompt.length + len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
-    prompts = await job.state.text.pairs.fill(prompt, instruction or "", pairs, asked)
-    rule = (
-        PoolingRule("classify")
-        if classifier is not None
-        else PoolingRule("answer", answers=job.state.rerank_answer_ids)
-    )
-    rows = await pool(prompts, rule)
-    activation = "sigmoid" if classifier is None else classifier.activation
-    return Scores([probabilities(unpack_rows(row)[0], activation)[0] for row in rows], sum(map(len, prompts)))
-
-
-def _pairs(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
-    return list(zip([first[0]] * len(second) if len(first) == 1 else first, second, strict=True))
-
-
-def _check_total_size(job: PoolingJob, size: int, count: int, unit: str, param: str) -> None:
-    """Bound the prompts of all pairs like a body: the query of a small body is repeated for every document."""
-    most = job.state.settings.max_body_bytes
-    if size > most:
-        raise bad_request(
-            f"the prompts of these {count} pairs hold {size} {unit}, at most {most} are taken: send fewer at once",
-            param,
-            "too_many",
-        )
-
-
-def _pair_options(job: PoolingJob, names: tuple[str, str], count: int, *, add_special_tokens: bool) -> PairOptions:
-    return PairOptions(
-        max_tokens=job.longest,
-        truncate=job.truncate,
-        keep_first=job.body.truncation_side != "left",
-        add_special_tokens=add_special_tokens,
-        first_param=names[0],
-        second_params=[f"{names[1]}[{index}]" if count > 1 else names[1] for index in range(count)],
-        caller=job.caller,
-    )
-
-
-async def _by_head(
-    job: PoolingJob,
-    first: list[list[int]],
-    second: list[list[int]],
-    names: tuple[str, str],
-    activation: Activation,
-    pool: PoolFunction,
-) -> Scores:
-    """Scores of the second text appended to the first, as tokenizers of decoders join a pair."""
-    if len(first) == 1:
-        first = first * len(second)
-    prompts = [
-        _ConcatenatedIds(a, _truncate_second(job, len(a), b, names[0])) for a, b in zip(first, second, strict=True)
-    ]
-    for index, prompt in enumerate(prompts):
-        if len(prompt) > job.longest:
-            where = f"{names[1]}[{index}]" if len(prompts) > 1 else names[1]
-            raise context_length_exceeded(job.longest, len(prompt), param=where)
-    tokens = sum(map(len, prompts))
-    _check_total_size(job, tokens, len(prompts), "tokens", names[1])
-    rows = await pool(prompts, PoolingRule("classify"))
-    return Scores([probabilities(unpack_rows(row)[0], activation)[0] for row in rows], tokens)
 
 
 @dataclass(frozen=True, slots=True)

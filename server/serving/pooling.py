@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
@@ -27,6 +27,8 @@ from windlass.server.serving.streaming import Exchange
 
 B = TypeVar("B", bound=PromptRequest)
 
+_NO_SAMPLING = SamplingParams(max_tokens=0, temperature=0.0)
+
 
 async def begin_pooling(request: Request, model: type[B]) -> tuple[B, PoolingJob]:
     """The body and its job; raises ApiError or RequestError naming the field at fault."""
@@ -46,12 +48,6 @@ async def begin_pooling(request: Request, model: type[B]) -> tuple[B, PoolingJob
 def usage(tokens: int) -> dict[str, int]:
     """OpenAI's usage object of a request without output."""
     return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
-# `pool` with its exchange and job.
-PoolFunction = Callable[[Sequence[Collection[int]], PoolingRule | Sequence[PoolingRule]], Awaitable[list[PooledRows]]]
-
-_NO_SAMPLING = SamplingParams(max_tokens=0, temperature=0.0)
 
 
 @contextmanager

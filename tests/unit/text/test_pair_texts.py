@@ -13,7 +13,7 @@ from windlass.server.text.workers.pool import LARGE_JOB
 from windlass.server.text.workers.tasks import TextTasks
 
 
-def test_pairs_go_to_the_tokenizer_a_few_at_a_time_and_unjoined() -> None:
+def test_pairs_are_tokenized_in_batches_without_joining_them_first() -> None:
     """Joining all of them would take memory for the query's length times the number of documents."""
 
     class Whole(str):

@@ -42,9 +42,7 @@ def record_tasks(
     return asked
 
 
-def test_lists_of_breakers_are_kept_as_long_as_there_is_room(
-    service: TextService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_of_breaker_lists_is_bounded(service: TextService, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Found = (frozenset(), frozenset())
     many: Found = (frozenset(range(MAX_CACHED_BREAKER_SIZE // 4)), frozenset())
     asked = record_tasks(
@@ -110,7 +108,7 @@ def numbers(count: int) -> str:
         ([ChatMessage(role="assistant", content="", reasoning_content="x" * 900_000)], None, False),
     ],
 )
-def test_what_grows_with_a_chat_leaves_the_event_loop(
+def test_large_chats_are_prepared_on_a_thread(
     service: TextService,
     monkeypatch: pytest.MonkeyPatch,
     messages: list[ChatMessage],

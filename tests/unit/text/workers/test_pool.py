@@ -1,4 +1,4 @@
-"""Text processes for real: same results as in this process, limits of time and memory, deaths, cancelling, the end."""
+"""Text processes: results, limits of time and memory, deaths, cancelling and closing."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def fork_server(pool: TextPool) -> int:
 TEXTS = ["", "hello world", "naïve 東京 😀", "a" * 5000, "<|eos|> x <tool>", "\n\n\t  "]
 
 
-def test_it_does_what_the_tokenizer_does(pool: TextPool) -> None:
+def test_results_equal_those_of_the_tokenizer(pool: TextPool) -> None:
     tokenizer = Tokenizer(toys.byte_level(), SPECIAL)
     for special in (True, False):
         packed = do(pool, partial(TextTasks.encode, texts=TEXTS, add_special_tokens=special))
@@ -141,7 +141,7 @@ def test_ids_survive_packing() -> None:
     assert unpack_ids(pack_ids([])) == []
 
 
-def test_a_job_that_takes_too_long_is_killed_and_others_go_on(pool: TextPool) -> None:
+def test_a_slow_job_is_killed_and_others_continue(pool: TextPool) -> None:
     async def seconds_of_others() -> float:
         begin = time.monotonic()
         spinning = asyncio.create_task(_outcome(render(pool, Limits(2.0, 256 * MIB), spin=1)))  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def test_large_chats_wait_without_a_template_slot() -> None:
         made.close()
 
 
-def test_what_the_input_is_at_fault_for_is_refused_with_the_reason(pool: TextPool) -> None:
+def test_faulty_input_is_refused_with_the_reason(pool: TextPool) -> None:
     with pytest.raises(RefusedError, match="no such role"):
         run(lambda: render(pool, refuse="no such role"))
     shown = {"add_special_tokens": True, "offsets": True, "token_strs": False}
@@ -233,7 +233,7 @@ def test_what_the_input_is_at_fault_for_is_refused_with_the_reason(pool: TextPoo
         do(pool, partial(TextTasks.tokenize, text="hello " * 1000, **shown, max_model_len=None, max_bytes=100))
 
 
-def test_a_pattern_that_backtracks_without_end_is_the_texts_fault() -> None:
+def test_a_pattern_that_backtracks_is_an_error_of_the_text() -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"^(a+)+$"), "isolated")
     made = make_pool(backend, None)
@@ -252,10 +252,10 @@ def test_processes_that_are_killed_from_outside_are_replaced() -> None:
         assert run(lambda: render(made)) == "hello"
         for child in children_of(fork_server(made)):
             os.kill(child, signal.SIGKILL)
-        assert [run(lambda: render(made)) for _ in range(3)] == ["hello"] * 3  # idle ones: nobody's job was lost
+        assert [run(lambda: render(made)) for _ in range(3)] == ["hello"] * 3  # they were idle: no job was lost
         for _ in range(5):
             made._idle.pop().kill()  # so that the next one needs a fork
-            os.kill(fork_server(made), signal.SIGKILL)  # it may still look alive when it is asked for a process
+            os.kill(fork_server(made), signal.SIGKILL)  # its death may not be visible yet
             assert [run(lambda: render(made, spin=0)) for _ in range(2)] == ["hello"] * 2
     finally:
         made.close()
@@ -263,7 +263,7 @@ def test_processes_that_are_killed_from_outside_are_replaced() -> None:
 
 @contextlib.contextmanager
 def many_files_open() -> Iterator[None]:
-    """Whatever is opened within has a descriptor beyond 1,024."""
+    """Scope in which new descriptors are above 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     with contextlib.ExitStack() as opened:
@@ -273,7 +273,7 @@ def many_files_open() -> Iterator[None]:
         yield
 
 
-def test_jobs_run_where_a_thousand_connections_are_open() -> None:
+def test_jobs_run_with_more_than_a_thousand_descriptors() -> None:
     made = make_pool()
     try:
         with many_files_open():
@@ -284,7 +284,7 @@ def test_jobs_run_where_a_thousand_connections_are_open() -> None:
         made.close()
 
 
-def test_no_process_is_left_where_running_a_job_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_left_after_an_unexpected_error(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_pool()
 
     def failing(*_: object) -> None:
@@ -299,7 +299,7 @@ def test_no_process_is_left_where_running_a_job_fails(monkeypatch: pytest.Monkey
         made.close()
 
 
-def test_a_job_whose_process_is_killed_from_outside_is_not_at_fault() -> None:
+def test_a_process_killed_from_outside_is_not_an_error_of_the_job() -> None:
     made = make_pool()
 
     async def main() -> None:
@@ -317,7 +317,7 @@ def test_a_job_whose_process_is_killed_from_outside_is_not_at_fault() -> None:
 
 
 def stop(pool: TextPool) -> int:
-    """Have its fork server hang, for which it is given less time than others have; returns its process id."""
+    """Stop the pool's fork server, with a shorter timeout for its answers; returns its process id."""
     assert pool._server is not None
     pool._server._control.settimeout(0.3)
     os.kill(fork_server(pool), signal.SIGSTOP)
@@ -336,7 +336,7 @@ def test_a_fork_server_that_hangs_is_replaced() -> None:
         made.close()
 
 
-def test_a_fork_server_that_answers_late_is_never_believed() -> None:
+def test_late_answers_of_a_fork_server_are_discarded() -> None:
     made = make_pool()
     try:
         assert run(lambda: render(made)) == "hello"
@@ -351,7 +351,7 @@ def test_a_fork_server_that_answers_late_is_never_believed() -> None:
         made.close()
 
 
-def test_the_soft_limit_that_the_server_was_started_with_holds() -> None:
+def test_the_inherited_soft_limit_is_kept() -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)
     given = 64 * 1024 * MIB  # far more than a text process needs
     if limit[1] != resource.RLIM_INFINITY and limit[1] < given:
@@ -370,7 +370,7 @@ def test_the_soft_limit_that_the_server_was_started_with_holds() -> None:
         made.close()
 
 
-def test_cancelling_ends_the_process_and_frees_the_place() -> None:
+def test_cancelling_ends_the_process_and_frees_the_slot() -> None:
     made = make_pool(templates=1)
 
     async def main() -> None:
@@ -458,8 +458,8 @@ async def _outcome(job: Awaitable[Any]) -> Any:
         return error
 
 
-def test_once_the_fork_server_is_gone_only_its_own_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may have given the id of one that has ended to somebody else."""
+def test_without_fork_server_only_processes_of_its_session_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process id of one that has ended may have been reused."""
     server = ForkServer(WorkerSource(toys.byte_level().to_str(), SPECIAL, None))
     server.wait_loaded()
     theirs, gone = server.fork(), server.fork()
@@ -473,7 +473,7 @@ def test_once_the_fork_server_is_gone_only_its_own_are_killed(monkeypatch: pytes
     assert killed == [(theirs._pid, signal.SIGKILL)]
 
 
-def test_where_the_host_has_no_standard_error_its_processes_print_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_print_nowhere_if_the_host_has_no_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     server = ForkServer(WorkerSource("", SPECIAL, None))
     outputs = [str(Path(f"/proc/{server._process.pid}/fd/{number}").readlink()) for number in (1, 2)]
