@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
 from windlass._version import __version__
@@ -16,7 +17,7 @@ from windlass.engine.interface.outputs import PooledRows, RequestOutput
 from windlass.engine.interface.request import PoolingRule
 from windlass.engine.rotary.auto_scaling import AUTO
 from windlass.server.errors import to_api_error
-from windlass.server.observability.recording import LineBuilder, WorkloadRecorder
+from windlass.server.observability.recording import WorkloadRecorder
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.job import GenerationJob, PoolingJob, RequestJob
 from windlass.server.serving.request_rotation import Rotation
@@ -28,260 +29,7 @@ if TYPE_CHECKING:
 
 
 RECORD_VERSION = 1  # of the lines; the first field of a file's first line
-
 OK = "ok"
-
-
-def digest(token_ids: Sequence[int]) -> str:
-    """Digest of token ids."""
-    return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()[:32]
-
-
-def with_explicit_seed(job: GenerationJob) -> GenerationJob:
-    """The job with a seed that can be recorded, if it samples and has none.
-
-    Only for a single prompt: with one seed for all, equal prompts would get equal responses.
-    """
-    if job.sampling.seed is not None or job.sampling.temperature == 0:
-        return job
-    return replace(job, sampling=replace(job.sampling, seed=secrets.randbits(53)))
-
-
-def outcome_code(error: BaseException | None, interruption_code: str) -> str:
-    """OK or an error code. interruption_code: the code if `error` is a cancellation."""
-    if error is None:
-        return OK
-    known = to_api_error(error)
-    return interruption_code if known is None else known.code or str(known.status)
-
-
-def record_line(recorder: WorkloadRecorder, job: RequestJob, clock: float, line: LineBuilder) -> None:
-    """Queue the line of a request, and before the first one the header line."""
-    recorder.put(line, header=lambda: _header(recorder, job, clock))
-
-
-def common_fields(job: RequestJob, route: str, now: float, clock: float) -> dict[str, Any]:
-    """First fields of every request's line. now, clock: the same time as monotonic and as wall-clock seconds."""
-    return {
-        "at": round(clock - (now - job.arrival), 6),
-        "request_id": job.request_id,
-        "route": route,
-        "caller": job.state.callers.key_of(job.caller).name or None,
-        "model": job.model_name,
-    }
-
-
-def rope_fields(rotation: Rotation, requested: Any) -> dict[str, Any]:
-    """Scaling and update policy of a request. requested: `rope_scaling` of the body."""
-    fields: dict[str, Any] = {}
-    if rotation.update is not None:
-        fields["rope_update"] = {"policy": rotation.update, "exact": rotation.exact or None}
-    if isinstance(requested, str) or rotation.scaling is AUTO:
-        fields["rope_scaling"] = requested
-    elif rotation.scaling is not None:
-        fields["rope_scaling"] = rotation.scaling.to_dict()
-    return fields
-
-
-class GenerationRecorder:
-    """Records a generation request.
-
-    With text the line has the ids of prompts and the digests of responses, and the entire body if the response depends on its
-    texts, for example through a grammar.
-    """
-
-    def __init__(
-        self,
-        recorder: WorkloadRecorder,
-        job: GenerationJob,
-        prompts: Sequence[Prompt],
-        token_usage: TokenUsage,
-        route: str,
-    ) -> None:
-        self._recorder, self._job, self._prompts, self._token_usage, self._route = (
-            recorder,
-            job,
-            prompts,
-            token_usage,
-            route,
-        )
-        self._first_at: float | None = None
-        self._ids: dict[int, array[int]] = {}
-        self._reasons: dict[int, str | None] = {}
-
-    def observe_output(self, delta: Delta) -> None:
-        if self._first_at is None:
-            self._first_at = time.monotonic()
-        self._ids.setdefault(delta.choice, array("q")).extend(delta.token_ids)
-        self._reasons[delta.choice] = delta.finish_reason
-
-    def end(self, error: BaseException | None, interruption_code: str) -> None:
-        outcome, now, clock = outcome_code(error, interruption_code), time.monotonic(), time.time()
-        record_line(self._recorder, self._job, clock, lambda: self._line(outcome, now, clock))
-
-    def _line(self, outcome: str, now: float, clock: float) -> dict[str, Any]:
-        job, text = self._job, self._recorder.settings.text
-        line: dict[str, Any] = {
-            **common_fields(job, self._route, now, clock),
-            "stream": bool(job.body.stream),
-            "prompt_tokens": [len(prompt.token_ids) for prompt in self._prompts],
-            "cached_tokens": self._token_usage.cached_tokens,
-            "fields": _fields(job),
-            "outcome": outcome,
-            "first_token_seconds": None if self._first_at is None else round(self._first_at - job.arrival, 6),
-            "seconds": round(now - job.arrival, 6),
-            "answers": [self._answer(choice, text) for choice in sorted(self._ids)],
-        }
-        if text:
-            line["prompt_token_ids"] = [prompt.token_ids for prompt in self._prompts]
-            line["texts"] = _text_fields(job)
-            line["exact"] = job.line_limits is None and (job.sampling.seed is not None or job.sampling.temperature == 0)
-            if _depends_on_texts(job):
-                line["body"] = job.body.model_dump(mode="json", exclude_none=True, by_alias=True)
-                line["chat"] = job.chat
-        return {name: value for name, value in line.items() if value is not None}
-
-    def _answer(self, choice: int, text: bool) -> dict[str, Any]:
-        ids = self._ids[choice]
-        answer = {"choice": choice, "tokens": len(ids), "finish_reason": self._reasons[choice]}
-        # Only with text: short outputs could be guessed from their digest.
-        return answer | {"digest": digest(ids)} if text else answer
-
-
-def _header(recorder: WorkloadRecorder, job: RequestJob, clock: float) -> dict[str, Any]:
-    settings = recorder.settings
-    return {
-        "windlass_record": RECORD_VERSION,
-        "version": __version__,
-        "at": round(clock, 6),
-        "model": job.state.settings.served_model_name,
-        "fingerprint": job.state.fingerprint(job.info),
-        "deterministic": settings.deterministic,
-        "text": settings.text,
-    }
-
-
-def _fields(job: GenerationJob) -> dict[str, Any]:
-    """Fields of an equivalent completion request that contain no text of the client."""
-    sampling, rule, reuse, rotation, body = job.sampling, job.rule, job.reuse, job.rotation, job.body
-    fields: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens,
-        "n": sampling.n,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "typical_p": sampling.typical_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "xtc_probability": sampling.xtc_probability,
-        "xtc_threshold": sampling.xtc_threshold,
-        "seed": sampling.seed,
-        "min_tokens": sampling.min_tokens,
-        "ignore_eos": sampling.ignore_eos,
-        "prompt_logprobs": sampling.prompt_logprobs,
-        "context_overflow": rule.overflow,
-        "keep_tokens": rule.keep_tokens if rule.overflow == "shift" else None,
-        "attention_window": rule.attention_window,
-        "attention_sinks": rule.attention_sinks if rule.attention_window is not None else None,
-        "cache_reuse": reuse.at_least,
-        "cache_reuse_recompute": reuse.recompute if reuse.is_enabled else None,
-        "passages": [{"start": start, "end": end} for start, end in reuse.passages] or None,
-        "priority": job.priority or None,
-        **rope_fields(rotation, body.rope_scaling),
-    }
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _text_fields(job: GenerationJob) -> dict[str, Any]:
-    """Further fields, which may reveal something about a text."""
-    sampling, body = job.sampling, job.body
-    fields: dict[str, Any] = {
-        "stop": list(body.stop) if body.stop else None,
-        "include_stop_str_in_output": body.include_stop_str_in_output,
-        "skip_special_tokens": body.skip_special_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids) or None,
-        "allowed_token_ids": None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids),
-        "logit_bias": None if sampling.logit_bias is None else {str(k): v for k, v in sampling.logit_bias.items()},
-        "cache_salt": body.cache_salt,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _depends_on_texts(job: GenerationJob) -> bool:
-    """Whether the response depends on something that a completion request of token ids cannot express."""
-    return bool(
-        job.structured is not None
-        or job.body.bad_words
-        or job.sampling.repeats is not None
-        or job.sampling.thinking is not None
-        or job.line_limits is not None
-    )
-
-
-@dataclass(slots=True)
-class _PromptTimes:
-    """Times in monotonic seconds, None until they are known."""
-
-    scheduled: float | None = None
-    first: float | None = None
-    last: float | None = None
-    tokens: int = 0
-
-
-class GenerationTracer:
-    """Traces the phases of a generation request as spans. span: of its exchange, their parent."""
-
-    def __init__(
-        self, tracing: Tracing, span: Any, job: GenerationJob, prompts: Sequence[Prompt], token_usage: TokenUsage
-    ) -> None:
-        self._tracing, self._span, self._job, self._prompts, self._token_usage = (
-            tracing,
-            span,
-            job,
-            prompts,
-            token_usage,
-        )
-        self._submitted_at = time.monotonic()
-        self._times = [_PromptTimes() for _ in prompts]
-
-    def observe_output(self, delta: Delta) -> None:
-        prompt = self._times[delta.choice // self._job.sampling.n]
-        prompt.last = time.monotonic()
-        if prompt.first is None:
-            prompt.first, prompt.scheduled = prompt.last, delta.scheduled_at
-        prompt.tokens += len(delta.token_ids)
-
-    def end(self, error: BaseException | None, interruption_code: str) -> None:
-        now, job = time.monotonic(), self._job
-        outcome = outcome_code(error, interruption_code)
-        self._phase("prepare", job.arrival, self._submitted_at, {})
-        for index, prompt in enumerate(self._times):
-            seen: dict[str, Any] = {"windlass.prompt": index} if len(self._times) > 1 else {}
-            prompt_tokens = len(self._prompts[index].token_ids)
-            scheduled = self._submitted_at if prompt.scheduled is None else max(self._submitted_at, prompt.scheduled)
-            if prompt.first is None:  # it ended in the queue or in prefill
-                self._phase("queue", self._submitted_at, now, seen)
-                continue
-            self._phase("queue", self._submitted_at, scheduled, seen)
-            self._phase("prefill", scheduled, prompt.first, {**seen, "gen_ai.usage.input_tokens": prompt_tokens})
-            tokens = {**seen, "gen_ai.usage.output_tokens": prompt.tokens}
-            self._phase("decode", prompt.first, prompt.last or now, tokens)
-        self._span.set_attributes(
-            {
-                "gen_ai.request.model": job.model_name,
-                "gen_ai.usage.input_tokens": self._token_usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": self._token_usage.completion_tokens,
-                "windlass.cached_tokens": self._token_usage.cached_tokens,
-                "windlass.scaling": job.rotation.metric_label(job.body.rope_scaling),
-                "windlass.outcome": outcome,
-            }
-        )
-
-    def _phase(self, name: str, start: float, end: float, attributes: dict[str, Any]) -> None:
-        self._tracing.phase(self._span, name, start, end, attributes)
-
 
 P = ParamSpec("P")
 
@@ -322,7 +70,7 @@ def generation_observers(
     """The observers of a generation request, which receive its deltas."""
     state, observers = job.state, list[RequestObserver[[Delta]]]()
     if state.recorder is not None:
-        observers.append(GenerationRecorder(state.recorder, job, prompts, token_usage, exchange.path))
+        observers.append(GenerationRecorder(state.recorder, exchange.path, job, prompts, token_usage))
     if state.tracing is not None and exchange.span is not None:
         observers.append(GenerationTracer(state.tracing, exchange.span, job, prompts, token_usage))
     return observers
@@ -334,62 +82,34 @@ def pooling_observers(
     """The observers of a pooling request, which receive the index and the output of each prompt, in any order."""
     state, observers = job.state, list[RequestObserver[[int, RequestOutput]]]()
     if state.recorder is not None:
-        observers.append(PoolingRecorder(state.recorder, job, prompts, rules, exchange.path))
+        observers.append(PoolingRecorder(state.recorder, exchange.path, job, prompts, rules))
     if state.tracing is not None and exchange.span is not None:
         observers.append(PoolingTracer(state.tracing, exchange.span, job, sum(map(len, prompts))))
     return observers
 
 
-class PoolingRecorder:
-    """Records a pooling request. With text the line has the ids of prompts and the digests of rows."""
+def with_explicit_seed(job: GenerationJob) -> GenerationJob:
+    """The job with a seed that can be recorded, if it samples and has none.
 
-    def __init__(
-        self,
-        recorder: WorkloadRecorder,
-        job: PoolingJob,
-        prompts: Sequence[Collection[int]],
-        rules: Sequence[PoolingRule],
-        route: str,
-    ) -> None:
-        self._recorder, self._job, self._prompts, self._rules, self._route = recorder, job, prompts, rules, route
-        self._rows: dict[int, PooledRows] = {}
+    Only for a single prompt: with one seed for all, equal prompts would get equal responses.
+    """
+    if job.sampling.seed is not None or job.sampling.temperature == 0:
+        return job
+    return replace(job, sampling=replace(job.sampling, seed=secrets.randbits(53)))
 
-    def observe_output(self, index: int, output: RequestOutput) -> None:
-        if output.pooled is not None:
-            self._rows[index] = output.pooled
 
-    def end(self, error: BaseException | None, interruption_code: str) -> None:
-        outcome, now, clock = outcome_code(error, interruption_code), time.monotonic(), time.time()
-        record_line(self._recorder, self._job, clock, lambda: self._line(outcome, now, clock))
+def outcome_code(error: BaseException | None, interruption_code: str) -> str:
+    """OK or an error code. interruption_code: the code if `error` is a cancellation."""
+    if error is None:
+        return OK
+    known = to_api_error(error)
+    return interruption_code if known is None else known.code or str(known.status)
 
-    def _line(self, outcome: str, now: float, clock: float) -> dict[str, Any]:
-        job, text = self._job, self._recorder.settings.text
-        fields: dict[str, Any] = {
-            "attention_window": job.rule.attention_window,
-            "attention_sinks": job.rule.attention_sinks if job.rule.attention_window is not None else None,
-            "priority": job.priority or None,
-            **rope_fields(job.rotation, job.body.rope_scaling),
-        }
-        line: dict[str, Any] = {
-            **common_fields(job, self._route, now, clock),
-            "prompt_tokens": [len(ids) for ids in self._prompts],
-            "fields": {name: value for name, value in fields.items() if value is not None},
-            "pooling": {name: value for name, value in asdict(self._rules[0]).items() if name != "second_from"},
-            "outcome": outcome,
-            "seconds": round(now - job.arrival, 6),
-            "answers": [self._answer(index, text) for index in sorted(self._rows)],
-        }
-        if text:
-            line["prompt_token_ids"] = [list(ids) for ids in self._prompts]
-            line["texts"] = {} if job.body.cache_salt is None else {"cache_salt": job.body.cache_salt}
-            # A request of token ids cannot express the beginning of a pair's second text.
-            line["exact"] = all(each.second_from is None for each in self._rules)
-        return {name: value for name, value in line.items() if value is not None}
 
-    def _answer(self, index: int, text: bool) -> dict[str, Any]:
-        rows = self._rows[index]
-        answer = {"choice": index, "rows": rows.num_rows, "width": rows.width}
-        return answer | {"digest": rows_digest(rows.values)} if text else answer
+# ---- recorder ---------------------------------------------------------------------------------------------------------
+def digest(token_ids: Sequence[int]) -> str:
+    """Digest of token ids."""
+    return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()[:32]
 
 
 def rows_digest(values: bytes) -> str:
@@ -397,14 +117,290 @@ def rows_digest(values: bytes) -> str:
     return hashlib.sha256(values).hexdigest()[:32]
 
 
+@dataclass
+class _Recorder(ABC):
+    """Writes the line of a request at its end. route: path of the request."""
+
+    recorder: WorkloadRecorder
+    route: str
+    job: RequestJob
+
+    def end(self, error: BaseException | None, interruption_code: str) -> None:
+        outcome, now, clock = outcome_code(error, interruption_code), time.monotonic(), time.time()
+
+        def line() -> dict[str, Any]:  # built on the recorder's thread
+            fields = self._line(outcome, now, clock)
+            return {name: value for name, value in fields.items() if value is not None}
+
+        self.recorder.put(line, header=lambda: _header(self.recorder, self.job, clock))
+
+    @abstractmethod
+    def _line(self, outcome: str, now: float, clock: float) -> dict[str, Any]:
+        """Fields of the line. now, clock: the same time as monotonic and as wall-clock seconds."""
+
+
+@dataclass
+class GenerationRecorder(_Recorder):
+    """Records a generation request.
+
+    With text the line has the ids of prompts and the digests of responses, and the entire body if the response depends on its
+    texts, for example through a grammar.
+    """
+
+    job: GenerationJob
+    prompts: Sequence[Prompt]
+    token_usage: TokenUsage
+    _first_at: float | None = field(default=None, init=False)
+    _ids: dict[int, array[int]] = field(default_factory=dict, init=False)
+    _reasons: dict[int, str | None] = field(default_factory=dict, init=False)
+
+    def observe_output(self, delta: Delta) -> None:
+        if self._first_at is None:
+            self._first_at = time.monotonic()
+        self._ids.setdefault(delta.choice, array("q")).extend(delta.token_ids)
+        self._reasons[delta.choice] = delta.finish_reason
+
+    def _line(self, outcome: str, now: float, clock: float) -> dict[str, Any]:
+        job, text = self.job, self.recorder.settings.text
+        line: dict[str, Any] = {
+            **_common_fields(job, self.route, now, clock),
+            "stream": bool(job.body.stream),
+            "prompt_tokens": [len(prompt.token_ids) for prompt in self.prompts],
+            "cached_tokens": self.token_usage.cached_tokens,
+            "fields": _fields(job),
+            "outcome": outcome,
+            "first_token_seconds": None if self._first_at is None else round(self._first_at - job.arrival, 6),
+            "seconds": round(now - job.arrival, 6),
+            "answers": [self._answer(choice, text) for choice in sorted(self._ids)],
+        }
+        if text:
+            line["prompt_token_ids"] = [prompt.token_ids for prompt in self.prompts]
+            line["texts"] = _text_fields(job)
+            line["exact"] = job.line_limits is None and (job.sampling.seed is not None or job.sampling.temperature == 0)
+            if _depends_on_texts(job):
+                line["body"] = job.body.model_dump(mode="json", exclude_none=True, by_alias=True)
+                line["chat"] = job.chat
+        return line
+
+    def _answer(self, choice: int, text: bool) -> dict[str, Any]:
+        ids = self._ids[choice]
+        answer = {"choice": choice, "tokens": len(ids), "finish_reason": self._reasons[choice]}
+        # Only with text: short outputs could be guessed from their digest.
+        return answer | {"digest": digest(ids)} if text else answer
+
+
+@dataclass
+class PoolingRecorder(_Recorder):
+    """Records a pooling request. With text the line has the ids of prompts and the digests of rows."""
+
+    job: PoolingJob
+    prompts: Sequence[Collection[int]]
+    rules: Sequence[PoolingRule]
+    _rows: dict[int, PooledRows] = field(default_factory=dict, init=False)
+
+    def observe_output(self, index: int, output: RequestOutput) -> None:
+        if output.pooled is not None:
+            self._rows[index] = output.pooled
+
+    def _line(self, outcome: str, now: float, clock: float) -> dict[str, Any]:
+        job, text = self.job, self.recorder.settings.text
+        fields: dict[str, Any] = {
+            "attention_window": job.rule.attention_window,
+            "attention_sinks": job.rule.attention_sinks if job.rule.attention_window is not None else None,
+            "priority": job.priority or None,
+            **_rope_fields(job.rotation, job.body.rope_scaling),
+        }
+        line: dict[str, Any] = {
+            **_common_fields(job, self.route, now, clock),
+            "prompt_tokens": [len(ids) for ids in self.prompts],
+            "fields": {name: value for name, value in fields.items() if value is not None},
+            "pooling": {name: value for name, value in asdict(self.rules[0]).items() if name != "second_from"},
+            "outcome": outcome,
+            "seconds": round(now - job.arrival, 6),
+            "answers": [self._answer(index, text) for index in sorted(self._rows)],
+        }
+        if text:
+            line["prompt_token_ids"] = [list(ids) for ids in self.prompts]
+            line["texts"] = {} if job.body.cache_salt is None else {"cache_salt": job.body.cache_salt}
+            # A request of token ids cannot express the beginning of a pair's second text.
+            line["exact"] = all(each.second_from is None for each in self.rules)
+        return line
+
+    def _answer(self, index: int, text: bool) -> dict[str, Any]:
+        rows = self._rows[index]
+        answer = {"choice": index, "rows": rows.num_rows, "width": rows.width}
+        return answer | {"digest": rows_digest(rows.values)} if text else answer
+
+
+def _header(recorder: WorkloadRecorder, job: RequestJob, clock: float) -> dict[str, Any]:
+    settings = recorder.settings
+    return {
+        "windlass_record": RECORD_VERSION,
+        "version": __version__,
+        "at": round(clock, 6),
+        "model": job.state.settings.served_model_name,
+        "fingerprint": job.state.fingerprint(job.info),
+        "deterministic": settings.deterministic,
+        "text": settings.text,
+    }
+
+
+def _common_fields(job: RequestJob, route: str, now: float, clock: float) -> dict[str, Any]:
+    """First fields of every request's line. now, clock: the same time as monotonic and as wall-clock seconds."""
+    return {
+        "at": round(clock - (now - job.arrival), 6),
+        "request_id": job.request_id,
+        "route": route,
+        "caller": job.state.callers.key_of(job.caller).name or None,
+        "model": job.model_name,
+    }
+
+
+def _rope_fields(rotation: Rotation, requested: Any) -> dict[str, Any]:
+    """Scaling and update policy of a request. requested: `rope_scaling` of the body."""
+    fields: dict[str, Any] = {}
+    if rotation.update is not None:
+        fields["rope_update"] = {"policy": rotation.update, "exact": rotation.exact or None}
+    if isinstance(requested, str) or rotation.scaling is AUTO:
+        fields["rope_scaling"] = requested
+    elif rotation.scaling is not None:
+        fields["rope_scaling"] = rotation.scaling.to_dict()
+    return fields
+
+
+def _fields(job: GenerationJob) -> dict[str, Any]:
+    """Fields of an equivalent completion request that contain no text of the client."""
+    sampling, rule, reuse, rotation, body = job.sampling, job.rule, job.reuse, job.rotation, job.body
+    fields: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "n": sampling.n,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "typical_p": sampling.typical_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "xtc_probability": sampling.xtc_probability,
+        "xtc_threshold": sampling.xtc_threshold,
+        "seed": sampling.seed,
+        "min_tokens": sampling.min_tokens,
+        "ignore_eos": sampling.ignore_eos,
+        "prompt_logprobs": sampling.prompt_logprobs,
+        "context_overflow": rule.overflow,
+        "keep_tokens": rule.keep_tokens if rule.overflow == "shift" else None,
+        "attention_window": rule.attention_window,
+        "attention_sinks": rule.attention_sinks if rule.attention_window is not None else None,
+        "cache_reuse": reuse.at_least,
+        "cache_reuse_recompute": reuse.recompute if reuse.is_enabled else None,
+        "passages": [{"start": start, "end": end} for start, end in reuse.passages] or None,
+        "priority": job.priority or None,
+        **_rope_fields(rotation, body.rope_scaling),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _text_fields(job: GenerationJob) -> dict[str, Any]:
+    """Further fields, which may reveal something about a text."""
+    sampling, body = job.sampling, job.body
+    fields: dict[str, Any] = {
+        "stop": list(body.stop) if body.stop else None,
+        "include_stop_str_in_output": body.include_stop_str_in_output,
+        "skip_special_tokens": body.skip_special_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "allowed_token_ids": None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids),
+        "logit_bias": None if sampling.logit_bias is None else {str(k): v for k, v in sampling.logit_bias.items()},
+        "cache_salt": body.cache_salt,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _depends_on_texts(job: GenerationJob) -> bool:
+    """Whether the response depends on something that a completion request of token ids cannot express."""
+    return bool(
+        job.structured is not None
+        or job.body.bad_words
+        or job.sampling.repeats is not None
+        or job.sampling.thinking is not None
+        or job.line_limits is not None
+    )
+
+
+# ---- tracer -----------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class _PromptTimes:
+    """Times in monotonic seconds, None until they are known."""
+
+    scheduled: float | None = None
+    first: float | None = None
+    last: float | None = None
+    tokens: int = 0
+
+
+@dataclass
+class GenerationTracer:
+    """Traces the phases of a generation request as spans. span: of its exchange, their parent."""
+
+    tracing: Tracing
+    span: Any
+    job: GenerationJob
+    prompts: Sequence[Prompt]
+    token_usage: TokenUsage
+    _submitted_at: float = field(default_factory=time.monotonic, init=False)
+    _times: list[_PromptTimes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._times = [_PromptTimes() for _ in self.prompts]
+
+    def observe_output(self, delta: Delta) -> None:
+        prompt = self._times[delta.choice // self.job.sampling.n]
+        prompt.last = time.monotonic()
+        if prompt.first is None:
+            prompt.first, prompt.scheduled = prompt.last, delta.scheduled_at
+        prompt.tokens += len(delta.token_ids)
+
+    def end(self, error: BaseException | None, interruption_code: str) -> None:
+        now, job = time.monotonic(), self.job
+        outcome = outcome_code(error, interruption_code)
+        self._phase("prepare", job.arrival, self._submitted_at, {})
+        for index, prompt in enumerate(self._times):
+            seen: dict[str, Any] = {"windlass.prompt": index} if len(self._times) > 1 else {}
+            prompt_tokens = len(self.prompts[index].token_ids)
+            scheduled = self._submitted_at if prompt.scheduled is None else max(self._submitted_at, prompt.scheduled)
+            if prompt.first is None:  # it ended in the queue or in prefill
+                self._phase("queue", self._submitted_at, now, seen)
+                continue
+            self._phase("queue", self._submitted_at, scheduled, seen)
+            self._phase("prefill", scheduled, prompt.first, {**seen, "gen_ai.usage.input_tokens": prompt_tokens})
+            tokens = {**seen, "gen_ai.usage.output_tokens": prompt.tokens}
+            self._phase("decode", prompt.first, prompt.last or now, tokens)
+        self.span.set_attributes(
+            {
+                "gen_ai.request.model": job.model_name,
+                "gen_ai.usage.input_tokens": self.token_usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": self.token_usage.completion_tokens,
+                "windlass.cached_tokens": self.token_usage.cached_tokens,
+                "windlass.scaling": job.rotation.metric_label(job.body.rope_scaling),
+                "windlass.outcome": outcome,
+            }
+        )
+
+    def _phase(self, name: str, start: float, end: float, attributes: dict[str, Any]) -> None:
+        self.tracing.phase(self.span, name, start, end, attributes)
+
+
+@dataclass
 class PoolingTracer:
     """Traces a pooling request: prepared, queued until its first text was scheduled, pooled until its last one was done."""
 
-    def __init__(self, tracing: Tracing, span: Any, job: PoolingJob, tokens: int) -> None:
-        self._tracing, self._span, self._job, self._tokens = tracing, span, job, tokens
-        self._submitted_at = time.monotonic()
-        self._scheduled: float | None = None
-        self._num_texts = 0
+    tracing: Tracing
+    span: Any
+    job: PoolingJob
+    tokens: int
+    _submitted_at: float = field(default_factory=time.monotonic, init=False)
+    _scheduled: float | None = field(default=None, init=False)
+    _num_texts: int = field(default=0, init=False)
 
     def observe_output(self, index: int, output: RequestOutput) -> None:
         self._num_texts += 1
@@ -413,8 +409,8 @@ class PoolingTracer:
             self._scheduled = begun
 
     def end(self, error: BaseException | None, interruption_code: str) -> None:
-        now, job, tracing, span = time.monotonic(), self._job, self._tracing, self._span
-        counts = {"gen_ai.usage.input_tokens": self._tokens, "windlass.texts": self._num_texts}
+        now, job, tracing, span = time.monotonic(), self.job, self.tracing, self.span
+        counts = {"gen_ai.usage.input_tokens": self.tokens, "windlass.texts": self._num_texts}
         tracing.phase(span, "prepare", job.arrival, self._submitted_at, {})
         if self._num_texts == 0:
             tracing.phase(span, "queue", self._submitted_at, now, {})
@@ -425,7 +421,7 @@ class PoolingTracer:
         span.set_attributes(
             {
                 "gen_ai.request.model": job.model_name,
-                "gen_ai.usage.input_tokens": self._tokens,
+                "gen_ai.usage.input_tokens": self.tokens,
                 "windlass.scaling": job.rotation.metric_label(job.body.rope_scaling),
                 "windlass.outcome": outcome_code(error, interruption_code),
             }
