@@ -17,8 +17,7 @@ from windlass.server.config.settings import ContextOverflow, ServerSettings
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.schemas.pooling import PromptRequest
-from windlass.server.serving.context_rules import resolve_window_rule
-from windlass.server.serving.request_rotation import Rotation, resolve_rotation
+from windlass.server.serving.request_rotation import Rotation
 from windlass.server.serving.structured_output import StructuredOutput
 from windlass.server.text.detokenizer import LineLimits
 from windlass.server.text.reasoning import ThinkingPhase
@@ -159,33 +158,3 @@ def envelope(prefix: str, kind: str, job: RequestJob) -> dict[str, Any]:
         "created": int(time.time()),
         "model": job.model_name,
     }
-
-
-def check_pooling_request(
-    state: ServerState, body: PromptRequest, info: ModelInfo, *, request_id: str, caller: str, arrival: float
-) -> PoolingJob:
-    """Check everything that does not need tokenizing; raises ApiError or RequestError naming the field."""
-    settings = state.settings
-    rule = resolve_window_rule(body, settings)
-    rotation = resolve_rotation(body.rope_scaling, body.rope_update, settings, info)
-    longest, truncate = rotation.limit_context(info.size(rule)).longest_prompt, body.truncate_prompt_tokens
-    if truncate == 0 or (truncate is not None and truncate > longest):
-        raise bad_request(
-            f"truncate_prompt_tokens must be between 1 and the context of {longest} tokens, or -1 for that; got {truncate}",
-            "truncate_prompt_tokens",
-        )
-    return PoolingJob(
-        state=state,
-        body=body,
-        info=info,
-        request_id=request_id,
-        caller=caller,
-        arrival=arrival,
-        deadline=resolve_deadline(body, settings, arrival),
-        rotation=rotation,
-        rule=rule,
-        longest=longest,
-        truncate=longest if truncate == -1 else truncate,
-        priority=state.callers.priority(caller, body.priority),
-        adapter=state.adapters.find(body.model),
-    )

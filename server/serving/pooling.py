@@ -20,9 +20,11 @@ from windlass.server.app.state import caller_of, state_of
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.http.request_id import request_id, set_request_id
 from windlass.server.schemas.pooling import MAX_INPUTS, PromptRequest
-from windlass.server.serving.job import PoolingJob, build_engine_request, check_pooling_request, scaling_hint
+from windlass.server.serving.context_rules import resolve_window_rule
+from windlass.server.serving.job import PoolingJob, build_engine_request, resolve_deadline, scaling_hint
 from windlass.server.serving.observers import observe_request, pooling_observers
 from windlass.server.serving.prompts import check_token_prompts
+from windlass.server.serving.request_rotation import resolve_rotation
 from windlass.server.serving.streaming import Exchange
 
 B = TypeVar("B", bound=PromptRequest)
@@ -33,14 +35,35 @@ _NO_SAMPLING = SamplingParams(max_tokens=0, temperature=0.0)
 async def begin_pooling(request: Request, model: type[B]) -> tuple[B, PoolingJob]:
     """The body and its job; raises ApiError or RequestError naming the field at fault."""
     arrival = time.monotonic()
-    state = state_of(request)
-    body = await read_body(request, model, stall_seconds=state.settings.body_stall_seconds)
+    state, caller = state_of(request), caller_of(request)
+    settings = state.settings
+    body = await read_body(request, model, stall_seconds=settings.body_stall_seconds)
     if body.request_id is not None:
         set_request_id(request.scope, body.request_id)
     state.check_model(body.model)
-    info = state.admit(caller_of(request))
-    job = check_pooling_request(
-        state, body, info, request_id=request_id(request.scope), caller=caller_of(request), arrival=arrival
+    info = state.admit(caller)
+    rule = resolve_window_rule(body, settings)
+    rotation = resolve_rotation(body.rope_scaling, body.rope_update, settings, info)
+    longest, truncate = rotation.limit_context(info.size(rule)).longest_prompt, body.truncate_prompt_tokens
+    if truncate == 0 or (truncate is not None and truncate > longest):
+        raise bad_request(
+            f"truncate_prompt_tokens must be between 1 and the context of {longest} tokens, or -1 for that; got {truncate}",
+            "truncate_prompt_tokens",
+        )
+    job = PoolingJob(
+        state=state,
+        body=body,
+        info=info,
+        request_id=request_id(request.scope),
+        caller=caller,
+        arrival=arrival,
+        deadline=resolve_deadline(body, settings, arrival),
+        rotation=rotation,
+        rule=rule,
+        longest=longest,
+        truncate=longest if truncate == -1 else truncate,
+        priority=state.callers.priority(caller, body.priority),
+        adapter=state.adapters.find(body.model),
     )
     return body, job
 
