@@ -181,7 +181,6 @@ async def create_completion(request: Request) -> Response:
         arrival=arrival,
         default_max_tokens=state.settings.completion_max_tokens,
         logprobs=body.logprobs,
-        chat=False,
         echo=bool(body.echo),
     )
 

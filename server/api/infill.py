@@ -270,7 +270,6 @@ async def infill(request: Request) -> Response:
             arrival=arrival,
             default_max_tokens=state.settings.default_max_tokens,
             logprobs=None,
-            chat=False,
             line_limits=read_line_limits(body),
         )
     require_fill_in(job, "input_prefix")

@@ -115,7 +115,6 @@ async def check_chat(state: ServerState, request: Request, body: ChatRequest, *,
         arrival=arrival,
         default_max_tokens=state.settings.default_max_tokens,
         logprobs=_logprobs(body),
-        chat=True,
         parsing=use.parsing,
         forced=None if use.grammar is None else StructuredOutput("lark", use.grammar, use.field),
         calls="" if state.thinking.name == HARMONY else use.calls,  # Harmony has calls in separate channels

@@ -14,6 +14,7 @@ from windlass.engine.interface.request import EngineRequest
 from windlass.server.app.state import ServerState
 from windlass.server.config.settings import ContextOverflow, ServerSettings
 from windlass.server.errors import answer_exceeds_context, bad_request
+from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.serving.context_rules import resolve_context_rule, resolve_reuse
 from windlass.server.serving.deltas import Delta, Generation, TokenUsage
@@ -54,7 +55,6 @@ def check_generation(
     arrival: float,
     default_max_tokens: int,
     logprobs: int | None,
-    chat: bool,
     echo: bool = False,
     parsing: ParsingPlan | None = None,
     forced: StructuredOutput | None = None,
@@ -63,7 +63,7 @@ def check_generation(
 ) -> GenerationJob:
     """Check everything that does not need tokenizing; raises ApiError or RequestError naming the field.
 
-    logprobs: alternatives per generated token, None for no log-probabilities. chat: a request with messages.
+    logprobs: alternatives per generated token, None for no log-probabilities.
     echo: the prompt is repeated, with log-probabilities if those are requested.
     forced: form of the output that another field requires. calls: Lark of calls, an alternative to the requested form.
     line_limits: limits on the lines of the output.
@@ -78,6 +78,7 @@ def check_generation(
             structured.field,
             "invalid_grammar",
         )
+    chat = isinstance(body, ChatRequest)
     overflow = _resolve_overflow(body, state.settings, chat=chat)
     rule = resolve_context_rule(body, overflow, state.settings)
     n, samples = samples_per_prompt(body)
@@ -115,7 +116,6 @@ def check_generation(
             usage_always=usage is not None and bool(usage.include_usage and usage.continuous_usage_stats),
             max_bytes=state.settings.max_response_bytes,
         ),
-        chat=chat,
         overflow=overflow,
         rule=rule,
         reuse=resolve_reuse(body, _reuse_scope(body, caller, state.settings), state.settings, chat=chat),

@@ -81,7 +81,6 @@ class GenerationJob(RequestJob):
     body: GenerationRequest
     sampling: SamplingParams
     options: ResponseOptions
-    chat: bool
     overflow: ContextOverflow
     reuse: NonPrefixReuseParams
     size: ContextSize

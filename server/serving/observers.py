@@ -18,6 +18,7 @@ from windlass.engine.interface.request import PoolingRule
 from windlass.engine.rotary.auto_scaling import AUTO
 from windlass.server.errors import to_api_error
 from windlass.server.observability.recording import WorkloadRecorder
+from windlass.server.schemas.chat import ChatRequest
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.job import GenerationJob, PoolingJob, RequestJob
 from windlass.server.serving.request_rotation import Rotation
@@ -179,7 +180,7 @@ class GenerationRecorder(_Recorder):
             line["exact"] = job.line_limits is None and (job.sampling.seed is not None or job.sampling.temperature == 0)
             if _depends_on_texts(job):
                 line["body"] = job.body.model_dump(mode="json", exclude_none=True, by_alias=True)
-                line["chat"] = job.chat
+                line["chat"] = isinstance(job.body, ChatRequest)
         return line
 
     def _answer(self, choice: int, text: bool) -> dict[str, Any]:

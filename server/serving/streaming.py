@@ -31,16 +31,11 @@ _STREAM_HEADERS = [
 ]
 
 
-def sse(payload: dict[str, Any]) -> bytes:
-    """One server-sent event with a JSON object."""
-    return b"data: " + to_json(payload) + b"\n\n"
-
-
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
     """Stream events of one API: those of an error, the last one, and keep-alives."""
 
-    render_error: Callable[[ApiError], bytes] = lambda error: sse(error.body())
+    render_error: Callable[[ApiError], bytes] = lambda error: b"data: " + to_json(error.body()) + b"\n\n"
     done: bytes = DONE
     keep_alive: bytes = KEEP_ALIVE
 
