@@ -23,6 +23,7 @@ from helpers.scripted_llm import asked, scripted_llm
 from helpers.toy_tokenizers import byte_level
 from typer.main import get_command
 
+from windlass.engine.interface.context import ContextRule
 from windlass.engine.model.families.spec_reader import read_rotary_groups
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, apply_scaling, resolve
 from windlass.engine.rotary.rotary_policy import RotaryReport, make_plan
@@ -265,7 +266,7 @@ def test_the_rotary_report_on_the_page_is_that_of_the_example():
     asked = json.loads(body)
     prompt = len(Tokenizer.from_directory(DEMO).encode(asked["prompt"]))
     arguments = asked["rope_scaling"], asked["rope_update"], prompt, asked["max_tokens"]
-    expected = rotary_object(demo_report(*arguments, int(context)), None)
+    expected = rotary_object(demo_report(*arguments, int(context)), None, ContextRule(), None)
     assert asked["ignore_eos"] and expected["moves"] == 2  # else it may stop before the first grid point
     start = report.pop("fingerprint").removesuffix("…")
     assert len(start) >= 4 and expected.pop("fingerprint").startswith(start)

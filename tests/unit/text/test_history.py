@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -187,20 +188,15 @@ def test_other_roles_are_passed_to_the_template(role: str) -> None:
 
 
 def test_templates_receive_exact_json_types() -> None:
-    """Their sandbox knows the methods of these types, so subclasses must not reach it."""
-
-    class Text(str):
-        __slots__ = ()
-
-    class Object(dict[str, Any]):
-        pass
-
-    given = calling(call(arguments=Object(a=[Text("x"), 1, 2.5, None, True])), content=Text("c"), reasoning=Text("r"))
-    stack: list[Any] = [prepare(OBJECTS, Object(USER, name=Text("n")), given, result(content=Text("s")))]
-    while stack:
-        item = stack.pop()
-        assert item is None or type(item) in (dict, list, str, int, float, bool), type(item)
-        if isinstance(item, dict):
-            stack += [*item, *item.values()]
-        elif isinstance(item, list):
-            stack += item
+    """The sandbox knows the methods of these types only, and the text worker does not convert messages again."""
+    given = [USER, calling(call(arguments={"a": ["x", 1, 2.5, None, True]}), content="c", reasoning="r"), result()]
+    messages = [ChatMessage.model_validate_json(json.dumps(message)) for message in given]
+    for source in (OBJECTS, TEXTS, NO_CALLS):
+        stack: list[Any] = [prepare_history(messages, TOOLS, TemplateCapabilities.from_source(source), "<form>")]
+        while stack:
+            item = stack.pop()
+            assert item is None or type(item) in (dict, list, str, int, float, bool), type(item)
+            if isinstance(item, dict):
+                stack += [*item, *item.values()]
+            elif isinstance(item, list):
+                stack += item
