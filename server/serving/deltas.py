@@ -35,7 +35,7 @@ class DetokenizerOptions:
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
-    shown: frozenset[int] = frozenset()
+    visible_special_tokens: frozenset[int] = frozenset()
     lines: LineLimits | None = None
 
 
@@ -191,7 +191,7 @@ class Generation:
             stop=options.stop,
             include_stop=options.include_stop,
             min_tokens=options.min_tokens,
-            shown=options.shown,
+            visible_special_tokens=options.visible_special_tokens,
             sibling=self._detokenizers.get(prompt_index),
         )
         self._detokenizers.setdefault(prompt_index, detokenizer)
@@ -255,7 +255,7 @@ class Generation:
             stop_reason=stop_reason,
             prompt_logprobs=output.prompt_logprobs,
             report=None if rotary is None else SampleReport(rotary, rule, context),
-            pieces=tuple(detokenizer.pieces) if len(token_ids) > 1 else (),
+            pieces=tuple(detokenizer.token_texts) if len(token_ids) > 1 else (),
             scheduled_at=output.scheduled_at,
         )
 

@@ -276,7 +276,7 @@ async def _plan_generation(job: GenerationJob, prompts: list[Prompt], param: str
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=job.options.skip_special_tokens,
             min_tokens=sampling.min_tokens,
-            shown=_parser_token_ids(job),
+            visible_special_tokens=_parser_token_ids(job),
             lines=job.line_limits,
         ),
         max_concurrent_prompts=max(1, info.max_num_seqs // sampling.n),

@@ -69,7 +69,7 @@ class GenerationJob(RequestJob):
     size: ContextSize
     parsing: ParsingPlan | None
     structured: StructuredOutput | None
-    phase: ThinkingPhase = "behind"
+    phase: ThinkingPhase = "after"
     line_limits: LineLimits | None = None
 
 

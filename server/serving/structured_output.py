@@ -193,7 +193,7 @@ def with_thinking_prefix(
     grammar: a list of grammars as JSON, or Lark. place: where the output begins. eos_ids: what would end it, and must not
     while the model thinks. calls: the grammar is one of calls, which name their channels themselves.
     """
-    if phase == "behind" or (calls and model.name == HARMONY):
+    if phase == "after" or (calls and model.name == HARMONY):
         return grammar
     if model.name == HARMONY:
         lark = _channel_grammar(model.ids, eos_ids)

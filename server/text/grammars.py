@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.validation import GRAMMAR_LIMITS, MAX_GRAMMAR_CHARACTERS
-from windlass.server.text import json_schemas
-from windlass.server.text.json_schemas import enforced_schema, has_no_finite_document
-from windlass.server.text.tool_parsers.forced_calls import PARAMETERS_OF
+from windlass.server.text import schema_rewriting
+from windlass.server.text.schema_rewriting import enforced_schema, has_no_finite_document
+from windlass.server.text.tool_parsers.call_grammars import PARAMETERS_OF
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -124,12 +124,12 @@ def _serialize(kind: str, value: str) -> str:
         case "json_schema" | "strict_json_schema":
             return _serialize_schema(value, strict=kind == "strict_json_schema")
         case "regex":
-            return LLMatcher.grammar_from_regex(json_schemas.expand_ascii_classes(value))
+            return LLMatcher.grammar_from_regex(schema_rewriting.expand_ascii_classes(value))
         case "choice":
             choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(value))
             return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
         case "grammar":
-            return LLMatcher.grammar_from_lark(json_schemas.expand_ascii_classes_in_lark(any_to_lark(value)))
+            return LLMatcher.grammar_from_lark(schema_rewriting.expand_ascii_classes_in_lark(any_to_lark(value)))
         case _:
             return LLMatcher.grammar_from_lark(value)
 

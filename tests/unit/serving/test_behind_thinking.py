@@ -105,7 +105,7 @@ def test_granites_words() -> None:
         assert taken(text, grammar, output) == (0, True), output
 
 
-@pytest.mark.parametrize("parser, phase", [("none", "before"), ("qwen3", "behind"), ("gpt_oss", "behind")])
+@pytest.mark.parametrize("parser, phase", [("none", "before"), ("qwen3", "after"), ("gpt_oss", "after")])
 def test_where_nothing_is_thought(parser: str, phase: ThinkingPhase) -> None:
     assert with_thinking_prefix(JSON, ThinkingControl(parser, tokenizer(True)), phase, (EOS,)) is JSON
 

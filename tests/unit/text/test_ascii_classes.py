@@ -6,7 +6,7 @@ import pytest
 from unit_helpers.grammar_draws import accepts
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.json_schemas import expand_ascii_classes, expand_ascii_classes_in_lark
+from windlass.server.text.schema_rewriting import expand_ascii_classes, expand_ascii_classes_in_lark
 
 ARABIC, NO_BREAK, KELVIN = "\u0661", "\u00a0", "\u212a"
 

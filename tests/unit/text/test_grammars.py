@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from unit_helpers.grammar_draws import demo_compiler, drawn, takes
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.json_schemas import FORMATS
+from windlass.server.text.schema_rewriting import FORMATS
 
 PERSON = {
     "type": "object",

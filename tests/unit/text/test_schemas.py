@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from unit_helpers.grammar_draws import takes
 
-from windlass.server.text.json_schemas import enforced_schema
+from windlass.server.text.schema_rewriting import enforced_schema
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}}

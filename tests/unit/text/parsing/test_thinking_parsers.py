@@ -39,7 +39,7 @@ CASES: list[tuple[ThinkingFormat, ThinkingPhase, str, str, str]] = [
     (QWEN3, "inside", "a \n</thi", "a \n</thi", ""),
     (QWEN3, "inside", "a \n", "a", ""),
     (QWEN3, "inside", "a</think>b</think>", "a", "b</think>"),
-    (QWEN3, "behind", " <think>a</think>", "", " <think>a</think>"),
+    (QWEN3, "after", " <think>a</think>", "", " <think>a</think>"),
     (DEEPSEEK_R1, "inside", "ok</think>\n", "ok", ""),
     (GRANITE, "before", "Here's my thought process: t\n\nHere is my response: r", "t", "r"),
     (GRANITE, "before", "Here is the answer", "", "Here is the answer"),
@@ -56,8 +56,8 @@ CASES: list[tuple[ThinkingFormat, ThinkingPhase, str, str, str]] = [
     (GEMMA4, "before", "<|channel><|channel>thought\na<channel|><channel|> b", "a", "b"),
     (GEMMA4, "inside", "\na<|channel>thought\nb<channel|>c", "a\nb", "c"),
     (GEMMA4, "inside", "a<|tool_call>call:x{}", "a", "<|tool_call>call:x{}"),
-    (GEMMA4, "behind", " Hi.\n<|channel>thought\na <channel|> b<|channel>thought\nb\n<channel|>", "a\n\nb", " Hi.\n b"),
-    (GEMMA4, "behind", "<channel|>a<tool_call|><channel", "", "a<tool_call|><channel"),
+    (GEMMA4, "after", " Hi.\n<|channel>thought\na <channel|> b<|channel>thought\nb\n<channel|>", "a\n\nb", " Hi.\n b"),
+    (GEMMA4, "after", "<channel|>a<tool_call|><channel", "", "a<tool_call|><channel"),
 ]
 
 
@@ -130,19 +130,19 @@ def test_which_text_counts_as_thinking_where_it_may_come_again() -> None:
 def test_where_an_answer_begins() -> None:
     assert QWEN3.phase("<|im_start|>assistant\n") == "before"
     assert QWEN3.phase("<|im_start|>assistant\n<think>\n") == "inside"
-    assert QWEN3.phase("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "behind"
+    assert QWEN3.phase("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "after"
     assert QWEN3.phase("user: what does <think> do?\nassistant: ") == "before"
     assert GEMMA4.phase("<|turn>model\n") == GEMMA4.phase("<tool_response|>") == "before"
     assert GEMMA4.phase("<tool_response|><|channel>thought\n") == "inside"
-    assert GEMMA4.phase("<|turn>model\n<|channel>thought\n<channel|>") == "behind"
+    assert GEMMA4.phase("<|turn>model\n<|channel>thought\n<channel|>") == "after"
     assert DEEPSEEK_R1.phase("<｜Assistant｜>") == "inside"
-    assert DEEPSEEK_R1.phase("<｜Assistant｜></think>") == "behind"
+    assert DEEPSEEK_R1.phase("<｜Assistant｜></think>") == "after"
 
 
 def test_where_a_message_is_continued() -> None:
     assert QWEN3.phase("assistant: <think>so", "<think>so") == "inside"
-    assert QWEN3.phase("assistant: <think>so</think>The", "<think>so</think>The") == "behind"
-    assert DEEPSEEK_R1.phase("assistant: The", "The") == "behind"
+    assert QWEN3.phase("assistant: <think>so</think>The", "<think>so</think>The") == "after"
+    assert DEEPSEEK_R1.phase("assistant: The", "The") == "after"
     assert GEMMA4.phase("model\n<|channel>thought\nso", "<|channel>thought\nso") == "inside"
 
 

@@ -17,7 +17,7 @@ from unit_helpers.grammar_draws import demo_compiler
 
 from windlass.engine.errors import RequestError
 from windlass.server.text.stream_parser import CallArguments, CallOptions, CallStart, Content, Event
-from windlass.server.text.tool_parsers.forced_calls import MAX_GRAMMAR_CALLS, MAX_MEMBERS, CallGrammarOptions
+from windlass.server.text.tool_parsers.call_grammars import MAX_GRAMMAR_CALLS, MAX_MEMBERS, CallGrammarOptions
 from windlass.server.text.tool_parsers.formats import FORMATS, ToolFormat
 
 EOS = "<|the end|>"
