@@ -157,7 +157,7 @@ def test_chat_template_files_in_order_of_precedence(tmp_path):
         ({"tokenizer.json": "{"}, "fetch the file again"),
         ({"tokenizer.json": "{}"}, "fetch the file again"),
         ({"tokenizer.json": '{"model": {"type": "New"}, "added_tokens": []}'}, "fetch the file again"),
-        ({"tokenizer.json": None, "tokenizer_config.json": "[]"}, "must hold a JSON object"),
+        ({"tokenizer.json": None, "tokenizer_config.json": "[]"}, "must contain a JSON object"),
         ({"tokenizer.json": None, "tokenizer_config.json": "{,"}, "fetch the file again or remove"),
         (
             {"tokenizer.json": None, "tokenizer_config.json": '{"added_tokens_decoder": {"x": {}}}'},
