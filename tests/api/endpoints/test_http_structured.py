@@ -194,7 +194,7 @@ PLACE = "response_format"
         ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
         ({"guided_regex": "(?=a)a"}, "guided_regex", "look"),
         ({"guided_regex": r"(a)\1"}, "guided_regex", "backreference"),
-        ({"guided_regex": r"[^\x00-\x{10FFFF}]"}, "guided_regex", "nothing at all"),
+        ({"guided_regex": r"[^\x00-\x{10FFFF}]"}, "guided_regex", "no output satisfies it"),
         ({"grammar": 'root ::= "a" | nope'}, "grammar", "nope"),
         ({"grammar": "root ::= " + "(" * 5000}, "grammar", ""),
         ({"grammar": "what?"}, "grammar", ""),

@@ -59,7 +59,9 @@ def test_pushes_concatenate_to_the_decoded_text(name, prompt, text, cuts, keep, 
     tokenizer = load(name)
     before = tokenizer.encode(prompt)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    if tokenizer.piece_decoder is None or not tokenizer.piece_decoder.byte_fallback:  # those: test_arbitrary_sentencepiece_ids
+    if (
+        tokenizer.piece_decoder is None or not tokenizer.piece_decoder.byte_fallback
+    ):  # those: test_arbitrary_sentencepiece_ids
         ids = ids[:keep]  # may end in the middle of a character
     parts, detokenizer = stream(tokenizer, before, chunked(ids, cuts), skip_special_tokens=skip)
     whole = tokenizer.decode(before + ids, skip_special_tokens=skip)

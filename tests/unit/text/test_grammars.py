@@ -102,7 +102,7 @@ def test_lark_may_hold_schemas_and_name_added_tokens() -> None:
         ("json_schema", '{"$ref": "#"}', "cannot be followed"),
         ("json_schema", '{"$id": "http://a/b", "$ref": "c"}', "$id"),
         ("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
-        ("json_schema", "false", "nothing"),
+        ("json_schema", "false", "no output satisfies it"),
         ("json_schema", "[]", "object"),
         ("json_schema", "{", "cannot be followed"),
         ("json_schema", '{"a":' * 100_000 + "1" + "}" * 100_000, "recursion"),

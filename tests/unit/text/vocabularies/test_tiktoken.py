@@ -1,4 +1,4 @@
-"""Vocabularies of tiktoken's form and tekken.json against tiktoken itself, which mistral-common uses for the latter."""
+"""tiktoken and tekken files, compared with tiktoken itself, which mistral-common uses for tekken files too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from unit_helpers.any_text import ANY_TEXT
-from unit_helpers.vocabularies_of_old import pattern, ranked_tokens, write_tekken, write_tiktoken
+from unit_helpers.tiktoken_files import pattern, ranked_tokens, write_tekken, write_tiktoken
 
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -23,14 +23,14 @@ KINDS = {"qwen": "qwen2", "llama3": "llama-bpe", "kimi": "kimi-k2", "tekken": "t
 
 @cache
 def pair(kind: str) -> tuple[Any, int, Tokenizer]:
-    """tiktoken's encoding, how far its ids lie below ours, and our tokenizer."""
+    """Return tiktoken's encoding, the difference between our ids and its ids, and our tokenizer."""
     words = KINDS[kind]
     tokens = ranked_tokens(words)
     with tempfile.TemporaryDirectory() as folder:
-        below = 0
+        offset = 0
         if kind == "tekken":
-            below = 10
-            write_tekken(Path(folder) / "tekken.json", tokens, SPECIAL, below)
+            offset = 10
+            write_tekken(Path(folder) / "tekken.json", tokens, SPECIAL, offset)
             tokens = tokens[:-20]
         elif kind == "qwen":
             write_tiktoken(Path(folder) / "qwen.tiktoken", tokens, {"model_type": "qwen"})
@@ -44,26 +44,26 @@ def pair(kind: str) -> tuple[Any, int, Tokenizer]:
             write_tiktoken(Path(folder) / "tiktoken.model", tokens, {"model_type": "kimi_k2"}, **config)
         ours = Tokenizer.from_directory(Path(folder))
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    return tiktoken.Encoding(kind, pat_str=pattern(words), mergeable_ranks=ranks, special_tokens={}), below, ours
+    return tiktoken.Encoding(kind, pat_str=pattern(words), mergeable_ranks=ranks, special_tokens={}), offset, ours
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @settings(max_examples=150, deadline=None)
 @given(text=ANY_TEXT)
 def test_ids_text_and_offsets(kind: str, text: str) -> None:
-    theirs, below, ours = pair(kind)
+    theirs, offset, ours = pair(kind)
     assume(not any(token in text for token in SPECIAL))
     if kind == "qwen":
         text = unicodedata.normalize("NFC", text)
     wanted = theirs.encode_ordinary(text)
     ids, offsets = ours.encode_with_offsets(text, add_special_tokens=False)
-    assert ids == [rank + below for rank in wanted]
+    assert ids == [rank + offset for rank in wanted]
     assert ours.decode(ids) == theirs.decode(wanted) == text
     assert [ours.token_bytes(i) for i in ids] == [theirs.decode_single_token_bytes(rank) for rank in wanted]
-    # tiktoken has an offset for each token: where the character begins that the token begins in or goes on with.
+    # tiktoken's offset of a token is that of the character in which it begins.
     assert [begin for begin, _ in offsets] == theirs.decode_with_offsets(wanted)[1]
 
 
-def test_text_that_is_not_composed_yet() -> None:
+def test_nfc_normalization() -> None:
     theirs, _, ours = pair("qwen")
     assert ours.encode("Gro\u0308ße") == theirs.encode_ordinary("Größe") != theirs.encode_ordinary("Gro\u0308ße")

@@ -1,9 +1,10 @@
-"""tokenizer.model against SentencePiece itself: ids, offsets and text of models trained here."""
+"""SentencePiece models trained here: ids, offsets and text, compared with SentencePiece itself."""
 
 from __future__ import annotations
 
 import io
 import json
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,11 @@ def load(directory: Path, data: bytes, **config: Any) -> Tokenizer:
 
 @cache
 def pair(kind: str, form: str) -> tuple[Any, Tokenizer]:
-    """SentencePiece's tokenizer and ours of one model."""
-    import tempfile
+    """Return SentencePiece's tokenizer and ours for one model."""
+    return both(trained(kind, form))
 
-    data = trained(kind, form)
+
+def both(data: bytes) -> tuple[Any, Tokenizer]:
     with tempfile.TemporaryDirectory() as folder:
         return sentencepiece.SentencePieceProcessor(model_proto=data), load(Path(folder), data)
 
@@ -68,27 +70,29 @@ def pair(kind: str, form: str) -> tuple[Any, Tokenizer]:
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @quick
 @given(text=ANY_TEXT)
-@example(text="\u2581the quick brown ")  # the sign of a space in a text is one where spaces are stripped
+@example(text="\u2581the quick brown ")  # SentencePiece treats this character in a text as a space
 @example(text=" \u2581\u2581the")
 def test_ids_text_and_offsets(kind: str, form: str, text: str) -> None:
     theirs, ours = pair(kind, form)
-    assume(text not in FORMS[form].get("user_defined_symbols", ()))  # such a symbol alone gets no space before it
-    assume(not any(control in text for control in ("<s>", "</s>", "<unk>")))  # found in a text here, as chats need
+    assume(text not in FORMS[form].get("user_defined_symbols", ()))  # a text that is only a symbol gets no space here
+    assume(
+        not any(control in text for control in ("<s>", "</s>", "<unk>"))
+    )  # recognized in a text here, as chats require
     wanted = theirs.encode(text, return_type="proto").pieces
     ids = [piece.id for piece in wanted]
     assert ours.encode(text, add_special_tokens=False) == ids
     assert ours.encode(text) == [theirs.bos_id(), *ids]
-    if theirs.unk_id() in ids:  # SentencePiece puts a sign there, transformers and this nothing
+    if theirs.unk_id() in ids:  # decoded by SentencePiece as a placeholder, by transformers and here as nothing
         return
     assert ours.decode(ids) == theirs.decode(ids)
-    held = b"".join(map(ours.token_bytes, ids)).decode()  # with the spaces that a decoded text begins without
-    most = len(held) if form == "no bytes" else 1
-    assert theirs.decode(ids) in {held[count:] for count in range(most + 1) if not held[:count].strip(" ")}
-    if form == "no bytes":  # it removes spaces: SentencePiece has them belong to the one that is kept
+    full = b"".join(map(ours.token_bytes, ids)).decode()  # with the leading spaces that decoding removes
+    most = len(full) if form == "no bytes" else 1
+    assert theirs.decode(ids) in {full[count:] for count in range(most + 1) if not full[:count].strip(" ")}
+    if form == "no bytes":  # SentencePiece assigns removed spaces to the remaining one
         return
     at = ours.encode_with_offsets(text, add_special_tokens=False)[1]
     for (begin, end), piece in zip(at, wanted, strict=True):
-        if not theirs.is_byte(piece.id) and piece.begin > 0:  # what is put before a text has no place in it
+        if not theirs.is_byte(piece.id) and piece.begin > 0:  # an inserted space has no position in the text
             assert (len(text[:begin].encode()), len(text[:end].encode())) == (piece.begin, piece.end)
 
 
@@ -111,23 +115,17 @@ def test_normalization(kind: str, rules: str, parts: list[str]) -> None:
 
 @cache
 def normalizing(kind: str, rules: str) -> tuple[Any, Tokenizer]:
-    import tempfile
-
-    data = train(kind, normalization_rule_name=rules, byte_fallback=True)
-    with tempfile.TemporaryDirectory() as folder:
-        return sentencepiece.SentencePieceProcessor(model_proto=data), load(Path(folder), data)
+    return both(train(kind, normalization_rule_name=rules, byte_fallback=True))
 
 
-def test_rules_that_have_no_name_come_from_their_compiled_form(tmp_path: Path) -> None:
-    data = train("bpe", normalization_rule_name="nmt_nfkc_cf")
-    theirs = sentencepiece.SentencePieceProcessor(model_proto=data)
-    ours = load(tmp_path, data)
+def test_precompiled_rules() -> None:
+    theirs, ours = both(train("bpe", normalization_rule_name="nmt_nfkc_cf"))
     for text in ("HELLO World", "Größe ① Ⅳ", "  THE   Quick  "):
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text)
 
 
-def test_a_space_behind_special_tokens(tmp_path: Path) -> None:
-    """As transformers has it: with `legacy: false` a space is put before the text only."""
+def test_space_after_special_tokens(tmp_path: Path) -> None:
+    """As in transformers, `legacy: false` puts a space before the text only."""
     data = trained("bpe", "llama")
     old, new = load(tmp_path / "old", data), load(tmp_path / "new", data, legacy=False)
     bare = load(tmp_path / "bare", data, add_prefix_space=False)
@@ -146,7 +144,7 @@ def test_a_space_behind_special_tokens(tmp_path: Path) -> None:
     )
 
 
-def test_declared_tokens(tmp_path: Path) -> None:
+def test_tokens_of_other_files(tmp_path: Path) -> None:
     data = trained("bpe", "llama")
     size = sentencepiece.SentencePieceProcessor(model_proto=data).get_piece_size()
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size, "<|user|>": size + 1}), encoding="utf-8")
@@ -161,15 +159,15 @@ def test_declared_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"model_type": "word"}, "words or characters"),
         ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
     ],
 )
-def test_what_is_not_done_the_same_way_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     kind = options.pop("model_type")
-    with pytest.raises(LoadError, match=said):
+    with pytest.raises(LoadError, match=message):
         load(tmp_path, train(kind, **options))
 
 

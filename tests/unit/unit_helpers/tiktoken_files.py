@@ -1,4 +1,4 @@
-"""Small vocabularies as other files than tokenizer.json hold them, tiktoken's and Mistral's, trained in a few milliseconds."""
+"""Small tiktoken and tekken files, trained in a few milliseconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.server.text.vocabularies.bpe import WORD_RULES
 
 @cache
 def ranked_tokens(words: str, size: int = 600) -> tuple[bytes, ...]:
-    """Tokens by rank: every byte, then what is merged, in a text cut by the rules of that name."""
+    """Return tokens by rank, bytes first, trained on a corpus split by the word rules of that name."""
     backend = tokenizers.Tokenizer(models.BPE())
     split = pre_tokenizers.Split(tokenizers.Regex(pattern(words)), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -37,20 +37,20 @@ def ranked_tokens(words: str, size: int = 600) -> tuple[bytes, ...]:
 
 
 def pattern(words: str) -> str:
-    """The regular expression that cuts words, by its name in GGUF files."""
+    """Return the regular expression of word rules by their name in GGUF files."""
     (found,) = WORD_RULES[words].splits
     return found
 
 
 def write_tiktoken(file: Path, tokens: tuple[bytes, ...], config: dict[str, Any], **tokenizer_config: Any) -> Path:
-    """The file in tiktoken's form, with config.json and, where there is anything in it, tokenizer_config.json; its directory."""
+    """Write a tiktoken file, config.json and, if not empty, tokenizer_config.json; return the directory."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
-    return _beside(file, config, tokenizer_config)
+    return _write_configs(file, config, tokenizer_config)
 
 
 def write_tekken(file: Path, tokens: tuple[bytes, ...], special: list[str] | None, count: int, **config: Any) -> Path:
-    """tekken.json with room for `count` special tokens; its last 20 tokens stand behind the end of the vocabulary."""
+    """Write tekken.json with `count` special tokens, where the last 20 tokens exceed the vocabulary's size."""
     content: dict[str, Any] = {
         "config": {
             "pattern": pattern("tekken"),
@@ -70,10 +70,10 @@ def write_tekken(file: Path, tokens: tuple[bytes, ...], special: list[str] | Non
         ]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content), encoding="utf-8")
-    return _beside(file, {}, config)
+    return _write_configs(file, {}, config)
 
 
-def _beside(file: Path, config: dict[str, Any], tokenizer_config: dict[str, Any]) -> Path:
+def _write_configs(file: Path, config: dict[str, Any], tokenizer_config: dict[str, Any]) -> Path:
     (file.parent / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if tokenizer_config:
         (file.parent / "tokenizer_config.json").write_text(json.dumps(tokenizer_config), encoding="utf-8")
