@@ -104,7 +104,8 @@ def tokenizer_files(file: Path) -> TokenizerFiles:
         if name not in named or not (default if wanted is None else wanted):
             return []
         text = token_content(named[name])
-        return [(text, backend.token_to_id(text))]
+        index = backend.token_to_id(text)
+        return [] if index is None else [(text, index)]
 
     try:
         vocabulary = _read(file, config)
