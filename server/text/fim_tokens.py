@@ -52,7 +52,7 @@ class FimTokens:
     special_token_pattern: matches all tokens that must not be recognized inside a client's text.
     """
 
-    MAX_MARKER_TOKENS: ClassVar[int] = 4  # tokens of a prompt besides prefix and suffix
+    MAX_MARKER_TOKENS: ClassVar[int] = 4  # tokens of a prompt in addition to prefix and suffix
 
     ids: tuple[int, int, int]
     start: tuple[int, ...]

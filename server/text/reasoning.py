@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ThinkingPhase = Literal["before", "inside", "after"]
 
-HARMONY, AUTO, NONE = "gpt_oss", "auto", "none"  # names besides those of `FORMATS`
+HARMONY, AUTO, NONE = "gpt_oss", "auto", "none"  # names in addition to those of `FORMATS`
 HARMONY_OPENS = ("<|channel|>analysis<|message|>",)
 HARMONY_CLOSES = ("<|end|>",)
 SPACE = " \t\r\n"
@@ -399,7 +399,7 @@ class ThinkingControl:
         )
 
     def budget(self, tokens: int | None, phase: ThinkingPhase) -> ThinkingBudget | None:
-        """Return the budget that ends the thinking after `tokens` tokens, None if there is no limit or no thinking.
+        """Return the budget that ends the thinking after `tokens` tokens, None without a limit or without thinking.
 
         Raises ApiError if the thinking is not separated from answers.
         """

@@ -128,8 +128,8 @@ class CallOptions:
     """Options of a tool call parser.
 
     schemas: parameters of the request's tools, by name. new_id: creates the id of a call.
-    max_calls: further calls are omitted. calls_only: a grammar permits only calls, so text that looks like content is the
-    beginning of an incomplete call. disallowed: tools that the model sees and that `tool_choice` excludes.
+    max_calls: further calls are omitted. calls_only: a grammar permits only calls, so text outside calls is the beginning
+    of an incomplete call. disallowed: tools that the model sees and that `tool_choice` excludes.
     """
 
     schemas: Mapping[str, Mapping[str, Any]]

@@ -50,7 +50,7 @@ _ParameterTypes = dict[str, frozenset[str]]
 
 
 class Gemma4Parser(StreamParser):
-    """Incremental conversion of `<|tool_call>call:look{city:<|"|>Rome<|"|>,days:3}<tool_call|>` to JSON.
+    """Incremental conversion of `<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:3}<tool_call|>` to JSON.
 
     Strings and names in JSON's quotes are accepted too, because models sometimes write them. A value without quotes is
     JSON, or text if it is not valid JSON or the schema permits only text. The end marker closes everything that is open.
@@ -120,7 +120,7 @@ class Gemma4Parser(StreamParser):
     ) -> Generator[None, None, bool]:
         """Take a member of the innermost open object or list; if it is an object or list, only its opening bracket.
 
-        Return False if there is no member (nothing was emitted) or the text ends within a string.
+        Return False without a member (nothing was emitted) or the text ends within a string.
         """
         types = ANY_TYPE
         if closing[-1] == "}":

@@ -22,7 +22,7 @@ class HarmonyParser(StreamParser):
 
     Text outside messages and a header without a message are content, and so are calls if the request has no tools.
     The prompt contains the beginning of the first header, so an answer may begin with the rest of it:
-    ` to=functions.look<|channel|>…`.
+    ` to=functions.weather<|channel|>…`.
     """
 
     thinking = True

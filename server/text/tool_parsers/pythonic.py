@@ -144,7 +144,7 @@ class PythonicParser(StreamParser):
 
 
 class Lfm2Parser(PythonicParser, JsonCallParser):
-    """Parser of `<|tool_call_start|>[look(city="Rome")]<|tool_call_end|>`, anywhere in the text, with any function name."""
+    """Parser of `<|tool_call_start|>[weather(city="Rome")]<|tool_call_end|>`, anywhere in the text, with any function name."""
 
     def run(self) -> ParserSteps:
         while (yield from self.pass_until((LFM2_BEGIN,), self.emit_content)):

@@ -30,7 +30,7 @@ _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "tokenizer.chat_template"
 # Default token ids of GGUF files with the vocabulary `llama` (llama.cpp, src/llama-vocab.cpp).
 _SENTENCE_PIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
-# Tokenizer classes outside transformers whose code does nothing besides what is done here.
+# Tokenizer classes outside transformers whose code does nothing that this conversion does not do.
 _KNOWN_TOKENIZER_CLASSES = frozenset(
     {
         *("BaichuanTokenizer", "InternLMTokenizer", "InternLM2Tokenizer", "InternLM3Tokenizer", "OrionTokenizer"),

@@ -1,4 +1,4 @@
-"""Conversations of every kind a chat template may meet, made from a seed: tools, parts, thinking, odd roles, empty content."""
+"""Random conversations for chat templates: tools, content parts, thinking, unusual roles, empty content."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PARAMETERS = {
 
 
 def conversation(seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages, and the arguments of `apply_chat_template` beside them."""
+    """Return messages and the other arguments of `apply_chat_template`."""
     r = random.Random(seed)
     messages: list[dict[str, Any]] = []
     if r.random() < 0.5:

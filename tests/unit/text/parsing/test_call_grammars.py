@@ -1,4 +1,4 @@
-"""Grammars that force calls: whatever is drawn under them is read back as calls whose arguments hold to the schemas."""
+"""Call grammars: random texts sampled under them are parsed as calls whose arguments match the schemas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def vocabulary(backend: tokenizers.Tokenizer) -> LLTokenizer:
 
 
 def draw(grammar: str, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer, seed: int) -> str:
-    """A text at random, as the grammar allows it."""
+    """Sample a random text that the grammar permits."""
     chance = random.Random(seed)
     matcher = LLMatcher(vocabulary, grammar)
     assert not matcher.is_error(), matcher.get_error()
@@ -67,7 +67,7 @@ def draw(grammar: str, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer, s
         ids.append(token_id)
         assert matcher.consume_token(token_id)
     else:
-        raise AssertionError("it has no end")
+        raise AssertionError("the text does not end")
     return backend.decode(ids, skip_special_tokens=False)
 
 
@@ -89,8 +89,8 @@ def calls_in(text: str, form: ToolFormat) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "qwen3_coder"])  # it has no grammar
-def test_whatever_is_drawn_is_a_call(
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "qwen3_coder"])  # has no grammar
+def test_sampled_texts_are_calls(
     name: str, parallel: bool, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
 ) -> None:
     form = FORMATS[name]
@@ -111,7 +111,7 @@ def test_whatever_is_drawn_is_a_call(
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("qwen3_coder", "pythonic", "lfm2")])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("with_schema", [False, True])
 @pytest.mark.parametrize(
     ("parameter", "reason"),
     [
@@ -120,10 +120,8 @@ def test_whatever_is_drawn_is_a_call(
         ({"not": {}}, 'Unimplemented keys: ["not"]'),
     ],
 )
-def test_parameters_that_cannot_be_held_to_are_named(
-    name: str, beside: bool, parameter: dict[str, Any], reason: str
-) -> None:
-    """And nothing is shown of a grammar that nobody wrote."""
+def test_errors_name_the_function(name: str, with_schema: bool, parameter: dict[str, Any], reason: str) -> None:
+    """Messages do not quote the generated grammar."""
     schemas = {
         "look": SCHEMAS["look"],
         "find": {"type": "object", "properties": {"x": parameter}},
@@ -132,14 +130,14 @@ def test_parameters_that_cannot_be_held_to_are_named(
     grammar = FORMATS[name].grammar(CallGrammarOptions(schemas, True, json.dumps, ["find"]))
     assert grammar is not None
     with pytest.raises(RequestError) as refused:
-        demo_compiler().compile(*(("json_object", "", grammar) if beside else ("lark", grammar)))
+        demo_compiler().compile(*(("json_object", "", grammar) if with_schema else ("lark", grammar)))
     message = refused.value.message
     assert message.startswith("the schema in the parameters of 'find' cannot be followed: ") and reason in message
     assert "arguments_" not in message and "start:" not in message
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_example_of_a_form_is_a_call(name: str) -> None:
+def test_example_is_a_call(name: str) -> None:
     text = FORMATS[name].example.replace("the function's name", "look").replace("an argument's name", "city")
     ((called, arguments),) = calls_in(text.replace("=its value", "='its value'"), FORMATS[name])
     assert (called, arguments) == ("look", {"city": "its value"})
@@ -189,12 +187,10 @@ FURTHER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("schema", [PLAIN, FURTHER, {**PLAIN, "$id": "elsewhere"}], ids=["own", "json", "all json"])
-def test_values_in_the_notation_of_gemma_4(
-    schema: dict[str, Any], backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
-) -> None:
-    """As the model writes them where it has a form for them, in alphabetical order; else as JSON."""
-    forced = CallGrammarOptions({"look": schema}, False, lambda marker: f"<[{backend.token_to_id(marker)}]>")
-    grammar = FORMATS["gemma4"].grammar(forced)
+def test_gemma4_values(schema: dict[str, Any], backend: tokenizers.Tokenizer, vocabulary: LLTokenizer) -> None:
+    """Values are in Gemma's notation and alphabetical order where that supports the schema, otherwise in JSON."""
+    options = CallGrammarOptions({"look": schema}, False, lambda marker: f"<[{backend.token_to_id(marker)}]>")
+    grammar = FORMATS["gemma4"].grammar(options)
     assert grammar is not None
     seen = set()
     for seed in range(40):
@@ -209,26 +205,24 @@ def test_values_in_the_notation_of_gemma_4(
     assert seen == set(schema["properties"])
 
 
-def test_a_string_of_gemma_4_does_not_spell_what_ends_it(
-    backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
-) -> None:
+def test_gemma4_strings_do_not_contain_markers(backend: tokenizers.Tokenizer, vocabulary: LLTokenizer) -> None:
     schema = {"properties": {"city": {"type": "string"}}, "required": ["city"]}
     grammar = FORMATS["gemma4"].grammar(
         CallGrammarOptions({"x": schema}, False, lambda one: f"<[{backend.token_to_id(one)}]>")
     )
     assert grammar is not None
-    for parts, takes in ((["Ro<", "|me|>"], True), (["<tool_", "call|>"], False), (["<", '|"|>'], False)):
+    for parts, accepted in ((["Ro<", "|me|>"], True), (["<tool_", "call|>"], False), (["<", '|"|>'], False)):
         ids = [
             backend.encode(part, add_special_tokens=False).ids
             for part in ('<|tool_call>call:x{city:<|"|>', *parts, '<|"|>}<tool_call|>')
         ]
         together = list(itertools.chain(*ids))
-        assert (LLMatcher(vocabulary, grammar).try_consume_tokens(together) == len(together)) is takes
+        assert (LLMatcher(vocabulary, grammar).try_consume_tokens(together) == len(together)) is accepted
 
 
 @pytest.mark.parametrize("name", ["pythonic", "lfm2", "gemma4"])
 def test_functions_with_many_arguments(name: str) -> None:
-    """Their grammars have no rules that llguidance would go down from each to the next, until its stack is full."""
+    """Larger functions have no rule per member: llguidance recurses from each to the next until its stack is full."""
 
     def grammar(count: int, inner: int = 0) -> str | None:
         texts, within = (
@@ -246,7 +240,7 @@ def test_functions_with_many_arguments(name: str) -> None:
         assert nested is not None and "first_" not in nested
 
 
-def test_markers_that_are_plain_text() -> None:
+def test_plain_text_markers() -> None:
     grammar = FORMATS["hermes"].grammar(CallGrammarOptions({"look": {}}, False, json.dumps))
     assert grammar is not None and '"<tool_call>" "\\n"' in grammar
 
@@ -263,13 +257,13 @@ def test_markers_that_are_plain_text() -> None:
         },  # 240 MB of text
     ],
 )
-def test_schemas_that_are_no_list_of_arguments_have_no_python(schema: dict[str, Any]) -> None:
+def test_schemas_without_a_pythonic_grammar(schema: dict[str, Any]) -> None:
     assert FORMATS["pythonic"].grammar(CallGrammarOptions({"look": schema}, False, json.dumps)) is None
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "qwen3_coder"])
-def test_only_what_is_named_at_any_depth(name: str, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer) -> None:
-    """And keywords that cannot be held to are ignored, as the function is not strict."""
+def test_unnamed_members_are_not_permitted(name: str, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer) -> None:
+    """Unsupported keywords are ignored, because the function is not strict."""
     place = {"type": "object", "properties": {"x": {"type": "boolean"}}}
     at = {"type": "array", "items": {"$ref": "#/$defs/place"}, "uniqueItems": True, "maxItems": 3}
     schema = {"properties": {"at": at, "to": {**place, "not": {}}}, "required": ["at"], "$defs": {"place": place}}
@@ -285,7 +279,7 @@ def test_only_what_is_named_at_any_depth(name: str, backend: tokenizers.Tokenize
     assert seen == {"x"}
 
 
-def test_a_function_that_requires_what_it_does_not_name_stays_open() -> None:
+def test_required_member_without_a_name_leaves_the_function_open() -> None:
     schema = {"type": "object", "properties": {"a": {}}, "required": ["a", "b"]}
     grammar = FORMATS["plain_json"].grammar(CallGrammarOptions({"look": schema}, False, json.dumps))
     assert grammar is not None

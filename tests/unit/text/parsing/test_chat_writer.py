@@ -1,4 +1,4 @@
-"""What parsers find, laid out as a chat: the message of a whole answer and the chunks of a stream say the same."""
+"""Chat responses from parser events: the message of a response equals the combined chunks of a stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCRIPTS: dict[str, list[list[Event]]] = {
 
 
 class Scripted:
-    """Answers the n-th piece with the n-th entry of a script; the last one is what `finish` returns."""
+    """Parser that returns the n-th entry of a script for the n-th piece, and the rest at the end."""
 
     in_call = False
 
@@ -44,10 +44,10 @@ class Scripted:
 
 
 def write(
-    name: str, *, stream: bool, older: bool = False, reason: str = "stop", **options: Any
+    name: str, *, stream: bool, legacy: bool = False, reason: str = "stop", **options: Any
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The choice of a whole answer or, put together, of a stream; and the stream's chunks."""
-    plan = ParsingPlan(lambda: Scripted(SCRIPTS[name]), legacy_function_call=older)
+    """Return the choice of a response, or the combined choice and the chunks of a stream."""
+    plan = ParsingPlan(lambda: Scripted(SCRIPTS[name]), legacy_function_call=legacy)
     writer = ChatWriter(
         toy_tokenizer(), [Prompt([1])], TokenUsage(), ResponseOptions(**options), {"id": "x"}, parsing=plan
     )
@@ -68,13 +68,13 @@ def write(
 
 
 @pytest.mark.parametrize("options", [{}, {"logprobs": 0, "return_token_ids": True}])
-@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_stream_put_together_is_the_whole_answer(name: str, older: bool, options: dict[str, Any]) -> None:
-    if older and name == "all":
-        pytest.skip("the older form has one call at most")
-    whole, _ = write(name, stream=False, older=older, **options)
-    streamed, chunks = write(name, stream=True, older=older, **options)
+def test_stream_equals_response(name: str, legacy: bool, options: dict[str, Any]) -> None:
+    if legacy and name == "all":
+        pytest.skip("the legacy format permits one call")
+    whole, _ = write(name, stream=False, legacy=legacy, **options)
+    streamed, chunks = write(name, stream=True, legacy=legacy, **options)
     assert streamed["message"] == whole["message"]
     assert streamed["finish_reason"] == whole["finish_reason"]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -85,7 +85,7 @@ def test_a_stream_put_together_is_the_whole_answer(name: str, older: bool, optio
         assert len(streamed["logprobs"]) == len(whole["logprobs"]["content"]) == len(SCRIPTS[name]) - 1
 
 
-def test_a_turn_that_calls_ends_with_tool_calls_and_null_content() -> None:
+def test_response_with_calls() -> None:
     choice, _ = write("a call", stream=False)
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
@@ -98,14 +98,14 @@ def test_a_turn_that_calls_ends_with_tool_calls_and_null_content() -> None:
     assert write("text", stream=False)[0]["finish_reason"] == "stop"
 
 
-def test_the_older_form() -> None:
-    choice, _ = write("a call", stream=False, older=True)
+def test_legacy_function_call() -> None:
+    choice, _ = write("a call", stream=False, legacy=True)
     assert choice["finish_reason"] == "function_call"
     assert choice["message"]["function_call"] == {"name": "look", "arguments": '{"a": 1}'}
     assert "tool_calls" not in choice["message"]
 
 
-def test_the_deltas_of_a_call_are_openais() -> None:
+def test_deltas_of_a_call() -> None:
     _, chunks = write("a call", stream=True)
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
         {"role": "assistant", "content": None},
@@ -121,6 +121,6 @@ def test_the_deltas_of_a_call_are_openais() -> None:
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
 
-def test_what_is_held_back_makes_no_chunk() -> None:
+def test_pieces_without_events_have_no_chunk() -> None:
     _, chunks = write("text", stream=True)
     assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "Hel", "lo!", None]
