@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.engine.interface.request import ThinkingBudget
 from windlass.server.errors import bad_request
-from windlass.server.text.stream_parser import Event, OutputParser, ParsingPlan, PlainTextParser, Reasoning
+from windlass.server.text.stream_parser import (
+    Event,
+    OutputParser,
+    ParsingPlan,
+    PlainTextParser,
+    Reasoning,
+    find_marker,
+    partial_marker_length,
+)
 from windlass.server.text.tool_parsers.harmony import channel_parsing_plan
 
 if TYPE_CHECKING:
@@ -210,20 +218,20 @@ class ThinkingParser(_ThinkingStage):
 
     def _think(self, text: str) -> list[Event]:
         buffer = self._held + text
-        found = first_marker(buffer, self._format.closes)
+        found = find_marker(buffer, self._format.closes)
         if found is None:
-            safe = len(buffer) - partial_marker(buffer, self._format.closes)
+            safe = len(buffer) - partial_marker_length(buffer, self._format.closes)
             self._held = buffer[safe:]
             return self._reasoning_events(buffer[:safe])
         start, end = found
         self._held = ""
         events = self._reasoning_events(buffer[:start])
         self._phase = "after"
-        self._rest = AnswerText(self._rest, self._format.wrapper)
+        self._rest = _AnswerParser(self._rest, self._format.wrapper)
         return events + self._rest.feed(buffer[end:])
 
 
-class AnswerText:
+class _AnswerParser:
     """Parser of the answer after the thinking: removes leading white space and the wrapper."""
 
     def __init__(self, rest: OutputParser, wrapper: tuple[str, str] | None) -> None:
@@ -251,7 +259,7 @@ class AnswerText:
         if self._closing:
             at = buffer.find(self._closing)
             if at < 0:
-                safe = len(buffer) - partial_marker(buffer, (self._closing,))
+                safe = len(buffer) - partial_marker_length(buffer, (self._closing,))
                 buffer, self._held = buffer[:safe], buffer[safe:]
             else:
                 buffer = buffer[:at] + buffer[at + len(self._closing) :]
@@ -261,20 +269,6 @@ class AnswerText:
     def finish(self) -> list[Event]:
         held, self._held = self._held, ""
         return [*(self._rest.feed(held) if held else ()), *self._rest.finish()]
-
-
-def first_marker(text: str, markers: tuple[str, ...]) -> tuple[int, int] | None:
-    """Return start and end of the first marker in the text, None if there is none."""
-    found = [(at, at + len(marker)) for marker in markers if (at := text.find(marker)) >= 0]
-    return min(found, default=None)
-
-
-def partial_marker(text: str, markers: tuple[str, ...]) -> int:
-    """Return how many characters at the end of the text may be the beginning of a marker."""
-    for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
-        if any(len(marker) > length and text.endswith(marker[:length]) for marker in markers):
-            return length
-    return 0
 
 
 class ChannelParser(_ThinkingStage):
@@ -308,9 +302,9 @@ class ChannelParser(_ThinkingStage):
                 buffer, self._labelled = buffer.removeprefix(label), False
                 continue
             markers = (*self._format.opens, *self._format.closes, *(self._format.interrupts if self._inside else ()))
-            found = first_marker(buffer, markers)
+            found = find_marker(buffer, markers)
             if found is None:
-                safe = len(buffer) - partial_marker(buffer, markers)
+                safe = len(buffer) - partial_marker_length(buffer, markers)
                 events += self._handle_text(buffer[:safe])
                 self._held = buffer[safe:]
                 break

@@ -147,6 +147,20 @@ class _Buffer:
     taken_pieces: list[str] = field(default_factory=list)  # taken since the last decision between content and markup
 
 
+def find_marker(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, int] | None:
+    """Return start and end of the first marker in the text, None if there is none."""
+    found = [(at, at + len(marker)) for marker in markers if (at := text.find(marker, start)) >= 0]
+    return min(found, default=None)
+
+
+def partial_marker_length(text: str, markers: Sequence[str]) -> int:
+    """Return how many characters at the end of the text may be the beginning of a marker."""
+    for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
+        if any(len(marker) > length and text.endswith(marker[:length]) for marker in markers):
+            return length
+    return 0
+
+
 class StreamParser(ABC):
     """Base of parsers written as a generator, `run`, that yields when it needs more text.
 
@@ -321,25 +335,21 @@ class StreamParser(ABC):
 
         No marker may be a prefix of another.
         """
-        longest = max(map(len, markers))
         firsts = {marker[0] for marker in markers}
         while True:
             source = self._buffer
             data, position = source.data, source.position
-            if not firsts.isdisjoint(data[position:]):
-                places = [(at, marker) for marker in markers if (at := data.find(marker, position)) >= 0]
-                at, found = min(places, default=(len(data), ""))
-                if not found:  # the text may end with the beginning of a marker
-                    start = max(position, len(data) - longest + 1)
-                    tails = (k for k in range(start, len(data)) if any(m.startswith(data[k:]) for m in markers))
-                    at = len(data) if source.ended else next(tails, len(data))
-            else:
-                at, found = len(data), ""
+            at = end = len(data)
+            if not firsts.isdisjoint(ahead := data[position:]):
+                if span := find_marker(data, markers, position):
+                    at, end = span
+                elif not source.ended:
+                    at = end = len(data) - partial_marker_length(ahead, markers)
             if at > position:
                 source.position = at
                 out(data[position:at])
-            if found:
-                return self.take(len(found))
+            if end > at:
+                return self.take(end - at)
             if not (yield from self.wait_for_text()):
                 if source.position < len(source.data):
                     continue  # the rest is not a marker
