@@ -6,8 +6,15 @@ import random
 from typing import Any
 
 _TEXTS = (
-    *("", " ", "Hi", "  two words \n", "Größe? 東京 😀", "a\n\nb", "{{ messages }} {% raw %}", "<|im_end|>"),
-    *("<think>\nhm\n</think>\n\nYes", "'quoted' \"twice\" <b>&amp;", "x" * 300, "[INST] </s>", "\u2028\x00\x1b"),
+    *("", " ", "Hi", "  two words \n", "Größe? 東京 😀", "a\n\nb", "{{ messages }} {% raw %}"),
+    *(
+        "<think>\nhm\n</think>\n\nYes",
+        "<|im_end|>",
+        "'quoted' \"twice\" <b>&amp;",
+        "x" * 300,
+        "[INST] </s>",
+        "\u2028\x00\x1b",
+    ),
     *('{"a": 1}', "<tool_call>{}</tool_call>"),
 )
 _PARAMETERS = {
