@@ -9,23 +9,10 @@ from dataclasses import dataclass
 
 from windlass.server.text.stream_parser import StreamParser
 from windlass.server.text.tool_parsers import call_grammars, gemma4, harmony, json_calls, pythonic
-from windlass.server.text.tool_parsers.json_calls import (
-    DEEPSEEK_CALL,
-    DEEPSEEK_CALL_END,
-    DEEPSEEK_CALLS,
-    DEEPSEEK_CALLS_END,
-    DEEPSEEK_SEPARATOR,
-    DeepSeekParser,
-    Llama3JsonParser,
-    MistralParser,
-    PlainJsonParser,
-    TaggedJsonParser,
-)
-from windlass.server.text.tool_parsers.pythonic import PythonicParser
 from windlass.server.text.tool_parsers.xml_parameters import XmlParametersParser
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
-_TAGS = frozenset({*TaggedJsonParser.openers, *TaggedJsonParser.closers})
+_TAGS = frozenset({*json_calls.TaggedJsonParser.openers, *json_calls.TaggedJsonParser.closers})
 _MISTRAL_MARKERS = frozenset({"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"})
 _NAME, _ARGUMENTS = "the function's name", '{"an argument\'s name": "its value"}'
 _JSON_CALL = f'{{"name": "{_NAME}", "arguments": {_ARGUMENTS}}}'
@@ -57,7 +44,7 @@ class ToolFormat:
         return letters if self.short_ids else f"call_{letters}"
 
 
-PLAIN_JSON = ToolFormat("plain_json", PlainJsonParser, call_grammars.plain_json, _JSON_LIST)
+PLAIN_JSON = ToolFormat("plain_json", json_calls.PlainJsonParser, call_grammars.plain_json, _JSON_LIST)
 
 _FORMATS = (
     ToolFormat(
@@ -70,23 +57,23 @@ _FORMATS = (
     ),
     ToolFormat(
         "deepseek_v3",
-        DeepSeekParser,
+        json_calls.DeepSeekParser,
         call_grammars.deepseek_v3,
-        f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}{_NAME}\n```json\n{_ARGUMENTS}\n```{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}",
-        ((DEEPSEEK_CALLS, "```json"),),
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}\n```json\n{_ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ((json_calls.DEEPSEEK_CALLS, "```json"),),
         json_calls.DEEPSEEK_MARKERS,
     ),
     ToolFormat(
         "deepseek_v31",
-        DeepSeekParser,
+        json_calls.DeepSeekParser,
         call_grammars.deepseek_v31,
-        f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}{_NAME}{DEEPSEEK_SEPARATOR}{_ARGUMENTS}{DEEPSEEK_CALL_END}{DEEPSEEK_CALLS_END}",
-        ((DEEPSEEK_CALLS,),),
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>{_ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ((json_calls.DEEPSEEK_CALLS,),),
         json_calls.DEEPSEEK_MARKERS,
     ),
     ToolFormat(
         "mistral_args",
-        MistralParser,
+        json_calls.MistralParser,
         call_grammars.mistral_args,
         f"[TOOL_CALLS]{_NAME}[ARGS]{_ARGUMENTS}",
         (("[TOOL_CALLS]", "[ARGS]"),),
@@ -95,7 +82,7 @@ _FORMATS = (
     ),
     ToolFormat(
         "mistral",
-        MistralParser,
+        json_calls.MistralParser,
         call_grammars.mistral_list,
         f"[TOOL_CALLS]{_JSON_LIST}",
         (("[TOOL_CALLS]",),),
@@ -111,7 +98,12 @@ _FORMATS = (
         gemma4.MARKERS,
     ),
     ToolFormat(
-        "granite", TaggedJsonParser, call_grammars.granite, f"<|tool_call|>{_JSON_LIST}", (("<|tool_call|>",),), _TAGS
+        "granite",
+        json_calls.TaggedJsonParser,
+        call_grammars.granite,
+        f"<|tool_call|>{_JSON_LIST}",
+        (("<|tool_call|>",),),
+        _TAGS,
     ),
     ToolFormat(
         "qwen3_coder",
@@ -123,7 +115,7 @@ _FORMATS = (
     ),
     ToolFormat(
         "hermes",
-        TaggedJsonParser,
+        json_calls.TaggedJsonParser,
         call_grammars.tagged,
         f"<tool_call>\n{_JSON_CALL}\n</tool_call>",
         (("<tool_call>",),),
@@ -139,7 +131,7 @@ _FORMATS = (
     ),
     ToolFormat(
         "pythonic",
-        PythonicParser,
+        pythonic.PythonicParser,
         call_grammars.pythonic,
         f"[{_NAME}(an argument's name=its value)]",
         (("<|python_start|>",), ("[func_name1(",)),
@@ -147,7 +139,7 @@ _FORMATS = (
     ),
     ToolFormat(
         "llama3_json",
-        Llama3JsonParser,
+        json_calls.Llama3JsonParser,
         call_grammars.llama3_json,
         _JSON_CALL.replace("arguments", "parameters"),
         (("<|python_tag|>",), ("dictionary of argument name and its value",)),

@@ -200,7 +200,7 @@ PLACE = "response_format"
         ({"grammar": "what?"}, "grammar", ""),
         ({"guided_grammar": "start: nope"}, "guided_grammar", "nope"),
         ({"guided_grammar": "start: <nope>"}, "guided_grammar", "nope"),
-        (in_format(False), PLACE, "by nothing"),
+        (in_format(False), PLACE, "no output satisfies it"),
         (in_format({"type": "string", "minLength": 5, "maxLength": 2}), PLACE, "minLength"),
         (in_format({"not": {"type": "string"}}, strict=True), PLACE, "not"),
         (in_format({"$ref": "http://127.0.0.1:9/schema"}), PLACE, "127.0.0.1"),
