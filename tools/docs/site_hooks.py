@@ -1,7 +1,6 @@
-"""What `mkdocs build` does beside rendering docs/: pages that lie elsewhere in the repository join the site, and links to
-them and to other files outside docs/ lead there.
+"""Hooks of `mkdocs build`: add pages from outside docs/ to the site, and rewrite links to files outside docs/.
 
-On a git host the same links work as they stand, so pages are written for that and changed here only.
+Links in the pages are written for a git host.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md", "models/demo/README.md": "models-demo.md"}
-FILES = "files"  # the site's folder with copies of other files that pages link to
+FILES = "files"  # folder of the site with copies of other linked files
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
-FOLDER = re.compile(r"\[([^\]]+)\]\(([^)#\s:]+)\)")  # a link that may lead to one, which a site does not list
+FOLDER = re.compile(r"\[([^\]]+)\]\(([^)#\s:]+)\)")  # possible links to folders, which a site does not list
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
-    """Pages from elsewhere, and a copy of each file outside docs/ that a page links to."""
+    """Add pages from outside docs/, and a copy of each linked file outside docs/."""
     for source, target in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, target, content=rewritten(text, source, target)))
@@ -40,7 +39,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def rewritten(text: str, source: str, target: str) -> str:
-    """text: of the file `source` (from the root), to stand at `target` (from the site's top)."""
+    """The text of file `source` (relative to the repository) with links for `target` (relative to the site)."""
 
     def lead(match: re.Match[str]) -> str:
         return match[1] + new_link(match[2], source, target) + match[3]
@@ -53,7 +52,7 @@ def rewritten(text: str, source: str, target: str) -> str:
 
 
 def resolved(link: str, source: str) -> str:
-    """From the root of the repository."""
+    """The target of a link, relative to the repository."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
 
 

@@ -4,7 +4,7 @@
 
 Downloads the packages (`apt-get download`; Debian 12), unpacks them under --work, and writes one plain-text file a
 document, with `sources.json` beside them: package, version, characters and SHA-256 of each. Manuals are read in the
-order of their tables of contents, prose only, by the same rules as the bundled model's corpus (`models/demo/extract.py`).
+order of their tables of contents, prose only, by the same rules as the bundled model's corpus (`tools/demo_model/extract.py`).
 The Bible and the Python manual are no test of the bundled model, which was trained on them.
 """
 

@@ -1,6 +1,6 @@
 """Writes a training checkpoint as a Hugging Face model directory: config, generation config and bf16 weights.
 
-    python models/demo/export.py --work work/demo
+    python tools/demo_model/export.py --work work/demo
 
 Responsible for names and dtypes only; the tokenizer files are `prepare.py`'s.
 """
@@ -16,7 +16,7 @@ from network import CONFIG
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-HERE = Path(__file__).resolve().parent
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
 def export(checkpoint: Path, out: Path) -> None:
@@ -36,7 +36,7 @@ def export(checkpoint: Path, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("work/demo"))
-    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--out", type=Path, default=DEMO)
     args = parser.parse_args()
     export(args.work / "checkpoint.pt", args.out)
 

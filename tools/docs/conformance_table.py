@@ -1,6 +1,6 @@
-"""The table of docs/conformance.md from docs/conformance.json, and that file from runs of `windlass rope conform --json`.
+"""Print the table of docs/conformance.md from the runs of `windlass rope conform --json`.
 
-python benchmarks/conformance_table.py docs/conformance.json          # prints the table
+python tools/docs/conformance_table.py benchmarks/results/conformance.json
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def table(report: dict[str, Any]) -> str:
-    """A table of the servers' commands, then for each model one with a row for each server and check."""
+    """A table of the servers' commands, then a table per model with a row per server and check."""
     parts = [_servers(report)]
     for model, words in report["models"].items():
         lines = [

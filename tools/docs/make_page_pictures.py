@@ -1,8 +1,8 @@
-"""Makes the pictures of docs/page.md: a walk through the page's rooms in Chromium, with smollm2.
+"""Take the screenshots of docs/page.md in Chromium, with smollm2.
 
-.venv/bin/python docs/make_page_pictures.py [--url URL] [--only NAME]
+.venv/bin/python tools/docs/make_page_pictures.py [--url URL] [--only NAME]
 
---url: of a server that runs already, with --attention-maps. Pictures keep few colours, so that the clone stays small.
+--url: a running server that was started with --attention-maps. The images have few colours, to keep the clone small.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import httpx
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-DOCS = Path(__file__).parent
-FOLDER = DOCS / "page"
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "page"
 COLOURS = 192
 DESK, PHONE = {"width": 1100, "height": 760}, {"width": 390, "height": 760}
 TALK = "And so the old sailor told the children about the storm, and "
@@ -31,7 +30,7 @@ TALK = "And so the old sailor told the children about the storm, and "
 
 @contextmanager
 def served() -> Iterator[str]:
-    """A server of smollm2 of our own, on a free port."""
+    """Start a server of smollm2 on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -61,20 +60,17 @@ def served() -> Iterator[str]:
 
 
 def save(page: Page, name: str) -> None:
-    save_as(page, FOLDER / f"{name}.png")
-    print(name, f"{(FOLDER / f'{name}.png').stat().st_size / 1024:.0f} KiB")
-
-
-def save_as(page: Page, file: Path) -> None:
-    """What is seen now, with few colours."""
+    """Write a screenshot with few colours."""
+    file = FOLDER / f"{name}.png"
     page.mouse.move(0, 0)
     page.wait_for_timeout(300)
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(file, optimize=True)
+    print(name, f"{file.stat().st_size / 1024:.0f} KiB")
 
 
 def chat(page: Page) -> None:
-    """Two scalings side by side, as the rotary room lays them."""
+    """Two scalings side by side, from the button of the rotary tab."""
     page.get_by_label("Kind").select_option("linear")
     expect(page.get_by_role("heading", name="linear")).to_be_visible()
     page.get_by_role("button", name="Compare in the chat").click()
@@ -101,24 +97,6 @@ def rotary(page: Page) -> None:
     expect(page.get_by_text("Tokens per turn of each pair")).to_be_visible()
 
 
-def maps(page: Page) -> None:
-    rotary(page)
-    page.locator("canvas").first.focus()
-    for key in ["ArrowRight"] * 9 + ["ArrowDown"] * 40:
-        page.keyboard.press(key)
-    page.get_by_role("heading", name="Cosines and sines").evaluate("title => title.scrollIntoView()")
-
-
-def sweep(page: Page) -> None:
-    """Of the project's own README, whose beginning most models have never seen."""
-    page.get_by_label("Text, up to 4,096 tokens").fill((DOCS.parent / "README.md").read_text(encoding="utf-8")[:9000])
-    for name in ("Linear, factor 4", "NTK-aware, factor 4"):
-        page.get_by_role("button", name=name, exact=True).click()
-    page.get_by_role("button", name="Run the sweep").click()
-    expect(page.get_by_role("button", name="Run the sweep")).to_be_visible(timeout=300_000)
-    page.get_by_role("heading", name="Quick sweep").evaluate("title => title.scrollIntoView()")
-
-
 def attention(page: Page) -> None:
     page.get_by_label("Layer").fill("5")
     page.get_by_label("Head").fill("2")
@@ -128,29 +106,26 @@ def attention(page: Page) -> None:
 
 
 def cache(page: Page) -> None:
-    """While three answers run whose prompts begin alike."""
+    """Four running answers whose prompts share a prefix."""
     ask = """([text, count]) => { for (let i = 0; i < count; i += 1) fetch("v1/completions", {
       method: "POST", headers: {"content-type": "application/json"},
       body: JSON.stringify({prompt: text.repeat(12) + i, max_tokens: 500, ignore_eos: true})}); }"""
     page.evaluate(ask, [TALK, 1])
     running = page.locator(".figures > div").filter(has_text="Running")
-    expect(page.locator(".swatch[data-owner]").nth(1)).to_be_visible(timeout=200_000)  # its line in the table
+    expect(page.locator(".swatch[data-owner]").nth(1)).to_be_visible(timeout=200_000)
     page.wait_for_timeout(3000)
     page.evaluate(ask, [TALK, 3])
     expect(running).to_contain_text("4", timeout=200_000)
     page.wait_for_timeout(4000)
 
 
-Scene = tuple[str, Callable[[Page], None], dict[str, int], str]  # the room it begins in, what is done, size, colours
+Scene = tuple[str, Callable[[Page], None], dict[str, int], str]  # first tab, actions, size, colour scheme
 SCENES: dict[str, Scene] = {
     "chat": ("rotary", chat, DESK, "light"),
     "completion": ("completion", completion, PHONE, "dark"),
     "rotary": ("rotary", rotary, DESK, "light"),
-    "maps": ("rotary", maps, DESK, "dark"),
-    "sweep": ("rotary", sweep, DESK, "light"),
     "attention": ("attention", attention, DESK, "dark"),
     "cache": ("cache", cache, DESK, "light"),
-    "cache-phone": ("cache", cache, PHONE, "dark"),
 }
 
 
@@ -176,7 +151,7 @@ def main() -> None:
             if options.url:
                 take(browser, options.url, name)
             else:
-                with served() as url:  # a server each: a cache that nobody else filled
+                with served() as url:  # a new server, with an empty cache
                     take(browser, url, name)
         browser.close()
 

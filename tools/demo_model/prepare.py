@@ -1,6 +1,6 @@
 """Builds the demonstration model's corpus and tokenizer from Debian documentation packages.
 
-    python models/demo/prepare.py --work work/demo
+    python tools/demo_model/prepare.py --work work/demo
 
 Responsible for downloading (`apt-get download`), recording versions, holding out whole documents, writing chats in the
 model's template, training the tokenizer, and leaving token arrays for `train.py`. Needs Debian 12's package archive.
@@ -21,7 +21,7 @@ import numpy as np
 from extract import Document, bible_documents, html_documents, wordnet_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-HERE = Path(__file__).resolve().parent
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = [PAD, BOS, END, SYSTEM, USER, ASSISTANT]
@@ -179,7 +179,7 @@ def excerpt(heldout: list[tuple[str, str]], characters: int = 1500) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("work/demo"))
-    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--out", type=Path, default=DEMO)
     parser.add_argument("--synsets", type=int, default=25000)
     parser.add_argument("--seed", type=int, default=20)
     args = parser.parse_args()

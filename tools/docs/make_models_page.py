@@ -1,6 +1,6 @@
-"""Makes docs/models.md from the registry of families, the tiny checkpoints that tests compare, and the GGUF architectures.
+"""Generate docs/models.md from the registry of families, the tiny checkpoints that tests compare, and the GGUF architectures.
 
-.venv/bin/python docs/make_models_page.py [--out FILE]
+.venv/bin/python tools/docs/make_models_page.py [--out FILE]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from windlass.engine.model.families.multimodal import MULTIMODAL
 from windlass.engine.model.families.registry import FAMILIES
 from windlass.engine.model.gguf.architectures import ARCHITECTURES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 HEAD = """# Models
 
@@ -166,7 +166,7 @@ Whether the head is the embedding stands in config.json twice, and may be wrong:
 |---|---|
 """
 FOOT = """
-This page is made by `docs/make_models_page.py`.
+This page is made by `tools/docs/make_models_page.py`.
 """
 
 

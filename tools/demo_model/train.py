@@ -1,6 +1,6 @@
 """Trains the demonstration model on the arrays that `prepare.py` left, for a fixed number of seconds.
 
-    python models/demo/train.py --work work/demo --seconds 3300
+    python tools/demo_model/train.py --work work/demo --seconds 3300
 
 Responsible for the optimizers, the schedule, logging and resumable checkpoints. The learning rate follows elapsed
 training time, not steps, so that it reaches its end on a busy machine too; a restarted run goes on where its last

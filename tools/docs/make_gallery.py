@@ -1,13 +1,12 @@
-"""Generate docs/gallery.md and its pictures: every kind that `windlass rope picture` draws.
+"""Generate docs/gallery.md, which explains every kind of `windlass rope picture`, and its pictures.
 
-.venv/bin/python docs/make_gallery.py [--model MODEL] [--layer N] [--text-only]
+.venv/bin/python tools/docs/make_gallery.py
 
-Formulas are shown with Llama 2's parameters, attention with the model (default: smollm2). --text-only: do not draw pictures.
+Formulas are shown with Llama 2's parameters.
 """
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 from pathlib import Path
 
@@ -15,16 +14,14 @@ from windlass.lab.gallery import KINDS, Extras, draw
 from windlass.lab.gallery_subject import make_subject
 from windlass.lab.plotting import save_figure
 from windlass.server.startup.derived_files import ensure_tokenizer
-from windlass.server.startup.model_files import choose_model
 from windlass.server.text.tokenizer import Tokenizer
 
-DOCS = Path(__file__).parent
-LAYER = 5
-MODEL = "SmolLM2-135M-Instruct"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SHOWN = ("rotation", "invariance", "encodings", "extrapolation", "scalings")  # the others would only enlarge the clone
 
 HEAD = """# Pictures of rotary embeddings
 
-Each picture is drawn by one command, for any model or parameters, as PNG or SVG. Here they show Llama 2's parameters: θ = 10,000,
+Every picture can be drawn by one command, for any model or parameters, as PNG or SVG. Here they show Llama 2's parameters: θ = 10,000,
 heads of 128, trained on 4,096 tokens. Where it matters they extend to 100,000 tokens. Frequencies come from the functions that
 the server uses.
 
@@ -40,7 +37,7 @@ windlass rope picture encodings --learned /path/to/gpt2 --out encodings.png
 
 They need matplotlib: `pip install -c constraints.txt -e '.[plots]'`. `--scaling` may be repeated for `scalings` and
 `extrapolation`, which compare several. In Python, use `windlass.lab.gallery.draw`. This page is generated
-by `docs/make_gallery.py`.
+by `tools/docs/make_gallery.py`.
 
 Explanation of the pictures, step by step: [the guide](guide/index.md). Scalings: [rotary scaling](rotary.md). Their effect on a
 real model: [longer than a model was trained for](longer-context.md).
@@ -51,32 +48,20 @@ def page() -> str:
     subject = make_subject(None, None, [], None, "Llama 2")
     parts = [HEAD]
     for name, kind in KINDS.items():
-        note = f" (Layer {LAYER} of {MODEL}.)" if kind.draw is None else ""
         parts += [
             f"## {kind.title}",
-            f"![{kind.title}](gallery/{name}.png)",
-            textwrap.fill(kind.explain(subject) + note, 140, break_long_words=False, break_on_hyphens=False),
+            *([f"![{kind.title}](gallery/{name}.png)"] if name in SHOWN else []),
+            textwrap.fill(kind.explain(subject), 140, break_long_words=False, break_on_hyphens=False),
             f"`windlass rope picture {name}`",
         ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--layer", type=int, default=LAYER)
-    parser.add_argument("--text-only", action="store_true")
-    given = parser.parse_args()
     (DOCS / "gallery.md").write_text(page(), encoding="utf-8")
-    if given.text_only:
-        return
-    (DOCS / "gallery").mkdir(exist_ok=True)
-    _, model = choose_model(given.model)
-    for name, kind in KINDS.items():
-        subject = make_subject(None, None, [], None, MODEL if kind.draw is None else "Llama 2")
-        extras = Extras(
-            load_tokenizer=lambda path: Tokenizer.from_directory(ensure_tokenizer(path)), model=model, layer=given.layer
-        )
+    extras = Extras(load_tokenizer=lambda path: Tokenizer.from_directory(ensure_tokenizer(path)))
+    for name in SHOWN:
+        subject = make_subject(None, None, [], None, "Llama 2")
         save_figure(draw(name, subject, extras), DOCS / "gallery" / f"{name}.png")
 
 

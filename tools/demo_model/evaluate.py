@@ -1,6 +1,6 @@
 """Measures the exported model on the held-out documents and writes the figures into the card.
 
-    python models/demo/evaluate.py --work work/demo
+    python tools/demo_model/evaluate.py --work work/demo
 
 Responsible for `evaluation.json`, `loss.png` and the parts of `README.md` between `measured` marks. It reads the exported
 directory through transformers, so what is measured is what is shipped.
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-HERE = Path(__file__).resolve().parent
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BUCKET = 64
 TRAINED = 512
 COMPLETIONS = (
@@ -145,7 +145,7 @@ def markdown(result: dict, record: dict) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("work/demo"))
-    parser.add_argument("--model", type=Path, default=HERE)
+    parser.add_argument("--model", type=Path, default=DEMO)
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -1,9 +1,8 @@
-"""Makes docs/guide/walk.svg: a vector to which a sinusoid is added, beside the same vector rotated, place by place.
+"""Draw docs/guide/walk.svg: a vector plus a sinusoid, and the same vector rotated, position by position.
 
-python docs/make_walk.py
+python tools/docs/make_walk.py
 
-The picture moves by SVG's own animation, without scripts, so it does so in an <img> too. Where animation is off it shows place 0
-and all tips.
+SVG animation without scripts also runs in an <img>. Without animation the picture shows position 0 and all tips.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-OUT = Path(__file__).parent / "guide" / "walk.svg"
+OUT = Path(__file__).resolve().parents[2] / "docs" / "guide" / "walk.svg"
 X = (0.9, 0.4)  # the vector of docs/guide/order.md
 PLACES = 13  # two turns of a pair of speed 1, a little more than once in 6.3 places
 SECONDS_A_PLACE = 0.9

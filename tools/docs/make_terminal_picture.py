@@ -1,6 +1,6 @@
-"""Makes docs/terminal.svg: starts a server on smollm2, asks it, and records what the terminal showed.
+"""Record docs/terminal.svg: the terminal output of a server with smollm2 and of two requests.
 
-.venv/bin/python docs/make_terminal_picture.py
+.venv/bin/python tools/docs/make_terminal_picture.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 WINDLASS = Path(sys.executable).with_name("windlass")
-OUT = Path(__file__).with_name("terminal.svg")
+OUT = Path(__file__).resolve().parents[2] / "docs" / "terminal.svg"
 YARN = '{"rope_type": "yarn", "factor": 4}'
 
 
