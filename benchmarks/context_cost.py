@@ -24,12 +24,12 @@ from harness.contestants import WindlassContestant
 from harness.machine import describe
 from harness.measures import Measure
 from harness.places import Places
+from harness.prepare_peers import prepare_windlass
 from harness.quiet import quiet
 from harness.rates import Rates
 from harness.report import spread
 from harness.shape import SHAPES
 from harness.worker import WorkerError
-from prepare_peers import prepare_windlass
 
 Sample = tuple[float, tuple[float, float]]  # seconds per token, and GB/s read right before and right after
 

@@ -30,10 +30,8 @@ from harness import machine
 from harness.charts import BOUND, COLOURS, new_figure, style
 from harness.gpu_agreement import agreement, chosen
 from harness.gpu_attention import attention_figures
-from harness.gpu_figures import Bounds, Figure
-from harness.gpu_peer import seconds_of_token
-from harness.gpu_report import Growing
-from harness.gpu_streams import Streams, growth, step_figures, stream_figures
+from harness.gpu_figures import Bounds, Figure, Growing
+from harness.gpu_streams import Streams, growth, seconds_of_token, step_figures, stream_figures
 from harness.gpu_tier import tier_figures
 
 PARTS = ("agreement", "attention", "streams", "growth", "tier", "peer")

@@ -220,3 +220,27 @@ def growth(streams: Streams, count: int, length: int, steps: int) -> dict[str, A
     seconds = streams.decode([{}] * count, length, steps)
     bound = streams.bytes_of_step(count, length + steps // 2) / streams.bounds.bandwidth
     return {"streams": count, "context": length, "seconds": seconds, "bound": bound}
+
+
+def seconds_of_token(model: Path, bounds: Bounds, prompt: int, steps: int) -> float:
+    """Of one greedy stream with random weights, by the difference of two runs. Raises ImportError without transformers."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model)
+    with torch.device(bounds.device):
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=bounds.dtype).eval()
+    ids = torch.randint(10, config.vocab_size, (1, prompt), device=bounds.device)
+
+    def run(tokens: int) -> float:
+        wait(bounds.device)
+        begin = time.perf_counter()
+        made.generate(
+            ids, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, cache_implementation="static",
+            attention_mask=torch.ones_like(ids), pad_token_id=0,
+        )  # fmt: skip
+        wait(bounds.device)
+        return time.perf_counter() - begin
+
+    run(4 + steps)  # compiles
+    few, many = (min(run(tokens) for _ in range(3)) for tokens in (4, 4 + steps))
+    return max(many - few, 1e-9) / steps

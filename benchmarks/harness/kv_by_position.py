@@ -1,6 +1,6 @@
 """What narrower caches of keys and values cost a model, by position: loss against a float32 cache, over several texts.
 
-    python benchmarks/kv_by_position.py MODEL --text FILE_OR_DIR [--text …] [--max-len 8192] [--out FILE.json]
+    python benchmarks/real_model.py kv MODEL --text FILE_OR_DIR [--text …] [--max-len 8192] [--out FILE.json]
 
 Reads the first --max-len tokens of each text with a float32 cache and with each of --dtypes; weights and everything else
 are float32. Prints a Markdown table: perplexity by stretch, and the change of it in per cent with a 95 % interval (paired:
@@ -13,15 +13,12 @@ import argparse
 import datetime
 import json
 import math
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from long_text_report import make_parser, publish
+from harness.long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import mean_interval
 from windlass.engine.rotary.rope_scaling import RopeScaling

@@ -1,6 +1,6 @@
 """Long documents for measurements beyond a trained length, from Debian packages: a novel, the Bible and three manuals.
 
-    python benchmarks/long_texts.py --out texts [--work work/texts]
+    python benchmarks/real_model.py texts --out texts [--work work/texts]
 
 Downloads the packages (`apt-get download`; Debian 12), unpacks them under --work, and writes one plain-text file a
 document, with `sources.json` beside them: package, version, characters and SHA-256 of each. Manuals are read in the
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models" / "demo"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "demo_model"))
 from extract import bible_documents, html_document
 
 NOVEL = "persuasion"

@@ -1,6 +1,6 @@
 """Whether a model under a rotary scaling still finds what stands far back: numbers hidden in a long text, asked for later.
 
-    python benchmarks/passkeys.py MODEL --text FILE_OR_DIR [--text …] --max-len 16384 --scaling JSON [--scaling …]
+    python benchmarks/real_model.py passkeys MODEL --text FILE_OR_DIR [--text …] --max-len 16384 --scaling JSON [--scaling …]
 
 In front of paragraphs of each text stand notes, "The secret number of Alice is 48213.", each with a name of its own, and
 further on the same sentence again, once. There the five digits count as found when each of them is the model's most likely
@@ -16,16 +16,13 @@ import argparse
 import datetime
 import json
 import random
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from long_text_report import make_parser, publish
+from harness.long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import wilson
 from windlass.engine.rotary.rope_scaling import RopeScaling

@@ -1,6 +1,6 @@
 """What each contestant's rounding costs a real model: perplexity and KL divergence over one text, each by its own program.
 
-    python benchmarks/peers_quality.py TEXT [--shape 135m] [--window 768]
+    python benchmarks/peers.py quality TEXT [--shape 135m] [--window 768]
 
 Windows of the text, of each the second half, as `llama-perplexity -c 768` reads them. Windlass is measured by
 quantization_quality.py, llama.cpp's and ik_llama.cpp's files by their own llama-perplexity against float16, OpenVINO by its
@@ -78,7 +78,7 @@ def openvino_models(places: Places, ids: list[int], window: int, plain: float) -
         model = places.openvino_model(kind)
         if python is None or not model.exists():
             continue
-        script = Path(__file__).resolve().parent / "harness" / "openvino_quality.py"
+        script = Path(__file__).resolve().parent / "openvino_quality.py"
         asked = json.dumps({"ids": ids, "window": window, "skip": window // 2})
         done = subprocess.run([str(python), str(script), str(model)], input=asked, stdout=subprocess.PIPE, text=True)
         if done.returncode:

@@ -1,7 +1,7 @@
 """Makes the benchmark model and converts it for every peer that is installed.
 
-    python benchmarks/prepare_peers.py [--work work] [--shape 1b]
-    python benchmarks/prepare_peers.py --shape 135m --model DIRECTORY --metadata ORIGINAL.gguf
+    python benchmarks/peers.py prepare [--work work] [--shape 1b]
+    python benchmarks/peers.py prepare --shape 135m --model DIRECTORY --metadata ORIGINAL.gguf
 
 Everything lands in the work folder, which git ignores: `bench-1b/model` (safetensors), `bench-1b/gguf` (F16, Q8_0, Q4_0,
 Q4_K_M), `bench-1b/openvino-int8` and `-int4`. A real model is one that a directory holds, in another order of its features

@@ -1,6 +1,6 @@
 """The same model in another order: what rounding costs where the weights do not lie on the grid of a file they came from.
 
-    python benchmarks/reordered_model.py MODEL OUTPUT [--gguf FILE.gguf --metadata ORIGINAL.gguf]
+    python benchmarks/peers.py reorder MODEL OUTPUT [--gguf FILE.gguf --metadata ORIGINAL.gguf]
 
 Weights that were dequantized from a file of 4 bits lie on that file's grid, in its groups, so that rounding them again in
 the same groups is exact by construction and proves nothing. Permuting the residual stream, the dims of every feed-forward

@@ -1,6 +1,6 @@
 """What stale keys cost a model of one's own: transformers' cached generation and each policy, under dynamic NTK.
 
-    python benchmarks/stale_keys_model.py MODEL --text FILE_OR_DIR [--text …] [--max-len 16384] [--factor 2] --work FOLDER
+    python benchmarks/real_model.py stale MODEL --text FILE_OR_DIR [--text …] [--max-len 16384] [--factor 2] --work FOLDER
 
 Reads the beginning of each text as if it were generated token by token, past the model's trained length: with transformers'
 cache, whose keys stand at the frequencies of the step that computed them; under `recompute`, `rotate` and `frozen`; and
@@ -27,10 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from harness.long_text_report import make_parser, publish
 from helpers.rotary_oracles import CachedInOnePass, dynamic_frequencies
-from long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import mean_interval
 from windlass.engine.rotary.rope_scaling import RopeScaling

@@ -21,9 +21,9 @@ SHOWN = ("rotation", "invariance", "encodings", "extrapolation", "scalings")  # 
 
 HEAD = """# Pictures of rotary embeddings
 
-Every picture can be drawn by one command, for any model or parameters, as PNG or SVG. Here they show Llama 2's parameters: θ = 10,000,
-heads of 128, trained on 4,096 tokens. Where it matters they extend to 100,000 tokens. Frequencies come from the functions that
-the server uses.
+Every picture can be drawn by one command, for any model or parameters, as PNG or SVG. Here they show Llama 2's parameters:
+θ = 10,000, heads of 128, trained on 4,096 tokens. Where it matters they extend to 100,000 tokens. Frequencies come from the
+functions that the server uses.
 
 `. .venv/bin/activate` in the clone puts `windlass` on your path ([how to install it](../README.md#start)).
 

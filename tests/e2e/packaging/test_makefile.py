@@ -60,7 +60,9 @@ def test_an_unchanged_environment_is_not_installed_again(tmp_path: Path) -> None
     assert installs(commands(venv, "test", "UNBUILT=")) == ["-e '.[dev]'"]
     assert installs(commands(venv, "serve", "EXTRAS=hub,plots", "UNBUILT=")) == ["-e '.[hub,plots]'"]
     # The extras include the server, which needs no installation afterwards.
-    assert any(line.endswith(f"{venv}/.installed-server") for line in commands(venv, "test") if line.startswith("touch"))
+    assert any(
+        line.endswith(f"{venv}/.installed-server") for line in commands(venv, "test") if line.startswith("touch")
+    )
     for goal in ("test", "check", "format"):
         assert installs(commands(environment(tmp_path / goal, "dev"), goal, "UNBUILT=")) == []
 
