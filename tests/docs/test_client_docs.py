@@ -10,9 +10,6 @@ import pytest
 from helpers.doc_examples import blocks_of
 from helpers.real_server import RealServer
 
-import windlass.clients
-from windlass.clients import RopeScaling
-
 ROOT = Path(__file__).parents[2]
 PAGES = {
     "README.md": 3,
@@ -70,26 +67,3 @@ def test_example(
     printed = capsys.readouterr().out
     assert "tell the operator" not in printed and "no server there" not in printed
     assert re.search(PRINTS.get(request.node.callspec.id, ""), printed, re.MULTILINE), printed
-
-
-def test_the_pages_have_their_examples() -> None:
-    for page, count in PAGES.items():
-        assert sum(parameter.values[0] == page for parameter in EXAMPLES) == count
-    assert {parameter.id for parameter in EXAMPLES} >= set(PRINTS)
-
-
-def test_the_builders_on_the_page_are_those_of_the_class() -> None:
-    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
-    builders = {
-        name
-        for name, member in vars(RopeScaling).items()
-        if isinstance(member, classmethod) and not name.startswith("_")
-    }
-    assert set(re.findall(r"`(?:RopeScaling)?\.([a-z0-9_]+)\(", page)) == builders
-
-
-def test_every_error_is_on_the_page() -> None:
-    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
-    for name in windlass.clients.__all__:
-        if name.endswith("Error") and name != "APIStatusError":  # the base of those with a status
-            assert f"`{name}`" in page, name

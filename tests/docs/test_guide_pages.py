@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,14 +29,6 @@ def test_code_prints_what_the_page_shows(name: str, least: int) -> None:
         assert out == (block.printed or ""), f"{name}, line {block.line}"
 
 
-def test_the_chapters_lead_to_one_another() -> None:
-    chapters = re.findall(r"\| \[\d\. [^\]]+\]\((\w[\w-]+\.md)\)", (GUIDE / "index.md").read_text(encoding="utf-8"))
-    assert len(chapters) == 7 and {page.name for page in PAGES} == {"index.md", *chapters}
-    for before, after in pairwise(chapters):
-        assert f"]({after})" in (GUIDE / before).read_text(encoding="utf-8")
-        assert f"]({before})" in (GUIDE / after).read_text(encoding="utf-8")
-
-
 def rotation() -> dict[str, object]:
     return run_page(GUIDE / "rotation.md")[1]
 
@@ -56,65 +46,6 @@ def test_both_forms_of_rotation_are_those_of_the_kernels_and_of_transformers() -
             found = names[form](x, place, 500_000.0)  # type: ignore[operator]
             np.testing.assert_allclose(found, kernel, atol=1e-5)
             np.testing.assert_allclose(found, theirs[0, 0, 0].numpy(), atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["without_swap", "with_table_added", "cosine_only"])
-def test_the_wrong_formulas_are_wrong_in_both_ways(name: str) -> None:
-    names = rotation()
-    wrong, q, k = names[name], names["q"], names["k"]
-    pair = [0, 64]
-    assert abs(np.linalg.norm(wrong(q, 50)[pair]) / np.linalg.norm(q[pair]) - 1) > 0.02  # type: ignore[operator, index]
-    assert abs(wrong(q, 3) @ wrong(k, 0) - wrong(q, 103) @ wrong(k, 100)) > 0.5  # type: ignore[operator]
-
-
-def cells(page: str, heading: str) -> list[list[str]]:
-    """The table below a heading, without its head; minus signs as a program reads them."""
-    part = page.split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows = [line for line in part.splitlines() if line.startswith("|")][2:]
-    return [[cell.strip().replace("−", "-") for cell in row.strip("|").split("|")] for row in rows]
-
-
-def pair_of(text: str) -> tuple[float, float]:
-    a, b = re.fullmatch(r"\(?(-?[\d.]+), (-?[\d.]+)\)?", text).groups()  # type: ignore[union-attr]
-    return float(a), float(b)
-
-
-def shown(value: float) -> str:
-    return f"{value:.4f}".replace("-0.0000", "0.0000")
-
-
-def test_every_number_of_the_sentence_by_hand() -> None:
-    page = (GUIDE / "by-hand.md").read_text(encoding="utf-8")
-    given = {row[0]: (pair_of(row[1]), pair_of(row[2])) for row in cells(page, "The vectors")}
-    words = ["the", "dog", "bites", "the", "man"]
-    speeds = [10000.0 ** (-2 * j / 4) for j in range(2)]
-
-    def turned(vectors: tuple[tuple[float, float], ...], place: int) -> list[complex]:
-        pairs = zip(vectors, speeds, strict=True)
-        return [complex(*pair) * complex(math.cos(place * w), math.sin(place * w)) for pair, w in pairs]
-
-    angles = cells(page, "The angles")
-    assert [row[0] for row in angles] == words
-    for place, row in enumerate(angles):
-        for speed, angle, both in zip(speeds, row[2::2], row[3::2], strict=True):
-            assert float(angle) == place * speed
-            assert both == f"{shown(math.cos(place * speed))}, {shown(math.sin(place * speed))}"
-
-    query = turned(given["query of *man*"], 4)
-    keys = [turned(given[f"key of *{word}*"], place) for place, word in enumerate(words)]
-    rows = cells(page, "The turned arrows")
-    assert len(rows) == 6
-    for row, arrows in zip(rows, [query, *keys], strict=True):
-        assert row[1:] == [f"({shown(z.real)}, {shown(z.imag)})" for z in arrows]
-
-    products = [[(q * k.conjugate()).real for q, k in zip(query, key, strict=True)] for key in keys]
-    scores = [sum(both) / 2 for both in products]
-    total = sum(map(math.exp, scores))
-    expected = [
-        [f"{word}, {place}", *map(shown, (*both, sum(both), score, math.exp(score) / total))]
-        for place, (word, both, score) in enumerate(zip(words, products, scores, strict=True))
-    ]
-    assert cells(page, "The scores") == expected
 
 
 def test_scalings_of_the_page_are_the_engine_s() -> None:
@@ -151,13 +82,3 @@ def test_the_walk_is_the_one_that_its_script_draws() -> None:
     for place, added, turned in lengths:
         assert added == f"{math.hypot(*module.added(int(place))):.3f}"
         assert turned == f"{math.hypot(*module.turned(int(place))):.3f}"
-
-
-def test_pictures_of_the_guide_are_there_and_small() -> None:
-    pictures = {
-        (page.parent / target).resolve()
-        for page in PAGES
-        for target in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
-    }
-    assert len(pictures) >= 6
-    assert sum(path.stat().st_size for path in pictures if path.parent == Path(GUIDE)) < 500_000

@@ -1,6 +1,6 @@
 """A real server with two engines that are killed again and again under load: each request ends once, whole or with an error.
 
-Ten minutes by `make soak`, three quarters of one among the slow tests. `SOAK_SECONDS` has the long form take another time.
+The long form, marked soak, takes ten minutes or SOAK_SECONDS; the short one, marked slow, 45 seconds.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,20 +17,6 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module(name)
-
-
-def test_every_benchmark_is_named_somewhere() -> None:
-    """By a page, the Makefile or a test, or it serves another one."""
-    root = BENCHMARKS.parent
-    pages = [root / "README.md", root / "Makefile", *(root / "docs").rglob("*.md"), *(root / "tests").rglob("*.py")]
-    said = "\n".join(path.read_text(encoding="utf-8") for path in pages)
-    code = {path.stem: path.read_text(encoding="utf-8") for path in BENCHMARKS.glob("*.py")}
-    for name in code:
-        named = f"benchmarks/{name}.py" in said or f'"{name}"' in said
-        others = (text for other, text in code.items() if other != name)
-        assert named or any(re.search(rf"^(import|from) {name}\b", text, re.M) for text in others), name
-    for name in re.findall(r"benchmarks/(\w+)\.py", said):
-        assert name in code, name
 
 
 FAR_END = """
@@ -76,27 +61,6 @@ def test_a_program_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, tm
     worker = module("harness.worker", monkeypatch)
     with pytest.raises(worker.WorkerError, match="cannot be started"):
         worker.Worker([str(tmp_path / "python")], log=tmp_path / "log")
-
-
-def test_a_tool_that_hangs_or_cannot_be_run_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    contestants, places = module("harness.contestants", monkeypatch), module("harness.places", monkeypatch)
-    contestant = contestants.LlamaCppContestant(places.Places(tmp_path), "q8_0", 2)
-    monkeypatch.setattr(contestants, "_COMMAND_SECONDS", 0.0)
-    with pytest.raises(contestants.WorkerError, match=r"took longer than 0\.0 s"):
-        contestant._run([sys.executable, "-c", "input()"])
-    with pytest.raises(contestants.WorkerError, match="cannot be started"):
-        contestant._run([str(tmp_path / "llama-bench")])
-
-
-def test_a_server_that_goes_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    serving = module("harness.serving", monkeypatch)
-
-    def refuses(self: Any, *given: object) -> None:
-        raise ConnectionResetError("gone")
-
-    monkeypatch.setattr(serving.http.client.HTTPConnection, "request", refuses)
-    with pytest.raises(serving.WorkerError, match="ConnectionResetError: gone"):
-        serving._complete(1, 0)
 
 
 class Steady:
@@ -163,23 +127,3 @@ def test_a_run_is_kept_measure_by_measure(monkeypatch: pytest.MonkeyPatch, tmp_p
         ("decode, 2 streams", "Windlass int8", 2),
     ]
     assert [one["contestant"] for one in run["left_out"]] == ["Windlass int4"] * 2
-
-
-def test_the_cost_of_context_goes_on_without_a_cache_that_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cost = module("context_cost", monkeypatch)
-    made = {"int8": Contestant("int8", 100, cost.WorkerError), "auto": Contestant("auto", 3, cost.WorkerError)}
-    made["float32"] = Contestant("float32", 1, cost.WorkerError)
-    monkeypatch.setattr(cost, "WindlassContestant", lambda places, weights, threads, kv, size: made[kv])
-    monkeypatch.setattr(cost, "Rates", lambda threads: Steady())
-    words = ["--kv-dtypes", "auto", "int8", "float32", "--depths", "256", "2048", "--rounds", "3", "--max-foreign", "1"]
-    monkeypatch.setattr(sys, "argv", ["context_cost.py", *words, "--work", str(tmp_path)])
-    report = cost.measure_curves(cost.parse_arguments())
-    counts = {name: [len(point["read_gb_s"]) for point in points] for name, points in report["curves"].items()}
-    assert counts == {"auto": [2, 1], "int8": [3, 3]}
-    assert report["left_out"] == {
-        "float32": "round 1 at 2,048: the process has ended",
-        "auto": "round 2 at 2,048: the process has ended",
-    }
-    assert report["kv_cache_dtypes"]["auto"] == "float16"

@@ -59,15 +59,6 @@ def test_every_rule_has_a_test_where_it_fires_and_one_where_it_does_not():
     assert fires == silent == set(RULES)
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_every_alert_says_what_happened_and_what_to_do(name):
-    rule = RULES[name]
-    assert rule["labels"]["severity"] in ("critical", "warning")
-    assert "{{ $labels.instance }}" in rule["annotations"]["summary"]
-    description = rule["annotations"]["description"]
-    assert description.endswith((".", ").")) and len(description) > 100 and "\n" not in description
-
-
 def test_options_that_alerts_and_panels_name_exist():
     options = set(re.findall(r"--[a-z][\w-]+", (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")))
     named = set(re.findall(r"--[a-z][\w-]+", ALERTS.read_text(encoding="utf-8")))
@@ -85,24 +76,3 @@ def test_the_error_rate_counts_the_servers_faults_and_not_the_clients():
     for code in (full.code, refused.code, "client_disconnected", "draining", "400"):
         assert not re.fullmatch(counted, code), code
     assert f'code="{full.code}"' in RULES["WindlassQueueFull"]["expr"]
-
-
-def test_lines_on_the_dashboard_are_the_limits_of_the_alerts():
-    drawn = {}
-    for panel in PANELS:
-        if match := re.search(r"limit of the alert (\w+)\.", panel["description"]):
-            (limit,) = [
-                s["value"] for s in panel["fieldConfig"]["defaults"]["thresholds"]["steps"] if s["value"] is not None
-            ]
-            drawn[match[1]] = limit
-    assert drawn == {
-        name: float(re.search(r"> ([\d.]+)(?: and |\s*$)", RULES[name]["expr"])[1])
-        for name in ("WindlassSlowFirstToken", "WindlassSlowTokens", "WindlassCacheThrashing")
-    }
-
-
-def test_the_page_explains_every_alert():
-    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(Windlass\w+)` \| (\w+) \| \S", page, re.MULTILINE))
-    assert rows == {name: rule["labels"]["severity"] for name, rule in RULES.items()}
-    assert set(re.findall(r"\bWindlass[A-Z]\w+", page)) == set(RULES)

@@ -142,31 +142,3 @@ def test_the_load_test_is_a_command_of_the_image():
     assert command[:2] == ["bench", "serve"]
     known = {name for parameter in bench.commands["serve"].params for name in parameter.opts}
     assert {word.split("=")[0] for word in command[2:]} <= known
-
-
-def test_the_page_lists_every_variable_with_its_default():
-    """Those that Compose itself replaces; the server's own are on a page of theirs."""
-    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
-    shown = dict(re.findall(r"^\| `([A-Z]+_[A-Z_]+)` \| (\S+) \|", page, re.MULTILINE))
-    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
-    replaced = dict(re.findall(r"\$\{(\w+):-(\w*)\}", text))
-    assert replaced.pop("WINDLASS_API_KEY") == "" == replaced.pop("GRAFANA_ADMIN_PASSWORD")
-    for name, default in replaced.items():
-        assert shown.pop(name) == f"`{default}`", name
-    assert shown == {"WINDLASS_CLIENT_KEY": "`WINDLASS_API_KEY`", "GRAFANA_ADMIN_PASSWORD": "none"}
-
-
-def test_commands_on_the_page_name_services_and_profiles_of_the_stack():
-    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("monitoring.md", "serving.md")]
-    pages.append(
-        "\n".join(line for line in (ROOT / "docker-compose.yml").read_text().splitlines() if line.startswith("#"))
-    )
-    profiles = {profile for service in SERVICES.values() for profile in service.get("profiles", [])}
-    commands = re.findall(r"docker compose\s((?:--profile \S+ )?(?:up|run|down)[^`#\n]*)", "\n".join(pages))
-    assert len(commands) > 10
-    for command in commands:
-        assert set(re.findall(r"--profile (\w+)", command)) <= profiles, command
-        if started := re.search(r"\bup\b((?: [\w-]+)*)", command):
-            assert set(started[1].split()) - {"or"} <= set(SERVICES), command
-        if "run " in command:
-            assert "loadtest" in command.split(), command

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -46,49 +45,6 @@ def test_the_sdk_loses_what_it_does_not_know():
     assert len(list(lost(wrong, through_the_sdk(wrong), "dashboard"))) == 2
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap():
-    panels = DASHBOARD["panels"]
-    ids = [panel["id"] for panel in panels]
-    assert len(set(ids)) == len(ids)
-    taken = set()
-    for panel in panels:
-        box = panel["gridPos"]
-        assert box["x"] + box["w"] <= 24, panel["title"]
-        cells = set(itertools.product(range(box["x"], box["x"] + box["w"]), range(box["y"], box["y"] + box["h"])))
-        assert cells and not cells & taken, panel["title"]
-        taken |= cells
-    # Grafana lets nothing float: every column is filled from the top to its lowest panel.
-    height = max(y for _, y in taken) + 1
-    assert len(taken) == 24 * height
-
-
-def test_every_panel_says_what_it_shows_in_which_unit():
-    assert len(set(TITLES)) > 20
-    for panel in PANELS:
-        assert panel["title"] and panel["description"].endswith("."), panel["title"]
-        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-        assert panel["targets"], panel["title"]
-    seconds = {panel["title"] for panel in PANELS if "_seconds" in json.dumps(panel["targets"])}
-    assert seconds == {panel["title"] for panel in PANELS if panel["fieldConfig"]["defaults"]["unit"] == "s"}
-
-
-def test_the_rows_are_those_an_operator_looks_for():
-    rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == [
-        "Now",
-        "Traffic",
-        "Latency",
-        "Throughput",
-        "Cache",
-        "Rotary",
-        "Engine",
-        "Adapters",
-        "HTTP side",
-        "Scalings, blocks, record",
-        "Blocks kept in files",
-    ]
-
-
 def test_every_query_goes_to_the_provisioned_data_source():
     (source,) = yaml.safe_load((FOLDER / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
     wanted = {"type": source["type"], "uid": source["uid"]}
@@ -123,25 +79,3 @@ def test_legends_name_labels_that_the_query_keeps(panel):
         assert set(re.findall(r"{{\s*(\w+)\s*}}", target["legendFormat"])) == set(kept), target["expr"]
     legends = [target["legendFormat"] for target in panel["targets"]]
     assert len(set(legends)) == len(legends)
-
-
-def test_quantile_legends_say_which_quantile():
-    quantiles = [
-        (float(match[1]), target["legendFormat"])
-        for panel in PANELS
-        for target in panel["targets"]
-        if (match := re.match(r"histogram_quantile\(([\d.]+),", target["expr"])) and panel["type"] == "timeseries"
-    ]
-    assert len(quantiles) == 21
-    assert all(legend == f"p{quantile * 100:.0f}" for quantile, legend in quantiles)
-
-
-def test_no_query_is_asked_twice_in_one_row():
-    row, seen = "", set()
-    for panel in DASHBOARD["panels"]:
-        if panel["type"] == "row":
-            row = panel["title"]
-            continue
-        for target in panel["targets"]:
-            assert (row, target["expr"]) not in seen, target["expr"]
-            seen.add((row, target["expr"]))

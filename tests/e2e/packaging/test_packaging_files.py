@@ -192,12 +192,3 @@ def test_wheels_are_built_for_what_is_supported_and_leave_torch_its_threads():
     assert built == {str(minor) for minor in range(8, 20) if f"3.{minor}.5" in supported}
     assert wheels["linux"]["archs"] == ["x86_64", "aarch64"]
     assert "--exclude libgomp.so.1" in wheels["linux"]["repair-wheel-command"]
-
-
-def test_what_makes_wheels_makes_both_and_as_they_are_handed_on():
-    """tests/e2e/packaging/test_wheel.py builds them so: pip then installs them anywhere."""
-    makefile, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "docs/release.md"))
-    recipe = re.search(r"^wheels:.*\n((?:\t.+\n)+)", makefile, re.MULTILINE)[1]
-    assert "build/source/windlass_llm-" in recipe and "--wheel --outdir dist clients" in recipe
-    shown = [line for line in page.splitlines() if re.search(r"\bpip wheel\b", line)]
-    assert shown and all(line.startswith("WINDLASS_RELEASE=1 pip wheel ") for line in shown)
