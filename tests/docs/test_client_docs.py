@@ -1,4 +1,4 @@
-"""Every Python example of the pages about clients runs, against the bundled model instead of smollm2."""
+"""Python examples of the pages about clients, run with the bundled model instead of smollm2."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from helpers.doc_examples import blocks_of
 from helpers.real_server import RealServer
 
 ROOT = Path(__file__).parents[2]
-PAGES = {
-    "README.md": 3,
-    "docs/clients.md": 11,
-    "docs/openai.md": 5,
-    "docs/responses.md": 2,
-    "docs/embeddings.md": 2,
-    "docs/endless-context.md": 1,
-    "docs/messages.md": 1,
-    "docs/structured-output.md": 1,
-    "docs/tools.md": 1,
-}
+PAGES = (
+    "README.md",
+    "docs/clients.md",
+    "docs/openai.md",
+    "docs/responses.md",
+    "docs/embeddings.md",
+    "docs/endless-context.md",
+    "docs/messages.md",
+    "docs/structured-output.md",
+    "docs/tools.md",
+)
 EXAMPLES = [
     pytest.param(page, block.source, id=f"{page}-{number}")
     for page in PAGES
@@ -29,7 +29,7 @@ EXAMPLES = [
         block for block in blocks_of(ROOT / page) if block.language == "python" and block.not_run is None
     )
 ]
-# What an example must print, besides running: the parts that would go wrong unnoticed.
+# Output of the examples whose errors would otherwise go unnoticed.
 PRINTS = {
     "docs/clients.md-2": r" (length|stop) \d+ default$",
     "docs/clients.md-3": r"^Animal\(kind='\w+', legs=[024]\)\nlook_up \{'word': '(horse|sea)'\}\n",

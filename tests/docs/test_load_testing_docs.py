@@ -1,4 +1,4 @@
-"""docs/load-testing.md: its options are the command's, its defaults the code's, its kinds all there are; its example runs."""
+"""Commands, trace and Python example of docs/load-testing.md."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PAGE = (Path(__file__).parents[2] / "docs" / "load-testing.md").read_text(encodi
 COMMAND = get_command(cli.app).commands["bench"].commands["serve"]  # type: ignore[attr-defined]
 
 
-def test_every_option_in_the_commands_is_one():
+def test_commands_are_accepted():
     commands = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in joined(block)]
     assert len(commands) >= 7
     for command in commands:
         words = shlex.split(command)
         assert words[:3] == ["windlass", "bench", "serve"]
-        context = COMMAND.make_context("serve", words[3:])  # raises where an option or its value is none
+        context = COMMAND.make_context("serve", words[3:])  # raises for a wrong option or value
         assert context.params["url"] == "http://127.0.0.1:8000"
 
 
@@ -32,7 +32,7 @@ def joined(block: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def test_the_trace_on_the_page_is_one(tmp_path):
+def test_the_trace_can_be_read(tmp_path):
     (example,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     path = tmp_path / "trace.jsonl"
     path.write_text(example)

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU: its verdicts and bounds, and a run of all of its parts on tiny shapes on a CPU."""
+"""benchmarks/gpu.py: verdicts, bounds, and a run of all parts on tiny shapes on a CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_verdicts(script: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", ["8b", "30b-a3b"])
-def test_bounds_count_what_a_step_reads_and_a_prompt_multiplies(script: ModuleType, name: str, tmp_path: Path) -> None:
+def test_bounds_count_the_bytes_of_a_step_and_the_operations_of_a_prompt(
+    script: ModuleType, name: str, tmp_path: Path
+) -> None:
     bounds = script.Bounds(torch.device("cpu"), torch.float32, 1.0, 1.0)
     sizes = {"max_model_len": 64, "kv_cache_memory": 1 << 20, "dtype": "float32", "kv_cache_dtype": "float32"}
     streams = script.Streams(script.write_config(name, tmp_path, tiny=True), bounds, **sizes)
@@ -44,11 +46,11 @@ def test_bounds_count_what_a_step_reads_and_a_prompt_multiplies(script: ModuleTy
     expert = 3 * hidden * (96 if name == "8b" else 32)
     weights = streams.core.runner.decoder.weights()
     width = 2 if name == "8b" and weights["head"].nbytes == 2 * vocab * hidden else 4
-    for count, read in ((1, 2), (3, 4 * (1 - 0.5**3))):  # experts of four that some stream chose
+    for count, read in ((1, 2), (3, 4 * (1 - 0.5**3))):  # expected number of chosen experts, of four
         experts = expert * (1 if name == "8b" else read)
         matrices = layers * (attention + experts) + vocab * hidden
-        kept = count * 10 * layers * kv_heads * 2 * dim * 4
-        stored = streams.bytes_of_step(count, 10) - kept
+        cached = count * 10 * layers * kv_heads * 2 * dim * 4
+        stored = streams.bytes_of_step(count, 10) - cached
         assert stored == pytest.approx(matrices * width + 4 * (norms + layers * router), rel=2e-3)
     multiplied = layers * (attention + router + expert * (1 if name == "8b" else 2)) + norms
     pairs = layers * heads * dim * 4 * 20 * 21 / 2
@@ -64,7 +66,7 @@ def test_all_parts_run(
     out = tmp_path / "gpu.json"
     given = ["gpu.py", "--device", "cpu", "--tiny", "--shapes", "1b", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", given)
-    code, said, report = script.main(), capsys.readouterr().out, json.loads(out.read_text())
+    code, printed, report = script.main(), capsys.readouterr().out, json.loads(out.read_text())
     names = [one["name"] for one in report["figures"]]
     for part in (
         "attention of decode",
@@ -76,18 +78,18 @@ def test_all_parts_run(
         assert any(name.startswith(part) for name in names), part
     for part in ("8 scalings mixed", "a shift", "a step beyond its graph", "transformers"):
         assert any(part in name for name in names), part
-    assert all(name in said for name in names)
+    assert all(name in printed for name in names)
     assert [one["verdict"] for one in report["agreement"]] == ["met", "met"]
     assert {row["context"] for row in report["growth"]} >= {16, 64, 256} and all(
         r["bound"] > 0 for r in report["growth"]
     )
     missed = [one["name"] for one in report["figures"] if one["verdict"] == "missed"]
-    assert code == bool(missed) and said.rstrip().endswith(f"missed: {'; '.join(missed) or 'nothing'}")
-    assert "not measured: " not in said, "a CPU has no graphs, and nothing failed"
-    assert "| growth: 4 stream(s) behind 8 tokens, a token |" in said
+    assert code == bool(missed) and printed.rstrip().endswith(f"missed: {'; '.join(missed) or 'nothing'}")
+    assert "not measured: " not in printed
+    assert "| growth: 4 stream(s) behind 8 tokens, a token |" in printed
 
 
-def test_what_there_is_not_is_refused(
+def test_unknown_shapes_and_cases_are_refused(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--shapes", "1b,2b"])

@@ -1,8 +1,9 @@
-"""The parts of benchmarks/peers.py and its neighbours that need no peer: reading outputs, statistics, bounds, pictures."""
+"""benchmarks/harness: output of llama.cpp, shapes, bounds, workers, and runs in which a program fails."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
-# Recorded from the tools themselves, shortened to the fields that matter.
+# Recorded output of the tools, shortened.
 LLAMA_BENCH = """\
 {"build_commit": "0c1e570", "build_number": 0, "cpu_info": "AMD EPYC", "model_type": "llama 1B Q8_0", "n_threads": 2, \
 "type_k": "f16", "n_prompt": 0, "n_gen": 24, "n_depth": 0, "avg_ts": 11.5, "stddev_ts": 0.5, "samples_ns": [2, 3], \
@@ -27,7 +28,7 @@ main: n_kv_max = 512, n_batch = 2048, n_ubatch = 512, flash_attn = -1, is_pp_sha
 """
 
 
-# ik_llama.cpp's, whose llama-bench prints one array and whose llama-batched-bench a table.
+# ik_llama.cpp prints an array (llama-bench) and a table (llama-batched-bench).
 IK_BENCH = """\
 [
   {
@@ -71,7 +72,7 @@ def report_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module("harness.report", monkeypatch)
 
 
-def test_what_llama_cpp_prints_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_llama_cpp_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     llama = module("harness.llama_cpp", monkeypatch)
     assert llama.parse_bench(LLAMA_BENCH) == [12.0, 11.25]
     assert llama.parse_version(LLAMA_BENCH) == "build 0c1e570"
@@ -81,7 +82,7 @@ def test_what_llama_cpp_prints_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
             llama.parse_bench(broken)
 
 
-def test_what_its_fork_prints_is_read_and_asked_for_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_and_the_output_of_its_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     llama, measures = module("harness.llama_cpp", monkeypatch), module("harness.measures", monkeypatch)
     assert llama.parse_bench(IK_BENCH) == [47.3606, 52.8892]
     assert llama.parse_version(IK_BENCH) == "build 8337e4c"
@@ -99,7 +100,7 @@ def test_what_its_fork_prints_is_read_and_asked_for_in_its_own_words(monkeypatch
     assert line[-1] == "-rtr" and "1" not in line
 
 
-def test_a_perplexity_is_read_alone_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_llama_perplexity_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     llama = module("harness.llama_cpp", monkeypatch)
     assert llama.parse_perplexity(PERPLEXITY) == {"perplexity": 22.7508}
     found = llama.parse_perplexity(DIVERGENCE)
@@ -110,7 +111,7 @@ def test_a_perplexity_is_read_alone_and_compared(monkeypatch: pytest.MonkeyPatch
     assert command[-1] == "--kl-divergence" and command[command.index("-c") + 1] == "768"
 
 
-def test_the_shape_counts_what_transformers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_has_the_parameters_of_transformers_model(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     import transformers
 
@@ -143,20 +144,20 @@ def test_bounds_are_bytes_over_bandwidth(report_module: ModuleType, monkeypatch:
     assert "int8 KV" in reason
     wide, reason = report_module.bound_of(shape, "depth", 1, 8192, "int8", "float16", 20.0)
     assert wide < deep and "float16 KV" in reason
-    told, _ = report_module.bound_of(shape, "depth", 1, 8192, "int8", "float16", 20.0, 1e4)
-    assert 1 / told == pytest.approx((shape.weight_bytes("int8") + 8192 * 1e4) / 20e9)
+    reported, _ = report_module.bound_of(shape, "depth", 1, 8192, "int8", "float16", 20.0, 1e4)
+    assert 1 / reported == pytest.approx((shape.weight_bytes("int8") + 8192 * 1e4) / 20e9)
     assert report_module.bound_of(shape, "prefill", 1, 512, "int8", "auto", 20.0) is None
-    with pytest.raises(KeyError):  # what the engine chose has to be known
+    with pytest.raises(KeyError):  # the dtype that the engine chose must be known
         report_module.bound_of(shape, "depth", 1, 8192, "int8", "auto", 20.0)
 
 
-FAR_END = """
+WORKER = """
 import sys
 from harness.worker import serve
 class Handler:
     info = {"version": "7"}
     def measure(self, request, prepared):
-        print("noise that must not mix with answers")
+        print("output that must not mix with answers")
         if request["kind"] == "fail":
             raise ValueError("cannot")
         if request["kind"] == "die":
@@ -172,10 +173,10 @@ serve(make)
 """
 
 
-def test_a_worker_answers_refuses_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_answers_reports_errors_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worker = module("harness.worker", monkeypatch)
     options = {"log": tmp_path / "log", "environment": {"PYTHONPATH": str(BENCHMARKS)}}
-    command = [sys.executable, "-c", FAR_END]
+    command = [sys.executable, "-c", WORKER]
     near = worker.Worker(command, **options)
     try:
         assert near.info == {"version": "7"} and near.ready_seconds > 0
@@ -191,12 +192,12 @@ def test_a_worker_answers_refuses_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_
             near.measure({"kind": "die"})
     finally:
         near.close()
-    assert "noise" in (tmp_path / "log").read_text()
+    assert "must not mix" in (tmp_path / "log").read_text()
     with pytest.raises(worker.WorkerError, match="no such option"):
         worker.Worker([*command, "refuse"], **options)
 
 
-def test_the_windlass_worker_measures_and_fills_the_cache_without_computing(
+def test_the_worker_of_windlass_fills_the_cache_without_computing_the_prompt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shape_module = module("harness.shape", monkeypatch)
@@ -211,10 +212,9 @@ def test_the_windlass_worker_measures_and_fills_the_cache_without_computing(
     request: dict[str, Any] = {"kind": "depth", "prompt": 2000, "streams": 1, "steps": 3}
     (value,) = handler.measure(request, lambda: prepared.append(handler.core.runner.positions_computed))
     assert 3 / (time.perf_counter() - start) < value
-    assert [handler.core.runner.positions_computed - at for at in prepared] == [
-        6
-    ]  # three untimed steps, and the timed ones
-    assert handler.core.runner.positions_computed - computed < 10  # the steps, not the prompt
+    steps = [handler.core.runner.positions_computed - at for at in prepared]
+    assert steps == [6]  # three untimed and three timed ones
+    assert handler.core.runner.positions_computed - computed < 10
     pages = handler.core.runner.cache.pages(1)
     assert pages.key[:100].std() == pytest.approx(1.0, rel=0.1)
     for request in ({"kind": "decode", "prompt": 8, "streams": 2, "steps": 2}, {"kind": "prefill", "prompt": 40}):
@@ -225,3 +225,111 @@ def test_the_windlass_worker_measures_and_fills_the_cache_without_computing(
     module_ = sys.modules["harness.windlass_worker"]
     with pytest.raises(ValueError, match="no wishful_option"):
         module_.WindlassHandler(str(tmp_path), {"wishful_option": 1})
+
+
+MINIMAL_WORKER = """
+import json, os, sys, time
+print(json.dumps({"ready": True, "info": {"version": "7"}}), flush=True)
+for line in sys.stdin:
+    kind = json.loads(line)["kind"]
+    if kind == "die":
+        os._exit(9)
+    if kind == "hang":
+        time.sleep(30)
+    print(json.dumps({"values": [{"hang": 32768.0}.get(kind, 4096.0)]}), flush=True)
+"""
+
+
+def test_a_dead_worker_is_closed_without_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    worker = module("harness.worker", monkeypatch)
+    near = worker.Worker([sys.executable, "-c", MINIMAL_WORKER], log=tmp_path / "log")
+    for kind in ("die", "decode"):
+        with pytest.raises(worker.WorkerError, match="ended"):
+            near.measure({"kind": kind})
+        near.process.wait()
+    near.close()
+
+
+def test_a_late_answer_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    worker = module("harness.worker", monkeypatch)
+    near = worker.Worker([sys.executable, "-c", MINIMAL_WORKER], log=tmp_path / "log")
+    try:
+        assert near.measure({"kind": "decode"}) == [4096.0]
+        with pytest.raises(worker.WorkerError, match="no answer within 0 s"):
+            near.measure({"kind": "hang"}, timeout=0.0)
+        with pytest.raises(worker.WorkerError, match="ended"):
+            near.measure({"kind": "decode"})
+    finally:
+        near.close()
+
+
+def test_a_missing_program_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    worker = module("harness.worker", monkeypatch)
+    with pytest.raises(worker.WorkerError, match="cannot be started"):
+        worker.Worker([str(tmp_path / "python")], log=tmp_path / "log")
+
+
+class Steady:
+    """Rates of a machine that always reads 40 GB/s."""
+
+    def samples(self) -> dict[str, list[float]]:
+        return {name: [40.0] for name in ("read_gb_s", "copy_gb_s", "fp32_gflop_s")}
+
+    def beside(self, name: str, work: Any) -> tuple[Any, tuple[float, float]]:
+        return work(lambda: None), (40.0, 40.0)
+
+
+class Contestant:
+    """Raises `error` after `most` measures."""
+
+    program, weights, kv_dtype, slow = "Windlass", "int8", "auto", False
+
+    def __init__(self, name: str, most: int, error: type[Exception]) -> None:
+        self.name, self._left, self._error = name, most, error
+
+    def start(self) -> None:
+        pass
+
+    close = start
+
+    def version(self) -> str:
+        return "7"
+
+    def weight_bytes(self) -> float:
+        return 1e9
+
+    def info(self) -> dict[str, Any]:
+        return {"weight_bytes": 1e9, "kv_bytes_per_token": 1e4, "kv_cache_dtype": "float16"}
+
+    def cache(self) -> tuple[str, float]:
+        return "float16", 1e4
+
+    def measure(self, measure: Any, repeats: int, prepared: Any) -> list[float]:
+        self._left -= 1
+        if self._left < 0:
+            raise self._error("the process has ended")
+        prepared()
+        return [20.0]
+
+
+def test_a_report_is_saved_after_every_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    peers = module("peers", monkeypatch)
+    dies = Contestant("Windlass int4", 1, peers.WorkerError)
+    interrupted = Contestant("Windlass int8", 4, KeyboardInterrupt)  # interrupted in its third measure
+    monkeypatch.setattr(peers, "contestants_for", lambda *given: [dies, interrupted])
+    monkeypatch.setattr(peers, "prepare_windlass", lambda *given: None)
+    monkeypatch.setattr(peers, "Rates", lambda threads: Steady())
+    earlier = {"schema": 1, "model": "1b", "runs": []}
+    (tmp_path / "peers.json").write_text(json.dumps(earlier))
+    words = ["--only", "decode", "--streams", "1", "2", "3", "--rounds", "2", "--max-foreign", "1"]
+    monkeypatch.setattr(sys, "argv", ["peers.py", *words, "--work", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        peers.main()
+    (run,) = json.loads((tmp_path / "peers.json").read_text())["runs"]
+    found = [(one["measure"], one["contestant"], len(one["samples"])) for one in run["results"]]
+    assert found == [
+        ("decode, 1 stream", "Windlass int4", 1),
+        ("decode, 1 stream", "Windlass int8", 2),
+        ("decode, 2 streams", "Windlass int8", 2),
+    ]
+    assert [one["contestant"] for one in run["left_out"]] == ["Windlass int4"] * 2
