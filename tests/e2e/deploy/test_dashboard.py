@@ -1,4 +1,4 @@
-"""The provisioned dashboard as far as it can be checked without Grafana: fields, layout, data source, legends."""
+"""The provisioned dashboard, checked without Grafana: fields, data source, rates, legends."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import promql_parser
 import pytest
 import yaml
 from e2e_helpers.dashboard import DASHBOARD, FOLDER, PANELS, as_grafana_asks
+
+pytest.importorskip("grafana_foundation_sdk", reason="needs the extra e2e: pip install -e '.[e2e]'")
+pytest.importorskip("promql_parser", reason="needs the extra e2e: pip install -e '.[e2e]'")
+
+import promql_parser
 from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -18,14 +22,14 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 TITLES = [panel["title"] for panel in PANELS]
 
 
-def lost(before: Any, after: Any, path: str) -> Iterator[str]:
-    """What did not survive, by its path."""
+def lost_values(before: Any, after: Any, path: str) -> Iterator[str]:
+    """Paths of the values that differ or are missing."""
     if isinstance(before, dict):
         for name, value in before.items():
-            yield from lost(value, after[name], f"{path}.{name}") if name in after else [f"{path}.{name}"]
+            yield from lost_values(value, after[name], f"{path}.{name}") if name in after else [f"{path}.{name}"]
     elif isinstance(before, list):
         for index, (old, new) in enumerate(zip(before, after, strict=True)):
-            yield from lost(old, new, f"{path}[{index}]")
+            yield from lost_values(old, new, f"{path}[{index}]")
     elif before != after:
         yield path
 
@@ -35,17 +39,17 @@ def through_the_sdk(dashboard: Any) -> Any:
     return json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
 
 
-def test_grafanas_own_sdk_knows_every_field():
-    assert list(lost(DASHBOARD, through_the_sdk(DASHBOARD), "dashboard")) == []
+def test_the_sdk_of_grafana_knows_every_field():
+    assert list(lost_values(DASHBOARD, through_the_sdk(DASHBOARD), "dashboard")) == []
 
 
-def test_the_sdk_loses_what_it_does_not_know():
+def test_the_sdk_drops_unknown_fields():
     text = json.dumps(DASHBOARD).replace('"fillOpacity"', '"fill"', 1).replace('"graphMode"', '"mode"', 1)
     wrong = json.loads(text)
-    assert len(list(lost(wrong, through_the_sdk(wrong), "dashboard"))) == 2
+    assert len(list(lost_values(wrong, through_the_sdk(wrong), "dashboard"))) == 2
 
 
-def test_every_query_goes_to_the_provisioned_data_source():
+def test_every_query_uses_the_provisioned_data_source():
     (source,) = yaml.safe_load((FOLDER / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
     wanted = {"type": source["type"], "uid": source["uid"]}
     for panel in PANELS:
@@ -57,14 +61,14 @@ def test_every_query_goes_to_the_provisioned_data_source():
         assert len(set(references)) == len(references), panel["title"]
 
 
-def test_the_dashboard_is_provisioned_from_where_it_is_mounted():
+def test_the_dashboard_is_provisioned_from_its_mount():
     (provider,) = yaml.safe_load((FOLDER / "provisioning/dashboards/windlass.yml").read_text())["providers"]
     assert provider["options"]["path"] == "/etc/grafana/dashboards"
     assert f"{provider['options']['path']}/windlass.json" in (FOLDER / "grafana.ini").read_text()
 
 
-def test_rates_are_taken_over_grafanas_interval_and_never_less():
-    """A fixed window shorter than a few scrapes shows nothing; two are longer on purpose."""
+def test_rates_use_the_interval_of_grafana():
+    """A fixed window shorter than a few scrapes shows nothing; two windows are longer on purpose."""
     fixed = {title for title, panel in zip(TITLES, PANELS, strict=True) if "[5m]" in json.dumps(panel["targets"])}
     assert fixed == {"First token, p95"}
     windows = re.findall(r"\[([^\]]+)\]", " ".join(t["expr"] for panel in PANELS for t in panel["targets"]))
@@ -72,7 +76,7 @@ def test_rates_are_taken_over_grafanas_interval_and_never_less():
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=TITLES)
-def test_legends_name_labels_that_the_query_keeps(panel):
+def test_legends_use_labels_of_the_query(panel):
     for target in panel["targets"]:
         tree = promql_parser.parse(as_grafana_asks(target["expr"]))
         kept = tree.modifier.labels if isinstance(tree, promql_parser.AggregateExpr) and tree.modifier else []

@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+pytest.importorskip("promql_parser", reason="needs the extra e2e: pip install -e '.[e2e]'")
+
 import promql_parser as promql
 
 
