@@ -6,10 +6,10 @@
     python benchmarks/kernels.py prefill     # attention of a prompt
     python benchmarks/kernels.py pointwise   # rotation, norm, activation
 
-The contestants of a measure take turns, and a figure is the minimum over the repeats, because other work on the machine can only
-add time. Operands alternate between copies that together exceed the caches, so each call reads its weights or pages from memory.
-Bounds are measured in the same turns: the read bandwidth of a sum over huge pages, and torch's float32 matrix product. On a busy
-machine use --clock cpu --threads 1, which counts the processor time of one thread.
+The contestants of a measure take turns, and a figure is the minimum over the repeats, because other work on the machine can
+only add time. Operands alternate between copies that together exceed the caches, so each call reads its weights or pages from
+memory. Bounds are measured in the same turns: the read bandwidth of a sum over huge pages, and torch's float32 matrix
+product. On a busy machine use --clock cpu --threads 1, which counts the processor time of one thread.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ from harness.report import (
     by_contestant,
     check,
     rate_of_kind,
-    rates_beside,
     ratios,
+    sample_rates,
     spread,
     table,
 )
@@ -138,7 +138,7 @@ class Run:
     def _measure(self, measure: Measure, contestants: list[Contestant]) -> None:
         samples: dict[str, list[float]] = {c.name: [] for c in contestants}
         foreign: dict[str, list[float]] = {c.name: [] for c in contestants}
-        beside: dict[str, list[tuple[float, float]]] = {c.name: [] for c in contestants}
+        around: dict[str, list[tuple[float, float]]] = {c.name: [] for c in contestants}
         rate = rate_of_kind(measure.kind)
         discarded = dict.fromkeys(samples, 0)
         failed: set[str] = set()
@@ -151,14 +151,14 @@ class Run:
                     continue
                 try:
                     (values, pair), share, repeats = self._quiet(
-                        lambda c=contestant: self._machine.beside(rate, lambda p: c.measure(measure, rounds, p))
+                        lambda c=contestant: self._machine.around(rate, lambda p: c.measure(measure, rounds, p))
                     )
                 except (WorkerError, ValueError) as error:
                     self._leave_out(contestant, f"{measure.name}: {error}")
                     failed.add(name)
                     continue
                 samples[name] += values
-                beside[name] += [pair] * len(values)  # one command may return several values
+                around[name] += [pair] * len(values)  # one command may return several values
                 foreign[name].append(share)
                 discarded[name] += repeats
                 shown = ", ".join(f"{value:.2f}" for value in values)
@@ -176,7 +176,7 @@ class Run:
                 result["weight_bytes"] = contestant.weight_bytes()
                 if cache := contestant.cache():
                     result["kv_cache_dtype"], result["kv_bytes_per_token"] = cache
-                result["rates"] = {rate: beside[contestant.name]}
+                result["rates"] = {rate: around[contestant.name]}
                 add_bound(result, self.shape)
         self._keep(self)
 
@@ -251,8 +251,8 @@ class Run:
                 rate = attention_rate(short, long, self.shape, (512, 4096))
                 if math.isfinite(rate):
                     derived[f"prefill attention, {name}, Gflop/s"] = rate
-                    products = statistics.median(rates_beside(long, "fp32_gflop_s"))
-                    derived[f"prefill attention, {name}, over the float32 matrix rate beside it"] = rate / products
+                    products = statistics.median(sample_rates(long, "fp32_gflop_s"))
+                    derived[f"prefill attention, {name}, over the float32 matrix rate"] = rate / products
         return derived
 
 

@@ -5,10 +5,10 @@
     python benchmarks/real_model.py kv|passkeys|stale MODEL --text FILE …       # one of them; see --help
 
 all runs, in this order, `windlass rope sweep` to twice the trained length, kv to the trained length, passkeys to twice and
-stale to 1.4 times the trained length. It writes numbers (`real_model_*.json`) and a page of tables (`real-model.md`) to --docs.
-Finished passes are stored under --work, so an interrupted run resumes. --page-only writes the page from existing numbers. A page
-that another program wrote is not overwritten, and neither are the numbers next to it. A model of 135 million parameters, trained
-on 8,192 tokens, takes about an hour and a half on two cores.
+stale to 1.4 times the trained length. It writes numbers (`real_model_*.json`) and a page of tables (`real-model.md`) to
+--docs. Finished passes are stored under --work, so an interrupted run resumes. --page-only writes the page from existing
+numbers. A page that another program wrote is not overwritten, and neither are the numbers next to it. A model of 135 million
+parameters, trained on 8,192 tokens, takes about an hour and a half on two cores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws reports: bars per measure with their bound, curves over context length. Measures nothing; needs matplotlib.
 
-Backgrounds are transparent and every line and letter is a grey or a colour that reads on white and on near-black alike.
+Backgrounds are transparent and every line and letter is a grey or a colour that is legible on white and on near-black.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def draw_bars(report: dict[str, Any]) -> Figure:
     by_measure: dict[str, list[dict[str, Any]]] = {}
     for _, result in pairs:
         by_measure.setdefault(result["measure"], []).append(result)
-    # Panels of about as many bars stand beside each other, so that none is mostly empty; then by name, numbers as numbers.
+    # Panels with similar numbers of bars share a row; then they are sorted by name, with numbers in numerical order.
     panels = sorted(by_measure.items(), key=lambda item: (-len(item[1]), _natural(item[0])))
     columns = min(2, len(panels))
     rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
@@ -102,7 +102,7 @@ def _draw_measure(axes: Axes, measure: str, results: list[dict[str, Any]], rows:
             axes.plot([bound, bound], [row - 0.42, row + 0.42], color=BOUND, linewidth=2)
         axes.annotate(
             three_digits(median),
-            (bound if bound and high < bound < high + 0.16 * longest else high, row),  # beside the mark, not under it
+            (bound if bound and high < bound < high + 0.16 * longest else high, row),  # next to the mark
             xytext=(5, 0),
             textcoords="offset points",
             va="center",

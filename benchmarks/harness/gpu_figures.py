@@ -101,8 +101,8 @@ class Bounds:
 
 def reason_of(error: BaseException) -> str:
     """One line for a table: the type of an error and the first line of what it says, if it says anything."""
-    said = str(error).strip().splitlines()
-    return ": ".join([type(error).__name__, *said[:1]]).replace("|", "/")
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]]).replace("|", "/")
 
 
 def wait(device: torch.device) -> None:

@@ -1,10 +1,10 @@
-"""What narrower caches of keys and values cost a model, by position: loss against a float32 cache, over several texts.
+"""Loss by position with narrower KV caches, compared with a float32 cache.
 
     python benchmarks/real_model.py kv MODEL --text FILE_OR_DIR [--text …] [--max-len 8192] [--out FILE.json]
 
 Reads the first --max-len tokens of each text with a float32 cache and with each of --dtypes; weights and everything else
 are float32. Prints a Markdown table: perplexity by stretch, and the change of it in per cent with a 95 % interval (paired:
-Student's t over texts). --keep goes on after an interruption. Nothing is timed.
+Student's t over texts). An interrupted run resumes from --keep. Nothing is timed.
 """
 
 from __future__ import annotations

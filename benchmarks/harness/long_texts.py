@@ -1,11 +1,11 @@
-"""Long documents for measurements beyond a trained length, from Debian packages: a novel, the Bible and three manuals.
+"""Long documents from Debian packages: a novel, the Bible and three manuals.
 
     python benchmarks/real_model.py texts --out texts [--work work/texts]
 
-Downloads the packages (`apt-get download`; Debian 12), unpacks them under --work, and writes one plain-text file a
-document, with `sources.json` beside them: package, version, characters and SHA-256 of each. Manuals are read in the
-order of their tables of contents, prose only, by the same rules as the bundled model's corpus (`tools/demo_model/extract.py`).
-The Bible and the Python manual are no test of the bundled model, which was trained on them.
+Downloads the packages (`apt-get download`; Debian 12), unpacks them under --work, and writes one text file per document and
+`sources.json`: package, version, characters and SHA-256. Manuals are read in the order of their tables of contents, prose
+only, by the rules of the bundled model's corpus (`tools/demo_model/extract.py`). The bundled model was trained on the Bible
+and on the Python manual, which are no test of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOVEL = "persuasion"
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """One file to be written: its package, those it needs besides, and how it is read from the unpacked packages."""
+    """A document: its package, further required packages, and the function that reads the unpacked packages."""
 
     name: str
     package: str
@@ -76,7 +76,7 @@ def _lazy_load(data: bytes) -> Iterator[bytes]:
 
 
 def _strings(value: bytes) -> Iterator[str]:
-    """Character strings of a serialized R vector (XDR): a word that tells the kind (9), a length, bytes."""
+    """Character strings of a serialized R vector (XDR): a word with the kind (9), a length, bytes."""
     place = value.index(struct.pack(">i", 16)) + 8  # behind the head of the vector
     while place + 8 <= len(value):
         kind, length = struct.unpack_from(">ii", value, place)

@@ -1,13 +1,12 @@
-"""Whether a model under a rotary scaling still finds what stands far back: numbers hidden in a long text, asked for later.
+"""Retrieval of numbers hidden in a long text, under several rotary scalings.
 
     python benchmarks/real_model.py passkeys MODEL --text FILE_OR_DIR [--text …] --max-len 16384 --scaling JSON [--scaling …]
 
-In front of paragraphs of each text stand notes, "The secret number of Alice is 48213.", each with a name of its own, and
-further on the same sentence again, once. There the five digits count as found when each of them is the model's most likely
-next token: what greedy decoding would have written. One pass per text and scaling answers all questions, those at short
-positions first; distances are drawn at random. Prints a Markdown table: found by stretch of the text and by distance, with
-Wilson's 95 % intervals. Frequencies that follow the length are those of --max-len (`frozen`). --keep goes on after an
-interruption.
+Notes ("The secret number of Alice is 48213.") are inserted before paragraphs, and the same sentence again later on. A number
+counts as found if each of its five digits is the most likely next token at the second place, as greedy decoding would write
+it. One pass per text and scaling answers all questions. Distances are random. The output is a Markdown table: found by
+stretch of the text, with Wilson's 95 % intervals. Frequencies that follow the length are those of --max-len (`frozen`). An
+interrupted run resumes from --keep.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The first digit's position, how many tokens back the note's first digit stands, and the digits' tokens."""
+    """The position of the first digit, its distance to that of the note in tokens, and the tokens of the digits."""
 
     position: int
     distance: int
@@ -55,7 +54,7 @@ def hide(
 ) -> tuple[list[int], list[Question]]:
     """The text with notes and questions, and where these are. every: tokens of text between two insertions.
 
-    pool: notes that wait before the first is asked for.
+    pool: notes before the first question.
     """
     chance = random.Random(seed)
 
@@ -94,7 +93,7 @@ def hide(
 
 
 def ask(scorer: Scorer, ids: list[int], questions: list[Question], scaling: dict[str, Any]) -> list[bool]:
-    """Whether every digit of each question is the most likely token where it stands."""
+    """Whether all digits of each question are the most likely tokens."""
     plan = scorer.plan(len(ids), RopeScaling.from_dict(scaling), "frozen")
     rows = {q.position + i - 1: token for q in questions for i, token in enumerate(q.answer)}
     right = scorer.most_likely(ids, plan, rows=sorted(rows))
@@ -169,7 +168,7 @@ def main() -> None:
     parser.add_argument(
         "--scaling", action="append", default=[], help="rotary scaling, as JSON; no scaling is always read"
     )
-    parser.add_argument("--pool", type=int, default=10, help="notes that wait before the first question")
+    parser.add_argument("--pool", type=int, default=10, help="notes before the first question")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="file of finished passes, which are not repeated")
     options = parser.parse_args()

@@ -1,10 +1,9 @@
-"""What each contestant's rounding costs a real model: perplexity and KL divergence over one text, each by its own program.
+"""Quality of each contestant's quantization: perplexity and KL divergence on one text, computed by its own program.
 
     python benchmarks/peers.py quality TEXT [--shape 135m] [--window 768]
 
-Windows of the text, of each the second half, as `llama-perplexity -c 768` reads them. Windlass is measured by
-quantization_quality.py, llama.cpp's and ik_llama.cpp's files by their own llama-perplexity against float16, OpenVINO by its
-exported graph. peers.py puts what is found here beside every speed. docs/benchmarks.md says how to install the peers.
+The second half of each window counts, as in `llama-perplexity -c 768`. Windlass is measured by quantization_quality.py, GGUF
+files by llama-perplexity against float16, OpenVINO by its exported graph. `peers.py run` adds the results to its report.
 """
 
 from __future__ import annotations

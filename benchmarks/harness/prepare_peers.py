@@ -1,13 +1,12 @@
-"""Makes the benchmark model and converts it for every peer that is installed.
+"""Create the benchmark model and convert it for every installed peer.
 
     python benchmarks/peers.py prepare [--work work] [--shape 1b]
     python benchmarks/peers.py prepare --shape 135m --model DIRECTORY --metadata ORIGINAL.gguf
 
-Everything lands in the work folder, which git ignores: `bench-1b/model` (safetensors), `bench-1b/gguf` (F16, Q8_0, Q4_0,
-Q4_K_M), `bench-1b/openvino-int8` and `-int4`. A real model is one that a directory holds, in another order of its features
-(see reordered_model.py): as quick, and no format can be exact on it by construction; 16 bits are then float16, and --metadata
-is a GGUF file of it, whose vocabulary the others get. What is there already is kept; what is not installed is named and left out.
-docs/benchmarks.md says how to install the peers.
+The work folder receives `bench-1b/model` (safetensors), `bench-1b/gguf` (F16, Q8_0, Q4_0, Q4_K_M), `bench-1b/openvino-int8`
+and `-int4`. A real model is read from a directory and reordered (see reordered_model.py), so that no format is exact on it by
+construction; 16 bits are then float16. --metadata is a GGUF file of it, for the vocabulary. Existing files are reused, and
+missing programs are reported. docs/benchmarks.md describes how to install the peers.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def prepare_openvino(places: Places) -> None:
 def _make(
     command: list[str], target: Path, environment: dict[str, str] | None = None, last: list[str] | None = None
 ) -> None:
-    """Run a converter into a temporary name beside `target` and rename it, so that a broken one is never taken for done."""
+    """Run a converter with a temporary output name and rename it, so that an incomplete file is never used."""
     unfinished = target.with_name("unfinished-" + target.name)
     if unfinished.is_dir():
         shutil.rmtree(unfinished)

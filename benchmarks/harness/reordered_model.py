@@ -1,12 +1,11 @@
-"""The same model in another order: what rounding costs where the weights do not lie on the grid of a file they came from.
+"""A model with its features permuted, for measurements of quantization.
 
     python benchmarks/peers.py reorder MODEL OUTPUT [--gguf FILE.gguf --metadata ORIGINAL.gguf]
 
-Weights that were dequantized from a file of 4 bits lie on that file's grid, in its groups, so that rounding them again in
-the same groups is exact by construction and proves nothing. Permuting the residual stream, the dims of every feed-forward
-and those of every value head gives the same function with other neighbours in each group: outliers stay, the grid goes.
-For models with Llama's tensors. --gguf also writes it as float32 for llama.cpp's quantizer, with the metadata of the
-original file.
+Weights that were dequantized from a 4-bit file are on the grid of that file, so rounding them again in the same groups is
+exact by construction. Permuting the residual stream, the features of each feed-forward and those of each value head gives the
+same function with other neighbours in each group. For models with the tensors of Llama. --gguf also writes a float32 file for
+llama.cpp's quantizer, with the metadata of the original file.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def main() -> None:
     save_file(made, options.output / "model.safetensors", metadata={"format": "pt"})
     if options.gguf is not None:
         if options.metadata is None:
-            parser.error("--gguf needs --metadata, the GGUF file that tells vocabulary and shapes")
+            parser.error("--gguf needs --metadata, a GGUF file with vocabulary and shapes")
         write_gguf(made, config, fields_of(options.metadata), options.gguf)
 
 

@@ -1,13 +1,12 @@
-"""What stale keys cost a model of one's own: transformers' cached generation and each policy, under dynamic NTK.
+"""Cost of stale keys: cached generation of transformers and each policy, under dynamic NTK.
 
     python benchmarks/real_model.py stale MODEL --text FILE_OR_DIR [--text …] [--max-len 16384] [--factor 2] --work FOLDER
 
-Reads the beginning of each text as if it were generated token by token, past the model's trained length: with transformers'
-cache, whose keys stand at the frequencies of the step that computed them; under `recompute`, `rotate` and `frozen`; and
-without scaling. Prints a Markdown table: perplexity between the lengths where frequencies change, with the change against
-recompute in per cent (paired over texts, 95 % interval of Student's t), and past the trained length the mean KL divergence
-from recompute and how often the most likely token is another. Final hidden states are kept under --work, so an interrupted
-run goes on. transformers' way is one pass that gives what its cache gives (`CachedInOnePass` of the tests). Nothing is timed.
+Each text is read as if generated token by token past the trained length: with the cache of transformers, whose keys have the
+frequencies of the step that computed them; under `recompute`, `rotate` and `frozen`; and without scaling. The output is a
+Markdown table of perplexity between the lengths at which frequencies change, with the change against recompute in per cent
+(paired over texts, 95 % interval of Student's t), and past the trained length the mean KL divergence from recompute and the
+share of other most likely tokens. Final hidden states are stored under --work, so an interrupted run resumes.
 """
 
 from __future__ import annotations

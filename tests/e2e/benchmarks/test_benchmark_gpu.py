@@ -95,7 +95,7 @@ def test_unknown_shapes_and_cases_are_refused(
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--shapes", "1b,2b"])
     with pytest.raises(SystemExit):
         script.main()
-    assert "there is no 2b: choose from 1b, 8b, 30b-a3b" in capsys.readouterr().err
+    assert "no shape 2b: choose from 1b, 8b, 30b-a3b" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--cases", "longrope"])
     with pytest.raises(SystemExit):
         script.main()

@@ -275,7 +275,7 @@ class Steady:
     def samples(self) -> dict[str, list[float]]:
         return {name: [40.0] for name in ("read_gb_s", "copy_gb_s", "fp32_gflop_s")}
 
-    def beside(self, name: str, work: Any) -> tuple[Any, tuple[float, float]]:
+    def around(self, name: str, work: Any) -> tuple[Any, tuple[float, float]]:
         return work(lambda: None), (40.0, 40.0)
 
 
