@@ -54,7 +54,7 @@ async def killing(server: RealServer, client: httpx.AsyncClient, until: float, l
     while time.monotonic() < until:
         pause = time.monotonic() + rng.uniform(longest / 3, longest)
         while time.monotonic() < until and (time.monotonic() < pause or not await both_ready(client)):
-            memory.look(time.monotonic())
+            memory.sample(time.monotonic())
             await asyncio.sleep(0.5)
         if time.monotonic() < until:
             os.kill(rng.choice(engine_pids(server)), signal.SIGKILL)

@@ -1,9 +1,9 @@
-"""Measures the exported model on the held-out documents and writes the figures into the card.
+"""Measure the exported model on the held-out documents and write the figures into its card.
 
     python tools/demo_model/evaluate.py --work work/demo
 
-Responsible for `evaluation.json`, `loss.png` and the parts of `README.md` between `measured` marks. It reads the exported
-directory through transformers, so what is measured is what is shipped.
+Writes `evaluation.json`, `loss.png` and the parts of `README.md` between `measured` marks. The exported directory is read
+by transformers, so the published files are measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def token_losses(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def windows(documents: list[np.ndarray], length: int) -> torch.Tensor:
-    """Whole windows [N, length + 1], each inside one document and starting anew after the last."""
+    """Windows [N, length + 1] of token ids, each inside one document, without overlap."""
     cut = [d[i : i + length + 1] for d in documents for i in range(0, len(d) - length, length)]
     return torch.from_numpy(np.stack(cut).astype(np.int64))
 

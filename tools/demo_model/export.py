@@ -1,8 +1,8 @@
-"""Writes a training checkpoint as a Hugging Face model directory: config, generation config and bf16 weights.
+"""Export a training checkpoint as a Hugging Face directory: config, generation config and bf16 weights.
 
     python tools/demo_model/export.py --work work/demo
 
-Responsible for names and dtypes only; the tokenizer files are `prepare.py`'s.
+`prepare.py` writes the tokenizer files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Turns the unpacked documentation packages into plain-text documents and question-and-answer pairs.
+"""Plain-text documents and question-and-answer pairs from unpacked documentation packages.
 
-Responsible for reading each source's own format (HTML, the `bible` program, WordNet's data files) and for choosing
-which passages are prose. Knows nothing of tokens, splits or training; `prepare.py` does that.
+Reads the formats of the sources (HTML, the `bible` program, WordNet's data files) and selects prose.
 """
 
 from __future__ import annotations

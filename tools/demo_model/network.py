@@ -1,7 +1,6 @@
-"""The demonstration model's network, in training form: a small Llama with grouped-query attention.
+"""The network of the demonstration model for training: a small Llama with grouped-query attention.
 
-Responsible for the forward pass over packed windows and for parameter names, which are Hugging Face's, so that the
-state dict is the checkpoint. It has no cache and generates nothing; the server's own decoder does that.
+The parameters have the names of Hugging Face, so the state dict is the checkpoint. There is no cache and no generation.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Builds the demonstration model's corpus and tokenizer from Debian documentation packages.
+"""Build corpus and tokenizer of the demonstration model from Debian documentation packages.
 
     python tools/demo_model/prepare.py --work work/demo
 
-Responsible for downloading (`apt-get download`), recording versions, holding out whole documents, writing chats in the
-model's template, training the tokenizer, and leaving token arrays for `train.py`. Needs Debian 12's package archive.
-Everything large stays under --work; only the tokenizer files and `sources.json` land beside this script.
+Downloads the packages (`apt-get download`, Debian 12), records their versions, holds out entire documents, writes chats in
+the template of the model, trains the tokenizer, and stores token arrays for `train.py`. Large files stay under --work; the
+tokenizer files and `sources.json` go to models/demo.
 """
 
 from __future__ import annotations

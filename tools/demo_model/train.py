@@ -1,13 +1,12 @@
-"""Trains the demonstration model on the arrays that `prepare.py` left, for a fixed number of seconds.
+"""Train the demonstration model on the arrays of `prepare.py` for a fixed number of seconds.
 
     python tools/demo_model/train.py --work work/demo --seconds 3300
 
-Responsible for the optimizers, the schedule, logging and resumable checkpoints. The learning rate follows elapsed
-training time, not steps, so that it reaches its end on a busy machine too; a restarted run goes on where its last
-checkpoint was. Matrices inside the layers are trained by Muon (momentum, orthogonalised by Newton-Schulz steps; Jordan
-et al. 2024, https://kellerjordan.github.io/posts/muon/), embeddings and norms by AdamW. Each CPU core works on windows of
-its own with single-threaded torch: on a machine that does other work too, waiting at barriers inside every matrix
-product cost more than half of the speed.
+The learning rate follows the elapsed training time, not steps, so that it reaches its end on a busy machine too. A
+restarted run resumes from its last checkpoint. Matrices inside the layers are trained by Muon (momentum, orthogonalised by
+Newton-Schulz steps; Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), embeddings and norms by AdamW. Each
+CPU core works on windows of its own with single-threaded torch: on a busy machine, barriers inside each matrix product cost
+more than half of the speed.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 HEAD = """# Models
 
-A model is loaded if the first entry of `architectures` in its config.json stands here, of [multimodal
+A model is loaded if the first entry of `architectures` in its config.json is in a table below, of [multimodal
 models](#text-parts-of-multimodal-models) their text part. Its weights are safetensors, plain or
 [quantized](serving.md#quantized-checkpoints), or as [GGUF](serving.md#quantized-weights) where the last column names what the
-file calls itself. A model of another architecture is refused with the reason, as far as its files tell it.
+file calls itself. A model of another architecture is refused with the reason.
 
 Tests check every row. For each name in the fifth column there is a tiny random checkpoint, with random norms and biases. It
 reads 40 tokens as one prompt, in chunks of 7, and token by token. Its logits are those of the reference to 1e-5 of the largest
@@ -41,9 +41,9 @@ are what holds where config.json does not say. Share is the part of a head that 
 ENCODERS = """
 The same body may come with another ending in `architectures`:
 
-* `…ForSequenceClassification` tells [the classes of texts](embeddings.md#models-that-classify). With `classifier_from_token` in
+* `…ForSequenceClassification` predicts [the classes of texts](embeddings.md#models-that-classify). With `classifier_from_token` in
   config.json it is a causal model [that ranks by its answer](embeddings.md#rerankers-that-answer).
-* `…ForTokenClassification` tells [those of each token](embeddings.md#classes-of-tokens).
+* `…ForTokenClassification` predicts [those of each token](embeddings.md#classes-of-tokens).
 * `…Model`, saved without a head that is not the embedding, makes vectors and generates nothing.
 
 ## Latent attention
@@ -80,9 +80,9 @@ bits. On a GPU it is refused.
   behind of a token, only the last one of a prompt goes through them, unless log-probabilities of the prompt, vectors, windows or
   shifted contexts are asked for. A prompt of 1,024 tokens of E2B's shape went at 352 and 373 tokens a second so, and at 119 and
   141 where all of them do (random weights in int8, two cores of an AMD EPYC with AVX-512, 2026-11-28, runs by turns).
-* **An embedding of each token for every layer** (E2B, E4B) is looked up and projected. The table takes more memory than all else
-  of E2B. `--quantization` makes 8 or 6 bits of its numbers.
-* **Experts beside the feed-forward** (26B A4B), which see the stream itself.
+* **An embedding of each token for every layer** (E2B, E4B) is projected and added. The table takes more memory than all other
+  weights of E2B. `--quantization` makes 8 or 6 bits of its numbers.
+* **Parallel experts** next to the feed-forward (26B A4B), which see the stream itself.
 
 ## Layers that carry a state
 
@@ -94,7 +94,7 @@ state is the last inputs of that alone. Nine of ten layers of Granite 4 H have a
 (Mamba 2, [2405.21060](https://arxiv.org/abs/2405.21060)) behind a short convolution. So has about every second one of Nemotron H,
 Nemotron Nano 2 and Nemotron 3 Nano, whose layers are one part each: such a memory, attention, or a feed-forward, which is of
 experts in Nemotron 3 Nano 30B. (Its larger sisters, whose experts see less than the model's width, are refused.) In Falcon H1
-every layer has one beside its attention ([2507.22448](https://arxiv.org/abs/2507.22448)). The other layers attend as everywhere:
+every layer has one in parallel with its attention ([2507.22448](https://arxiv.org/abs/2507.22448)). The other layers attend as everywhere:
 their scaling is set per server and per request. Those of Granite 4 H do not rotate, as its config.json says
 (`position_embedding_type`), nor do those of Nemotron H. There a `rope_scaling` is refused with the reason.
 
@@ -104,19 +104,19 @@ their scaling is set per server and per request. Those of Granite 4 H do not rot
   is less, fewer run at once.
 * **The prefix cache.** A prompt begins where a state was kept, which is a copy of it: where a piece of an earlier prompt ended
   (pieces end with blocks), at the last full block of an earlier prompt, and at that of its answer. So the next turn of a chat
-  goes on from the last one, also where its thoughts are left out. When room is short, of a prompt one state in 1,024 tokens and
+  continues from the last one, even without its thoughts. When memory is short, of a prompt one state in 1,024 tokens and
   the last are kept longest, and those alone go to files (`--kv-persist`). A file of a state is as large as the state.
 * **Contexts that drop tokens**, windows and distances of their own concern the layers that attend. A state keeps what dropped
   tokens have left in it.
 * **Proposed tokens** (`--speculative-ngram`, `--speculative-model`) are checked as [elsewhere](serving.md#speculative-decoding).
-  While they are, a stream has a state more for each of them, so that it can go on behind the last one that is accepted. With
-  these options there is room for as many, within the half of the cache that states have at most. Where fewer are free, fewer
-  tokens are proposed. A draft model may carry states too where the model does. Each state then lies beside the model's. A
+  While they are, a stream has a state more for each of them, so that it can continue after the last one that is accepted. With
+  these options that many states are reserved, within the half of the cache that states have at most. Where fewer are free, fewer
+  tokens are proposed. A draft model may carry states too where the model does. Each state is then stored with the model's. A
   model's own [prediction layer](serving.md#the-models-own-prediction-layer) carries none.
 * **Refused:** `cache_reuse`, as a state belongs to all that was read before, and `--tensor-parallel`.
 * **A step that finds no memory** fails its newest request, as elsewhere. The others of that step begin again from what is cached.
 * **On a GPU** their decode steps are captured as [those of other models](gpu.md#decode-steps), but each draws one token.
-  `--kv-host-memory` has as much room for states as for blocks of keys, which takes most of it. Their programs were tested in
+  `--kv-host-memory` holds as many states as blocks of keys, which take most of it. Their programs were tested in
   Triton's interpreter and have run on no GPU.
 
 ## Encoders
@@ -140,11 +140,11 @@ These models are served to compare with. Nothing scales here: a `rope_scaling` i
 
 * **ALiBi** (BLOOM, Falcon-RW, and Baichuan's 13B models) depends only on distances. So its contexts shift, and its passages are
   [used anywhere](endless-context.md). Tests compare that with transformers on the text that is left, with one layer, whose keys
-  know nothing of what was dropped. Sinks in front of a window are refused: scores fall with distance, so nothing would be seen
+  do not depend on dropped tokens. Sinks in front of a window are refused: scores fall with distance, so nothing would be seen
   of them. Falcon-RW (`"alibi": true`) is compared with transformers' sdpa attention, since its eager one adds ALiBi twice, and
   without the bfloat16 that transformers rounds it to.
-* **Learned positions** are part of every key and value. So there is no shift, there are no passages from elsewhere, and no
-  context goes beyond the table.
+* **Learned positions** are part of every key and value. So there is no shift, passages are not reused, and no context is
+  longer than the table.
 
 | Models | `architectures` | Positions | Compared as |
 |---|---|---|---|
@@ -153,14 +153,14 @@ POSITIONS = {"learned": "learned, a table", "alibi": "ALiBi, slopes by head"}
 MULTI = """
 ## Text parts of multimodal models
 
-Of these models the part that reads and writes text is loaded. What looks at images or listens stays in the files and takes no
+Of these models the part that reads and writes text is loaded. The parts for images and sound stay in the files and take no
 memory, and requests have text alone. On text such a model computes what its text part does, so scalings, shifted contexts,
 adapters and quantized checkpoints are those of that family. A line at the start says that it is so.
 
 The text part may be of any family above that generates: of the one that `model_type` in `text_config` names. Every row is
 compared as above with transformers' class of the whole model, given text (with transformers' own cosines), whichever names its
 tensors have had. transformers leaves out what the text parts of Cohere's models multiply logits by; here they are multiplied.
-Whether the head is the embedding stands in config.json twice, and may be wrong: a head that is in the files is used.
+config.json has two fields for whether the head is the embedding, which may be wrong: a head in the files is used.
 
 | Models | `architectures` |
 |---|---|

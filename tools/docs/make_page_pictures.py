@@ -130,9 +130,9 @@ SCENES: dict[str, Scene] = {
 
 
 def take(browser: Browser, url: str, name: str) -> None:
-    room, scene, size, scheme = SCENES[name]
+    tab, scene, size, scheme = SCENES[name]
     page = browser.new_page(viewport=size, color_scheme=scheme)
-    page.goto(f"{url}/#{room}")
+    page.goto(f"{url}/#{tab}")
     scene(page)
     save(page, name)
     page.close()
