@@ -41,8 +41,8 @@ are what holds where config.json does not say. Share is the part of a head that 
 ENCODERS = """
 The same body may come with another ending in `architectures`:
 
-* `…ForSequenceClassification` predicts [the classes of texts](embeddings.md#models-that-classify). With `classifier_from_token` in
-  config.json it is a causal model [that ranks by its answer](embeddings.md#rerankers-that-answer).
+* `…ForSequenceClassification` predicts [the classes of texts](embeddings.md#models-that-classify). With `classifier_from_token`
+  in config.json it is a causal model [that ranks by its answer](embeddings.md#rerankers-that-answer).
 * `…ForTokenClassification` predicts [those of each token](embeddings.md#classes-of-tokens).
 * `…Model`, saved without a head that is not the embedding, makes vectors and generates nothing.
 
@@ -94,7 +94,8 @@ state is the last inputs of that alone. Nine of ten layers of Granite 4 H have a
 (Mamba 2, [2405.21060](https://arxiv.org/abs/2405.21060)) behind a short convolution. So has about every second one of Nemotron H,
 Nemotron Nano 2 and Nemotron 3 Nano, whose layers are one part each: such a memory, attention, or a feed-forward, which is of
 experts in Nemotron 3 Nano 30B. (Its larger sisters, whose experts see less than the model's width, are refused.) In Falcon H1
-every layer has one in parallel with its attention ([2507.22448](https://arxiv.org/abs/2507.22448)). The other layers attend as everywhere:
+every layer has one in parallel with its attention ([2507.22448](https://arxiv.org/abs/2507.22448)). The other layers attend
+as everywhere:
 their scaling is set per server and per request. Those of Granite 4 H do not rotate, as its config.json says
 (`position_embedding_type`), nor do those of Nemotron H. There a `rope_scaling` is refused with the reason.
 
