@@ -36,9 +36,20 @@ def test_hadolint_accepts_the_dockerfile():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_compose_file_follows_the_specification():
-    result = run_tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml")
+@pytest.mark.parametrize(
+    ("schema", "file"),
+    [("compose-spec", "docker-compose.yml"), ("github-workflows", ".github/workflows/ci.yml")],
+)
+def test_configuration_files_follow_their_schemas(schema, file):
+    result = run_tool("check-jsonschema", "--builtin-schema", f"vendor.{schema}", file)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_extras_of_tests_are_separate():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    dev, e2e = ({Requirement(text).name for text in extras[name]} for name in ("dev", "e2e"))
+    assert {"pytest", "ruff", "mypy", "import-linter"} <= dev
+    assert {"playwright", "schemathesis", "kubernetes-validate", "promql-parser"} <= e2e and not dev & e2e
 
 
 def copied_paths() -> list[str]:
