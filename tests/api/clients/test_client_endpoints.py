@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from windlass.clients import (
     AuthenticationError,
     BadRequestError,
+    CallOptions,
     ChatOptions,
     ClassifyOptions,
     Client,
@@ -160,7 +161,8 @@ def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> N
     ],
 )
 def test_options_are_the_fields_the_server_takes(body: Any, options: Any, arguments: set[str]) -> None:
-    assert set(typing.get_type_hints(options)) == set(body.model_fields) - arguments
+    of_the_client = {*typing.get_type_hints(CallOptions), "deadline"}
+    assert set(typing.get_type_hints(options)) - of_the_client == set(body.model_fields) - arguments
     assert arguments - set(REFUSED) <= set(body.model_fields)
 
 
@@ -232,6 +234,52 @@ async def test_a_builder_goes_into_a_request_as_it_is(live: Live, kind: str) -> 
             await client.inspect(sections)
     assert caught.value.param == "rope_scaling.mrope_section"
     assert [request.rope_scaling for request in live.engine.requests[-2:]] == [Accepted.from_dict(scaling)] * 2
+
+
+INVALID_SCALINGS: list[tuple[RopeScaling, str]] = [
+    (RopeScaling.yarn(), "factor"),
+    (RopeScaling.dynamic(), "factor"),
+    (RopeScaling.linear(0), "factor"),
+    (RopeScaling.linear(-1), "factor"),
+    (RopeScaling.linear("4"), "factor"),
+    (RopeScaling.linear(True), "factor"),
+    (RopeScaling.linear(10**400), "factor"),
+    (RopeScaling.linear(None), "factor"),
+    (RopeScaling.default(rope_theta=1), "rope_theta"),
+    (RopeScaling.yarn(4, mscale=-1), "mscale"),
+    (RopeScaling.yarn(4, beta_fast=0.5), "beta_fast"),
+    (RopeScaling.yarn(4, truncate=1), "truncate"),
+    (RopeScaling.yarn(original_max_position_embeddings=1.5), "original_max_position_embeddings"),
+    (RopeScaling.dynamic(2, alpha=3), "factor"),
+    (RopeScaling.llama3(8, low_freq_factor=4, high_freq_factor=1), "high_freq_factor"),
+    (RopeScaling.longrope([1], [1, 2]), "long_factor"),
+    (RopeScaling.longrope([1, 0], [1, 2]), "short_factor[1]"),
+    (RopeScaling.longrope([], []), "short_factor"),
+    (RopeScaling.longrope("12", [1]), "short_factor"),
+    (RopeScaling.longrope([1], [2], short_mscale=1), "long_mscale"),
+    (RopeScaling.longrope([1], [2], short_mscale=1, long_mscale=1, attention_factor=2), "attention_factor"),
+    (RopeScaling.mrope([1, 2.5]), "mrope_section"),
+    (RopeScaling.learned(rope_theta=5), "rope_theta"),
+    (RopeScaling.linear(2, beta_fast=3), "beta_fast"),
+    (RopeScaling.in_groups(), "rope_type"),
+    (RopeScaling.in_groups(full_attention={"rope_type": "linear", "factor": -1}), "full_attention.factor"),
+    (
+        RopeScaling.in_groups(full_attention=RopeScaling.in_groups(full_attention=RopeScaling.default())),
+        "full_attention",
+    ),
+    (RopeScaling.from_dict({"full_attention": {"rope_type": "default"}, "factor": 2}), "factor"),
+    (RopeScaling.from_dict({"rope_type": "spiral"}), "rope_type"),
+    (RopeScaling.from_dict({"rope_type": "linear", "type": "ntk", "factor": 2}), "type"),
+    (RopeScaling.from_dict({"rope_type": ["linear"], "factor": 2}), "rope_type"),
+]
+
+
+def test_server_refuses_invalid_scalings_and_names_the_field(live: Live) -> None:
+    with Client(live.url, api_key=KEY) as client:
+        for scaling, param in INVALID_SCALINGS:
+            with pytest.raises(BadRequestError) as caught:
+                client.inspect(scaling)
+            assert caught.value.param == f"rope_scaling.{param}", scaling
 
 
 async def test_scalings_by_group_of_layers(kind: str) -> None:

@@ -235,7 +235,7 @@ DEEP = "[" * 100_000
     ids=["float", "deep dataclass", "deep schema"],
 )
 def test_an_answer_beyond_what_python_holds_is_no_answer(wanted: Any, text: str) -> None:
-    message = ChatMessage(content=text, _parse_content=_parse.reader(wanted))
+    message = ChatMessage(content=text, _parse_content=_parse.answer_reader(wanted))
     with pytest.raises(ValueError):
         _ = message.parsed
 
