@@ -631,3 +631,10 @@ def test_both_clients_offer_the_same():
         }
 
     assert public(Client) == public(AsyncClient)
+
+
+def test_repr_shows_the_url_and_no_secret():
+    options = {"api_key": "secret-key", "headers": {"x-team": "secret-header"}}
+    for kind in (Client, AsyncClient):
+        shown = repr(kind("http://user:secret-password@example.com:8000/v1", **options))
+        assert shown == f"{kind.__name__}(base_url='http://example.com:8000')"
