@@ -173,7 +173,7 @@ def _base_url(text: str) -> str:
     except httpx.InvalidURL as error:
         raise ValueError(f"cannot read the base URL {text!r}: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"the base URL {text!r} should look like {DEFAULT_BASE_URL}")
+        raise ValueError(f"the base URL {text!r} must be an HTTP URL such as {DEFAULT_BASE_URL}")
     return url
 
 
