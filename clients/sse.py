@@ -40,27 +40,31 @@ class SSEDecoder:
         self._after_cr = text.endswith("\r")
         if self._after_cr:
             text += "\n"  # otherwise SSELineDecoder holds the line back until the next chunk
-        lines = self._lines.decode(text)
-        found = (self._decode_line(line) for line in lines)
-        events = [event for event in found if event is not None]
-        rest = len(text) - max(text.rfind("\n"), text.rfind("\r")) - 1
-        self._pending = rest if lines else self._pending + rest
-        self._check_size(self._size + self._pending)
+        events = []
+        for line in self._lines.decode(text):
+            event = self._fields.decode(line)
+            if line:
+                self._add_line(line)
+                continue
+            # httpx-sse also returns events without data, such as one for each comment that follows an `id`.
+            if self._has_data and event is not None:
+                events.append(event)
+            self._has_data, self._size = False, 0
+        if text[-1] == "\n":
+            self._pending = 0
+        else:
+            end_of_lines = max(text.rfind("\n"), text.rfind("\r")) + 1
+            self._pending = len(text) - end_of_lines + (0 if end_of_lines else self._pending)
+            self._check_size(self._size + self._pending)
         return events
 
-    def _decode_line(self, line: str) -> ServerSentEvent | None:
+    def _add_line(self, line: str) -> None:
         self._size += len(line)
         self._check_size(self._size)
-        event = self._fields.decode(line)
-        if line == "data" or line.startswith("data:"):
+        if line.startswith("data:") or line == "data":
             self._has_data = True
-        elif not line:
-            # httpx-sse also returns events without data, such as one for each comment that follows an `id`.
-            complete, self._has_data, self._size = self._has_data, False, 0
-            return event if complete else None
-        elif line.startswith(":") and not self._has_data:
+        elif line[0] == ":" and not self._has_data:
             self._size = 0  # comments may keep a connection alive for any length of time
-        return None
 
     def _check_size(self, size: int) -> None:
         if size > self._max_chars:
