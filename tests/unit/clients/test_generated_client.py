@@ -1,4 +1,4 @@
-"""The generated synchronous client is that of the asynchronous one."""
+"""client.py is generated from async_client.py."""
 
 from __future__ import annotations
 
