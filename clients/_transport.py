@@ -89,9 +89,7 @@ class CallFlow:
         self.headers = httpx.Headers({"user-agent": "windlass-client", "accept": "application/json, text/event-stream"})
         if key:
             if not key.isascii() or not key.isprintable():
-                raise ValueError(
-                    "the API key contains characters that are invalid in an HTTP header: check WINDLASS_API_KEY"
-                )
+                raise ValueError("the API key has characters that no HTTP header may carry: check WINDLASS_API_KEY")
             self.headers["authorization"] = f"Bearer {key}"
         self.headers.update(headers or {})
         self._random = random.Random()
@@ -122,7 +120,6 @@ class CallFlow:
         attempt = 0
         while True:
             failure: APIError
-            retry_after = None
             try:
                 response: httpx.Response = yield SendRequest(request)
             except httpx.HTTPError as error:
@@ -133,10 +130,11 @@ class CallFlow:
                 if response.is_success or response.status_code in accepted_statuses:
                     return response
                 yield from self._read_body(response)
-                refusal = status_error(response)
-                failure, retry_after = refusal, refusal.retry_after
+                failure = status_error(response)
                 can_retry = response.status_code in _RETRY_STATUSES
-            delay = self.retry.delay(attempt, retry_after, self._random.random()) if can_retry and retryable else None
+            delay = None
+            if can_retry and retryable:
+                delay = self.retry.delay(attempt, failure.retry_after, self._random.random())
             if delay is None:
                 raise failure
             attempt += 1
@@ -154,9 +152,8 @@ class CallFlow:
         if isinstance(wanted, str) and _VALID_REQUEST_ID.fullmatch(wanted):
             headers[REQUEST_ID_HEADER] = wanted
         elif REQUEST_ID_HEADER not in headers:
-            headers[REQUEST_ID_HEADER] = (
-                uuid.uuid4().hex
-            )  # known before the response, so that a timeout can be found in the log
+            # Known before the response, so that a timeout can be found in the server's log.
+            headers[REQUEST_ID_HEADER] = uuid.uuid4().hex
         content = None
         if body is not None:
             headers["content-type"] = "application/json"
