@@ -212,7 +212,9 @@ class BlockWriter(ABC):
         self.started = False
         self._tokenizer = tokenizer
         self._options = options
-        self._builder = MessageBuilder(PlainTextParser() if parsing is None else parsing.make(), False, collect=False)
+        self._builder = MessageBuilder(
+            PlainTextParser() if parsing is None else parsing.new_parser(), False, collect=False
+        )
         self._open_block: AnswerBlock | None = None
         self._logprobs: list[TokenLogprobs] = []  # of tokens whose text has not come yet
 

@@ -93,7 +93,7 @@ class ChatWriter(ChoiceWriter):
         builder = self._builders.get(choice)
         if builder is None:
             builder = self._builders[choice] = MessageBuilder(
-                self._parsing.make(), self._parsing.legacy_function_call, collect
+                self._parsing.new_parser(), self._parsing.legacy_function_call, collect
             )
         return builder
 

@@ -149,7 +149,7 @@ class Generation:
             stop=tuple(job.body.stop or ()),
             include_stop=self._include_stop,
             min_tokens=job.sampling.min_tokens,
-            shown=self._parser_token_ids,
+            visible_special_tokens=self._parser_token_ids,
             sibling=self._detokenizers.get(prompt_index),
         )
         self._detokenizers.setdefault(prompt_index, detokenizer)
@@ -211,7 +211,7 @@ class Generation:
             stop_reason=stop_reason,
             prompt_logprobs=output.prompt_logprobs,
             rotary=None if rotary is None else rotary_object(rotary, context, job.rule, job.dropped_turns),
-            pieces=tuple(detokenizer.pieces) if len(token_ids) > 1 else (),
+            pieces=tuple(detokenizer.token_texts) if len(token_ids) > 1 else (),
             scheduled_at=output.scheduled_at,
         )
 

@@ -86,7 +86,7 @@ class GenerationJob(RequestJob):
     size: ContextSize
     parsing: ParsingPlan | None
     structured: StructuredOutput | None
-    phase: ThinkingPhase = "behind"
+    phase: ThinkingPhase = "after"
     line_limits: LineLimits | None = None
     tools: list[dict[str, Any]] | None = None
     dropped_turns: int | None = None

@@ -8,7 +8,7 @@ from typing import Any
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.schemas.completions import CompletionRequest, FilePassage, InfillRequest
 from windlass.server.serving.job import GenerationJob
-from windlass.server.text.fill_in import FimTokens
+from windlass.server.text.fim_tokens import FimTokens
 from windlass.server.text.service import Prompt
 
 MAX_SUFFIX_TOKENS = 1 << 20  # tokens in all copies of a suffix

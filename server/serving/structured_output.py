@@ -189,7 +189,7 @@ def with_thinking_prefix(
     grammar: a JSON list of grammars, or Lark. phase: where the output begins. eos_ids: not allowed while the model thinks.
     calls: `grammar` is one of calls, which name their Harmony channels themselves.
     """
-    if phase == "behind" or (calls and model.name == HARMONY):
+    if phase == "after" or (calls and model.name == HARMONY):
         return grammar
     if model.name == HARMONY:
         lark = _channel_grammar(model.ids, eos_ids)

@@ -13,7 +13,7 @@ from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.tools import ALLOWED_TOOLS, FunctionDefinition, as_tool_definitions
 from windlass.server.text.stream_parser import MAX_CALLS, CallOptions, ParsingPlan
 from windlass.server.text.template_facts import TemplateCapabilities
-from windlass.server.text.tool_parsers.forced_calls import CallGrammarOptions
+from windlass.server.text.tool_parsers.call_grammars import CallGrammarOptions
 from windlass.server.text.tool_parsers.formats import PLAIN_JSON, format_of
 
 if TYPE_CHECKING:

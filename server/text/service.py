@@ -15,7 +15,7 @@ from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
 from windlass.server.schemas.chat import ChatMessage
 from windlass.server.text.chat_messages import prepare_history
-from windlass.server.text.fill_in import FimTokens
+from windlass.server.text.fim_tokens import FimTokens
 from windlass.server.text.pair_prompts import PairPrompt, PairTemplate
 from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
 from windlass.server.text.tool_parsers.formats import format_of
@@ -130,7 +130,7 @@ class TextService:
         self._call_examples = {
             tools: format_of(settings.tool_call_parser, source).example for tools, source in sources.items()
         }
-        self.fill_in = FimTokens.of(tokenizer)
+        self.fill_in = FimTokens.from_tokenizer(tokenizer)
         self._pool = TextPool(
             WorkerSource.from_tokenizer(tokenizer, settings.ranking),
             short=settings.text_processes,

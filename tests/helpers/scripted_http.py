@@ -1,4 +1,4 @@
-"""A raw HTTP/1.1 server on a real socket that answers each request as a script says, and tells what it saw."""
+"""HTTP/1.1 server on a raw socket with scripted responses, which records requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Script = Callable[["Exchange"], Awaitable[None]]
 
 @dataclass
 class Request:
-    """One request as it arrived. Header names are lower case."""
+    """Received request. Header names are lower case."""
 
     method: str
     path: str
@@ -30,7 +30,7 @@ class Request:
 
 @dataclass
 class Exchange:
-    """What a script works with."""
+    """Connection and request, for scripts."""
 
     request: Request
     reader: asyncio.StreamReader
@@ -45,7 +45,7 @@ class Exchange:
         await self.send(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def client_gone(self, seconds: float = 60.0) -> bool:
-        """Whether the client closes its side within that time."""
+        """Return whether the client closes its side within this time."""
         try:
             return await asyncio.wait_for(self.reader.read(1), seconds) == b""
         except ConnectionError:
@@ -72,7 +72,7 @@ class ScriptedServer:
                 script = self.scripts[min(len(self.requests), len(self.scripts)) - 1]
                 try:
                     await script(Exchange(request, reader, writer, self))
-                except ConnectionError:  # the client left while the script was still sending
+                except ConnectionError:  # the client disconnected while the script was sending
                     self.disconnects.set()
                     raise
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
@@ -92,7 +92,7 @@ async def _read_request(reader: asyncio.StreamReader) -> Request | None:
 
 @contextmanager
 def scripted_server(*scripts: Script) -> Iterator[ScriptedServer]:
-    """Run the server on 127.0.0.1, on a thread of its own."""
+    """Run the server on 127.0.0.1 in a thread."""
     server = ScriptedServer(list(scripts))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -117,7 +117,7 @@ def scripted_server(*scripts: Script) -> Iterator[ScriptedServer]:
 
 
 def answer(payload: Any, status: str = "200 OK", **headers: str) -> Script:
-    """A whole JSON answer (or bytes, sent as they are). Header names are given with underscores."""
+    """Send a JSON response, or bytes unchanged. Header names are given with underscores."""
 
     async def script(exchange: Exchange) -> None:
         body = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
@@ -136,11 +136,11 @@ def events(
     hang: bool = False,
     cut: int | None = None,
 ) -> Script:
-    """A stream of events; strings and bytes are sent as data as they are.
+    """Send a stream of events; strings and bytes are sent unchanged as data.
 
-    taken: released by the test for each event that it has; the next one is not sent before.
-    end: finish the chunked body properly. hang: then wait for the client to go away and note it in `disconnects`.
-    cut: send the bytes in pieces of this size.
+    taken: released by the test for each received event, before which the next one is not sent.
+    end: complete the chunked body. hang: then wait for the client to disconnect, and record it in `disconnects`.
+    cut: size of the sent pieces in bytes.
     """
 
     async def script(exchange: Exchange) -> None:
@@ -167,11 +167,11 @@ def events(
 
 
 async def drop(exchange: Exchange) -> None:
-    """Close the connection without a word."""
+    """Close the connection without a response."""
     exchange.writer.close()
 
 
 async def silence(exchange: Exchange) -> None:
-    """Say nothing until the client goes away."""
+    """Send nothing until the client disconnects."""
     if await exchange.client_gone():
         exchange.server.disconnects.set()

@@ -1,7 +1,7 @@
-"""A scripted OpenAI-compatible server on a real socket that writes down, on the monotonic clock, what it really did.
+"""Scripted OpenAI-compatible server on a socket that records its actions with monotonic times.
 
-Each generation request is answered by the next of its plays (the last one answers all further ones). It notes how late its
-own event loop ran: what it did is known to that precision.
+Each generation request is answered by the next script (the last one answers all further requests). The server records the
+largest delay of its event loop, which is the precision of the times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TICK = 0.001
 
 @dataclass
 class Performance:
-    """One generation request and what was done for it. sent: when each chunk with tokens was written."""
+    """Generation request and its response. sent: time of each chunk with tokens."""
 
     exchange: Exchange
     arrived: float
@@ -46,7 +46,7 @@ class Performance:
         )
 
     async def data(self, payload: Any) -> None:
-        """One event; strings are sent as they are."""
+        """Send an event; strings are sent unchanged."""
         text = payload if isinstance(payload, str) else json.dumps(payload)
         await self.exchange.chunk(b"data: " + text.encode() + b"\n\n")
 
@@ -55,7 +55,7 @@ class Performance:
         return {"id": "x", "choices": [{"index": 0, **part, "finish_reason": reason, **fields}]}
 
     async def token(self, text: str = "word", reason: str | None = None, **fields: Any) -> None:
-        """One chunk with a token, noted."""
+        """Send a chunk with a token and record it."""
         self.sent.append(time.monotonic())
         await self.data(self.chunk_of(text, reason, **fields))
 
@@ -64,7 +64,7 @@ class Performance:
         await self.data({"id": "x", "choices": [], "usage": {**counts, **details}})
 
     async def done(self) -> None:
-        """[DONE] and the end of the body, noted."""
+        """Send [DONE] and the end of the body, and record it."""
         self.ended = time.monotonic()
         await self.exchange.send(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
@@ -74,7 +74,7 @@ class Performance:
 
 @dataclass
 class ScriptedLLM:
-    """A running server. lag: how late its event loop ran at worst, in seconds. most: requests it had at once."""
+    """Running server. lag: largest delay of its event loop in seconds. most: largest number of concurrent requests."""
 
     server: ScriptedServer
     performances: list[Performance] = field(default_factory=list)
@@ -98,7 +98,7 @@ def scripted_llm(
     model: dict[str, Any] | None = None,
     others: dict[str, Callable[[Exchange], Awaitable[None]]] | None = None,
 ) -> Iterator[ScriptedLLM]:
-    """Run it. model: further fields of its model's object. others: what answers other paths; the rest gets 404."""
+    """Run the server. model: further fields of the model object. others: handler of other paths, 404 by default."""
     entry = {"id": "scripted", "object": "model", "owned_by": "tests", **(model or {})}
     paths = {"/v1/models": answer({"object": "list", "data": [entry]}), **(others or {})}
     numbers = itertools.count()
@@ -135,7 +135,7 @@ def scripted_llm(
 
 
 def stream(*pauses: float, start: float = 0.0, usage: bool = True, prompt: int = 5) -> Play:
-    """A proper stream: headers after `start`, then a token after each pause, the last with the finish reason."""
+    """Script of a stream: headers after `start`, then a token after each pause, the last with the finish reason."""
 
     async def play(performance: Performance) -> None:
         await asyncio.sleep(start)
@@ -151,7 +151,7 @@ def stream(*pauses: float, start: float = 0.0, usage: bool = True, prompt: int =
 
 
 def asked() -> Play:
-    """A proper stream of as many tokens as were asked for, and the usage of what came."""
+    """Script of a stream with the requested number of tokens, and their usage."""
 
     async def play(performance: Performance) -> None:
         body = performance.body

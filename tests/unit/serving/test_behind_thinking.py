@@ -105,7 +105,7 @@ def test_markers_of_granite() -> None:
         assert taken(text, grammar, output) == (0, True), output
 
 
-@pytest.mark.parametrize("parser, phase", [("none", "before"), ("qwen3", "behind"), ("gpt_oss", "behind")])
+@pytest.mark.parametrize("parser, phase", [("none", "before"), ("qwen3", "after"), ("gpt_oss", "after")])
 def test_without_thinking_the_grammar_is_unchanged(parser: str, phase: ThinkingPhase) -> None:
     assert with_thinking_prefix(JSON, ThinkingControl(parser, tokenizer(True)), phase, (EOS,)) is JSON
 
