@@ -16,7 +16,7 @@ from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.api.field_names import FieldNames
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
-from windlass.server.errors import bad_request, response_too_large
+from windlass.server.errors import bad_request
 from windlass.server.http.request_id import request_id, set_request_id
 from windlass.server.schemas.base import INT32_MAX
 from windlass.server.schemas.completions import SAMPLERS, CompletionRequest, Infill, InfillEvent, InfillRequest
@@ -24,9 +24,9 @@ from windlass.server.schemas.generation import SharedRequest
 from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, run_generation
+from windlass.server.serving.job import ResponseOptions
 from windlass.server.serving.prompts import fit_infill_prompt, require_fill_in
-from windlass.server.serving.response_format import sample_object
-from windlass.server.serving.response_writer import CollectedChoice, ResponseOptions
+from windlass.server.serving.response_writer import ByteBudget, CollectedChoice
 from windlass.server.serving.streaming import Exchange, StreamFormat
 from windlass.server.text.detokenizer import LineLimits
 from windlass.server.text.service import Prompt
@@ -127,7 +127,7 @@ class InfillWriter:
         self._first_token_at: float | None = None
         self._last_delta_at = self._started_at
         self._has_new_line = False
-        self.size = 0  # bytes of what is kept
+        self.budget = ByteBudget(options.max_bytes)
 
     # ---- streams -----------------------------------------------------------------------------------------------------
     def event(self, delta: Delta) -> bytes:
@@ -136,7 +136,7 @@ class InfillWriter:
         if delta.finish_reason is None:
             return _event(self._delta_object(delta)) if delta.text else b""
         self._result.finish_reason, self._result.stop_reason = delta.finish_reason, delta.stop_reason
-        self._result.report = delta.report
+        self._result.rotary = delta.rotary
         last = _event({**self._response_object(), "content": "", "tokens": []})
         return _event(self._delta_object(delta)) + last if delta.text else last
 
@@ -160,9 +160,7 @@ class InfillWriter:
         """Keep what a delta brings. Raises ApiError where the answer becomes too large."""
         self._record_delta(delta)
         self._result.add(delta)
-        self.size += len(delta.text)
-        if self.size > self._options.max_bytes:
-            raise response_too_large(self.size, self._options.max_bytes, grown=True)
+        self.budget.add(len(delta.text))
 
     def pieces(self) -> list[bytes]:
         """The whole answer's JSON, once all deltas have come."""
@@ -199,8 +197,8 @@ class InfillWriter:
             "stopping_word": word,
             "timings": self._timings(),
         }
-        if result.report is not None:
-            whole["rotary"] = sample_object(result.report, None)
+        if result.rotary is not None:
+            whole["rotary"] = result.rotary
         return whole
 
     def _timings(self) -> dict[str, Any]:
@@ -272,7 +270,6 @@ async def infill(request: Request) -> Response:
             arrival=arrival,
             default_max_tokens=state.settings.default_max_tokens,
             logprobs=None,
-            chat=False,
             line_limits=read_line_limits(body),
         )
     require_fill_in(job, "input_prefix")
@@ -281,7 +278,7 @@ async def infill(request: Request) -> Response:
         if body.stream:
             exchange.begin_stream()
         with translated.names.renamed_errors():
-            fitted = await fit_infill_prompt(job, body)
+            prompt, truncated = await fit_infill_prompt(job, body)
 
             def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> InfillWriter:
                 return InfillWriter(
@@ -289,9 +286,9 @@ async def infill(request: Request) -> Response:
                     job.options,
                     model=job.model_name,
                     fields=body.response_fields,
-                    truncated=fitted.truncated,
+                    truncated=truncated,
                 )
 
-            await run_generation(exchange, job, [fitted.prompt], param="input_prefix", make_writer=make_writer)
+            await run_generation(exchange, job, [prompt], param="input_prefix", make_writer=make_writer)
 
     return Exchange(state, work, deadline=job.deadline, stream_format=StreamFormat(done=b""))

@@ -50,7 +50,7 @@ class Exchange:
         await self.send(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def client_gone(self, seconds: float = 60.0) -> bool:
-        """Whether the client closes its side within that time."""
+        """Return whether the client closes its side within this time."""
         try:
             return await asyncio.wait_for(self.reader.read(1), seconds) == b""
         except ConnectionError:

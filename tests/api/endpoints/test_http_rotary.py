@@ -249,7 +249,7 @@ def test_numbers_json_cannot_have_are_named_alike(live: Live, number: str) -> No
 
 
 def test_a_prompt_that_is_too_long_whatever_its_scaling_is_told_what_makes_room(live: Live) -> None:
-    room = "a scaling alone makes no room: the server's --max-model-len does"
+    room = "a scaling does not enlarge the context: the server's --max-model-len does"
     ids, text = [5] * 257, "z" * 300
     prompts: list[tuple[str, dict[str, Any]]] = [
         (PATH, {"prompt": ids}),

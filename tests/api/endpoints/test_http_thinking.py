@@ -206,7 +206,7 @@ def test_a_budget_where_nothing_is_thought(live: Live) -> None:
     assert live.refuse(PATH, {"messages": USER, "thinking_budget": -1})["param"] == "thinking_budget"
 
 
-@pytest.mark.parametrize("parser, reason", [("none", "no thinking")])
+@pytest.mark.parametrize("parser, reason", [("none", "does not separate thinking")])
 def test_a_budget_that_cannot_be_kept(parser: str, reason: str) -> None:
     with live_server(reasoning_parser=parser) as live:
         error = live.refuse(PATH, {"messages": USER, "thinking_budget": 5})

@@ -33,7 +33,7 @@ def as_part_of_the_server(*arguments: str) -> int:
         (["serve", "--url", "http://127.0.0.1:9", "--num-prompt", "1"], "--num-prompts"),
         (["serv"], "No such command"),
         (["serve", "--url", "http://127.0.0.1:9", "--endpoint", "chats"], "--endpoint must be completions or chat"),
-        (["serve", "--url", "http://127.0.0.1:9", "--json", "/none/x.json"], "no directory"),
+        (["serve", "--url", "http://127.0.0.1:9", "--json", "/none/x.json"], "not a directory"),
         (["serve", "--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
         (["report", "none.json", "--html", "x.html"], "cannot read none.json"),
         (["compare", "a.json", "b.json", "--confidence", "2"], "--confidence must be"),

@@ -12,6 +12,7 @@ import torch
 import transformers
 from helpers.engines import greedy, make_core, run
 from helpers.rotary_oracles import (
+    CachedInOnePass,
     Frequencies,
     Uncached,
     UnrotatedCache,
@@ -184,3 +185,17 @@ def test_the_engine_generates_longrope_by_the_same_references(longrope: Path, po
     else:
         truth = reference.at_each_length(context, LONG)
     assert apart(logits, truth[79:]) < 1e-5
+
+
+def test_the_oracle_of_one_pass_equals_the_cache_of_transformers(tmp_path: Path) -> None:
+    """With random weights, a key at other frequencies changes the first digits."""
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    directory = make_model("llama", tmp_path, num_hidden_layers=3, max_position_embeddings=32, rope_parameters=dynamic)
+    ids = torch.randint(3, 128, (96,), generator=torch.Generator().manual_seed(0)).tolist()
+    frequencies = dynamic_frequencies(10_000.0, 16, 2.0, 32, grid=False)
+    for prompt in (1, 48):
+        expected = cached_by_transformers(directory, ids, prompt)
+        one_pass = CachedInOnePass(directory)
+        with torch.no_grad():
+            found = one_pass.model.lm_head(one_pass.hidden(ids, frequencies, prompt))
+        assert (found - expected).abs().max() / expected.abs().max() < 1e-5
