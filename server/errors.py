@@ -112,12 +112,11 @@ def answer_exceeds_context(max_model_len: int, prompt_tokens: int, max_tokens: i
     )
 
 
-def response_too_large(size: int, limit: int, *, grown: bool = False) -> ApiError:
-    """Error 400 for an answer of too many bytes. grown: the limit was reached during generation."""
+def response_too_large(size: int, limit: int) -> ApiError:
+    """Error 400 for a response of too many bytes. size: those counted until it was refused."""
     return bad_request(
-        f"the answer {'has grown to' if grown else 'could become'} {size} bytes, and this server sends at most {limit} at "
-        "once (--max-response-bytes): ask for fewer tokens, prompts, choices or log-probabilities"
-        f"{'' if grown else ', or stream it'}",
+        f"the response has at least {size} bytes, more than the limit of {limit}: ask for fewer tokens, prompts, choices or "
+        "log-probabilities, or stream it",
         code="response_too_large",
     )
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.engine.interface.outputs import TokenLogprobs
-from windlass.server.errors import response_too_large
 from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.response_format import JsonList, chat_logprobs, sample_object
-from windlass.server.serving.response_writer import ResponseOptions
+from windlass.server.serving.job import ResponseOptions
+from windlass.server.serving.response_format import JsonList, chat_logprobs
+from windlass.server.serving.response_writer import ByteBudget
 from windlass.server.text.stream_parser import (
     CallArguments,
     CallStart,
@@ -212,11 +212,11 @@ class BlockWriter(ABC):
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.rotary: dict[str, object] | None = None
-        self.size = 0
+        self.budget = ByteBudget(options.max_bytes)
         self.started = False
         self._tokenizer = tokenizer
         self._options = options
-        self._builder = MessageBuilder(PlainTextParser() if parsing is None else parsing.make(), token_usage)
+        self._builder = MessageBuilder(PlainTextParser() if parsing is None else parsing.new_parser(), token_usage)
         self._open_block: AnswerBlock | None = None
         self._logprobs: list[TokenLogprobs] = []  # of tokens whose text is still held back
 
@@ -290,8 +290,8 @@ class BlockWriter(ABC):
                 yield self.block_start_events(self._open_block)
         self.finish_reason = self._builder.finish_reason(delta.finish_reason)
         self.stop_reason = delta.stop_reason
-        if delta.report is not None:
-            self.rotary = sample_object(delta.report, self._options.dropped_turns)
+        if delta.rotary is not None:
+            self.rotary = delta.rotary
         in_call = self._open_block is not None and self._open_block.kind == "call"
         yield from self._close(
             emit, incomplete=self._builder.incomplete if in_call else delta.finish_reason == "length"
@@ -339,8 +339,6 @@ class BlockWriter(ABC):
 
     def _collect(self, block: AnswerBlock, text: str, logprobs: JsonList | None) -> None:
         block.append(text)
-        self.size += len(text) + (0 if logprobs is None else logprobs.size)
+        self.budget.add(len(text) + (0 if logprobs is None else logprobs.size))
         if logprobs is not None and block.logprobs is not None:
             block.logprobs.take(logprobs)
-        if self.size > self._options.max_bytes:
-            raise response_too_large(self.size, self._options.max_bytes, grown=True)

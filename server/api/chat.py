@@ -89,7 +89,7 @@ class ChatWriter(ChoiceWriter):
         builder = self._builders.get(choice)
         if builder is None:
             builder = self._builders[choice] = MessageBuilder(
-                self._parsing.make(), self.token_usage, self._parsing.legacy_function_call, collect
+                self._parsing.new_parser(), self.token_usage, self._parsing.legacy_function_call, collect
             )
         return builder
 
@@ -240,4 +240,4 @@ async def create_chat_completion(request: Request) -> Response:
 
         await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
 
-    return Exchange(state, work, deadline=chat.job.deadline)
+    return Exchange(state, work, deadline=chat.deadline)

@@ -18,10 +18,10 @@ from windlass.server.http.request_id import request_id
 from windlass.server.schemas.completions import Completion, CompletionEvent, CompletionRequest
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, fingerprinted_envelope, run_generation
-from windlass.server.serving.job import GenerationJob, admit_request, scaling_hint
+from windlass.server.serving.job import GenerationJob, ResponseOptions, admit_request, scaling_hint
 from windlass.server.serving.prompts import check_suffix, check_token_prompts, fill_in_prompts, split_prompts
 from windlass.server.serving.response_format import CompletionLogprobLists, JsonList
-from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice, ResponseOptions, in_batches
+from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice, in_batches
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
 
@@ -67,7 +67,7 @@ class CompletionWriter(ChoiceWriter):
             echo.logprobs = _empty_lists()
             pairs = list(zip(self.prompts[prompt_index].token_ids, entries, strict=True))
             for piece in in_batches(pairs):
-                self.count_bytes(_extend(echo.logprobs, layout.layout(*zip(*piece, strict=True))))
+                self.budget.add(_extend(echo.logprobs, layout.layout(*zip(*piece, strict=True))))
             echo.end = layout.position
 
     def begin(self, choice: int) -> bytes:
@@ -231,7 +231,6 @@ async def create_completion(request: Request) -> Response:
         arrival=arrival,
         default_max_tokens=state.settings.completion_max_tokens,
         logprobs=body.logprobs,
-        chat=False,
         echo=bool(body.echo),
     )
 

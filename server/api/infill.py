@@ -15,7 +15,7 @@ from windlass.server.api.field_names import FieldNames, Translation
 from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
-from windlass.server.errors import bad_request, response_too_large
+from windlass.server.errors import bad_request
 from windlass.server.http.request_id import request_id
 from windlass.server.schemas.base import INT32_MAX
 from windlass.server.schemas.completions import (
@@ -30,10 +30,9 @@ from windlass.server.schemas.generation import SharedRequest
 from windlass.server.schemas.response_parts import Rotary
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, run_generation
-from windlass.server.serving.job import admit_request
+from windlass.server.serving.job import ResponseOptions, admit_request
 from windlass.server.serving.prompts import fit_infill_prompt, require_fill_in
-from windlass.server.serving.response_format import sample_object
-from windlass.server.serving.response_writer import CollectedChoice, ResponseOptions
+from windlass.server.serving.response_writer import ByteBudget, CollectedChoice
 from windlass.server.serving.streaming import Exchange, StreamFormat
 from windlass.server.text.detokenizer import LineLimits
 from windlass.server.text.service import Prompt
@@ -128,7 +127,7 @@ class InfillWriter:
         self._first_token_at: float | None = None
         self._last_delta_at = self._started_at
         self._has_new_line = False
-        self.size = 0  # bytes of the stored text
+        self.budget = ByteBudget(options.max_bytes)
 
     # ---- streams -----------------------------------------------------------------------------------------------------
     def event(self, delta: Delta) -> bytes:
@@ -137,7 +136,7 @@ class InfillWriter:
         if delta.finish_reason is None:
             return self._delta_event(delta) if delta.text else b""
         self._result.finish_reason, self._result.stop_reason = delta.finish_reason, delta.stop_reason
-        self._result.report = delta.report
+        self._result.rotary = delta.rotary
         response = self._response()
         response.content, response.tokens = "", []
         last = _event(response.json_bytes())
@@ -164,9 +163,7 @@ class InfillWriter:
         """Store a delta. Raises ApiError if the answer becomes too large."""
         self._record_delta(delta)
         self._result.add(delta)
-        self.size += len(delta.text)
-        if self.size > self._options.max_bytes:
-            raise response_too_large(self.size, self._options.max_bytes, grown=True)
+        self.budget.add(len(delta.text))
 
     def pieces(self) -> list[bytes]:
         """JSON of the complete answer, after all deltas."""
@@ -204,8 +201,8 @@ class InfillWriter:
             stopping_word=word,
             timings=self._timings(),
         )
-        if result.report is not None:
-            response.rotary = Rotary.model_validate(sample_object(result.report, None))
+        if result.rotary is not None:
+            response.rotary = Rotary.model_validate(result.rotary)
         return response
 
     def _timings(self) -> InfillTimings:
@@ -318,7 +315,6 @@ async def infill(request: Request) -> Response:
             arrival=arrival,
             default_max_tokens=state.settings.default_max_tokens,
             logprobs=None,
-            chat=False,
             line_limits=read_line_limits(body),
         )
     require_fill_in(job, "input_prefix")
@@ -327,7 +323,7 @@ async def infill(request: Request) -> Response:
         if body.stream:
             exchange.begin_stream()
         with translated.names.renamed_errors():
-            fitted = await fit_infill_prompt(job, body)
+            prompt, truncated = await fit_infill_prompt(job, body)
 
             def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> InfillWriter:
                 return InfillWriter(
@@ -335,9 +331,9 @@ async def infill(request: Request) -> Response:
                     job.options,
                     model=job.model_name,
                     fields=body.response_fields,
-                    truncated=fitted.truncated,
+                    truncated=truncated,
                 )
 
-            await run_generation(exchange, job, [fitted.prompt], param="input_prefix", make_writer=make_writer)
+            await run_generation(exchange, job, [prompt], param="input_prefix", make_writer=make_writer)
 
     return Exchange(state, work, deadline=job.deadline, stream_format=StreamFormat(done=b""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -71,8 +70,7 @@ async def create_score(request: Request) -> Response:
 
     async def work(exchange: Exchange) -> None:
         names = ("text_1", "text_2")
-        pool_prompts = partial(pool, exchange, job)
-        scores = await score_pairs(job, first, second, names, body.pooling, body.instruction, pool_prompts)
+        scores = await score_pairs(exchange, job, first, second, names, body.pooling, body.instruction)
         data = [PairScore.model_construct(object="score", index=i, score=x) for i, x in enumerate(scores.values)]
         answer = ScoreList(**envelope("score", "list", job), data=data, usage=PromptUsage.of(scores.tokens))
         await exchange.send_json([answer.json_bytes()])
@@ -104,13 +102,12 @@ async def create_reranking(request: Request) -> Response:
 
     async def work(exchange: Exchange) -> None:
         names = ("query", "documents")
-        pool_prompts = partial(pool, exchange, job)
         read, most = documents, body.max_tokens_per_doc
         if most is not None:
-            read = await job.state.text.pairs.cut(
-                documents, most, longest=job.longest, param="documents", caller=job.caller
+            read = await job.state.text.pairs.truncate(
+                documents, most, max_model_len=job.longest, param="documents", caller=job.caller
             )
-        scores = await score_pairs(job, [body.query], read, names, body.pooling, body.instruction, pool_prompts)
+        scores = await score_pairs(exchange, job, [body.query], read, names, body.pooling, body.instruction)
         values = scores.values
         order = sorted(range(len(values)), key=lambda index: (-values[index], index))[: body.top_n]
         results = [RankedDocument.model_construct(index=i, relevance_score=values[i]) for i in order]

@@ -559,7 +559,7 @@ async def create_response(request: Request) -> Response:
     def failure(error: ApiError) -> bytes:
         return writers[0].failure(error) if writers and writers[0].started else early_failure_event(error)
 
-    return Exchange(state, work, deadline=chat.job.deadline, stream_format=StreamFormat(failure, done=b""))
+    return Exchange(state, work, deadline=chat.deadline, stream_format=StreamFormat(failure, done=b""))
 
 
 @router.endpoint(

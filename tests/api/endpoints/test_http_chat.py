@@ -282,3 +282,16 @@ def test_the_async_openai_client_with_many_streams_at_once(live: Live) -> None:
             return await asyncio.gather(*(one(number) for number in range(12)))
 
     assert asyncio.run(main()) == [("bcd" * 4)[: number + 1] for number in range(12)]
+
+
+def test_process_round_trips_of_a_streaming_chat() -> None:
+    """One job of a text worker and one engine request; a grammar that is not cached is compiled in a second job."""
+    function = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    forced = {"tools": [function], "tool_choice": "required"}
+    with live_server(template="{% if tools %}{% endif %}{{ messages[-1].content }}") as live:
+        for fields, jobs in (({}, 1), ({"truncate_prompt_tokens": 5}, 1), (forced, 2), (forced, 1)):
+            before, requests = live.state.text._pool.jobs, len(live.engine.requests)
+            body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, **fields}
+            assert live.stream("/v1/chat/completions", body)[-1] == "[DONE]"
+            assert live.state.text._pool.jobs - before == jobs, fields
+            assert len(live.engine.requests) - requests == 1

@@ -225,7 +225,7 @@ def test_best_of_ranks_by_logprob_per_token() -> None:
 
     from windlass.server.api.completions import CompletionWriter
     from windlass.server.serving.deltas import Delta, TokenUsage
-    from windlass.server.serving.response_writer import ResponseOptions
+    from windlass.server.serving.job import ResponseOptions
     from windlass.server.text.service import Prompt
 
     options = ResponseOptions(n=1, samples=3)

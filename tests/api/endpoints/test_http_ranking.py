@@ -110,7 +110,7 @@ def test_pair_for_a_head_is_truncated_in_its_second_text(judge: Live, most: int,
     kept = long[:room] if side == "right" else long[-room:]
     assert [r.prompt_token_ids for r in judge.engine.requests] == [query + short, query + kept]
     error = judge.refuse("/v1/rerank", {"query": "x" * 300, "documents": ["c"], **fields})
-    assert error["param"] == "query" and "no room" in error["message"]
+    assert error["param"] == "query" and "leaves none of" in error["message"]
 
 
 def test_truncated_documents_are_returned_in_full(judge: Live, answerer: Live) -> None:

@@ -249,7 +249,7 @@ def test_non_finite_numbers_have_equal_errors(live: Live, number: str) -> None:
 
 
 def test_too_long_prompt_under_a_scaling_gets_a_hint(live: Live) -> None:
-    room = "a scaling alone makes no room: the server's --max-model-len does"
+    room = "a scaling does not enlarge the context: the server's --max-model-len does"
     ids, text = [5] * 257, "z" * 300
     prompts: list[tuple[str, dict[str, Any]]] = [
         (PATH, {"prompt": ids}),

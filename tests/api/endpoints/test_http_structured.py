@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from helpers.toy_tokenizers import byte_level
 from llguidance import LLMatcher, LLTokenizer
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.workers.frames import TaskCall
+from windlass.server.text.workers.pool import Limits
+from windlass.server.text.workers.tasks import TextTasks
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -194,13 +196,13 @@ PLACE = "response_format"
         ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
         ({"guided_regex": "(?=a)a"}, "guided_regex", "look"),
         ({"guided_regex": r"(a)\1"}, "guided_regex", "backreference"),
-        ({"guided_regex": r"[^\x00-\x{10FFFF}]"}, "guided_regex", "nothing at all"),
+        ({"guided_regex": r"[^\x00-\x{10FFFF}]"}, "guided_regex", "no output satisfies it"),
         ({"grammar": 'root ::= "a" | nope'}, "grammar", "nope"),
         ({"grammar": "root ::= " + "(" * 5000}, "grammar", ""),
         ({"grammar": "what?"}, "grammar", ""),
         ({"guided_grammar": "start: nope"}, "guided_grammar", "nope"),
         ({"guided_grammar": "start: <nope>"}, "guided_grammar", "nope"),
-        (in_format(False), PLACE, "by nothing"),
+        (in_format(False), PLACE, "no output satisfies it"),
         (in_format({"type": "string", "minLength": 5, "maxLength": 2}), PLACE, "minLength"),
         (in_format({"not": {"type": "string"}}, strict=True), PLACE, "not"),
         (in_format({"$ref": "http://127.0.0.1:9/schema"}), PLACE, "127.0.0.1"),
@@ -278,9 +280,9 @@ def longest_gap_beside_hostile_grammars(live: Live) -> float:
 def test_compiled_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     live.complete("a", guided_regex="once|twice")
 
-    async def run(call: TaskCall[Any], **more: Any) -> Any:
-        assert call.task != "compile_grammar", "it is compiled again"
-        return await original(call, **more)
+    async def run(task: partial[Any], *limits: Limits, **more: Any) -> Any:
+        assert task.func is not TextTasks.compile_grammar, "it is compiled again"
+        return await original(task, *limits, **more)
 
     pool = live.state.text._pool
     original = pool.run

@@ -206,7 +206,7 @@ def test_budget_without_thinking(live: Live) -> None:
     assert live.refuse(PATH, {"messages": USER, "thinking_budget": -1})["param"] == "thinking_budget"
 
 
-@pytest.mark.parametrize("parser, reason", [("none", "no thinking")])
+@pytest.mark.parametrize("parser, reason", [("none", "does not separate thinking")])
 def test_unenforceable_budget_is_refused(parser: str, reason: str) -> None:
     with live_server(reasoning_parser=parser) as live:
         error = live.refuse(PATH, {"messages": USER, "thinking_budget": 5})
