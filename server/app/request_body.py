@@ -12,6 +12,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from windlass.engine.errors import did_you_mean
+from windlass.server.app.state import state_of
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.base import MAX_NAME, StrictModel
 
@@ -38,13 +39,10 @@ _SUBJECT = re.compile(r"[A-Z]\w+ (?=should )")  # pydantic's "Input should …",
 _VERBS = ("should ", "holds ", "goes ")
 
 
-async def read_body(request: Request, model: type[M], *, stall_seconds: float) -> M:
-    """Read, parse and validate a JSON body; raises ApiError.
-
-    stall_seconds: longest pause of the client between two pieces of its body.
-    """
+async def read_body(request: Request, model: type[M]) -> M:
+    """Read, parse and validate a JSON body; raises ApiError."""
     _check_headers(request)
-    raw = await _read(request, stall_seconds)
+    raw = await _read(request, state_of(request).settings.body_stall_seconds)
     if len(raw) < LARGE_BODY:
         return parse_body(raw, model)
     return await asyncio.to_thread(parse_body, raw, model)

@@ -105,13 +105,9 @@ def test_unsupported_options_are_refused(
         settings(tmp_path, model, *tokens, template=template if given else None)
 
 
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [("{% for", "does not parse"), ("{{ messages[0].content }}", "role document"), ("x" * 2**20 + "x", "is larger")],
-)
-def test_unusable_templates_are_refused(source: str, says: str, tmp_path: Path) -> None:
+def test_a_template_that_is_too_large_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "other.jinja"
-    file.write_text(source)
-    with pytest.raises(LoadError, match=says) as caught:
+    file.write_text("x" * 2**20 + "x")
+    with pytest.raises(LoadError, match="is larger") as caught:
         settings(tmp_path, PLAIN, "no,yes", template=str(file))
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)

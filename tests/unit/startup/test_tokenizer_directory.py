@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.tiny_models import make_model
-from unit_helpers.vocabularies_of_old import ranked_tokens, write_tiktoken
+from unit_helpers.tiktoken_files import ranked_tokens, write_tiktoken
 
 from windlass.engine.errors import LoadError
 from windlass.server.startup.derived_files import ensure_tokenizer
