@@ -12,7 +12,7 @@ from windlass.engine.rotary.rope_scaling import RotarySpec
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """Change of one block table. The fields are applied in the order below.
+    """Change of one block table. The fields apply in the order of their descriptions.
 
     removed: (first, count) of entries that are cut out one after the other; later entries move up. length: leading
     entries that remain; later ones are cut off. replaced: (index, block) of changed entries below `length`.
@@ -25,19 +25,6 @@ class TableChange:
     num_dropped: int = 0
     removed: tuple[tuple[int, int], ...] = ()
 
-    def apply(self, table: list[int]) -> None:
-        """Apply the change to a copy of the table."""
-        for first, count in self.removed:
-            del table[first : first + count]
-        del table[self.length :]
-        for index, block in self.replaced:
-            table[index] = block
-        table += self.appended
-        for index in range(min(self.num_dropped, self.length) - 1, -1, -1):
-            if table[index] < 0:
-                break
-            table[index] = -1
-
 
 @dataclass(frozen=True, slots=True)
 class TableChanges:
@@ -49,13 +36,6 @@ class TableChanges:
 
     restart: bool = False
     groups: tuple[TableChange, ...] = ()
-
-    def apply(self, tables: list[list[int]]) -> None:
-        """Apply the changes to copies of the tables, one per KV group."""
-        if self.restart:
-            tables[:] = [[] for _ in self.groups]
-        for table, change in zip(tables, self.groups, strict=bool(self.groups)):
-            change.apply(table)
 
 
 NO_TABLE_CHANGES = TableChanges()  # one value for the many steps in which no table changes

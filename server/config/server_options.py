@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, NoReturn, cast, get_args
 
@@ -42,11 +41,8 @@ from windlass.server.config.option import (
     texts,
 )
 from windlass.server.config.settings import (
-    ALL_NETWORKS,
-    ConnectionSettings,
     ContextOverflow,
     MetricsNames,
-    Network,
     RecordSettings,
     RopePolicy,
     ServerSettings,
@@ -601,32 +597,6 @@ class ConnectionOptions:
         help="Time in seconds after which a client that accepts no byte of its response is disconnected and its request "
         "aborted.",
     )
-
-    def to_settings(self) -> ConnectionSettings:
-        """Raises LoadError."""
-        given = split(self.forwarded_allow_ips)
-        return ConnectionSettings(
-            max_connections=self.max_connections,
-            max_per_address=self.max_connections_per_address,
-            **({"trusted_proxies": _networks(given)} if given else {}),
-            header_seconds=self.header_timeout,
-            idle_seconds=self.keep_alive_timeout,
-            write_seconds=self.write_timeout,
-        )
-
-
-def _networks(given: list[str]) -> tuple[Network, ...]:
-    if "*" in given:
-        return ALL_NETWORKS
-    networks = []
-    for each in given:
-        try:
-            networks.append(ip_network(each))
-        except ValueError:
-            raise LoadError(
-                f"`forwarded_allow_ips` {each} is not an address: write 10.0.0.7, a network such as 10.0.0.0/8, or *"
-            ) from None
-    return tuple(networks)
 
 
 @options

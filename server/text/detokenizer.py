@@ -1,23 +1,27 @@
-"""Incremental detokenization with stop strings and limits of lines."""
+"""Incremental detokenization with stop strings and line limits."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from windlass.server.text.token_pieces import PieceDecoder
 from windlass.server.text.tokenizer import Tokenizer
 
 _INDENT_CHARACTERS = " \t"
+_REPLACEMENT = "\ufffd"
+_MAX_PROMPT_TAIL = 64  # tokens at the end of a prompt that may affect the text after it
+_WINDOW = 6  # tokens of context for decoders without a rule per token
+_MAX_PENDING = 5  # a character has at most 4 bytes, so at most 4 tokens
 
 
 @dataclass(frozen=True, slots=True)
 class LineLimits:
-    """indent: the fewest blanks that a line begins with, the first one apart; 0 for no such limit.
+    """Limits that end an answer at a line.
 
-    seconds: after which an answer with a whole line ends; None for no such limit.
+    indent: minimum number of blanks at the beginning of each line but the first, 0 for no limit.
+    seconds: time after which an answer with a complete line ends, None for no limit.
     """
 
     indent: int = 0
@@ -26,15 +30,18 @@ class LineLimits:
 
 @dataclass(slots=True)
 class LineLimiter:
-    """Follows one answer. The blanks that a line begins with are held back until it is known whether the line stays."""
+    """Applies line limits to one answer. Blanks at the beginning of a line are held back until its indentation is known."""
 
     limits: LineLimits
     ended: bool = False
-    _held: str | None = field(default=None)  # blanks of a line that has begun; None within a line
+    _held: str | None = field(default=None)  # blanks at the beginning of the current line; None after them
     _lines: int = 0
 
     def feed(self, text: str, seconds: float) -> str:
-        """What of `text` may be sent. seconds: since the answer's first token. `ended` tells whether nothing may follow."""
+        """Return the part of `text` that may be sent; sets `ended` if nothing may follow.
+
+        seconds: time since the answer's first token.
+        """
         if self.ended:
             return ""
         sent = self._until_short_indent(text) if self.limits.indent else text
@@ -44,12 +51,12 @@ class LineLimiter:
         return sent
 
     def flush(self) -> str:
-        """What was held back, at an end that others found."""
+        """Return the text held back, if the answer ends for another reason."""
         held, self._held = self._held, None
         return "" if self.ended else held or ""
 
     def _until_short_indent(self, text: str) -> str:
-        """The text up to the first line that is indented too little."""
+        """Return the text up to the first line with too little indentation."""
         sent: list[str] = []
         position = 0
         while position < len(text):
@@ -75,13 +82,102 @@ class LineLimiter:
         return "".join(sent)
 
 
-_REPLACEMENT = "\ufffd"
+class Detokenizer:
+    """Incremental conversion of one sample's tokens to text.
 
-_MAX_PROMPT_TAIL = 64  # tokens at the end of a prompt that are looked at
+    The text is decode(prompt + tokens) without decode(prompt), so that a SentencePiece token after a prompt has its leading
+    space. One difference, for invalid UTF-8 only: with byte fallback tokens, a valid character is returned when it is
+    complete, even if invalid bytes follow it.
 
-_WINDOW = 6  # tokens of context for decoders that cannot be taken apart
+    stop: non-empty strings; generation should end when one is complete. include_stop: keep it in the text.
+    min_tokens: number of tokens whose text is not searched for stop strings.
+    visible_special_tokens: special tokens that remain in the text while others are skipped.
+    sibling: detokenizer of another sample with the same prompt and options, so that the prompt is not read again.
+    stopped: the stop string that matched. num_tokens: tokens up to the one that completed the stop string.
+    token_texts: the text of the last `push` by the token that released it, with a further item for text released at the end.
+    """
 
-_MAX_PENDING = 5  # a character has at most 4 bytes, so at most 4 tokens
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        visible_special_tokens: frozenset[int] = frozenset(),
+        sibling: Detokenizer | None = None,
+    ) -> None:
+        if not all(stop):
+            raise ValueError("stop strings must not be empty")
+        skipped = tokenizer.special_token_ids - visible_special_tokens if skip_special_tokens else frozenset()
+        # Never fed: a stream in the state after the prompt, which is copied for each sample.
+        self._initial: _PieceStream | _WindowStream
+        self._initial = _initial_stream(tokenizer, prompt_token_ids, skipped) if sibling is None else sibling._initial
+        self._stream = self._initial.copy()
+        self._matcher = _StopMatcher(stop, include_stop) if stop else None
+        self._min_tokens = min_tokens
+        self._parts: list[str] = []
+        self._done = False
+        self.stopped: str | None = None
+        self.num_tokens = 0
+        self.token_texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All text that `push` has returned so far."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def push(self, token_ids: Sequence[int], *, hide_last: bool = False, final: bool = False) -> str:
+        """Add tokens; return the text that may be sent, possibly empty.
+
+        hide_last: the last token ended the generation (an EOS or stop id): it is counted, but not part of the text.
+        final: no tokens follow, so text held back is returned, an incomplete last character as U+FFFD. After that, and after
+        a stop string matched, further calls return an empty string.
+        """
+        if self._done:
+            return ""
+        safe: list[str] = []
+        last = len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            self.num_tokens += 1
+            if hide_last and index == last:
+                break
+            safe.append(self._match(self._stream.feed(token_id), self.num_tokens > self._min_tokens))
+            if self._done:
+                break
+        if final and not self._done:
+            safe.append(self._match(self._stream.flush(), self.num_tokens > self._min_tokens))
+            if self._matcher is not None and not self._done:
+                safe.append(self._matcher.flush())
+            self._done = True
+        self.token_texts = safe
+        text = "".join(safe)
+        if text:
+            self._parts.append(text)
+        return text
+
+    def _match(self, text: str, searched: bool) -> str:
+        if self._matcher is None or not text or not searched:
+            return text
+        text, self.stopped = self._matcher.feed(text)
+        self._done = self.stopped is not None
+        return text
+
+
+def _initial_stream(
+    tokenizer: Tokenizer, prompt: Sequence[int], skipped: frozenset[int]
+) -> _PieceStream | _WindowStream:
+    """Return a stream in the state after the prompt."""
+    tail_ids = [token_id for token_id in prompt[-_MAX_PROMPT_TAIL:] if token_id not in skipped]
+    if tokenizer.piece_decoder is None:
+        return _WindowStream(tokenizer, tail_ids, skipped)
+    stream = _PieceStream(tokenizer, tokenizer.piece_decoder, skipped)
+    stream.read_prompt(prompt, tail_ids)
+    return stream
 
 
 def _replace_every_byte(error: UnicodeError) -> tuple[str, int]:
@@ -89,32 +185,12 @@ def _replace_every_byte(error: UnicodeError) -> tuple[str, int]:
     return _REPLACEMENT * (error.end - error.start), error.end
 
 
-# `tokenizers` marks each stray byte token by itself, where a byte-level decoder marks a broken character once.
+# With byte fallback, `tokenizers` replaces each invalid byte, while a byte-level decoder replaces each invalid character.
 codecs.register_error("windlass.replace_every_byte", _replace_every_byte)
 
 
-class _TextStream(Protocol):
-    def feed(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
-
-
-class _PromptState:
-    """What a prompt leaves for the text behind it: worked out once for all samples of a request."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skipped: frozenset[int]) -> None:
-        self.last = [token_id for token_id in prompt[-_MAX_PROMPT_TAIL:] if token_id not in skipped]
-        stream = None if tokenizer.pieces is None else _PieceStream(tokenizer, tokenizer.pieces, skipped)
-        self._initial_stream = stream if stream is None else stream.after_prompt(prompt, self.last)
-
-    def stream(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> _TextStream:
-        if self._initial_stream is None:
-            return _WindowStream(tokenizer, self.last, skipped)
-        return self._initial_stream.copy()
-
-
 class _PieceStream:
-    """Joins the bytes of tokens and decodes them as they complete: exact, and constant work per token."""
+    """Stream that joins the bytes of tokens and decodes complete characters: exact, with constant work per token."""
 
     def __init__(self, tokenizer: Tokenizer, pieces: PieceDecoder, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -127,21 +203,24 @@ class _PieceStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
     def copy(self) -> _PieceStream:
-        """Another one in the same state."""
+        """Return a stream in the same state."""
         other = _PieceStream(self._tokenizer, self._pieces, self._skipped)
         other._first, other._strip = self._first, self._strip
         other._utf8.setstate(self._utf8.getstate())
         return other
 
-    def after_prompt(self, prompt: Sequence[int], last: Sequence[int]) -> _PieceStream:
-        """With the state that the prompt leaves: whether a text has begun, and a character it may end within."""
+    def read_prompt(self, prompt: Sequence[int], tail_ids: Sequence[int]) -> None:
+        """Set the state after a prompt: whether a text has begun, and an incomplete character at its end.
+
+        tail_ids: the last tokens of the prompt without skipped ones.
+        """
         begin = self._first_text_index(prompt)
         for position in range(begin, len(prompt)):
             self._bytes(prompt[position])
             if not self._strip:
                 break
         tail = b""
-        for token_id in reversed(last):
+        for token_id in reversed(tail_ids):
             tail = self._tokenizer.token_bytes(token_id) + tail
             if len(tail) >= 4:
                 break
@@ -149,12 +228,11 @@ class _PieceStream:
         unfinished = self._utf8.getstate()[0]
         self._utf8.reset()
         self._utf8.decode(unfinished)
-        return self
 
     def _first_text_index(self, prompt: Sequence[int]) -> int:
-        """Where the first token with a text stands. A prompt may be nothing but others, so each id of them is looked at once."""
-        for few in (prompt[:_MAX_PROMPT_TAIL], prompt):
-            for token_id in dict.fromkeys(few):
+        """Return the index of the first token with a text. Each id is checked once, because a long prompt may have no text."""
+        for part in (prompt[:_MAX_PROMPT_TAIL], prompt):
+            for token_id in dict.fromkeys(part):
                 if token_id not in self._skipped and self._tokenizer.backend.id_to_token(token_id) is not None:
                     return prompt.index(token_id)
         return len(prompt)
@@ -186,29 +264,33 @@ class _PieceStream:
 
 
 class _WindowStream:
-    """Decodes a little context with and without the new tokens and takes the difference: for any decoder."""
+    """Stream for any decoder: decodes a few tokens of context with and without the new tokens and returns the difference."""
 
-    def __init__(self, tokenizer: Tokenizer, last: Sequence[int], skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        self._context = list(last[-_WINDOW:])
+        self._context = list(context[-_WINDOW:])
         self._pending: list[int] = []
+
+    def copy(self) -> _WindowStream:
+        """Return a stream in the same state, before any token was fed."""
+        return _WindowStream(self._tokenizer, self._context, self._skipped)
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
         self._pending.append(token_id)
-        return self._take(len(self._pending) >= _MAX_PENDING)
+        return self._decode_pending(final=len(self._pending) >= _MAX_PENDING)
 
     def flush(self) -> str:
-        return self._take(True)
+        return self._decode_pending(final=True)
 
-    def _take(self, whole: bool) -> str:
+    def _decode_pending(self, *, final: bool) -> str:
         if not self._pending:
             return ""
         tokens = self._context + self._pending
         text = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        if not whole and text.endswith(_REPLACEMENT):
+        if not final and text.endswith(_REPLACEMENT):
             return ""
         known = len(self._tokenizer.decode(self._context, skip_special_tokens=False))
         self._context = tokens[-_WINDOW:]
@@ -217,10 +299,11 @@ class _WindowStream:
 
 
 class _StopMatcher:
-    """Finds the stop string that completes first, character by character, so the answer never depends on chunks.
+    """Search for the stop string that completes first. The result does not depend on how the text is split.
 
-    One Knuth-Morris-Pratt automaton per stop string: its state is how much of the string the text so far ends with,
-    which is also how much must be held back. Of two strings that complete at the same character the longer one counts.
+    One Knuth-Morris-Pratt automaton per stop string. Its state is the length of the longest prefix of the string at the
+    end of the text, which is also the length that must be held back. Of two strings that complete at the same character,
+    the longer one is reported.
     """
 
     def __init__(self, stop: Sequence[str], include_stop: bool) -> None:
@@ -232,7 +315,7 @@ class _StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Text that is safe to send now, and the stop string if one is complete (what follows it is dropped)."""
+        """Return the text that may be sent, and the stop string if one is complete; the text after it is dropped."""
         if not self._held and self._begins.isdisjoint(text):
             return text, None
         buffer = self._held + text
@@ -268,7 +351,7 @@ class _StopMatcher:
 
 
 def _failure_table(string: str) -> list[int]:
-    """table[i]: length of the longest proper prefix of string[: i + 1] that is also its suffix."""
+    """Return table[i]: length of the longest proper prefix of string[: i + 1] that is also its suffix."""
     table = [0] * len(string)
     state = 0
     for index in range(1, len(string)):
@@ -277,90 +360,3 @@ def _failure_table(string: str) -> list[int]:
         state += string[index] == string[state]
         table[index] = state
     return table
-
-
-class Detokenizer:
-    """The text side of one sample of a request.
-
-    The text is what the tokens add behind the prompt: decode(prompt + tokens) without decode(prompt), so that a
-    sentencepiece token keeps its leading space when a prompt stands before it. One difference, on malformed output
-    only: with byte fallback tokens a valid character is sent when complete, even if stray bytes follow it.
-
-    stop: non-empty strings; generation should end when one completes. include_stop: leave it in the text.
-    min_tokens: text of the first so many tokens is never searched for stop strings.
-    shown: special tokens that stay in the text although others are skipped.
-    like: that of another sample with the same prompt and the same options, which spares reading the prompt.
-    stopped: the stop string that matched. num_tokens: tokens taken, the one that completed the stop string included and
-    later ones not. pieces: the text that the last `push` returned, by the token that released it; more at the end.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = True,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        shown: frozenset[int] = frozenset(),
-        sibling: Detokenizer | None = None,
-    ) -> None:
-        if not all(stop):
-            raise ValueError("stop strings must not be empty")
-        skipped = tokenizer.special_token_ids - shown if skip_special_tokens else frozenset()
-        self._prompt_state: _PromptState
-        self._prompt_state = (
-            _PromptState(tokenizer, prompt_token_ids, skipped) if sibling is None else sibling._prompt_state
-        )
-        self._stream = self._prompt_state.stream(tokenizer, skipped)
-        self._matcher = _StopMatcher(stop, include_stop) if stop else None
-        self._min_tokens = min_tokens
-        self._parts: list[str] = []
-        self._done = False
-        self.stopped: str | None = None
-        self.num_tokens = 0
-        self.pieces: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """Everything `push` has returned so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
-
-    def push(self, token_ids: Sequence[int], *, hide_last: bool = False, final: bool = False) -> str:
-        """Take new tokens; returns the text that became safe to send, possibly none.
-
-        hide_last: the last token ended the generation (an eos or stop id): counted, but not part of the text.
-        final: nothing follows, so text held back comes out, a broken last character as U+FFFD. After that, and after a
-        stop string matched, further calls return nothing.
-        """
-        if self._done:
-            return ""
-        safe: list[str] = []
-        last = len(token_ids) - 1
-        for index, token_id in enumerate(token_ids):
-            self.num_tokens += 1
-            if hide_last and index == last:
-                break
-            safe.append(self._match(self._stream.feed(token_id), self.num_tokens > self._min_tokens))
-            if self._done:
-                break
-        if final and not self._done:
-            safe.append(self._match(self._stream.flush(), self.num_tokens > self._min_tokens))
-            if self._matcher is not None and not self._done:
-                safe.append(self._matcher.flush())
-            self._done = True
-        self.pieces = safe
-        text = "".join(safe)
-        if text:
-            self._parts.append(text)
-        return text
-
-    def _match(self, text: str, searched: bool) -> str:
-        if self._matcher is None or not text or not searched:
-            return text
-        text, self.stopped = self._matcher.feed(text)
-        self._done = self.stopped is not None
-        return text

@@ -1,7 +1,7 @@
-"""Compiles what a request says of its answer's form into a grammar, and refuses what no answer could follow.
+"""Compiler of structured output constraints to llguidance grammars, with error messages for unsupported ones.
 
-Runs in processes that can be killed. Responsible for the reasons a caller reads; what a grammar may cost is bounded by
-`windlass.engine.interface.validation`, under which the engine compiles the same text again.
+Runs in text workers. `windlass.engine.interface.validation` has the limits under which the engine compiles the grammar
+again.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.validation import GRAMMAR_LIMITS, MAX_GRAMMAR_CHARACTERS
-from windlass.server.text import json_schemas
-from windlass.server.text.json_schemas import enforced_schema, has_no_finite_document
-from windlass.server.text.tool_parsers.forced_calls import PARAMETERS_OF
+from windlass.server.text.schema_rewriting import (
+    enforced_schema,
+    expand_ascii_classes,
+    expand_ascii_classes_in_lark,
+    has_no_finite_document,
+)
+from windlass.server.text.tool_parsers.call_grammars import PARAMETERS_OF
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -24,16 +28,15 @@ if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 _MAX_REASON_LENGTH = 400
-# How llguidance says where in a Lark grammar it stopped, and the lines of the grammar that it shows behind the reason.
+# llguidance's position of an error in a Lark grammar, and the lines of the grammar that it appends to the reason.
 _LOCATION = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 _SOURCE_LINE = re.compile(r"^ +(\d+) \| (.*)$", re.MULTILINE)
-# White space between the parts of a document: a space, or a line break and an indentation. Without a bound a model may go on
-# writing it for ever.
+# White space in a document: a space, or a line break and an indentation. Bounded, or a model could write it endlessly.
 _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": r"(\x20|\x0A[\x20\x09]{0,32})",
     "coerce_one_of": False,
 }
-_JSON_OBJECT = '{"type": "object"}'
+_UNSATISFIABLE = "no output satisfies it"
 _KIND_NAMES = {
     "json_schema": "JSON schema",
     "strict_json_schema": "JSON schema",
@@ -43,22 +46,22 @@ _KIND_NAMES = {
 
 
 class GrammarCompiler:
-    """tokenizer: whose added tokens grammars may name."""
+    """Compiler of grammars. tokenizer: its added tokens may be used in grammars."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def prepare(self) -> None:
-        """Do what the first grammar would wait for."""
+        """Load the library and build the vocabulary before the first request."""
         self.compile("json_object", "")
 
     def compile(self, kind: str, value: str, alternative: str = "") -> str:
-        """The serialized grammar; see `StructuredOutput` for the arguments. Raises RequestError with the reason."""
+        """Return the serialized grammar; see `StructuredOutput` for the arguments. Raises RequestError with the reason."""
         try:
             grammar = _serialize(kind, value)
         except MemoryError:
             raise
-        except BaseException as error:  # of several libraries, whose panics are no Exception
+        except BaseException as error:  # panics of the Rust libraries are not Exceptions
             raise RequestError(_error_message(kind, str(error) or type(error).__name__)) from None
         self._check(kind, grammar)
         if alternative:
@@ -68,18 +71,16 @@ class GrammarCompiler:
 
     def _check(self, kind: str, grammar: str) -> None:
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
-            raise RequestError(
-                f"the grammar has {len(grammar)} characters, at most {MAX_GRAMMAR_CHARACTERS} are compiled"
-            )
+            raise RequestError(f"the grammar has {len(grammar)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}")
         from llguidance import LLMatcher, LLParserLimits
 
         matcher = LLMatcher(self._byte_tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
         if matcher.is_error() or not any(matcher.compute_bitmask()) or matcher.is_error():
-            raise RequestError(_error_message(kind, matcher.get_error() or "nothing at all satisfies it"))
+            raise RequestError(_error_message(kind, matcher.get_error() or _UNSATISFIABLE))
 
     @cached_property
     def _byte_tokenizer(self) -> LLTokenizer:
-        """A vocabulary in which any text can be written, with the model's added tokens at their ids: quickly made."""
+        """Vocabulary of single bytes and the model's added tokens at their ids: sufficient for checks and fast to build."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         added = self._tokenizer.backend.get_added_tokens_decoder()
@@ -95,7 +96,7 @@ class GrammarCompiler:
 
 
 class _ByteVocabulary:
-    """A vocabulary as llguidance asks for it; the last special token ends a text."""
+    """Vocabulary in llguidance's interface. The last special token is the end of a text."""
 
     def __init__(self, tokens: list[bytes], special: list[int], bytes_: dict[int, int]) -> None:
         self.tokens, self.special_token_ids, self._bytes = tokens, special, bytes_
@@ -107,8 +108,8 @@ class _ByteVocabulary:
 
 
 def _alternatives(grammar: str, lark: str) -> str:
-    """One grammar or the other, as one."""
-    # llguidance serializes Lark as it is, and a schema as the only one of a list of grammars.
+    """Return the grammar that permits either of two grammars."""
+    # llguidance serializes Lark unchanged, and a schema as a list with one grammar.
     form = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
     both = [{**form, "name": "form"}, {"lark_grammar": lark, "name": "calls"}]
     return json.dumps({"grammars": [{"lark_grammar": "start: @form | @calls"}, *both]})
@@ -120,32 +121,32 @@ def _serialize(kind: str, value: str) -> str:
 
     match kind:
         case "json_object":
-            return _serialize_schema(_JSON_OBJECT)
+            return _serialize_schema('{"type": "object"}')
         case "json_schema" | "strict_json_schema":
             return _serialize_schema(value, strict=kind == "strict_json_schema")
         case "regex":
-            return LLMatcher.grammar_from_regex(json_schemas.expand_ascii_classes(value))
+            return LLMatcher.grammar_from_regex(expand_ascii_classes(value))
         case "choice":
             choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(value))
             return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
         case "grammar":
-            return LLMatcher.grammar_from_lark(json_schemas.expand_ascii_classes_in_lark(any_to_lark(value)))
+            return LLMatcher.grammar_from_lark(expand_ascii_classes_in_lark(any_to_lark(value)))
         case _:
             return LLMatcher.grammar_from_lark(value)
 
 
 def _serialize_schema(text: str, *, strict: bool = False) -> str:
-    """strict: whether what cannot be held to is refused, and not ignored."""
+    """Return the grammar of a JSON schema. strict: reject keywords that cannot be enforced instead of ignoring them."""
     schema = json.loads(text)
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise ValueError("it is satisfied by nothing" if schema is False else "a schema is an object")
+        raise ValueError(_UNSATISFIABLE if schema is False else "a schema must be an object")
     if "x-guidance" in schema:
-        raise ValueError("x-guidance is for the server to set")
+        raise ValueError("x-guidance is reserved for the server")
     _check_references(schema)
     if has_no_finite_document(schema):
-        raise ValueError("no document satisfies it: what it requires contains itself without end")
+        raise ValueError("no document satisfies it: a required member contains itself endlessly")
     from llguidance import LLMatcher
 
     options: JsonCompileOptions = {**_JSON_OPTIONS, "lenient": not strict}
@@ -153,13 +154,13 @@ def _serialize_schema(text: str, *, strict: bool = False) -> str:
 
 
 def _check_references(schema: Any) -> None:
-    """Refuse what older drafts read in another way than newer ones."""
+    """Reject keywords whose meaning differs between drafts."""
     stack = [schema]
     while stack:
         item = stack.pop()
         if isinstance(item, dict):
             if isinstance(item.get("$ref"), str) and isinstance(item.get("$id"), str):
-                raise ValueError("$id beside $ref means one thing in older drafts and another in newer ones")
+                raise ValueError("$id next to $ref has different meanings in older and newer drafts")
             stack.extend(item.values())
         elif isinstance(item, list):
             stack.extend(item)
@@ -169,12 +170,12 @@ def _error_message(kind: str, reason: str) -> str:
     what = f"this {_KIND_NAMES.get(kind, 'grammar')}"
     if (location := _LOCATION.match(reason)) is not None:
         above = dict(_SOURCE_LINE.findall(reason)).get(str(int(location[1]) - 1), "")
-        if above.startswith(PARAMETERS_OF):  # in a grammar that its caller has never seen
+        if above.startswith(PARAMETERS_OF):  # the client has not seen this grammar
             what = f"the schema in the parameters of {above.removeprefix(PARAMETERS_OF)!r}"
             reason = _SOURCE_LINE.split(reason)[0][location.end() :]
     line = " ".join(reason.partition("\n<state>")[0].split())[:_MAX_REASON_LENGTH]
     if line.startswith("NoExtension"):
-        line = "nothing at all satisfies it"
-    # The library speaks of an option of its own, which callers do not have.
+        line = _UNSATISFIABLE
+    # The library mentions an option that clients cannot set.
     line = line.split(" Enable 'coerce_one_of'")[0] + " Write anyOf." if "coerce_one_of" in line else line
     return f"{what} cannot be followed: {line}"

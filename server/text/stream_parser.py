@@ -1,4 +1,4 @@
-"""Parsers of text that arrives in pieces, and their events."""
+"""Incremental parsers of generated text, and their events."""
 
 from __future__ import annotations
 
@@ -9,24 +9,34 @@ from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+MAX_CALLS = 128  # in one answer; further calls are ignored
+MAX_NAME = 256  # characters of a function's name in generated text
+MAX_HELD_SPACE = 64  # characters of white space held back until it is known whether a call follows
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_OUT_OF_STRING = re.compile(r"[0-9A-Za-z+\-.:, \t\r\n]*")  # characters of JSON outside strings, except brackets
+_IN_STRING = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)
+
+ParserSteps = Generator[None, None, None]
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for whoever reads the answer."""
+    """Text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text the model wrote for itself."""
+    """Text of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call begins: the `index`-th of the answer, from 0. Its arguments follow."""
+    """Start of a tool call. index: number of the call in the answer, from 0."""
 
     index: int
     id: str
@@ -35,7 +45,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of a call's arguments, which are JSON text."""
+    """Next piece of a call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -45,26 +55,26 @@ Event = Content | Reasoning | CallStart | CallArguments
 
 
 class OutputParser(Protocol):
-    """Reads one sample's text in pieces of any size. The events put together never depend on the pieces.
+    """Incremental parser of one sample's text. The concatenated events do not depend on how the text is split.
 
-    in_call: whether the arguments of a call have begun and not yet been closed.
+    in_call: whether the arguments of a call are open.
     """
 
     @property
     def in_call(self) -> bool: ...
 
     def feed(self, text: str) -> list[Event]:
-        """What has become certain with `text`."""
+        """Return the events that `text` completes."""
 
     def finish(self) -> list[Event]:
-        """What was held back, once nothing more comes. Call it once."""
+        """Return the events held back at the end of the text. Must be called once."""
 
 
 @runtime_checkable
 class TracksThinking(Protocol):
-    """A parser that knows where it stands, for counting the tokens of the thinking.
+    """Parser that allows counting the tokens of the thinking.
 
-    thinking: whether what comes next is thinking, or may turn out to open it. thought: whether there was any thinking.
+    thinking: whether the next text is thinking or may open it. has_thought: whether there was any thinking.
     """
 
     @property
@@ -75,7 +85,7 @@ class TracksThinking(Protocol):
 
 
 class PlainTextParser:
-    """The parser of answers in which nothing is looked for."""
+    """Parser that emits all text as content."""
 
     in_call = False
 
@@ -88,53 +98,38 @@ class PlainTextParser:
 
 @dataclass(frozen=True, slots=True)
 class ParsingPlan:
-    """How the answers to one request are parsed.
+    """Parser of a request's answers and the special tokens that it needs.
 
-    make: a new parser, one for each sample.
-    markers: text of special tokens that the parser has to see, even where a reader of the answer shall not.
-    legacy_function_call: whether a call is laid out as `function_call`, as OpenAI did before there were tools.
+    new_parser: creates the parser of one sample.
+    markers: special tokens that the parser must see, even if they are omitted from answers.
+    legacy_function_call: whether a call is returned as `function_call`, OpenAI's API before tools.
     """
 
-    make: Callable[[], OutputParser]
+    new_parser: Callable[[], OutputParser]
     markers: frozenset[str] = frozenset()
     legacy_function_call: bool = False
 
 
-MAX_CALLS = 128  # in one answer; what follows is content
-
-MAX_NAME = 256  # characters of a function's name as a model writes it
-
-MAX_HELD_SPACE = 64  # whitespace that is held back until it is known whether a call follows
-
-_SPACE = re.compile(r"[ \t\r\n]*")
-
-_OUT_OF_STRING = re.compile(r"[0-9A-Za-z+\-.:, \t\r\n]*")  # what JSON has outside strings beside brackets
-
-_IN_STRING = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)
-
-ParserSteps = Generator[None, None, None]
-
-
 def join_surrogates(text: str) -> str:
-    """The text that escapes stand for: halves of a character are joined, and one alone is U+FFFD, as no JSON can hold it."""
+    """Join surrogate pairs; replace lone surrogates by U+FFFD, because UTF-8 cannot encode them."""
     return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def as_json(value: Any) -> str:
-    """The JSON of a value that a model wrote in JSON or Python, without halves of characters. Raises ValueError for NaN."""
+    """Return the JSON of a value without lone surrogates. Raises ValueError for NaN and infinity."""
     text = json.dumps(value, allow_nan=False)
-    if "\\ud" in text:  # a character in two escapes, or half of one
+    if "\\ud" in text:  # a surrogate
         text = json.dumps(json.loads(join_surrogates(json.dumps(value, ensure_ascii=False))))
     return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """What a parser of calls is told about the request.
+    """Options of a tool call parser.
 
-    schemas: the parameters of each function on offer, by name. new_id: makes the id of a call.
-    max_calls: further calls are left out of the answer. calls_only: a grammar lets nothing else be written, so what looks
-    like content is the beginning of a call that was cut short. barred: functions that the model sees and may not call now.
+    schemas: parameters of the request's tools, by name. new_id: creates the id of a call.
+    max_calls: further calls are omitted. calls_only: a grammar permits only calls, so text outside calls is the beginning
+    of an incomplete call. disallowed: tools that the model sees and that `tool_choice` excludes.
     """
 
     schemas: Mapping[str, Mapping[str, Any]]
@@ -149,13 +144,28 @@ class _Buffer:
     data: str = ""
     position: int = 0
     ended: bool = False
-    taken_pieces: list[str] = field(default_factory=list)  # taken, and perhaps to be given back as content
+    taken_pieces: list[str] = field(default_factory=list)  # taken since the last decision between content and markup
+
+
+def find_marker(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, int] | None:
+    """Return start and end of the first marker in the text, None if there is none."""
+    found = [(at, at + len(marker)) for marker in markers if (at := text.find(marker, start)) >= 0]
+    return min(found, default=None)
+
+
+def partial_marker_length(text: str, markers: Sequence[str]) -> int:
+    """Return how many characters at the end of the text may be the beginning of a marker."""
+    for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
+        if any(len(marker) > length and text.endswith(marker[:length]) for marker in markers):
+            return length
+    return 0
 
 
 class StreamParser(ABC):
-    """The base of parsers: fill in `run`. Text goes to `emit_content` or into calls; whitespace beside a call is dropped.
+    """Base of parsers written as a generator, `run`, that yields when it needs more text.
 
-    in_call: see `OutputParser`. A call that is left out of the answer is none.
+    Text is passed to `emit_content` or becomes part of a call. White space next to a call is dropped.
+    in_call: see `OutputParser`; False for omitted calls.
     """
 
     def __init__(self, options: CallOptions) -> None:
@@ -164,18 +174,16 @@ class StreamParser(ABC):
         self.in_call = False
         self._buffer = _Buffer()
         self._events: list[Event] = []
-        self._held_space = ""  # held back: it counts only if text follows
+        self._held_space = ""  # white space that is content only if text follows
         self._after_call = False
         self._steps = self.run()
         next(self._steps, None)
 
     @abstractmethod
     def run(self) -> ParserSteps:
-        """Read the whole text."""
+        """Parse the text up to its end."""
 
-    # ---- OutputParser ------------------------------------------------------------------------------------------------
     def feed(self, text: str) -> list[Event]:
-        """See `OutputParser`."""
         source = self._buffer
         source.data = source.data[source.position :] + text
         source.position = 0
@@ -183,7 +191,6 @@ class StreamParser(ABC):
         return self._drain()
 
     def finish(self) -> list[Event]:
-        """See `OutputParser`."""
         self._buffer.ended = True
         next(self._steps, None)
         if not self._after_call and self._held_space:
@@ -194,9 +201,10 @@ class StreamParser(ABC):
         events, self._events = self._events, []
         return events
 
-    # ---- what comes out ----------------------------------------------------------------------------------------------
+    # Events
+
     def emit_content(self, text: str) -> None:
-        """Text is content."""
+        """Emit content."""
         if self._after_call:
             text = text.lstrip()
         if not text or self.options.calls_only:
@@ -209,16 +217,16 @@ class StreamParser(ABC):
             self._events.append(Content(kept))
 
     def emit_reasoning(self, text: str) -> None:
-        """Text is reasoning."""
+        """Emit reasoning."""
         if text:
             self._events.append(Reasoning(text))
 
     def may_call(self, name: str | None) -> bool:
-        """Whether what a call names may be called, which is also one that is not on offer: a model may make names up."""
+        """Return whether a call with this name is emitted. Unknown names are permitted: the client decides about them."""
         return bool(name) and len(name or "") <= MAX_NAME and name not in self.options.disallowed
 
     def begin_call(self, name: str) -> None:
-        """A call begins. What was taken so far belongs to it."""
+        """Emit the start of a call and discard the text taken so far."""
         self._buffer.taken_pieces.clear()
         self._held_space, self._after_call = "", True
         self.calls += 1
@@ -227,16 +235,16 @@ class StreamParser(ABC):
             self._events.append(CallStart(self.calls - 1, self.options.new_id(), name))
 
     def end_call(self) -> None:
-        """The arguments of the call that began last are closed."""
+        """Mark the arguments of the current call as closed."""
         self.in_call = False
 
     def emit_arguments(self, text: str) -> None:
-        """The next piece of the arguments of the call that began last."""
+        """Emit a piece of the arguments of the current call."""
         if text and self.calls <= self.options.max_calls:
             self._events.append(CallArguments(self.calls - 1, text))
 
     def emit_taken(self) -> bool:
-        """What was taken since the last call or `discard_taken` is content after all; whether it is more than whitespace."""
+        """Emit the taken text as content; return whether it is more than white space."""
         text = "".join(self._buffer.taken_pieces)
         self._buffer.taken_pieces.clear()
         if text:
@@ -244,12 +252,13 @@ class StreamParser(ABC):
         return bool(text.strip())
 
     def discard_taken(self) -> None:
-        """What was taken belongs to the markup of a call that was made."""
+        """Discard the taken text, which is markup of an emitted call."""
         self._buffer.taken_pieces.clear()
 
-    # ---- taking text -------------------------------------------------------------------------------------------------
+    # Text
+
     def wait_for_text(self) -> Generator[None, None, bool]:
-        """Wait for text behind what is there; False where none comes any more."""
+        """Wait for more text; return False at the end of the text."""
         known = len(self._buffer.data) - self._buffer.position
         while len(self._buffer.data) - self._buffer.position == known:
             if self._buffer.ended:
@@ -258,48 +267,46 @@ class StreamParser(ABC):
         return True
 
     def peek(self) -> Generator[None, None, str]:
-        """The next character, empty at the end."""
+        """Return the next character, empty at the end of the text."""
         if self._buffer.position == len(self._buffer.data) and not (yield from self.wait_for_text()):
             return ""
         return self._buffer.data[self._buffer.position]
 
     def take(self, count: int) -> str:
-        """The next characters, which must be there."""
+        """Take the next characters, which must be available."""
         source = self._buffer
         taken = source.data[source.position : source.position + count]
-        source.position += count
-        source.taken_pieces.append(taken)
+        if taken:
+            source.position += count
+            source.taken_pieces.append(taken)
         return taken
 
     def put_back(self, count: int) -> None:
-        """Untake the last characters of what was taken last."""
+        """Put back the last characters of the last taken piece."""
         self._buffer.position -= count
         self._buffer.taken_pieces[-1] = self._buffer.taken_pieces[-1][:-count]
 
     def skip_space(self) -> ParserSteps:
-        """Take whitespace."""
+        """Take white space."""
         while True:
-            source = self._buffer
-            end = _SPACE.match(source.data, source.position).end()  # type: ignore[union-attr]
-            if end > source.position:
-                self.take(end - source.position)
-            if end < len(source.data) or not (yield from self.wait_for_text()):
+            self.take_match(_SPACE)
+            if self._buffer.position < len(self._buffer.data) or not (yield from self.wait_for_text()):
                 return
 
     def take_literal(self, *choices: str) -> Generator[None, None, str]:
-        """Take the longest of `choices` that comes next; empty where none does."""
+        """Take the longest of `choices` that follows; return an empty string if none does."""
         longest = max(map(len, choices))
         while True:
             source = self._buffer
             ahead = source.data[source.position : source.position + longest]
-            open_ = any(len(ahead) < len(choice) and choice.startswith(ahead) for choice in choices)
-            if open_ and (yield from self.wait_for_text()):
+            undecided = any(len(ahead) < len(choice) and choice.startswith(ahead) for choice in choices)
+            if undecided and (yield from self.wait_for_text()):
                 continue
             found = max((choice for choice in choices if ahead.startswith(choice)), key=len, default="")
             return self.take(len(found)) if found else ""
 
     def take_truncated_tag(self, tags: Sequence[str]) -> bool:
-        """Take what is left where the text has ended in the middle of one of the tags; whether it has."""
+        """Take the rest of a text that ends within one of the tags; return whether it does."""
         source = self._buffer
         rest = source.data[source.position :]
         if not (source.ended and rest and any(tag.startswith(rest) for tag in tags)):
@@ -308,12 +315,13 @@ class StreamParser(ABC):
         return True
 
     def take_match(self, pattern: re.Pattern[str]) -> str:
-        """Take what `pattern` matches of the text that is there."""
+        """Take the match of `pattern` in the available text."""
         source = self._buffer
-        return self.take(pattern.match(source.data, source.position).end() - source.position)  # type: ignore[union-attr]
+        found = pattern.match(source.data, source.position)
+        return self.take(found.end() - source.position) if found else ""
 
     def take_while(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
-        """Take characters while `pattern`, which matches single characters, does; at most MAX_NAME of them."""
+        """Take at most MAX_NAME characters that match `pattern`, a pattern of one character."""
         taken: list[str] = []
         while len(taken) < MAX_NAME:
             character = yield from self.peek()
@@ -323,46 +331,41 @@ class StreamParser(ABC):
         return "".join(taken)
 
     def pass_until(self, markers: Sequence[str], out: Callable[[str], None]) -> Generator[None, None, str]:
-        """Hand text to `out` up to the first of `markers`, which is taken and returned; empty where none comes.
+        """Pass text to `out` up to the first of `markers`; take and return the marker, empty at the end of the text.
 
-        Markers must differ in such a way that none begins another.
+        No marker may be a prefix of another.
         """
-        longest = max(map(len, markers))
         firsts = {marker[0] for marker in markers}
         while True:
             source = self._buffer
             data, position = source.data, source.position
-            if not firsts.isdisjoint(data[position:]):
-                places = [(at, marker) for marker in markers if (at := data.find(marker, position)) >= 0]
-                at, found = min(places, default=(len(data), ""))
-                if not found:  # the start of a marker may stand at the end
-                    start = max(position, len(data) - longest + 1)
-                    tails = (k for k in range(start, len(data)) if any(m.startswith(data[k:]) for m in markers))
-                    at = len(data) if source.ended else next(tails, len(data))
-            else:
-                at, found = len(data), ""
+            at = end = len(data)
+            if not firsts.isdisjoint(ahead := data[position:]):
+                if span := find_marker(data, markers, position):
+                    at, end = span
+                elif not source.ended:
+                    at = end = len(data) - partial_marker_length(ahead, markers)
             if at > position:
                 source.position = at
                 out(data[position:at])
-            if found:
-                return self.take(len(found))
+            if end > at:
+                return self.take(end - at)
             if not (yield from self.wait_for_text()):
                 if source.position < len(source.data):
-                    continue  # the rest is no marker
+                    continue  # the rest is not a marker
                 return ""
 
-    # ---- JSON --------------------------------------------------------------------------------------------------------
+    # JSON
+
     def take_string(self) -> Generator[None, None, str | None]:
-        """Take a JSON string and return its value; None where it is none."""
+        """Take a JSON string; return its value, None if it is not one."""
         if (yield from self.peek()) != '"':
             return None
         parts = [self.take(1)]
         while True:
+            parts.append(self.take_match(_IN_STRING))
             source = self._buffer
-            end = _IN_STRING.match(source.data, source.position).end()  # type: ignore[union-attr]
-            if end > source.position:
-                parts.append(self.take(end - source.position))
-            if end < len(source.data) and source.data[end] == '"':
+            if source.position < len(source.data) and source.data[source.position] == '"':
                 parts.append(self.take(1))
                 break
             if not (yield from self.wait_for_text()):
@@ -374,9 +377,9 @@ class StreamParser(ABC):
         return join_surrogates(value)
 
     def take_brackets(self, out: Callable[[str], None]) -> Generator[None, None, bool]:
-        """Take a JSON object or array and hand it to `out` as it comes; False where it breaks off or is not closed.
+        """Take a JSON object or array and pass it to `out` in pieces; return False if its brackets do not match.
 
-        Brackets are counted and strings are skipped; whether it is valid JSON otherwise is not looked at.
+        Only brackets and strings are checked.
         """
         closing: list[str] = []
         inside = False
@@ -388,7 +391,7 @@ class StreamParser(ABC):
                 if inside:
                     at = _IN_STRING.match(data, at).end()  # type: ignore[union-attr]
                     if at == len(data) or data[at] != '"':
-                        break  # the text ends, perhaps behind a backslash
+                        break  # the text ends, possibly after a backslash
                     inside = False
                     at += 1
                     continue
@@ -418,14 +421,14 @@ class StreamParser(ABC):
                 return False
 
     def take_arguments(self) -> Generator[None, None, bool]:
-        """Take the JSON object of a call's arguments, which may end before it is closed; whether it did not."""
+        """Take and emit the JSON object of a call's arguments; return whether it is closed."""
         closed = yield from self.take_brackets(self.emit_arguments)
         if closed:
             self.end_call()
         return closed
 
     def peek_object(self) -> Generator[None, None, bool]:
-        """Whether the text goes on as a JSON object does, down to its first quote. Takes nothing."""
+        """Return whether `{` and a quote or `}` follow. Takes nothing."""
         while True:
             source = self._buffer
             ahead = source.data[source.position :]

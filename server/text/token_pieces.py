@@ -1,4 +1,4 @@
-"""Bytes of single tokens."""
+"""Bytes of single tokens, from the decoder of a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _char_to_byte() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: character -> byte (openai/gpt-2, encoder.py, bytes_to_unicode)."""
+    """Return GPT-2's alphabet, printable character -> byte (openai/gpt-2, encoder.py, bytes_to_unicode)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -22,23 +22,22 @@ def _char_to_byte() -> dict[str, int]:
 
 
 _CHAR_TO_BYTE = _char_to_byte()
-
 _BYTE_TO_CHAR = {byte: char for char, byte in _CHAR_TO_BYTE.items()}
 
 
 def byte_level_text(data: bytes) -> str:
-    """A token's bytes as a byte-level vocabulary writes them."""
+    """Return a token's bytes in the alphabet of byte-level vocabularies."""
     return "".join(_BYTE_TO_CHAR[byte] for byte in data)
 
 
 @dataclass(frozen=True, slots=True)
 class PieceDecoder:
-    """A decoder reduced to a rule per token.
+    """Decoder of single tokens, equivalent to the tokenizer's decoder of sequences.
 
     byte_level: tokens are written in GPT-2's byte alphabet. replacements: substitutions inside a token, in order.
-    byte_fallback: tokens such as `<0xE2>` are single bytes. separator: stands before every token but the first.
-    metaspace: character that is a space, and is dropped from the first token of a text.
-    strip_left: how many `strip_char` are dropped from the start of a text.
+    byte_fallback: tokens such as `<0xE2>` are single bytes. separator: inserted before every token except the first.
+    metaspace: character that represents a space and is removed from the first token of a text.
+    strip_left: number of `strip_char` removed from the start of a text.
     """
 
     byte_level: bool = False
@@ -51,7 +50,7 @@ class PieceDecoder:
 
     @classmethod
     def for_tokenizer(cls, backend: tokenizers.Tokenizer) -> PieceDecoder | None:
-        """The rule of this tokenizer's decoder, or None where it is none of those understood here."""
+        """Return the decoder of a tokenizer's single tokens, None if its decoder has unsupported steps."""
         decoder = backend.decoder
         if decoder is None:
             return cls(separator=" ")
@@ -77,7 +76,7 @@ class PieceDecoder:
                 replacements.append((step["replacement"], " "))
                 if step.get("prepend_scheme", "always") != "never":
                     if len(replacements) > 1 or values.get("byte_fallback"):
-                        return None  # the first token's rule would depend on what stood before it in the sequence
+                        return None  # the first token's text would depend on earlier steps
                     values["metaspace"] = step["replacement"]
             elif kind == "Fuse":
                 fused = True
@@ -88,11 +87,11 @@ class PieceDecoder:
         return cls(replacements=tuple(replacements), **values)
 
     def decode_token(self, token: str, *, first: bool = False) -> bytes:
-        """UTF-8 that `token` adds; `first`: nothing was decoded before it. `strip_left` is left to the caller."""
+        """Return the UTF-8 of a token. first: it is the first of a text. The caller applies `strip_left`."""
         if self.byte_level:
             try:
                 return bytes([_CHAR_TO_BYTE[char] for char in token])
-            except KeyError:  # an added token, written as it is
+            except KeyError:  # an added token is not written in the byte alphabet
                 return token.encode("utf-8", "replace")
         if first and self.metaspace:
             token = token.replace(self.metaspace, "")
@@ -105,7 +104,7 @@ class PieceDecoder:
         return token.encode("utf-8", "replace")
 
     def covers_every_byte(self, backend: tokenizers.Tokenizer) -> bool:
-        """Whether any text at all can be written in this vocabulary, so that nothing becomes an unknown token."""
+        """Return whether the vocabulary has every byte, so that no text contains unknown tokens."""
         if self.byte_level:
             names = list(_CHAR_TO_BYTE)
         elif self.byte_fallback and getattr(backend.model, "byte_fallback", False):

@@ -1,4 +1,4 @@
-"""A model's tokenizer: text to token ids and back, and where tokens begin in a text."""
+"""Tokenizer of a model: conversion of text to token ids and back, and text offsets of tokens."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _MAX_ID = 2**32 - 1
 
 
 class Tokenizer:
-    """A loaded tokenizer. Every method may be called from any thread.
+    """Loaded tokenizer. All methods are thread-safe.
 
-    vocab_size: one more than the largest id. special_tokens: named tokens (bos_token, eos_token, …) as text.
-    chat_template: the default template's source; tool_template: that of chats with functions, where they have one of their own;
-    chat_templates: all of them by name ("default", "tool_use", …).
+    vocab_size: largest id plus one. special_tokens: texts of named tokens (bos_token, eos_token, …).
+    chat_templates: sources of the chat templates by name ("default", "tool_use", …). chat_template: the default one.
+    tool_template: the one for chats with tools, if it is separate.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
-        backend.no_truncation()  # a prompt that is too long is refused by length, never cut behind the caller's back
+        backend.no_truncation()  # the server rejects or truncates long prompts itself
         backend.no_padding()
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
@@ -54,16 +54,16 @@ class Tokenizer:
         self.vocab_size = max(ids, default=-1) + 1
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
-        self.pieces = PieceDecoder.for_tokenizer(backend)
+        self.piece_decoder = PieceDecoder.for_tokenizer(backend)
         self._bytes: dict[int, bytes] = {}
 
     def template_for(self, tools: bool) -> str | None:
-        """The source of the template for a chat. tools: whether functions are on offer."""
+        """Return the source of the template for a chat. tools: whether the request has tools."""
         return self.tool_template if tools and self.tool_template is not None else self.chat_template
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
-        """Load from a model directory; raises LoadError (one line) when that cannot be done."""
+        """Load the tokenizer of a model directory. Raises LoadError, one line."""
         directory = Path(path)
         text, config = _read_files(find_tokenizer(directory))
         try:
@@ -86,27 +86,27 @@ class Tokenizer:
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
-        """The `tokenizers` object itself, for libraries that need it. Do not change it."""
+        """The `tokenizers` object, for libraries that need it. Must not be modified."""
         return self._backend
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of the text; raises RequestError when it holds lone surrogates."""
+        """Return the token ids of a text. Raises RequestError for lone surrogates."""
         return list(self._encoding(text, add_special_tokens).ids)
 
     def encode_with_offsets(
         self, text: str, *, add_special_tokens: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids and, parallel to them, the half-open range of characters of each; (0, 0) for added specials."""
+        """Return the token ids and the half-open character range of each, (0, 0) for added special tokens."""
         encoding = self._encoding(text, add_special_tokens)
         return list(encoding.ids), list(encoding.offsets)
 
     def encode_pair(
         self, first: str, second: str, *, add_special_tokens: bool, max_tokens: int | None
     ) -> tuple[list[int], int]:
-        """Token ids of two texts as one, joined as the tokenizer joins pairs, and where those of the second begin.
+        """Return the token ids of a pair of texts, and the index at which the second begins.
 
-        most: the second is cut at its end to fit into so many. Raises RequestError where the first alone does not, or for lone
-        surrogates.
+        max_tokens: the second text is truncated at its end to this total. Raises RequestError if the first text leaves no
+        token for it, and for lone surrogates.
         """
         first_encoding, second_encoding = (self._encoding(text, False) for text in (first, second))
         added = self._backend.num_special_tokens_to_add(True) if add_special_tokens else 0
@@ -114,35 +114,38 @@ class Tokenizer:
             available = max_tokens - len(first_encoding.ids) - added
             if available < 1:
                 raise RequestError(
-                    f"the first text has {len(first_encoding.ids)} tokens, which leave no room for the second among "
-                    f"{max_tokens}: shorten it"
+                    f"the first text has {len(first_encoding.ids)} tokens and leaves none of {max_tokens} for the second: "
+                    "shorten it"
                 )
             second_encoding.truncate(available)
         joined = self._backend.post_process(first_encoding, second_encoding, add_special_tokens)
         of_first = [index for index, text in enumerate(joined.sequence_ids) if text == 0]
         types = joined.type_ids
-        # Where types tell nothing apart, behind the last token of the first text.
+        # Without type ids of the second text, it begins after the last token of the first.
         return list(joined.ids), types.index(1) if 1 in types else of_first[-1] + 1 if of_first else 0
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids: unknown ids give nothing, broken UTF-8 U+FFFD. Raises RequestError for negative ids."""
+        """Return the text of the ids. Unknown ids are ignored, invalid UTF-8 becomes U+FFFD.
+
+        Raises RequestError for integers that are not token ids.
+        """
         for token_id in token_ids:
             if not 0 <= token_id <= _MAX_ID:
-                raise RequestError(f"{token_id} is not a token id: ids run from 0 to {self.vocab_size - 1}")
+                raise RequestError(f"{token_id} is not a token id: ids are 0 to {self.vocab_size - 1}")
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds mid-text, as UTF-8 (possibly part of a character); empty for unknown ids."""
+        """Return the UTF-8 of a token within a text, possibly a part of a character; empty for unknown ids."""
         known = self._bytes.get(token_id)
         if known is None:
             token = self._token(token_id)
             known = b"" if token is None else self._piece(token_id, token)
-            if token is not None:  # callers may ask for any integer: remember only what the vocabulary bounds
+            if token is not None:  # cache only valid ids: callers may pass any integer
                 self._bytes[token_id] = known
         return known
 
     def token_text(self, token_id: int) -> str:
-        """The same as text; a token that is not valid UTF-8 by itself is shown as OpenAI does, `bytes:\\xe2\\x82`."""
+        r"""Return the text of a token within a text. Invalid UTF-8 is written like OpenAI's API does, `bytes:\xe2\x82`."""
         data = self.token_bytes(token_id)
         try:
             return data.decode("utf-8")
@@ -151,31 +154,30 @@ class Tokenizer:
 
     @cached_property
     def max_token_chars(self) -> int:
-        """No text of more than n * max_token_chars characters has n tokens or fewer.
+        """Upper bound of the characters per token: a text of more than n * max_token_chars characters has more than n tokens.
 
-        Exact for byte-level vocabularies. Where a normaliser, an unknown token or a whitespace-eating special token may
-        swallow characters, a generous guess takes its place. Computed on first use: it visits the whole vocabulary.
+        Exact for byte-level vocabularies. A generous estimate if a normalizer, an unknown token or a special token that
+        strips white space may remove characters. Computed on first use, because it visits the entire vocabulary.
         """
         starts = 1
         for token_id in self._backend.get_vocab(with_added_tokens=True).values():
             data = self.token_bytes(token_id)
             starts = max(starts, sum(byte & 0xC0 != 0x80 for byte in data))  # characters that begin in this token
-        return (
-            starts * 4
-            if self._character_loss == "composition"
-            else starts
-            if self._character_loss == "none"
-            else max(starts, 4096)
-        )
+        match self._character_loss():
+            case "none":
+                return starts
+            case "composition":
+                return starts * 4
+            case _:
+                return max(starts, 4096)
 
-    @property
     def _character_loss(self) -> str:
-        """How tokenizing may lose characters: "none", "composition" (up to 4 become 1) or "unbounded"."""
+        """Return how tokenizing may remove characters: "none", "composition" (up to 4 become 1) or "unbounded"."""
         added = self._backend.get_added_tokens_decoder().values()
         normalizers = _component_types(self._backend.normalizer)
         if (
-            self.pieces is None
-            or not self.pieces.covers_every_byte(self._backend)
+            self.piece_decoder is None
+            or not self.piece_decoder.covers_every_byte(self._backend)
             or any(token.lstrip or token.rstrip for token in added)
             or normalizers - {"NFC", "NFKC", "NFD", "NFKD", "Prepend", "Replace", "ByteLevel", "Lowercase"}
             or _component_types(self._backend.pre_tokenizer) - {"ByteLevel", "Metaspace", "Split", "Digits"}
@@ -193,9 +195,9 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) if 0 <= token_id <= _MAX_ID else None
 
     def _piece(self, token_id: int, token: str) -> bytes:
-        if self.pieces is not None:
-            return self.pieces.decode_token(token)
-        # A decoder without a rule per token: what the token adds behind a copy of itself is what it adds mid-text.
+        if self.piece_decoder is not None:
+            return self.piece_decoder.decode_token(token)
+        # Unsupported decoder: the token's text within a text is what it adds after a copy of itself.
         once = self._backend.decode([token_id], skip_special_tokens=False)
         twice = self._backend.decode([token_id, token_id], skip_special_tokens=False)
         return (twice[len(once) :] if twice.startswith(once) else once).encode("utf-8", "replace")
@@ -206,7 +208,7 @@ class Tokenizer:
 
 
 def _read_files(file: Path) -> tuple[str, dict[str, Any]]:
-    """The text of tokenizer.json and the content of tokenizer_config.json, made where the vocabulary is in another file."""
+    """Return the text of tokenizer.json and the content of tokenizer_config.json, converted from other files if necessary."""
     if file.name != TOKENIZER:
         from windlass.server.text.vocabularies.conversion import tokenizer_files
 
@@ -220,7 +222,7 @@ def _read_files(file: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _component_types(component: Any) -> set[str]:
-    """Type names of a normaliser or pre-tokenizer and of all inside it; "Shrinking" for rules that drop characters."""
+    """Return the type names of a normalizer or pre-tokenizer and its parts; "Shrinking" for rules that remove characters."""
     if component is None:
         return set()
 
@@ -238,10 +240,10 @@ def _component_types(component: Any) -> set[str]:
 
 
 def rerank_answer_ids(tokenizer: Tokenizer, tokens: Sequence[str | int]) -> tuple[int, ...]:
-    """Their ids. Raises LoadError for a text that is no single token, and for an id that the tokenizer does not have."""
+    """Return the ids of a reranker's answers. Raises LoadError for texts that are not one token, unknown and equal ids."""
     found = tuple(_id_of(tokenizer, token) for token in tokens)
     if len(set(found)) != len(found):
-        raise LoadError(f"reranking: {' and '.join(map(repr, tokens))} are one and the same token: name two")
+        raise LoadError(f"reranking: {' and '.join(map(repr, tokens))} are the same token: specify two")
     return found
 
 
@@ -249,7 +251,7 @@ def _id_of(tokenizer: Tokenizer, token: str | int) -> int:
     if isinstance(token, int):
         if token >= tokenizer.vocab_size:
             raise LoadError(
-                f"reranking: the model's files name the token id {token}, and its tokenizer has {tokenizer.vocab_size} ids"
+                f"reranking: token id {token} of the model's files is not below {tokenizer.vocab_size}, the tokenizer's size"
             )
         return token
     known = tokenizer.backend.token_to_id(token)
@@ -258,17 +260,16 @@ def _id_of(tokenizer: Tokenizer, token: str | int) -> int:
     ids = tokenizer.encode(token, add_special_tokens=False)
     if len(ids) != 1:
         raise LoadError(
-            f"reranking: {token!r} is {len(ids)} tokens of this model's tokenizer, and an answer is one: name another with "
-            "--rerank-tokens"
+            f"reranking: {token!r} is {len(ids)} tokens of this model's tokenizer, but an answer must be one: specify "
+            "another with `rerank_tokens`"
         )
     return ids[0]
 
 
 class TextOffsets:
-    """Where each token begins in the text, in characters, counted from `start`.
+    """Offset of each token in a text, in characters from `start`.
 
-    A token that continues a character begins where that character does; special tokens that are left out of the text
-    take no room.
+    A token that continues a character has the offset of that character. Omitted special tokens have no length.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, start: int = 0) -> None:
@@ -278,7 +279,7 @@ class TextOffsets:
         self._position = start
 
     def advance(self, token_id: int) -> int:
-        """The offset of this token; the next call is for the token after it."""
+        """Return the offset of the next token."""
         start = self._position
         if token_id not in self._skipped:
             self._position += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
@@ -286,5 +287,5 @@ class TextOffsets:
 
     @property
     def position(self) -> int:
-        """Where the next token will begin."""
+        """Offset of the token after the last one."""
         return self._position

@@ -1,4 +1,4 @@
-"""Files with a model's vocabulary and special tokens."""
+"""Files of a tokenizer: which one has the vocabulary, and the special tokens declared in the others."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 
-# Others that are read, the first that is there before the rest.
-_CONVERTIBLE_FILES = ("tekken.json", "tokenizer.model", "tiktoken.model", "*.tiktoken")
-
+_CONVERTIBLE_FILES = ("tekken.json", "tokenizer.model", "tiktoken.model", "*.tiktoken")  # in order of precedence
 _UNSUPPORTED_FILES = ("vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def find_tokenizer(directory: Path) -> Path:
-    """tokenizer.json, or else the file that it is made from; LoadError, one line, where there is neither."""
+    """Return the path of tokenizer.json, or of a file that can be converted to it. Raises LoadError, one line."""
     file = directory / TOKENIZER
     if file.is_file():
         return file
     if not directory.is_dir():
-        raise LoadError(f"{directory} is not a directory: give the directory that holds tokenizer.json")
+        raise LoadError(f"{directory} is not a directory: specify the directory that contains tokenizer.json")
     for pattern in _CONVERTIBLE_FILES:
         found = sorted(file for file in directory.glob(pattern) if file.is_file())
         if len(found) > 1:
             raise LoadError(
-                f"no tokenizer.json in {directory}, and several files it could be made from "
-                f"({', '.join(file.name for file in found)}): leave one of them there"
+                f"no tokenizer.json in {directory}, but several files that can be converted to it "
+                f"({', '.join(file.name for file in found)}): remove all but one"
             )
         if found:
             return found[0]
@@ -44,16 +43,13 @@ def find_tokenizer(directory: Path) -> Path:
     raise LoadError(f"no tokenizer.json in {directory}: copy it from the model's repository")
 
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
 def one_line(error: BaseException) -> str:
-    """What an error says, short enough for a message."""
+    """Return an error's message in one line of at most 200 characters."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a file; an empty one where there is no such file. Raises LoadError, one line."""
+    """Return the JSON object in a file, empty if the file does not exist. Raises LoadError, one line."""
     if not file.is_file():
         return {}
     try:
@@ -61,20 +57,20 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"cannot read {file} ({one_line(error)}): fetch the file again or remove it") from error
     if not isinstance(value, dict):
-        raise LoadError(f"{file} must hold a JSON object: fetch the file again or remove it")
+        raise LoadError(f"{file} must contain a JSON object: fetch the file again or remove it")
     return value
 
 
 def token_content(token: str | tokenizers.AddedToken) -> str:
-    """The token as text."""
+    """Return the text of a token."""
     return token if isinstance(token, str) else token.content
 
 
 def _added_token(value: Any, *, special: bool | None = None) -> str | tokenizers.AddedToken:
-    """A special token as configs write it: a string, or an object with content and flags."""
+    """Convert a special token of a configuration: a string, or an object with content and flags."""
     if isinstance(value, str):
         return value
-    from tokenizers import AddedToken  # here: a lookup of files does without the library
+    from tokenizers import AddedToken  # imported here: `find_tokenizer` does not need the library
 
     flags = {key: value[key] for key in ("lstrip", "rstrip", "single_word", "normalized", "special") if key in value}
     if special is not None:
@@ -85,7 +81,7 @@ def _added_token(value: Any, *, special: bool | None = None) -> str | tokenizers
 def special_tokens(
     directory: Path, config: dict[str, Any]
 ) -> tuple[dict[str, str | tokenizers.AddedToken], list[str | tokenizers.AddedToken]]:
-    """Named and nameless special tokens. special_tokens_map.json counts only beside configs of the old form."""
+    """Return named and unnamed special tokens. special_tokens_map.json is read only for configurations in the old format."""
     source = {
         key: _added_token(value)
         for key, value in config.items()
@@ -113,7 +109,7 @@ def add_missing_tokens(
     named: dict[str, str | tokenizers.AddedToken],
     unnamed: list[str | tokenizers.AddedToken],
 ) -> None:
-    """Add what the files beside tokenizer.json declare and it lacks, in the order of their ids."""
+    """Add the tokens that other files declare and tokenizer.json lacks, in the order of their ids."""
     from tokenizers import AddedToken
 
     present = {repr(token) for token in backend.get_added_tokens_decoder().values()}

@@ -47,19 +47,19 @@ def assert_unharmed(server: RealServer, found: Found, engine: int) -> None:
     assert answer.status_code == 200
 
 
-def told(found: Found) -> str:
+def summary(found: Found) -> str:
     gaps = ", ".join(f"p{100 * share:g} {found.quantile(share):.3f} s" for share in (0.5, 0.99, 0.999, 1.0))
     head = (
         f"{found.total} cases, slowest {found.slowest:.2f} s, {dict(found.codes)}; {found.streams} streams, gaps {gaps}"
     )
-    return f"{head}; stood still for {found.stood_still:.0f} s\n{found.table()}"
+    return f"{head}; paused for {found.paused:.0f} s\n{found.table()}"
 
 
 def test_the_corpus_and_some_damaged_requests(tmp_path: Path) -> None:
     with serve(*OPTIONS) as server:
         engine = server.engine_pid()
         found = fuzz(server.url, SEED, len(CORPUS) + MORE, streams=1)
-        print(told(found))
+        print(summary(found))
         assert_unharmed(server, found, engine)
     statuses = {status for _, status in found.counts}
     assert statuses >= {200, 400, 401, 404, 405}, statuses
@@ -72,7 +72,7 @@ def test_fifty_thousand_requests(tmp_path: Path) -> None:
     with serve(*OPTIONS) as server:
         engine = server.engine_pid()
         found = fuzz(server.url, SEED + 1, CASES)
-        print(told(found))
+        print(summary(found))
         assert_unharmed(server, found, engine)
         generated = schemathesis(server, tmp_path)
         print(f"Schemathesis: {generated} cases")

@@ -24,7 +24,7 @@ from windlass import LLM
 from windlass.clients import APIConnectionError, APIError, APIStatusError, BadRequestError, Client
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.rope_scaling import RopeScaling
-from windlass.server.startup.llm import read_options
+from windlass.server.startup.in_process import read_options
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--kv-cache-memory", "64MiB", "--deterministic")
@@ -288,9 +288,9 @@ def test_closing_ends_the_engine_overtakes_what_other_threads_do_and_hides_no_er
         broken.get_final()
     model.close()
     assert engines() == before
-    with pytest.raises(APIConnectionError, match="make another"):
+    with pytest.raises(APIConnectionError, match="create another"):
         model.generate("a")
-    with pytest.raises(APIConnectionError, match="make another"):
+    with pytest.raises(APIConnectionError, match="create another"):
         model.client.models()
 
 

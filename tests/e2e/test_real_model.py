@@ -6,7 +6,6 @@ Skipped where its package cannot be had: no network, no index that holds it.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,22 +64,18 @@ def text_of(answer: dict[str, Any]) -> str:
     return answer["choices"][0]["message"]["content"]
 
 
-def test_a_fact_over_http_is_the_answer_in_the_readme(server):
+def test_a_fact_over_http_with_and_without_a_scaling(server):
     answer = chat(server, FRANCE)
     assert answer["model"] == "smollm2" and text_of(answer) == "The capital of France is Paris."
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown, scaled = re.findall(
-        r"```json\n(.*?)```", readme.partition("## A first request")[2].partition("\n## ")[0], re.DOTALL
-    )
-    expected = json.loads(shown.replace("\n ", " "))
-    for name in ("choices", "rotary"):
-        assert answer[name] == expected[name]
-    # How many of the prompt were cached depends on what was asked before.
-    for usage in (answer["usage"], expected["usage"]):
-        usage.pop("prompt_tokens_details")
-    assert answer["usage"] == expected["usage"]
-    turned = chat(server, FRANCE, rope_scaling={"rope_type": "yarn", "factor": 4})
-    assert (turned["choices"], turned["rotary"]) == (answer["choices"], json.loads(scaled)["rotary"])
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (36, 8, 44)
+    rotary = answer["rotary"]
+    assert (rotary["rope_type"], rotary["parameters"], rotary["policy"]) == ("default", {"rope_theta": 1e5}, "frozen")
+    scaled = chat(server, FRANCE, rope_scaling={"rope_type": "yarn", "factor": 4})
+    assert scaled["choices"] == answer["choices"]
+    assert (scaled["rotary"]["rope_type"], scaled["rotary"]["parameters"]["factor"]) == ("yarn", 4.0)
+    assert scaled["rotary"]["fingerprint"] != rotary["fingerprint"]
 
 
 def test_requests_that_do_not_say_are_drawn_as_its_authors_recommend(server):

@@ -1,6 +1,6 @@
 """A real server with two engines that are killed again and again under load: each request ends once, whole or with an error.
 
-Ten minutes by `make soak`, three quarters of one among the slow tests. `SOAK_SECONDS` has the long form take another time.
+The long form, marked soak, takes ten minutes or SOAK_SECONDS; the short one, marked slow, 45 seconds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def killing(server: RealServer, client: httpx.AsyncClient, until: float, l
     while time.monotonic() < until:
         pause = time.monotonic() + rng.uniform(longest / 3, longest)
         while time.monotonic() < until and (time.monotonic() < pause or not await both_ready(client)):
-            memory.look(time.monotonic())
+            memory.sample(time.monotonic())
             await asyncio.sleep(0.5)
         if time.monotonic() < until:
             os.kill(rng.choice(engine_pids(server)), signal.SIGKILL)

@@ -1,6 +1,6 @@
 """A real server with the bundled model under mixed load for a while: memory stays flat and every request is accounted for.
 
-Half an hour by `make soak`, two minutes among the slow tests. `SOAK_SECONDS` has the long form take another time.
+The long form, marked soak, takes half an hour or SOAK_SECONDS; the short one, marked slow, two minutes.
 """
 
 from __future__ import annotations

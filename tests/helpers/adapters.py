@@ -1,4 +1,4 @@
-"""Random adapters as PEFT writes them, and models into which they are merged by hand: the oracle of what they change."""
+"""Random adapters in PEFT's format, and models with merged weights as their reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def save_adapter(
     strength: float = 0.1,
     **config: Any,
 ) -> Path:
-    """An adapter of the model in `model`. ranks: of kinds of modules that have their own."""
+    """Write an adapter for the model in `model`. ranks: of module types with a rank of their own."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in sorted(load_file(model / "model.safetensors").items()):
@@ -52,7 +52,7 @@ def save_adapter(
 
 
 def merged(model: Path, adapter: Path, target: Path) -> Path:
-    """The model in float32, with W + s B A in place of every weight W that the adapter changes, formed in float64."""
+    """Return the model in float32, where each adapted weight W is W + s B A, computed in float64."""
     shutil.copytree(model, target)
     weights = {name: weight.float() for name, weight in load_file(model / "model.safetensors").items()}
     changes = load_file(adapter / "adapter_model.safetensors")

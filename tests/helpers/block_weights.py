@@ -1,4 +1,4 @@
-"""Weights in blocks with random codes, for tests that need no quantizer."""
+"""Block weights with random codes, for tests without a quantizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from windlass.kernels.layouts.weight_layouts import store_block_rows
 
 
 def random_blocks(rows: int, columns: int, form: BlockForm) -> BlockWeight:
-    """Any codes, scales of both signs; numbers are of order one. Padding of K holds codes that are not zero."""
+    """Return random codes with scales of both signs; values are of order one. The padding of K has nonzero codes."""
     weight = BlockWeight.empty(rows, columns, form)
     groups = weight.scales.shape[1]
     low, high, kind = (-127, 128, torch.int8) if form.bits == 8 else (0, 1 << form.bits, torch.uint8)
@@ -20,7 +20,7 @@ def random_blocks(rows: int, columns: int, form: BlockForm) -> BlockWeight:
         supers = torch.randn(rows, -(-groups // form.super_groups), form.parts).half() / (1 << form.bits + 5)
     else:
         scales, supers = torch.randn(rows, groups, form.parts).half() / (1 << form.bits - 1), None
-    if form.minimum:  # of the size of the largest code times the scale
+    if form.minimum:  # about the largest code times the scale
         (scales if supers is None else supers)[..., 1] *= 1 << form.bits - 1
     store_block_rows(weight.narrow(0, rows), codes, scales, supers)
     return weight

@@ -1,4 +1,4 @@
-"""A real, headless Chromium for tests of HTML pages: the system's own, driven by playwright."""
+"""The system's headless Chromium, driven by playwright, for tests of HTML pages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 from helpers.live_server import Live
+
+pytest.importorskip("playwright", reason="needs the extra e2e: pip install -e '.[e2e]'")
+
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -15,11 +18,11 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """The browser, or a skip that says what to install."""
+    """Yield the browser; skip with installation instructions if there is none."""
     path = next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None:
         pytest.skip("no Chromium on this machine: apt-get install chromium")
-    expect.set_options(timeout=30_000)  # as long as it waits for everything else: the machine may be busy
+    expect.set_options(timeout=30_000)  # playwright's usual timeout: the machine may be busy
     with sync_playwright() as playwright:
         # No sandbox: test machines and containers run as root, and the pages are our own.
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
@@ -30,7 +33,7 @@ def chromium() -> Iterator[Browser]:
 
 
 class Seen:
-    """A page that must ask no other host and complain of nothing, and what it complained of."""
+    """Yield a page that must not contact other hosts or report errors, and the list of reported errors."""
 
     def __init__(self, browser: Browser, live: Live, path: str = "/", **context: object) -> None:
         self.page: Page = browser.new_page(**context)
@@ -49,7 +52,7 @@ class Seen:
         self.page.keyboard.press("Enter")
 
     def done(self, there: Locator | None = None) -> None:
-        """It is as it should be at the end, where `there` can be seen. there: the chat's button by default."""
+        """It is checked at the end, when `there` (by default the button of the chat) is visible."""
         expect(there or self.page.get_by_role("button", name="Send", exact=True)).to_be_visible()
         assert self.complaints == [] and self.outside == []
         self.page.close()

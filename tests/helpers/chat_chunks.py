@@ -1,4 +1,4 @@
-"""Puts the chunks of a chat's stream together, as clients do."""
+"""Combination of the chunks of a chat stream, as clients do it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def assembled(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
-    """One choice with its message, as a whole answer would have it; log-probabilities and token ids as flat lists."""
+    """Return the choice of a response without streaming; log-probabilities and token ids are flat lists."""
     message: dict[str, Any] = {"content": None, "refusal": None}
     choice: dict[str, Any] = {"message": message, "finish_reason": None, "token_ids": [], "logprobs": []}
     for chunk in chunks:

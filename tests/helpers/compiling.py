@@ -1,7 +1,7 @@
-"""Compiles every Triton program that a script launches, for GPUs that are not here, and runs none of them.
+"""Compilation of all Triton programs that a script launches, for absent GPUs and without execution.
 
-Run as a script with capabilities, 80 and 90 for instance: prints a line for each program, with the bytes of shared memory, the
-registers of a thread and the bytes that it spills. Results of operations mean nothing.
+Run as a script with compute capabilities, for example 80 and 90. Prints one line per program: bytes of shared memory,
+registers per thread and spilled bytes. Results of operations are meaningless.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TYPES = {
     torch.uint8: "*u8",
 }
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-_SHARED = {86: 99 << 10, 90: 227 << 10}  # bytes for the threads of a program
+_SHARED = {86: 99 << 10, 90: 227 << 10}  # bytes of shared memory per program
 _seen: set[str] = set()
 
 
@@ -69,7 +69,7 @@ def _type_of(operand: Any) -> str:
 
 
 def _taken(made: Any) -> tuple[int, int]:
-    """Registers of a thread, and the bytes of it that found none."""
+    """Return registers and spilled bytes per thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(made.asm["cubin"])
         tool = triton.knobs.nvidia.cuobjdump.path
@@ -87,7 +87,7 @@ def _compile(capability: int) -> Callable[..., None]:
         signature = {name: _type_of(operand) for name, operand in zip(names, operands, strict=True)}
         constants = {name: None for name, kind in signature.items() if kind == "constexpr"} | sizes
         attributes: dict[tuple[int], list[list[object]]] = {}
-        for place, (param, operand) in enumerate(zip(params, operands, strict=True)):  # as a launch would find them
+        for place, (param, operand) in enumerate(zip(params, operands, strict=True)):  # as in a launch
             if param.do_not_specialize:
                 continue
             if isinstance(operand, Tensor) or (isinstance(operand, int) and operand % 16 == 0):
@@ -101,7 +101,7 @@ def _compile(capability: int) -> Callable[..., None]:
         _seen.add(key)
         source = ASTSource(kernel, signature, constants, attributes)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        if options.get("enable_fp_fusion") is False:  # every number that decides a draw is rounded as elsewhere
+        if options.get("enable_fp_fusion") is False:  # numbers that affect sampling are rounded as on other devices
             assert re.search(r"fma\.|\.ftz|div\.(full|approx)", made.asm["ptx"]) is None, kernel.__name__
         registers, spilled = _taken(made)
         shared, warps = made.metadata.shared, made.metadata.num_warps
@@ -118,7 +118,7 @@ def _compile(capability: int) -> Callable[..., None]:
 
 
 def everything(capability: int) -> None:
-    """Every program, in the types and shapes that models bring."""
+    """Launch every program with the dtypes and shapes of models."""
     launch.SMALL = launch.Device(132, _SHARED[capability], (capability // 10, capability % 10))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         _attention_of_all_kinds(dtype)
@@ -150,7 +150,7 @@ def _attend(dtype: torch.dtype, kind: torch.dtype, **options: Any) -> None:
 
 
 def _attention_of_all_kinds(dtype: torch.dtype) -> None:
-    """Each size of heads, each number that shares keys, and each way to limit what is seen."""
+    """Launch attention for each head size, each number of queries per key, and each kind of mask."""
     from windlass.kernels.triton.paged_attention import paged_attention
 
     shapes = [
@@ -188,7 +188,7 @@ def _attention_of_all_kinds(dtype: torch.dtype) -> None:
 
 
 def _prompts(dtype: torch.dtype) -> None:
-    """Over keys in order."""
+    """Launch attention over keys in order."""
     from windlass.kernels.triton import prefill_attention
 
     for dim, kind, options in (
@@ -242,7 +242,7 @@ def _by_element(dtype: torch.dtype) -> None:
 
 
 def _states(dtype: torch.dtype) -> None:
-    """Qwen 3.5's shapes, a smaller one, LFM2's, and those of Mamba 2 in Granite 4 and Nemotron H."""
+    """Launch the shapes of Qwen 3.5, a smaller one, LFM2, and Mamba 2 in Granite 4 and Nemotron H."""
     from windlass.kernels.triton import recurrent_layers
 
     some = state_rows([1, 0], [1, 9], [False, True])
@@ -286,7 +286,7 @@ def _products(dtype: torch.dtype) -> None:
         if dtype != torch.float32 and rows == 300:
             _many_rows(y, experts, chosen)
         if rows == 300:
-            with patch.object(matmul, "_MOST_BEHIND", 1):  # as where there are more tiles of rows than that
+            with patch.object(matmul, "_MOST_BEHIND", 1):  # as with more tiles of rows
                 matmul.linear(y, torch.ones(128, 256).to(dtype), torch.ones(128).to(dtype))
                 matmul.linear(y, random_blocks(128, 256, FORMS["q4_k"]), None)
                 matmul.linear_of_experts(y, experts, chosen)
@@ -294,7 +294,7 @@ def _products(dtype: torch.dtype) -> None:
 
 
 def _many_rows(x: Tensor, experts: Any, chosen: Tensor) -> None:
-    """Of experts in large tiles, and in those of fewer rows."""
+    """Launch products of experts in large tiles and in tiles of fewer rows."""
     from windlass.kernels.triton import grouped_gemm, matmul
 
     down = matmul.PointerTableExperts([torch.ones(256, 64).to(x.dtype)] * 2)
@@ -308,8 +308,7 @@ def _many_rows(x: Tensor, experts: Any, chosen: Tensor) -> None:
 
 
 def _low_rank(dtype: torch.dtype) -> None:
-    """Of one matrix, of a fused one whose changes are wide, and of one with odd sizes; kept in the type of the computing, and in
-    another."""
+    """Launch LoRA for one matrix, a fused one with wide changes, and one with odd sizes, stored in two dtypes."""
     from windlass.kernels.triton import low_rank
 
     for kept in dict.fromkeys((dtype, torch.bfloat16)):
@@ -322,7 +321,7 @@ def _low_rank(dtype: torch.dtype) -> None:
 
 
 def _routes() -> None:
-    """Of models with few experts, with many, and with groups of them."""
+    """Launch routing for few experts, many experts, and groups of experts."""
     from windlass.kernels.triton import moe_routing
 
     for experts, rule in (
@@ -363,7 +362,7 @@ def _draws() -> None:
     one.change(LogitsChanges(some, some, some, numbers, some, numbers, some, numbers))
     try:
         token_sampler.sample(logits, [one])
-    except ValueError as error:  # what was never drawn is no status
+    except ValueError as error:  # status of a launch that never happened
         assert "SamplingStatus" in str(error)
     shares = torch.ones(2, dtype=torch.float64)
     triton_sampler.sample_rows(

@@ -1,4 +1,4 @@
-"""Engine configurations written flat, by the names that options have. Imports no torch."""
+"""Engine configurations from a flat list of options. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from windlass.server.config.option_names import from_flat
 
 
 def engine_config(model: str | Path, **values: Any) -> EngineConfig:
-    """`engine_config(DEMO, kv_cache_memory=8 << 20, device="cpu")`; whatever is not given has its default."""
+    """`engine_config(DEMO, kv_cache_memory=8 << 20, device="cpu")`; omitted options have their defaults."""
     return from_flat(str(model), values)

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels in every form this machine can run, and tensors that end where memory ends."""
+"""Compiled CPU kernels in all variants that this machine supports, and tensors that end at a protected page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.kernels.cpu.library import Library
 ARM = platform.machine() in ("aarch64", "arm64")
 
 
-# The real forms whose code the portable ones have, for processors without their instructions.
+# Native variants whose code the portable ones contain, for processors without their instructions.
 _LIKE = {
     "16 lanes": "avx512",
     "8 lanes vnni": "avx2_vnni",
@@ -34,7 +34,7 @@ _LIKE = {
 
 @functools.cache
 def _runnable() -> tuple[str, ...]:
-    """The forms whose instructions this processor has; none where they cannot be loaded, which the tests will say."""
+    """Return the variants that this processor supports; none if they cannot be loaded, which tests report."""
     path = library.find()
     try:
         return () if path is None else library.runnable(path)
@@ -43,33 +43,33 @@ def _runnable() -> tuple[str, ...]:
 
 
 def _unless_real(*forms: str) -> tuple[Any, ...]:
-    """Of these portable forms those whose code this processor runs in no real form: any does, after minutes of compiling."""
-    marks = [pytest.mark.slow, pytest.mark.timeout(1200)]  # other processes wait as long for the one that compiles
+    """Return the portable variants without a native one on this processor. Others would only cost minutes of compiling."""
+    marks = [pytest.mark.slow, pytest.mark.timeout(1200)]  # other processes wait for the compiling one
     return tuple(pytest.param(form, marks=marks) for form in forms if _LIKE[form] not in _runnable())
 
 
 FORMS = ("generic", *(("neon",) if ARM else ("avx2", "avx512")), *_unless_real("16 lanes"))
-# Where products with quantized weights and with quantized keys and values have code of their own.
+# Variants with their own code for quantized weights and quantized keys and values.
 _PACKED = ("neon_dot",) if ARM else ("avx2_vnni", "avx512_vnni")
 PACKED_FORMS = (*FORMS, *_PACKED, *_unless_real("8 lanes vnni", "16 lanes vnni"))
-# Where bfloat16 is multiplied in pairs.
+# Variants that multiply pairs of bfloat16.
 PAIR_FORMS = ("avx512_bf16", "avx512_amx", *_unless_real("16 lanes bf16", "16 lanes amx"))
-# Where there is a matrix unit.
+# Variants with a matrix unit.
 MATRIX_FORMS = ("avx512_amx", *_unless_real("16 lanes amx"))
 
 _FLAGS = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
-_BUILT = Path(__file__).resolve().parents[2] / "build" / "test-kernels"  # by the sources' digest, kept from run to run
-_FAMILIES = {"8": "avx2", "16": "avx512"}  # of the portable forms
+_BUILT = Path(__file__).resolve().parents[2] / "build" / "test-kernels"  # by digest of the sources, shared between runs
+_FAMILIES = {"8": "avx2", "16": "avx512"}  # of the portable variants
 
 
 @functools.cache
 def _portable(family: str) -> Path:
-    """The code of the AVX2 or AVX-512 files, compiled without their instructions so that any processor runs it."""
+    """Compile the AVX2 or AVX-512 files without these instructions, so that any processor runs them."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to build the portable kernels with")
     folder = Path(library.__file__).resolve().parent / "src"
-    # The generic file brings the description of the structs that Python fills.
+    # The generic file describes the structs that Python fills.
     sources = [str(folder / "isa_generic.cpp"), *(str(path) for path in sorted(folder.glob(f"isa_{family}*.cpp")))]
     command = [compiler, *_FLAGS, '-DWINDLASS_SOURCES="portable"', *sources]
     read = hashlib.sha256(" ".join(command).encode())
@@ -77,7 +77,7 @@ def _portable(family: str) -> Path:
         read.update(file.read_bytes())
     target = _BUILT / f"portable_{family}_{read.hexdigest()[:16]}.so"
     target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_suffix(".lock")):  # another process of tests may want the same
+    with FileLock(target.with_suffix(".lock")):  # another test process may compile the same
         if not target.exists():
             partial = target.with_suffix(".partial")
             subprocess.run([*command, "-o", str(partial)], check=True, timeout=1000)
@@ -87,7 +87,7 @@ def _portable(family: str) -> Path:
 
 @functools.cache
 def kernels(form: str) -> Library:
-    """One of FORMS or PACKED_FORMS; skips the calling test where this machine cannot run it."""
+    """Load one of FORMS or PACKED_FORMS; skip the test if this machine does not support it."""
     path = library.find()
     if path is None:
         assert shutil.which("g++") is None, "g++ is here, yet the CPU kernels were not compiled: reinstall windlass"
@@ -101,18 +101,18 @@ def kernels(form: str) -> Library:
 
 
 def choose(patch: pytest.MonkeyPatch, form: Library | str) -> None:
-    """Let these be the compiled kernels that this process can use; a string: there are none, for this reason."""
+    """Use these compiled kernels in this process; a string is the reason why there are none."""
     found = (None, form) if isinstance(form, str) else (form, None)
     patch.setattr(library, "_load_once", lambda: found)
 
 
 def look_again(patch: pytest.MonkeyPatch) -> None:
-    """Have it found out at each question which compiled kernels this process can use."""
+    """Detect the compiled kernels again at each query."""
     patch.setattr(library, "_load_once", library._load_once.__wrapped__)
 
 
 def at_the_end_of_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy whose last byte is followed by a page that may not be read: an overrun ends the process."""
+    """Return a contiguous copy followed by an unreadable page, so that an overrun ends the process."""
     page = mmap.PAGESIZE
     size = tensor.numel() * tensor.element_size()
     room = -(-size // page) * page

@@ -1,8 +1,8 @@
-"""A crowd of clients that do no good, as a process of its own: `python -m helpers.crowd URL COUNT SOURCE [REQUEST]`.
+"""Hostile clients in a separate process: `python -m helpers.crowd URL COUNT SOURCE [REQUEST]`.
 
-It holds so many connections from one address. Without a request, which is given in hexadecimal digits, they are idle and half
-open by turns, and those that are closed are replaced. With one each asks for it, once, and reads nothing before the end.
-Each round it prints how many it has opened so far; it ends with its standard input.
+It keeps COUNT connections from one address open. Without a request (in hexadecimal digits), they are alternately idle
+and incomplete, and closed ones are replaced. With a request, each sends it once and reads nothing before the end.
+Each round it prints how many connections it has opened; it ends when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ HALF = b"GET /health HTTP/1.1\r\nhost: x\r\nx-padding: "
 
 
 class Crowd:
-    """Runs the crowd; `opened` is how many connections it has made.
+    """Running crowd. opened: number of connections so far.
 
-    ask: the request that each sends, whose answer nobody reads. `ends`: once it has ended, how often which answer was there:
-    its status, and "whole", "told" (of an error in a stream) or "cut".
+    ask: request that each client sends without reading the answer. ends: after the end, counts of answers by status and
+    "whole", "told" (an error in a stream) or "cut".
     """
 
     def __init__(self, url: str, count: int, source: str, ask: bytes = b"") -> None:
@@ -92,7 +92,7 @@ def main(url: str, count: int, source: str, ask: bytes) -> None:
 
 
 def _end(connection: socket.socket) -> str:
-    """What there is to read of an answer."""
+    """Return the available part of an answer."""
     connection.settimeout(0.0)
     begin = end = b""
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Holds answers to the description of the API: status, type of the content, headers and schema."""
+"""Validation of responses against the OpenAPI document: status, content type, headers and schema."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from windlass.server.text.tokenizer import Tokenizer
 
 
 class Description:
-    """One `/openapi.json`."""
+    """OpenAPI document of a server."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document
@@ -28,13 +28,13 @@ class Description:
                        for path in document["paths"]]  # fmt: skip
 
     def operations(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Method, path and what is said of them."""
+        """Yield method, path and operation."""
         for path, methods in self.document["paths"].items():
             for method, operation in methods.items():
                 yield method, path, operation
 
     def operation(self, method: str, path: str) -> dict[str, Any] | None:
-        """What is said of this method and path; None: there is nothing of the kind."""
+        """Return the operation of a method and path, None if there is none."""
         for pattern, template in self._paths:
             if pattern.fullmatch(path):
                 found: dict[str, Any] | None = self.document["paths"][template].get(method.lower())
@@ -42,7 +42,7 @@ class Description:
         return None
 
     def resolved(self, item: dict[str, Any]) -> dict[str, Any]:
-        """What stands behind a reference."""
+        """Resolve a reference."""
         while "$ref" in item:
             found = self.document
             for part in item["$ref"].removeprefix("#/").split("/"):
@@ -59,7 +59,7 @@ class Description:
             raise AssertionError(f"not as described: {error.json_path}: {error.message[:2000]}")
 
     def check(self, response: httpx.Response) -> None:
-        """Fail unless the answer is described; those of unknown paths and methods are errors like others."""
+        """Fail unless the document describes the response. Unknown paths and methods return ordinary errors."""
         request = response.request
         if request.method in ("HEAD", "OPTIONS"):
             return
@@ -75,13 +75,13 @@ class Description:
         kind = response.headers["content-type"].partition(";")[0]
         assert kind in described["content"], f"{where} with {kind} is not described"
         for name in described["headers"]:
-            absent = name != "WWW-Authenticate" and response.headers.get("connection") == "close"  # no app saw it
+            absent = name != "WWW-Authenticate" and response.headers.get("connection") == "close"  # rejected earlier
             assert absent or name in response.headers, f"{where} has no {name}"
         if kind == "application/json":
             self.validate(response.json(), described["content"][kind]["schema"])
 
     def check_event(self, path: str, event: Any) -> None:
-        """Fail unless a stream of this path may have this event."""
+        """Fail unless the document permits this event in streams of the path."""
         operation = self.operation("post", path)
         assert operation is not None
         media = operation["responses"]["200"]["content"]["text/event-stream"]
@@ -89,7 +89,7 @@ class Description:
         self.validate(event, data.get("anyOf", [data])[-1]["contentSchema"])
 
     def check_stream(self, path: str, text: str) -> list[Any]:
-        """The events of a whole stream, all of them as described."""
+        """Return the events of a stream after validation."""
         events = []
         for line in text.splitlines():
             if line.startswith("data: ") and line != "data: [DONE]":
@@ -106,14 +106,14 @@ def reference(name: str) -> dict[str, str]:
 
 @functools.cache
 def description() -> Description:
-    """That of a server with keys. Others differ in names, and have no 401."""
+    """Return the document of a server with API keys. Others have no 401 and different names."""
     tokenizer = Tokenizer(byte_level(), {"bos_token": "<|bos|>", "eos_token": "<|eos|>"})
     app = create_app(ScriptedEngine(), tokenizer, ServerSettings(served_model_name="toy", api_keys=("k",)))
     return Description(json.loads(json.dumps(app.openapi())))
 
 
 def check(response: httpx.Response) -> None:
-    """A hook of httpx clients: every answer that is JSON is held to the description."""
+    """httpx hook that validates every JSON response."""
     if response.headers.get("content-type", "").startswith("application/json"):
         response.read()
         description().check(response)

@@ -1,4 +1,4 @@
-"""Where tests of engines and of Triton's programs compute: a CPU, or what WINDLASS_TEST_DEVICE names. Imports no torch."""
+"""Device of engine and Triton tests: CPU, or WINDLASS_TEST_DEVICE. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 DEVICE = os.environ.get("WINDLASS_TEST_DEVICE", "cpu")
-# Of numbers that are compared with a CPU's, which computes small models in float32.
+# Tolerances for comparison with a CPU, which computes small models in float32.
 DTYPE = "auto" if DEVICE == "cpu" else "float32"
-# What tells a server or a command where to compute; nothing where a CPU is all there is, so that it finds that by itself.
+# Options that select the device of a server or command; none on a CPU, so that detection is tested too.
 PLACE = {} if DEVICE == "cpu" and not Path("/dev/nvidiactl").exists() else {"WINDLASS_DEVICE": DEVICE}
-# The environment of real servers: several share a GPU.
+# Environment of real servers, which share a GPU.
 SERVERS = PLACE if DEVICE == "cpu" else PLACE | {"WINDLASS_DTYPE": DTYPE, "WINDLASS_KV_CACHE_MEMORY": "1GiB"}
-# The same of an engine without a server.
+# Environment of an engine without a server.
 IN_PROCESS = {"device": DEVICE, "dtype": DTYPE} if PLACE else {}
 ON_A_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="of what engines do on a CPU")

@@ -1,4 +1,4 @@
-"""Code blocks of a page: what stands in them, what is said about them, and what Python ones print.
+"""Code blocks of a page, their comments, and the output of Python blocks.
 
 A block of Python may be followed at once by a block of `text`: what it prints. The blocks of a page share their names, from top
 to bottom, as in a notebook. A comment `<!-- not run: WHY -->` before a block says that no test runs it.

@@ -1,4 +1,4 @@
-"""Running an EngineCore to completion in a test, with the logits of every sampled row on record."""
+"""Run of an EngineCore to completion, with the logits of every sampled row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from windlass.engine.rotary.rope_scaling import RotarySpec
 
 @dataclass
 class Finished:
-    """Everything one sample of a request returned."""
+    """All output of one sample of a request."""
 
     token_ids: list[int] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)
@@ -50,16 +50,16 @@ def greedy(request_id: str, prompt: Iterable[int], max_tokens: int = 8, **fields
 
 
 def specs_of(core: EngineCore, request: EngineRequest) -> tuple[RotarySpec, ...]:
-    """What the request's prompt runs under, one spec per rotary group."""
+    """Return the rotary specs of the request's prompt, one per rotary group."""
     return core.plan_rotation(request).stage(len(request.prompt_token_ids)).specs
 
 
 def run(
     core: EngineCore, requests: Iterable[EngineRequest], max_steps: int = 5000, *, every_logit: bool = True
 ) -> dict[tuple[str, int], Finished]:
-    """Add every request, step until idle, check that the books balance, and return the results by (id, sample).
+    """Add every request, step until idle, check the cache invariants, and return the results by (id, sample).
 
-    every_logit: no token may be drawn without the sampler; else logits are on record as far as the sampler saw all of a sample's.
+    every_logit: every token must be sampled by the sampler. Otherwise logits are recorded only while it is used.
     """
     for request in requests:
         core.add(request)

@@ -1,4 +1,4 @@
-"""Waits for what happens elsewhere, and looks at processes."""
+"""Waiting for conditions, and inspection of processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LISTENING, ESTABLISHED = "0A", "01"
 
 
 def eventually(condition: Callable[[], Any], seconds: float) -> None:
-    """Return once the condition holds; fail after so many seconds."""
+    """Return once the condition holds; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds} s"
@@ -20,9 +20,9 @@ def eventually(condition: Callable[[], Any], seconds: float) -> None:
 
 
 def in_time(once: Callable[[], float], seconds: float, tries: int = 3) -> None:
-    """Hold something to a time that is promised. once: does it and returns how long it took.
+    """Fail unless one of a few tries is fast enough. once: performs a try and returns its duration.
 
-    A machine with other work may let anything wait, so one of a few tries has to be quick enough.
+    Several tries, because a busy machine may delay anything.
     """
     took: list[float] = []
     while not took or took[-1] >= seconds:
@@ -31,7 +31,7 @@ def in_time(once: Callable[[], float], seconds: float, tries: int = 3) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is at work; one that has ended and waits for its parent is not."""
+    """Return whether a process is running and not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -39,18 +39,18 @@ def alive(pid: int) -> bool:
 
 
 def children(pid: int, within: bytes = b"") -> list[int]:
-    """The children of a process whose command holds these bytes; one that ends while they are read is left out."""
+    """Return the children of a process whose command contains these bytes."""
     found = []
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, _read(thread).split()):
             command = _read(Path(f"/proc/{child}/cmdline"))
-            if command and within in command:  # without a command it has ended
+            if command and within in command:  # a process without a command has ended
                 found.append(child)
     return found
 
 
 def ports(pid: int, state: str) -> list[int]:
-    """The local ports of a process's TCP sockets in this state."""
+    """Return the local ports of a process's TCP sockets in this state."""
     mine = set()
     for entry in Path(f"/proc/{pid}/fd").glob("*"):
         with contextlib.suppress(OSError):
@@ -60,13 +60,13 @@ def ports(pid: int, state: str) -> list[int]:
 
 
 def seconds_of_texts(pid: int) -> float:
-    """Processor time that the text processes of a server have used so far."""
+    """Return the processor time of a server's text workers."""
     forks = children(pid, b"workers.fork_server")
     return sum(cpu_seconds(each) for fork in forks for each in children(fork))
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has used."""
+    """Return the processor time of a process."""
     fields = _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100 if fields else 0.0
 

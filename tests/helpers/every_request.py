@@ -1,4 +1,4 @@
-"""Requests of every kind that changes which token comes next, and the comparison of two engines that answered them."""
+"""Requests with every option that affects sampling, and comparison of two engines' answers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from windlass.engine.interface.request import EngineRequest, RepeatPenalty
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 Results = dict[tuple[str, int], Finished]
-ALIKE = ("llama", "qwen3")  # whose layers are all of one kind: two show what four would
+ALIKE = ("llama", "qwen3")  # all layers are equal: two are sufficient
 
 
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes the folder of a model by its name when first asked for it: of a family trained on 64 tokens, or the bundled one."""
+    """Return a function that creates the directory of a model on first use: a family trained on 64 tokens, or the bundled one."""
     made: dict[str, Path] = {"demo": DEMO}
 
     def get(model: str) -> Path:
@@ -41,7 +41,7 @@ def prompt(seed: int, length: int, vocab: int = 128, period: int | None = None) 
 
 
 def traffic(vocab: int = 128) -> list[EngineRequest]:
-    """Texts that loop and texts that do not, and everything that changes which token comes next or ends a sample."""
+    """Return prompts with and without repetition, with every option that affects sampling or ends a sample."""
     fields: list[dict[str, Any]] = [
         {},
         {"logprobs": 3},
@@ -69,7 +69,7 @@ def traffic(vocab: int = 128) -> list[EngineRequest]:
 
 
 def same(got: Results, want: Results, tolerance: float = 1e-5) -> None:
-    """Token for token, reason for reason; logits and log-probabilities to the rounding of a product's row count."""
+    """Compare tokens and finish reasons exactly, and log-probabilities up to the rounding of different batch sizes."""
     assert got.keys() == want.keys()
     for key, wanted in want.items():
         found = got[key]
@@ -88,7 +88,7 @@ def same(got: Results, want: Results, tolerance: float = 1e-5) -> None:
 
 
 def run_checked(core: EngineCore, sent: list[EngineRequest], *, every_logit: bool = True) -> Results:
-    """As `run`, with the books looked at after every step."""
+    """Run like `run`, with the invariants checked after every step."""
     step = core.step
 
     def checked() -> Any:

@@ -1,8 +1,8 @@
-"""The real engine with defects: a step fails that begins a sequence whose prompt has FATAL tokens, and hangs at STUCK.
+"""Engine with defects: the first step of a prompt of FATAL tokens fails, of STUCK tokens hangs.
 
-The forward pass that ends a prompt of FULL tokens ends as on a GPU without memory, that of LOST as on a GPU that has failed.
+The last forward pass of a prompt of FULL tokens raises as on a GPU without memory, of LOST as on a failed GPU.
 
-The embedding of the token POISONED is not finite, and so are the logits of whoever uses it.
+The embedding of POISONED is not finite, and so are the logits of sequences that contain it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from windlass.engine.core.messages import ProgressCallback
 
 FATAL, STUCK = 77, 78
 FULL, LOST = 79, 80
-POISONED = 4000  # of the bundled model, and nothing that it would say
+POISONED = 4000  # of the bundled model, which never generates it
 
 
 def core(config: Any, progress: ProgressCallback) -> Any:
     made: Any = default_core(config, progress)
     decoder = made.runner.decoder
     if len(decoder.embedding) > POISONED:
-        decoder.embedding = decoder.embedding.clone()  # the head is the same tensor
+        decoder.embedding = decoder.embedding.clone()  # the head is tied
         decoder.embedding[POISONED] = math.nan
     start, forward = made.runner.start, decoder.forward
 

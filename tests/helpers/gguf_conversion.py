@@ -1,6 +1,6 @@
-"""Converts a Hugging Face model into a GGUF file as llama.cpp's convert_hf_to_gguf.py does, with names and keys written out.
+"""Conversion of a Hugging Face model to GGUF, as llama.cpp's convert_hf_to_gguf.py does it, with explicit names and keys.
 
-Independent of the tables in engine/model/gguf: what goes in here as transformers saved it must come out there as it was.
+Independent of the tables in engine/model/gguf, which must restore what transformers saved.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def convert(
 ) -> Path:
     """Write the model of a directory as a GGUF file.
 
-    kind: the type of the matrices; norms and biases are F32. changes: metadata put in place of what belongs there, None to
-    leave a key out. tokenizer: its keys. more: further tensors, by their GGUF names; None leaves one out.
+    kind: type of the matrices; norms and biases are F32. changes: metadata to replace, None to omit a key.
+    tokenizer: its keys. more: further tensors by GGUF name, None to omit one.
     """
     config = json.loads((source / "config.json").read_text())
     metadata = {**metadata_of(config), **(tokenizer or {}), **(changes or {})}
@@ -83,8 +83,8 @@ def convert(
 
 
 def write(file: Path, metadata: Metadata, tensors: Mapping[str, np.ndarray], kind: str = "F32") -> None:
-    """A GGUF file. Whole numbers become uint32, floats float32. Matrices are quantized, where their rows are whole blocks; a norm
-    of groups is none."""
+    """Write a GGUF file. Integers become uint32, floats float32. Matrices whose rows are complete blocks are quantized,
+    except norms of groups."""
     writer = gguf.GGUFWriter(file, str(metadata["general.architecture"]))
     for key, value in metadata.items():
         if key == "general.architecture" or value is None:
@@ -113,7 +113,7 @@ def write(file: Path, metadata: Metadata, tensors: Mapping[str, np.ndarray], kin
 
 
 def metadata_of(config: Mapping[str, Any]) -> Metadata:
-    """What the converter writes of a config.json of transformers 5."""
+    """Return the metadata that the converter writes for a config.json of transformers 5."""
     name = ARCHITECTURES[config["architectures"][0]]
     rope = config["rope_parameters"]
     full, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
@@ -174,7 +174,7 @@ def metadata_of(config: Mapping[str, Any]) -> Metadata:
 
 
 def tensors_of(source: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of the file, and what its name is there."""
+    """Return every tensor by its name in the file."""
     name = ARCHITECTURES[config["architectures"][0]]
     names = {**_NAMES, **(_GEMMA if name == "gemma3" else {})}
     for full, tensor in load_file(source / "model.safetensors").items():
@@ -196,7 +196,7 @@ def tensors_of(source: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, n
 
 
 def _factors(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Numbers per rotated pair: of longrope, and of Llama 3's scaling, which the converter works out in float32."""
+    """Return factors per rotated pair, of longrope and of Llama 3's scaling (computed in float32 by the converter)."""
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)
     for key, name in (("long_factor", "rope_factors_long"), ("short_factor", "rope_factors_short")):
@@ -221,7 +221,7 @@ def _factors(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def byte_vocabulary(words: tuple[str, ...] = ("▁a", "▁b")) -> Metadata:
-    """The tokenizer of a file of SentencePiece's kind: three special tokens, every byte, and a few words."""
+    """Return the keys of a SentencePiece tokenizer with three special tokens, every byte and a few words."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     return {
         "tokenizer.ggml.model": "llama",

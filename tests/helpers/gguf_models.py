@@ -1,5 +1,5 @@
-"""Models in GGUF files: a Hugging Face model's tensors in any types, the directory derived from the file, and the same model
-with the numbers that the file holds, dequantized by the `gguf` package, as an ordinary one to compare with."""
+"""Models in GGUF files with tensors of any types, the derived directory, and a reference model with the same values,
+dequantized by the `gguf` package."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
-# Every width a multiple of 256, the blocks of the K types.
+# All widths are multiples of 256, the block size of the K types.
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "num_hidden_layers": 2}
 QUANTIZED_BY_PACKAGE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-# float16 scales of a block: which bytes, and by how much each exceeds that of the numbers.
+# float16 scales of a block: their bytes, and their ratio to the scale of the values.
 _RANDOM_SCALES: dict[str, tuple[tuple[int, float], ...]] = {
     "Q2_K": ((80, 1.0), (82, 1.5)),
     "Q3_K": ((108, 1.0),),
@@ -37,7 +37,7 @@ TypeOf = Callable[[str], str]
 
 @dataclass(frozen=True)
 class GgufModel:
-    """file: the GGUF file. derived: the directory an engine is given. plain: the same numbers in safetensors."""
+    """file: the GGUF file. derived: directory for an engine. plain: the same values in safetensors."""
 
     file: Path
     derived: Path
@@ -45,7 +45,7 @@ class GgufModel:
 
 
 def random_blocks(kind: str, rows: int, columns: int, spread: float, rng: np.random.Generator) -> np.ndarray:
-    """Blocks of a type that the package only reads: random bytes under scales that give about this standard deviation."""
+    """Return random blocks of a type that the package cannot write, with scales for about this standard deviation."""
     elements, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (rows * columns // elements, size), dtype=np.uint8)
     for scale in (1.0, None):
@@ -53,14 +53,14 @@ def random_blocks(kind: str, rows: int, columns: int, spread: float, rng: np.ran
             numbers = dequantize(blocks.reshape(rows, -1), GGMLQuantizationType[kind])
             scale = float(spread / numbers.std())
         for place, factor in _RANDOM_SCALES[kind]:
-            # Scales of a file differ from block to block.
+            # Scales differ between blocks.
             values = (scale * factor * rng.uniform(0.9, 1.1, len(blocks))).astype(np.float16)
             blocks[:, place : place + 2] = values[:, None].view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
 def interleave(rows: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-    """q or k of a Llama as its GGUF files hold them: pair (j, j + d/2) of each head becomes (2j, 2j + 1)."""
+    """Permute q or k of Llama as in GGUF files: pair (j, j + d/2) of each head becomes (2j, 2j + 1)."""
     return rows.view(heads, 2, dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
@@ -71,9 +71,9 @@ def undo_interleave(rows: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
 def make_gguf(
     source: Path, target: Path, type_of: TypeOf, *, interleaved: bool = False, norms_with_offset: bool = False
 ) -> GgufModel:
-    """Write the model of a Hugging Face directory as a GGUF file, under the names it has there.
+    """Write the model of a Hugging Face directory as a GGUF file with its own names.
 
-    type_of: the type of each matrix, by its name. The file's metadata is none: what its reader would derive is written at once.
+    type_of: type of each matrix, by name. The file has no metadata: the derived files are written directly.
     """
     config = json.loads((source / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

@@ -1,8 +1,8 @@
-"""An engine in a process of its own that answers prompts one after the other, for tests that kill it or give it no disk.
+"""Engine in a separate process that answers prompts in sequence, for tests that kill it or limit its disk space.
 
     python keeping_engine.py FOLDER FIRST_PROMPT [LARGEST_FILE]
 
-It writes a line of JSON for every prompt: its number, the tokens drawn, and those of the prompt that came from the cache.
+Writes one line of JSON per prompt: its number, the generated tokens, and the number of cached prompt tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PROMPTS, LENGTH = 40, 160
 
 
 def prompt(number: int) -> list[int]:
-    """Half of it is that of the prompt before, where the number is odd."""
+    """Return a prompt. Odd ones share half with the previous prompt."""
     head = random.Random(number // 2).choices(range(3, 400), k=LENGTH // 2)
     return head + random.Random(1000 + number).choices(range(3, 400), k=LENGTH // 2)
 

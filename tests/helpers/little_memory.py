@@ -1,4 +1,4 @@
-"""A device with little memory, played on a CPU: steps of too many rows fail with what torch raises on a GPU."""
+"""Simulated device with little memory: steps with too many rows raise the error of torch on a GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from windlass.engine.core.messages import ProgressCallback
 
 NO_ROOM = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 2.69 MiB is free."
 POINTS = ("attention", "head", "draw")
-ROWS = 20  # that there is memory for in the process of `core`
+ROWS = 20  # for which there is memory in the process of `core`
 
 
 def core(config: Any, progress: ProgressCallback) -> Any:
-    """An engine that has little memory for as long as it runs."""
+    """Core of an engine that always has little memory."""
     made: Any = EngineCore(config, progress)
     made.little_memory = little_memory(made, ROWS)
     made.little_memory.__enter__()
@@ -29,9 +29,9 @@ def core(config: Any, progress: ProgressCallback) -> Any:
 def little_memory(
     core: EngineCore, rows: int, point: str = "attention", error: Exception | None = None
 ) -> Iterator[list[int]]:
-    """Steps of more than `rows` rows fail: in the attention of their third layer, the head, or where tokens are drawn.
+    """Make steps of more than `rows` rows fail in the third layer's attention, in the head or in sampling.
 
-    Yields the rows of the steps that failed. Nothing is recorded meanwhile. error: another one than no memory.
+    Yields the rows of failed steps. Step recording is disabled. error: raised instead of the memory error.
     """
     backend, runner = core.runner.decoder.backend, core.runner
     failed: list[int] = []
@@ -75,8 +75,8 @@ def little_memory(
 
 
 def fail_ahead(core: EngineCore, monkeypatch: pytest.MonkeyPatch, *, every: int, calls: int | None = None) -> list[int]:
-    """Let every so many-th step planned ahead find no memory, behind so many calls of the device, in turn 0 to 4 where none are
-    given. Returns behind how many."""
+    """Make every n-th asynchronous step run out of memory after a number of device calls, by default 0 to 4 in turn.
+    Returns these numbers."""
     assert core.runner.graphs is not None
     device = core.runner.graphs._graphs
     begin, ask = core.runner.graphs.submit, device.submit

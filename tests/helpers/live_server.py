@@ -1,6 +1,6 @@
-"""The real HTTP server with the real app on a loopback port, in a thread, over a scripted engine.
+"""HTTP server and application on a loopback port, in a thread, with a scripted engine.
 
-Whatever it answers to `Live.http` is held to the API's description.
+Responses to `Live.http` are validated against the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from helpers.toy_tokenizers import byte_level
 
 from windlass.server.app.state import ServerState
 from windlass.server.application import create_app
-from windlass.server.config.settings import ConnectionSettings, ServerSettings
-from windlass.server.http.connections import ConnectionRegistry
+from windlass.server.config.settings import ServerSettings
+from windlass.server.http.connection_limits import ConnectionRegistry, ConnectionSettings
 from windlass.server.http.server import HttpServer
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ def toy_tokenizer() -> Tokenizer:
 
 @dataclass
 class Live:
-    """A running server. `on_loop` runs a function in the server's event loop and returns its result."""
+    """Running server. `on_loop` runs a function in its event loop and returns the result."""
 
     url: str
     engine: ScriptedEngine
@@ -65,24 +65,24 @@ class Live:
         return self.http.post(path, json=body, **options)
 
     def complete(self, prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
-        """A whole completion that must succeed."""
+        """Return a completion, which must succeed."""
         response = self.post("/v1/completions", {"prompt": prompt, **fields})
         assert response.status_code == 200, response.text
         return response.json()
 
     def chat(self, content: Any = "hello", **fields: Any) -> dict[str, Any]:
-        """A whole chat answer that must succeed."""
+        """Return a chat response, which must succeed."""
         messages = fields.pop("messages", [{"role": "user", "content": content}])
         response = self.post("/v1/chat/completions", {"messages": messages, **fields})
         assert response.status_code == 200, response.text
         return response.json()
 
     def stream(self, path: str, body: dict[str, Any], told: Callable[[str], object] = str) -> list[Any]:
-        """Events of a stream, as JSON, the last one "[DONE]"; comments as ": …" strings. told: as of `stream_text`."""
+        """Return the events of a stream as JSON, the last one "[DONE]", comments as ": …" strings. See `stream_text`."""
         return parse_events(self.stream_text(path, body, told))
 
     def stream_text(self, path: str, body: dict[str, Any], told: Callable[[str], object] = str, **options: Any) -> str:
-        """What a stream has sent. told: is called with what there is of it so far, whenever more has come."""
+        """Return the text of a stream. told: called with the text so far whenever more has arrived."""
         with self.http.stream("POST", path, json={**body, "stream": True}, **options) as response:
             text = ""
             for piece in response.iter_text():
@@ -94,7 +94,7 @@ class Live:
         return text
 
     def let_go(self, sign: str, count: int = 1) -> Callable[[str], object]:
-        """Hold the engine until a stream, which tells of itself, has sent this so often."""
+        """Block the engine; return a callback for `told` that releases it once the stream contains `sign` `count` times."""
         self.engine.held = True
 
         def told(text: str) -> None:
@@ -103,7 +103,7 @@ class Live:
         return told
 
     def refuse(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-        """The error object of a request that must be refused with `status`."""
+        """Return the error object of a request that must be refused with `status`."""
         response = self.http.post(path, content=body) if isinstance(body, bytes) else self.post(path, body)
         assert response.status_code == status, response.text
         error = response.json()["error"]
@@ -113,7 +113,7 @@ class Live:
         return error
 
     def wait(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
-        """Wait until a condition holds; fails the test otherwise."""
+        """Wait until a condition holds, or fail."""
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "the condition did not come true in time"
@@ -145,7 +145,7 @@ def live_server(
     tls: ssl.SSLContext | None = None,
     **settings: Any,
 ) -> Iterator[Live]:
-    """Serve until the block ends. `settings` are fields of ServerSettings. backend: another tokenizer than the toy one."""
+    """Serve until the block ends. `settings` are fields of ServerSettings. backend: tokenizer instead of the toy one."""
     engine = engine or ScriptedEngine()
     named = {"default": template, "tool_use": tool_template}
     templates = {name: text for name, text in named.items() if text is not None}

@@ -1,4 +1,4 @@
-"""Results of load tests that never ran: a simulated queue, with every figure known from its seed."""
+"""Simulated results of load tests, deterministic by seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def simulated_run(
     slo: dict[str, float] | None = None,
     closed_loop: bool = False,
 ) -> RunResult:
-    """Poisson arrivals at a server of `slots` places, prefill and decode that grow with context, some failures."""
+    """Poisson arrivals at a server with `slots`, prefill and decode times that grow with the context, and some failures."""
     chance = random.Random(seed)
     records, free, now = [], [0.0] * slots, 0.0
     for index in range(count):

@@ -9,7 +9,7 @@ import pytest
 
 
 def slow_but(names: Iterable[str], *quick: str) -> list[Any]:
-    """All of these as parameters, those that are not named here for the slow tests."""
+    """Return all values as parameters, and mark those that are not named as slow."""
     known = list(names)
     assert set(quick) <= set(known), "there is no such parameter"
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in known]

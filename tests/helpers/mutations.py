@@ -1,4 +1,4 @@
-"""Bodies that are nearly right: templates of every endpoint's body, and a mutator that damages them in seeded ways."""
+"""Nearly valid bodies: templates for every endpoint, and a seeded mutator."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ PROMPT_TEMPLATES = [
     ("/classify", {"input": [5, 6, 7], "use_activation": False}),
     ("/infill", INFILL),
 ]
-# Written into the JSON text as they are, so that they may be things json.dumps would not write.
+# Inserted into the JSON text unchanged, so that they can be invalid JSON.
 RAW = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "9" * 400, "-" + "9" * 30, '"\\ud800"', '"\\u0000"']
 RAW += [
     '"\\udfff\\ud800x"',
@@ -162,8 +162,8 @@ RAW += [
 ]
 
 
-# More than a server takes, and little enough that a client has sent all before it looks for the answer: one of a hundred MiB is
-# refused by its length while it is being sent, and the connection closed.
+# Larger than permitted, but small enough that a client sends all of it before it reads the response. A body of 100 MiB would be
+# refused during sending, and the connection closed.
 MOST_BYTES = 40 << 20
 
 
@@ -172,7 +172,7 @@ class Mutator:
         self.rng = rng
 
     def value(self, depth: int = 0) -> Any:
-        """Some JSON value, often of an unlikely kind or size."""
+        """Return a random JSON value, often of an unusual type or size."""
         rng = self.rng
         kind = rng.randrange(12 if depth < 3 else 8)
         match kind:
@@ -228,7 +228,7 @@ class Mutator:
         return self.rng.choice([*names, *COMPLETION, *CHAT, *RESPONSE, *MESSAGE, *EMBEDDING])
 
     def mutate(self, value: Any, depth: int = 0) -> Any:
-        """A copy with a few parts replaced, dropped or added."""
+        """Return a copy with a few parts replaced, removed or added."""
         rng = self.rng
         if depth and rng.random() < 0.25:
             return self.value(depth)

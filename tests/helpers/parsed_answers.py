@@ -1,4 +1,4 @@
-"""What a parser of calls makes of a text in pieces: content, reasoning and calls, put together."""
+"""Combined events of output parsers: content, reasoning and calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Made = tuple[str, str, list[tuple[str, str]]]  # content, reasoning, calls as na
 
 
 def numbered(**options: Any) -> CallOptions:
-    """Options under which calls are numbered by their ids."""
+    """Return options that number the ids of calls."""
     ids = (f"call_{number}" for number in itertools.count())
     return CallOptions(schemas=SCHEMAS, new_id=lambda: next(ids), **options)
 

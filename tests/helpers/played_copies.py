@@ -1,6 +1,6 @@
-"""Copies beside what a device computes, played on a CPU: each is done as late as it may be, when somebody waits for it.
+"""Simulated asynchronous device copies: each is done as late as possible, when it is waited for.
 
-So what is overwritten before it was copied, or read before it has come, shows as a wrong byte.
+Data that is overwritten before it is copied, or read too early, becomes a wrong byte.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from windlass.kernels import Copies, CopyStream, DeviceEvent
 
 
 class PlayedCopyMark(DeviceEvent):
-    """Behind so many copies of a queue; of what is computed where there is none: that is done by then."""
+    """Event after a number of copies of a queue. Without a queue, an event of computation, which is always done."""
 
     def __init__(self, queue: PlayedCopyStream | None = None, place: int = 0) -> None:
         self._queue, self._place = queue, place
@@ -30,7 +30,7 @@ class PlayedCopyMark(DeviceEvent):
 
 
 class PlayedCopyStream(CopyStream):
-    """asked: the marks that each was asked for behind. done: how many of them are done."""
+    """asked: events that each copy waits for. done: number of finished copies."""
 
     def __init__(self, device: PlayedCopies) -> None:
         self._device = device
@@ -57,7 +57,7 @@ class PlayedCopyStream(CopyStream):
 
 
 class PlayedCopies(Copies):
-    """before_ask: called before each; it may raise what a device raises. marks: of what was computed."""
+    """before_ask: called before each copy, may raise a device error. marks: events of computation."""
 
     def __init__(self) -> None:
         self.before_ask: Callable[[], None] = lambda: None

@@ -1,7 +1,7 @@
-"""A device with graphs, played on a CPU: it does what it was asked for when somebody waits, or when a test lets it.
+"""Simulated device with graphs: executes submitted work when it is waited for, or when a test permits it.
 
-What is captured is the torch operations with their operands, as CUDA captures kernels: repeated, they meet the memory that they
-met and the numbers that Python gave them then. So what was read too early, or is written too early, shows as a wrong token.
+Graphs consist of torch operations with their operands, as CUDA captures kernels: a replay uses the same memory and the same
+Python numbers. Data that is read or written too early becomes a wrong token.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from windlass.kernels.token_sampling import Filters
 from windlass.kernels.torch import row_independent, torch_sampler
 from windlass.kernels.torch.torch_backend import RowIndependentBackend
 
-# The host reads the device's memory, or makes a tensor of the host's.
+# Operations that read device memory on the host, or create a host tensor.
 _WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::lift_fresh", "aten::equal")
 _recorders: list[_Recorder] = []
-_inside: list[bool] = []  # programs that run
+_inside: list[bool] = []  # running programs
 
 
 def is_wait(name: str, args: Any) -> bool:
-    """Whether an operation of torch lets the host wait for a device that it runs on."""
+    """Return whether a torch operation synchronizes host and device."""
     masks = [x for x in tree_flatten(args[1:2])[0] if isinstance(x, Tensor) and x.dtype == torch.bool]
     return name.startswith(_WAITS) or (name.startswith("aten::index") and bool(masks))
 
@@ -63,14 +63,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         if not any(fresh):
             self.calls.append(lambda: func(*args, **kwargs))
-        else:  # most make one tensor, and are repeated hundreds of thousands of times
+        else:  # most create one tensor and are repeated very often
             self.calls.append(again_alone if isinstance(result, Tensor) else again)
         return result
 
 
 @contextlib.contextmanager
 def reads_refused() -> Iterator[None]:
-    """The host's reads of a tensor that are no operations of torch are refused meanwhile."""
+    """Refuse reads of tensors on the host that are not torch operations."""
 
     def refusing(name: str) -> Callable[..., Any]:
         read = getattr(Tensor, name)
@@ -90,7 +90,7 @@ def reads_refused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside_a_program() -> Iterator[None]:
-    """What is done meanwhile is what the device does."""
+    """Execute the block as the device."""
     _inside.append(True)
     try:
         with torch.utils._python_dispatch._disable_current_modes():
@@ -100,7 +100,7 @@ def inside_a_program() -> Iterator[None]:
 
 
 def opaque(work: Callable[..., None], *operands: Any) -> None:
-    """Do this, a program of its own: captured as one call, with these operands."""
+    """Run a program, which is captured as one call with these operands."""
     if not _recorders:
         work(*operands)
         return
@@ -122,7 +122,7 @@ class PlayedEvent(DeviceEvent):
 
 
 class PlayedGraphs(Graphs):
-    """done: how much of what was asked for is done. waits: places that the host waited for."""
+    """done: number of executed calls. waits: positions for which the host waited."""
 
     def __init__(self) -> None:
         self._asked: deque[Callable[[], None]] = deque()
@@ -178,11 +178,11 @@ class PlayedGraphs(Graphs):
 
 
 class PlayedBackend(RowIndependentBackend):
-    """Plain torch on such a device, so that bits can be compared."""
+    """Torch backend on the simulated device, for comparison of bits."""
 
     def __init__(self, options: BackendOptions, refusal: str | None = None) -> None:
         super().__init__(options, refusal)
-        self.played = PlayedGraphs()  # the last that were made
+        self.played = PlayedGraphs()  # the last ones created
         self.copies = PlayedCopies()
 
     def make_graph_runner(self) -> Graphs | None:
@@ -223,7 +223,7 @@ class PlayedBackend(RowIndependentBackend):
         return self._read(super().state_space, mixed, *operands, **options)
 
     def _read(self, operation: Callable[..., Tensor], columns: Tensor, *operands: Any, **options: Any) -> Tensor:
-        """What queries read of a memory, the last operand but one."""
+        """Return what queries read of a memory, the second to last operand."""
         out = columns.new_empty(len(columns), operands[-2].shape[1] * operands[-2].shape[3])
         opaque(lambda *given: out.copy_(operation(*given, **options)), columns, *operands)
         return out
@@ -244,7 +244,7 @@ class PlayedBackend(RowIndependentBackend):
 
 def _attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor) -> None:
     out.zero_()
-    rows = (call.seq_lens > 0).nonzero().squeeze(1)  # those that are none see nothing
+    rows = (call.seq_lens > 0).nonzero().squeeze(1)  # padding rows see nothing
     if not len(rows):
         return
     own = call.select_sequences(rows)[1]

@@ -1,7 +1,7 @@
-"""Tiny random models with a layer that predicts a token further, and what transformers makes of it.
+"""Tiny random models with an MTP layer, and its output in transformers.
 
-The layer is transformers' own (`MtpLayer`), around a layer of the model's class, under the names that publishers' files have; of
-Nemotron 3, of whose layers transformers has none, it is two of the model's in the same frame.
+The layer is transformers' `MtpLayer` around a layer of the model's class, with the names of published files. For Nemotron 3,
+which transformers does not support, it is two of the model's layers in the same frame.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.modeling_layers import MtpLayer
 
 from windlass.engine.rotary.rope_scaling import RotarySpec
 
-# What adds to the stream.
+# Modules that add to the residual stream.
 _ADDING = ("o_proj.weight", "o_proj.bias", "out_proj.weight", "down_proj.weight", "down_proj.bias", "down_proj")
 _ATTENDS = re.compile(r"\.(q|k|v|q_a|q_b|kv_b)_proj\.weight$|\.kv_a_proj_with_mqa\.weight$")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
@@ -35,7 +35,7 @@ _OF_NEMOTRON = {"mtp_block": "0.", "experts_block": "1.", "post_norm": "1.final_
 
 
 class _InParts(nn.Module):
-    """A prediction layer of Nemotron 3: one that attends, then one of experts, in the frame of `MtpLayer`."""
+    """MTP layer of Nemotron 3: attention, then experts, in the frame of `MtpLayer`."""
 
     def __init__(self, config: Any, layers: nn.ModuleList) -> None:
         super().__init__()
@@ -51,18 +51,18 @@ class _InParts(nn.Module):
 
 
 def _renaming(family: str, layers: int) -> Callable[[str], str]:
-    """From names within the layer to those that files have."""
+    """Map names within the layer to names in files."""
     among = "model.language_model.layers" if family == "glm4v_moe" else "model.layers"
 
     def renamed(name: str) -> str:
         part, _, rest = name.partition(".")
-        if family.startswith("qwen3"):  # beside the model's layers
+        if family.startswith("qwen3"):  # separate from the model's layers
             return f"mtp.layers.0.{rest}" if part == "mtp_block" else f"mtp.{_OWN[part]}.{rest}"
         if family.startswith("nemotron"):
             return f"mtp.layers.{_OF_NEMOTRON[part]}{rest}" if part in _OF_NEMOTRON else f"mtp.layers.0.{name}"
-        if family.startswith("ernie"):  # whose norm behind the layer is the model's
+        if family.startswith("ernie"):  # the norm after the layer is the model's
             return "model.norm.weight" if part == "post_norm" else f"model.{_OF_ERNIE.get(part, 'mtp_block.0')}.{rest}"
-        # As DeepSeek V3 has them, as one layer more.
+        # As in DeepSeek V3: an additional layer.
         own = {"mtp_block": rest, "post_norm": f"shared_head.norm.{rest}"}.get(part, name)
         return f"{among}.{layers}.{own}"
 
@@ -70,7 +70,7 @@ def _renaming(family: str, layers: int) -> Callable[[str], str]:
 
 
 def _stored(family: str, layer: nn.Module, layers: int) -> dict[str, Tensor]:
-    """The layer's tensors by the names that files have, each a view of it; most files have each expert's apart."""
+    """Return views of the layer's tensors by their names in files; most files have separate experts."""
     renamed, found = _renaming(family, layers), dict[str, Tensor]()
     for own, tensor in layer.state_dict().items():
         name = renamed(own)
@@ -85,12 +85,12 @@ def _stored(family: str, layer: nn.Module, layers: int) -> dict[str, Tensor]:
 
 
 def _text(model: Any) -> Any:
-    """The part that reads text, without its head."""
+    """Return the text model without its head."""
     return getattr(model.model, "language_model", model.model)
 
 
 def _layer(family: str, model: Any) -> nn.Module:
-    """Uninitialised: a layer that attends, with experts where the model has any, but for ERNIE 4.5's."""
+    """Return an uninitialized attention layer, with experts if the model has any (except ERNIE 4.5)."""
     layers = _text(model).layers
     config = copy.deepcopy(_text(model).config)
     if family.startswith("nemotron"):
@@ -106,8 +106,8 @@ def _layer(family: str, model: Any) -> nn.Module:
 def make_predicting(family: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Save a random model of the family with such a layer to `directory`.
 
-    What its layers add to the stream is little. So the next token depends on the last one for the most part, and the layer, which
-    joins little of a state to that token's embedding, is often right.
+    Its layers add little to the residual stream. The next token mostly depends on the last one, so that the MTP layer, which
+    adds little of a state to that token's embedding, is often right.
     """
     if family == "glm4v_moe":
         model = TextLogits(make_multimodal(family, directory)).model
@@ -117,10 +117,10 @@ def make_predicting(family: str, directory: Path, *, seed: int = 0, **overrides:
         model = loaded(make_model(family, directory, seed=seed, **overrides))
     generator, text = torch.Generator().manual_seed(seed + 1), _text(model)
     layer, hidden, layers = _layer(family, model), text.config.hidden_size, len(text.layers)
-    offset = float(family.startswith("qwen3"))  # norms that multiply by 1 + w
+    offset = float(family.startswith("qwen3"))  # norms with a factor of 1 + w
     with torch.no_grad():
         for name, tensor in layer.state_dict().items():
-            # Wide enough that attention is peaked and mistakes show.
+            # Large enough for peaked attention, in which errors are visible.
             width = 0.3 if tensor.dim() == 1 or name.endswith(BIASES) else 0.15 if _ATTENDS.search(name) else 0.02
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * width)
             if tensor.dim() == 1 and "norm" in name:
@@ -134,11 +134,11 @@ def make_predicting(family: str, directory: Path, *, seed: int = 0, **overrides:
             layer.post_norm.weight.add_(torch.randn(hidden, generator=generator) * 0.1)
     further = {name: one.detach().clone() for name, one in _stored(family, layer, layers).items()}
     norm = "shared_head.norm.weight"
-    # Such files have a copy of the embedding and one of the head: here others, which nobody may look at.
+    # Such files have copies of embedding and head. Here they differ, and must not be read.
     for first in [name.removesuffix(norm) for name in further if name.endswith(norm)]:
         for name in ("embed_tokens", "shared_head.head"):
             further[f"{first}{name}.weight"] = torch.randn(text.config.vocab_size, hidden, generator=generator)
-    if family == "glm4_moe_lite":  # a second layer, with other numbers
+    if family == "glm4_moe_lite":  # a second layer with different values
         further |= {name.replace(f".{layers}.", f".{layers + 1}.", 1): -one for name, one in further.items()}
     path = directory / "model.safetensors"
     weights = {
@@ -153,7 +153,7 @@ def make_predicting(family: str, directory: Path, *, seed: int = 0, **overrides:
 
 
 class PredictionOracle:
-    """What the layer predicts: in float32 and eager, over the whole text each time, with angles in float64 but for text parts."""
+    """Reference predictions in float32 with eager attention over the entire text. Angles in float64, except text models."""
 
     def __init__(self, family: str, directory: Path, specs: Sequence[RotarySpec]) -> None:
         if family == "glm4v_moe":
@@ -168,7 +168,7 @@ class PredictionOracle:
 
     @torch.no_grad()
     def proposals(self, token_ids: Sequence[int], count: int) -> list[torch.Tensor]:
-        """The logits [V] of so many tokens behind the one that the model itself draws behind all but the last of `token_ids`."""
+        """Return the logits [V] of each of `count` tokens after `token_ids`, whose last token is the model's own prediction."""
         found = []
         states = self._model.model(torch.tensor([token_ids[:-1]]), use_cache=False).last_hidden_state  # [1, T, hidden]
         following = list(token_ids[1:])
@@ -187,7 +187,7 @@ class PredictionOracle:
         embedded = self._model.get_input_embeddings()(torch.tensor([following]))
         angles = None
         if hasattr(text, "rotary_emb"):
-            in_parts = hasattr(self._model.model, "language_model")  # of time, height and width
+            in_parts = hasattr(self._model.model, "language_model")  # time, height and width
             angles = text.rotary_emb(embedded, position_ids=positions.expand(3, 1, -1) if in_parts else positions)
         return self._layer(
             embedded, states, position_embeddings=angles, attention_mask=mask, position_ids=positions, cache=None

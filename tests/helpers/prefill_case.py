@@ -1,4 +1,4 @@
-"""Calls of attention for prompts over shuffled blocks, and what float64 makes of them."""
+"""Attention calls of prompts over shuffled blocks, and their float64 reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.kernels.cpu.library import Library
 
 
 class PrefillCase:
-    """Sequences of (cached, new) tokens over shuffled blocks. What no query may see is poison, table entries before it -1."""
+    """Sequences of (cached, new) tokens over shuffled blocks. Invisible slots are NaN, table entries before them -1."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class PrefillCase:
             for part in self.wide:
                 part[where] = torch.randn(len(at), kv_heads, part.shape[-1])
         if page_type == torch.int8:
-            # Codes and scales at random; the scales of what no query may see stay NaN.
+            # Random codes and scales; scales of invisible slots remain NaN.
             seen = self.wide[0].isfinite().all(-1)
             codes = [torch.randint(-127, 128, part.shape).to(torch.int8) for part in self.wide]
             scales = [torch.where(seen, torch.rand(seen.shape) / 60, torch.nan) for _ in range(2)]
@@ -73,7 +73,7 @@ class PrefillCase:
             ahead = 0 if self.causal else old + new if self.window is None else self.window - 1
             first = torch.zeros_like(last) if self.window is None else (last - self.window + 1).clamp(min=0)
             first = first if self.chunk is None else last // self.chunk * self.chunk
-            # Keys before those of the first row are poison, and seen by none.
+            # Keys before those of the first row are NaN and invisible.
             at = torch.arange(int(first[0]), old + new)
             seen = (at >= first[:, None]) & (at <= last[:, None] + ahead)
             where = self.table[b].long()[at // block_size], at % block_size
@@ -109,5 +109,5 @@ class PrefillCase:
 
     @property
     def all_pages(self) -> KVPages:
-        """With their scales."""
+        """Return the pages with their scales."""
         return KVPages(*self.pages, **self.scales)

@@ -1,6 +1,6 @@
-"""Watches a server from a process of its own while a test attacks it: the gaps of a stream, and how long /health takes.
+"""Measurement of a server during an attack, in a separate process: gaps of a stream, and latency of /health.
 
-Run as `python helpers/probing.py URL`; it says "watching" once the stream runs, and its findings as JSON when its
+Run as `python helpers/probing.py URL`. Prints "watching" once the stream has started, and results as JSON when its
 standard input closes.
 """
 
@@ -20,7 +20,7 @@ import httpx
 
 @dataclass
 class Findings:
-    """Seconds. gaps, health: the longest first. status: of every /health that was not 200."""
+    """gaps, health: seconds, the longest first. status: of each /health other than 200."""
 
     gaps: list[float]
     health: list[float]
@@ -38,7 +38,7 @@ class Findings:
 
 @contextmanager
 def watched(url: str, prompt: str = "In the beginning") -> Iterator[Findings]:
-    """Watch the server while the block runs; the findings are filled in when it ends."""
+    """Measure the server during the block; the results are complete at its end."""
     found = Findings([], [], [], 0)
     process = subprocess.Popen(
         [sys.executable, "-P", __file__, url, prompt], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -65,7 +65,7 @@ async def _watch(url: str, prompt: str) -> None:
     async def stream(client: httpx.AsyncClient) -> None:
         nonlocal tokens
         body = {"prompt": prompt, "max_tokens": 100_000, "stream": True, "ignore_eos": True, "temperature": 0}
-        body["return_token_ids"] = True  # an event for each token, also for one that has no text
+        body["return_token_ids"] = True  # one event per token, also without text
         while not stop.is_set():
             last = None
             async with client.stream("POST", "/v1/completions", json=body) as response:

@@ -1,4 +1,4 @@
-"""What a page of metrics in Prometheus' text format says."""
+"""Parser of metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def total(text: str, name: str) -> float:
-    """The sum of a metric over its labels; 0.0 for one that has no samples yet. Fails for one that the page does not know."""
+    """Return the sum of a metric over its labels, 0.0 without samples. Fails for unknown metrics."""
     family = re.sub("_(sum|count|bucket)$", "", name)
     helped = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP ")}
     assert helped & {name, family}, f"there is no metric {name}"

@@ -1,6 +1,6 @@
-"""Attention over ranges as it is meant: unrotated keys, each placed where it stands for, plain softmax, all in float64.
+"""Reference of attention over key ranges in float64: unrotated keys, each rotated to its shifted position, plain softmax.
 
-Knows neither query versions nor pages; `RangeCase` makes the operands that kernels take from the same numbers.
+Independent of rotated query copies and pages; `RangeCase` creates the operands of kernels from the same values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FAR = 2**62
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Half-split pairs of the first dims of x [..., H, D] turned by angles [..., d/2], float64."""
+    """Rotate half-split pairs of the first dims of x [..., H, D] by angles [..., d/2], float64."""
     half = angles.shape[-1]
     cos, sin = angles.cos()[..., None, :], angles.sin()[..., None, :]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -28,9 +28,9 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 @dataclass
 class Part:
-    """A range that ends before slot `end` and whose keys stand `shift` further on than they are stored.
+    """A range that ends before slot `end`, with keys `shift` positions after the stored ones.
 
-    reach: how far back they are seen; below 0: from how far on."""
+    reach: largest visible distance; if negative, the smallest one."""
 
     end: int
     shift: int = 0
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass
 class RangeCase:
-    """Sequences of (cached, new) tokens with their ranges. base: the position that slot 0 is stored at."""
+    """Sequences of (cached, new) tokens with their ranges. base: stored position of slot 0."""
 
     shapes: list[tuple[int, int]]
     parts: list[list[Part]]
@@ -49,7 +49,7 @@ class RangeCase:
     dim: int = 32
     value_dim: int = 32
     pairs: int = 16
-    still: int = 0  # of them, the last ones, whose frequency is 0
+    still: int = 0  # the last ones, with frequency 0
     block_size: int = 16
     page_type: torch.dtype = torch.float32
     base: int = 0
@@ -64,7 +64,7 @@ class RangeCase:
         tokens = sum(new for _, new in self.shapes)
         self.raw_q = torch.randn(tokens, self.heads, self.dim, dtype=torch.float64)
         self.score_scale = torch.rand(tokens) + 0.5
-        self.keys, self.values = [], []  # as the pages hold them, in float64
+        self.keys, self.values = [], []  # as in the pages, in float64
         self.scales: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.exact: list[Tensor] = []  # unrotated
         for old, new in self.shapes:
@@ -76,7 +76,7 @@ class RangeCase:
                 self.scales.append(codes)
                 stored, value = codes[0].float() * codes[1][..., None], codes[2].float() * codes[3][..., None]
             stored, value = stored.to(self.wide_type), value.to(self.wide_type)
-            # Rounded pages hold other keys than were meant: those are what is placed.
+            # Rounded pages have other keys, which the reference must use.
             rounded = rotated(stored.double(), -self.angles(self.base + torch.arange(old + new)))
             self.exact.append(raw if self.page_type == torch.float32 else rounded)
             self.keys.append(stored)
@@ -90,7 +90,7 @@ class RangeCase:
         return positions.double()[..., None] * self.inv_freq
 
     def placed(self, b: int) -> tuple[Tensor, Tensor]:
-        """Which keys every new token of sequence b sees [T, S], and how far each key is shifted [S]."""
+        """Return the visible keys of each new token of sequence b [T, S], and the shift of each key [S]."""
         old, new = self.shapes[b]
         slots, begin = torch.arange(old + new), 0
         back = slots[old:, None] - slots
@@ -127,7 +127,7 @@ class RangeCase:
         return torch.cat(found)
 
     def pages(self) -> tuple[KVPages, Tensor]:
-        """Shuffled pages and their table: -1 where nobody sees a key of a block, NaN where nobody sees the key."""
+        """Return shuffled pages and their table. Invisible blocks are -1, invisible keys NaN."""
         size = self.block_size
         counts = [-(-(old + new) // size) for old, new in self.shapes]
         free = torch.randperm(sum(counts)).tolist()
@@ -154,7 +154,7 @@ class RangeCase:
         return KVPages(key, value), table
 
     def versions(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Rotated queries [T, Hq, D], then rows, cos and sin for `rotate_queries`, and rows of ranges [B, R]."""
+        """Return rotated queries [T, Hq, D], rows, cos and sin for `rotate_queries`, and rows of ranges [B, R]."""
         positions, first = [], []
         for old, new in self.shapes:
             first.append(len(positions))
@@ -201,7 +201,7 @@ class RangeCase:
 
 
 def random_parts(old: int, new: int, count: int, rng: random.Random, far: int = 3000) -> list[Part]:
-    """Ranges that end anywhere, blocks regardless; every new token sees its own key."""
+    """Return ranges that end anywhere, independent of blocks. Every new token sees its own key."""
     ends = sorted(rng.randint(0, old + new) for _ in range(count - 1))
     parts, begin = [], 0
     for end in [*ends, old + new + rng.choice([0, 0, 5])]:

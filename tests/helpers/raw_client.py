@@ -1,4 +1,4 @@
-"""HTTP by hand over a socket, for clients that do not behave."""
+"""HTTP over a raw socket, for misbehaving clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 
 def connect(url: str, source: str = "127.0.0.1", *, receive_buffer: int | None = None) -> socket.socket:
-    """A connection from a loopback address of choice; a small receive buffer makes a client that takes little unread."""
+    """Connect from a loopback address. A small receive buffer limits the unread bytes of a client."""
     parts = urlsplit(url)
     connection = socket.socket()
     connection.settimeout(10.0)
@@ -26,7 +26,7 @@ def connect(url: str, source: str = "127.0.0.1", *, receive_buffer: int | None =
 
 
 def request(path: str, body: object = None, *headers: str) -> bytes:
-    """The bytes of a GET, or of a POST where there is a body."""
+    """Return the bytes of a GET, or of a POST with a body."""
     data = b"" if body is None else json.dumps(body).encode()
     lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "host: x", *headers]
     if body is not None:
@@ -35,7 +35,7 @@ def request(path: str, body: object = None, *headers: str) -> bytes:
 
 
 def read_answer(connection: socket.socket) -> bytes:
-    """One whole answer of a connection that stays open; it must declare its length."""
+    """Read a response with a declared length from a connection that stays open."""
     received = b""
     while b"\r\n\r\n" not in received:
         received += _byte(connection)
@@ -52,7 +52,7 @@ def _byte(connection: socket.socket) -> bytes:
 
 
 def until_closed(connection: socket.socket) -> bytes:
-    """Everything the server sends until it closes; a connection that was reset counts as closed."""
+    """Read until the server closes or resets the connection."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while data := connection.recv(65536):
@@ -61,14 +61,14 @@ def until_closed(connection: socket.socket) -> bytes:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server has neither sent anything nor closed."""
-    poll = select.poll()  # select knows no descriptors above 1,023
+    """Return whether the server has neither sent anything nor closed."""
+    poll = select.poll()  # select does not support descriptors above 1,023
     poll.register(connection, select.POLLIN)
     return not poll.poll(0)
 
 
 class Connect(Protocol):
-    """What `connector` yields: `connect`, whose connections are closed at the end."""
+    """Opens a connection, which `connector` closes at its end."""
 
     def __call__(self, url: str, source: str = "127.0.0.1", *, receive_buffer: int | None = None) -> socket.socket: ...
 
@@ -80,7 +80,7 @@ def connector() -> Iterator[Connect]:
 
 
 def answers_health(url: str, source: str) -> bool:
-    """Whether /health is answered with 200 on a new connection from this address."""
+    """Return whether /health returns 200 on a new connection from this address."""
     with connect(url, source) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(request("/health", None, "connection: close"))
@@ -89,13 +89,13 @@ def answers_health(url: str, source: str) -> bool:
 
 @contextlib.contextmanager
 def crowd(url: str, count: int, source: str) -> Iterator[list[socket.socket]]:
-    """So many connections from one address that never complete a request: every second one sends half of one."""
+    """Open connections from one address that never complete a request; every second one sends half of one."""
     connections: list[socket.socket] = []
     try:
         for number in range(count):
             connections.append(connect(url, source))
             if number % 2:
-                with contextlib.suppress(ConnectionError):  # turned away already
+                with contextlib.suppress(ConnectionError):  # already refused
                     connections[-1].sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-padding: ")
         yield connections
     finally:
@@ -104,7 +104,7 @@ def crowd(url: str, count: int, source: str) -> Iterator[list[socket.socket]]:
 
 
 def wait_for(condition, seconds: float = 30.0) -> None:
-    """Wait until a condition holds; fails the test otherwise."""
+    """Wait until a condition holds, or fail."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition did not come true in time"

@@ -1,4 +1,4 @@
-"""A real Ray cluster of one machine on free ports, and deployments on it by the real command."""
+"""Ray cluster on one machine with free ports, and deployments by the command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 @dataclass
 class RayCluster:
-    """address: of the cluster. url: of the HTTP side of what is deployed, without a slash."""
+    """address: of the cluster. url: of the deployment, without a slash at the end."""
 
     address: str
     folder: Path
@@ -53,18 +53,18 @@ class RayCluster:
         assert done.returncode == 0, (done.stdout, done.stderr, self.logs())
 
     def deploy_in_turns(self, *arguments: object) -> None:
-        """The same, but for the router: it sends requests to the replicas in turns."""
+        """Deploy with a router that sends requests to the replicas in turn."""
         command = [sys.executable, "-m", "helpers.ray_in_turns", "ray", "deploy", "demo", "--port", self.port]
         done = self._run(*command, *arguments, "--address", self.address)
         assert done.returncode == 0, (done.stdout, done.stderr, self.logs())
 
     def ingress(self) -> int:
-        """The process id of the actor of the HTTP side."""
+        """Return the process id of the HTTP actor."""
         (found,) = self._processes(b"ray::ServeReplica:windlass:Ingress")
         return found
 
     def replicas(self) -> list[int]:
-        """Process ids of the actors of engine replicas, the oldest first."""
+        """Return process ids of the engine actors, the oldest first."""
         return self._processes(b"ray::ServeReplica:windlass:Engine")
 
     def replica_count(self) -> dict[str, int]:
@@ -72,7 +72,7 @@ class RayCluster:
         return found
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Return the sum of a metric over its labels."""
         return total(httpx.get(f"{self.url}/metrics", timeout=20).text, name)
 
     def wait_replicas(self, ready: int, seconds: float) -> None:
@@ -82,7 +82,7 @@ class RayCluster:
             time.sleep(0.2)
 
     def logs(self) -> str:
-        """The ends of what the replicas wrote."""
+        """Return the ends of the replicas' logs."""
         files = sorted(self.folder.glob("session_latest/logs/serve/*.log"))
         return "\n".join(f"--- {file.name}\n{file.read_text()[-1500:]}" for file in files)
 
@@ -98,14 +98,14 @@ class RayCluster:
 
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WINDLASS_", "RAY_"))}
-    # Ray gives its workers, and so the engines, a niceness of 15: beside anything else here they would get no processor.
+    # Ray sets a niceness of 15 for its workers, and so for engines: on a busy machine they would get no processor time.
     own = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_worker_niceness": "0", "PYTHONPATH": str(TESTS), **CRASHES}
     return {**kept, **own, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 
 
 @contextlib.contextmanager
 def ray_cluster(cpus: int = 4) -> Iterator[RayCluster]:
-    """Its processes end with it, and no other cluster's."""
+    """Start a cluster; its processes end with it, and no other cluster's."""
     port = free_port()
     command = [str(BIN / "ray"), "start", "--head", "--block", f"--port={port}", f"--num-cpus={cpus}"]
     command += ["--object-store-memory=100000000", "--include-dashboard=false", "--disable-usage-stats"]
@@ -116,7 +116,7 @@ def ray_cluster(cpus: int = 4) -> Iterator[RayCluster]:
 
 @contextlib.contextmanager
 def ray_machines(cpus: list[int]) -> Iterator[tuple[RayCluster, list[int]]]:
-    """A cluster of several raylets, as many machines would have, the first of which is the head; and their process ids."""
+    """Start a cluster of several raylets, as on several machines; yield it and their process ids. The first is the head."""
     command = [sys.executable, "-m", "helpers.raylets"]
     with _started(lambda folder: [*command, str(folder), *map(str, cpus)], b"raylets: ") as (folder, log):
         found = re.search(rb"raylets: (\S+) (.*)", log.read_bytes())
@@ -126,7 +126,7 @@ def ray_machines(cpus: list[int]) -> Iterator[tuple[RayCluster, list[int]]]:
 
 @contextlib.contextmanager
 def _started(command: Callable[[Path], list[str]], sign: bytes) -> Iterator[tuple[Path, Path]]:
-    """A process that has written this sign: the cluster's folder, which every process of it names, and its log."""
+    """Start the head process; yield its folder, which every process of the cluster names, and its log once that has `sign`."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
         log = Path(folder, "start.log")
         with log.open("wb") as output:
@@ -149,7 +149,7 @@ def _started(command: Callable[[Path], list[str]], sign: bytes) -> Iterator[tupl
 
 
 def _end(folder: str) -> None:
-    """Whatever is left of the cluster in this folder."""
+    """End the remaining processes of the cluster in this folder."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and int(entry.name) != os.getpid():

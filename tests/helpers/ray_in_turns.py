@@ -1,4 +1,4 @@
-"""`windlass` with a router for Ray that knows no prefixes: requests go to the replicas in turns. Run as a program."""
+"""`windlass` with a Ray router that sends requests to the replicas in turn, independent of prefixes. Run as a program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class InTurns(routing.PrefixRequestRouter):
     def initialize_state(self, **kwargs: Any) -> None:
         super().initialize_state(**kwargs)
         self._turns = count()
-        self._turn_of: dict[str, int] = {}  # by request: Ray may ask more than once for one
+        self._turn_of: dict[str, int] = {}  # by request: Ray may query it more than once
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -27,11 +27,11 @@ class InTurns(routing.PrefixRequestRouter):
         name = "" if pending_request is None else pending_request.metadata.request_id
         if name not in self._turn_of:
             self._turn_of[name] = next(self._turns)
-        return [[ordered[self._turn_of[name] % len(ordered)]]]  # and no other, however slowly it answers
+        return [[ordered[self._turn_of[name] % len(ordered)]]]  # and no other, even if it is slow
 
 
 if __name__ == "__main__":
-    from helpers.ray_in_turns import InTurns as Chosen  # by a name that other processes can import
+    from helpers.ray_in_turns import InTurns as Chosen  # under a name that other processes can import
 
     from windlass.server.cli.main import main
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of several raylets on this machine, until it is ended: `python -m helpers.raylets FOLDER CPUS...`."""
+"""Ray cluster of several raylets on this machine: `python -m helpers.raylets FOLDER CPUS...`. Runs until it is ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ray.cluster_utils import Cluster
 
 def main() -> None:
     folder, *cpus = sys.argv[1:]
-    os.environ["RAY_TMPDIR"] = folder  # else it writes its address to a file that all clusters of the machine share
+    os.environ["RAY_TMPDIR"] = (
+        folder  # otherwise its address is written to a file shared by all clusters of the machine
+    )
     Path(folder, "ray").mkdir()
     cluster = Cluster()
     for number, count in enumerate(cpus):

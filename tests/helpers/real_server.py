@@ -1,4 +1,4 @@
-"""A real `windlass serve` process on a free loopback port, for end-to-end tests."""
+"""`windlass serve` process on a free loopback port, for end-to-end tests."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from helpers.prometheus_text import total
 
 @dataclass
 class RealServer:
-    """url ends without a slash and is known once the server listens.
+    """url: without a slash at the end, known once the server listens.
 
-    process is the API process, parent of the engine and of the fork server for text.
+    process: API process, parent of the engine and of the fork server.
     """
 
     url: str
@@ -32,7 +32,7 @@ class RealServer:
     log: Path
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Return the sum of a metric over its labels."""
         return total(httpx.get(f"{self.url}/metrics", timeout=120).text, name)
 
     def engine_pid(self) -> int:

@@ -1,4 +1,4 @@
-"""Operands of layers that carry a state, and what becomes of them by the formulas, in float64 and number by number."""
+"""Operands of recurrent layers, and their outputs by the formulas in float64, element by element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def state_rows(blocks: Sequence[int], tokens: Sequence[int], begins: Sequence[bool]) -> StateRows:
-    """Sequences with so many tokens in this step; those that do not begin have had five before."""
+    """Sequences with these numbers of tokens in a step. Those that do not begin had five tokens before."""
     starts = [0]
     for count in tokens:
         starts.append(starts[-1] + count)
@@ -25,13 +25,13 @@ def state_rows(blocks: Sequence[int], tokens: Sequence[int], begins: Sequence[bo
 
 
 def some_rows() -> StateRows:
-    """Prompts that begin and go on, one of them longer than what kernels take at once, single tokens, and one without any.
-    Blocks 1 and 4 of 6 are nobody's."""
+    """Return sequences that begin and continue: one longer than a kernel's chunk, single tokens, and an empty one.
+    Blocks 1 and 4 of 6 are unused."""
     return state_rows([3, 0, 5, 2, 0], [1, 70, 3, 2, 0], [False, True, False, True, True])
 
 
 def beginning(rows: StateRows) -> list[int]:
-    """Blocks that a sequence begins with."""
+    """Return the blocks of sequences that begin."""
     starts, found = rows.starts.tolist(), []
     for s, block in enumerate(rows.blocks.tolist()):
         if rows.lengths[s] == starts[s + 1] - starts[s] > 0:
@@ -40,7 +40,7 @@ def beginning(rows: StateRows) -> list[int]:
 
 
 def some_of(rows: StateRows, first: int, end: int) -> StateRows:
-    """The same sequences in a step that has their tokens first .. end only."""
+    """Return the same sequences in a step with only their tokens first .. end."""
     starts = rows.starts.clamp(first, end)
     behind = rows.starts[1:] - starts[1:]
     return StateRows(rows.blocks, starts - first, rows.lengths - behind)
@@ -48,7 +48,7 @@ def some_of(rows: StateRows, first: int, end: int) -> StateRows:
 
 @dataclass(frozen=True)
 class Convolution:
-    """Operands of `short_convolution`, beside other columns; the window of who begins holds NaN."""
+    """Operands of `short_convolution`, as columns of a wider tensor. Windows of sequences that begin are NaN."""
 
     x: Tensor
     weight: Tensor
@@ -65,7 +65,7 @@ class Convolution:
 
     @property
     def plain(self) -> Convolution:
-        """The same without an activation, whose sums begin with a bias."""
+        """Return the case without activation and with a bias."""
         return replace(self, activation=None, bias=torch.randn(len(self.weight)))
 
     def copy(self) -> Convolution:
@@ -84,7 +84,7 @@ class Convolution:
         return self.window
 
     def expected(self, rows: StateRows) -> tuple[Tensor, Tensor]:
-        """What it returns, and the window after it, float64."""
+        """Return the output and the window after it, float64."""
         width, window = self.weight.shape[1], self.window.double()
         out = torch.full(self.x.shape, torch.nan, dtype=torch.float64)
         starts = rows.starts.tolist()
@@ -104,7 +104,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class DeltaRule:
-    """Operands of `gated_delta_rule`, beside other columns; the memory of who begins holds NaN."""
+    """Operands of `gated_delta_rule`, as columns of a wider tensor. States of sequences that begin are NaN."""
 
     qkv: Tensor
     decay: Tensor
@@ -131,7 +131,7 @@ class DeltaRule:
         return cls(qkv, decay, strength, torch.rand(heads) * 2, torch.randn(heads), memory)
 
     def tiled_heads(self) -> tuple[DeltaRule, list[int]]:
-        """The same with the heads of values in such an order that they meet those of keys by turns, and that order."""
+        """Return the case with value heads that alternate between key heads, and their order."""
         _, heads, key_dim, value_dim = self.memory.shape
         keys = self.qkv.shape[1] - heads * value_dim
         key_heads = keys // (2 * key_dim)
@@ -157,7 +157,7 @@ class DeltaRule:
         return self.memory
 
     def expected(self, rows: StateRows) -> tuple[Tensor, Tensor]:
-        """What it returns, and the memory after it, float64."""
+        """Return the output and the state after it, float64."""
         memory = self.memory.double()
         _, heads, key_dim, value_dim = memory.shape
         key_heads = (self.qkv.shape[1] - heads * value_dim) // (2 * key_dim)
@@ -191,8 +191,8 @@ class DeltaRule:
 
 @dataclass(frozen=True)
 class StateSpace:
-    """Operands of `state_space`, beside other columns, with keys and queries of about length 1; the memory of who begins holds
-    NaN. limits: of steps; some of what is random lies beyond each."""
+    """Operands of `state_space`, as columns of a wider tensor, with keys and queries of about length 1. States of sequences
+    that begin are NaN. limits: of step sizes; some random values exceed each."""
 
     mixed: Tensor
     step: Tensor
@@ -235,7 +235,7 @@ class StateSpace:
         return self.memory
 
     def expected(self, rows: StateRows) -> tuple[Tensor, Tensor]:
-        """What it returns, and the memory after it, float64."""
+        """Return the output and the state after it, float64."""
         memory = self.memory.double()
         _, heads, key_dim, value_dim = memory.shape
         key_heads = (self.mixed.shape[1] - heads * value_dim) // (2 * key_dim)
@@ -267,9 +267,9 @@ Operands = Convolution | DeltaRule | StateSpace
 
 
 def assert_keeps(own: Operands, rows: StateRows, change: Callable[[Operands, StateRows], Tensor]) -> None:
-    """What is kept behind a token is bit for bit the state that a step leaves which ends there, and nothing else changes by it.
+    """Check that the state stored after a token has the bits of a step that ends there, and that nothing else changes.
 
-    Kept are the states of some tokens of every sequence, of the first and the last among them.
+    States are stored for some tokens of every sequence, including the first and the last.
     """
     tokens = int(rows.starts[-1])
     chosen = sorted({t for t in range(tokens) if t % 7 < 2} | {max(0, tokens - i) for i in range(1, 7)})
@@ -293,7 +293,7 @@ def softplus(x: float) -> float:
 
 
 def assert_near(found: Tensor, expected: Tensor, slack: float = 3e-6) -> None:
-    """slack: of float32 sums, beside the rounding to the type. NaN only where it is expected."""
+    """slack: tolerance of float32 sums, in addition to rounding to the dtype. NaN only where expected."""
     assert torch.equal(found.isnan(), expected.isnan())
     difference = (found.double() - expected).nan_to_num().abs()
     allowed = slack + ROUNDING[found.dtype] * 1.01 * expected.abs().nan_to_num()

@@ -1,6 +1,6 @@
-"""Starts of `windlass` that end by themselves, as a process of its own and inside this one, and what they say.
+"""Refused starts of `windlass`, in a separate process and in this one, and their messages.
 
-Inside, most modules are loaded once for all tests.
+In this process, most modules are loaded only once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _foreign(name: str) -> bool:
 
 
 def program(*arguments: object, **environment: str) -> Done:
-    """The real program, which finds no settings in its environment but these."""
+    """Run the program with these environment variables and no other settings."""
     inherited = {name: value for name, value in os.environ.items() if not _foreign(name)}
     command = [sys.executable, "-m", "windlass.server.cli.main", *map(str, arguments)]
     given = {**inherited, **PLACE, **environment}
@@ -32,7 +32,7 @@ def program(*arguments: object, **environment: str) -> Done:
 
 
 def inside(*arguments: object, **variables: str) -> Done:
-    """What the program does, in this process."""
+    """Run the program in this process."""
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), pytest.MonkeyPatch.context() as patch:
         for name in filter(_foreign, list(os.environ)):
@@ -44,7 +44,7 @@ def inside(*arguments: object, **variables: str) -> Done:
 
 
 def reason(done: Done) -> str:
-    """The last line of a start that was refused, without its beginning; lines before it may tell how far it came."""
+    """Return the last line of a refused start without its prefix; earlier lines may show its progress."""
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr, done
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ") and done.stderr.count("error: ") == 1, done

@@ -1,4 +1,4 @@
-"""Rotary scaling written a second time, in numpy and from the papers' definitions, and rotation in float64."""
+"""Independent implementation of rotary scaling in numpy from the papers' definitions, and rotation in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.engine.rotary.rope_scaling import RotaryBase
 
 
 def by_formula(obj: dict[str, Any], length: int, base: RotaryBase) -> tuple[np.ndarray, float]:
-    """(inverse frequencies, attention factor) of a flat object on a base with neither zeros nor learned frequencies."""
+    """Return inverse frequencies and attention factor of a flat object, for a base without zeros and learned frequencies."""
     d, big_m = base.rotary_dim, base.trained_len
     b = obj.get("rope_theta", base.rope_theta)
     original = obj.get("original_max_position_embeddings", big_m)
@@ -38,7 +38,7 @@ def by_formula(obj: dict[str, Any], length: int, base: RotaryBase) -> tuple[np.n
                 grid += 1
                 n = big_m * 2 ** (grid / 4)
             f = f * n / big_m - (f - 1)
-        # A base that slows the slowest pair by exactly f: w_j * f^(-2j/(d-2)).
+        # Base that slows the slowest pair by exactly f: w_j * f^(-2j/(d-2)).
         return w * np.exp(-(2 * j / (d - 2)) * np.log(f)), 1.0
     if kind == "llama3":
         low, high = original / obj["low_freq_factor"], original / obj["high_freq_factor"]
@@ -49,7 +49,7 @@ def by_formula(obj: dict[str, Any], length: int, base: RotaryBase) -> tuple[np.n
         middle = (1 - blend) * w / f + blend * w
         return np.where(wavelengths < high, w, np.where(wavelengths > low, w / f, middle)), 1.0
     if kind == "yarn":
-        turns = original / wavelengths  # decreasing in j; where it passes a beta is linear in log space
+        turns = original / wavelengths  # decreasing in j; it reaches a beta linearly in log space
         pair = np.interp
         log_turns = np.log(turns)
         slope = log_turns[1] - log_turns[0]
@@ -74,7 +74,7 @@ def by_formula(obj: dict[str, Any], length: int, base: RotaryBase) -> tuple[np.n
 
 
 def rotate_pairs(x: np.ndarray, angles: np.ndarray, *, interleaved: bool) -> np.ndarray:
-    """Rotate vectors [..., D] by angles [d/2] as complex numbers in float64; dims past d stay."""
+    """Rotate vectors [..., D] by angles [d/2] as complex numbers in float64; further dims are unchanged."""
     half = len(angles)
     x = x.astype(np.float64)
     real, imaginary = (

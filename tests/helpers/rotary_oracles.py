@@ -1,7 +1,7 @@
-"""References for rotations that change as a text grows, sharing no code with Windlass.
+"""References for rotations that change with the length of a text, without code of Windlass.
 
 `Uncached`: transformers without a cache, frequencies injected, angles in float64. `cached_by_transformers`: its ordinary
-cached generation. `UnrotatedCache`: Llama in plain torch whose cache holds keys that nothing has rotated yet.
+cached generation. `UnrotatedCache`: Llama in plain torch with a cache of unrotated keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from helpers.loaded import loaded
 from safetensors.torch import load_file
 from torch import Tensor
 
-# Frequencies in radians per token, float64 [d/2], of a context of so many tokens.
+# Frequencies in radians per token, float64 [d/2], by number of tokens.
 Frequencies = Callable[[int], Tensor]
 
 
@@ -26,7 +26,7 @@ def plain_frequencies(theta: float, dim: int) -> Tensor:
 
 
 def dynamic_frequencies(theta: float, dim: int, factor: float, trained: int, *, grid: bool) -> Frequencies:
-    """Dynamic NTK for the exact length, or for the point of trained * 2^(k/4) at or above it."""
+    """Dynamic NTK for the exact length, or for the next trained * 2^(k/4)."""
     points = [trained * 2 ** (k / 4) for k in range(64)]
 
     def at(length: int) -> Tensor:
@@ -40,7 +40,7 @@ def dynamic_frequencies(theta: float, dim: int, factor: float, trained: int, *, 
 
 
 def longrope_frequencies(theta: float, dim: int, scaling: dict[str, Any]) -> Frequencies:
-    """The short list up to the original length, the long one past it."""
+    """The short list up to the original length, the long one after it."""
     plain = plain_frequencies(theta, dim)
     short, long = (torch.tensor(scaling[name], dtype=torch.float64) for name in ("short_factor", "long_factor"))
     return lambda length: plain / (short if length <= scaling["original_max_position_embeddings"] else long)
@@ -51,7 +51,7 @@ def longrope_attention_factor(scaling: dict[str, Any]) -> float:
 
 
 class Uncached:
-    """A transformers model that recomputes everything, under frequencies of the caller's choice."""
+    """transformers model without a cache, with given frequencies."""
 
     def __init__(self, directory: Path, attention_factor: float = 1.0) -> None:
         self.model = loaded(directory)
@@ -66,13 +66,13 @@ class Uncached:
 
     @torch.no_grad()
     def logits(self, token_ids: Sequence[int], inv_freq: Tensor) -> Tensor:
-        """[T, V] of the whole text under one set of frequencies."""
+        """Return [T, V] of the text under one set of frequencies."""
         self._inv_freq = inv_freq
         ids = torch.tensor([list(token_ids)])
         return self.model(ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False).logits[0]
 
     def at_each_length(self, token_ids: Sequence[int], frequencies: Frequencies) -> Tensor:
-        """[T, V]: row i from a pass over i + 1 tokens under the frequencies of i + 1 tokens."""
+        """Return [T, V]: row i from a pass over i + 1 tokens under the frequencies of i + 1 tokens."""
         rows: list[Tensor] = []
         while len(rows) < len(token_ids):
             first = len(rows)
@@ -85,8 +85,8 @@ class Uncached:
 
 @torch.no_grad()
 def cached_by_transformers(directory: Path, token_ids: Sequence[int], prompt: int) -> Tensor:
-    """[T, V]: the prompt in one pass, then token after token over transformers' own cache, as `generate` does it."""
-    # A fresh model, for what dynamic frequencies were last stays in the module.
+    """Return [T, V]: the prompt in one pass, then single tokens over transformers' cache, like `generate`."""
+    # A new model, because the module stores the last dynamic frequencies.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -100,7 +100,7 @@ def cached_by_transformers(directory: Path, token_ids: Sequence[int], prompt: in
 
 
 class UnrotatedCache:
-    """Llama token by token in float64. Its cache holds raw keys: each step rotates them all as its frequencies say."""
+    """Llama in float64, one token at a time, with a cache of unrotated keys that each step rotates by its frequencies."""
 
     def __init__(self, directory: Path, attention_factor: float = 1.0) -> None:
         self._config = transformers.AutoConfig.from_pretrained(directory)
@@ -108,7 +108,7 @@ class UnrotatedCache:
         self._attention_factor = attention_factor
 
     def logits(self, token_ids: Sequence[int], frequencies: Frequencies, prompt: int = 1) -> Tensor:
-        """[T, V] float32: the first `prompt` tokens under the frequencies of that many, each later one under its own."""
+        """Return [T, V] float32: the first `prompt` tokens under the frequencies of that length, each later one under its own."""
         layers = self._config.num_hidden_layers
         self._keys: list[list[Tensor]] = [[] for _ in range(layers)]
         self._values: list[list[Tensor]] = [[] for _ in range(layers)]
@@ -154,7 +154,7 @@ class UnrotatedCache:
 
 
 class CachedInOnePass:
-    """What `cached_by_transformers` computes under frequencies that follow the length, in one pass over the whole text.
+    """Result of `cached_by_transformers` under frequencies that depend on the length, in one pass over the text.
 
     There the key at position i is rotated once, by the frequencies of i + 1 tokens (of the prompt's length, inside the
     prompt), and so is the query. So one pass that rotates each position by its own frequencies sees the same numbers.
@@ -165,7 +165,7 @@ class CachedInOnePass:
 
     @torch.no_grad()
     def hidden(self, token_ids: Sequence[int], frequencies: Frequencies, prompt: int) -> Tensor:
-        """[T, hidden] behind the last norm."""
+        """Return [T, hidden] after the last norm."""
         inv_freq = torch.stack([frequencies(max(i + 1, prompt)) for i in range(len(token_ids))])  # [T, d/2]
 
         def rotary(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:

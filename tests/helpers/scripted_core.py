@@ -1,10 +1,10 @@
-"""A torch-free engine core that does what the prompt's first token says, for tests of what surrounds an engine.
+"""Engine core without torch that is controlled by the prompt's first token, for tests of the code around an engine.
 
 Token i of every sample is 100 + i. Special first tokens: CRASH raises in the third step, KILL ends the process by
-SIGKILL there, HANG sleeps there, SPIN computes there for ever, REFUSE is a RequestError, BUG an unexpected exception in
+SIGKILL there, HANG sleeps there, SPIN computes there endlessly, REFUSE is a RequestError, BUG an unexpected exception in
 `add`, FAIL an error output.
-Environment (it reaches the child by itself): SCRIPT_STEP_SECONDS, SCRIPT_LOAD_SECONDS, SCRIPT_LOAD_ERROR,
-SCRIPT_LOAD_GATE (a file that the load waits for), SCRIPT_STEP_BRAKE (a file: while it is there a step takes
+Environment variables (inherited by the child): SCRIPT_STEP_SECONDS, SCRIPT_LOAD_SECONDS, SCRIPT_LOAD_ERROR,
+SCRIPT_LOAD_GATE (a file that the load waits for), SCRIPT_STEP_BRAKE (a file: while it exists, a step takes
 a quarter of a second more), SCRIPT_RELOAD_FILE (a marker: the second load with it fails), SCRIPT_VOCAB_SIZE.
 """
 
@@ -165,7 +165,7 @@ class ScriptedCore:
 
 
 def readable(source: AdapterSource) -> bool:
-    """Whether an adapter can be loaded: not from a folder that is called bad, nor from one where a file says that it is gone."""
+    """Return whether an adapter can be loaded: not from a folder named bad, or with a file that marks it as removed."""
     return not source.path.endswith("bad") and not Path(source.path, "gone").exists()
 
 
@@ -174,7 +174,7 @@ def adapter_info(source: AdapterSource) -> AdapterInfo:
 
 
 def scripted_info(config: EngineConfig) -> ModelInfo:
-    """A plausible description of a model nobody loaded."""
+    """Return a plausible model description."""
     groups = (RotaryGroup("full_attention", RotaryBase(10000.0, 32, 32, 512), RopeScaling()),)
     return ModelInfo(
         path=config.model,
@@ -207,7 +207,7 @@ def scripted_info(config: EngineConfig) -> ModelInfo:
 
 
 class SpinningCore(ScriptedCore):
-    """Makes outputs as fast as it can, to measure the path between the processes."""
+    """Core that produces outputs as fast as possible, to measure the path between the processes."""
 
     def step(self, announce: Announce) -> list[RequestOutput]:
         self._step_seconds = 0.0

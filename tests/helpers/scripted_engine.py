@@ -1,7 +1,7 @@
-"""An EngineClient without an engine: it generates what a test says, at the pace it says, and records what it was asked.
+"""EngineClient without an engine: generates scripted tokens at a scripted speed, and records requests.
 
-Sample i of a request yields `reply[j % len(reply)]` as its j-th token, whatever the prompt. Log-probabilities are a
-plain function of the token: of each pair (2k, 2k + 1) the even one is the likelier.
+Sample i of a request yields `reply[j % len(reply)]` as its j-th token, for any prompt. Log-probabilities are a
+function of the token: of each pair (2k, 2k + 1) the even one is more likely.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROTARY = (RotaryGroup("full_attention", RotaryBase(10000.0, 16, 16, 128), RopeSc
 
 
 def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
-    """The log-probabilities at a position where `token_id` stands."""
+    """Return the log-probabilities at a position of `token_id`."""
     even = token_id - token_id % 2
     others = [(even, LIKELY), (even + 1, UNLIKELY)]
     others += [((even + 2 + i) % 400, -3.0 - i) for i in range(max(0, top - 2))]
@@ -45,9 +45,9 @@ def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
 
 
 def pooled_rows(request: EngineRequest, classes: int | None = None) -> PooledRows:
-    """A row is its token (that of all: the last one) and then 1, 2, …; for `classify` minus the number of tokens, and so on.
+    """Return rows: a token (the last one for the entire prompt), then 1, 2, …. For `classify` minus the number of tokens etc.
 
-    For `answer` it is that alone.
+    For `answer` it is only the first value.
     """
     rule, ids = request.pooling, request.prompt_token_ids
     assert rule is not None
@@ -59,7 +59,7 @@ def pooled_rows(request: EngineRequest, classes: int | None = None) -> PooledRow
 
 
 def model_info(**fields: object) -> ModelInfo:
-    """A small model of 423 tokens (the toy byte-level tokenizer's) and a context of 256."""
+    """Return a small model with the 423 tokens of the toy byte-level tokenizer and a context of 256."""
     defaults: dict[str, object] = {
         "path": "/models/toy",
         "architecture": "ToyForCausalLM",
@@ -92,9 +92,9 @@ def model_info(**fields: object) -> ModelInfo:
 
 @dataclass
 class ScriptedEngine:
-    """See the module. `refuse` and `fail_after` raise; `delay` is seconds before each token, `first_delay` before all.
+    """See the module. refuse, fail_after: raise errors. delay: seconds before each token. first_delay: before the first.
 
-    held: while a test leaves it so, no request has its first token. made: outputs that were taken, of all requests.
+    held: while True, no request receives its first token. made: number of outputs taken, of all requests.
     """
 
     reply: list[int] = field(default_factory=lambda: [65, 66, 67])
@@ -102,13 +102,13 @@ class ScriptedEngine:
     first_delay: float = 0.0
     held: bool = False
     tokens_per_output: int = 1
-    eos_after: int | None = None  # tokens after which the eos id comes
+    eos_after: int | None = None  # number of tokens before the EOS id
     cached_tokens: int = 0
     refuse: Callable[[EngineRequest], Exception | None] = lambda request: None
     fail_after: tuple[int, Exception] | None = None
     ignore_deadline: bool = False
     report: Callable[[EngineRequest], RotaryReport | None] = lambda request: None  # on the last output of each sample
-    context: ContextReport | None = None  # likewise
+    context: ContextReport | None = None  # on the last output of each sample
 
     info: ModelInfo | None = field(default_factory=model_info)
     state: str = "ready"
@@ -132,7 +132,7 @@ class ScriptedEngine:
         return (self,)
 
     def reset(self) -> None:
-        """Back to the defaults, with empty records."""
+        """Restore the defaults and clear the records."""
         self.__init__()  # type: ignore[misc]
 
     async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
@@ -223,7 +223,7 @@ class ScriptedEngine:
         self.ended.append((request_id, index))
 
     async def inspect(self, question: IntrospectionQuery[A]) -> A:
-        """Of the cache one group of 4 cells; of attention weights that are equal and scores that are minus the distance."""
+        """Return one group of 4 cells for the cache, and equal attention weights with scores of minus the distance."""
         if isinstance(question, CacheQuery):
             group = CacheGroupSnapshot(64, 4, 1, None, (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, -1, -1))
             return CacheSnapshot(16, (group,), (CacheSequenceSnapshot(20, 18, 16, 2, 0, 0),))  # type: ignore[return-value]

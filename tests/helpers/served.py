@@ -1,4 +1,4 @@
-"""A real `windlass serve` process with the scripted core, for tests that need signals, exit codes and sockets."""
+"""`windlass serve` process with the scripted core, for tests of signals, exit codes and sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class Served:
-    """Starts on a free port; `url` is known once it listens. Leaving the block kills whatever is left."""
+    """Starts on a free port; `url` is known once it listens. Remaining processes are killed at the end of the block."""
 
     def __init__(self, model: Path, *arguments: str, **environment: str) -> None:
         self.process = subprocess.Popen(
@@ -41,7 +41,7 @@ class Served:
 
     @staticmethod
     def environment() -> dict[str, str]:
-        """With the scripted core."""
+        """Start with the scripted core."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
         return {
             **inherited,
@@ -61,7 +61,7 @@ class Served:
         return "\n".join(self.lines)
 
     def wait_line(self, pattern: str, seconds: float = 60.0) -> re.Match[str]:
-        """The first line on standard error that matches."""
+        """Wait for a line on standard error that matches; return it."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             ended = self.process.poll() is not None and not self._reader.is_alive()
@@ -82,7 +82,7 @@ class Served:
 
     @property
     def engine_pid(self) -> int:
-        """The engine process, one of the children."""
+        """Return the process id of the engine, one of the children."""
         (engine,) = children(self.process.pid, b"windlass.engine")
         return engine
 
@@ -90,7 +90,7 @@ class Served:
         self.process.send_signal(number)
 
     def wait(self, seconds: float = 10.0) -> int:
-        """Its exit code. It has less time than the usual grace period, which it is not to wait for."""
+        """Return its exit code. The timeout is shorter than the grace period, for which it must not wait."""
         code = self.process.wait(seconds)
         self._reader.join(30.0)
         return code

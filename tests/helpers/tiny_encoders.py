@@ -1,4 +1,4 @@
-"""Tiny random encoders of transformers, with any head, and what they make of a text with cos and sin from float64 angles."""
+"""Tiny random transformers encoders with any head, and their output with cos and sin of float64 angles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMMON = {
     "sep_token_id": 2,
 }
 
-# Names as tests and docs/models.md have them: the class without a head, and settings.
+# By name in tests and docs/models.md: class without a head, and settings.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert": ("ModernBertModel", {"local_attention": 8}),
     "modernbert_bias": (
@@ -51,7 +51,7 @@ HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 
 
 def make_encoder(family: str, directory: Path, head: str = "Model", *, seed: int = 0, **overrides: Any) -> Path:
-    """Save a random encoder; 1-D parameters are random too, so no bias or norm hides. head: the end of its class's name."""
+    """Save a random encoder; 1-D parameters are random too, to expose errors with norms. head: end of the class name."""
     name, settings = FAMILIES[family]
     stem = name.removesuffix("Model")
     config = getattr(transformers, f"{stem}Config")(**{**_COMMON, **settings, **overrides})
@@ -61,7 +61,7 @@ def make_encoder(family: str, directory: Path, head: str = "Model", *, seed: int
         for key, parameter in model.named_parameters():
             if "embed_positions" in key:
                 continue
-            # Wide enough that attention is peaked and every mistake shows.
+            # Large enough for peaked attention, in which errors are visible.
             parameter.normal_(0.0, 0.3) if parameter.dim() == 1 else parameter.mul_(4.0)
             if parameter.dim() == 1:
                 parameter.add_(1.0)
@@ -72,9 +72,9 @@ def make_encoder(family: str, directory: Path, head: str = "Model", *, seed: int
 
 
 class EncoderReference:
-    """A transformers model in float32, eager attention, with cos and sin formed from float64 angles.
+    """transformers model in float32 with eager attention, and cos and sin of float64 angles.
 
-    specs, names: of its rotary groups.
+    specs, names: of the rotary groups.
     """
 
     def __init__(self, directory: Path, specs: Sequence[RotarySpec], names: Sequence[str], head: str = "Model") -> None:
@@ -96,7 +96,7 @@ class EncoderReference:
         for name, module in self.model.named_modules():
             if name.endswith("rotary_emb"):
                 module.forward = rotary
-            if name.endswith("embed_positions"):  # RoFormer: a table of sines, then cosines, of every position
+            if name.endswith("embed_positions"):  # RoFormer: table of sines, then cosines, by position
                 count = module.weight.shape[0]
                 angle = torch.arange(count).double()[:, None] * torch.tensor(fallback.inv_freq, dtype=torch.float64)
                 table = torch.cat((angle.sin(), angle.cos()), dim=-1) * fallback.rotary_scale
@@ -104,7 +104,7 @@ class EncoderReference:
 
     @torch.no_grad()
     def __call__(self, token_ids: Sequence[int], token_types: Sequence[int] | None = None) -> torch.Tensor:
-        """Hidden states [T, hidden] of the text, or the logits of its classes [1, classes], or of each token [T, classes]."""
+        """Return hidden states [T, hidden], logits of the classes [1, classes], or logits of each token [T, classes]."""
         types = {} if token_types is None else {"token_type_ids": torch.tensor([list(token_types)])}
         found = self.model(torch.tensor([list(token_ids)]), **types)
         if "logits" not in found:

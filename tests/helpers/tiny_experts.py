@@ -1,4 +1,4 @@
-"""Families of experts for `tiny_models`, in the form of `tiny_families`."""
+"""Families with experts for `tiny_models`, in the format of `tiny_families`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from helpers.tiny_families import CONVOLUTIONS, DELTA
 
-# Ends of names of parameters and buffers that are zero unless they are filled.
+# Name suffixes of parameters and buffers that are zero by default.
 BIASES = ("e_score_correction_bias", "expert_bias", "proj_bias", "router.bias")
 
 _LOCAL = {"sliding_window": 8}
@@ -27,7 +27,7 @@ _GRANITE4 = {
     "mamba_n_heads": 4,
 }
 
-# Two heads to each group, and sizes that all differ; the eps as in other families with states.
+# Two heads per group, and different sizes; eps as in other families with states.
 STATES = {
     "rms_norm_eps": 1e-3,
     "num_hidden_layers": 5,

@@ -1,12 +1,12 @@
-"""More families for `tiny_models`: those that the tests of every family's logits run over, and no others."""
+"""Families for `tiny_models` that only the logit tests of all families use."""
 
 from __future__ import annotations
 
 from typing import Any
 
 OFFSET_NORMS = ("Gemma", "Gemma2", "Gemma3", "VaultGemma", "Nemotron", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
-TEXT_PARTS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")  # whose configs are called after them
-# Where a family has other names for its sizes.
+TEXT_PARTS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")  # with configuration classes of the same name
+# Other names of sizes in some families.
 COMMON: dict[str, dict[str, Any]] = {}
 _SIZES = {
     "vocab_size": 128,
@@ -29,7 +29,7 @@ _LATENT = {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
-    "initializer_range": 0.06,  # else scores are all but equal, or far apart
+    "initializer_range": 0.06,  # otherwise scores are nearly equal, or far apart
     "num_key_value_heads": 4,
     "head_dim": 8,
 }
@@ -52,7 +52,7 @@ _DEEPSEEK_YARN = {
     "mscale_all_dim": 0.7,
 }
 
-# Local heads of 16 numbers, global ones of 32.
+# Local heads of size 16, global ones of size 32.
 _GEMMA4 = {
     **_LOCAL,
     "tie_word_embeddings": True,
@@ -62,8 +62,8 @@ _GEMMA4 = {
     "final_logit_softcapping": 5.0,
 }
 _IN_TURN = ["sliding_attention", "full_attention"]
-# Two heads of values to each of keys, and sizes that all differ. What heads read is normed, and now and then all but zero: with a
-# smaller eps, float32 would not be near enough to itself.
+# Two value heads per key head, and different sizes. Normed states are sometimes nearly zero: with a smaller eps, float32 results
+# would differ too much.
 DELTA = {
     "rms_norm_eps": 1e-3,
     "num_hidden_layers": 5,
@@ -227,7 +227,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_half": ("DeepseekV3", {**_LATENT, **_EXPERTS, "first_k_dense_replace": 4, "rope_interleave": False}),
     "youtu": ("Youtu", _LATENT),
     "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT, **_EXPERTS, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4}),
-    "lfm2": (  # whose feed-forwards are not of the width that is given
+    "lfm2": (  # feed-forward width differs from the configured one
         "Lfm2",
         {**CONVOLUTIONS, "conv_bias": True, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3},
     ),

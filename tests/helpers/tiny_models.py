@@ -1,4 +1,4 @@
-"""Tiny random transformers models, saved as ordinary model directories, and their float64-angle reference logits."""
+"""Tiny random transformers models in ordinary model directories, and their reference logits with float64 angles."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": (
         "Phi3",
         {
-            "original_max_position_embeddings": 4,  # so that every prompt here runs under the long list
+            "original_max_position_embeddings": 4,  # so that every prompt uses the long list
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 10_000.0,
@@ -94,18 +94,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(family: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Save a random model of the family to `directory`; 1-D parameters are random too, so no bias or norm hides."""
+    """Save a random model of the family to `directory`; 1-D parameters are random too, to expose errors with norms."""
     files, generator = _made(family, seed, pickle.dumps(overrides))
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (directory / name).write_bytes(content)
-    torch.set_rng_state(generator)  # whatever a test draws next is the same whether the model was there or not
+    torch.set_rng_state(generator)  # later random numbers do not depend on whether the model was cached
     return directory
 
 
 @functools.lru_cache(maxsize=32)
 def _made(family: str, seed: int, pickled: bytes) -> tuple[dict[str, bytes], torch.Tensor]:
-    """The files of a model, half a MB, and the state that making it leaves torch's generator in."""
+    """Return the files of a model (half a MB), and the state of torch's generator after its creation."""
     with tempfile.TemporaryDirectory() as folder:
         directory = _make(family, Path(folder), seed, pickle.loads(pickled))
         return {file.name: file.read_bytes() for file in directory.iterdir()}, torch.get_rng_state()
@@ -123,20 +123,18 @@ def _make(family: str, directory: Path, seed: int, overrides: dict[str, Any]) ->
     model = own_class(config) if own_class else transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            # Wide enough that attention is peaked and every mistake shows in the logits.
+            # Large enough for peaked attention, in which errors are visible in the logits.
             vector = parameter.dim() == 1 or key.endswith(
                 ("q_norm.weight", "k_norm.weight")
-            )  # some with a row for each head
+            )  # some with one row per head
             parameter.normal_(0.0, 0.3) if vector else parameter.mul_(4.0)
             if vector and (name not in tiny_families.OFFSET_NORMS or key.endswith("linear_attn.norm.weight")):
                 parameter.add_(1.0)
-            if key.endswith("mamba.A_log"):  # so that what a token added is there for many more
+            if key.endswith("mamba.A_log"):  # so that a token's contribution lasts for many more
                 parameter.sub_(3.0)
-            if name == "Gemma4" and key.endswith(
-                "q_norm.weight"
-            ):  # weights of its models do what others divide scores for
+            if name == "Gemma4" and key.endswith("q_norm.weight"):  # its weights include the scale of scores
                 parameter.mul_(parameter.shape[0] ** -0.5)
-            if name == "Gemma4" and key.endswith("router.proj.weight"):  # so do these
+            if name == "Gemma4" and key.endswith("router.proj.weight"):  # also here
                 parameter.mul_(config.hidden_size**0.5)
         for key, tensor in (*model.named_buffers(), *model.named_parameters()):
             if key.endswith(tiny_experts.BIASES):  # zeros otherwise
@@ -144,16 +142,16 @@ def _make(family: str, directory: Path, seed: int, overrides: dict[str, Any]) ->
             if key.endswith("layer_scalar"):  # ones otherwise
                 tensor.uniform_(0.5, 1.5)
     model.save_pretrained(directory)
-    if own_class is None:  # it is computed by another family's
+    if own_class is None:  # computed by that of another family
         written = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps({**written, "architectures": [f"{name}ForCausalLM"]}))
     return directory
 
 
 class Reference:
-    """A transformers model in float32, eager attention, with cos and sin formed from float64 angles.
+    """transformers model in float32 with eager attention, and cos and sin of float64 angles.
 
-    One of `tiny_plain` where transformers has no class of it.
+    A model of `tiny_plain` if transformers does not support the family.
     """
 
     def __init__(self, directory: Path, specs: Sequence[RotarySpec], names: Sequence[str]) -> None:
@@ -171,7 +169,9 @@ class Reference:
 
         def rotary(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
             spec = by_name.get(layer_type or "", fallback)
-            position_ids = position_ids[0] if position_ids.dim() > 2 else position_ids  # those of images, equal on text
+            position_ids = (
+                position_ids[0] if position_ids.dim() > 2 else position_ids
+            )  # those of images, equal for text
             inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float64)
             angle = position_ids[..., None].double() * inv_freq
             if is_complex:
@@ -183,14 +183,14 @@ class Reference:
         for name, module in self.model.named_modules():
             if name.endswith(("rotary_emb", "pos_emb")) and not hasattr(module, "embed_positions"):
                 module.forward = rotary
-            if hasattr(module, "embed_positions"):  # GPT-J, CodeGen: a table of sines, then cosines, of every position
+            if hasattr(module, "embed_positions"):  # GPT-J, CodeGen: table of sines, then cosines, by position
                 count = module.embed_positions.shape[0]
                 angle = torch.arange(count).double()[:, None] * torch.tensor(fallback.inv_freq, dtype=torch.float64)
                 module.embed_positions = torch.cat((angle.sin(), angle.cos()), dim=-1).float() * fallback.rotary_scale
 
     @torch.no_grad()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[T, V] float32 logits of the whole sequence in one pass."""
+        """Return [T, V] float32 logits of the sequence in one pass."""
         if self.plain is not None:
             return self.plain.logits(token_ids, self.frequencies)
         ids = torch.tensor([list(token_ids)])

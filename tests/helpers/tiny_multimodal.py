@@ -1,4 +1,4 @@
-"""Tiny random multimodal models of transformers, saved as they save themselves, and their logits of text alone."""
+"""Tiny random multimodal transformers models, saved by transformers, and their logits for text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _three_parts(*sections: int, **others: Any) -> dict[str, Any]:
 _OFFSET_NORMS = ("gemma3", "qwen3_5", "qwen3_5_moe")
 _GEMMA4 = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32}
 
-# By `model_type`, behind which may stand that of the text part: what the text part has beside or in place of the sizes above.
+# By `model_type`, optionally followed by that of the text model: settings of the text model that differ from the sizes above.
 MODELS: dict[str, dict[str, Any]] = {
     "aya_vision": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     "cohere2_vision": {"sliding_window": 8},
@@ -132,7 +132,7 @@ def make_multimodal(name: str, directory: Path) -> Path:
             if "visual" in key or "vision" in key:
                 continue
             if parameter.dim() > 1:
-                parameter.mul_(4.0)  # peaked attention, in which mistakes show
+                parameter.mul_(4.0)  # for peaked attention, in which errors are visible
             else:
                 offset = model_type in _OFFSET_NORMS and not key.endswith("linear_attn.norm.weight")
                 parameter.normal_(0.0, 0.3).add_(0.0 if offset else 1.0)
@@ -143,12 +143,12 @@ def make_multimodal(name: str, directory: Path) -> Path:
     return directory
 
 
-# Classes that leave out what their text parts multiply logits by, which as models of their own do so.
+# Classes without the logit scale that their text models apply as separate models.
 _UNSCALED = (transformers.AyaVisionForConditionalGeneration, transformers.Cohere2VisionForConditionalGeneration)
 
 
 class TextLogits:
-    """A multimodal model of transformers in float32 with eager attention, given text alone."""
+    """Multimodal transformers model in float32 with eager attention, for text."""
 
     def __init__(self, directory: Path) -> None:
         self.model = AutoModelForImageTextToText.from_pretrained(
@@ -157,10 +157,10 @@ class TextLogits:
 
     @torch.no_grad()
     def __call__(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[T, V] float32 logits of the whole sequence in one pass."""
+        """Return [T, V] float32 logits of the sequence in one pass."""
         ids = torch.tensor([list(token_ids)])
         if isinstance(self.model, _UNSCALED):
             return self.model(input_ids=ids, use_cache=False).logits[0] * self.model.config.text_config.logit_scale
-        if isinstance(self.model, transformers.Llama4ForConditionalGeneration):  # which wants an image for its output
+        if isinstance(self.model, transformers.Llama4ForConditionalGeneration):  # its output requires an image
             return self.model.language_model(input_ids=ids, use_cache=False).logits[0]
         return self.model(input_ids=ids, use_cache=False).logits[0]

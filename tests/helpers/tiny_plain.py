@@ -1,6 +1,6 @@
-"""Families that transformers has no class of: tiny random checkpoints of them, and their logits from plain float32 formulas.
+"""Families that transformers does not support: tiny random checkpoints, and their logits by float32 formulas.
 
-Written from the code that is published beside the weights, independent of the decoder under test: one sequence, no cache.
+Written from the code published with the weights, independent of the tested decoder: one sequence, no cache.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def architecture(prefix: str) -> str:
     return prefix if prefix.endswith("Model") else f"{prefix}ForCausalLM"
 
 
-# Those that do not rotate, which `tiny_unrotated` has among its own.
+# Without rotation, included in `tiny_unrotated`.
 UNROTATED: dict[str, tuple[str, dict[str, Any]]] = {
     "baichuan_13b": (
         "Baichuan",
@@ -75,7 +75,7 @@ ARCHITECTURES = {architecture(prefix) for prefix, _ in FAMILIES.values()}
 
 
 def save(family: str, directory: Path, seed: int = 0, **overrides: Any) -> Path:
-    """A random checkpoint; vectors are random too, so no bias or norm hides."""
+    """Return a random checkpoint; vectors are random too, so that errors with biases and norms are visible."""
     prefix, config = (FAMILIES | UNROTATED)[family]
     config = {**config, "architectures": [architecture(prefix)], **overrides}
     generator = torch.Generator().manual_seed(seed)
@@ -91,14 +91,14 @@ def save(family: str, directory: Path, seed: int = 0, **overrides: Any) -> Path:
 
 
 class PlainModel:
-    """The model in a directory that `save` wrote."""
+    """Load a model that `save` wrote."""
 
     def __init__(self, directory: Path) -> None:
         self.config = json.loads((directory / "config.json").read_text())
         self.tensors = load_file(directory / "model.safetensors")
 
     def logits(self, token_ids: Sequence[int], inv_freq: Tensor) -> Tensor:
-        """[T, V] float32. inv_freq: [d/2] float64."""
+        """Return logits [T, V] float32. inv_freq: [d/2] float64."""
         angles = torch.arange(len(token_ids), dtype=torch.float64)[:, None] * inv_freq
         rotation = angles.cos().float(), angles.sin().float()  # [T, d/2] each
         family = self.config["architectures"][0].removesuffix("ForCausalLM")
@@ -114,14 +114,14 @@ def _product(tensors: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [T, H, D]; dimension j turns with j + D / 2."""
+    """Rotate x [T, H, D]; dimension j is paired with j + D / 2."""
     one, two = x.chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None = None) -> Tensor:
-    """q: [T, H, D], k and v: [T, G, D]. Returns [T, H * D]; a key head serves H / G neighbouring queries. slopes: [H]."""
+    """q: [T, H, D], k and v: [T, G, D]. Returns [T, H * D]; H / G neighbouring query heads share a key head. slopes: [H]."""
     k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
     scores = torch.einsum("thd,shd->hts", q, k) * q.shape[-1] ** -0.5
     if slopes is not None:
@@ -156,7 +156,7 @@ def _internlm2_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _internlm2(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], ids: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Fused rows: a key head after the other, its queries, its key, its value."""
+    """Split fused rows: for each key head its queries, its key, its value."""
     x = tensors["model.tok_embeddings.weight"][ids]
     for layer in (f"model.layers.{i}." for i in range(config["num_hidden_layers"])):
         normed = _rms(x, tensors[f"{layer}attention_norm.weight"])
@@ -171,7 +171,7 @@ def _internlm2(
 
 
 def _slopes(heads: int) -> Tensor:
-    """ALiBi's: of a power of two as many steps down to 2^-8; else those of the power below, then every second of twice it."""
+    """Return ALiBi's slopes: for n = 2^k, n steps down to 2^-8; else those of the lower power and every second of its double."""
     power = 1 << (heads.bit_length() - 1)
     if power == heads:
         return torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)])
@@ -201,8 +201,8 @@ def _baichuan_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _baichuan(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], ids: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """All queries, all keys, all values in one product; the second version's head has rows of length 1. Models with 40 heads do
-    not rotate: their scores have a slope for each head times the key's position added."""
+    """Baichuan: queries, keys and values in one product; the head of version 2 has normalized rows. Models with 40 heads do not
+    rotate, but add a slope per head times the key's position to scores."""
     heads = config["num_attention_heads"]
     slopes = None if heads == HEADS else _slopes(heads)
     x = tensors["model.embed_tokens.weight"][ids]
@@ -250,7 +250,7 @@ def _chatglm_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _chatglm(config: Mapping[str, Any], tensors: Mapping[str, Tensor], ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first half of each head rotates, dimension 2j with 2j + 1; gate and up are one product, the gate first."""
+    """ChatGLM: the first half of each head rotates, dimension 2j with 2j + 1; gate and up are one product, the gate first."""
     groups = KV_HEADS if config["multi_query_attention"] else HEADS
 
     def rotated(x: Tensor) -> Tensor:

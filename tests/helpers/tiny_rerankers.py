@@ -1,4 +1,4 @@
-"""Tiny random Qwen 3 models that judge pairs, in the forms in which such rerankers are published, and transformers' scores."""
+"""Tiny random Qwen 3 rerankers in the published formats, and transformers' scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import taught
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# As sentence-transformers has them, with the roles of a pair.
+# Template of sentence-transformers, with the roles of a pair.
 PAIR_TEMPLATE = (
     '{%- set q = messages | selectattr("role", "eq", "query") | map(attribute="content") | first -%}\n'
     '{%- set d = messages | selectattr("role", "eq", "document") | map(attribute="content") | first -%}\n'
@@ -24,14 +24,14 @@ PAIR_TEMPLATE = (
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level, with the markers of Qwen's prompt and both answers as tokens of their own."""
+    """Return a byte-level tokenizer with tokens for the markers of Qwen's prompt and both answers."""
     made = taught(("<|im_start|>", "<|im_end|>"))
     made.add_tokens(["<think>", "</think>", "yes", "no"])
     return made
 
 
 def make_reranker(directory: Path, *, chat_template: str | None = None, seed: int = 5) -> Path:
-    """A plain Qwen3ForCausalLM: nothing in its files says what it is for."""
+    """Save a Qwen3ForCausalLM whose files do not identify it as a reranker."""
     made = tokenizer()
     make_model("qwen3", directory, seed=seed, vocab_size=448, max_position_embeddings=512)
     made.save(str(directory / "tokenizer.json"))
@@ -41,14 +41,14 @@ def make_reranker(directory: Path, *, chat_template: str | None = None, seed: in
 
 
 def say_in_config(directory: Path, **keys: object) -> Path:
-    """Write keys into config.json."""
+    """Write keys to config.json."""
     file = directory / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
     return directory
 
 
 def add_logit_score(directory: Path, yes: int, no: int | None, default_prompt: str | None = None) -> Path:
-    """The files of sentence-transformers for a cross-encoder of a causal model."""
+    """Write the files of sentence-transformers for a cross-encoder of a causal model."""
     kinds = {"": "base.modules.transformer.Transformer", "1_LogitScore": "cross_encoder.modules.logit_score.LogitScore"}
     modules = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in kinds.items()]
     (directory / "modules.json").write_text(json.dumps(modules))
@@ -62,7 +62,7 @@ def add_logit_score(directory: Path, yes: int, no: int | None, default_prompt: s
 
 
 def make_classifier(directory: Path, source: Path) -> Path:
-    """The same as a `Qwen3ForSequenceClassification` of one class, whose head is the difference of the two answers' rows."""
+    """Save it as a `Qwen3ForSequenceClassification` of one class, whose head is the difference of the two answers' rows."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     rows, words = model.lm_head.weight.detach(), tokenizer()
     head = rows[words.token_to_id("yes")] - rows[words.token_to_id("no")]
@@ -76,7 +76,7 @@ def make_classifier(directory: Path, source: Path) -> Path:
 
 
 def qwen3_prompt(query: str, document: str, instruction: str = INSTRUCTION) -> str:
-    """The text that the model card of Qwen3-Reranker makes of a pair."""
+    """Return the prompt of a pair by the model card of Qwen3-Reranker."""
     begin = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
         'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -86,7 +86,7 @@ def qwen3_prompt(query: str, document: str, instruction: str = INSTRUCTION) -> s
 
 
 def scores_of(directory: Path, prompts: Sequence[str], *, yes: str = "yes", no: str | None = "no") -> torch.Tensor:
-    """What transformers makes of these prompts: the probability of one answer beside the other, or its logit's sigmoid."""
+    """Return transformers' scores of prompts: the probability of one answer among the two, or the sigmoid of a logit."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()

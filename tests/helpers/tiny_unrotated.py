@@ -1,4 +1,4 @@
-"""Tiny random models without rotation: learned positions, ALiBi, and layers with states."""
+"""Tiny random models without rotation: learned positions, ALiBi, recurrent layers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _EXPERTS = {
     "n_group": 4,
     "topk_group": 2,
 }
-# Names as tests and docs/models.md have them: the class, and settings.
+# By name in tests and docs/models.md: class and settings.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 96}),
     "bloom": ("BloomForCausalLM", {"hidden_size": 64, "n_layer": 4, "n_head": 4}),
@@ -66,7 +66,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_unrotated(family: str, directory: Path, *, head: str | None = None, seed: int = 0, **overrides: Any) -> Path:
-    """Save a random model; 1-D parameters are random too. head: the end of another class's name."""
+    """Save a random model; 1-D parameters are random too. head: end of another class name."""
     if family in tiny_plain.UNROTATED:
         return tiny_plain.save(family, directory, seed, **overrides)
     name, settings = FAMILIES[family]
@@ -82,7 +82,7 @@ def make_unrotated(family: str, directory: Path, *, head: str | None = None, see
             if parameter.dim() == 1:
                 parameter.add_(1.0)
         for key, parameter in model.named_parameters():
-            if key.endswith(".A_log"):  # so that what a token added is there for many more
+            if key.endswith(".A_log"):  # so that a token's contribution lasts for many more
                 parameter.sub_(3.0)
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
@@ -93,19 +93,19 @@ def make_unrotated(family: str, directory: Path, *, head: str | None = None, see
 
 @torch.no_grad()
 def logits_of(directory: Path, ids: list[int]) -> torch.Tensor:
-    """What transformers, or `tiny_plain`, makes of the whole text, [T, V] float32."""
+    """Return logits of transformers or `tiny_plain` for the text, [T, V] float32."""
     if json.loads((directory / "config.json").read_text())["architectures"][0] in tiny_plain.ARCHITECTURES:
         return tiny_plain.PlainModel(directory).logits(ids, torch.zeros(1, dtype=torch.float64))
     return reference(directory)(torch.tensor([ids]), use_cache=False).logits[0]
 
 
 def reference(directory: Path, auto: Any = transformers.AutoModelForCausalLM) -> transformers.PreTrainedModel:
-    """transformers' model in float32. Falcon's eager attention adds ALiBi twice there, once with the mask; sdpa adds it once."""
+    """Return the transformers model in float32. Falcon's eager attention adds ALiBi twice, once with the mask; sdpa once."""
     falcon = json.loads((directory / "config.json").read_text())["model_type"] == "falcon"
     kernel = "sdpa" if falcon else "eager"
     return auto.from_pretrained(directory, dtype=torch.float32, attn_implementation=kernel).eval()
 
 
 def exact_falcon_alibi(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """`build_alibi_tensor` of transformers' Falcon as its BLOOM has it: without a rounding to bfloat16."""
+    """Replacement of Falcon's `build_alibi_tensor` by that of BLOOM, without rounding to bfloat16."""
     return transformers.models.bloom.modeling_bloom.build_alibi_tensor(mask, num_heads, dtype)

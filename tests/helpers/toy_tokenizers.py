@@ -1,4 +1,4 @@
-"""Small real tokenizers, trained here in a few milliseconds: byte-level BPE, sentencepiece-style BPE, WordPiece."""
+"""Small tokenizers, trained in a few milliseconds: byte-level BPE, SentencePiece-style BPE, WordPiece."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CORPUS = [
 
 @cache
 def byte_level() -> tokenizers.Tokenizer:
-    """GPT-2 style: every byte is covered, nothing is ever unknown. Added: two special tokens, one ordinary."""
+    """GPT-2 style: covers every byte. Added tokens: two special ones, one ordinary."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -55,7 +55,7 @@ def _byte_fallback_model() -> models.BPE:
 
 @cache
 def llama_style() -> tokenizers.Tokenizer:
-    """Llama 2: Prepend and Replace on the way in; Replace, ByteFallback, Fuse, Strip on the way out."""
+    """Llama 2 style: normalizer Prepend, Replace; decoder Replace, ByteFallback, Fuse, Strip."""
     backend = tokenizers.Tokenizer(_byte_fallback_model())
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
@@ -70,7 +70,7 @@ def llama_style() -> tokenizers.Tokenizer:
 
 @cache
 def gemma_style() -> tokenizers.Tokenizer:
-    """Gemma: no prefix space, so nothing is stripped."""
+    """Gemma style: without a prefix space, so nothing is stripped."""
     backend = tokenizers.Tokenizer(_byte_fallback_model())
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -80,7 +80,7 @@ def gemma_style() -> tokenizers.Tokenizer:
 
 @cache
 def metaspace() -> tokenizers.Tokenizer:
-    """Metaspace on both sides; the decoder drops the prefix space of the first token. No byte tokens in the decoder."""
+    """Metaspace as pre-tokenizer and decoder, which removes the first token's prefix space. No byte tokens in the decoder."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -91,7 +91,7 @@ def metaspace() -> tokenizers.Tokenizer:
 
 @cache
 def word_piece() -> tokenizers.Tokenizer:
-    """BERT style, whose decoder has no rule per token."""
+    """BERT style, with a decoder without a rule per token."""
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer()
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -111,19 +111,19 @@ ALL = {
 
 
 def copy_of(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """An independent tokenizer with the same contents."""
+    """Return an independent copy."""
     return tokenizers.Tokenizer.from_str(backend.to_str())
 
 
 def save(backend: tokenizers.Tokenizer, directory: Path) -> Path:
-    """Write tokenizer.json into the directory, and return the directory."""
+    """Write tokenizer.json to the directory; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
     return directory
 
 
 def taught(names: tuple[str, ...], *, special: bool = True) -> tokenizers.Tokenizer:
-    """The byte-level toy with further tokens."""
+    """Return the byte-level tokenizer with further tokens."""
     backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
     backend.add_tokens([AddedToken(name, special=special, normalized=False) for name in names])
     return backend

@@ -1,6 +1,6 @@
-"""A scripted core that runs `max_num_seqs` requests at once and lets the others wait, and tells of its plans as the engine does.
+"""Scripted core that runs `max_num_seqs` requests at once, queues the others, and reports its steps like the engine.
 
-A first token of POISON ends the process in the request's first step.
+The first token POISON ends the process in the request's first step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wheels that hold a file, and a package index that serves one slowly: what pulling a model is tried with, without a network."""
+"""Wheels that contain a file, and a package index that serves one slowly, for tests of pulling a model without a network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTENT = bytes(range(256)) * 4096  # 1 MiB
 
 
 def make_wheel(folder: Path, content: bytes = CONTENT, member: str = MEMBER) -> Path:
-    """toy-model 1.0, with one file."""
+    """Return the wheel of toy-model 1.0, with one file."""
     wheel = folder / "toy_model-1.0-py3-none-any.whl"
     info = "toy_model-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -29,7 +29,7 @@ def make_wheel(folder: Path, content: bytes = CONTENT, member: str = MEMBER) -> 
 
 
 def toy_model(wheel: Path, content: bytes = CONTENT) -> KnownModel:
-    """The model `toy`, which is this wheel's file."""
+    """Return the model `toy`, which is this wheel's file."""
     data = wheel.read_bytes()
     return KnownModel(
         name="toy",
@@ -48,9 +48,9 @@ def toy_model(wheel: Path, content: bytes = CONTENT) -> KnownModel:
 
 
 class SlowIndex:
-    """An index with one wheel, of which it sends one half, and the other once `release` is set.
+    """Index with one wheel. It sends the first half, and the second after `release` is set.
 
-    downloads: how often it was asked for the wheel. halfway: set when the first half was sent.
+    downloads: number of requests for the wheel. halfway: set when the first half was sent.
     """
 
     def __init__(self, wheel: Path) -> None:
@@ -74,7 +74,7 @@ class SlowIndex:
                     index.halfway.set()
                     index.release.wait(60)
                     whole = data[half:]
-                with contextlib.suppress(OSError):  # the client was killed
+                with contextlib.suppress(OSError):  # the client was ended
                     self.wfile.write(whole)
 
             def log_message(self, format: str, *args: object) -> None:

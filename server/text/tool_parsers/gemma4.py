@@ -1,4 +1,4 @@
-"""Tool calls of Gemma 4, and the grammar that forces them."""
+"""Tool calls of Gemma 4: parser and call grammar."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from windlass.engine.interface.validation import MAX_GRAMMAR_CHARACTERS
-from windlass.server.text.json_schemas import resolve_reference
+from windlass.server.text.schema_rewriting import resolve_reference
 from windlass.server.text.stream_parser import ParserSteps, StreamParser, as_json
-from windlass.server.text.tool_parsers.forced_calls import (
+from windlass.server.text.tool_parsers.call_grammars import (
     MAX_MEMBERS,
     PARAMETERS_OF,
     CallGrammarOptions,
@@ -23,29 +23,41 @@ from windlass.server.text.tool_parsers.forced_calls import (
 from windlass.server.text.tool_parsers.xml_parameters import ANY_TYPE, parameter_types, typed_json
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-
 MARKERS = frozenset({BEGIN, END, QUOTE})
+MAX_DEPTH = 16  # of a schema; deeper values are written as JSON
+MAX_BOUND = 1 << 20  # of a minimum or maximum length
 
 _NAME = re.compile(r"[^\s{}<]")
-
 _KEY = re.compile(r"[^:,{}\[\]<]")
-
 _QUOTED_KEY = re.compile(r"[^<]")
-
+_UNQUOTED_KEY = re.compile(r"[^\s:,{}\[\]<\"]([^:,{}\[\]<]{0,200}[^\s:,{}\[\]<])?")
 _CLOSING = {"{": "}", "[": "]"}
+
+_SPACING = {"item_separator": ",", "key_separator": ":"}
+_EXTERNAL_REFERENCE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)|"\$id"|"\$anchor"|"\$dynamic')
+_ANNOTATIONS = {
+    *("$schema", "$comment", "title", "description", "default", "example", "examples", "deprecated"),
+    *("readOnly", "writeOnly"),
+}
+_SUPPORTED_KEYWORDS = {
+    "string": {"minLength", "maxLength"},
+    "array": {"items", "minItems", "maxItems"},
+    "object": {"properties", "required", "additionalProperties"},
+}
+_CONTAINS_MARKER = rf"(?s:.*)({re.escape(QUOTE)}|{re.escape(END)})(?s:.*)".replace("/", r"\/")
 
 _ParameterTypes = dict[str, frozenset[str]]
 
 
 class Gemma4Parser(StreamParser):
-    """`<|tool_call>call:look{city:<|"|>Rome<|"|>,days:3}<tool_call|>` becomes JSON as it comes, strings piece by piece.
+    """Incremental conversion of `<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:3}<tool_call|>` to JSON.
 
-    Strings and names in the quotes of JSON are read, too, as models slip into it. What has no quotes is the JSON that it is,
-    and text where it is none, or where the schema permits only text. The marker at the end closes all that is open.
+    Strings and names in JSON's quotes are accepted too, because models sometimes write them. A value without quotes is
+    JSON, or text if it is not valid JSON or the schema permits only text. The end marker closes everything that is open.
     """
 
     def run(self) -> ParserSteps:
-        known_types: dict[str, _ParameterTypes] = {}  # types of parameters that were written, by function
+        known_types: dict[str, _ParameterTypes] = {}  # by function and parameter, for parameters read so far
         while (yield from self.pass_until((BEGIN,), self.emit_content)):
             yield from self.skip_space()
             name = yield from self._name()
@@ -56,7 +68,7 @@ class Gemma4Parser(StreamParser):
             yield from self._arguments(self.options.schemas.get(name, {}), known_types.setdefault(name, {}))
 
     def _name(self) -> Generator[None, None, str]:
-        """A name and the `{` behind it, which is not taken; empty where it is none."""
+        """Take a function's name and `{`; return an empty string if there is none."""
         if not (yield from self.take_literal("call:", ":")):
             return ""
         name = yield from self.take_while(_NAME)
@@ -106,9 +118,9 @@ class Gemma4Parser(StreamParser):
     def _member(
         self, closing: list[str], before: str, schema: Mapping[str, Any], known_types: _ParameterTypes
     ) -> Generator[None, None, bool]:
-        """Take a member of the object, or of the list, that is open; of one that opens another only its beginning.
+        """Take a member of the innermost open object or list; if it is an object or list, only its opening bracket.
 
-        False where there is none, and nothing was passed on; also where the text ends within a string.
+        Return False without a member (nothing was emitted) or the text ends within a string.
         """
         types = ANY_TYPE
         if closing[-1] == "}":
@@ -118,11 +130,9 @@ class Gemma4Parser(StreamParser):
             before += f"{json.dumps(name)}: "
             yield from self.skip_space()
             if len(closing) == 1:
-                types = (
-                    known_types[name]
-                    if name in known_types
-                    else known_types.setdefault(name, parameter_types(schema, name))
-                )
+                if name not in known_types:
+                    known_types[name] = parameter_types(schema, name)
+                types = known_types[name]
         found = yield from self.take_literal(QUOTE, *_CLOSING)
         if found == QUOTE:
             self.emit_arguments(f'{before}"')
@@ -142,7 +152,7 @@ class Gemma4Parser(StreamParser):
         return bool(value)
 
     def _key(self) -> Generator[None, None, str | None]:
-        """A name and the colon behind it; None where there is none."""
+        """Take a name and a colon; return None if there is none."""
         name: str | None
         if (yield from self.take_literal(QUOTE)):
             name = yield from self.take_while(_QUOTED_KEY)
@@ -156,7 +166,7 @@ class Gemma4Parser(StreamParser):
         return name if (yield from self.take_literal(":")) else None
 
     def _unquoted(self, types: frozenset[str]) -> Generator[None, None, str]:
-        """The JSON of a value without quotes of its own kind; empty where there is none, or it breaks off."""
+        """Take a value without Gemma's quotes and return its JSON, empty if there is none or it is incomplete."""
         if (yield from self.peek()) == '"':
             text = yield from self.take_string()
             return "" if text is None else as_json(text)
@@ -164,78 +174,46 @@ class Gemma4Parser(StreamParser):
         end = yield from self.pass_until((",", "}", "]", QUOTE, END), parts.append)
         if not end:
             return ""
-        if end != QUOTE:  # a string that is only closed
+        if end != QUOTE:  # a quote here closes a string without an opening quote
             self.put_back(len(end))
         value = "".join(parts).strip()
         return typed_json(value, types) if value else ""
 
 
-MAX_DEPTH = 16  # of a schema; what is deeper is written as JSON
-
-MAX_BOUND = 1 << 20  # of how many there may be
-
-_SPACING = {"item_separator": ",", "key_separator": ":"}
-
-_UNQUOTED_KEY = re.compile(r"[^\s:,{}\[\]<\"]([^:,{}\[\]<]{0,200}[^\s:,{}\[\]<])?")
-
-_EXTERNAL_REFERENCE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)|"\$id"|"\$anchor"|"\$dynamic')
-
-_ANNOTATIONS = {
-    "$schema",
-    "$comment",
-    "title",
-    "description",
-    "default",
-    "example",
-    "examples",
-    "deprecated",
-    "readOnly",
-    "writeOnly",
-}
-
-_SUPPORTED_KEYWORDS = {
-    "string": {"minLength", "maxLength"},
-    "array": {"items", "minItems", "maxItems"},
-    "object": {"properties", "required", "additionalProperties"},
-}
-
-_CONTAINS_MARKER = rf"(?s:.*)({re.escape(QUOTE)}|{re.escape(END)})(?s:.*)".replace("/", r"\/")
-
-
 class _TooLargeError(Exception):
-    """The rules for a function grow too large."""
+    """The rules of a function are too large."""
 
 
-def gemma4(forced: CallGrammarOptions) -> str:
-    """Calls one behind the other, the arguments of each in the order of the alphabet, as the template shows them."""
-    begin, end = forced.token(BEGIN), forced.token(END)
+def gemma4_grammar(options: CallGrammarOptions) -> str:
+    """Consecutive calls with arguments in alphabetical order, as the chat template writes them."""
+    begin, end = options.token(BEGIN), options.token(END)
     texts: dict[str, str] = {}
     choices, rules = [], list[str]()
-    for number, name in enumerate(forced.schemas):
-        function = _FunctionRules(forced, number, name, texts)
+    for number, name in enumerate(options.schemas):
+        function = _FunctionRules(options, number, name, texts)
         choices.append(f"{begin} {lark_string(f'call:{name}')} {function.arguments()} {end}")
         rules += function.rules
-    return "\n".join([call_sequence(forced, "", "", ""), f"call: {' | '.join(choices)}", *rules, *texts.values()])
+    return "\n".join([call_sequence(options, "", "", ""), f"call: {' | '.join(choices)}", *rules, *texts.values()])
 
 
 class _FunctionRules:
-    """Makes the rules for the arguments of one function. texts: the terminals of strings, by name, which all of them share."""
+    """Rules for the arguments of one function. texts: terminals of strings by name, shared by all functions."""
 
-    def __init__(self, forced: CallGrammarOptions, number: int, name: str, texts: dict[str, str]) -> None:
+    def __init__(self, options: CallGrammarOptions, number: int, name: str, texts: dict[str, str]) -> None:
         self.rules: list[str] = []
         self._name = name
         self._prefix = f"g{number}"
-        self._schema = parameters_schema(forced.schemas[name], strict=name in forced.strict)
+        self._schema = parameters_schema(options.schemas[name], strict=name in options.strict)
         self._shared = definitions(self._schema)
-        self._options = {**forced.options(name), **_SPACING}
+        self._options = {**options.schema_options(name), **_SPACING}
         self._texts = texts
-        self._quote = forced.token(QUOTE)
+        self._quote = options.token(QUOTE)
         self._reference_rules: dict[str, str] = {}
         self._num_rules = self._members = 0
-        self._remaining = MAX_GRAMMAR_CHARACTERS // 2 // len(forced.schemas)
+        self._remaining = MAX_GRAMMAR_CHARACTERS // 2 // len(options.schemas)
 
     def arguments(self) -> str:
-        """The rule of the arguments."""
+        """Add the rule of the arguments; return its name."""
         if not _EXTERNAL_REFERENCE.search(json.dumps(self._schema)):
             try:
                 return self._value_rule(self._schema, 0)
@@ -245,7 +223,7 @@ class _FunctionRules:
         return self._add_rule(f"%json {json.dumps({**self._schema, 'x-guidance': self._options})}")
 
     def _add_rule(self, text: str, name: str = "") -> str:
-        """The name of a new rule. The line above tells the function's to who reads what is wrong with it."""
+        """Add a rule; return its name. The comment before it lets `grammars.py` name the function in error messages."""
         name = name or self._next()
         self.rules.append(f"{PARAMETERS_OF}{self._name}\n{name}: {text}")
         return name
@@ -255,12 +233,12 @@ class _FunctionRules:
         return f"{self._prefix}_{self._num_rules}"
 
     def _value_rule(self, schema: Any, depth: int) -> str:
-        """A rule for what the schema permits."""
+        """Add a rule for the values of a schema; return its name."""
         native = self._native_rule(schema, depth) if isinstance(schema, dict) and depth < MAX_DEPTH else None
         return self._json_rule(schema) if native is None else native
 
     def _native_rule(self, schema: dict[str, Any], depth: int) -> str | None:
-        """The rule where all that the schema says has a form here."""
+        """Add a rule in Gemma's notation; return None if the schema has keywords without one."""
         keys = schema.keys() - _ANNOTATIONS - (self._shared.keys() if schema is self._schema else set())
         kind = schema.get("type")
         if keys == {"$ref"}:
@@ -285,14 +263,14 @@ class _FunctionRules:
     def _reference_rule(self, reference: Any, depth: int) -> str | None:
         found = resolve_reference(self._schema, reference) if isinstance(reference, str) else None
         if not isinstance(found, dict) or not isinstance(found.get("type"), str):
-            return None  # as it may lead in a circle
+            return None  # possibly a cycle
         if reference not in self._reference_rules:
             self._reference_rules[reference] = name = self._next()
             self._add_rule(self._value_rule(found, depth + 1), name)
         return self._reference_rules[reference]
 
     def _enum_rule(self, values: Any, kind: Any) -> str | None:
-        """One of some texts, and of numbers and the like that are no texts."""
+        """Add a rule for a choice of texts, integers, booleans and null."""
         if not isinstance(values, list) or not values or not self._quotes:
             return None
         written = []
@@ -308,29 +286,29 @@ class _FunctionRules:
 
     @property
     def _quotes(self) -> bool:
-        """Whether strings stand between tokens; the text of a mark could be taken for a part of the string."""
+        """Whether the quote is a special token. As plain text it could be taken for a part of the string."""
         return self._quote.startswith("<[")
 
     def _string_rule(self, schema: Mapping[str, Any]) -> str | None:
         bounds = _bounds(schema, "minLength", "maxLength")
         if bounds is None or not self._quotes:
             return None
-        least, most = bounds
-        name = f"TEXT_{least}_{'' if most is None else most}"
-        many = f"(?s:.{{{least},{'' if most is None else most}}})"
-        self._texts.setdefault(name, f"{name}: /{many}/ & ~/{_CONTAINS_MARKER}/")
+        minimum, maximum = bounds[0], "" if bounds[1] is None else bounds[1]
+        name = f"TEXT_{minimum}_{maximum}"
+        self._texts.setdefault(name, f"{name}: /(?s:.{{{minimum},{maximum}}})/ & ~/{_CONTAINS_MARKER}/")
         return self._add_rule(f"{self._quote} {name} {self._quote}")
 
     def _array_rule(self, schema: Mapping[str, Any], depth: int) -> str | None:
         bounds = _bounds(schema, "minItems", "maxItems")
         if bounds is None or not isinstance(schema.get("items"), dict):
             return None
-        least, most = bounds
-        if most == 0:
+        minimum, maximum = bounds
+        if maximum == 0:
             return self._add_rule('"[" "]"')
         item = self._value_rule(schema["items"], depth + 1)
-        more = f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}' if most != 1 else ""
-        return self._add_rule(f'"[" ({item} {more}){"" if least else "?"} "]"')
+        most_more = "" if maximum is None else maximum - 1
+        more = "" if maximum == 1 else f'("," {item}){{{max(0, minimum - 1)},{most_more}}}'
+        return self._add_rule(f'"[" ({item} {more}){"" if minimum else "?"} "]"')
 
     def _object_rule(self, schema: Mapping[str, Any], depth: int) -> str | None:
         properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -366,13 +344,13 @@ class _FunctionRules:
 
 
 def lark_string_unescaped(text: str) -> str:
-    """A Lark string of any characters."""
+    """Return a Lark string literal with characters outside ASCII unescaped."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def _bounds(schema: Mapping[str, Any], least: str, most: str) -> tuple[int, int | None] | None:
-    """How many there are at least and at most, None for no end; None where the schema does not say it in whole numbers."""
-    low, high = schema.get(least, 0), schema.get(most)
+def _bounds(schema: Mapping[str, Any], minimum: str, maximum: str) -> tuple[int, int | None] | None:
+    """Return the values of two keywords, (0, None) by default; None if they are not integers from 0 to `MAX_BOUND`."""
+    low, high = schema.get(minimum, 0), schema.get(maximum)
     if type(low) is not int or not 0 <= low <= MAX_BOUND:
         return None
     return (low, high) if high is None or (type(high) is int and low <= high <= MAX_BOUND) else None

@@ -7,29 +7,22 @@ from collections.abc import Generator
 
 from windlass.server.text.stream_parser import CallOptions, ParserSteps, ParsingPlan, StreamParser
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
-
-CONSTRAIN = "<|constrain|>"
-
 MARKERS = frozenset({START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS})
-
-MAX_HEADER = 512
+MAX_HEADER = 512  # characters
 
 _CALLED = re.compile(r"\bto=functions\.([^\s<]{1,256})")
-
 _RECIPIENT = re.compile(r"[^\s<]")
-
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyParser(StreamParser):
-    """Text outside of messages, and a header that none follows, is content; so are calls where there is nothing to call.
+    """Parser of messages in channels: reasoning, calls and content. See `OutputParser` and `TracksThinking`.
 
-    The prompt has begun the first header, so that a text may begin with the rest of one: ` to=functions.look<|channel|>…`.
-
-    thinking, thought: see `TracksThinking`.
+    Text outside messages and a header without a message are content, and so are calls if the request has no tools.
+    The prompt contains the beginning of the first header, so an answer may begin with the rest of it:
+    ` to=functions.weather<|channel|>…`.
     """
 
     thinking = True
@@ -42,7 +35,7 @@ class HarmonyParser(StreamParser):
             begin = ""
 
     def _message(self, begin: str) -> ParserSteps:
-        """Read a message of whose header `begin` was taken."""
+        """Read a message. begin: the part of its header that was already taken."""
         header = yield from self._header(begin)
         if header is None:
             self.emit_taken()
@@ -59,12 +52,12 @@ class HarmonyParser(StreamParser):
         end = yield from self.pass_until((*ENDS, START), out)
         if end:
             self.end_call()
-        if end == START:  # the message before it was not ended
+        if end == START:  # the previous message has no end marker
             self.put_back(len(START))
         self.discard_taken()
 
     def _recipient(self) -> Generator[None, None, str]:
-        """Take the recipient that the text begins with; empty where there is none, or no special token shows that it is one."""
+        """Take the recipient at the beginning of the text; return an empty string if no special token follows it."""
         yield from self.skip_space()
         name = (yield from self.take_while(_RECIPIENT)) if (yield from self.take_literal("to=")) else ""
         yield from self.skip_space()
@@ -75,7 +68,7 @@ class HarmonyParser(StreamParser):
         return ""
 
     def _header(self, begin: str) -> Generator[None, None, str | None]:
-        """The header's text, `<|message|>` included; None where it is none."""
+        """Take a header up to `<|message|>`; return None if the text is not a header."""
         parts = [begin]
         taken = 0
         while taken < MAX_HEADER:
@@ -89,6 +82,6 @@ class HarmonyParser(StreamParser):
 
 
 def channel_parsing_plan() -> ParsingPlan:
-    """How answers are parsed where there is nothing to call."""
+    """Return the parsing plan of a request without tools."""
     options = CallOptions(schemas={}, new_id=str)
     return ParsingPlan(lambda: HarmonyParser(options), MARKERS)

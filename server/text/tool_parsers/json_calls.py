@@ -9,29 +9,35 @@ from typing import ClassVar
 
 from windlass.server.text.stream_parser import MAX_NAME, ParserSteps, StreamParser
 
+DEEPSEEK_CALLS, DEEPSEEK_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+DEEPSEEK_MARKERS = frozenset({DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_SEPARATOR})
+
 _SCALAR = re.compile(r"[0-9A-Za-z+\-.]")
+_MISTRAL_NAME = re.compile(r"[\w.\-]")
+_DEEPSEEK_NAME = re.compile(r"[^\s<{]")
 
 
 @dataclass(slots=True)
 class _CallHead:
-    """What is known of a call object before its arguments can be passed on."""
+    """Members of a call object read so far."""
 
     name: str | None = None
-    arguments: list[str] | None = None  # those that came before the name
+    arguments: list[str] | None = None  # read before the name
     started: bool = False
 
 
 class JsonCallParser(StreamParser):
-    """What parsers of such calls have in common."""
+    """Base of parsers of JSON call objects."""
 
     def call_object(self, known_only: bool = False) -> Generator[None, None, bool]:
-        """Take {"name": …, "arguments": {…}} and make the call; False where it is none.
+        """Take {"name": …, "arguments": {…}} and emit the call; return False if the text is not one.
 
-        known_only: only functions on offer count, where nothing else tells a call from other JSON.
-        What was taken of a call that was made is forgotten; what was taken otherwise can be given back.
+        known_only: accept only tools of the request, for formats without a marker before calls.
+        The text of an emitted call is discarded; otherwise the caller can still emit the taken text as content.
         """
-        head = _CallHead()
-        made = yield from self._call_object(head, known_only)
+        made = yield from self._call_object(_CallHead(), known_only)
         if made:
             self.discard_taken()
         return made
@@ -77,7 +83,7 @@ class JsonCallParser(StreamParser):
             return (yield from self._skip(character))
         if character == "{":
             return (yield from self._members_of_arguments(head))
-        if character == '"':  # JSON within JSON
+        if character == '"':  # arguments as a JSON string
             inner = yield from self.take_string()
             head.arguments = None if inner is None else [inner.strip() or "{}"]
             return inner is not None and inner.lstrip()[:1] in ("{", "")
@@ -94,7 +100,7 @@ class JsonCallParser(StreamParser):
         return (yield from self.take_arguments())
 
     def _skip(self, first: str) -> Generator[None, None, bool]:
-        """Take a value of no interest."""
+        """Take the value of an unknown member."""
         if first == '"':
             return (yield from self.take_string()) is not None
         if first and first in "{[":
@@ -102,14 +108,14 @@ class JsonCallParser(StreamParser):
         return bool((yield from self.take_while(_SCALAR)))
 
     def call_list(self, known_only: bool = False) -> Generator[None, None, bool]:
-        """Take one call object or an array of them; False where not even one call was made. See `call_object`."""
+        """Take one call object or an array of them; return False if no call was emitted. See `call_object`."""
         if (yield from self.peek()) != "[":
             return (yield from self.call_object(known_only))
         self.take(1)
         return (yield from self.rest_of_list(known_only))
 
     def rest_of_list(self, known_only: bool = False) -> Generator[None, None, bool]:
-        """The same behind the bracket that opens an array."""
+        """Take the rest of an array of call objects after its opening bracket."""
         made = False
         while True:
             yield from self.skip_space()
@@ -124,7 +130,7 @@ class JsonCallParser(StreamParser):
 
 
 class PlainJsonParser(JsonCallParser):
-    """A JSON object at the start of the text or of a line is a call if it names a function on offer, else content."""
+    """Parser of bare JSON: an object at the start of the text or of a line is a call if it names a tool of the request."""
 
     markers: ClassVar[tuple[str, ...]] = ("\n{", "\n[", "\n```json")
     tag: ClassVar[str] = "```json"
@@ -135,10 +141,10 @@ class PlainJsonParser(JsonCallParser):
             while True:
                 yield from self.skip_space()
                 made = yield from self.call_list(known_only=True)
-                if self.emit_taken() or not made:  # behind a call there may be something that is none
+                if self.emit_taken() or not made:  # content may follow a call
                     break
                 yield from self.skip_space()
-                if (yield from self.take_literal(";", ",")):  # Llama 3 puts it between calls
+                if (yield from self.take_literal(";", ",")):  # separators of Llama 3
                     yield from self.skip_space()
                 elif marker.endswith(self.tag):
                     yield from self.take_literal("```")
@@ -153,14 +159,14 @@ class PlainJsonParser(JsonCallParser):
 
 
 class Llama3JsonParser(PlainJsonParser):
-    """The same behind `<|python_tag|>` or at the start of the text only."""
+    """Parser of bare JSON at the start of the text or after `<|python_tag|>`."""
 
     markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
     tag: ClassVar[str] = "<|python_tag|>"
 
 
 class TaggedJsonParser(JsonCallParser):
-    """Each marker is followed by a call object or a list of them, and perhaps by a closing marker."""
+    """Parser of opening markers, each followed by a call object or a list of them and an optional closing marker."""
 
     openers: ClassVar[tuple[str, ...]] = ("<tool_call>", "<|tool_call|>")
     closers: ClassVar[tuple[str, ...]] = ("</tool_call>", "<|/tool_call|>")
@@ -176,11 +182,8 @@ class TaggedJsonParser(JsonCallParser):
                 self.discard_taken()
 
 
-_MISTRAL_NAME = re.compile(r"[\w.\-]")
-
-
 class MistralParser(JsonCallParser):
-    """Both forms, told apart by what stands behind the marker."""
+    """Parser of both formats of Mistral: JSON objects, or name and arguments between markers."""
 
     def run(self) -> ParserSteps:
         while (yield from self.pass_until(("[TOOL_CALLS]",), self.emit_content)):
@@ -204,19 +207,8 @@ class MistralParser(JsonCallParser):
             self.discard_taken()
 
 
-DEEPSEEK_CALLS, DEEPSEEK_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-
-DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-
-DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
-
-DEEPSEEK_MARKERS = frozenset({DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_SEPARATOR})
-
-_DEEPSEEK_NAME = re.compile(r"[^\s<{]")
-
-
 class DeepSeekParser(StreamParser):
-    """Both forms; what stands behind the separator tells them apart."""
+    """Parser of both formats of DeepSeek: V3 writes the kind of call before the separator, V3.1 the name."""
 
     def run(self) -> ParserSteps:
         while marker := (yield from self.pass_until((DEEPSEEK_CALLS, DEEPSEEK_CALL), self.emit_content)):
@@ -242,7 +234,7 @@ class DeepSeekParser(StreamParser):
         if not (yield from self.take_literal(DEEPSEEK_SEPARATOR)):
             return False
         yield from self.skip_space()
-        if (yield from self.peek()) != "{":  # the first word was the kind
+        if (yield from self.peek()) != "{":  # DeepSeek V3: the first word was the kind of call
             name = yield from self.take_while(_DEEPSEEK_NAME)
             yield from self.skip_space()
             yield from self.take_literal("```json")

@@ -12,26 +12,25 @@ from windlass.server.text.stream_parser import ParserSteps, StreamParser, as_jso
 from windlass.server.text.tool_parsers.json_calls import JsonCallParser
 
 START, END = "<|python_start|>", "<|python_end|>"
-
-MAX_PYTHON = 16384  # characters of a value that is Python and no JSON: reading longer ones would hold up others
+LFM2_BEGIN, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
+LFM2_MARKERS = frozenset({LFM2_BEGIN, LFM2_END})
+MAX_PYTHON = 16384  # characters of a value in Python syntax: parsing longer ones would block the event loop
 
 _NAME = re.compile(r"[\w.\-]")
-
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-
 _OUTSIDE = re.compile(r"[^'\"()\[\]{},=]*")
-
 _STRING = re.compile(r"""'(?:[^'\\]++|\\.)*+'|"(?:[^"\\]++|\\.)*+\"""", re.DOTALL)
-
+_UNQUOTED_TEXT = {quote: re.compile(rf"[^{quote}\\]+") for quote in "'\""}
 _LINE_BREAK = re.compile(r"\\.|[\n\r]", re.DOTALL)
-
 _ESCAPES = {"\n": "\\n", "\r": "\\r"}
-
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser(StreamParser):
-    """A list of calls at the start of the text, or behind `<|python_start|>`, whose first name is on offer."""
+    """Parser of a list of calls at the start of the text or after `<|python_start|>`.
+
+    It is content if its first name is not a tool of the request.
+    """
 
     def run(self) -> ParserSteps:
         yield from self.skip_space()
@@ -45,11 +44,11 @@ class PythonicParser(StreamParser):
                 return
 
     def is_call(self, name: str) -> bool:
-        """Whether Python that begins with this name and a parenthesis is a call."""
+        """Return whether this name and a parenthesis begin a call."""
         return name in self.options.schemas
 
     def rest_of_calls(self, end: str) -> Generator[None, None, None]:
-        """Take calls behind the bracket that opens their list, and the marker that may close it."""
+        """Take calls after the opening bracket of their list, and an optional closing marker."""
         while True:
             yield from self.skip_space()
             name = yield from self.take_while(_NAME)
@@ -69,7 +68,7 @@ class PythonicParser(StreamParser):
             self.discard_taken()
 
     def _arguments(self, function: str) -> Generator[None, None, bool]:
-        """Read up to the closing parenthesis; False where it does not come."""
+        """Read up to the closing parenthesis; return False if it is missing."""
         self.emit_arguments("{")
         written: set[str] = set()
         positions = iter(_properties(self.options.schemas.get(function)))
@@ -82,7 +81,7 @@ class PythonicParser(StreamParser):
             if end == "=":
                 name = text.strip()
                 text, end = yield from self._value()
-            if not end:  # it breaks off
+            if not end:
                 return False
             name = name or next(positions, None) or f"argument_{len(written)}"
             if name not in written:
@@ -98,7 +97,7 @@ class PythonicParser(StreamParser):
         return True
 
     def _value(self) -> Generator[None, None, tuple[str, str]]:
-        """Python text up to the `,`, `=` or `)` behind it, and that character, which is taken; empty at the end."""
+        """Take Python text and the `,`, `=` or `)` after it; return both, with an empty character at the end of the text."""
         parts: list[str] = []
         closing: list[str] = []
         while True:
@@ -125,7 +124,7 @@ class PythonicParser(StreamParser):
         return "".join(parts), ""
 
     def _quoted(self, quote: str) -> Generator[None, None, str]:
-        """A string literal with its quotes; what there is of it where it is not closed."""
+        """Take a string literal with its quotes, or the rest of the text if it is not closed."""
         parts = [self.take(1)]
         plain = _UNQUOTED_TEXT[quote]
         while True:
@@ -144,59 +143,8 @@ class PythonicParser(StreamParser):
         return "".join(parts)
 
 
-_UNQUOTED_TEXT = {quote: re.compile(rf"[^{quote}\\]+") for quote in "'\""}
-
-
-def _properties(schema: Any) -> list[str]:
-    found = schema.get("properties") if isinstance(schema, dict) else None
-    return list(found) if isinstance(found, dict) else []
-
-
-def _as_json(text: str) -> str:
-    """A Python value as JSON; what is none as a JSON string, so that nothing is lost."""
-    try:
-        return as_json(json.loads(text, strict=False))
-    except (ValueError, RecursionError):
-        pass
-    if len(text) > MAX_PYTHON and text[:1] not in ("'", '"'):
-        return json.dumps(text)
-    try:
-        return as_json(_python_value(ast.parse(_one_line(text), mode="eval").body))
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return json.dumps(text)
-
-
-def _one_line(text: str) -> str:
-    """The text with the line breaks within its strings escaped, as Python wants them."""
-    return _STRING.sub(lambda found: _LINE_BREAK.sub(lambda each: _ESCAPES.get(each[0], each[0]), found[0]), text)
-
-
-def _python_value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
-        return _CONSTANTS[node.id]
-    if isinstance(node, ast.List | ast.Tuple | ast.Set):
-        return [_python_value(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        return {str(_key(key)): _python_value(value) for key, value in zip(node.keys, node.values, strict=True)}
-    value = ast.literal_eval(node)
-    if isinstance(value, bytes | complex):
-        raise ValueError("no JSON value")
-    return value
-
-
-def _key(node: ast.expr | None) -> Any:
-    if not isinstance(node, ast.Constant):
-        raise ValueError("no JSON key")
-    return node.value
-
-
-LFM2_BEGIN, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
-
-LFM2_MARKERS = frozenset({LFM2_BEGIN, LFM2_END})
-
-
 class Lfm2Parser(PythonicParser, JsonCallParser):
-    """`<|tool_call_start|>[look(city="Rome")]<|tool_call_end|>`, anywhere in the text, whatever function it names."""
+    """Parser of `<|tool_call_start|>[weather(city="Rome")]<|tool_call_end|>`, anywhere in the text, with any function name."""
 
     def run(self) -> ParserSteps:
         while (yield from self.pass_until((LFM2_BEGIN,), self.emit_content)):
@@ -214,3 +162,45 @@ class Lfm2Parser(PythonicParser, JsonCallParser):
 
     def is_call(self, name: str) -> bool:
         return self.may_call(name)
+
+
+def _properties(schema: Any) -> list[str]:
+    found = schema.get("properties") if isinstance(schema, dict) else None
+    return list(found) if isinstance(found, dict) else []
+
+
+def _as_json(text: str) -> str:
+    """Convert a Python value to JSON. Text that is not a Python value becomes a JSON string."""
+    try:
+        return as_json(json.loads(text, strict=False))
+    except (ValueError, RecursionError):
+        pass
+    if len(text) > MAX_PYTHON and text[:1] not in ("'", '"'):
+        return json.dumps(text)
+    try:
+        return as_json(_python_value(ast.parse(_one_line(text), mode="eval").body))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return json.dumps(text)
+
+
+def _one_line(text: str) -> str:
+    """Escape the line breaks inside string literals, which Python does not permit."""
+    return _STRING.sub(lambda found: _LINE_BREAK.sub(lambda each: _ESCAPES.get(each[0], each[0]), found[0]), text)
+
+
+def _python_value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return _CONSTANTS[node.id]
+    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return [_python_value(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        found: dict[str, Any] = {}
+        for key, item in zip(node.keys, node.values, strict=True):
+            if not isinstance(key, ast.Constant):
+                raise ValueError("a key is not a constant")
+            found[str(key.value)] = _python_value(item)
+        return found
+    value = ast.literal_eval(node)
+    if isinstance(value, bytes | complex):
+        raise ValueError("not a JSON value")
+    return value

@@ -8,29 +8,28 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from windlass.server.text.schema_rewriting import resolve_reference
 from windlass.server.text.stream_parser import MAX_NAME, ParserSteps, StreamParser, as_json
 
-_NAME = re.compile(r"[^<>\s=]")
-
-_CONSTANTS = {"True": True, "False": False, "None": None}
-
-MAX_SCHEMAS = 100  # that are looked at for the types of one parameter: references may lead in circles, to long lists
-
-MAX_VALUES = 1000  # of an `enum`, types, or parts of a reference; longer ones say nothing
-
+MAX_SCHEMAS = 100  # visited for the types of one parameter: references may be cyclic or point to long lists
+MAX_VALUES = 1000  # in an `enum` or a list of types; longer ones are ignored
 ANY_TYPE = frozenset({"string", "null", "boolean", "number", "object", "array"})
 
+_NAME = re.compile(r"[^<>\s=]")
+_CONSTANTS = {"True": True, "False": False, "None": None}
 _TEXT = frozenset({"string", "null"})
-
 _TYPE_NAMES = {str: "string", type(None): "null", bool: "boolean", int: "number", float: "number", dict: "object"}
 
 
 class XmlParametersParser(StreamParser):
-    """A value is text where the schema permits nothing else (or only null, which is `null`), else the JSON it is, and text
-    where it is none."""
+    """Parser of Qwen3-Coder's calls.
+
+    A value is text if the schema permits only text, or text and null (written `null`). Otherwise it is parsed as JSON,
+    and is text if it is not valid JSON.
+    """
 
     def run(self) -> ParserSteps:
-        known_types: dict[str, dict[str, frozenset[str]]] = {}  # types of parameters that were written, by function
+        known_types: dict[str, dict[str, frozenset[str]]] = {}  # by function and parameter, for parameters read so far
         while marker := (yield from self.pass_until(("<tool_call>", "<function="), self.emit_content)):
             if marker == "<tool_call>":
                 yield from self.skip_space()
@@ -48,7 +47,7 @@ class XmlParametersParser(StreamParser):
             self.emit_taken()
 
     def _name(self) -> Generator[None, None, str]:
-        """A name and the `>` behind it; empty where it is none."""
+        """Take a name and `>`; return an empty string if there is none."""
         name = yield from self.take_while(_NAME)
         return name if len(name) < MAX_NAME and (yield from self.take_literal(">")) else ""
 
@@ -94,33 +93,30 @@ class _Budget:
 
 
 def parameter_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """The JSON types that a parameter may have."""
+    """Return the JSON types that a schema of arguments permits for one parameter."""
     properties = schema.get("properties")
     found = properties.get(name) if isinstance(properties, Mapping) else None
     return _schema_types(found, schema, _Budget())
 
 
 def _schema_types(schema: Any, root: Mapping[str, Any], budget: _Budget) -> frozenset[str]:
-    """The JSON types that a schema permits, as far as it says; all of them once the budget of schemas is spent.
-
-    Integers are numbers here: neither is text.
-    """
+    """Return the JSON types that a schema permits, or all types once the budget is spent. Integers count as numbers."""
     if not budget.left:
         return ANY_TYPE
-    budget.left -= 1  # for whatever it is: lists are long that hold no schemas, too
+    budget.left -= 1  # also for items that are not schemas: lists of those can be long too
     if not isinstance(schema, Mapping):
         return ANY_TYPE
     types = ANY_TYPE
     if isinstance(reference := schema.get("$ref"), str):
-        types &= _schema_types(_resolve_reference(root, reference), root, budget)
+        types &= _schema_types(resolve_reference(root, reference), root, budget)
     if isinstance(named := schema.get("type"), str | list):
         names = [named] if isinstance(named, str) else named
         if len(names) <= MAX_VALUES:
             types &= {"number" if each == "integer" else each for each in names if isinstance(each, str)}
     if "const" in schema:
-        types &= {_type_name(type(schema["const"]))}
+        types &= {_TYPE_NAMES.get(type(schema["const"]), "array")}
     if isinstance(values := schema.get("enum"), list) and len(values) <= MAX_VALUES:
-        types &= {_type_name(of) for of in set(map(type, values))}
+        types &= {_TYPE_NAMES.get(kind, "array") for kind in set(map(type, values))}
     for key in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(key), list):
             types &= frozenset[str]().union(*_types_of_each(branches, root, budget))
@@ -130,7 +126,7 @@ def _schema_types(schema: Any, root: Mapping[str, Any], budget: _Budget) -> froz
 
 
 def _types_of_each(schemas: Sequence[Any], root: Mapping[str, Any], budget: _Budget) -> Iterator[frozenset[str]]:
-    """The types of each, until the budget is spent: all types stand for the rest."""
+    """Yield the types of each schema. Once the budget is spent, all types represent the rest."""
     for schema in schemas:
         yield _schema_types(schema, root, budget)
         if not budget.left:
@@ -138,28 +134,11 @@ def _types_of_each(schemas: Sequence[Any], root: Mapping[str, Any], budget: _Bud
             return
 
 
-def _resolve_reference(root: Mapping[str, Any], reference: str) -> Any:
-    """What a reference within the schema leads to, None for any other."""
-    start, *path = reference.split("/", MAX_VALUES)
-    found: Any = root if start == "#" else None
-    for part in path:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
-
-
-def _type_name(of: type) -> str:
-    return _TYPE_NAMES.get(of, "array")
-
-
 def typed_json(text: str, types: frozenset[str]) -> str:
-    """The JSON that text is, written without quotes, where these types are permitted."""
+    """Return the JSON of a value that was written without quotes; `types` are those that its schema permits."""
     if not types or not types <= _TEXT:
         try:
             return as_json(_CONSTANTS[text] if text in _CONSTANTS else json.loads(text, strict=False))
         except (ValueError, RecursionError):
             pass
     return text if text == "null" and "null" in types else json.dumps(text)
-
-
-def no_grammar(forced: object) -> None:
-    """Values that are text cannot be held to a schema."""

@@ -1,19 +1,25 @@
-"""BPE tokenizers as tokenizer.json describes them: byte-level and SentencePiece."""
+"""Parts of tokenizer.json for BPE vocabularies: byte-level and SentencePiece."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.engine.errors import did_you_mean
 from windlass.server.text.vocabularies.vocabulary import GgufVocabulary
 
+SPACE = "▁"
+DEFAULT = "default"  # name of the word rules of files that name none
+_MAX_MERGED_CHARACTERS = 256  # characters of a token, which is split at each position to find its merges
+
 
 @dataclass(frozen=True, slots=True)
 class WordRules:
-    """splits: regular expressions, applied in order; each cuts the pieces of those before it into matches and the rest.
+    """Rules that split a text into words before merging.
 
-    whole_words: a word that is a token is that token, whatever the merges say. add_bos: where the file does not tell.
+    splits: regular expressions, applied in order; each splits the pieces of the previous one into matches and the rest.
+    whole_words: a word that is a token is not split. add_bos: default if the file does not specify it.
     """
 
     splits: tuple[str, ...]
@@ -26,42 +32,29 @@ def _alternatives(*alternatives: str) -> str:
 
 
 _ANY_CASE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-
 _LOWER_CASE = r"'s|'t|'re|'ve|'m|'ll|'d"
-
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-
 _SYMBOLS_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-
 _CJK = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-
 _GPT2 = _alternatives(_LOWER_CASE, r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-
 _LLAMA3 = _alternatives(_ANY_CASE, _WORD, r"\p{N}{1,3}", _SYMBOLS, _SPACES)
-
 _QWEN2 = _alternatives(_ANY_CASE, _WORD, r"\p{N}", _SYMBOLS, _SPACES)
-
 _QWEN35 = _alternatives(
     _ANY_CASE, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _SPACES
 )
 
 
 def _cased(upper: str, lower: str, suffix: str) -> str:
-    """A word as runs of upper and lower case: some upper then lower, or upper then some lower."""
+    """Return the pattern of a word as runs of upper case and lower case, where one of the two may be empty."""
     start = r"[^\r\n\p{L}\p{N}]?"
     return f"{start}{upper}*{lower}+{suffix}|{start}{upper}+{lower}*{suffix}"
 
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-
 _GPT4O = _alternatives(_cased(_UPPER, _LOWER, _ANY_CASE + "?"), r"\p{N}{1,3}", _SYMBOLS_SLASH, _SPACES)
-
 _TEKKEN = _alternatives(_cased(_UPPER, _LOWER, ""), r"\p{N}", _SYMBOLS_SLASH, _SPACES)
-
 _KIMI = _alternatives(
     r"\p{Han}+",
     _cased(_UPPER[:-1] + r"&&[^\p{Han}]]", _LOWER[:-1] + r"&&[^\p{Han}]]", _ANY_CASE + "?"),
@@ -70,15 +63,11 @@ _KIMI = _alternatives(
     _SPACES,
 )
 
-# ASCII punctuation that a word may begin with, then a word of letters and marks, then symbols.
+# A word with leading ASCII punctuation, or a word of letters and marks.
 _DEEPSEEK_WORD = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-
 _DEEPSEEK3 = _alternatives(_DEEPSEEK_WORD, r" ?[\p{P}\p{S}]+[\r\n]*", _SPACES)
-
 _SPARK = _alternatives(_DEEPSEEK_WORD, r" ?[\p{P}\p{S}]+", r"[\r\n]", r"\s+(?!\S)|\s+")
-
 _DEEPSEEK_CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-
 _DEEPSEEK_LETTERS = (
     r"\s?[A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
     r"\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
@@ -93,7 +82,6 @@ _DEEPSEEK_LETTERS = (
 )
 
 _BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-
 _YOUTU_CJK = (
     r"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
     r"|[\u3105-\u312f]+|" + _CJK
@@ -104,25 +92,18 @@ _AFMOE_ASIAN = (
     r"\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
 
-# Groups of three digits, counted from the end of a number.
+# Groups of three digits from the end of a number.
 _THREES_FROM_THE_END = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
-
 _FALLING_SPACES = "|".join(
     rf"\s{{{width}}}(?!\S)" for width in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")
 )
 
 _WORDS = WordRules((_GPT2,))
-
 _SINGLE_DIGITS = WordRules((r"\p{N}", _GPT2))
-
 _LLAMA3_RULES = WordRules((_LLAMA3,), whole_words=True, add_bos=True)
-
 _QWEN2_RULES = WordRules((_QWEN2,))
-
 _GPT4O_RULES = WordRules((_GPT4O,))
-
 _DEEPSEEK3_RULES = WordRules((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))
-
 _BAILING = WordRules(
     (
         _alternatives(
@@ -134,8 +115,6 @@ _BAILING = WordRules(
         ),
     )
 )
-
-DEFAULT = "default"
 
 _RULES_BY_NAMES: tuple[tuple[str, WordRules], ...] = (
     (
@@ -229,83 +208,96 @@ WORD_RULES: dict[str, WordRules] = {name: rules for names, rules in _RULES_BY_NA
 
 
 def word_rules(vocabulary: GgufVocabulary) -> WordRules:
-    """The rules of the file's kind; those of "default" where it names none. Raises LoadError for an unknown kind."""
+    """Return the file's rules, those of "default" if it names none. Raises LoadError for an unknown name."""
     kind = vocabulary.pre or DEFAULT
     if kind not in WORD_RULES:
         vocabulary.refuse(
-            f"it cuts words in a way that is not known here, tokenizer.ggml.pre is {kind[:80]!r}"
-            f"{did_you_mean(kind, WORD_RULES)}; known are {', '.join(sorted(WORD_RULES))}"
+            f"its word rules are unknown: tokenizer.ggml.pre is {kind[:80]!r}{did_you_mean(kind, WORD_RULES)}; "
+            f"known are {', '.join(sorted(WORD_RULES))}"
         )
     return WORD_RULES[kind]
 
 
-def byte_level_parts(vocabulary: GgufVocabulary) -> dict[str, Any]:
-    """The parts of tokenizer.json by name. Raises LoadError."""
+def gguf_byte_level_parts(vocabulary: GgufVocabulary) -> dict[str, Any]:
+    """Return the parts of tokenizer.json for a byte-level vocabulary. Raises LoadError."""
     rules = word_rules(vocabulary)
-    splits = [
-        {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-        for split in rules.splits
+    model = merging_model(vocabulary.ids, file_merges(vocabulary), whole_words=rules.whole_words)
+    return byte_level_parts(rules.splits, model)
+
+
+def byte_level_parts(splits: Sequence[str], model: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of tokenizer.json for words cut by `splits` and merged by `model`."""
+    steps: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False} for split in splits
     ]
-    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False})
     return {
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, to_bytes]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": merging_model(vocabulary, file_merges(vocabulary), whole_words=rules.whole_words),
+        "model": model,
     }
 
 
+def scored_parts(vocabulary: GgufVocabulary) -> dict[str, Any]:
+    """Return the parts of tokenizer.json for a vocabulary whose scores give the merge order. Raises LoadError."""
+    prefix = vocabulary.space_prefix is not False
+    return _sentencepiece_parts(vocabulary, merges_from_scores(vocabulary), space_before=prefix)
+
+
+def merge_list_parts(vocabulary: GgufVocabulary) -> dict[str, Any]:
+    """Return the parts of tokenizer.json for a SentencePiece vocabulary with merges (Gemma 4). Raises LoadError."""
+    return _sentencepiece_parts(vocabulary, file_merges(vocabulary), space_before=bool(vocabulary.space_prefix))
+
+
+def _sentencepiece_parts(
+    vocabulary: GgufVocabulary, merges: list[tuple[str, str]], *, space_before: bool
+) -> dict[str, Any]:
+    escape: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    if space_before:
+        escape = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, escape]}
+    unknown = vocabulary.special.get("unk")
+    return {
+        "normalizer": escape,
+        "pre_tokenizer": None,
+        "decoder": sentencepiece_decoder(int(space_before)),
+        "model": merging_model(
+            vocabulary.ids,
+            merges,
+            unknown=None if unknown is None else vocabulary.tokens[unknown],
+            byte_tokens=True,
+        ),
+    }
+
+
+def sentencepiece_decoder(leading_spaces: int) -> dict[str, Any]:
+    """Return the decoder of tokenizer.json. leading_spaces: maximum number removed from the start of a text."""
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if leading_spaces:
+        steps.append({"type": "Strip", "content": " ", "start": leading_spaces, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
+
+
 def file_merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
-    """The file's merges. Raises LoadError where there are none, or one is not made of tokens."""
+    """Return the file's merges. Raises LoadError if there are none, or one is not made of tokens."""
     if vocabulary.merges is None:
         vocabulary.refuse("its merges are missing (tokenizer.ggml.merges)")
     ids = vocabulary.ids
     for first, second in vocabulary.merges:
         if first not in ids or second not in ids or first + second not in ids:
-            vocabulary.refuse(f"the merge of {first[:40]!r} and {second[:40]!r} is not of two tokens into a third")
+            vocabulary.refuse(f"the merge of {first[:40]!r} and {second[:40]!r} does not join two tokens to a third")
     return vocabulary.merges
 
 
-def merging_model(
-    vocabulary: GgufVocabulary, merges: list[tuple[str, str]], *, whole_words: bool = False, byte_tokens: bool = False
-) -> dict[str, Any]:
-    """The model of tokenizer.json. byte_tokens: characters that are no tokens become tokens such as `<0xE2>`."""
-    unknown = vocabulary.special.get("unk") if byte_tokens else None
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None if unknown is None else vocabulary.tokens[unknown],
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": byte_tokens,
-        "byte_fallback": byte_tokens,
-        "ignore_merges": whole_words,
-        "vocab": vocabulary.ids,
-        "merges": merges,
-    }
-
-
-SPACE = "▁"
-
-_MAX_MERGED_CHARACTERS = 256  # characters; a token is tried at each of its cuts
-
-
-def scored_parts(vocabulary: GgufVocabulary) -> dict[str, Any]:
-    """The parts of tokenizer.json by name, for a vocabulary whose scores say what is merged first. Raises LoadError."""
-    prefix = vocabulary.space_prefix is not False
-    return _parts(vocabulary, merges_from_scores(vocabulary), space_before=prefix)
-
-
-def merge_list_parts(vocabulary: GgufVocabulary) -> dict[str, Any]:
-    """The same for a vocabulary with a list of merges, as Gemma 4's. Raises LoadError."""
-    return _parts(vocabulary, file_merges(vocabulary), space_before=bool(vocabulary.space_prefix))
-
-
 def merges_from_scores(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
-    """The pairs of tokens that make a token, the best score of the made token first.
+    """Return the pairs of tokens that form a token, ordered by the score of that token.
 
-    SentencePiece merges the neighbours whose token has the best score, the leftmost of equal ones. Here every pair has
-    a rank of its own: of the pairs that make one token the longer left one comes first, as transformers has them.
+    SentencePiece merges the neighbours whose token has the best score, and the leftmost of equal ones. Here each pair has
+    its own rank: of the pairs that form the same token, the one with the longer left token is first, as in transformers.
     """
     scores, ids = vocabulary.scores, vocabulary.ids
     if scores is None:
@@ -313,9 +305,7 @@ def merges_from_scores(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     pairs: list[tuple[float, int, str, str]] = []
     for token, score in zip(vocabulary.tokens, scores, strict=True):
         if len(token) > _MAX_MERGED_CHARACTERS:
-            vocabulary.refuse(
-                f"a token has {len(token)} characters, and its merges are tried up to {_MAX_MERGED_CHARACTERS}"
-            )
+            vocabulary.refuse(f"a token has {len(token)} characters; the limit is {_MAX_MERGED_CHARACTERS}")
         for cut in range(1, len(token)):
             if (left := token[:cut]) in ids and (right := token[cut:]) in ids:
                 pairs.append((-score, -cut, left, right))
@@ -323,19 +313,28 @@ def merges_from_scores(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     return [(left, right) for _, _, left, right in pairs]
 
 
-def _parts(vocabulary: GgufVocabulary, merges: list[tuple[str, str]], *, space_before: bool) -> dict[str, Any]:
-    escape: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    if space_before:
-        escape = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, escape]}
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+def merging_model(
+    ids: dict[str, int],
+    merges: list[tuple[str, str]],
+    *,
+    unknown: str | None = None,
+    whole_words: bool = False,
+    byte_tokens: bool = False,
+) -> dict[str, Any]:
+    """Return the BPE model of tokenizer.json.
+
+    unknown: the unknown token. whole_words: a word that is a token is not split. byte_tokens: characters without a token
+    become byte tokens such as `<0xE2>`.
+    """
     return {
-        "normalizer": escape,
-        "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": merging_model(vocabulary, merges, byte_tokens=True),
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": byte_tokens,
+        "byte_fallback": byte_tokens,
+        "ignore_merges": whole_words,
+        "vocab": ids,
+        "merges": merges,
     }

@@ -1,12 +1,12 @@
-"""tokenizer.json and tokenizer_config.json made from another vocabulary file."""
+"""Conversion of other vocabulary files to tokenizer.json and tokenizer_config.json."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tokenizers
 from tokenizers import processors
@@ -14,7 +14,7 @@ from tokenizers import processors
 from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer_files import add_missing_tokens, one_line, read_json, special_tokens, token_content
 from windlass.server.text.vocabularies import tiktoken
-from windlass.server.text.vocabularies.bpe import byte_level_parts, merge_list_parts, scored_parts, word_rules
+from windlass.server.text.vocabularies.bpe import gguf_byte_level_parts, merge_list_parts, scored_parts, word_rules
 from windlass.server.text.vocabularies.vocabulary import (
     GgufVocabulary,
     TokenizerParts,
@@ -23,17 +23,25 @@ from windlass.server.text.vocabularies.vocabulary import (
     named_tokens,
     read_bytes,
     read_vocabulary,
+    refuse_vocabulary,
 )
 
+_CONFIG = "tokenizer_config.json"
 _TEMPLATE = "tokenizer.chat_template"
-
-# What files of the kind `llama` mean where they name no token (llama.cpp, src/llama-vocab.cpp).
+# Default token ids of GGUF files with the vocabulary `llama` (llama.cpp, src/llama-vocab.cpp).
 _SENTENCE_PIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
+# Tokenizer classes outside transformers whose code does nothing that this conversion does not do.
+_KNOWN_TOKENIZER_CLASSES = frozenset(
+    {
+        *("BaichuanTokenizer", "InternLMTokenizer", "InternLM2Tokenizer", "InternLM3Tokenizer", "OrionTokenizer"),
+        *("QWenTokenizer", "TikTokenTokenizer", "XverseTokenizer", "YiTokenizer"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """tokenizer, config: the texts of tokenizer.json and tokenizer_config.json. notices: what their user should know, by line."""
+    """tokenizer, config: text of tokenizer.json and tokenizer_config.json. notices: lines to show to the user."""
 
     tokenizer: str
     config: str
@@ -41,21 +49,21 @@ class TokenizerFiles:
 
 
 def gguf_tokenizer_files(metadata: Mapping[str, Any], source: str) -> TokenizerFiles:
-    """The files of the tokenizer that a GGUF file holds.
+    """Convert the tokenizer in the metadata of the GGUF file `source`.
 
-    metadata: the file's keys -> bool, int, float, str or a list of these. source: the file's name, for messages.
-    Raises LoadError, one line, for what is no vocabulary, is larger than any, or is of a kind not known here.
+    metadata: key -> bool, int, float, str or a list of these. Raises LoadError, one line, for invalid, too large and
+    unsupported vocabularies.
     """
     vocabulary = read_vocabulary(metadata, source)
     notices: list[str] = []
     bos = False
     if vocabulary.kind == "gpt2":
-        parts = byte_level_parts(vocabulary)
+        parts = gguf_byte_level_parts(vocabulary)
         bos = word_rules(vocabulary).add_bos
         if not vocabulary.pre:
             notices.append(
-                f"{source} does not say how a text is cut into words (tokenizer.ggml.pre): the tokens may not be those the "
-                "model was trained with; a file converted anew says it"
+                f"{source} does not name its word rules (tokenizer.ggml.pre), so its tokens may differ from those of the "
+                "model's training: convert the model again"
             )
     elif vocabulary.kind == "llama":
         ids = {name: index for name, index in _SENTENCE_PIECE_IDS.items() if index < len(vocabulary.tokens)}
@@ -63,54 +71,95 @@ def gguf_tokenizer_files(metadata: Mapping[str, Any], source: str) -> TokenizerF
         parts = scored_parts(vocabulary)
         bos = True
     elif vocabulary.kind == "gemma4":
-        vocabulary = replace(vocabulary, add_bos=True)  # files say false by mistake; llama.cpp sets it right too
+        vocabulary = replace(vocabulary, add_bos=True)  # files have false by mistake; llama.cpp corrects it too
         parts = merge_list_parts(vocabulary)
     else:
         vocabulary.refuse(
-            f"tokenizer.ggml.model is {vocabulary.kind[:80]!r}, and gpt2, llama and gemma4 are the kinds read here"
+            f"tokenizer.ggml.model is {vocabulary.kind[:80]!r}; gpt2, llama and gemma4 are the supported kinds"
         )
-    start, end = bos_eos_ids(vocabulary, bos=bos)
-    content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added(vocabulary),
-        "post_processor": _post_processor(vocabulary, start, end) if start or end else None,
+    before, after = ([(vocabulary.tokens[index], index) for index in ids] for ids in bos_eos_ids(vocabulary, bos=bos))
+    parts = {
+        "added_tokens": gguf_added_tokens(vocabulary),
+        "post_processor": _post_processor(before, after) if before or after else None,
         **parts,
     }
-    text = json.dumps(content, ensure_ascii=False)
-    _check(text, vocabulary)
+    _, text = _load(parts, len(vocabulary.tokens), vocabulary.refuse)
     return TokenizerFiles(text, _config(vocabulary, metadata), tuple(notices))
 
 
-def _added(vocabulary: GgufVocabulary) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": token.id,
-            "content": token.text,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": token.strips_right,
-            "normalized": False,
-            "special": token.special,
-        }
-        for token in gguf_added_tokens(vocabulary)
-    ]
+def tokenizer_files(file: Path) -> TokenizerFiles:
+    """Convert a vocabulary file, with the configuration files in its directory. Raises LoadError, one line.
+
+    file: tokenizer.model (SentencePiece or tiktoken), tekken.json, tiktoken.model or a name that ends with .tiktoken.
+    """
+    directory = file.parent
+    config = read_json(directory / _CONFIG)
+    _check_code(file, config)
+
+    def refuse(reason: str) -> NoReturn:
+        refuse_vocabulary(str(file), f"{reason}; fetch the file again")
+
+    def added_at_end(name: str, default: bool) -> list[tuple[str, int]]:
+        wanted = config.get(f"add_{name}")
+        if name not in named or not (default if wanted is None else wanted):
+            return []
+        text = token_content(named[name])
+        index = backend.token_to_id(text)
+        return [] if index is None else [(text, index)]
+
+    try:
+        vocabulary = _read(file, config)
+        backend, _ = _load({"post_processor": None, **vocabulary.parts}, vocabulary.size, refuse)
+        named, extra = special_tokens(directory, config)
+        for name, token in vocabulary.named.items():
+            if name not in config:  # null there means that the model has none
+                named.setdefault(name, token)
+        add_missing_tokens(backend, directory, config, named, extra)
+        before = added_at_end("bos_token", vocabulary.add_bos)
+        after = added_at_end("eos_token", False)
+        if before or after:
+            processor = processors.TemplateProcessing()
+            processor.__setstate__(json.dumps(_post_processor(before, after)).encode())
+            backend.post_processor = processor
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise LoadError(
+            f"cannot understand {_CONFIG} in {directory} ({one_line(error)}): fetch the file again"
+        ) from error
+    texts = {name: token for name, token in vocabulary.named.items() if name not in config}
+    return TokenizerFiles(backend.to_str(), json.dumps(config | texts, indent=2), vocabulary.notices)
 
 
-def _post_processor(vocabulary: GgufVocabulary, start: list[int], end: list[int]) -> dict[str, Any]:
-    def one(name: str, kind: int) -> list[dict[str, Any]]:
-        def special(ids: list[int]) -> list[dict[str, Any]]:
-            return [{"SpecialToken": {"id": vocabulary.tokens[index], "type_id": kind}} for index in ids]
+def _load(parts: Mapping[str, Any], size: int, refuse: Callable[[str], NoReturn]) -> tuple[tokenizers.Tokenizer, str]:
+    """Load a generated tokenizer; return it and the text of its tokenizer.json.
 
-        return [*special(start), {"Sequence": {"id": name, "type_id": kind}}, *special(end)]
+    Calls `refuse` if the library rejects the parts, or if the tokenizer does not have `size` tokens.
+    """
+    text = json.dumps({"version": "1.0", "truncation": None, "padding": None, **parts}, ensure_ascii=False)
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic inside the Rust library is not an Exception
+        refuse(f"its vocabulary is inconsistent ({one_line(error)})")
+    if backend.get_vocab_size(with_added_tokens=True) != size:
+        refuse("its vocabulary is inconsistent")
+    return backend, text
 
-    names = {index: vocabulary.tokens[index] for index in (*start, *end)}
+
+def _post_processor(before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """Return the post-processor that puts tokens (text and id) before and after a text."""
+
+    def sequence(name: str, type_id: int) -> list[dict[str, Any]]:
+        special = [
+            [{"SpecialToken": {"id": text, "type_id": type_id}} for text, _ in tokens] for tokens in (before, after)
+        ]
+        return [*special[0], {"Sequence": {"id": name, "type_id": type_id}}, *special[1]]
+
     return {
         "type": "TemplateProcessing",
-        "single": one("A", 0),
-        "pair": one("A", 0) + one("B", 1),
-        "special_tokens": {name: {"id": name, "ids": [index], "tokens": [name]} for index, name in names.items()},
+        "single": sequence("A", 0),
+        "pair": sequence("A", 0) + sequence("B", 1),
+        "special_tokens": {text: {"id": text, "ids": [index], "tokens": [text]} for text, index in (*before, *after)},
     }
 
 
@@ -137,72 +186,14 @@ def _is_template_key(key: object) -> bool:
     return isinstance(key, str) and (key == _TEMPLATE or key.startswith(_TEMPLATE + "."))
 
 
-def _check(text: str, vocabulary: GgufVocabulary) -> None:
-    """Refuse, while the file's name is known, what the library that reads the text would refuse."""
-    try:
-        made = tokenizers.Tokenizer.from_str(text)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic inside the Rust library is not an Exception
-        vocabulary.refuse(f"its vocabulary does not hold together ({' '.join(str(error).split())[:200]})")
-    if made.get_vocab_size(with_added_tokens=True) != len(vocabulary.tokens):
-        vocabulary.refuse("its vocabulary does not hold together")
-
-
-_CONFIG = "tokenizer_config.json"
-
-# Tokenizers that are no class of transformers, and whose code does no more than what is done here.
-_KNOWN_TOKENIZER_CLASSES = frozenset(
-    {
-        *("BaichuanTokenizer", "InternLMTokenizer", "InternLM2Tokenizer", "InternLM3Tokenizer", "OrionTokenizer"),
-        *("QWenTokenizer", "TikTokenTokenizer", "XverseTokenizer", "YiTokenizer"),
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _BosEos:
-    """Whether a text begins with the bos token and ends with the eos token."""
-
-    bos: bool
-    eos: bool
-
-
-def tokenizer_files(file: Path) -> TokenizerFiles:
-    """The files made from a vocabulary and what lies beside it in its directory. Raises LoadError, one line.
-
-    file: tokenizer.model (SentencePiece's or tiktoken's), tekken.json, tiktoken.model or a name that ends with .tiktoken.
-    """
-    directory = file.parent
-    config = read_json(directory / _CONFIG)
-    _check_code(file, config)
-    try:
-        vocabulary = _read(file, config)
-        backend = _backend(vocabulary, file)
-        named, extra = special_tokens(directory, config)
-        for name, token in vocabulary.named.items():
-            if name not in config:  # null there says that the model has none
-                named.setdefault(name, token)
-        add_missing_tokens(backend, directory, config, named, extra)
-        _add_bos_eos(
-            backend, {name: token_content(token) for name, token in named.items()}, _bos_eos(vocabulary, config)
-        )
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise LoadError(
-            f"cannot understand {_CONFIG} in {directory} ({one_line(error)}): fetch the file again"
-        ) from error
-    texts = {name: token for name, token in vocabulary.named.items() if name not in config}
-    return TokenizerFiles(backend.to_str(), json.dumps(config | texts, indent=2), vocabulary.notices)
-
-
 def _check_code(file: Path, config: dict[str, Any]) -> None:
-    """Refuse a tokenizer that is a program of the model's own, where it is not known what that does."""
+    """Refuse a tokenizer that requires unknown Python code of the model."""
     name = str(config.get("tokenizer_class") or "")
     code = config.get("auto_map")
     if isinstance(code, dict) and "AutoTokenizer" in code and name not in _KNOWN_TOKENIZER_CLASSES:
         raise LoadError(
-            f"the tokenizer of {file.parent} is a program of its own ({name or 'AutoTokenizer'}), which is not run: save it as "
-            "tokenizer.json, or get a version of the model that has one"
+            f"the tokenizer of {file.parent} requires the model's own code ({name or 'AutoTokenizer'}), which is not executed: "
+            "save it as tokenizer.json, or fetch a version of the model that has one"
         )
 
 
@@ -216,45 +207,5 @@ def _read(file: Path, config: dict[str, Any]) -> TokenizerParts:
     try:
         from windlass.server.text.vocabularies.sentencepiece import read_pieces
     except ModuleNotFoundError as error:
-        raise LoadError(f"{file} is read with {error.name}, which is not installed: pip install protobuf") from None
+        raise LoadError(f"{file} requires {error.name}, which is not installed: pip install protobuf") from None
     return read_pieces(data, str(file), config)
-
-
-def _backend(vocabulary: TokenizerParts, file: Path) -> tokenizers.Tokenizer:
-    content = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None, **vocabulary.parts}
-    try:
-        backend = tokenizers.Tokenizer.from_str(json.dumps(content))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic inside the Rust library is not an Exception
-        raise LoadError(
-            f"cannot make a tokenizer from {file}: its vocabulary does not hold together ({one_line(error)}); fetch it again"
-        ) from error
-    if backend.get_vocab_size(with_added_tokens=True) != vocabulary.size:
-        raise LoadError(
-            f"cannot make a tokenizer from {file}: its vocabulary does not hold together; fetch the file again"
-        )
-    return backend
-
-
-def _bos_eos(vocabulary: TokenizerParts, config: dict[str, Any]) -> _BosEos:
-    bos, eos = config.get("add_bos_token"), config.get("add_eos_token")
-    return _BosEos(vocabulary.add_bos if bos is None else bool(bos), bool(eos))
-
-
-def _add_bos_eos(backend: tokenizers.Tokenizer, named: dict[str, str], bos_eos: _BosEos) -> None:
-    before = [named["bos_token"]] if bos_eos.bos and "bos_token" in named else []
-    after = [named["eos_token"]] if bos_eos.eos and "eos_token" in named else []
-    if before or after:
-        backend.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A:0", *after],
-            pair=[
-                *before,
-                "$A:0",
-                *after,
-                *(f"{token}:1" for token in before),
-                "$B:1",
-                *(f"{token}:1" for token in after),
-            ],
-            special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *after}],
-        )

@@ -1,4 +1,4 @@
-"""tiktoken and tekken files: readers and conversion to tokenizer.json."""
+"""Readers of tiktoken and tekken files."""
 
 from __future__ import annotations
 
@@ -13,162 +13,35 @@ from typing import Any, NoReturn
 
 from windlass.engine.errors import LoadError
 from windlass.server.text.token_pieces import byte_level_text
-from windlass.server.text.vocabularies.bpe import WORD_RULES, merging_model
+from windlass.server.text.vocabularies.bpe import WORD_RULES, byte_level_parts, merging_model
 from windlass.server.text.vocabularies.vocabulary import (
     MAX_CHARACTERS,
     MAX_TOKEN_CHARACTERS,
     MAX_TOKENS,
-    GgufVocabulary,
     TokenizerParts,
-    TokenType,
     added_token,
+    refuse_vocabulary,
 )
-
-
-def refuse(source: str, what: str) -> NoReturn:
-    """Raise the LoadError that says what is wrong with a vocabulary's file."""
-    raise LoadError(f"cannot make a tokenizer from {source}: {what}; fetch the file again")
-
-
-def tiktoken_parts(tokens: Sequence[bytes], splits: Sequence[str], source: str, *, first_id: int = 0) -> dict[str, Any]:
-    """The parts of tokenizer.json by name, without normalizer and added tokens. Raises LoadError.
-
-    tokens: by rank, each single byte among them. splits: regular expressions that cut a text into words, applied in order.
-    first_id: the id of the token of rank 0.
-    """
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    if (
-        len(tokens) > MAX_TOKENS
-        or sum(map(len, tokens)) > MAX_CHARACTERS
-        or max(map(len, tokens)) > MAX_TOKEN_CHARACTERS
-    ):
-        refuse(source, "its vocabulary is larger than any model's")
-    if len(ranks) != len(tokens) or b"" in ranks:
-        refuse(source, "two of its tokens are the same, or one is empty")
-    if any(bytes([byte]) not in ranks for byte in range(256)):
-        refuse(source, "not every byte is a token")
-    texts = [byte_level_text(token) for token in tokens]
-    vocabulary = GgufVocabulary(
-        source=source,
-        kind="gpt2",
-        pre=None,
-        tokens=texts,
-        types=[TokenType.NORMAL] * len(texts),
-        ids={text: first_id + rank for rank, text in enumerate(texts)},
-    )
-    steps: list[dict[str, Any]] = [
-        {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False} for split in splits
-    ]
-    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False})
-    return {
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": merging_model(vocabulary, _merges(ranks), whole_words=True),
-    }
-
-
-def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
-    """The pairs that make a token, by the rank of what they make, which is all that tiktoken goes by.
-
-    Here every pair has a rank of its own: of those that make one token the one with the longer left part comes first.
-    """
-    texts = {token: byte_level_text(token) for token in ranks}
-    return [
-        (texts[token[:cut]], texts[token[cut:]])
-        for token in ranks
-        for cut in range(len(token) - 1, 0, -1)
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-
 
 TEKKEN_FILE = "tekken.json"
-
-# What files before version 7 leave out (mistral-common, the same file).
-_LEGACY_SPECIAL_TOKENS = (
-    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
-    *(
-        "[/TOOL_RESULTS]",
-        "[TOOL_CALLS]",
-        "[IMG]",
-        "<pad>",
-        "[IMG_BREAK]",
-        "[IMG_END]",
-        "[PREFIX]",
-        "[MIDDLE]",
-        "[SUFFIX]",
-    ),
-    *("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
-)
-
-_NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-
-
-def read_tekken(data: bytes, source: str) -> TokenizerParts:
-    """The vocabulary in a file's bytes; `source` names the file. Raises LoadError, one line."""
-    try:
-        content = json.loads(data)
-        config = content["config"]
-        pattern, count, size = config["pattern"], config["default_num_special_tokens"], config["default_vocab_size"]
-        special = _tekken_special_tokens(content.get("special_tokens"), count)
-        tokens = [base64.b64decode(token["token_bytes"], validate=True) for token in content["vocab"][: size - count]]
-        ranks = [token["rank"] for token in content["vocab"][: size - count]]
-    except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
-        refuse(
-            source,
-            f"it is not in the form of tekken.json ({type(error).__name__}: {' '.join(str(error).split())[:100]})",
-        )
-    if ranks != list(range(len(ranks))) or not tokens or not isinstance(pattern, str):
-        refuse(source, "the ranks of its tokens are not 0, 1, 2, …")
-    parts = tiktoken_parts(tokens, [pattern], source, first_id=count)
-    parts["added_tokens"] = [added_token(index, text, special=True) for index, text in enumerate(special)]
-    parts["model"]["vocab"] |= {text: index for index, text in enumerate(special)}
-    return TokenizerParts(
-        parts, count + len(tokens), {name: text for name, text in _NAMED.items() if text in special}, add_bos=True
-    )
-
-
-def _tekken_special_tokens(entries: Any, count: int) -> list[str]:
-    """Special tokens by id, `count` of them, those without a name filled in as mistral-common does."""
-    legacy = enumerate(_LEGACY_SPECIAL_TOKENS)
-    named = dict(legacy if entries is None else ((int(token["rank"]), str(token["token_str"])) for token in entries))
-    if len(named) > count or any(not 0 <= index < count for index in named):
-        raise ValueError(f"{len(named)} special tokens, and there is room for {count}")
-    return [named.get(index, f"<SPECIAL_{index}>") for index in range(count)]
-
-
 TIKTOKEN_FILE = "tiktoken.model"
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|\Z)")
-
-
-def is_tiktoken(data: bytes) -> bool:
-    """Whether a file's bytes are in tiktoken's form, by its first line."""
-    return _LINE.match(data) is not None
-
-
-def read_tiktoken(data: bytes, file: Path, config: Mapping[str, Any], model_type: str) -> TokenizerParts:
-    """The vocabulary in a file's bytes.
-
-    config: of tokenizer_config.json; model_type: of config.json. They and the file's name tell whose it is. Raises LoadError, one
-    line, where they do not, or the file is damaged.
-    """
-    kind = _known_vocabulary(file, str(config.get("tokenizer_class") or ""), model_type)
-    tokens = _tokens(data, str(file))
-    parts = tiktoken_parts(tokens, WORD_RULES[kind.word_rules].splits, str(file))
-    if kind.normalizes_nfc:
-        parts["normalizer"] = {"type": "NFC"}
-    special = _tiktoken_special_tokens(len(tokens), config.get("added_tokens_decoder") or {}, kind)
-    parts["added_tokens"] = [added_token(index, text, special=flag) for index, (text, flag) in special.items()]
-    return TokenizerParts(parts, len(tokens) + len(special), dict(kind.named), add_bos=kind.add_bos)
+_NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+# Special tokens of tekken.json before version 7 (mistral-common, tokens/tokenizers/tekken.py).
+_LEGACY_SPECIAL_TOKENS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _KnownVocabulary:
-    """What a model's code knows of its vocabulary.
+    """Properties of a vocabulary that only the model's code specifies.
 
-    words: the rules by their name in GGUF files. special: texts of the tokens behind the last rank. total: how many those are
-    with the reserved ones. composes: a text is brought into NFC first.
+    word_rules: name in GGUF files. special: texts of the tokens after the last rank. total: number of special tokens
+    including reserved ones. normalizes_nfc: a text is normalized to NFC first.
     """
 
     word_rules: str
@@ -187,7 +60,7 @@ _QWEN = _KnownVocabulary(
     normalizes_nfc=True,
 )
 
-# meta-llama/llama-models, models/llama3/tokenizer.py: the names since Llama 3.1, which only renamed what was reserved before.
+# meta-llama/llama-models, models/llama3/tokenizer.py: names since Llama 3.1, which renamed reserved tokens.
 _LLAMA3 = _KnownVocabulary(
     word_rules="llama-bpe",
     special=(
@@ -199,8 +72,97 @@ _LLAMA3 = _KnownVocabulary(
     add_bos=True,
 )
 
-# moonshotai/Kimi-K2-Instruct, tokenization_kimi.py: tokenizer_config.json has the names.
+# moonshotai/Kimi-K2-Instruct, tokenization_kimi.py: the names are in tokenizer_config.json.
 _KIMI = _KnownVocabulary(word_rules="kimi-k2", total=256)
+
+
+def read_tekken(data: bytes, source: str) -> TokenizerParts:
+    """Read the bytes of tekken.json. source: path for messages. Raises LoadError, one line."""
+    try:
+        content = json.loads(data)
+        config = content["config"]
+        pattern, count, size = config["pattern"], config["default_num_special_tokens"], config["default_vocab_size"]
+        special = _tekken_special_tokens(content.get("special_tokens"), count)
+        tokens = [base64.b64decode(token["token_bytes"], validate=True) for token in content["vocab"][: size - count]]
+        ranks = [token["rank"] for token in content["vocab"][: size - count]]
+    except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
+        _refuse(
+            source,
+            f"it is not in the format of tekken.json ({type(error).__name__}: {' '.join(str(error).split())[:100]})",
+        )
+    if ranks != list(range(len(ranks))) or not tokens or not isinstance(pattern, str):
+        _refuse(source, "the ranks of its tokens are not 0, 1, 2, …")
+    parts = tiktoken_parts(tokens, [pattern], source, first_id=count)
+    parts["added_tokens"] = [added_token(index, text, special=True) for index, text in enumerate(special)]
+    parts["model"]["vocab"] |= {text: index for index, text in enumerate(special)}
+    return TokenizerParts(
+        parts, count + len(tokens), {name: text for name, text in _NAMED.items() if text in special}, add_bos=True
+    )
+
+
+def is_tiktoken(data: bytes) -> bool:
+    """Return whether the first line has tiktoken's format."""
+    return _LINE.match(data) is not None
+
+
+def read_tiktoken(data: bytes, file: Path, config: Mapping[str, Any], model_type: str) -> TokenizerParts:
+    """Read the bytes of a tiktoken file.
+
+    config: of tokenizer_config.json. model_type: of config.json. Raises LoadError, one line, if these and the file's name
+    do not identify a known vocabulary, or if the file is damaged.
+    """
+    kind = _known_vocabulary(file, str(config.get("tokenizer_class") or ""), model_type)
+    tokens = _tokens(data, str(file))
+    parts = tiktoken_parts(tokens, WORD_RULES[kind.word_rules].splits, str(file))
+    if kind.normalizes_nfc:
+        parts["normalizer"] = {"type": "NFC"}
+    special = _tiktoken_special_tokens(len(tokens), config.get("added_tokens_decoder") or {}, kind)
+    parts["added_tokens"] = [added_token(index, text, special=flag) for index, (text, flag) in special.items()]
+    return TokenizerParts(parts, len(tokens) + len(special), dict(kind.named), add_bos=kind.add_bos)
+
+
+def _tekken_special_tokens(entries: Any, count: int) -> list[str]:
+    """Return `count` special tokens by id. Unnamed ones get the names of mistral-common."""
+    legacy = enumerate(_LEGACY_SPECIAL_TOKENS)
+    named = dict(legacy if entries is None else ((int(token["rank"]), str(token["token_str"])) for token in entries))
+    if len(named) > count or any(not 0 <= index < count for index in named):
+        raise ValueError(f"{len(named)} special tokens, where {count} are permitted")
+    return [named.get(index, f"<SPECIAL_{index}>") for index in range(count)]
+
+
+def tiktoken_parts(tokens: Sequence[bytes], splits: Sequence[str], source: str, *, first_id: int = 0) -> dict[str, Any]:
+    """Return the parts of tokenizer.json without added tokens. Raises LoadError.
+
+    tokens: by rank, including all single bytes. splits: see `WordRules`. first_id: id of the token with rank 0.
+    """
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    if (
+        len(tokens) > MAX_TOKENS
+        or sum(map(len, tokens)) > MAX_CHARACTERS
+        or max(map(len, tokens)) > MAX_TOKEN_CHARACTERS
+    ):
+        _refuse(source, "its vocabulary is larger than that of any model")
+    if len(ranks) != len(tokens) or b"" in ranks:
+        _refuse(source, "two of its tokens are equal, or one is empty")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        _refuse(source, "not every byte is a token")
+    texts = [byte_level_text(token) for token in tokens]
+    ids = {text: first_id + rank for rank, text in enumerate(texts)}
+    return byte_level_parts(splits, merging_model(ids, _merges(ranks), whole_words=True))
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that form a token, ordered by its rank, which is tiktoken's merge order.
+
+    Here each pair has its own rank: of the pairs that form the same token, the one with the longer left token is first.
+    """
+    texts = {token: byte_level_text(token) for token in ranks}
+    return [
+        (texts[token[:cut]], texts[token[cut:]])
+        for token in ranks
+        for cut in range(len(token) - 1, 0, -1)
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
 
 
 def _known_vocabulary(file: Path, tokenizer_class: str, model_type: str) -> _KnownVocabulary:
@@ -211,13 +173,13 @@ def _known_vocabulary(file: Path, tokenizer_class: str, model_type: str) -> _Kno
     if file.name == "tokenizer.model" and model_type in ("llama", "mllama", "llama4"):
         return _LLAMA3
     raise LoadError(
-        f"{file} does not say how a text is cut into words, and the tiktoken files whose rules are known here are those of Qwen "
-        "(qwen.tiktoken), Llama 3 and Kimi K2: save the tokenizer as tokenizer.json"
+        f"{file} does not name its word rules, and only those of Qwen (qwen.tiktoken), Llama 3 and Kimi K2 are known: save "
+        "the tokenizer as tokenizer.json"
     )
 
 
 def _tokens(data: bytes, source: str) -> list[bytes]:
-    """Tokens by rank."""
+    """Return the tokens by rank."""
     found: dict[int, bytes] = {}
     for line in data.splitlines():
         if not line:
@@ -226,23 +188,27 @@ def _tokens(data: bytes, source: str) -> list[bytes]:
             token, rank = line.split()
             found[int(rank)] = base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
-            refuse(source, f"a line of it is no token in base64 and its rank ({line[:40]!r})")
+            _refuse(source, f"a line is not a token in base64 and its rank ({line[:40]!r})")
     if sorted(found) != list(range(len(found))) or not found:
-        refuse(source, "the ranks of its tokens are not 0, 1, 2, …")
+        _refuse(source, "the ranks of its tokens are not 0, 1, 2, …")
     return [found[rank] for rank in range(len(found))]
 
 
 def _tiktoken_special_tokens(
     first: int, declared: Mapping[str, Any], kind: _KnownVocabulary
 ) -> dict[int, tuple[str, bool]]:
-    """Tokens behind the ranks, by id without a gap: their text, and whether they are left out of decoded text."""
+    """Return text and `special` flag of the tokens after the last rank, by id without gaps."""
     found = {first + offset: (text, True) for offset, text in enumerate(kind.special)}
     for name, token in declared.items():
         if int(name) >= first:
             found[int(name)] = (token["content"], bool(token.get("special", False)))
     end = max(found, default=first - 1) + 1
     if end - first > 2**16:
-        raise ValueError(f"token {end - 1} of added_tokens_decoder stands far behind the vocabulary's {first} tokens")
+        raise ValueError(f"token {end - 1} of added_tokens_decoder is far beyond the vocabulary's {first} tokens")
     for index in range(first, max(end, first + kind.total)):
         found.setdefault(index, (f"<|reserved_token_{index}|>", True))
     return dict(sorted(found.items()))
+
+
+def _refuse(source: str, reason: str) -> NoReturn:
+    refuse_vocabulary(source, f"{reason}; fetch the file again")

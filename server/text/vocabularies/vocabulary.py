@@ -1,9 +1,9 @@
-"""Vocabularies as their readers return them, and the tokenizer fields of GGUF files."""
+"""Common types of vocabulary readers, and the reader of tokenizer fields of GGUF files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -11,50 +11,13 @@ from typing import Any, NoReturn
 
 from windlass.engine.errors import LoadError
 
-MAX_BYTES = 2**27  # of a vocabulary's file; tekken.json, the largest in use, has 15 million
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerParts:
-    """A vocabulary as read.
-
-    parts: of tokenizer.json by name. size: tokens, added ones among them. named: bos_token, eos_token, … as text. add_bos:
-    whether a text begins with bos_token where tokenizer_config.json does not tell. notices: what the user should know, by line.
-    """
-
-    parts: dict[str, Any]
-    size: int
-    named: dict[str, str] = field(default_factory=dict)
-    add_bos: bool = False
-    notices: tuple[str, ...] = ()
-
-
-def read_bytes(file: Path) -> bytes:
-    """The file's bytes. Raises LoadError where it cannot be read or is larger than any vocabulary."""
-    try:
-        if file.stat().st_size > MAX_BYTES:
-            raise LoadError(f"{file} is larger than any vocabulary ({file.stat().st_size} bytes): fetch the file again")
-        return file.read_bytes()
-    except OSError as error:
-        raise LoadError(f"cannot read {file}: {error.strerror or error}") from None
-
-
-def added_token(index: int, text: str, *, special: bool, normalized: bool = False) -> dict[str, Any]:
-    """An entry of `added_tokens`: found in a text before anything else."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": normalized, "special": special}
-    return {"id": index, "content": text, **flags}
-
-
+MAX_BYTES = 2**27  # of a vocabulary file; tekken.json, the largest in use, has 15 million
 MAX_TOKENS = 2**21  # eight times the largest vocabulary of a model with open weights
-
-MAX_TOKEN_CHARACTERS = 4096  # of one token; runs of spaces of 512 are the longest in use
-
-MAX_CHARACTERS = 2**25  # of all tokens; 262,144 tokens of Gemma have 1.5 million
+MAX_TOKEN_CHARACTERS = 4096  # of one token; runs of 512 spaces are the longest in use
+MAX_CHARACTERS = 2**25  # of all tokens; the 262,144 tokens of Gemma have 1.5 million
 
 _PREFIX = "tokenizer.ggml."
-
-_ABSENT_TOKEN = 2**32 - 1  # -1 as it is sometimes written: there is none
-
+_ABSENT_TOKEN = 2**32 - 1  # -1 as an unsigned integer
 _SPECIAL = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
@@ -63,10 +26,11 @@ _SPECIAL = {
     "unk": "unknown_token_id",
     "pad": "padding_token_id",
 }
+_NAMED = {"bos": "bos_token", "eos": "eos_token", "unk": "unk_token", "pad": "pad_token"}
 
 
 class TokenType(IntEnum):
-    """What a token is for, as `tokenizer.ggml.token_type` numbers it."""
+    """Purpose of a token, numbered like `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -76,14 +40,32 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+_ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """Content of a vocabulary file.
+
+    parts: top-level members of tokenizer.json. size: number of tokens, including added ones.
+    named: bos_token, eos_token, … as text. add_bos: whether a text begins with bos_token, unless tokenizer_config.json
+    says otherwise. notices: lines to show to the user.
+    """
+
+    parts: dict[str, Any]
+    size: int
+    named: dict[str, str] = field(default_factory=dict)
+    add_bos: bool = False
+    notices: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class GgufVocabulary:
-    """The checked fields. Lists are parallel: token i has tokens[i], types[i] and, where there are any, scores[i].
+    """Checked tokenizer fields of a GGUF file. `tokens`, `types` and `scores` are parallel lists.
 
-    source: the file's name, for messages. kind: `gpt2`, `llama`, …; pre: how a text is cut into words before merging.
-    ids: token -> id. merges: pairs, the earliest merged first; None where the file has none. special: ids by the
-    short names "bos", "eos", "eot", …, as far as the file tells. add_bos, add_eos, space_prefix: None where it does not
-    tell. model_name: lower case.
+    source: the file's name, for messages. kind: `gpt2`, `llama`, …; pre: name of the word rules. ids: token -> id.
+    merges: pairs in merge order, None if the file has none. special: ids by the short names "bos", "eos", "eot", ….
+    add_bos, add_eos, space_prefix: None if the file does not specify them. model_name: lower case.
     """
 
     source: str
@@ -100,171 +82,176 @@ class GgufVocabulary:
     space_prefix: bool | None = None
     model_name: str = ""
 
-    def refuse(self, what: str) -> NoReturn:
-        """Raise the LoadError that says what is wrong with the vocabulary."""
-        raise _error(self.source, what)
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise LoadError with a reason."""
+        _refuse_gguf(self.source, reason)
+
+
+def refuse_vocabulary(source: str, reason: str) -> NoReturn:
+    """Raise LoadError for a vocabulary file."""
+    raise LoadError(f"cannot make a tokenizer from {source}: {reason}")
+
+
+def _refuse_gguf(source: str, reason: str) -> NoReturn:
+    refuse_vocabulary(source, f"{reason}; download the file or convert the model again")
+
+
+def read_bytes(file: Path) -> bytes:
+    """Read a vocabulary file. Raises LoadError if it cannot be read or is larger than `MAX_BYTES`."""
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise LoadError(f"{file} is larger than any vocabulary ({file.stat().st_size} bytes): fetch the file again")
+        return file.read_bytes()
+    except OSError as error:
+        raise LoadError(f"cannot read {file}: {error.strerror or error}") from None
+
+
+def added_token(
+    index: int, text: str, *, special: bool, normalized: bool = False, rstrip: bool = False
+) -> dict[str, Any]:
+    """Return an entry of `added_tokens`, which are found in a text before all other tokens."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": rstrip, "normalized": normalized, "special": special}
+    return {"id": index, "content": text, **flags}
 
 
 def read_vocabulary(metadata: Mapping[str, Any], source: str) -> GgufVocabulary:
-    """The vocabulary in a file's metadata; `source` names the file. Raises LoadError, one line.
+    """Read the vocabulary in the metadata of the file `source`. Raises LoadError, one line.
 
-    metadata: key -> bool, int, float, str or a list of these, of which only `tokenizer.*` and `general.name` are read.
+    metadata: key -> bool, int, float, str or a list of these. Only `tokenizer.*` and `general.name` are read.
     """
-    kind = _value(metadata, "model", str, source)
+    fields = _Fields(metadata, source)
+    kind = fields.value("model", str)
     if kind is None:
-        raise _error(source, "it has no tokenizer (tokenizer.ggml.model is missing)")
-    tokens = _tokens(metadata, source)
+        fields.refuse("it has no tokenizer (tokenizer.ggml.model is missing)")
+    tokens = _tokens(fields)
     name = metadata.get("general.name")
     return GgufVocabulary(
         source=source,
         kind=kind,
-        pre=_value(metadata, "pre", str, source),
+        pre=fields.value("pre", str),
         tokens=tokens,
-        types=_file_types(metadata, len(tokens), source),
-        ids=_ids(tokens, source),
-        scores=_scores(metadata, len(tokens), source),
-        merges=_merges(metadata, source),
-        special=_special(metadata, len(tokens), source),
-        add_bos=_value(metadata, "add_bos_token", bool, source),
-        add_eos=_value(metadata, "add_eos_token", bool, source),
-        space_prefix=_value(metadata, "add_space_prefix", bool, source),
+        types=fields.items("token_type", int, length=len(tokens)) or [TokenType.NORMAL] * len(tokens),
+        ids=_ids(fields, tokens),
+        scores=_scores(fields, len(tokens)),
+        merges=_merges(fields),
+        special=_special(fields, len(tokens)),
+        add_bos=fields.value("add_bos_token", bool),
+        add_eos=fields.value("add_eos_token", bool),
+        space_prefix=fields.value("add_space_prefix", bool),
         model_name=name.lower() if isinstance(name, str) else "",
     )
 
 
-def _error(source: str, what: str) -> LoadError:
-    return LoadError(f"cannot make a tokenizer from {source}: {what}; get the file again, or convert the model again")
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Tokenizer fields of a file's metadata, with checked types. Methods raise LoadError."""
 
+    metadata: Mapping[str, Any]
+    source: str
 
-def _value(metadata: Mapping[str, Any], name: str, kind: type, source: str) -> Any:
-    """The value under a key, None where there is none."""
-    value = metadata.get(_PREFIX + name)
-    if value is None or type(value) is kind:
+    def refuse(self, reason: str) -> NoReturn:
+        _refuse_gguf(self.source, reason)
+
+    def value(self, name: str, kind: type) -> Any:
+        """Return the value of a field, None if it is absent."""
+        value = self.metadata.get(_PREFIX + name)
+        if value is not None and type(value) is not kind:
+            self.refuse(f"{_PREFIX}{name} should be a {kind.__name__}, not a {type(value).__name__}")
         return value
-    raise _error(source, f"{_PREFIX}{name} should be a {kind.__name__}, not a {type(value).__name__}")
+
+    def items(self, name: str, *kinds: type, length: int | None = None) -> Any:
+        """Return a list of values of these types, None if the field is absent. length: required number of values."""
+        values = self.value(name, list)
+        if values is None:
+            return None
+        if wrong := {type(value) for value in values} - set(kinds):
+            names = ", ".join(sorted(kind.__name__ for kind in wrong))
+            self.refuse(f"{_PREFIX}{name} has values of type {names}, where only {kinds[0].__name__} is permitted")
+        if length is not None and len(values) != length:
+            self.refuse(f"{_PREFIX}{name} has {len(values)} entries for {length} tokens")
+        return values
+
+    def check_unicode(self, texts: Sequence[str], name: str) -> None:
+        try:
+            "".join(texts).encode("utf-8")
+        except UnicodeEncodeError:
+            self.refuse(f"{_PREFIX}{name} has text that is not valid UTF-8")
 
 
-def _list(metadata: Mapping[str, Any], name: str, kinds: tuple[type, ...], source: str) -> list[Any] | None:
-    values: list[Any] | None = _value(metadata, name, list, source)
-    if values is not None and (wrong := {type(value) for value in values} - set(kinds)):
-        names = ", ".join(sorted(kind.__name__ for kind in wrong))
-        raise _error(source, f"{_PREFIX}{name} holds values of type {names}, where only {kinds[0].__name__} may stand")
-    return values
-
-
-def _tokens(metadata: Mapping[str, Any], source: str) -> list[str]:
-    tokens = _list(metadata, "tokens", (str,), source)
+def _tokens(fields: _Fields) -> list[str]:
+    tokens: list[str] | None = fields.items("tokens", str)
     if not tokens:
-        raise _error(source, "its vocabulary is missing (tokenizer.ggml.tokens)")
+        fields.refuse("its vocabulary is missing (tokenizer.ggml.tokens)")
     if len(tokens) > MAX_TOKENS:
-        raise _error(source, f"it has {len(tokens)} tokens, and at most {MAX_TOKENS} are read")
+        fields.refuse(f"it has {len(tokens)} tokens; the limit is {MAX_TOKENS}")
     if sum(map(len, tokens)) > MAX_CHARACTERS or max(map(len, tokens)) > MAX_TOKEN_CHARACTERS:
-        raise _error(
-            source,
-            f"its tokens are longer than any model's: {MAX_TOKEN_CHARACTERS} characters each and {MAX_CHARACTERS} "
-            "together are read",
+        fields.refuse(
+            f"its tokens are too long; the limits are {MAX_TOKEN_CHARACTERS} characters each and {MAX_CHARACTERS} together"
         )
-    _check_unicode(tokens, "tokens", source)
-    # An empty token cannot stand in a dictionary beside others: llama.cpp gives it this name too.
+    fields.check_unicode(tokens, "tokens")
+    # Empty tokens need distinct names. llama.cpp uses the same ones.
     return [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
 
 
-def _check_unicode(texts: list[str], name: str, source: str) -> None:
-    try:
-        "".join(texts).encode("utf-8")
-    except UnicodeEncodeError:
-        raise _error(source, f"{_PREFIX}{name} holds text that is not valid UTF-8") from None
-
-
-def _ids(tokens: list[str], source: str) -> dict[str, int]:
+def _ids(fields: _Fields, tokens: list[str]) -> dict[str, int]:
     ids: dict[str, int] = {}
     for index, token in enumerate(tokens):
         if ids.setdefault(token, index) != index:
-            raise _error(source, f"tokens {ids[token]} and {index} are the same text, {token[:40]!r}")
+            fields.refuse(f"tokens {ids[token]} and {index} are the same text, {token[:40]!r}")
     return ids
 
 
-def _file_types(metadata: Mapping[str, Any], count: int, source: str) -> list[int]:
-    types = _list(metadata, "token_type", (int,), source)
-    if types is None:
-        return [TokenType.NORMAL] * count
-    if len(types) != count:
-        raise _error(source, f"tokenizer.ggml.token_type has {len(types)} entries for {count} tokens")
-    return types
-
-
-def _scores(metadata: Mapping[str, Any], count: int, source: str) -> list[float] | None:
-    scores = _list(metadata, "scores", (float, int), source)
-    if scores is not None and len(scores) != count:
-        raise _error(source, f"tokenizer.ggml.scores has {len(scores)} entries for {count} tokens")
+def _scores(fields: _Fields, count: int) -> list[float] | None:
+    scores: list[float] | None = fields.items("scores", float, int, length=count)
     if scores is not None and any(map(math.isnan, scores)):
-        raise _error(source, "tokenizer.ggml.scores holds values that are no numbers")
+        fields.refuse("tokenizer.ggml.scores has NaN values")
     return scores
 
 
-def _merges(metadata: Mapping[str, Any], source: str) -> list[tuple[str, str]] | None:
-    merges = _list(metadata, "merges", (str,), source)
+def _merges(fields: _Fields) -> list[tuple[str, str]] | None:
+    merges: list[str] | None = fields.items("merges", str)
     if merges is None:
         return None
     if len(merges) > 8 * MAX_TOKENS or sum(map(len, merges)) > 8 * MAX_CHARACTERS:
-        raise _error(source, f"it has {len(merges)} merges, more than any model's")
-    _check_unicode(merges, "merges", source)
+        fields.refuse(f"it has {len(merges)} merges, more than any model")
+    fields.check_unicode(merges, "merges")
     pairs = []
     for merge in merges:
-        at = merge.find(" ", 1)  # a space may be the first half, never a part of it
+        at = merge.find(" ", 1)  # the first token may be a space, but a longer token never contains one
         if at < 0 or at == len(merge) - 1:
-            raise _error(source, f"the merge {merge[:80]!r} is not two tokens with a space between them")
+            fields.refuse(f"the merge {merge[:80]!r} is not two tokens separated by a space")
         pairs.append((merge[:at], merge[at + 1 :]))
     return pairs
 
 
-def _special(metadata: Mapping[str, Any], count: int, source: str) -> dict[str, int]:
+def _special(fields: _Fields, count: int) -> dict[str, int]:
     found = {}
     for name, key in _SPECIAL.items():
-        value = _value(metadata, key, int, source)
+        value = fields.value(key, int)
         if value is None or value == _ABSENT_TOKEN:
             continue
         if not 0 <= value < count:
-            raise _error(source, f"{_PREFIX}{key} is {value}, and there are {count} tokens")
+            fields.refuse(f"{_PREFIX}{key} is {value}, but there are {count} tokens")
         found[name] = value
     return found
 
 
-_NAMED = {"bos": "bos_token", "eos": "eos_token", "unk": "unk_token", "pad": "pad_token"}
-
-_ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
-
-
-@dataclass(frozen=True, slots=True)
-class GgufAddedToken:
-    """A token that is found in a text before anything else.
-
-    special: left out of decoded text. strips_right: white space behind it belongs to it.
-    """
-
-    id: int
-    text: str
-    special: bool
-    strips_right: bool = False
-
-
-def gguf_added_tokens(vocabulary: GgufVocabulary) -> list[GgufAddedToken]:
-    """In the order of their ids."""
-    # Files do not say which tokens swallow the white space behind them; llama.cpp goes by the model's name.
+def gguf_added_tokens(vocabulary: GgufVocabulary) -> list[dict[str, Any]]:
+    """Return the entries of `added_tokens`, ordered by id."""
+    # Files do not say which tokens include the white space after them. llama.cpp decides by the model's name.
     phi3 = "phi-3" in vocabulary.model_name or "phi3" in vocabulary.model_name
     keeps_space = ("<unk>", "<s>", "<|endoftext|>")
     return [
-        GgufAddedToken(index, text, kind != TokenType.USER_DEFINED, phi3 and text not in keeps_space)
+        added_token(index, text, special=kind != TokenType.USER_DEFINED, rstrip=phi3 and text not in keeps_space)
         for index, (text, kind) in enumerate(zip(vocabulary.tokens, _effective_types(vocabulary), strict=True))
         if kind in _ADDED
     ]
 
 
 def named_tokens(vocabulary: GgufVocabulary) -> dict[str, int]:
-    """Ids of bos_token, eos_token, unk_token and pad_token, as far as there are any.
+    """Return the ids of bos_token, eos_token, unk_token and pad_token.
 
-    Unknown and padding tokens only where they are no ordinary text: some files name "!" as padding, and a named token is
-    found in a text before anything else.
+    Ordinary tokens are omitted: some files have "!" as padding, and a named token is found in a text before all others.
     """
     types = _effective_types(vocabulary)
     return {
@@ -273,18 +260,18 @@ def named_tokens(vocabulary: GgufVocabulary) -> dict[str, int]:
 
 
 def bos_eos_ids(vocabulary: GgufVocabulary, *, bos: bool) -> tuple[list[int], list[int]]:
-    """Ids put before and behind a text; `bos`: whether there is one where the file does not tell. Raises LoadError."""
+    """Return the ids before and after a text. bos: default if the file does not specify it. Raises LoadError."""
     found: list[list[int]] = []
     for name, declared, default in (("bos", vocabulary.add_bos, bos), ("eos", vocabulary.add_eos, False)):
         if declared and name not in vocabulary.special:
-            vocabulary.refuse(f"every text gets a {name} token, and tokenizer.ggml.{name}_token_id is missing")
+            vocabulary.refuse(f"tokenizer.ggml.add_{name}_token is set, but tokenizer.ggml.{name}_token_id is missing")
         wanted = default if declared is None else declared
         found.append([vocabulary.special[name]] if wanted and name in vocabulary.special else [])
     return found[0], found[1]
 
 
 def _effective_types(vocabulary: GgufVocabulary) -> list[int]:
-    """The file's types; what begins or ends a text is a control token, also in older files that have all tokens as normal."""
+    """Return the types, where BOS and EOS tokens are control tokens even if an older file has only normal ones."""
     types = list(vocabulary.types)
     for name in ("bos", "eos", "eot", "eom"):
         if (index := vocabulary.special.get(name)) is not None and types[index] not in _ADDED:

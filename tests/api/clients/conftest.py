@@ -1,4 +1,4 @@
-"""Fixtures of the client tests: the asyncio backend, and which client a test uses."""
+"""Fixtures of the client tests: the asyncio backend, and the kind of client."""
 
 from __future__ import annotations
 

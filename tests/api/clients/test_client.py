@@ -1,4 +1,4 @@
-"""Both clients against a scripted server on real sockets: answers, errors, retries, streams and their ends."""
+"""Both clients against a scripted server on real sockets: responses, errors, retries, streams and their ends."""
 
 from __future__ import annotations
 
@@ -93,17 +93,12 @@ def chat_chunk(content: str | None = None, role: str | None = None, finish: str 
     return {**ENVELOPE, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
 
 
-@pytest.fixture(params=["sync", "async"])
-def make(request, monkeypatch):
-    """A factory of clients of either kind, with quick retries."""
+@pytest.fixture
+def make(kind, monkeypatch):
+    """A factory of clients with short retry delays."""
     for variable in ("WINDLASS_API_KEY", "WINDLASS_BASE_URL", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(variable, raising=False)
-    return lambda *args, **options: any_client(request.param, *args, **{"retry": QUICK, "timeout": 10, **options})
-
-
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
+    return lambda *args, **options: any_client(kind, *args, **{"retry": QUICK, "timeout": 10, **options})
 
 
 pytestmark = pytest.mark.anyio
@@ -114,8 +109,8 @@ async def collect(stream) -> list[Any]:
         return [item async for item in stream]
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------
-async def test_what_is_asked_of_a_context_and_what_became_of_it(make):
+# ---- responses -------------------------------------------------------------------------------------------------------
+async def test_context_options_are_sent_and_context_use_is_reported(make):
     fields = {
         "context_overflow": "shift",
         "keep_tokens": 32,
@@ -199,7 +194,7 @@ async def test_token_ids_in_any_form(make, prompt):
             await client.completions([prompt, prompt], logit_bias={5: 1.5})
     assert server.requests[0].json == {"prompt": [1, 2, 3]}
     assert server.requests[1].json == {"prompt": [[1, 2, 3], [1, 2, 3]], "logit_bias": {"5": 1.5}}
-    assert server.connections == 1  # the connection was kept
+    assert server.connections == 1  # the connection was reused
 
 
 async def test_small_endpoints(make):
@@ -226,7 +221,7 @@ async def test_small_endpoints(make):
     assert server.requests[2].json == {"tokens": [4, 5], "skip_special_tokens": True}
 
 
-async def test_health_is_an_answer_either_way_and_never_retried(make):
+async def test_health_accepts_status_503_and_is_not_retried(make):
     with scripted_server(answer({"status": "ok"}), answer({"status": "draining"}, "503 Unavailable")) as server:
         async with make(server.url) as client:
             health, ready = await client.health(), await client.ready()
@@ -248,7 +243,7 @@ async def test_settings_from_the_environment(make, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://[::1", "/v1"])
-def test_a_malformed_base_url_is_refused_at_once(url):
+def test_malformed_base_url_or_key_is_refused_by_the_constructor(url):
     for kind in (Client, AsyncClient):
         with pytest.raises(ValueError, match="base URL"):
             kind(url)
@@ -300,7 +295,7 @@ async def test_errors_of_other_servers(make, script, says):
 @pytest.mark.parametrize(
     "payload", [b"not json", [], {"id": "x"}, {"id": "x", "choices": 3}, {"id": "x", "choices": [{"text": "no index"}]}]
 )
-async def test_an_answer_that_is_not_understood(make, payload):
+async def test_malformed_response(make, payload):
     with scripted_server(answer(payload)) as server:
         async with make(server.url) as client:
             with pytest.raises(ResponseError, match="not understood") as caught:
@@ -308,7 +303,7 @@ async def test_an_answer_that_is_not_understood(make, payload):
     assert caught.value.request_id == "req-1"
 
 
-async def test_values_that_json_cannot_hold_are_the_callers_error(make):
+async def test_values_that_json_cannot_represent(make):
     async with make("http://127.0.0.1:9") as client:
         with pytest.raises(ValueError, match=r"(?i)nan|out of range"):
             await client.completions("x", temperature=float("nan"))
@@ -322,7 +317,7 @@ OVERLOADED = answer({"error": {"message": "full"}}, "429 Too Many")
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", ["429 Too Many", "503 Unavailable"])
-async def test_retries_until_it_works(make, status, stream):
+async def test_retries_until_success(make, status, stream):
     good = events(chunk("a", "stop"), "[DONE]") if stream else answer(COMPLETION)
     busy = answer({"error": {"message": "busy"}}, status)
     with scripted_server(busy, busy, good) as server:
@@ -352,7 +347,7 @@ async def test_retry_after_is_honoured(make, form):
     assert 0.9 <= second.time - first.time <= 3.5
 
 
-async def test_a_long_retry_after_is_left_to_the_caller(make):
+async def test_long_retry_after_raises_the_error(make):
     busy = answer({"error": {"message": "busy"}}, "503 Unavailable", retry_after="3600")
     with scripted_server(busy) as server:
         async with make(server.url) as client:
@@ -370,7 +365,7 @@ async def test_other_statuses_are_not_retried(make, status):
     assert len(server.requests) == 1
 
 
-async def test_connect_errors_are_retried_and_named(make):
+async def test_connect_errors_are_retried_and_explained(make):
     sends = []
 
     def refuse(request: httpx.Request) -> httpx.Response:
@@ -383,7 +378,7 @@ async def test_connect_errors_are_retried_and_named(make):
     assert len(sends) == 3 and caught.value.status is None and isinstance(caught.value.__cause__, httpx.ConnectError)
 
 
-async def test_nobody_listens(make):
+async def test_connection_refused(make):
     with socket.socket() as placeholder:
         placeholder.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{placeholder.getsockname()[1]}"
@@ -392,7 +387,7 @@ async def test_nobody_listens(make):
                 await client.health()
 
 
-async def test_what_the_server_may_have_begun_is_not_sent_again(make):
+async def test_no_retry_after_a_dropped_connection(make):
     with scripted_server(drop) as server:
         async with make(server.url) as client:
             with pytest.raises(APIConnectionError, match="broke"):
@@ -411,7 +406,7 @@ async def test_timeouts(make):
         assert server.disconnects.wait(30)
 
 
-def test_delays_grow_are_bounded_and_spread():
+def test_retry_delays_grow_with_limit_and_jitter():
     policy = RetryPolicy(max_retries=6, first_delay=1, longest_delay=8, longest_retry_after=30)
     assert [policy.delay(attempt, None, 0.0) for attempt in range(7)] == [0.5, 1, 2, 4, 4, 4, None]
     assert [policy.delay(attempt, None, 1.0) for attempt in range(6)] == [1, 2, 4, 8, 8, 8]
@@ -443,7 +438,7 @@ async def test_chat_stream(make):
     assert [c.text for c in chunks] == ["", "Hi", ""] and chunks[0].choices[0].delta.role == "assistant"
 
 
-async def test_chunks_arrive_as_they_are_sent(make):
+async def test_chunks_arrive_when_they_are_sent(make):
     taken = threading.Semaphore(0)
     with scripted_server(events(chunk("a"), chunk("b"), chunk("c", "stop"), "[DONE]", taken=taken)) as server:
         async with make(server.url) as client:
@@ -467,7 +462,7 @@ BAD_ENDS = {
 
 
 @pytest.mark.parametrize("name", BAD_ENDS)
-async def test_a_stream_that_ends_too_early_is_an_error(make, name):
+async def test_incomplete_stream_raises(make, name):
     payloads, options, says = BAD_ENDS[name]
     with scripted_server(events(*payloads)) as server:
         async with make(server.url) as client:
@@ -488,7 +483,7 @@ async def test_finish_reasons_of_every_choice(make):
             assert len(await collect(await client.completions("x", stream=True, n=2))) == 3
 
 
-async def test_an_error_event(make):
+async def test_error_event_raises(make):
     error = {"error": {"message": "engine died", "type": "server_error", "param": None, "code": "engine_unavailable"}}
     with scripted_server(events(chunk("a"), error, "[DONE]")) as server:
         async with make(server.url) as client:
@@ -501,14 +496,14 @@ async def test_an_error_event(make):
 
 
 @pytest.mark.parametrize("payload", ["{", "[1]", '{"id": 3, "choices": []}', '{"choices": []}', "null"])
-async def test_an_event_that_is_not_understood(make, payload):
+async def test_malformed_event(make, payload):
     with scripted_server(events(payload, "[DONE]")) as server:
         async with make(server.url) as client:
             with pytest.raises(ResponseError, match="not understood"):
                 await collect(await client.completions("x", stream=True))
 
 
-async def test_a_broken_connection_in_the_middle(make):
+async def test_broken_connection_in_a_stream(make):
     with scripted_server(events(chunk("a"), end=False)) as server:
         async with make(server.url) as client:
             chunks = []
@@ -516,10 +511,10 @@ async def test_a_broken_connection_in_the_middle(make):
                 async for item in await client.completions("x", stream=True):
                     chunks.append(item.text)
     assert chunks == ["a"] and caught.value.request_id == "req-1"
-    assert len(server.requests) == 1  # never sent again once it began
+    assert len(server.requests) == 1  # a response that has begun is not retried
 
 
-async def test_a_stream_that_falls_silent(make):
+async def test_timeout_in_a_stream(make):
     with scripted_server(events(chunk("a"), hang=True)) as server:
         async with make(server.url, timeout=0.3) as client:
             with pytest.raises(APITimeoutError):
@@ -527,7 +522,7 @@ async def test_a_stream_that_falls_silent(make):
             assert server.disconnects.wait(30)
 
 
-async def test_no_stream_where_one_was_asked_for(make):
+async def test_response_that_is_not_a_stream(make):
     with scripted_server(answer(COMPLETION)) as server:
         async with make(server.url) as client:
             with pytest.raises(ResponseError, match="a stream was expected"):
@@ -557,7 +552,7 @@ async def test_closing_early_closes_the_connection(make, how):
                     async for _ in stream:
                         break
             assert await asyncio.to_thread(server.disconnects.wait, 30)
-            # Who has left the block knows that the rest is missing; a loop over a closed stream has to be told.
+            # After the block, the rest is missing on purpose; a loop over a closed stream must raise.
             with pytest.raises(StreamError if how.startswith("close") else StopAsyncIteration):
                 await anext(stream)
 
@@ -593,7 +588,7 @@ async def test_cancelling_a_plain_request_closes_its_connection():
             assert await asyncio.to_thread(server.disconnects.wait, 30)
 
 
-def test_a_forgotten_synchronous_stream_closes_when_its_loop_ends():
+def test_abandoned_stream_is_closed():
     with scripted_server(events(chunk("a"), hang=True)) as server, Client(server.url) as client:
         for _ in client.completions("x", stream=True):
             break
@@ -621,7 +616,7 @@ def test_public_names():
     assert all(issubclass(error, APIError) and error.__name__ in windlass.clients.__all__ for error in errors)
 
 
-def test_both_clients_offer_the_same():
+def test_both_clients_have_the_same_methods():
     def public(kind: type) -> dict[str, list[str]]:
         names = {"aclose": "close"}
         return {
@@ -631,3 +626,10 @@ def test_both_clients_offer_the_same():
         }
 
     assert public(Client) == public(AsyncClient)
+
+
+def test_repr_shows_the_url_and_no_secret():
+    options = {"api_key": "secret-key", "headers": {"x-team": "secret-header"}}
+    for kind in (Client, AsyncClient):
+        shown = repr(kind("http://user:secret-password@example.com:8000/v1", **options))
+        assert shown == f"{kind.__name__}(base_url='http://example.com:8000')"

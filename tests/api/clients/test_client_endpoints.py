@@ -1,4 +1,4 @@
-"""The client covers what the server has: its endpoints, their fields, and the answers of a real app."""
+"""The clients cover the endpoints of the server and their fields, and parse the responses of an app."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from windlass.clients import (
     AuthenticationError,
     BadRequestError,
+    CallOptions,
     ChatOptions,
     ClassifyOptions,
     Client,
@@ -70,7 +71,7 @@ def live() -> Iterator[Live]:
         yield server
 
 
-# Fields that may only ask for nothing, or for what there is in any case.
+# Fields for which the server accepts only values without effect.
 REFUSED = (
     "background",
     "conversation",
@@ -99,7 +100,7 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
 ]  # fmt: skip
 
 
-def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> None:
+def test_methods_match_the_endpoints_of_the_server(live: Live) -> None:
     assert {name for name, _ in CALLS} == {
         name for name in dir(Client) if not name.startswith("_") and name not in ("base_url", "close")
     }
@@ -111,19 +112,19 @@ def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> N
 
     with Client("http://x", api_key=KEY, transport=httpx.MockTransport(note)) as client:
         for name, arguments in CALLS:
-            if arguments == ("resp",):  # which is nobody's
+            if arguments == ("resp",):  # an unknown response
                 with pytest.raises(NotFoundError, match="there is no response 'resp'"):
                     getattr(client, name)(*arguments)
-            elif "adapter" in name:  # which this server is not set up for
+            elif "adapter" in name:  # not enabled on this server
                 with pytest.raises(AuthenticationError, match="--lora-folder"):
                     getattr(client, name)(*arguments)
-            elif name == "attention":  # which this server does not show
+            elif name == "attention":  # not enabled on this server
                 with pytest.raises(AuthenticationError, match="--attention-maps"):
                     getattr(client, name)(*arguments)
-            elif name == "infill":  # which this model was not taught
+            elif name == "infill":  # not supported by this model
                 with pytest.raises(BadRequestError, match="fill-in-the-middle"):
                     getattr(client, name)(*arguments)
-            elif name == "classify":  # which this model has no head for
+            elif name == "classify":  # not supported by this model
                 with pytest.raises(BadRequestError, match="no classification head"):
                     getattr(client, name)(*arguments)
             else:
@@ -136,7 +137,7 @@ def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> N
         for path, methods in paths.items()
         for method in methods
     }
-    routes.add(("GET", "/openapi.json"))  # which does not list itself
+    routes.add(("GET", "/openapi.json"))  # not in its own list
     assert called == routes
 
 
@@ -159,17 +160,18 @@ def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> N
         (ClassifyRequest, ClassifyOptions, {"input", "model", "timeout"}),
     ],
 )
-def test_options_are_the_fields_the_server_takes(body: Any, options: Any, arguments: set[str]) -> None:
-    assert set(typing.get_type_hints(options)) == set(body.model_fields) - arguments
+def test_options_match_the_fields_of_request_models(body: Any, options: Any, arguments: set[str]) -> None:
+    of_the_client = {*typing.get_type_hints(CallOptions), "deadline"}
+    assert set(typing.get_type_hints(options)) - of_the_client == set(body.model_fields) - arguments
     assert arguments - set(REFUSED) <= set(body.model_fields)
 
 
-def test_inspect_takes_the_fields_the_server_takes() -> None:
+def test_parameters_of_inspect_match_the_request_model() -> None:
     hints = typing.get_type_hints(Client.inspect)
     assert set(hints) - {"return"} == set(RotaryInspectRequest.model_fields)
 
 
-async def test_small_endpoints_of_a_real_app(live: Live, kind: str) -> None:
+async def test_small_endpoints_of_an_app(live: Live, kind: str) -> None:
     async with any_client(kind, live.url, api_key=KEY) as client:
         assert (await client.health()).ok and (await client.ready()).status == "ready"
         version = live.http.get("/version", headers={"authorization": f"Bearer {KEY}"}).json()
@@ -188,7 +190,7 @@ async def test_small_endpoints_of_a_real_app(live: Live, kind: str) -> None:
         assert described["info"]["title"] == "Windlass" and "/v1/completions" in described["paths"]
 
 
-async def test_every_path_but_the_probes_asks_for_the_key(live: Live, kind: str) -> None:
+async def test_every_path_except_the_probes_requires_the_key(live: Live, kind: str) -> None:
     async with any_client(kind, live.url, api_key="wrong") as client:
         for name, arguments in CALLS:
             if name in ("health", "ready"):
@@ -198,7 +200,7 @@ async def test_every_path_but_the_probes_asks_for_the_key(live: Live, kind: str)
                     await getattr(client, name)(*arguments)
 
 
-async def test_the_key_of_another_service_is_never_sent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_openai_api_key_is_never_sent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WINDLASS_API_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "between me and them")
     with scripted_server(answer({"status": "ready"})) as server:
@@ -222,19 +224,65 @@ async def test_profiles_are_listed_and_used_by_name(live: Live, kind: str) -> No
     assert (caught.value.param, caught.value.code) == ("rope_scaling", "unknown_profile")
 
 
-async def test_a_builder_goes_into_a_request_as_it_is(live: Live, kind: str) -> None:
+async def test_scaling_in_requests(live: Live, kind: str) -> None:
     scaling = RopeScaling.dynamic(factor=2)
     async with any_client(kind, live.url, api_key=KEY) as client:
         await client.chat(MESSAGES, rope_scaling=scaling, rope_update="recompute", max_tokens=1)
         await client.completions("x", extra_body={"rope_scaling": scaling}, max_tokens=1)
-        sections = RopeScaling.mrope([3, 3, 3])  # the model has 8 pairs: only the server can know
+        sections = RopeScaling.mrope([3, 3, 3])  # the model has 8 pairs
         with pytest.raises(BadRequestError, match="8 rotated pairs") as caught:
             await client.inspect(sections)
     assert caught.value.param == "rope_scaling.mrope_section"
     assert [request.rope_scaling for request in live.engine.requests[-2:]] == [Accepted.from_dict(scaling)] * 2
 
 
-async def test_scalings_by_group_of_layers(kind: str) -> None:
+INVALID_SCALINGS: list[tuple[RopeScaling, str]] = [
+    (RopeScaling.yarn(), "factor"),
+    (RopeScaling.dynamic(), "factor"),
+    (RopeScaling.linear(0), "factor"),
+    (RopeScaling.linear(-1), "factor"),
+    (RopeScaling.linear("4"), "factor"),
+    (RopeScaling.linear(True), "factor"),
+    (RopeScaling.linear(10**400), "factor"),
+    (RopeScaling.linear(None), "factor"),
+    (RopeScaling.default(rope_theta=1), "rope_theta"),
+    (RopeScaling.yarn(4, mscale=-1), "mscale"),
+    (RopeScaling.yarn(4, beta_fast=0.5), "beta_fast"),
+    (RopeScaling.yarn(4, truncate=1), "truncate"),
+    (RopeScaling.yarn(original_max_position_embeddings=1.5), "original_max_position_embeddings"),
+    (RopeScaling.dynamic(2, alpha=3), "factor"),
+    (RopeScaling.llama3(8, low_freq_factor=4, high_freq_factor=1), "high_freq_factor"),
+    (RopeScaling.longrope([1], [1, 2]), "long_factor"),
+    (RopeScaling.longrope([1, 0], [1, 2]), "short_factor[1]"),
+    (RopeScaling.longrope([], []), "short_factor"),
+    (RopeScaling.longrope("12", [1]), "short_factor"),
+    (RopeScaling.longrope([1], [2], short_mscale=1), "long_mscale"),
+    (RopeScaling.longrope([1], [2], short_mscale=1, long_mscale=1, attention_factor=2), "attention_factor"),
+    (RopeScaling.mrope([1, 2.5]), "mrope_section"),
+    (RopeScaling.learned(rope_theta=5), "rope_theta"),
+    (RopeScaling.linear(2, beta_fast=3), "beta_fast"),
+    (RopeScaling.in_groups(), "rope_type"),
+    (RopeScaling.in_groups(full_attention={"rope_type": "linear", "factor": -1}), "full_attention.factor"),
+    (
+        RopeScaling.in_groups(full_attention=RopeScaling.in_groups(full_attention=RopeScaling.default())),
+        "full_attention",
+    ),
+    (RopeScaling.from_dict({"full_attention": {"rope_type": "default"}, "factor": 2}), "factor"),
+    (RopeScaling.from_dict({"rope_type": "spiral"}), "rope_type"),
+    (RopeScaling.from_dict({"rope_type": "linear", "type": "ntk", "factor": 2}), "type"),
+    (RopeScaling.from_dict({"rope_type": ["linear"], "factor": 2}), "rope_type"),
+]
+
+
+def test_server_refuses_invalid_scalings_and_names_the_field(live: Live) -> None:
+    with Client(live.url, api_key=KEY) as client:
+        for scaling, param in INVALID_SCALINGS:
+            with pytest.raises(BadRequestError) as caught:
+                client.inspect(scaling)
+            assert caught.value.param == f"rope_scaling.{param}", scaling
+
+
+async def test_scalings_by_rotary_group(kind: str) -> None:
     groups = (
         RotaryGroup("sliding_attention", RotaryBase(1e4, 16, 16, 128), Accepted()),
         RotaryGroup("full_attention", RotaryBase(1e6, 16, 16, 128), Accepted()),
@@ -267,14 +315,14 @@ async def test_scalings_by_group_of_layers(kind: str) -> None:
         ("profiles", []),
     ],
 )
-async def test_answers_that_are_not_understood(kind: str, name: str, payload: Any) -> None:
+async def test_malformed_responses(kind: str, name: str, payload: Any) -> None:
     with scripted_server(answer(payload)) as server:
         async with any_client(kind, server.url) as client:
             with pytest.raises(ResponseError, match="not understood"):
                 await getattr(client, name)()
 
 
-async def test_an_error_that_no_parser_takes_is_still_one_by_its_status(kind: str) -> None:
+async def test_error_status_with_unparsable_body(kind: str) -> None:
     with scripted_server(answer(b"[" * 100_000, "400 Bad Request")) as server:
         async with any_client(kind, server.url) as client:
             with pytest.raises(BadRequestError, match="HTTP 400"):
@@ -283,7 +331,7 @@ async def test_an_error_that_no_parser_takes_is_still_one_by_its_status(kind: st
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 def samples_of(registry: CollectorRegistry) -> list[tuple[str, dict[str, str], float]]:
-    """What a registry holds, without a text between."""
+    """The samples of a registry, read directly."""
     return [(one.name, dict(one.labels), one.value) for family in registry.collect() for one in family.samples]
 
 
@@ -295,7 +343,7 @@ def in_order(samples: list[tuple[str, dict[str, str], float]]) -> list[tuple[str
     return sorted((name, sorted(labels.items()), value) for name, labels, value in samples)
 
 
-async def test_metrics_of_a_real_app(live: Live, kind: str) -> None:
+async def test_metrics_of_an_app(live: Live, kind: str) -> None:
     async with any_client(kind, live.url, api_key=KEY) as client:
         before = await client.metrics()
         await client.completions("x", max_tokens=2, n=3)
@@ -317,7 +365,7 @@ async def test_metrics_of_a_real_app(live: Live, kind: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=20), st.floats(allow_nan=False), st.floats(min_value=0, max_value=1e300))
-def test_metrics_are_read_as_a_registry_holds_them(label: str, gauge: float, count: float) -> None:
+def test_parsed_metrics_equal_the_registry(label: str, gauge: float, count: float) -> None:
     label = re.sub(r"[\ud800-\udfff\r\x00-\x09\x0b-\x1f\x85\u2028\u2029]", "", label)
     registry = CollectorRegistry()
     Gauge("a_gauge", 'with "words" {in} it', ["name", "other"], registry=registry).labels(label, "}\\n").set(gauge)
@@ -327,7 +375,7 @@ def test_metrics_are_read_as_a_registry_holds_them(label: str, gauge: float, cou
     assert in_order(read_samples(text)) == in_order(samples_of(registry))
 
 
-def test_lines_of_the_format() -> None:
+def test_metrics_text_format() -> None:
     text = '# HELP a x\n\na{x="1",} 2 1234\n a 3\nb NaN\nc{q="\\"\\\\\\n"} +Inf\n'
     a, b, c, d = Metrics.parse(text).samples
     assert (a.labels, a.value, b.labels, b.value) == ({"x": "1"}, 2.0, {}, 3.0)

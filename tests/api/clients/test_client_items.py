@@ -1,4 +1,4 @@
-"""`responses` and `messages` of both clients: whole and streamed answers are one, calls go round, ends that are no ends raise."""
+"""`responses` and `messages` of both clients: streams equal whole responses, tool calls, incomplete streams."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prompt_of(live: Live) -> str:
 
 
 def lasting(whole: Response | Message) -> Any:
-    """Without ids and times."""
+    """The response without ids and times."""
     if isinstance(whole, Message):
         blocks = tuple(dataclasses.replace(block, id=None) for block in whole.content)
         return dataclasses.replace(whole, id="", request_id=None, content=blocks)
@@ -61,7 +61,7 @@ def lasting(whole: Response | Message) -> Any:
     return dataclasses.replace(whole, id="", request_id=None, created_at=0, output=items)
 
 
-async def test_a_response_whole_and_streamed(live: Live, kind: str) -> None:
+async def test_response_equals_its_stream(live: Live, kind: str) -> None:
     async with any_client(kind, live.url) as client:
         whole = await client.responses("hi", tools=[LOOK], max_output_tokens=300, request_id="mine")
         assert (whole.text, whole.reasoning, whole.status, whole.request_id) == ("Wait.", "so", "completed", "mine")
@@ -77,7 +77,7 @@ async def test_a_response_whole_and_streamed(live: Live, kind: str) -> None:
     assert lasting(final) == lasting(whole)
 
 
-async def test_a_conversation_of_responses(live: Live, kind: str) -> None:
+async def test_conversation_of_responses(live: Live, kind: str) -> None:
     async with any_client(kind, live.url) as client:
         first = await client.responses("hi", tools=[LOOK], max_output_tokens=300)
         result = first.calls[0].reply("sun")
@@ -103,7 +103,7 @@ async def test_a_conversation_of_responses(live: Live, kind: str) -> None:
     assert caught.value.code == "previous_response_not_found"
 
 
-async def test_a_message_whole_and_streamed(live: Live, kind: str) -> None:
+async def test_message_equals_its_stream(live: Live, kind: str) -> None:
     async with any_client(kind, live.url) as client:
         whole = await client.messages(USER, 300, tools=[USE], system="Be kind.")
         assert (whole.text, whole.reasoning, whole.stop_reason) == ("Wait.", "so", "tool_use")
@@ -149,7 +149,9 @@ CUT: list[tuple[str, list[dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("endpoint", "sent", "said"), CUT)
-async def test_a_stream_that_is_cut_raises(kind: str, endpoint: str, sent: list[dict[str, Any]], said: str) -> None:
+async def test_incomplete_stream_of_events_raises(
+    kind: str, endpoint: str, sent: list[dict[str, Any]], said: str
+) -> None:
     with scripted_server(events(*sent)) as server:
         async with any_client(kind, server.url) as client:
             call = (

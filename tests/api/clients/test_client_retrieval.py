@@ -1,4 +1,4 @@
-"""Both clients' methods for what generates nothing, against the real app."""
+"""Methods of both clients that generate no text, against an app."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from windlass.engine.interface.model_info import ClassifierInfo
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_vectors_come_as_numbers_however_they_travel(live: Live, kind: str) -> None:
+async def test_embeddings_in_both_encodings(live: Live, kind: str) -> None:
     async with any_client(kind, live.url) as client:
         packed = await client.embeddings([[5], [6, 7]], dimensions=3, deadline=30)
         plain = await client.embeddings([[5], [6, 7]], dimensions=3, encoding_format="float")
@@ -31,9 +30,8 @@ async def test_vectors_come_as_numbers_however_they_travel(live: Live, kind: str
     assert request.rope_scaling is not None and live.engine.requests[0].deadline is not None
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
 @pytest.mark.parametrize("encoding", [None, "float", "base64"])
-async def test_states_have_rows(live: Live, kind: str, encoding: str | None) -> None:
+async def test_pooled_states_in_both_encodings(live: Live, kind: str, encoding: str | None) -> None:
     async with any_client(kind, live.url) as client:
         several = await client.pooling([[5, 6], [7]], pooling="all", dimensions=2, encoding_format=encoding)
         assert [item.rows for item in several.data] == [((5, 1), (6, 1)), ((7, 1),)]
@@ -41,8 +39,7 @@ async def test_states_have_rows(live: Live, kind: str, encoding: str | None) -> 
         assert [item.rows for item in single.data] == [((6, 1),)]
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_texts_are_scored_and_ranked(live: Live, kind: str) -> None:
+async def test_score_and_rerank(live: Live, kind: str) -> None:
     async with any_client(kind, live.url) as client:
         scores = await client.score("q", ["a", "z"])
         ranking = await client.rerank("q", ["a", {"text": "z"}], top_n=1)
@@ -53,8 +50,7 @@ async def test_texts_are_scored_and_ranked(live: Live, kind: str) -> None:
         assert bare.results[0].document is None
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_texts_are_classified_where_there_are_classes(live: Live, kind: str) -> None:
+async def test_classify(live: Live, kind: str) -> None:
     async with any_client(kind, live.url) as client:
         with pytest.raises(BadRequestError) as caught:
             await client.classify("x")
@@ -83,6 +79,6 @@ async def test_texts_are_classified_where_there_are_classes(live: Live, kind: st
         ("pooling", [{"index": 0, "data": "AACAPw==", "shape": [1, 0]}]),
     ],
 )
-def test_answers_that_make_no_sense_are_told(method: str, data: Any) -> None:
+def test_malformed_pooling_responses(method: str, data: Any) -> None:
     with scripted_server(answer({"data": data})) as server, Client(server.url) as client, pytest.raises(ResponseError):
         getattr(client, method)("x")

@@ -1,4 +1,4 @@
-"""`client.responses` of the `openai` package, unmodified: whole, streamed, with tools, forms, stored and refused."""
+"""`client.responses` of the unmodified `openai` package: streams, tools, formats, stored responses and errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def say(live: Live, text: str) -> None:
     live.engine.reply, live.engine.eos_after = ids, len(ids)
 
 
-def test_a_loop_of_calls(live: Live, client: openai.OpenAI) -> None:
+def test_tool_call_loop(live: Live, client: openai.OpenAI) -> None:
     say(live, CALL)
     history: list[Any] = [{"role": "user", "content": "hi"}]
     first = client.responses.create(model=MODEL, input=history, tools=[TOOL], max_output_tokens=300)
@@ -69,7 +69,7 @@ def test_a_loop_of_calls(live: Live, client: openai.OpenAI) -> None:
     )
 
 
-def test_its_stream_helper_builds_the_same(live: Live, client: openai.OpenAI) -> None:
+def test_response_stream_helper(live: Live, client: openai.OpenAI) -> None:
     say(live, CALL)
     asked: Any = {"model": MODEL, "input": "hi", "tools": [TOOL], "max_output_tokens": 300}
     with client.responses.stream(**asked) as stream:
@@ -84,19 +84,19 @@ def test_its_stream_helper_builds_the_same(live: Live, client: openai.OpenAI) ->
     assert raw == [event.type for event in events]
 
 
-def test_an_input_is_counted(live: Live, client: openai.OpenAI) -> None:
+def test_input_token_count(live: Live, client: openai.OpenAI) -> None:
     answer = client.responses.create(model=MODEL, input="hi", instructions="Be kind.")
     counted = client.responses.input_tokens.count(model=MODEL, input="hi", instructions="Be kind.")
     assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
 
 
-def test_a_parsed_answer(live: Live, client: openai.OpenAI) -> None:
+def test_parsed_response(live: Live, client: openai.OpenAI) -> None:
     say(live, '{"legs": 4}')
     answer = client.responses.parse(model=MODEL, input="hi", text_format=Animal)
     assert answer.output_parsed == Animal(legs=4) and live.engine.requests[-1].sampling.grammar is not None
 
 
-def test_what_is_kept(live: Live, client: openai.OpenAI) -> None:
+def test_stored_responses(live: Live, client: openai.OpenAI) -> None:
     say(live, "Hello.")
     answer = client.responses.create(model=MODEL, input="hi", metadata={"a": "b"})
     assert client.responses.retrieve(answer.id).output_text == "Hello."
@@ -108,7 +108,7 @@ def test_what_is_kept(live: Live, client: openai.OpenAI) -> None:
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
-def test_refusals_and_failures(live: Live, client: openai.OpenAI) -> None:
+def test_invalid_tool_and_failed_stream(live: Live, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model=MODEL, input="hi", tools=[{"type": "web_search"}])
     assert caught.value.param == "tools[0].type" and "'web_search'" in caught.value.message

@@ -1,4 +1,4 @@
-"""Debian's Prometheus with our configuration scrapes real servers; dashboard and alerts ask for what they print."""
+"""A Prometheus with the configuration of deploy/ scrapes real servers; dashboard and alerts use existing metrics."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 ASKED = [*expressions(), *(rule["expr"] for rule in RULES)]
 
-# What Prometheus adds by itself: the target's labels, and series about scrapes and alerts.
+# Labels and series that Prometheus adds.
 TARGET_LABELS = {"job", "instance"}
 OWN_SERIES = {"up": {"job": {"windlass"}, "instance": set()}, "ALERTS": {"alertname": set(), "alertstate": {"firing"}}}
 
 
 @dataclass
 class Locked:
-    """A server of the bundled model that asks for a key."""
+    """A server with the bundled model that requires a key."""
 
     url: str
     http: httpx.Client
@@ -47,7 +47,7 @@ class Locked:
         return answer.text
 
     def work(self) -> None:
-        """A little of everything: streams, several samples, a prefix that is cached, and a client's error."""
+        """Send requests with several samples, a cached prefix and an error of the client."""
         prompt = "In the beginning God created the heaven and the earth. " * 3
         for n in (1, 1, 2):
             body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, "n": n, "seed": 3}
@@ -69,7 +69,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
 
 @pytest.fixture(scope="module")
 def printed(locked: Locked) -> dict[str, dict[str, set[str]]]:
-    """Every series a server prints from its start: name → label → values."""
+    """The series of a new server: name → label → values."""
     series: dict[str, dict[str, set[str]]] = {name: dict(labels) for name, labels in OWN_SERIES.items()}
     for family in text_string_to_metric_families(locked.scrape()):
         for sample in family.samples:
@@ -80,7 +80,7 @@ def printed(locked: Locked) -> dict[str, dict[str, set[str]]]:
 
 
 @pytest.mark.parametrize("expression", ASKED)
-def test_every_metric_and_label_that_is_asked_for_exists(expression, printed):
+def test_every_queried_metric_and_label_exists(expression, printed):
     asked = uses(expression)
     assert asked.names and not asked.names - set(printed)
     for label, names in asked.labels:
@@ -92,9 +92,9 @@ def test_every_metric_and_label_that_is_asked_for_exists(expression, printed):
             assert not known or value in known, f"{name}: no {label} is {value!r}"
         else:
             assert operator == "MatchOp.Re"
-            # Alternatives that match nothing would hide a misspelling; a range of status codes is no name.
+            # Alternatives without a match would hide a misspelling. Ranges of status codes are not names.
             names = [word for word in value.split("|") if re.fullmatch(r"\w+", word)]
-            assert not known or not set(names) - known, f"{name}: {value!r} looks for more than {known}"
+            assert not known or not set(names) - known, f"{name}: {value!r} is not in {known}"
 
 
 def test_the_dashboard_shows_every_metric(printed):
@@ -106,8 +106,8 @@ def test_the_dashboard_shows_every_metric(printed):
 
 
 @needs_prometheus
-def test_promtool_has_nothing_against_the_metrics(locked):
-    """The exposition of a server that has worked, where every series of a code or reason is there."""
+def test_promtool_accepts_the_metrics(locked):
+    """The exposition of a server after some requests, with the series of codes and reasons."""
     locked.work()
     result = promtool("check", "metrics", text=locked.scrape())
     assert result.returncode == 0 and not result.stdout + result.stderr
@@ -115,7 +115,7 @@ def test_promtool_has_nothing_against_the_metrics(locked):
 
 @pytest.fixture(scope="module")
 def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server that asks for no key; its engine is a script."""
+    """The address of a server without a key, with a scripted engine."""
     model = tmp_path_factory.mktemp("model") / "toy"
     model.mkdir()
     (model / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""The questions of vLLM's own dashboard (its prometheus_grafana example), asked by a real Prometheus of a real server."""
+"""The queries of vLLM's dashboard (its prometheus_grafana example), answered by a real Prometheus and server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ request_decode_time_seconds_sum request_max_num_generation_tokens_sum
 
 
 def expressions() -> list[str]:
-    """As the dashboard has them, with its variables filled in."""
+    """The queries of the dashboard with values of its variables."""
     found = [
         f"histogram_quantile({share}, sum by(le) (rate(vllm:{name}_bucket{MODEL}[1m])))"
         for name in LATENCIES
@@ -39,7 +39,7 @@ def expressions() -> list[str]:
 
 @pytest.mark.slow
 @needs_prometheus
-def test_every_question_has_an_answer(tmp_path: Path) -> None:
+def test_every_query_has_an_answer(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("")
     with serve("--metrics-names", "vllm") as server:
         config = write_config(tmp_path, tmp_path / "key", server.url.removeprefix("http://"))

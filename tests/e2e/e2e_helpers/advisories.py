@@ -14,8 +14,8 @@ from typing import Any
 REFUSED = frozenset({400, 401, 403, 404, 405, 413, 415, 431})
 FINE = REFUSED | {200}
 PROMPT = {"prompt": "hello", "max_tokens": 2}
-SAID = [{"role": "user", "content": "hello"}]
-CHAT_BODY = {"messages": SAID, "max_tokens": 2}
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT_BODY = {"messages": HELLO, "max_tokens": 2}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _templates() -> list[Hostile]:
         {"self": 1, "__class__": 2, "loop": 3, "raise_exception": 4},
     ):
         found.append(_post(about, "/v1/chat/completions", {**CHAT_BODY, "chat_template_kwargs": kwargs}, FINE))
-        found.append(_post(about, "/apply_template", {"messages": SAID, "chat_template_kwargs": kwargs}, FINE))
+        found.append(_post(about, "/apply_template", {"messages": HELLO, "chat_template_kwargs": kwargs}, FINE))
     return found
 
 

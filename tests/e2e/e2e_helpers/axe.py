@@ -6,6 +6,10 @@ import gzip
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("playwright", reason="needs the extra e2e: pip install -e '.[e2e]'")
+
 from playwright.sync_api import Page
 
 _FILE = Path(__file__).parents[1] / "browser" / "axe" / "axe.min.js.gz"

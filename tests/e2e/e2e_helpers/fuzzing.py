@@ -1,7 +1,7 @@
-"""Sends a real server what nobody should send, from several threads, and counts what it answers by route and status.
+"""A fuzzer: sends malformed and hostile requests to a real server from several threads and counts answers by route and status.
 
-Beside it run well-behaved streams whose gaps are measured. Time in which this process itself stood still, as it does on a machine
-that is busy with other work, is nobody's gap and nobody's hang: a heart beats in a thread of its own and tells of it.
+Well-behaved streams run at the same time, and the gaps between their tokens are measured. A heartbeat thread detects pauses of
+this process on a busy machine, which count neither as gaps nor as hanging requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from helpers.mutations import ITEM_TEMPLATES, OTHER_TEMPLATES, PROMPT_TEMPLATES,
 KEY = "k"
 HANG = 5.0  # seconds after which a request counts as hung
 HEARTBEAT_SECONDS = 0.05
-STILL = 0.2  # seconds late at which a beat says that the machine was busy elsewhere
+LATE = 0.2  # seconds after which a late heartbeat counts as a pause
 READING = [
     "/",
     "/docs",
@@ -44,11 +44,11 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"]
 EXPLAINED = {504: "deadline_exceeded"}
 
 
-class Heart:
-    """Knows when this process, or the whole machine, had no time."""
+class Heartbeat:
+    """Pauses of this process or of the entire machine."""
 
     def __init__(self) -> None:
-        self._stood: list[tuple[float, float]] = []
+        self._pauses: list[tuple[float, float]] = []
         self._ended = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -56,25 +56,25 @@ class Heart:
         last = time.monotonic()
         while not self._ended.wait(HEARTBEAT_SECONDS):
             now = time.monotonic()
-            if now - last - HEARTBEAT_SECONDS > STILL:
-                self._stood.append((last, now))
+            if now - last - HEARTBEAT_SECONDS > LATE:
+                self._pauses.append((last, now))
             last = now
 
     def stop(self) -> None:
         self._ended.set()
 
-    def stood(self, begin: float, end: float) -> float:
-        """Seconds between these two in which it stood still."""
-        return sum(max(0.0, min(end, last) - max(begin, first)) for first, last in self._stood[:])
+    def paused(self, begin: float, end: float) -> float:
+        """Seconds of pauses between two times."""
+        return sum(max(0.0, min(end, last) - max(begin, first)) for first, last in self._pauses[:])
 
     @property
     def total(self) -> float:
-        return sum(last - first for first, last in self._stood)
+        return sum(last - first for first, last in self._pauses)
 
 
 @dataclass
 class Found:
-    """What a run came to. counts: by route and status. wrong: what no answer may be, with what was sent."""
+    """The result of a run. counts: by route and status. wrong: descriptions of wrong answers, with their requests."""
 
     counts: Counter[tuple[str, int]] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)  # of explained answers above 500
@@ -82,7 +82,7 @@ class Found:
     slowest: float = 0.0
     gaps: list[float] = field(default_factory=list)
     streams: int = 0
-    stood_still: float = 0.0  # seconds of the run that this process had no time
+    paused: float = 0.0  # seconds
 
     @property
     def total(self) -> int:
@@ -93,7 +93,7 @@ class Found:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
     def table(self) -> str:
-        """Routes with how often each status came."""
+        """The number of answers by route and status."""
         routes: dict[str, list[tuple[int, int]]] = {}
         for (route, status), count in sorted(self.counts.items()):
             routes.setdefault(route, []).append((status, count))
@@ -172,16 +172,16 @@ def _parsed(body: bytes | None) -> Any:
 
 
 class Sender:
-    """Sends cases over one connection, which is opened again where the server has closed it."""
+    """Sends cases over one connection, which is reopened after the server has closed it."""
 
-    def __init__(self, url: str, heart: Heart, found: Found) -> None:
+    def __init__(self, url: str, heart: Heartbeat, found: Found) -> None:
         parts = urlsplit(url)
         self._address = parts.hostname or "", parts.port or 80
         self._heart, self._found = heart, found
         self._connection: http.client.HTTPConnection | None = None
 
     def send(self, case: Case) -> None:
-        """Send one, and judge its answer."""
+        """Send a case and check its answer."""
         begin = time.monotonic()
         try:
             status, headers, text = self._exchange(case)
@@ -192,7 +192,7 @@ class Sender:
             self.close()
             return
         end = time.monotonic()
-        taken = end - begin - self._heart.stood(begin, end)
+        taken = end - begin - self._heart.paused(begin, end)
         self._found.counts[case.route, status] += 1
         self._found.slowest = max(self._found.slowest, taken)
         context = (
@@ -201,7 +201,7 @@ class Sender:
         if taken > HANG:
             self._found.wrong.append(f"hung: {context}")
         if case.allowed is not None and status not in case.allowed and status not in EXPLAINED:
-            self._found.wrong.append(f"not as it may be: {context}")
+            self._found.wrong.append(f"unexpected status: {context}")
         for code in self._codes(status, headers, text):
             if code in EXPLAINED.values():
                 self._found.codes[code] += 1
@@ -211,7 +211,7 @@ class Sender:
             self._found.wrong.append(f"no request id: {context}")
 
     def _codes(self, status: int, headers: dict[str, str], text: bytes) -> list[str]:
-        """What is wrong at the server, in an answer or in a stream."""
+        """Codes of server errors in an answer or a stream."""
         found = []
         if status >= 500:
             match = re.search(rb'"code":"(\w+)"', text)
@@ -259,14 +259,14 @@ class Sender:
 
 
 def _on_the_wire(path: str) -> str:
-    """http.client refuses what is no path; the server shall see it as far as it can be sent."""
+    """Quote the characters that http.client refuses."""
     return "".join(c if "!" <= c <= "~" else quote(c) for c in path)
 
 
 class Streams:
-    """Well-behaved streams beside, one after the other in each of a few threads."""
+    """Well-behaved streams, one after the other in each of a few threads."""
 
-    def __init__(self, url: str, count: int, heart: Heart, found: Found) -> None:
+    def __init__(self, url: str, count: int, heart: Heartbeat, found: Found) -> None:
         self._url, self._heart, self._found = url, heart, found
         self._ended = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(count)]
@@ -295,14 +295,16 @@ class Streams:
             try:
                 text = self._read(connection, body, headers)
             except Exception as error:
-                self._found.wrong.append(f"a stream beside broke: {error!r}")
+                self._found.wrong.append(f"a well-behaved stream failed: {error!r}")
                 return
             finally:
                 connection.close()
             self._found.streams += 1
             first = first or text
             if text != first:
-                self._found.wrong.append(f"a stream beside changed its text: {text[:200]!r}, first {first[:200]!r}")
+                self._found.wrong.append(
+                    f"a well-behaved stream changed its text: {text[:200]!r}, first {first[:200]!r}"
+                )
 
     def _read(self, connection: http.client.HTTPConnection, body: dict[str, Any], headers: dict[str, str]) -> str:
         connection.request("POST", "/v1/completions", json.dumps(body).encode(), headers)
@@ -318,7 +320,7 @@ class Streams:
             if "error" in event:
                 raise AssertionError(str(event))
             if last:
-                self._found.gaps.append(now - last - self._heart.stood(last, now))
+                self._found.gaps.append(now - last - self._heart.paused(last, now))
             last = now
             for choice in event["choices"]:
                 text += choice["text"]
@@ -332,9 +334,9 @@ _SENDERS = 3
 
 
 def fuzz(url: str, seed: int, count: int, *, streams: int = 2) -> Found:
-    """Send so many cases, a few at a time, with streams beside."""
-    heart, found = Heart(), Found()
-    beside = Streams(url, streams, heart, found)
+    """Send `count` cases in several threads while streams run."""
+    heart, found = Heartbeat(), Found()
+    background = Streams(url, streams, heart, found)
     todo, lock = cases(seed, count), threading.Lock()
 
     def work() -> None:
@@ -352,7 +354,7 @@ def fuzz(url: str, seed: int, count: int, *, streams: int = 2) -> Found:
         thread.start()
     for thread in threads:
         thread.join()
-    beside.stop()
+    background.stop()
     heart.stop()
-    found.stood_still = heart.total
+    found.paused = heart.total
     return found

@@ -32,7 +32,7 @@ def promtool(*arguments: str | Path, text: str | None = None) -> subprocess.Comp
 
 
 def write_config(folder: Path, key_file: Path, *targets: str) -> Path:
-    """Our configuration with other targets and another place for the key, and the alerts beside it."""
+    """Write the configuration with other targets and another path of the key, and the alerts next to it."""
     text = CONFIG.read_text(encoding="utf-8")
     for old, new in (('["windlass:8000"]', str(list(targets))), ("/server-key", str(key_file))):
         assert text.count(old) == 1, f"{old} is not in {CONFIG.name} once"
@@ -44,7 +44,7 @@ def write_config(folder: Path, key_file: Path, *targets: str) -> Path:
 
 
 class Prometheus:
-    """Runs until the block is left. Its HTTP API answers once `wait_ready` has returned."""
+    """A running Prometheus, ended with the block. Its HTTP API answers after `wait_ready`."""
 
     def __init__(self, config: Path, folder: Path) -> None:
         self._log = folder / "prometheus.log"
@@ -86,7 +86,7 @@ class Prometheus:
     def eventually(
         self, condition: Callable[[], Any], what: str, *, seconds: float = 90.0, otherwise: Callable[[], Any] = str
     ) -> None:
-        """Wait for a condition; `otherwise` tells more where it does not come true."""
+        """Wait for a condition. `otherwise` adds details to the failure."""
         deadline = time.monotonic() + seconds
         while True:
             assert self._process.poll() is None, self._log.read_text()

@@ -1,10 +1,14 @@
-"""What a PromQL expression asks for: its metrics and the labels it expects them to have."""
+"""Metrics and labels that a PromQL expression uses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
+
+pytest.importorskip("promql_parser", reason="needs the extra e2e: pip install -e '.[e2e]'")
 
 import promql_parser as promql
 
@@ -51,7 +55,7 @@ def _walk(node: Any, found: Uses) -> frozenset[str]:
             return _walk(node.expr, found)
         case promql.NumberLiteral() | promql.StringLiteral():
             return frozenset()
-    raise AssertionError(f"not looked into: {node!r}")
+    raise AssertionError(f"unknown node: {node!r}")
 
 
 def _all(nodes: Iterable[Any], found: Uses) -> frozenset[str]:

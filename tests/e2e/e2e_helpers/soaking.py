@@ -206,11 +206,11 @@ class Memory:
     pid: int
     samples: list[tuple[float, float]] = field(default_factory=list)
 
-    def look(self, now: float) -> None:
+    def sample(self, now: float) -> None:
         self.samples.append((now, resident(self.pid)))
 
     def growth(self, warm: float) -> tuple[float, float]:
-        """MiB a minute behind the first `warm` share of the run, by least squares, and what that comes to over the rest."""
+        """Growth in MiB per minute after the first `warm` share of the run (least squares), and in total."""
         kept = self.samples[int(warm * len(self.samples)) :]
         middle, mean = (sum(column) / len(kept) for column in zip(*kept, strict=True))
         spread = sum((at - middle) ** 2 for at, _ in kept)
@@ -219,13 +219,13 @@ class Memory:
 
 
 def soak(url: str, seconds: float, memories: list[Memory], *, clients: int = 6, adapters: bool = True) -> Accounts:
-    """Have so many clients ask for so long."""
+    """Run `clients` clients for `seconds` seconds."""
     accounts, until = Accounts(), time.monotonic() + seconds
     threads = [Client(url, seed, until, accounts, adapters) for seed in range(clients)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         for memory in memories:
-            memory.look(time.monotonic())
+            memory.sample(time.monotonic())
         time.sleep(1.0)
     return accounts

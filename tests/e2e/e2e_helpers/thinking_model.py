@@ -12,7 +12,7 @@ DEMO = Path(windlass.__file__).parent / "models" / "demo"
 NAMES = {"<|pad|>": "</think>", "<|system|>": "<think>"}
 
 
-# Chat template: it opens the thinking in the prompt, unless told to leave that to the model.
+# Chat template: it opens the thinking in the prompt, unless a parameter leaves that to the model.
 OPENING = "{%- if add_generation_prompt and opened | default(true) %}{{- '<think>\\n' }}{%- endif %}"
 
 

@@ -1,4 +1,4 @@
-"""windlass-client in an empty environment: no server, no torch, and the client and the load test work from there."""
+"""windlass-client in an environment without server and torch: the client and the load tester work."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from e2e_helpers.builds import ROOT, build, copy_clone
 from helpers.real_server import RealServer, serve
 
-pytestmark = pytest.mark.slow  # an environment of its own
+pytestmark = pytest.mark.slow  # installs into a new environment
 
 LARGEST_MB = 200
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of an environment that holds the client's wheel and what it asks for."""
+    """The bin folder of an environment with the client's wheel and its requirements."""
     folder = tmp_path_factory.mktemp("alone")
     wheel = build(copy_clone(folder / "clone") / "clients", "wheel", folder / "wheel")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
@@ -49,17 +49,17 @@ def server() -> Iterator[RealServer]:
 
 
 def environment() -> dict[str, str]:
-    """Without this checkout: neither its sources nor settings of the person who tests."""
+    """The environment without this checkout and without settings of Windlass."""
     return {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith(("WINDLASS_", "OPENAI_"))}
 
 
 def run(*command: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    """cwd lies outside the checkout, whose packages would else be found first."""
+    """Run a command outside the checkout, whose packages would be found first."""
     arguments = [str(word) for word in command]
     return subprocess.run(arguments, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
 
 
-def test_it_is_small_and_holds_no_server(alone: Path, tmp_path: Path) -> None:
+def test_the_environment_is_small_and_has_no_server(alone: Path, tmp_path: Path) -> None:
     code = """
 import importlib.util, json, windlass, windlass.clients
 heavy = ("torch", "fastapi", "uvicorn", "tokenizers", "safetensors")
@@ -69,8 +69,8 @@ print(json.dumps([windlass.__file__, [name for name in heavy if importlib.util.f
     result = run(alone / "python", "-c", code, folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == [None, []]  # a namespace has no file
-    taken = sum(path.stat().st_size for path in alone.parent.rglob("*") if path.is_file() and not path.is_symlink())
-    assert taken < LARGEST_MB * 1_000_000
+    size = sum(path.stat().st_size for path in alone.parent.rglob("*") if path.is_file() and not path.is_symlink())
+    assert size < LARGEST_MB * 1_000_000
 
 
 def test_the_client_works_alone(alone: Path, server: RealServer, tmp_path: Path) -> None:
@@ -83,24 +83,24 @@ with Client(base_url=url) as client:
     answer = client.completions("The king", max_tokens=8, temperature=0, rope_scaling=RopeScaling.yarn(factor=2))
     assert answer.usage.completion_tokens == 8 and answer.rotary.rope_type == "yarn"
     with client.completions("The king", max_tokens=8, temperature=0, stream=True) as stream:
-        whole = "".join(chunk.text for chunk in stream)
+        text = "".join(chunk.text for chunk in stream)
     try:
         client.completions("The king", temperature=-1)
     except BadRequestError as error:
         assert error.param == "temperature"
     assert client.metrics().value("windlass_request_success_total") >= 2
 
-async def ask():
+async def complete():
     async with AsyncClient(base_url=url) as client:
         return (await client.completions("The king", max_tokens=8, temperature=0)).text
 
-assert asyncio.run(ask()) == whole != ""
+assert asyncio.run(complete()) == text != ""
 """
     result = run(alone / "python", "-c", code, server.url, folder=tmp_path)
     assert result.returncode == 0, result.stderr
 
 
-def test_the_load_test_works_alone(alone: Path, server: RealServer, tmp_path: Path) -> None:
+def test_the_load_tester_works_alone(alone: Path, server: RealServer, tmp_path: Path) -> None:
     program = alone / "windlass-bench"
     load = ["--url", server.url, "--input-len", 16, "--output-len", 4, "--num-prompts", 40, "--concurrency", 4]
     for name in ("a", "b"):

@@ -1,4 +1,4 @@
-"""Two wheels: the server's carries everything but the client, the client's nothing but itself; both go into one folder."""
+"""Wheels of the server and of the client: their files, their requirements, and a server that runs from both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from windlass import __version__
 
-pytestmark = pytest.mark.slow  # environments of their own
+pytestmark = pytest.mark.slow  # builds wheels
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def client(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As it is handed on."""
+    """The wheel for publication."""
     return build(clone, "wheel", tmp_path_factory.mktemp("server"), WINDLASS_RELEASE="1")
 
 
@@ -53,17 +53,17 @@ def requirement_of_the_client(metadata: email.message.Message) -> str:
     return found
 
 
-def test_the_client_s_wheel_is_its_folder_and_nothing_else(clone: Path, client: Path) -> None:
+def test_the_wheel_of_the_client_has_the_files_of_its_folder(clone: Path, client: Path) -> None:
     folder = clone / "clients"
     wanted = {
         str(path.relative_to(folder)) for pattern in ("*.py", "*.j2", "assets/*") for path in folder.rglob(pattern)
     }
     wanted = {name for name in wanted if "build" not in Path(name).parts} - {"setup.py"} | {"py.typed"}
     assert len(wanted) > 30
-    # No windlass/__init__.py: the name is a namespace, which the server's wheel makes a package.
+    # No windlass/__init__.py: windlass is a namespace until the server is installed.
     assert names_in(client) == {f"windlass/clients/{name}" for name in wanted}
     assert metadata_of(client)["Name"] == "windlass-client" and metadata_of(client)["Version"] == __version__
-    # Nothing of the build stays where the package lies.
+    # The build leaves no files in the source folder.
     assert not (folder / "build").exists()
 
 
@@ -82,6 +82,7 @@ def test_both_wheels_serve_the_bundled_model(clone: Path, server: Path, client: 
     assert files - {name for name in files if "__pycache__" in name} <= names and len(files) > 20
     assert not names & names_in(client) and not any(name.startswith("windlass/clients") for name in names)
     assert "windlass/py.typed" in names and "windlass/models/demo/model.safetensors" in names
+    assert not [name for name in names if name.startswith("windlass/models/") and name.endswith(".py")]
     assert shutil.which("g++") is None or any(name.endswith(".so") for name in names)
     for wheel in (server, client):
         with zipfile.ZipFile(wheel) as archive:
@@ -101,7 +102,7 @@ def test_both_wheels_serve_the_bundled_model(clone: Path, server: Path, client: 
 
 
 def planned_by_pip(folder: Path, *arguments: str | Path) -> dict[str, str]:
-    """Where pip would install what from, by its name: all other requirements are met here, and no index is asked."""
+    """URLs of what pip would install, by name. Other requirements are installed, and no index is used."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation", "--quiet"]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_FIND_LINKS")}
     planned = subprocess.run(
@@ -117,8 +118,8 @@ def planned_by_pip(folder: Path, *arguments: str | Path) -> dict[str, str]:
     return {item["metadata"]["name"]: item["download_info"]["url"] for item in found}
 
 
-def write_hollow_wheels(metadata: email.message.Message, folder: Path) -> None:
-    """One of each outside requirement, in the lowest version that will do and with nothing in it."""
+def write_empty_wheels(metadata: email.message.Message, folder: Path) -> None:
+    """Write an empty wheel of each external requirement, in its lowest accepted version."""
     for text in metadata.get_all("Requires-Dist", []):
         wanted = Requirement(text)
         if wanted.name.startswith("windlass") or wanted.marker is not None:
@@ -132,26 +133,26 @@ def write_hollow_wheels(metadata: email.message.Message, folder: Path) -> None:
             archive.writestr(f"{inside}/RECORD", "")
 
 
-def test_wheels_that_are_handed_on_are_installed_together(server: Path, client: Path, tmp_path: Path) -> None:
+def test_published_wheels_are_installed_together(server: Path, client: Path, tmp_path: Path) -> None:
     metadata = metadata_of(server)
     assert metadata["Name"] == "windlass-llm" and metadata["Version"] == __version__
     assert requirement_of_the_client(metadata) == f"windlass-client=={__version__}"
     for wheel in (server, client):
-        write_hollow_wheels(metadata_of(wheel), tmp_path)
-    # As if nothing were installed here.
+        write_empty_wheels(metadata_of(wheel), tmp_path)
+    # As in an empty environment.
     planned = planned_by_pip(tmp_path, "--ignore-installed", "--find-links", tmp_path, server, client)
     assert planned["windlass-llm"] == server.as_uri() and planned["windlass-client"] == client.as_uri()
     assert len(planned) > 15
 
 
 @pytest.mark.parametrize("arguments", [["."], ["-e", "."]], ids=["install", "editable"])
-def test_pip_installs_a_clone_without_any_index_that_knows_the_client(clone: Path, arguments: list[str]) -> None:
+def test_pip_installs_a_clone_with_the_client_of_its_folder(clone: Path, arguments: list[str]) -> None:
     planned = planned_by_pip(clone, *arguments)
     assert set(planned) == {"windlass-llm", "windlass-client"}
     assert planned["windlass-client"] == (clone / "clients").as_uri()
 
 
-def test_a_source_archive_asks_for_the_client_by_its_version(clone: Path, tmp_path: Path) -> None:
+def test_a_source_archive_requires_the_client_by_version(clone: Path, tmp_path: Path) -> None:
     archive = build(clone, "sdist", tmp_path / "sdist")
     with tarfile.open(archive) as opened:
         opened.extractall(tmp_path, filter="data")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections import abc
+from dataclasses import fields
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from engine_helpers.fake_executor import FakeRotation
@@ -26,8 +28,24 @@ _STAGES = [FakeRotation("dynamic", "rotate").stage(length).specs for length in (
 _LAYOUTS = [[(None, 60)], [(None, 60), (5, 40)], [(3, 30)], [(7, 50), (None, 50), (2, 20)]]
 
 
-class HandleMachine(RuleBasedStateMachine):
-    """Random traffic over a few handles; each has a copy of its tables that is updated by its changes only."""
+def apply_changes(changes: TableChanges, tables: list[list[int]]) -> None:
+    """Apply the changes to copies of the tables, one per KV group."""
+    if changes.restart:
+        tables[:] = [[] for _ in changes.groups]
+    for table, change in zip(tables, changes.groups, strict=bool(changes.groups)):
+        for first, count in change.removed:
+            del table[first : first + count]
+        del table[change.length :]
+        for index, block in change.replaced:
+            table[index] = block
+        table += change.appended
+        table[: change.num_dropped] = [-1] * change.num_dropped
+
+
+class SequenceCacheMachine(RuleBasedStateMachine):
+    """Random traffic over a few sequence caches; each has a copy of its tables that is updated by its changes only."""
+
+    kinds: ClassVar[set[str]] = set()  # fields of the changes that were not empty
 
     @initialize(layout=st.sampled_from(_LAYOUTS), block_size=st.integers(1, 4), prefix_caching=st.booleans())
     def begin(self, layout: list[tuple[int | None, int]], block_size: int, prefix_caching: bool) -> None:
@@ -40,27 +58,30 @@ class HandleMachine(RuleBasedStateMachine):
         found = [i for i, handle in enumerate(self.handles) if bool(handle.tables) == holds]
         return data.draw(st.sampled_from(found)) if found else None
 
-    @rule(data=st.data())
-    def attach(self, data: st.DataObject) -> None:
-        if (i := self.pick(data, holds=False)) is not None:
+    @rule(data=st.data(), wanted=st.integers(1, 20), computed=st.booleans())
+    def extend(self, data: st.DataObject, wanted: int, computed: bool) -> None:
+        """Slots are allocated, in a new cache after a lookup of the prefix, and often computed at once."""
+        i = data.draw(st.integers(0, len(self.handles) - 1))
+        if not self.handles[i].tables:
             length = data.draw(st.integers(1, 60))
             hit, _ = self.blocks.match(self.handles[i], _TOKENS[:length], length)
             self.blocks.attach(self.handles[i], hit)
-
-    @rule(data=st.data(), wanted=st.integers(1, 20))
-    def allocate(self, data: st.DataObject, wanted: int) -> None:
-        if (i := self.pick(data, holds=True)) is not None:
-            room = self.blocks.capacity(self.handles[i], max(wanted, self.planned[i]))
-            if room > self.planned[i]:
-                self.blocks.allocate(self.handles[i], room)
-                self.planned[i] = room
+        capacity = self.blocks.capacity(self.handles[i], max(wanted, self.planned[i]))
+        if capacity > self.planned[i]:
+            self.blocks.allocate(self.handles[i], capacity)
+            self.planned[i] = capacity
+        if computed:
+            self.mark_computed(i, self.planned[i])
 
     @rule(data=st.data())
-    def mark_computed(self, data: st.DataObject) -> None:
+    def accept(self, data: st.DataObject) -> None:
         """Some of the planned tokens are accepted; blocks of the others are released, windows drop, blocks are offered."""
         if (i := self.pick(data, holds=True)) is not None and self.planned[i]:
-            computed = self.handles[i].num_computed_tokens + data.draw(st.integers(1, self.planned[i]))
-            self.blocks.mark_computed(self.handles[i], _TOKENS, computed)
+            self.mark_computed(i, data.draw(st.integers(1, self.planned[i])))
+
+    def mark_computed(self, i: int, accepted: int) -> None:
+        if accepted:
+            self.blocks.mark_computed(self.handles[i], _TOKENS, self.handles[i].num_computed_tokens + accepted)
             self.planned[i] = 0
 
     @rule(data=st.data())
@@ -69,6 +90,22 @@ class HandleMachine(RuleBasedStateMachine):
         if parent is None or child is None or self.planned[parent] or self.handles[parent].originals:
             return
         self.blocks.fork(self.handles[parent], self.handles[child])
+        if data.draw(st.booleans()):
+            self.follow_one(parent)
+            if self.blocks.capacity(self.handles[parent], 1) > 0:
+                self.blocks.allocate(self.handles[parent], 1)  # a shared block that is not full is copied
+                self.planned[parent] = 1
+
+    @rule(data=st.data(), close_gap=st.booleans())
+    def remove(self, data: st.DataObject, close_gap: bool) -> None:
+        if (i := self.pick(data, holds=True)) is None or self.planned[i]:
+            return
+        full = self.handles[i].num_slots // self.blocks.block_size
+        if full and self.handles[i].num_rerotations == 0:
+            first = data.draw(st.integers(0, full - 1))
+            self.blocks.remove_range(
+                self.handles[i], first, data.draw(st.integers(first + 1, full)), close_gap=close_gap
+            )
 
     @rule(data=st.data(), stage=st.sampled_from(_STAGES))
     def rerotate(self, data: st.DataObject, stage: tuple[object, ...]) -> None:
@@ -84,7 +121,7 @@ class HandleMachine(RuleBasedStateMachine):
         if (i := self.pick(data, holds=True)) is None:
             return
         handle, self.planned[i] = self.handles[i], 0
-        if handle.num_rerotations:
+        if handle.num_rerotations or handle.num_shifts:
             self.blocks.reset(handle, HashChain(b"root", self.blocks.block_size), _STAGES[0], private=False)
         else:
             self.blocks.free(handle)
@@ -93,10 +130,15 @@ class HandleMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), whole=st.sampled_from([False, False, False, True]))
     def follow(self, data: st.DataObject, whole: bool) -> None:
-        i = data.draw(st.integers(0, len(self.handles) - 1))
+        self.follow_one(data.draw(st.integers(0, len(self.handles) - 1)), whole=whole)
+
+    def follow_one(self, i: int, *, whole: bool = False) -> None:
         handle, copy = self.handles[i], self.copies[i]
         changes = handle.take_changes(whole=whole)
-        changes.apply(copy)
+        self.kinds.update(
+            field.name for change in changes.groups for field in fields(change) if getattr(change, field.name)
+        )
+        apply_changes(changes, copy)
         assert copy == handle.block_tables
         assert not whole or changes.restart
         assert handle.take_changes() == TableChanges()
@@ -108,20 +150,21 @@ class HandleMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for i in range(len(getattr(self, "handles", []))):
-            self.handles[i].take_changes().apply(self.copies[i])
+            apply_changes(self.handles[i].take_changes(), self.copies[i])
             assert self.copies[i] == self.handles[i].block_tables
             self.blocks.free(self.handles[i])
         if hasattr(self, "handles"):
             assert_balanced(self.blocks)
 
 
-def test_whoever_follows_the_changes_has_the_tables() -> None:
+def test_changes_reproduce_the_tables() -> None:
     run_state_machine_as_test(
-        HandleMachine,
+        SequenceCacheMachine,
         settings=settings(
             max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+    assert SequenceCacheMachine.kinds == {field.name for field in fields(TableChange)}, "kinds of changes that occurred"
 
 
 def started(*layouts: tuple[int, int | None], block_size: int = 4) -> tuple[BlockManager, SequenceCache]:

@@ -1,4 +1,4 @@
-r"""\d, \w and \s of a caller's patterns are those of ASCII, wherever they stand, and nothing else of a pattern changes."""
+r"""ASCII meaning of \d, \w and \s in patterns; other parts of patterns are unchanged."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 from unit_helpers.grammar_draws import accepts
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.json_schemas import expand_ascii_classes, expand_ascii_classes_in_lark
+from windlass.server.text.schema_rewriting import expand_ascii_classes, expand_ascii_classes_in_lark
 
 ARABIC, NO_BREAK, KELVIN = "\u0661", "\u00a0", "\u212a"
 
 
 @pytest.mark.parametrize(
-    ("pattern", "taken", "refused"),
+    ("pattern", "accepted", "refused"),
     [
         (r"\d", "07", [ARABIC, "\U0001fbf8", "a"]),
         (r"\D", f"aé{ARABIC}", "5"),
@@ -45,18 +45,18 @@ ARABIC, NO_BREAK, KELVIN = "\u0661", "\u00a0", "\u212a"
         (r"\p{Nd}", f"5{ARABIC}", "a"),
     ],
 )
-def test_the_classes_are_of_ascii(pattern: str, taken: str | list[str], refused: str | list[str]) -> None:
-    assert all(accepts("regex", pattern, text) for text in taken)
+def test_classes_are_ascii(pattern: str, accepted: str | list[str], refused: str | list[str]) -> None:
+    assert all(accepts("regex", pattern, text) for text in accepted)
     assert not any(accepts("regex", pattern, text) for text in refused)
 
 
 @pytest.mark.parametrize("pattern", [r"[A-\d]", r"[+-\w]", r"[a\-\d-", "[\\d"])
-def test_what_has_no_meaning_is_still_refused(pattern: str) -> None:
+def test_invalid_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(RequestError, match="cannot be followed"):
         accepts("regex", pattern, "B")
 
 
-def test_grammars_mean_the_same_by_them() -> None:
+def test_patterns_in_grammars() -> None:
     lark = '// no \\d/ "\nstart: "/\\\\d/" A <[5]> B # \\d/\nA: /"\\d\\/"/\nB[lazy]: /[^\\d]/i'
     assert expand_ascii_classes_in_lark(lark) == lark.replace('/"\\d', '/"[0-9]').replace("[^\\d]", "[^[0-9]]")
     grammar = 'start: "/\\\\d/" A\nA: /\\d{2}/'
@@ -66,7 +66,7 @@ def test_grammars_mean_the_same_by_them() -> None:
     assert accepts("grammar", schema, '"/\\\\d/"5') and not accepts("grammar", schema, f'"/\\\\d/"{ARABIC}')
 
 
-def test_a_pattern_without_them_stays_as_it_is() -> None:
+def test_other_patterns_are_unchanged() -> None:
     for pattern in ("", "é+x", r"(a|b\.)[a-z\-]{2}\x{41}\p{L}", r"[[:digit:]]\\w"):
         assert expand_ascii_classes(pattern) == pattern
     tags = "start: <s> /a/ </s> /b\\/[c]/"

@@ -1,4 +1,4 @@
-"""The tokens of sequence breakers: every token is looked at, and texts that hold a breaker are found to."""
+"""Token ids and sequences of DRY sequence breakers, compared with all tokens of the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_directory(Path(windlass.__file__).parent / "models" / "demo")
 
 
-def test_ids_are_those_of_the_tokens_that_hold_a_breaker(tokenizer: Tokenizer) -> None:
+def test_ids_of_tokens_with_a_breaker(tokenizer: Tokenizer) -> None:
     for breaker in BREAKERS:
         ids, _ = breaker_tokens(tokenizer, [breaker])
         every = range(tokenizer.vocab_size)
@@ -26,7 +26,7 @@ def test_ids_are_those_of_the_tokens_that_hold_a_breaker(tokenizer: Tokenizer) -
     assert len(breaker_tokens(tokenizer, ["e"])[0]) > 100
 
 
-def test_sequences_hold_a_breaker_and_no_token_of_theirs_does(tokenizer: Tokenizer) -> None:
+def test_sequences_with_a_breaker(tokenizer: Tokenizer) -> None:
     found = 0
     for breaker in BREAKERS:
         _, sequences = breaker_tokens(tokenizer, [breaker])
@@ -44,7 +44,7 @@ def test_sequences_hold_a_breaker_and_no_token_of_theirs_does(tokenizer: Tokeniz
 
 @pytest.mark.parametrize("breaker", ["\n", ":", "###", "the end", "<|end|>"])
 @pytest.mark.parametrize("around", [("", ""), ("Once", " more"), ("a ", "\nb"), ("x#", "#"), ("so", ".")])
-def test_texts_that_hold_a_breaker_break(tokenizer: Tokenizer, breaker: str, around: tuple[str, str]) -> None:
+def test_texts_with_a_breaker(tokenizer: Tokenizer, breaker: str, around: tuple[str, str]) -> None:
     ids, sequences = breaker_tokens(tokenizer, [breaker])
     tokens = tuple(tokenizer.encode(around[0] + breaker + around[1], add_special_tokens=False))
     pieces = {tokens[i:j] for i in range(len(tokens)) for j in range(i + 2, len(tokens) + 1)}

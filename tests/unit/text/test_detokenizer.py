@@ -1,4 +1,4 @@
-"""The incremental detokenizer against decoding everything at once, and against a brute-force stop string search."""
+"""Incremental detokenization, compared with decoding all tokens at once and with a brute-force stop string search."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_pushes_concatenate_to_the_decoded_text(name, prompt, text, cuts, keep, 
     tokenizer = load(name)
     before = tokenizer.encode(prompt)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    if tokenizer.pieces is None or not tokenizer.pieces.byte_fallback:  # those: test_arbitrary_sentencepiece_ids
+    if (
+        tokenizer.piece_decoder is None or not tokenizer.piece_decoder.byte_fallback
+    ):  # otherwise see test_arbitrary_sentencepiece_ids
         ids = ids[:keep]  # may end in the middle of a character
     parts, detokenizer = stream(tokenizer, before, chunked(ids, cuts), skip_special_tokens=skip)
     whole = tokenizer.decode(before + ids, skip_special_tokens=skip)
@@ -71,14 +73,14 @@ def test_pushes_concatenate_to_the_decoded_text(name, prompt, text, cuts, keep, 
     ids=st.lists(st.integers(0, 430), max_size=30), cuts=st.lists(st.integers(0, 40), max_size=6), skip=st.booleans()
 )
 @settings(max_examples=300, deadline=None)
-def test_arbitrary_byte_level_ids_even_broken_utf8(ids, cuts, skip):
+def test_arbitrary_byte_level_ids(ids, cuts, skip):
     tokenizer = load("byte_level")
     parts, _ = stream(tokenizer, [], chunked(ids, cuts), skip_special_tokens=skip)
     assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 def lenient_utf8(data: bytes) -> str:
-    """Every valid character, and U+FFFD for every byte that belongs to none."""
+    """Decode valid characters, and replace each other byte by U+FFFD."""
     text, at = "", 0
     while at < len(data):
         for size in (1, 2, 3, 4):
@@ -104,7 +106,7 @@ def test_arbitrary_sentencepiece_ids(name, data, cuts, skip):
     parts, _ = stream(tokenizer, [], chunked(ids, cuts), skip_special_tokens=skip)
     whole = tokenizer.decode(ids, skip_special_tokens=skip)
     if "\ufffd" in whole and name != "metaspace":
-        # Valid characters beside stray bytes are kept, where `tokenizers` marks the whole run of bytes as broken.
+        # Valid characters next to invalid bytes are kept. `tokenizers` replaces all bytes of such a run.
         names = [tokenizer.backend.id_to_token(i) for i in ids if not skip or i not in tokenizer.special_token_ids]
         known = [token.replace("▁", " ") for token in names if token is not None]
         whole = lenient_utf8(b"".join(bytes([int(t[3:5], 16)]) if t.startswith("<0x") else t.encode() for t in known))
@@ -114,7 +116,7 @@ def test_arbitrary_sentencepiece_ids(name, data, cuts, skip):
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama_style"])
-def test_every_part_is_whole_characters_and_arrives_when_complete(name):
+def test_characters_are_returned_when_complete(name):
     tokenizer = load(name)
     ids = tokenizer.encode("a😀b東", add_special_tokens=False)
     assert len(ids) > 5
@@ -125,7 +127,7 @@ def test_every_part_is_whole_characters_and_arrives_when_complete(name):
     assert detokenizer.push([], final=True) == ""
 
 
-def test_a_broken_last_character_comes_out_at_the_end():
+def test_incomplete_last_character():
     tokenizer = load("byte_level")
     ids = tokenizer.encode("ok 😀", add_special_tokens=False)[:-1]
     detokenizer = Detokenizer(tokenizer, [])
@@ -134,7 +136,7 @@ def test_a_broken_last_character_comes_out_at_the_end():
     assert detokenizer.push(ids, final=True) == ""
 
 
-def test_a_character_begun_by_the_prompt_is_finished():
+def test_character_that_begins_in_the_prompt():
     tokenizer = load("byte_level")
     ids = tokenizer.encode("😀!", add_special_tokens=False)
     assert Detokenizer(tokenizer, ids[:1]).push(ids[1:]) == "😀!"
@@ -163,7 +165,7 @@ def test_special_tokens_and_hidden_last_token():
 
 
 def first_to_complete(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Brute force: the shortest prefix of the text that ends with a stop string, the longest such string."""
+    """Return the shortest prefix of the text that ends with a stop string, and the longest such string."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -184,7 +186,7 @@ letters = st.text(alphabet="ab", min_size=1, max_size=5) | st.text(alphabet="b �
 @example(text="xabababc", stops=["ababc"], cuts=[1, 2, 3, 4, 5], include=False)
 @example(text="xabcd", stops=["abcd", "bc"], cuts=[], include=False)
 @settings(max_examples=400, deadline=None)
-def test_stop_strings_cut_at_the_first_to_complete(text, stops, cuts, include):
+def test_stop_strings(text, stops, cuts, include):
     tokenizer = load("byte_level")
     ids = tokenizer.encode(text, add_special_tokens=False)
     parts, detokenizer = stream(tokenizer, [], chunked(ids, cuts), stop=stops, include_stop=include)
@@ -202,7 +204,7 @@ def test_stop_strings_cut_at_the_first_to_complete(text, stops, cuts, include):
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1),
 )
 @settings(max_examples=200, deadline=None)
-def test_nothing_is_held_back_longer_than_needed(text, stops):
+def test_held_back_text_is_minimal(text, stops):
     tokenizer = load("byte_level")
     detokenizer = Detokenizer(tokenizer, [], stop=stops)
     for token_id in tokenizer.encode(text, add_special_tokens=False):
@@ -231,7 +233,7 @@ def test_stop_string_details():
 
 
 @pytest.mark.parametrize("name", ["byte_level", "word_piece"])
-def test_work_per_token_does_not_grow_with_the_text(name, monkeypatch):
+def test_constant_work_per_token(name, monkeypatch):
     tokenizer = load(name)
     text = TEXT if name == "byte_level" else "hello world quick fox "
     ids = (tokenizer.encode(text, add_special_tokens=False) * 300)[:3000]
@@ -262,7 +264,7 @@ def test_work_per_token_does_not_grow_with_the_text(name, monkeypatch):
 
 
 class Read(list):
-    """A prompt that counts how often it is read, whole or in part."""
+    """Prompt that counts how often it is read."""
 
     times = 0
 
@@ -277,7 +279,7 @@ class Read(list):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("unknown", [False, True])
-def test_a_long_prompt_without_a_text_is_not_walked(name, unknown, monkeypatch):
+def test_long_prompt_without_text_is_not_read(name, unknown, monkeypatch):
     tokenizer = load(name)
     words = tokenizer.encode("hello you", add_special_tokens=False)
     special = sorted(tokenizer.special_token_ids)[0]
@@ -301,10 +303,10 @@ def test_a_long_prompt_without_a_text_is_not_walked(name, unknown, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 @given(prompt=texts, text=texts, cut=st.integers(0, 60))
 @settings(max_examples=30, deadline=None)
-def test_further_samples_say_the_same(name, prompt, text, cut):
+def test_siblings_return_the_same_text(name, prompt, text, cut):
     tokenizer = load(name)
     before = tokenizer.encode(prompt)[:cut]
     ids = tokenizer.encode(text, add_special_tokens=False)
     first = Detokenizer(tokenizer, before)
-    said = first.push(ids, final=True)
-    assert Detokenizer(tokenizer, before, sibling=first).push(ids, final=True) == said
+    expected = first.push(ids, final=True)
+    assert Detokenizer(tokenizer, before, sibling=first).push(ids, final=True) == expected

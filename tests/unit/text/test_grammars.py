@@ -1,4 +1,4 @@
-"""What becomes a grammar, what is refused and with which reason, and that texts written under one have the form."""
+"""Compiled grammars: sampled texts match the constraint, and unsupported constraints are refused with a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from unit_helpers.grammar_draws import demo_compiler, drawn, takes
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.json_schemas import FORMATS
+from windlass.server.text.schema_rewriting import FORMATS
 
 PERSON = {
     "type": "object",
@@ -44,29 +44,29 @@ def texts(kind: str, value: str, count: int = 12) -> list[str]:
 @pytest.mark.parametrize(
     "schema", [PERSON, TREE, {"enum": [1, "two", None]}, {"type": "string", "pattern": "^a+$"}, {}]
 )
-def test_what_is_written_under_a_schema_is_valid(schema: dict[str, Any]) -> None:
+def test_sampled_documents_are_valid(schema: dict[str, Any]) -> None:
     for text in texts("json_schema", json.dumps(schema)):
         jsonschema.validate(json.loads(text), schema)
 
 
-def test_a_json_object_is_one() -> None:
+def test_json_object() -> None:
     for text in texts("json_object", ""):
         assert isinstance(json.loads(text), dict)
 
 
-def test_white_space_has_a_bound() -> None:
-    """A model that likes line breaks cannot go on writing them."""
+def test_white_space_is_bounded() -> None:
+    """A model cannot write line breaks endlessly."""
     for text in texts("json_schema", json.dumps(PERSON), 20):
         assert not re.search(r"\n\s*\n|  {33}", re.sub(r'"(\\.|[^"])*"', '""', text))
 
 
 @pytest.mark.parametrize("pattern", ["[a-c]{3}-[0-9]{2}", "(yes|no)!?", "é+x", "(?i)abc", "^ab$"])
-def test_a_pattern_is_matched_as_a_whole(pattern: str) -> None:
+def test_regex_matches_the_entire_text(pattern: str) -> None:
     for text in texts("regex", pattern):
         assert re.fullmatch(pattern, text), text
 
 
-def test_one_of_the_choices_is_made() -> None:
+def test_choice() -> None:
     choices = ["yes", "no", 'with "quotes"', "line\nbreak", "é", "back\\slash", "\u2028", "  "]
     found = set(texts("choice", json.dumps(choices), 60))
     assert found <= set(choices) and len(found) > 2
@@ -76,12 +76,12 @@ def test_one_of_the_choices_is_made() -> None:
     "grammar",
     ['root ::= "<" digits ">"\ndigits ::= [0-9] [0-9]?', 'start: "<" DIGITS ">"\nDIGITS: /[0-9]{1,2}/'],
 )
-def test_gbnf_and_lark_are_both_read(grammar: str) -> None:
+def test_gbnf_and_lark(grammar: str) -> None:
     for text in texts("grammar", grammar):
         assert re.fullmatch(r"<[0-9]{1,2}>", text)
 
 
-def test_lark_may_hold_schemas_and_name_added_tokens() -> None:
+def test_lark_with_schemas_and_added_tokens() -> None:
     lark = f'start: <[5]> call\ncall: "f " %json {json.dumps(TREE)}'
     for text in texts("lark", lark):
         assert text.startswith("<|assistant|>f {") and "value" in text
@@ -102,7 +102,7 @@ def test_lark_may_hold_schemas_and_name_added_tokens() -> None:
         ("json_schema", '{"$ref": "#"}', "cannot be followed"),
         ("json_schema", '{"$id": "http://a/b", "$ref": "c"}', "$id"),
         ("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
-        ("json_schema", "false", "nothing"),
+        ("json_schema", "false", "no output satisfies it"),
         ("json_schema", "[]", "object"),
         ("json_schema", "{", "cannot be followed"),
         ("json_schema", '{"a":' * 100_000 + "1" + "}" * 100_000, "recursion"),
@@ -115,15 +115,15 @@ def test_lark_may_hold_schemas_and_name_added_tokens() -> None:
         ("lark", "start: <no_such_token>", "no_such_token"),
     ],
 )
-def test_refusals_say_why(kind: str, value: str, reason: str) -> None:
+def test_error_messages(kind: str, value: str, reason: str) -> None:
     with pytest.raises(RequestError) as refused:
         demo_compiler().compile(kind, value)
     assert reason in refused.value.message and "\n" not in refused.value.message
     assert len(refused.value.message) < 500
 
 
-# What llguidance leaves out of account where it is lenient: docs/structured-output.md names all of it.
-NOT_HELD: list[tuple[dict[str, Any], Any]] = [
+# Keywords that llguidance ignores if it is lenient. docs/structured-output.md lists all of them.
+UNSUPPORTED: list[tuple[dict[str, Any], Any]] = [
     ({"type": "array", "uniqueItems": True}, [1, 1]),
     ({"type": "array", "contains": {"type": "integer"}}, []),
     ({"type": "array", "contains": {}, "minContains": 2}, [1]),
@@ -144,15 +144,15 @@ NOT_HELD: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "taken"), NOT_HELD)
-def test_what_cannot_be_held_to_is_ignored_unless_the_schema_is_strict(schema: dict[str, Any], taken: Any) -> None:
-    assert takes(schema, taken)
+@pytest.mark.parametrize(("schema", "accepted"), UNSUPPORTED)
+def test_unsupported_keywords_are_ignored_or_refused(schema: dict[str, Any], accepted: Any) -> None:
+    assert takes(schema, accepted)
     with pytest.raises(RequestError, match="cannot be followed"):
         demo_compiler().compile("strict_json_schema", json.dumps(schema))
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "strict_json_schema"])
-def test_formats_that_nobody_knows_are_annotations(kind: str) -> None:
+def test_unknown_formats_are_annotations(kind: str) -> None:
     named = {"type": "object", "properties": {"format": {"const": {"format": "path"}}, "const": {"format": "regex"}}}
     for schema, good, bad in (
         ({"type": "array", "items": {"type": "string", "format": "path"}}, ["a/b"], [1]),
@@ -162,14 +162,14 @@ def test_formats_that_nobody_knows_are_annotations(kind: str) -> None:
         assert takes(schema, good, kind) and not takes(schema, bad, kind), schema
 
 
-def test_the_known_formats_are_those_of_the_library() -> None:
+def test_formats_equal_those_of_the_library() -> None:
     for name in (*FORMATS, "path", "iri", "regex", "json-pointer", "uri-reference", "idn-email", "password", "byte"):
         grammar = LLMatcher.grammar_from_json_schema({"type": "string", "format": name})
         error, _ = LLMatcher.validate_grammar_with_warnings(grammar)
         assert error is (name not in FORMATS), name
 
 
-def test_what_is_too_large_is_refused() -> None:
+def test_too_large_schema_is_refused() -> None:
     choices = [[{"properties": {f"a{i}{j}": {"type": "string"}}} for j in range(6)] for i in range(6)]
     with pytest.raises(RequestError, match="too large"):
         demo_compiler().compile("json_schema", json.dumps({"allOf": [{"anyOf": choice} for choice in choices]}))

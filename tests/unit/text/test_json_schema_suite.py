@@ -1,6 +1,6 @@
-"""The JSON-Schema-Test-Suite: every strict schema either holds what is written under it, or is refused with a reason.
+"""JSON-Schema-Test-Suite: documents sampled under a strict schema are valid, or the schema is refused with a reason.
 
-The suite comes in the source archive of the `jsonschema` package, fetched by pip where an index can be had.
+The suite is part of the source archive of the `jsonschema` package, which pip downloads if an index is available.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         fetched = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
-        pytest.skip("the suite did not come within 120 s")
+        pytest.skip("the suite was not downloaded within 120 s")
     archives = list(folder.glob("*.tar.gz"))
     if fetched.returncode or not archives:
-        pytest.skip(f"the suite cannot be had: {fetched.stderr.strip()[-200:]}")
+        pytest.skip(f"the suite cannot be downloaded: {fetched.stderr.strip()[-200:]}")
     with tarfile.open(archives[0]) as archive:
         archive.extractall(folder, filter="data")
     return next(folder.glob("*/json/tests"))
@@ -49,7 +49,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_a_schema_holds_what_is_written_or_is_refused(suite: Path, draft: str) -> None:
+def test_sampled_documents_are_valid_or_the_schema_is_refused(suite: Path, draft: str) -> None:
     seen: Counter[str] = Counter()
     wrong = []
     for file in sorted((suite / draft).rglob("*.json")):

@@ -1,4 +1,4 @@
-"""Answers that end by their lines."""
+"""Line limits: answers that end at a line."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from windlass.server.text.detokenizer import LineLimiter, LineLimits
 
 
 def by_lines(text: str, indent: int) -> str:
-    """What stays: all lines up to the first, behind the first one, that begins with too few blanks."""
+    """Return all lines before the first one with too few blanks; the first line is not checked."""
     first, *others = text.split("\n")
-    kept = first
+    result = first
     for number, line in enumerate(others):
         blanks = len(line) - len(line.lstrip(" \t"))
         last = number == len(others) - 1
         if blanks < indent and not (last and blanks == len(line)):
-            return kept + "\n"
-        kept += "\n" + line
-    return kept
+            return result + "\n"
+        result += "\n" + line
+    return result
 
 
 TEXTS = [
@@ -38,19 +38,19 @@ TEXTS = [
 
 @pytest.mark.parametrize("indent", [1, 2, 3])
 @pytest.mark.parametrize("text", TEXTS)
-def test_however_the_text_comes_the_same_lines_stay(text: str, indent: int) -> None:
+def test_indent(text: str, indent: int) -> None:
     cuts = [list(pair) for count in range(3) for pair in itertools.combinations(range(1, len(text)), count)]
     for cut in [*cuts, list(range(1, len(text)))]:
-        watch = LineLimiter(LineLimits(indent))
+        limiter = LineLimiter(LineLimits(indent))
         pieces = [text[start:end] for start, end in zip([0, *cut], [*cut, len(text)], strict=True)]
-        sent = "".join(watch.feed(piece, 0.0) for piece in pieces) + watch.flush()
+        sent = "".join(limiter.feed(piece, 0.0) for piece in pieces) + limiter.flush()
         assert sent == by_lines(text, indent), cut
-        assert watch.ended is (sent != text), cut
+        assert limiter.ended is (sent != text), cut
 
 
-def test_time_ends_an_answer_that_has_a_whole_line() -> None:
-    watch = LineLimiter(LineLimits(seconds=1.0))
-    assert watch.feed("abc", 5.0) == "abc" and not watch.ended
-    assert watch.feed("d\n  e", 0.5) == "d\n  e" and not watch.ended
-    assert watch.feed("f", 1.5) == "f" and watch.ended
-    assert watch.feed("g", 1.6) == "" and watch.flush() == ""
+def test_seconds() -> None:
+    limiter = LineLimiter(LineLimits(seconds=1.0))
+    assert limiter.feed("abc", 5.0) == "abc" and not limiter.ended
+    assert limiter.feed("d\n  e", 0.5) == "d\n  e" and not limiter.ended
+    assert limiter.feed("f", 1.5) == "f" and limiter.ended
+    assert limiter.feed("g", 1.6) == "" and limiter.flush() == ""

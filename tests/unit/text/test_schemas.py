@@ -1,4 +1,4 @@
-"""Which objects of a schema take no members but those that they name: none that closing could make impossible."""
+"""Objects that permit only the members they name: all except those that could become unsatisfiable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from unit_helpers.grammar_draws import takes
 
-from windlass.server.text.json_schemas import enforced_schema
+from windlass.server.text.schema_rewriting import enforced_schema
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}}
@@ -41,14 +41,14 @@ PLAIN, MORE = {"a": 1}, {"a": 1, "x": 1}
         ({"properties": {"properties": A, "$ref": A}}, {"properties": PLAIN}, {"$ref": MORE}),
     ],
 )  # fmt: skip
-def test_objects_take_the_members_that_they_name(schema: dict[str, Any], good: Any, bad: Any) -> None:
+def test_closed_objects(schema: dict[str, Any], good: Any, bad: Any) -> None:
     assert takes(schema, good) and not takes(schema, bad)
 
 
 @pytest.mark.parametrize(
     ("schema", "value"),
     [
-        # They say so.
+        # Explicitly open.
         ({**A, "additionalProperties": True}, MORE),
         ({**A, "additionalProperties": {"type": "integer"}}, MORE),
         ({**A, "patternProperties": {"^x": {}}}, MORE),
@@ -59,7 +59,7 @@ def test_objects_take_the_members_that_they_name(schema: dict[str, Any], good: A
         ({"type": "object"}, MORE),
         ({"type": "object", "properties": {}}, MORE),
         ({}, MORE),
-        # Several schemas speak of one value.
+        # Several schemas of one value.
         ({"allOf": [A, B]}, {"a": 1, "b": 2}),
         ({"allOf": [A, {"properties": {"b": {}, "o": A}}]}, {"a": 1, "b": 2, "o": MORE}),
         ({"allOf": [TO_A, B], **DEFINED}, {"a": 1, "b": 2}),
@@ -74,18 +74,18 @@ def test_objects_take_the_members_that_they_name(schema: dict[str, Any], good: A
         ({"properties": {"xa": A}, "patternProperties": {"^x": B}}, {"xa": {"a": 1}}),
         ({"allOf": [{"properties": {"o": {"$ref": "#/$defs/W"}}}, {"properties": {"o": B}}],
           "$defs": {"W": {"properties": {"w": {}}}}}, {"o": {"w": 1, "b": 1}}),
-        # What refers to another document, or to a name in this one.
+        # References to another document, or to an anchor in this one.
         ({"$ref": "#here", "$defs": {"A": {**A, "$anchor": "here"}}}, MORE),
         ({"properties": {"o": {"$id": "http://a/b", **A}}}, {"o": MORE}),
     ],
 )  # fmt: skip
-def test_objects_stay_open(schema: dict[str, Any], value: Any) -> None:
+def test_open_objects(schema: dict[str, Any], value: Any) -> None:
     assert takes(schema, value)
 
 
 @pytest.mark.parametrize("names", [{}, {"type": "string"}])
-def test_names_that_may_be_any_are_no_keyword(names: dict[str, Any]) -> None:
-    """As libraries write them of every record; llguidance refuses `propertyNames` of strict schemas."""
+def test_property_names_that_permit_any_name_are_removed(names: dict[str, Any]) -> None:
+    """Libraries write them for every record type; llguidance refuses `propertyNames` in strict schemas."""
     record = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
     assert enforced_schema({"properties": {"r": record}}, strict=True)["properties"]["r"] == {
         "type": "object",
@@ -95,7 +95,7 @@ def test_names_that_may_be_any_are_no_keyword(names: dict[str, Any]) -> None:
     assert "propertyNames" in enforced_schema({**A, "propertyNames": {"enum": ["a"]}}, strict=True)
 
 
-def test_the_schema_itself_is_left_as_it_is() -> None:
+def test_schema_is_not_modified() -> None:
     schema = {"properties": {"o": A, "p": {"type": "string", "format": "path"}}}
     before = json.dumps(schema)
     found = enforced_schema(schema, strict=False)
@@ -104,8 +104,8 @@ def test_the_schema_itself_is_left_as_it_is() -> None:
     assert "format" not in found["properties"]["p"]
 
 
-def test_a_large_schema_is_looked_at_once() -> None:
-    """Every path would be 2 to the power of 60."""
+def test_schemas_are_visited_once() -> None:
+    """Visiting every path would take 2**60 steps."""
     doubled = {f"{i}": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(60)}
     found = enforced_schema({"$ref": "#/$defs/0", "$defs": {**doubled, "60": A}}, strict=True)
     assert found["$defs"]["60"]["additionalProperties"] is False

@@ -1,4 +1,4 @@
-"""The tokenizer against transformers reading the same directory, and against broken directories."""
+"""Tokenizer of a directory, compared with transformers; errors for broken directories."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_tokenizer_json_alone(tmp_path, name):
     assert_same(toys.save(toys.ALL[name](), tmp_path))
 
 
-def test_config_of_today(tmp_path):
+def test_current_configuration(tmp_path):
     toys.save(toys.byte_level(), tmp_path)
     last = toys.byte_level().get_vocab_size()
     flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
@@ -82,7 +82,7 @@ def test_config_of_today(tmp_path):
     assert ours.decode(ours.encode("x<extra><second>")) == "x<second>"
 
 
-def test_files_of_old(tmp_path):
+def test_legacy_configuration(tmp_path):
     toys.save(toys.llama_style(), tmp_path)
     last = toys.llama_style().get_vocab_size()
     write(tmp_path, "tokenizer_config.json", {"bos_token": "<wrong>", "eos_token": "</s>"})
@@ -106,7 +106,7 @@ def test_files_of_old(tmp_path):
     assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<extra>"}
 
 
-def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
+def test_truncation_and_padding_are_ignored(tmp_path):
     backend = toys.copy_of(toys.byte_level())
     backend.enable_truncation(4)
     backend.enable_padding(length=16, pad_token="<|eos|>")
@@ -150,14 +150,14 @@ def test_chat_template_files_in_order_of_precedence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("files", "message"),
     [
         ({}, "copy it from the model's repository"),
         ({"spiece.model": "x"}, "save_pretrained"),
         ({"tokenizer.json": "{"}, "fetch the file again"),
         ({"tokenizer.json": "{}"}, "fetch the file again"),
         ({"tokenizer.json": '{"model": {"type": "New"}, "added_tokens": []}'}, "fetch the file again"),
-        ({"tokenizer.json": None, "tokenizer_config.json": "[]"}, "must hold a JSON object"),
+        ({"tokenizer.json": None, "tokenizer_config.json": "[]"}, "must contain a JSON object"),
         ({"tokenizer.json": None, "tokenizer_config.json": "{,"}, "fetch the file again or remove"),
         (
             {"tokenizer.json": None, "tokenizer_config.json": '{"added_tokens_decoder": {"x": {}}}'},
@@ -170,15 +170,15 @@ def test_chat_template_files_in_order_of_precedence(tmp_path):
         ({"tokenizer.json": None, "tokenizer_config.json": '{"added_tokens_decoder": 3}'}, "tokenizer_config.json"),
     ],
 )
-def test_broken_directories_say_what_to_do(tmp_path, files, says):
+def test_broken_directories(tmp_path, files, message):
     for name, text in files.items():
         (tmp_path / name).write_text(toys.byte_level().to_str() if text is None else text, encoding="utf-8")
-    with pytest.raises(LoadError, match=says) as caught:
+    with pytest.raises(LoadError, match=message) as caught:
         Tokenizer.from_directory(tmp_path)
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
-def test_a_missing_directory(tmp_path):
+def test_missing_directory(tmp_path):
     with pytest.raises(LoadError, match="is not a directory"):
         Tokenizer.from_directory(tmp_path / "none")
 
@@ -188,7 +188,7 @@ def test_offsets_are_characters():
     text = "Größe 東京 hello"
     ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids == tokenizer.encode(text) and len(ids) == len(offsets)
-    assert offsets[0] == (0, 0)  # the bos token stands for no text
+    assert offsets[0] == (0, 0)  # the BOS token has no text
     assert text[offsets[-1][0] : offsets[-1][1]].strip() == "hello"
     assert max(end for _, end in offsets) == len(text)
 
@@ -236,7 +236,7 @@ def test_max_token_chars_is_a_bound(name, text):
     assert len(text) <= tokenizer.max_token_chars * len(tokenizer.encode(text))
 
 
-def test_max_token_chars_where_text_may_vanish():
+def test_max_token_chars_if_tokenizing_removes_characters():
     backend = toys.copy_of(toys.byte_level())
     longest = Tokenizer(toys.copy_of(backend)).max_token_chars
     assert longest == max(len(backend.decode([i], skip_special_tokens=False)) for i in range(backend.get_vocab_size()))

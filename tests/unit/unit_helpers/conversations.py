@@ -1,4 +1,4 @@
-"""Conversations of every kind a chat template may meet, made from a seed: tools, parts, thinking, odd roles, empty content."""
+"""Random conversations for chat templates: tools, content parts, thinking, unusual roles, empty content."""
 
 from __future__ import annotations
 
@@ -6,25 +6,16 @@ import random
 from typing import Any
 
 _TEXTS = (
+    *("", " ", "Hi", "  two words \n", "Größe? 東京 😀", "a\n\nb", "{{ messages }} {% raw %}"),
     *(
-        "",
-        " ",
-        "Hi",
-        "  two words \n",
-        "Größe? 東京 😀",
-        "a\n\nb",
-        "{{ messages }} {% raw %}",
         "<think>\nhm\n</think>\n\nYes",
         "<|im_end|>",
-    ),
-    *(
         "'quoted' \"twice\" <b>&amp;",
         "x" * 300,
         "[INST] </s>",
         "\u2028\x00\x1b",
-        '{"a": 1}',
-        "<tool_call>{}</tool_call>",
     ),
+    *('{"a": 1}', "<tool_call>{}</tool_call>"),
 )
 _PARAMETERS = {
     "type": "object",
@@ -39,7 +30,7 @@ _PARAMETERS = {
 
 
 def conversation(seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages, and the arguments of `apply_chat_template` beside them."""
+    """Return messages and the other arguments of `apply_chat_template`."""
     r = random.Random(seed)
     messages: list[dict[str, Any]] = []
     if r.random() < 0.5:

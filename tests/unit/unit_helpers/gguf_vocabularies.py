@@ -1,4 +1,4 @@
-"""Small vocabularies as GGUF metadata: key -> plain value, as a reader of such files gives them."""
+"""Small vocabularies as GGUF metadata, key -> plain value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def byte_level(**fields: Any) -> dict[str, Any]:
-    """The toy of `toy_tokenizers.byte_level`. fields: further keys below tokenizer.ggml, or None to leave one out."""
+    """Return the vocabulary of `toy_tokenizers.byte_level`. fields: keys below tokenizer.ggml, None to omit one."""
     backend = toys.byte_level()
     model = json.loads(backend.to_str())["model"]
     vocab = backend.get_vocab(with_added_tokens=True)
@@ -31,7 +31,7 @@ def byte_level(**fields: Any) -> dict[str, Any]:
 
 
 def scored(**fields: Any) -> dict[str, Any]:
-    """SentencePiece's kind: pieces made by hand, scored by their order, bytes, and a token that a user added."""
+    """Return a SentencePiece vocabulary: pieces scored by their order, bytes, and a user-defined token."""
     pieces = (
         "▁ e t a o i n s h r d l u . , ! ? ▁t he ▁a in re on ▁the er nd ▁and en or es ▁is ed ing ▁h ▁he at an it st "
         "ll ▁w el ell ▁hell ▁hello lo ▁▁ ▁▁▁▁ ▁▁▁ \n \n\n é ü 日 本 日本"
@@ -52,5 +52,5 @@ def scored(**fields: Any) -> dict[str, Any]:
 
 
 def metadata(fields: dict[str, Any]) -> dict[str, Any]:
-    """The full keys of those below tokenizer.ggml, without those that are None."""
+    """Return the full keys of fields below tokenizer.ggml, without those that are None."""
     return {f"tokenizer.ggml.{name}": value for name, value in fields.items() if value is not None}

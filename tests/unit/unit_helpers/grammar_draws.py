@@ -1,4 +1,4 @@
-"""Documents that a grammar lets a model write, drawn at random over the demo model's vocabulary."""
+"""Random documents under a grammar, sampled over the demo model's vocabulary."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _vocabulary() -> LLTokenizer:
 
 
 def takes(schema: Any, value: Any, kind: str = "json_schema") -> bool:
-    """Whether the grammar that comes of a JSON schema takes a document."""
+    """Return whether the grammar of a JSON schema accepts a document."""
     matcher = LLMatcher(_vocabulary(), demo_compiler().compile(kind, json.dumps(schema)), log_level=0)
     return _all_of(matcher, json.dumps(value))
 
 
 def accepts(kind: str, value: str, text: str) -> bool:
-    """Whether the grammar that comes of a pattern or another form takes a whole text."""
+    """Return whether the grammar of a pattern or another constraint accepts a text."""
     return _all_of(LLMatcher(_vocabulary(), demo_compiler().compile(kind, value), log_level=0), text)
 
 
@@ -50,9 +50,9 @@ def _all_of(matcher: LLMatcher, text: str) -> bool:
 
 
 def drawn(grammar: str, seed: int, most: int = 300) -> str | None:
-    """A text that ends where the grammar lets it, drawn token by token; None where it had not ended after `most`.
+    """Sample a text token by token; return None if it does not end within `most` tokens.
 
-    The end is preferred where it may come, and short tokens are preferred to long ones, so that texts end.
+    The end and closing punctuation are preferred, so that texts end.
     """
     source, matcher = random.Random(seed), LLMatcher(_vocabulary(), grammar, log_level=0)
     tokenizer, output = demo_tokenizer(), list[int]()

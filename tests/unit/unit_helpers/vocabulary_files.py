@@ -1,6 +1,6 @@
-"""llama.cpp's files of vocabularies, each with texts and the ids it expects, and chat templates of many models.
+"""llama.cpp's vocabulary files with texts and expected ids, and chat templates of many models.
 
-From the source of llama-cpp-python on PyPI, downloaded where a test asks for them.
+Downloaded on demand from the source distribution of llama-cpp-python on PyPI.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _VERSION = "0.3.36"
 _SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 _INSIDE = f"llama_cpp_python-{_VERSION}/vendor/llama.cpp/models/"
 _SECONDS = 240
-# pip asks a source distribution for its metadata before it keeps it, and this one's build backend wants CMake for that.
+# pip requests the metadata of a source distribution before it stores it, for which the real build backend requires CMake.
 _BACKEND = f"""
 from pathlib import Path
 
@@ -32,10 +32,13 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 
 
 def vocabulary_files(cache: Path) -> Path:
-    """The folder of `ggml-vocab-*.gguf`, `.inp`, `.out` and `*.jinja`, 75 MB; downloaded once into `cache`. Skips without."""
-    kept = cache / f"{_VERSION}-with-templates"
-    if kept.is_dir():
-        return kept
+    """Return the folder of `ggml-vocab-*.gguf`, `.inp`, `.out` and `*.jinja` (75 MB), downloaded once into `cache`.
+
+    Skips the test if the download fails.
+    """
+    folder = cache / f"{_VERSION}-with-templates"
+    if folder.is_dir():
+        return folder
     with tempfile.TemporaryDirectory(dir=cache) as work:
         archive = _download(Path(work))
         made = Path(work) / "models"
@@ -49,9 +52,9 @@ def vocabulary_files(cache: Path) -> Path:
                     assert source is not None
                     with (made / name).open("wb") as target:
                         shutil.copyfileobj(source, target)
-        if not kept.is_dir():
-            made.rename(kept)
-    return kept
+        if not folder.is_dir():
+            made.rename(folder)
+    return folder
 
 
 def _download(work: Path) -> Path:
@@ -74,8 +77,8 @@ def _download(work: Path) -> Path:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        pytest.skip(f"the source of llama-cpp-python {_VERSION} did not come within {_SECONDS} s")
+        pytest.skip(f"the source of llama-cpp-python {_VERSION} was not downloaded within {_SECONDS} s")
     archives = list(work.glob("*.tar.gz"))
     if found.returncode or not archives:
-        pytest.skip(f"pip cannot get the source of llama-cpp-python {_VERSION}: {found.stderr.strip()[-300:]}")
+        pytest.skip(f"pip cannot download the source of llama-cpp-python {_VERSION}: {found.stderr.strip()[-300:]}")
     return archives[0]

@@ -1,4 +1,4 @@
-"""Tokenizers made from GGUF metadata: against the tokenizers the metadata came from, and against merging done by hand."""
+"""Tokenizers converted from GGUF metadata, compared with the original tokenizers and with a simple implementation of merging."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def made_of(make: Callable[[], dict[str, Any]]) -> Tokenizer:
 
 @settings(max_examples=60)
 @given(st.text(alphabet=st.sampled_from("the and's 'LL12345 \n\t<|bos|>tool東ß😀.,!"), max_size=40))
-def test_byte_level_ids_are_the_original_tokenizers(text):
+def test_byte_level_ids_equal_the_original(text):
     made = made_of(vocabularies.byte_level)
     assert made.encode(text) == toys.byte_level().encode(text).ids
     assert made.decode(made.encode(text)) == toys.byte_level().decode(made.encode(text))
 
 
 def merged_by_hand(metadata: dict[str, Any], text: str) -> list[int]:
-    """SentencePiece's merging as its description has it: the best neighbours first, bytes for what is left."""
+    """SentencePiece's merging: the best neighbours first, bytes for the remaining characters."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     ids = {token: index for index, token in enumerate(tokens)}
     parts = list(text.replace(" ", "▁"))
@@ -73,13 +73,13 @@ def merged_by_hand(metadata: dict[str, Any], text: str) -> list[int]:
 
 @settings(max_examples=100)
 @given(st.text(alphabet=st.sampled_from("thean dhello is\n日本é😀x."), max_size=30))
-def test_scored_ids_are_those_of_merging_by_hand(text):
-    text = text.replace("  ", " \n ").replace("  ", "")  # two spaces are a token that a user added: found first
+def test_scored_ids_equal_simple_merging(text):
+    text = text.replace("  ", " \n ").replace("  ", "")  # two spaces are a user-defined token, which is found first
     expected = merged_by_hand(vocabularies.scored(), " " + text) if text else []
     assert made_of(vocabularies.scored).encode(text, add_special_tokens=False) == expected
 
 
-def test_scored_text_begins_anew_behind_every_special_token(tmp_path):
+def test_space_is_inserted_after_special_tokens(tmp_path):
     metadata = vocabularies.scored()
     made = save(metadata, tmp_path)
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -88,7 +88,7 @@ def test_scored_text_begins_anew_behind_every_special_token(tmp_path):
     assert made.decode(ids) == "the hello"
 
 
-def test_no_space_is_put_before_a_text_where_the_file_says_so(tmp_path):
+def test_add_space_prefix_false(tmp_path):
     metadata = vocabularies.scored(add_space_prefix=False, add_bos_token=False)
     made = save(metadata, tmp_path)
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -97,7 +97,7 @@ def test_no_space_is_put_before_a_text_where_the_file_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("metadata", [vocabularies.byte_level(), vocabularies.scored()], ids=["byte_level", "scored"])
-def test_transformers_reads_the_files_as_the_server_does(tmp_path, metadata):
+def test_transformers_reads_the_files_equally(tmp_path, metadata):
     ours = save(metadata, tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert ours.vocab_size == len(theirs) == len(metadata["tokenizer.ggml.tokens"])
@@ -117,7 +117,7 @@ def test_transformers_reads_the_files_as_the_server_does(tmp_path, metadata):
         ({}, ["<s>", "▁the"]),
     ],
 )
-def test_what_stands_around_a_text(tmp_path, fields, expected):
+def test_bos_and_eos(tmp_path, fields, expected):
     metadata = vocabularies.scored(**fields)
     tokens = metadata["tokenizer.ggml.tokens"]
     made = save(metadata, tmp_path)
@@ -125,7 +125,7 @@ def test_what_stands_around_a_text(tmp_path, fields, expected):
     assert [tokens[index] for index in made.encode("the", add_special_tokens=False)] == ["▁the"]
 
 
-def test_kinds_of_tokens(tmp_path):
+def test_special_and_user_defined_tokens(tmp_path):
     made = save(vocabularies.byte_level(), tmp_path)
     names = {made.backend.id_to_token(index) for index in made.special_token_ids}
     assert names == {"<|bos|>", "<|eos|>"}
@@ -136,7 +136,7 @@ def test_kinds_of_tokens(tmp_path):
     assert made.special_tokens == {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
 
 
-def test_padding_that_is_ordinary_text_stays_ordinary(tmp_path):
+def test_ordinary_token_as_padding_is_not_special(tmp_path):
     metadata = vocabularies.byte_level()
     metadata["tokenizer.ggml.padding_token_id"] = metadata["tokenizer.ggml.tokens"].index("!")
     made = save(metadata, tmp_path)
@@ -144,14 +144,14 @@ def test_padding_that_is_ordinary_text_stays_ordinary(tmp_path):
     assert made.decode(made.encode("stop!")) == "stop!"
 
 
-def test_a_special_token_of_which_a_file_says_there_is_none():
-    """It is written as -1 in 32 bits."""
+def test_absent_special_token_written_as_minus_one():
+    """As an unsigned integer of 32 bits."""
     metadata = vocabularies.byte_level(padding_token_id=2**32 - 1, eot_token_id=2**32 - 1)
     absent = vocabularies.byte_level(padding_token_id=None, eot_token_id=None)
     assert gguf_tokenizer_files(metadata, "x.gguf") == gguf_tokenizer_files(absent, "x.gguf")
 
 
-def test_old_files_without_types_have_their_ends_special(tmp_path):
+def test_bos_and_eos_are_special_without_token_types(tmp_path):
     metadata = vocabularies.byte_level(token_type=None)
     made = save(metadata, tmp_path)
     bos, eos = metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]
@@ -159,7 +159,7 @@ def test_old_files_without_types_have_their_ends_special(tmp_path):
     assert made.encode("<|eos|>") == [bos, eos]
 
 
-def test_white_space_behind_phi3s_tokens_belongs_to_them(tmp_path):
+def test_phi3_tokens_include_the_white_space_after_them(tmp_path):
     metadata = vocabularies.scored() | {"general.name": "Phi-3 mini"}
     tokens = metadata["tokenizer.ggml.tokens"]
     made = save(metadata, tmp_path)
@@ -179,17 +179,17 @@ def test_chat_templates(tmp_path):
     assert save(both, tmp_path).chat_templates == {"default": source, "tool_use": "tools"}
 
 
-def test_a_file_without_pre_is_cut_by_the_default_rules_and_said_so():
+def test_file_without_word_rules_uses_the_default_with_a_notice():
     metadata = vocabularies.byte_level(pre=None)
     files = gguf_tokenizer_files(metadata, "old.gguf")
     named = gguf_tokenizer_files(metadata | {"tokenizer.ggml.pre": "default"}, "old.gguf")
     assert files.tokenizer == named.tokenizer
     assert named.notices == ()
     (notice,) = files.notices
-    assert notice.startswith("old.gguf does not say how a text is cut into words")
+    assert notice.startswith("old.gguf does not name its word rules")
 
 
-def test_an_empty_token_gets_a_name():
+def test_empty_token_gets_a_name():
     metadata = vocabularies.byte_level()
     metadata["tokenizer.ggml.tokens"].append("")
     metadata["tokenizer.ggml.token_type"].append(vocabularies.UNUSED)

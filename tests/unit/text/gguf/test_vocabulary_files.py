@@ -1,4 +1,4 @@
-"""Token ids of llama.cpp's own vocabularies: every text beside them comes to the ids that llama.cpp expects."""
+"""Token ids of llama.cpp's test vocabularies, compared with the expected ids that llama.cpp ships with them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def files(request: pytest.FixtureRequest) -> Path:
 
 
 class QuickReader(GGUFReader):
-    """The package's reader cuts a memory map for each string, which takes many seconds for a vocabulary."""
+    """Reader without a slice of the memory map per string, which would take many seconds for a vocabulary."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
         return np.frombuffer(self.data, dtype, int(count), offset)
 
 
 def read_tokenizer(path: Path) -> dict[str, Any]:
-    """The metadata of a vocabulary-only file."""
+    """Return the metadata of a vocabulary-only file."""
     found = {}
     for name, field in QuickReader(path).fields.items():
         if name.startswith("GGUF."):
@@ -50,10 +50,12 @@ def read_tokenizer(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", WITH_IDS)
-def test_ids_are_those_that_llama_cpp_expects(files, name):
+def test_ids_equal_llama_cpp(files, name):
     path = files / f"ggml-vocab-{name}.gguf"
     texts = path.with_name(path.name + ".inp").read_bytes().decode("utf-8").split(SEPARATOR)
-    lines = path.with_name(path.name + ".out").read_text(encoding="utf-8").split("\n")  # no ids: an empty line
+    lines = (
+        path.with_name(path.name + ".out").read_text(encoding="utf-8").split("\n")
+    )  # an empty line for a text without ids
     expected = [[int(index) for index in line.split()] for line in lines]
     assert len(texts) > 40
     assert not any(expected[len(texts) :])
@@ -63,7 +65,7 @@ def test_ids_are_those_that_llama_cpp_expects(files, name):
 
 
 @pytest.mark.parametrize("name", ["baichuan", "aquila", "gpt-neox"])
-def test_files_without_expected_ids_can_be_read(files, name):
+def test_files_without_expected_ids(files, name):
     made = Tokenizer.from_str(gguf_tokenizer_files(read_tokenizer(files / f"ggml-vocab-{name}.gguf"), name).tokenizer)
     text = "Hello, world! 12345  naïve 東京 😀\n\n\tend"
     assert made.decode(made.encode(text, add_special_tokens=False).ids) == text
@@ -71,5 +73,5 @@ def test_files_without_expected_ids_can_be_read(files, name):
 
 @pytest.mark.parametrize("name", ["bert-bge", "nomic-bert-moe"])
 def test_vocabularies_of_encoders_are_refused(files, name):
-    with pytest.raises(LoadError, match="gpt2, llama and gemma4 are the kinds read here"):
+    with pytest.raises(LoadError, match="gpt2, llama and gemma4 are the supported kinds"):
         gguf_tokenizer_files(read_tokenizer(files / f"ggml-vocab-{name}.gguf"), name)

@@ -1,4 +1,4 @@
-"""The regular expressions: that the library understands each, and words told by hand for the kinds that differ."""
+"""Word rules of GGUF files: each is valid for the library, and the words of rules that differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def words(kind: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", sorted(WORD_RULES))
-def test_every_kind_cuts_a_text_without_losing_any_of_it(kind):
+def test_rules_preserve_the_text(kind):
     for text in (
         TEXT,
         "",
@@ -67,13 +67,13 @@ def test_words(kinds, expected):
         ("laguna", "a;\nb", ["a", ";", "\n", "b"]),
     ],
 )
-def test_what_sets_a_kind_apart(kind, text, expected):
+def test_differences_between_rules(kind, text, expected):
     assert words(kind, text) == expected
 
 
-def test_a_word_that_is_a_token_is_not_merged_where_the_kind_says_so():
+def test_whole_words_are_not_merged():
     metadata = vocabularies.byte_level()
-    metadata["tokenizer.ggml.tokens"].append("zqzq")  # no merges make it
+    metadata["tokenizer.ggml.tokens"].append("zqzq")  # no merges form it
     metadata["tokenizer.ggml.token_type"].append(vocabularies.NORMAL)
     found = {}
     for kind in ("gpt-2", "llama-bpe"):

@@ -1,4 +1,4 @@
-"""Types of parameters, which are looked up between the tokens of all others: what a schema costs is bounded."""
+"""Bounded cost of parameter types, which are computed on the event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 10_000
 
 
 class Counted(list[Any]):
-    """A list that counts what is read of it."""
+    """List that counts the items read from it."""
 
     seen = 0
 
@@ -43,21 +43,21 @@ def arguments(schema: dict[str, Any], name: str = "a", value: str = "1", calls: 
         ("type", ["string"] * 60_000),
     ],
 )
-def test_a_long_list_in_a_circle_costs_little(key: str, items: list[Any]) -> None:
+def test_cost_of_long_lists_in_a_cycle(key: str, items: list[Any]) -> None:
     counted = Counted(items)
-    loop = {"anyOf": [LOOP] * 200}  # it leads to the list again and again
+    loop = {"anyOf": [LOOP] * 200}  # refers to the list repeatedly
     schema = {"properties": {"a": LOOP}, "$defs": {"l": {**loop, key: counted}}}
     assert arguments(schema) == '{"a": 1}'
     assert counted.seen < MOST
 
 
-def test_a_parameter_is_looked_up_once_for_all_calls() -> None:
+def test_types_are_computed_once_for_all_calls() -> None:
     values = Counted(["1", "2"])
     assert arguments({"properties": {"a": {"enum": values}}}, calls=100) == '{"a": "1"}' * 100
     assert values.seen == len(values)
 
 
-def test_what_a_long_list_says_less_of_is_known_from_beside_it() -> None:
+def test_type_keyword_with_a_list_that_is_too_long() -> None:
     many = [{"const": str(number)} for number in range(5000)]
     assert arguments({"properties": {"a": {"type": "string", "oneOf": many}}}) == '{"a": "1"}'
     assert arguments({"properties": {"a": {"enum": [str(number) for number in range(1000)]}}}) == '{"a": "1"}'

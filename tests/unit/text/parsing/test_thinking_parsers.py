@@ -1,4 +1,4 @@
-"""Thinking told apart from answers: the same whatever the pieces the text comes in."""
+"""Separation of thinking from answers: the result does not depend on how the text is split."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.server.text.reasoning import (
 )
 from windlass.server.text.stream_parser import Content, Event, PlainTextParser, Reasoning
 
-# format, where the text begins, the text, the thinking in it, the answer in it
+# format, phase at the beginning, text, thinking, answer
 CASES: list[tuple[ThinkingFormat, ThinkingPhase, str, str, str]] = [
     (QWEN3, "before", "<think>\nab c\n</think>\n\nHi <b>", "ab c", "Hi <b>"),
     (QWEN3, "before", " \n<think>x</think>y", "x", "y"),
@@ -39,7 +39,7 @@ CASES: list[tuple[ThinkingFormat, ThinkingPhase, str, str, str]] = [
     (QWEN3, "inside", "a \n</thi", "a \n</thi", ""),
     (QWEN3, "inside", "a \n", "a", ""),
     (QWEN3, "inside", "a</think>b</think>", "a", "b</think>"),
-    (QWEN3, "behind", " <think>a</think>", "", " <think>a</think>"),
+    (QWEN3, "after", " <think>a</think>", "", " <think>a</think>"),
     (DEEPSEEK_R1, "inside", "ok</think>\n", "ok", ""),
     (GRANITE, "before", "Here's my thought process: t\n\nHere is my response: r", "t", "r"),
     (GRANITE, "before", "Here is the answer", "", "Here is the answer"),
@@ -56,8 +56,8 @@ CASES: list[tuple[ThinkingFormat, ThinkingPhase, str, str, str]] = [
     (GEMMA4, "before", "<|channel><|channel>thought\na<channel|><channel|> b", "a", "b"),
     (GEMMA4, "inside", "\na<|channel>thought\nb<channel|>c", "a\nb", "c"),
     (GEMMA4, "inside", "a<|tool_call>call:x{}", "a", "<|tool_call>call:x{}"),
-    (GEMMA4, "behind", " Hi.\n<|channel>thought\na <channel|> b<|channel>thought\nb\n<channel|>", "a\n\nb", " Hi.\n b"),
-    (GEMMA4, "behind", "<channel|>a<tool_call|><channel", "", "a<tool_call|><channel"),
+    (GEMMA4, "after", " Hi.\n<|channel>thought\na <channel|> b<|channel>thought\nb\n<channel|>", "a\n\nb", " Hi.\n b"),
+    (GEMMA4, "after", "<channel|>a<tool_call|><channel", "", "a<tool_call|><channel"),
 ]
 
 
@@ -70,7 +70,7 @@ def read(format: ThinkingFormat, phase: ThinkingPhase, pieces: list[str]) -> tup
 
 
 @pytest.mark.parametrize("format, phase, text, thinking, answer", CASES)
-def test_any_cut_gives_the_same(
+def test_result_does_not_depend_on_the_split(
     format: ThinkingFormat, phase: ThinkingPhase, text: str, thinking: str, answer: str
 ) -> None:
     assert read(format, phase, [text])[:2] == (thinking, answer)
@@ -81,11 +81,11 @@ def test_any_cut_gives_the_same(
             pieces = [text[start:end] for start, end in pairwise(ends)]
             found = read(format, phase, pieces)
             assert found[:2] == (thinking, answer), pieces
-            assert all(event.text for event in found[2]), "an event that says nothing"
+            assert all(event.text for event in found[2]), "an event without text"
 
 
-def test_thinking_streams_as_it_comes() -> None:
-    """Nothing is held back but white space and what may be a marker."""
+def test_thinking_is_emitted_at_once() -> None:
+    """Only white space and possible markers are held back."""
     parser = ThinkingParser(QWEN3, "inside", PlainTextParser())
     assert parser.feed("Well, ") == [Reasoning("Well,")]
     assert parser.feed("yes<") == [Reasoning(" yes")]
@@ -93,15 +93,15 @@ def test_thinking_streams_as_it_comes() -> None:
 
 
 def test_white_space_before_a_marker_is_bounded() -> None:
-    """An answer of white space alone must not be kept, and read again, for a marker that may come."""
+    """An answer of white space must not be buffered, and parsed again, for a possible marker."""
     for pieces in ([" " * 70 + "<think>a"], [" "] * 70 + ["<think>a"]):
         assert read(QWEN3, "before", pieces)[:2] == ("", " " * 70 + "<think>a")
     for pieces in ([" " * 70 + "<|channel>a"], [" "] * 70 + ["<|channel>a"]):
         assert read(GEMMA4, "before", pieces)[:2] == ("a", " " * 70)
 
 
-def test_which_text_counts_as_thinking() -> None:
-    """For the usage: everything up to the closing marker, and nothing where no marker opens it."""
+def test_thinking_state() -> None:
+    """Everything up to the closing marker is thinking, and nothing without an opening marker."""
     parser = ThinkingParser(QWEN3, "before", PlainTextParser())
     assert (parser.thinking, parser.has_thought) == (True, False)
     parser.feed("<think>")
@@ -115,7 +115,7 @@ def test_which_text_counts_as_thinking() -> None:
     assert (plain.thinking, plain.has_thought) == (False, False)
 
 
-def test_which_text_counts_as_thinking_where_it_may_come_again() -> None:
+def test_thinking_state_of_recurring_thoughts() -> None:
     parser = ChannelParser(GEMMA4, "before", PlainTextParser())
     found = []
     for piece in (" ", "<|channel>", "thought\n", "a", "<channel|>", "b", "<|channel>", "<channel|>"):
@@ -127,22 +127,22 @@ def test_which_text_counts_as_thinking_where_it_may_come_again() -> None:
     assert (plain.thinking, plain.has_thought) == (False, False)
 
 
-def test_where_an_answer_begins() -> None:
+def test_phase_of_new_messages() -> None:
     assert QWEN3.phase("<|im_start|>assistant\n") == "before"
     assert QWEN3.phase("<|im_start|>assistant\n<think>\n") == "inside"
-    assert QWEN3.phase("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "behind"
+    assert QWEN3.phase("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "after"
     assert QWEN3.phase("user: what does <think> do?\nassistant: ") == "before"
     assert GEMMA4.phase("<|turn>model\n") == GEMMA4.phase("<tool_response|>") == "before"
     assert GEMMA4.phase("<tool_response|><|channel>thought\n") == "inside"
-    assert GEMMA4.phase("<|turn>model\n<|channel>thought\n<channel|>") == "behind"
+    assert GEMMA4.phase("<|turn>model\n<|channel>thought\n<channel|>") == "after"
     assert DEEPSEEK_R1.phase("<｜Assistant｜>") == "inside"
-    assert DEEPSEEK_R1.phase("<｜Assistant｜></think>") == "behind"
+    assert DEEPSEEK_R1.phase("<｜Assistant｜></think>") == "after"
 
 
-def test_where_a_message_is_continued() -> None:
+def test_phase_of_continued_messages() -> None:
     assert QWEN3.phase("assistant: <think>so", "<think>so") == "inside"
-    assert QWEN3.phase("assistant: <think>so</think>The", "<think>so</think>The") == "behind"
-    assert DEEPSEEK_R1.phase("assistant: The", "The") == "behind"
+    assert QWEN3.phase("assistant: <think>so</think>The", "<think>so</think>The") == "after"
+    assert DEEPSEEK_R1.phase("assistant: The", "The") == "after"
     assert GEMMA4.phase("model\n<|channel>thought\nso", "<|channel>thought\nso") == "inside"
 
 
@@ -158,12 +158,12 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template, name", TEMPLATES.items())
-def test_the_format_a_template_speaks_of(template: str, name: str) -> None:
+def test_format_of_template(template: str, name: str) -> None:
     assert format_of_template(template) == name
     assert format_of_template(None) == "none"
 
 
-def test_every_format_can_be_named() -> None:
+def test_formats_equal_the_option_values() -> None:
     assert NAMES == REASONING_PARSERS
 
 

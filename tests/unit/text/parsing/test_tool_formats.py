@@ -1,4 +1,4 @@
-"""Each format of calls: what is read from a text is the same however the text is cut, and no markup leaks."""
+"""Parsers of all call formats: the result does not depend on how the text is split, and contains no markup."""
 
 from __future__ import annotations
 
@@ -211,41 +211,41 @@ OPEN = [
 
 
 @pytest.mark.parametrize(("kind", "text", "is_open"), OPEN)
-def test_whether_the_text_ends_within_a_call(kind: type[StreamParser], text: str, is_open: bool) -> None:
+def test_in_call_at_the_end_of_a_text(kind: type[StreamParser], text: str, is_open: bool) -> None:
     for pieces in ([text], list(text)):
         parser = make(kind)
         read(parser, *pieces)
         assert parser.in_call is is_open
-    if is_open and kind is H:  # of a call that is left out nobody hears
+    if is_open and kind is H:  # False for omitted calls
         assert not (one := make(kind, max_calls=0)).in_call and read(one, text) and not one.in_call
 
 
 @pytest.mark.parametrize(("kind", "text", "expected"), CASES, ids=IDS)
-def test_a_text_means_the_same_however_it_is_cut(kind: type[StreamParser], text: str, expected: Made) -> None:
+def test_result_does_not_depend_on_the_split(kind: type[StreamParser], text: str, expected: Made) -> None:
     assert read(make(kind), text) == expected
     assert read(make(kind), *text) == expected
     for cut in range(1, len(text)):
         assert read(make(kind), text[:cut], text[cut:]) == expected, text[:cut]
-    places = range(1, len(text), 1 + len(text) // 40)  # of long texts every third place or so
+    places = range(1, len(text), 1 + len(text) // 40)  # about 40 positions of long texts
     for first, second in itertools.combinations(places, 2):
         assert read(make(kind), text[:first], text[first:second], text[second:]) == expected, (first, second)
 
 
 @pytest.mark.parametrize(("kind", "text", "expected"), CASES, ids=IDS)
-def test_arguments_come_as_they_are_written(kind: type[StreamParser], text: str, expected: Made) -> None:
-    """A call is told before its arguments are complete, and what was told is never taken back."""
-    told: list[Event] = []
+def test_events_are_emitted_early(kind: type[StreamParser], text: str, expected: Made) -> None:
+    """A call is emitted before its arguments are complete, and events are never revoked."""
+    events: list[Event] = []
     parser = make(kind)
     for character in text:
-        told += parser.feed(character)
-        content, reasoning, calls = put_together(told)
+        events += parser.feed(character)
+        content, reasoning, calls = put_together(events)
         assert expected[0].startswith(content) and expected[1].startswith(reasoning)
         for (name, arguments), (whole_name, whole) in zip(calls, expected[2], strict=False):
             assert name == whole_name and whole.startswith(arguments)
 
 
 @pytest.mark.parametrize("kind", [H, L, P, M, D, G])
-def test_long_strings_are_passed_on_at_once(kind: type[StreamParser]) -> None:
+def test_long_strings_are_emitted_at_once(kind: type[StreamParser]) -> None:
     opening = {
         H: '<tool_call>{"name": "look", "arguments": ',
         L: '{"name": "look", "parameters": ',
@@ -259,7 +259,7 @@ def test_long_strings_are_passed_on_at_once(kind: type[StreamParser]) -> None:
     assert parser.feed("Rome and then") == [CallArguments(0, "Rome and then")]
 
 
-def test_strings_in_quotes_of_their_own_are_passed_on_at_once() -> None:
+def test_strings_in_gemma_quotes_are_emitted_at_once() -> None:
     parser = make(K)
     parser.feed('<|tool_call>call:look{city:<|"|>')
     assert parser.feed('Rome "and" <') == [CallArguments(0, 'Rome \\"and\\" ')]
@@ -267,8 +267,8 @@ def test_strings_in_quotes_of_their_own_are_passed_on_at_once() -> None:
 
 @pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y, K, F])
 @pytest.mark.parametrize("written", ["\\ud83d", "\\ude00\\ud83d", "\\\\ud83d", "\\ud83d\\ude00", "\\ud83d\\u0041"])
-def test_no_event_holds_half_a_character(kind: type[StreamParser], written: str) -> None:
-    """A model may write the escape of half a character anywhere, and what is found must be text that can be sent."""
+def test_events_have_no_lone_surrogates(kind: type[StreamParser], written: str) -> None:
+    """A model may write the escape of a surrogate anywhere, and events must be encodable in UTF-8."""
     within = json.dumps(f'{{"city": "{written}"}}')
     for name, value in itertools.product(
         ("look", f"look{written}"), (f'{{"city": "{written}"}}', within, f'"{{{written}"')
@@ -287,7 +287,7 @@ def test_no_event_holds_half_a_character(kind: type[StreamParser], written: str)
         }[kind]
         parser = make(kind)
         for event in parser.feed(text) + parser.finish():
-            to_json(event)  # raises where it cannot be written
+            to_json(event)  # raises for lone surrogates
 
 
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -312,7 +312,7 @@ DEFINED = {
         ({"enum": ["1", "2"]}, {"1": '"1"'}),
         ({"enum": ["1", None]}, {"1": '"1"', "null": "null"}),
         ({"const": "true"}, {"true": '"true"'}),
-        # what may be anything else is what it says
+        # values of other types are parsed
         ({}, {"1": "1", "a": '"a"', "null": "null", "True": "true"}),
         ({"type": ["string", "integer"]}, {"1": "1", "a": '"a"'}),
         ({"anyOf": [OPTIONAL, {"type": "object"}]}, {'{"a": 1}': '{"a": 1}', "a": '"a"'}),
@@ -323,7 +323,7 @@ DEFINED = {
         ({"anyOf": [{"const": str(number)} for number in range(5000)]}, {"1": "1"}),
     ],
 )
-def test_text_stays_text_where_the_schema_permits_nothing_else(schema: dict[str, Any], written: dict[str, str]) -> None:
+def test_values_follow_the_types_of_the_schema(schema: dict[str, Any], written: dict[str, str]) -> None:
     parameters = {"properties": {"a": schema}, **DEFINED}
     for text, value in written.items():
         parser = XmlParametersParser(CallOptions(schemas={"look": parameters}, new_id=lambda: "call_0"))
@@ -349,21 +349,21 @@ def test_text_stays_text_where_the_schema_permits_nothing_else(schema: dict[str,
         (Lfm2Parser, '<|tool_call_start|>{"name": "NAME"}<|tool_call_end|>', None),
     ],
 )
-def test_a_function_that_may_not_be_called_now(kind: type[StreamParser], text: str, content: str | None) -> None:
-    """Its calls are content, to the last character; one that nobody offered is passed on as ever."""
+def test_disallowed_function(kind: type[StreamParser], text: str, content: str | None) -> None:
+    """Its calls are content, unchanged; calls of unknown functions are emitted."""
     called = text.replace("NAME", "look")
     for pieces in ([called], list(called)):
         assert read(make(kind, disallowed={"look"}), *pieces) == (content or called, "", [])
     assert read(make(kind, disallowed={"look"}), text.replace("NAME", "other")) == only(("other", "{}"))
 
 
-def test_further_calls_than_asked_for_are_left_out() -> None:
+def test_max_calls() -> None:
     call = f'<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>'
     assert read(make(H, max_calls=1), call, call, " end") == ("end", "", [LOOK])
     assert len(read(make(H), call * (MAX_CALLS + 3))[2]) == MAX_CALLS
 
 
-def test_where_only_calls_can_be_the_beginning_of_one_is_no_content() -> None:
+def test_calls_only_omits_incomplete_calls() -> None:
     text = f'[{{"name": "look", "arguments": {ROME}}}, {{"name": "fi'
     assert read(make(P), *text) == (', {"name": "fi', "", [LOOK])
     assert read(make(P, calls_only=True), *text) == only(LOOK)
@@ -394,15 +394,15 @@ LONG = {
 
 
 @pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y, K, F])
-def test_the_work_grows_with_the_text_only(kind: type[StreamParser]) -> None:
-    """Counted, not timed: what is looked at again with each piece must not grow."""
+def test_work_is_linear_in_the_text(kind: type[StreamParser]) -> None:
+    """Measured in characters buffered at each piece, not in time."""
     for name, text in LONG.items():
         counts = [steps(kind, text[: len(text) // part]) for part in (4, 1)]
         assert counts[1] < 6 * counts[0] + 1000, name
 
 
 def steps(kind: type[StreamParser], text: str) -> int:
-    """Characters that the parser looks at while it reads `text` in pieces of 4."""
+    """Return the characters in the buffer, summed over pieces of 4 characters."""
     parser = make(kind)
     seen = 0
     for at in range(0, len(text), 4):

@@ -1,4 +1,4 @@
-"""What a model's files say beside its vocabulary, and vocabularies that do not hold together."""
+"""Special tokens and options from the files next to a vocabulary, and inconsistent vocabularies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit_helpers.vocabularies_of_old import ranked_tokens, write_tekken, write_tiktoken
+from unit_helpers.tiktoken_files import ranked_tokens, write_tekken, write_tiktoken
 
 from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer import Tokenizer
@@ -23,13 +23,8 @@ def test_qwen(tmp_path: Path) -> None:
         write_tiktoken(tmp_path / "qwen.tiktoken", TOKENS, QWEN, tokenizer_class="QWenTokenizer")
     )
     assert ours.special_tokens == {"eos_token": "<|endoftext|>"} and ours.bos_token_id is None
-    assert ours.encode("<|endoftext|><|im_start|><|im_end|><|extra_0|><|extra_204|>") == [
-        N,
-        N + 1,
-        N + 2,
-        N + 3,
-        N + 207,
-    ]
+    expected = [N, N + 1, N + 2, N + 3, N + 207]
+    assert ours.encode("<|endoftext|><|im_start|><|im_end|><|extra_0|><|extra_204|>") == expected
     assert ours.vocab_size == N + 208 and ours.encode("") == []
 
 
@@ -42,7 +37,7 @@ def test_llama3(tmp_path: Path) -> None:
     assert ours.encode("<|reserved_special_token_246|>", add_special_tokens=False) == [N + 255]
 
 
-def test_kimi_has_its_names_in_its_config(tmp_path: Path) -> None:
+def test_kimi_reads_names_from_its_config(tmp_path: Path) -> None:
     named = {str(N): {"content": "[BOS]", "special": True}, str(N + 9): {"content": "<think>", "special": False}}
     config = {**KIMI, "bos_token": "[BOS]", "added_tokens_decoder": named}
     ours = Tokenizer.from_directory(
@@ -63,7 +58,7 @@ def test_tekken(tmp_path: Path, given: list[str] | None) -> None:
     assert ours.special_tokens["eos_token"] == "</s>"
 
 
-def test_what_begins_and_ends_a_text_can_be_told(tmp_path: Path) -> None:
+def test_add_bos_token_and_add_eos_token(tmp_path: Path) -> None:
     made = write_tekken(tmp_path / "tekken.json", TOKENS, None, 30, add_bos_token=False, add_eos_token=True)
     assert Tokenizer.from_directory(made).encode("a") == [30 + ord("a"), 2]
 
@@ -90,12 +85,12 @@ def ranks(*lines: bytes) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("write", "said"),
+    ("write", "message"),
     [
-        (ranks(b"!!!! 700"), "no token in base64"),
+        (ranks(b"!!!! 700"), "not a token in base64"),
         (ranks(b"YWFhYWE= 9999999"), "ranks"),
-        (ranks(b"YWFhYWE="), "no token in base64"),
-        (ranks(b"YQ== %d" % N), "the same"),
+        (ranks(b"YWFhYWE="), "not a token in base64"),
+        (ranks(b"YQ== %d" % N), "are equal"),
         (lambda file: write_tiktoken(file / "qwen.tiktoken", TOKENS[1:], QWEN), "not every byte"),
         (
             lambda file: write_tiktoken(file / "tokenizer.model", TOKENS, {"model_type": "exotic"}),
@@ -105,7 +100,7 @@ def ranks(*lines: bytes) -> Any:
             lambda file: write_tiktoken(
                 file / "tokenizer.model", TOKENS, {}, tokenizer_class="X", auto_map={"AutoTokenizer": ["a.X"]}
             ),
-            "program of its own",
+            "requires the model's own code",
         ),
         (
             lambda file: write_tiktoken(
@@ -115,30 +110,30 @@ def ranks(*lines: bytes) -> Any:
                 **KIMI,
                 added_tokens_decoder={"999999999": {"content": "x"}},
             ),
-            "far behind",
+            "far beyond",
         ),
         (
             lambda file: write_tiktoken(file / "qwen.tiktoken", TOKENS, QWEN, added_tokens_decoder=[1]),
             "tokenizer_config.json",
         ),
-        (broken(lambda content: content.pop("config")), "form of tekken.json"),
-        (broken(lambda content: content["config"].update(pattern="(")), "does not hold together"),
-        (broken(lambda content: content["config"].update(default_num_special_tokens=3)), "there is room for 3"),
+        (broken(lambda content: content.pop("config")), "format of tekken.json"),
+        (broken(lambda content: content["config"].update(pattern="(")), "is inconsistent"),
+        (broken(lambda content: content["config"].update(default_num_special_tokens=3)), "3 are permitted"),
         (broken(lambda content: content["vocab"].pop(3)), "ranks"),
-        (broken(lambda content: content["vocab"][260].update(token_bytes="?")), "form of tekken.json"),
+        (broken(lambda content: content["vocab"][260].update(token_bytes="?")), "format of tekken.json"),
         (
             broken(lambda content: content.update(special_tokens=[{"rank": 7e300, "token_str": "x"}])),
-            "room for|form of",
+            "are permitted|format of",
         ),
     ],
 )
-def test_vocabularies_that_do_not_hold_together(tmp_path: Path, write: Any, said: str) -> None:
-    with pytest.raises(LoadError, match=said) as caught:
+def test_inconsistent_vocabularies(tmp_path: Path, write: Any, message: str) -> None:
+    with pytest.raises(LoadError, match=message) as caught:
         Tokenizer.from_directory(write(tmp_path))
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
-def test_several_vocabularies(tmp_path: Path) -> None:
+def test_ambiguous_vocabulary_files(tmp_path: Path) -> None:
     write_tiktoken(tmp_path / "a.tiktoken", TOKENS, QWEN)
     write_tiktoken(tmp_path / "b.tiktoken", TOKENS, QWEN)
     with pytest.raises(LoadError, match=r"a\.tiktoken, b\.tiktoken"):
