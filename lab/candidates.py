@@ -230,7 +230,10 @@ def request_fields(candidate: Candidate | TaskCandidate) -> dict[str, Any]:
 def serve_command(model: str | None, length: int, fields: dict[str, Any]) -> str:
     """The command line that serves contexts of `length` with these request fields as defaults."""
     words = ["windlass", "serve", *([model] if model else []), "--max-model-len", str(length)]
-    for name, value in fields.items():
+    options = dict(fields)
+    if "attention_sinks" in options:  # an option has both numbers
+        options["attention_window"] = f"{options['attention_window']},{options.pop('attention_sinks')}"
+    for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return shlex.join(words)
 

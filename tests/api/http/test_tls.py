@@ -166,7 +166,7 @@ def test_client_certificates(files: Files) -> None:
 def test_a_key_with_a_password(files: Files) -> None:
     make_tls_context(files.cert, files.locked, "word")
     for password in (None, "wrong"):
-        with pytest.raises(LoadError, match="--ssl-keyfile-password"):
+        with pytest.raises(LoadError, match="WINDLASS_SSL_KEYFILE_PASSWORD"):
             make_tls_context(files.cert, files.locked, password)
 
 

@@ -214,7 +214,7 @@ def test_key_token_losses() -> None:
             ROTATE,
             'windlass serve m --max-model-len 2048 --rope-scaling \'{"rope_type": "dynamic", "factor": 2}\' --rope-update rotate',
         ),
-        (WINDOW, "windlass serve m --max-model-len 2048 --attention-window 28 --attention-sinks 4"),
+        (WINDOW, "windlass serve m --max-model-len 2048 --attention-window 28,4"),
         (CUT, "windlass serve m --max-model-len 512"),
     ],
 )
