@@ -32,7 +32,6 @@ from windlass.server.config.option import (
     json_text,
     number_above_zero,
     number_type,
-    option,
     options,
     options_of,
     read_tokens,
@@ -80,178 +79,157 @@ _WEIGHTS = choice(*get_args(Quantization))
 class EngineOptions:
     """Options of every command that starts an engine."""
 
-    device: str = option(
+    device: str = Panel.MODEL.option(
         text(metavar="DEVICE"),
         default="auto",
         sets="compute.device",
-        panel=Panel.MODEL,
         help="cpu, cuda, cuda:1 or auto.",
     )
-    dtype: str = option(
+    dtype: str = Panel.MODEL.option(
         number_type(),
         default="auto",
         sets="compute.dtype",
-        panel=Panel.MODEL,
         main=True,
         help="Number type of the computation: auto, float32, bfloat16 or float16.",
     )
-    kv_cache_dtype: str = option(
+    kv_cache_dtype: str = Panel.CONTEXT.option(
         number_type(parse_cache_dtype),
         default="auto",
         sets="cache.dtype",
-        panel=Panel.CONTEXT,
         help="Number type of cached keys and values: auto, float32, bfloat16, float16, int8 or, on a GPU, fp8.",
     )
-    quantization: Quantization = option(
+    quantization: Quantization = Panel.MODEL.option(
         _WEIGHTS,
         default="none",
         sets="compute.quantization",
-        panel=Panel.MODEL,
         main=True,
         help="Quantize the weights to 8 or 4 bits while loading. Saves memory and is faster on a CPU, at a small loss of "
         "quality.",
     )
-    activations: str = option(
+    activations: str = Panel.MODEL.option(
         choice("int8", "float32"),
         default="int8",
         scope="variable",
         sets="compute.activations",
-        panel=Panel.MODEL,
         help="Rounding of activations before multiplication with quantized weights; float32 rounds nothing, is much slower "
         "and meant for comparison.",
     )
-    weight_cache: str | None = option(
+    weight_cache: str | None = Panel.MODEL.option(
         folder("a folder, or model for one in the model's directory", "beside", aliases={"model": "beside"}),
         default=None,
         sets="loading.weight_cache",
-        panel=Panel.MODEL,
         help="Folder in which quantized weights are stored, so that the next start does not quantize again; model: a "
         "folder in the model's directory. Default: none.",
     )
-    load_format: str = option(
+    load_format: str = Panel.MODEL.option(
         choice("safetensors", "dummy"),
         default="safetensors",
         scope="variable",
         sets="loading.format",
-        panel=Panel.MODEL,
         help="dummy loads random weights, for speed measurements without a download.",
     )
-    max_model_len: int | None = option(
+    max_model_len: int | None = Panel.CONTEXT.option(
         TOKENS_OR_AUTO,
         default=None,
         sets="max_model_len",
-        panel=Panel.CONTEXT,
         main=True,
         help="Longest prompt and output together, in tokens: 8192, 8k and 8K are the same. May exceed the model's own length "
         "(see --rope-scaling). Default, and auto: the model's own length, if it fits.",
     )
-    shift_context: int | None = option(
+    shift_context: int | None = Panel.CONTEXT.option(
         TOKENS,
         default=None,
         scope="key",
         sets="context.shift_context",
-        panel=Panel.CONTEXT,
         reported=True,
         help="Tokens that a sequence under context shift (context-overflow: shift) holds. Default: max-model-len.",
     )
-    max_total_tokens: int | None = option(
+    max_total_tokens: int | None = Panel.CONTEXT.option(
         TOKENS,
         default=None,
         scope="key",
         sets="context.max_total_tokens",
-        panel=Panel.CONTEXT,
         reported=True,
         help="Prompt and output tokens at which a sequence under context shift ends. Default: unlimited.",
     )
-    max_num_batched_tokens: int = option(
+    max_num_batched_tokens: int = Panel.BATCHING.option(
         TOKENS,
         default=2048,
         sets="scheduling.max_num_batched_tokens",
-        panel=Panel.BATCHING,
         help="Token budget of one step.",
     )
-    max_num_seqs: int = option(
+    max_num_seqs: int = Panel.BATCHING.option(
         integer(),
         default=64,
         sets="scheduling.max_num_seqs",
-        panel=Panel.BATCHING,
         main=True,
         help="Sequences that run at once, at most 65,536; each sample of a request is one.",
     )
-    max_waiting: int = option(
+    max_waiting: int = Panel.BATCHING.option(
         integer(),
         default=1024,
         sets="scheduling.max_waiting",
-        panel=Panel.BATCHING,
         help="Requests that may wait; further ones are refused with status 429.",
     )
-    kv_cache_memory: int | None = option(
+    kv_cache_memory: int | None = Panel.CONTEXT.option(
         MEMORY,
         default=None,
         sets="cache.memory",
-        panel=Panel.CONTEXT,
         main=True,
         help="Memory for cached keys and values, such as 4GiB or 500MB. Default: half of the free memory on a CPU, the rest of "
         "--gpu-memory-utilization on a GPU.",
     )
-    gpu_memory_utilization: float | None = option(
+    gpu_memory_utilization: float | None = Panel.CONTEXT.option(
         number_above_zero("a share above 0 and at most 1", "SHARE"),
         default=None,
         sets="cache.device_share",
-        panel=Panel.CONTEXT,
         help="Share of a GPU's memory that the engine may use, weights and steps included; the cache gets the rest of it. "
         "Cannot be combined with --kv-cache-memory. Default: 0.9.",
     )
-    block_size: int = option(
+    block_size: int = Panel.CONTEXT.option(
         integer(),
         default=16,
         scope="key",
         sets="cache.block_size",
-        panel=Panel.CONTEXT,
         help="Tokens per cache block, a multiple of 16.",
     )
-    prefix_caching: bool = option(
+    prefix_caching: bool = Panel.CONTEXT.option(
         SWITCH,
         default=True,
         sets="cache.prefix_caching",
-        panel=Panel.CONTEXT,
         help="Reuse the cache of equal prompt starts.",
     )
-    kv_persist: str | None = option(
+    kv_persist: str | None = Panel.CONTEXT.option(
         folder("a folder"),
         default=None,
         sets="cache.persist",
-        panel=Panel.CONTEXT,
         help="Folder in which full blocks of cached keys and values are stored, so that equal prompt starts are not computed "
         "again after a restart or by another server of this model. Readers of the folder can recover parts of prompts. "
         "Default: none.",
     )
-    kv_persist_size: int | None = option(
+    kv_persist_size: int | None = Panel.CONTEXT.option(
         MEMORY,
         default=None,
         scope="key",
         sets="cache.persist_size",
-        panel=Panel.CONTEXT,
         help="Limit of all files in the kv-persist folder together; the least recently used are deleted first. Default: 4GiB.",
     )
-    kv_host_memory: int | None = option(
+    kv_host_memory: int | None = Panel.CONTEXT.option(
         MEMORY,
         default=None,
         sets="cache.host_memory",
-        panel=Panel.CONTEXT,
         help="On a GPU: main memory for blocks that the cache evicts, copied back when a prompt needs them. Default: none.",
     )
-    rope_scaling: str | None = option(
+    rope_scaling: str | None = Panel.ROTARY.option(
         json_object(SCALING_EXAMPLE, f"a mapping such as {SCALING_EXAMPLE}, the name of a profile, or auto"),
         default=None,
         sets="rotary.scaling",
-        panel=Panel.ROTARY,
         main=True,
         help=f"Rotary scaling in Hugging Face's format: '{SCALING_EXAMPLE}'; or the name of a profile; or auto: the smallest "
         f"scaling that the length of each request needs. {_THRESHOLDS_EXAMPLE} sets the lengths, in tokens, up to which "
         "auto uses a profile, or none; without auto, only for requests that ask for auto. Default: the model's own.",
     )
-    rope_profile: list[str] | None = option(
+    rope_profile: list[str] | None = Panel.ROTARY.option(
         Kind(
             form=f"a mapping of names to scalings such as {SCALING_EXAMPLE}",
             read=_read_profiles,
@@ -259,151 +237,134 @@ class EngineOptions:
             parameter=list[str],
         ),
         default=None,
-        panel=Panel.ROTARY,
         main=True,
         in_llm=True,
         help="A scaling that requests may use by its name; repeatable. The variable may also hold a JSON object of several: "
         f"'{{\"long\": {SCALING_EXAMPLE}}}'.",
     )
-    rope_update: RopeUpdate | None = option(
+    rope_update: RopeUpdate | None = Panel.ROTARY.option(
         choice(*ROPE_UPDATES),
         default=None,
         sets="rotary.update",
-        panel=Panel.ROTARY,
         reported=True,
         help="Policy for cached keys when frequencies that depend on length change, for requests that set none: frozen "
         "(frequencies never change), recompute (tokens are computed again) or rotate (cached keys are rotated again). "
         "Default: recompute for longrope, else frozen.",
     )
-    lora: list[str] | None = option(
+    lora: list[str] | None = Panel.ADAPTERS.option(
         texts("NAME=DIR"),
         default=None,
-        panel=Panel.ADAPTERS,
         main=True,
         in_llm=True,
         help="A LoRA adapter in PEFT's format, which requests select as their model; repeatable or comma-separated.",
     )
-    max_loras: int = option(
+    max_loras: int = Panel.ADAPTERS.option(
         integer(),
         default=8,
         sets="adapters.max_loaded",
-        panel=Panel.ADAPTERS,
         help="Adapters that may be loaded at once, at most 1,024.",
     )
-    max_lora_rank: int = option(
+    max_lora_rank: int = Panel.ADAPTERS.option(
         integer(),
         default=64,
         scope="key",
         sets="adapters.max_rank",
-        panel=Panel.ADAPTERS,
         help="Largest rank of an adapter.",
     )
-    deterministic: bool = option(
+    deterministic: bool = Panel.BATCHING.option(
         SWITCH,
         default=False,
         sets="compute.deterministic",
-        panel=Panel.BATCHING,
         main=True,
         reported=True,
         help="A greedy request gets the same tokens in any batch and however its prompt is cut into chunks. Costs speed, "
         "mostly with long prompts and many requests at once.",
     )
-    cuda_graphs: bool = option(
+    cuda_graphs: bool = Panel.BATCHING.option(
         SWITCH,
         default=True,
         scope="variable",
         sets="compute.cuda_graphs",
-        panel=Panel.BATCHING,
         help="On a GPU: capture decode steps at start and replay them. false starts faster and saves GPU memory, and decodes "
         "more slowly.",
     )
-    speculative_ngram: int = option(
+    speculative_ngram: int = Panel.SPECULATION.option(
         integer(),
         default=0,
         sets="scheduling.speculation.num_tokens",
-        panel=Panel.SPECULATION,
         reported=True,
         help="Speculative decoding by prompt lookup: propose up to N tokens per step that followed the stream's last tokens "
         "earlier in its text. The output stays the same. 0: off; 4 is a good value, 64 the largest.",
     )
-    speculative_model: str | None = option(
+    speculative_model: str | None = Panel.SPECULATION.option(
         text("the name or path of a model", "MODEL"),
         default=None,
         sets="scheduling.speculation.model",
-        panel=Panel.SPECULATION,
         main=True,
         reported=True,
         help="Speculative decoding by a draft model: a smaller model with the same tokenizer, given as MODEL is. The output "
         "stays the same. Default: none.",
     )
-    speculative_model_quantization: Quantization = option(
+    speculative_model_quantization: Quantization = Panel.SPECULATION.option(
         _WEIGHTS,
         default="none",
         scope="key",
         sets="scheduling.speculation.quantization",
-        panel=Panel.SPECULATION,
         help="Quantization of the draft model's weights, or of the MTP layer's and its copy of the head: none, int8 or int4.",
     )
-    speculative_mtp: bool = option(
+    speculative_mtp: bool = Panel.SPECULATION.option(
         SWITCH,
         default=False,
         sets="scheduling.speculation.mtp",
-        panel=Panel.SPECULATION,
         main=True,
         reported=True,
         help="Speculative decoding by the MTP layer in the model's own files (Qwen 3.5, Qwen3-Next, DeepSeek V3, GLM 4.5 and "
         "later, ERNIE 4.5 MoE, Nemotron 3.5).",
     )
-    speculative_tokens: int = option(
+    speculative_tokens: int = Panel.SPECULATION.option(
         integer(),
         default=4,
         sets="scheduling.speculation.draft_tokens",
-        panel=Panel.SPECULATION,
         help="Largest number of tokens that the draft model or the MTP layer proposes for a stream per step, at most 16.",
     )
-    speculative_adaptive: bool = option(
+    speculative_adaptive: bool = Panel.SPECULATION.option(
         SWITCH,
         default=True,
         scope="variable",
         sets="scheduling.speculation.adaptive",
-        panel=Panel.SPECULATION,
         help="Let the draft model or the MTP layer propose fewer tokens where fewer are accepted, and none where that saves no "
         "time; false is meant for comparison.",
     )
-    threads: int | None = option(
+    threads: int | None = Panel.BATCHING.option(
         integer(),
         default=None,
         sets="compute.threads",
-        panel=Panel.BATCHING,
         main=True,
         help="CPU threads of the model, for each rank, at most 1,024. Default: torch's choice.",
     )
-    tensor_parallel: int = option(
+    tensor_parallel: int = Panel.BATCHING.option(
         integer(),
         default=1,
         sets="compute.tensor_parallel",
-        panel=Panel.BATCHING,
         help="Split the model over N processes, at most 32, each with a part of every layer's heads and weights. They compute "
         "every step together, on the CPUs of one machine or with a GPU each.",
     )
-    pin_cores: bool = option(
+    pin_cores: bool = Panel.BATCHING.option(
         SWITCH,
         default=False,
         scope="key",
         sets="compute.cores",
         convert=lambda pinned: split_cores()[0] if pinned else None,
-        panel=Panel.BATCHING,
         help="Keep the engine and the HTTP server on separate CPU cores: one for the server, the others for the engine.",
     )
-    target_step_ms: float = option(
+    target_step_ms: float = Panel.BATCHING.option(
         number_above_zero("finite and not negative", "MS"),
         default=250.0,
         sets="scheduling.target_step_seconds",
         convert=_to_seconds,
-        panel=Panel.BATCHING,
         help="Cut prompts into chunks so that a step that also decodes stays below this many milliseconds; 0: no limit.",
     )
-    burst_ms: float = option(
+    burst_ms: float = Panel.BATCHING.option(
         Kind(
             form=f"a number of milliseconds between 0 and {MAX_BURST_SECONDS * 1000:g}",
             read=_read_milliseconds,
@@ -413,7 +374,6 @@ class EngineOptions:
         scope="variable",
         sets="scheduling.burst_seconds",
         convert=_to_seconds,
-        panel=Panel.BATCHING,
         help="Longest multi-step decoding in milliseconds before running streams return their tokens; 0: send each token "
         "immediately.",
     )

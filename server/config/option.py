@@ -56,6 +56,13 @@ class Panel(StrEnum):
     CONNECTIONS = "Connections"
     CLUSTER = "Cluster"
 
+    def option(self, kind: Kind, *, default: Any, **description: Any) -> Any:
+        """A field of a class decorated with `options`. The parameters are the fields of `Option`."""
+        description["in_llm"] = description.get("in_llm", False) or "sets" in description
+        return field(
+            default=default, metadata={"option": Option(kind=kind, default=default, panel=self, **description)}
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
@@ -162,13 +169,7 @@ def _problem(kind: Kind, value: object, error: Exception) -> str:
     return str(error) if isinstance(error, UnusableValue) else f"must be {kind.form}, got {excerpt(value)}"
 
 
-def option(kind: Kind, *, default: Any, **description: Any) -> Any:
-    """A field of a class decorated with `options`. The parameters are the fields of `Option`."""
-    description["in_llm"] = description.get("in_llm", False) or "sets" in description
-    return field(default=default, metadata={"option": Option(kind=kind, default=default, **description)})
-
-
-@dataclass_transform(kw_only_default=True, field_specifiers=(option,))
+@dataclass_transform(kw_only_default=True)
 def options(cls: type[T]) -> type[T]:
     """Make a dataclass of options: each is named after its field, and its value is read when an object is made."""
 

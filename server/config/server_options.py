@@ -29,7 +29,6 @@ from windlass.server.config.option import (
     excerpt,
     integer,
     json_object,
-    option,
     options,
     options_of,
     path,
@@ -124,19 +123,17 @@ _POLICY_FORM = "allow, profiles, off or exact, or two with a comma such as profi
 class SamplingOptions:
     """Default sampling parameters, of commands that run a model without serving it."""
 
-    generation_config: str = option(
+    generation_config: str = Panel.ANSWERS.option(
         text("auto, none or a path", "auto|none|PATH"),
         default="auto",
-        panel=Panel.ANSWERS,
         reported=True,
         in_llm=True,
         help="Sampling parameters of requests that set none: auto (the model's generation_config.json, and for a known model "
         "what its authors recommend), none, or the path of another such file or its folder.",
     )
-    override_generation_config: str | None = option(
+    override_generation_config: str | None = Panel.ANSWERS.option(
         json_object(_SAMPLING_EXAMPLE),
         default=None,
-        panel=Panel.ANSWERS,
         in_llm=True,
         help=f"Sampling parameters that replace those of the file, such as '{_SAMPLING_EXAMPLE}'.",
     )
@@ -151,220 +148,193 @@ class SamplingOptions:
 class ServerOptions(SamplingOptions):
     """Options of `windlass serve` besides the engine's."""
 
-    host: str = option(
+    host: str = Panel.NETWORK.option(
         text("an address", "HOST"),
         default="127.0.0.1",
-        panel=Panel.NETWORK,
         main=True,
         help="Address to listen on; 0.0.0.0 for all addresses.",
     )
-    port: int = option(
+    port: int = Panel.NETWORK.option(
         integer(0, 65535),
         default=8000,
-        panel=Panel.NETWORK,
         main=True,
         help="Port to listen on; 0 chooses a free port.",
     )
-    uds: Path | None = option(
+    uds: Path | None = Panel.NETWORK.option(
         path("PATH"),
         default=None,
-        panel=Panel.NETWORK,
         in_ray=False,
         help="Listen on a Unix socket at this path instead, open to the owner and group of this process.",
     )
-    ssl_certfile: Path | None = option(
+    ssl_certfile: Path | None = Panel.NETWORK.option(
         path("FILE"),
         default=None,
-        panel=Panel.NETWORK,
         in_ray=False,
         help="Serve HTTPS with this certificate (PEM, followed by its chain).",
     )
-    ssl_keyfile: Path | None = option(
+    ssl_keyfile: Path | None = Panel.NETWORK.option(
         path("FILE"),
         default=None,
-        panel=Panel.NETWORK,
         in_ray=False,
         help="Private key of the certificate. Default: contained in --ssl-certfile.",
     )
-    ssl_keyfile_password: str | None = option(
-        text("a password"), default=None, scope="variable", panel=Panel.NETWORK, help="Password of the private key."
+    ssl_keyfile_password: str | None = Panel.NETWORK.option(
+        text("a password"), default=None, scope="variable", help="Password of the private key."
     )
-    ssl_ca_certs: Path | None = option(
+    ssl_ca_certs: Path | None = Panel.NETWORK.option(
         path("FILE"),
         default=None,
-        panel=Panel.NETWORK,
         in_ray=False,
         help="Require client certificates signed by one of these authorities.",
     )
-    served_model_name: list[str] | None = option(
+    served_model_name: list[str] | None = Panel.MODEL.option(
         texts("NAME"),
         default=None,
-        panel=Panel.MODEL,
         main=True,
         help="Model id in the API; repeatable or comma-separated: responses have the first, requests may use any. "
         "Default: the name of the model's directory.",
     )
-    chat_template: Path | None = option(
+    chat_template: Path | None = Panel.ANSWERS.option(
         path("FILE"),
         default=None,
-        panel=Panel.ANSWERS,
         main=True,
         reported=True,
         in_llm=True,
         help="A chat template (Jinja) that replaces the model's own.",
     )
-    rerank_tokens: list[str] | None = option(
+    rerank_tokens: list[str] | None = Panel.ANSWERS.option(
         texts("NO,YES"),
         default=None,
-        panel=Panel.ANSWERS,
         reported=True,
         in_llm=True,
         help="Rank documents by which of two tokens the model predicts, such as no,yes; or by the logit of one token. "
         "Default: as the model's files declare.",
     )
-    rerank_template: str | None = option(
+    rerank_template: str | None = Panel.ANSWERS.option(
         text("qwen3 or a path", "FILE"),
         default=None,
-        panel=Panel.ANSWERS,
         reported=True,
         in_llm=True,
         help="Prompt of a query and a document (Jinja), or qwen3: the prompt of Qwen3-Reranker. Default: the model's chat "
         "template, where it accepts both.",
     )
-    default_chat_template_kwargs: str | None = option(
+    default_chat_template_kwargs: str | None = Panel.ANSWERS.option(
         json_object(_KWARGS_EXAMPLE),
         default=None,
-        panel=Panel.ANSWERS,
         reported=True,
         in_llm=True,
         help=f"Variables of the chat template, for requests that do not set them, such as '{_KWARGS_EXAMPLE}'.",
     )
-    root_path: str = option(
+    root_path: str = Panel.NETWORK.option(
         text("a path such as /llm", "PATH"),
         default="",
-        panel=Panel.NETWORK,
         help="Path prefix under which a proxy serves the API, such as /llm; the proxy may remove it from requests or not.",
     )
-    api_key: list[str] | None = option(
+    api_key: list[str] | None = Panel.ACCESS.option(
         texts("KEY"),
         default=None,
-        panel=Panel.ACCESS,
         main=True,
         help="A key that clients must send; repeatable or comma-separated. Other users of the machine can see command lines: "
         "prefer the variable or --api-key-file.",
     )
-    api_key_file: Path | None = option(
+    api_key_file: Path | None = Panel.ACCESS.option(
         path("FILE"),
         default=None,
-        panel=Panel.ACCESS,
         main=True,
         help="A file with one key per line, where # starts a comment; or, if its first line begins with [, a TOML file of "
         "named keys with limits: rates, concurrency, shares, priorities, administration. Read again on SIGHUP.",
     )
-    attention_maps: bool = option(
+    attention_maps: bool = Panel.ACCESS.option(
         SWITCH,
         default=False,
-        panel=Panel.ACCESS,
         help="Serve /v1/attention, which shows the attention of a layer over a short text while other requests wait. With "
         "named keys, for administrators only.",
     )
-    cors_origin: list[str] | None = option(
+    cors_origin: list[str] | None = Panel.ACCESS.option(
         texts("ORIGIN"),
         default=None,
-        panel=Panel.ACCESS,
         help="Origin whose pages may call the API, such as https://example.org; repeatable or comma-separated. Default: none.",
     )
-    default_max_tokens: int = option(
+    default_max_tokens: int = Panel.ANSWERS.option(
         TOKENS,
         default=1024,
-        panel=Panel.ANSWERS,
         in_llm=True,
         help="Longest answer, in tokens, of a chat that sets no max_tokens.",
     )
-    response_store: int = option(
+    response_store: int = Panel.ANSWERS.option(
         SIZE_OR_ZERO,
         default=64 << 20,
         scope="key",
-        panel=Panel.ANSWERS,
         help="Memory for responses of /v1/responses that later requests continue; the oldest are deleted. 0: store none. "
         "Default: 64MiB.",
     )
-    reasoning_parser: str = option(
+    reasoning_parser: str = Panel.ANSWERS.option(
         choice(*REASONING_PARSERS),
         default="auto",
-        panel=Panel.ANSWERS,
         reported=True,
         in_llm=True,
         help="Format in which the model marks its reasoning, which chats return apart from the content; auto: detected from "
         "the chat template.",
     )
-    request_timeout: float | None = option(
+    request_timeout: float | None = Panel.ANSWERS.option(
         seconds(allow_zero=False, allow_infinite=True),
         default=None,
-        panel=Panel.ANSWERS,
         help="Deadline of requests that set none, in seconds. Default: no deadline.",
     )
-    grace_period: float = option(
+    grace_period: float = Panel.OPERATION.option(
         seconds(allow_infinite=True),
         default=30.0,
-        panel=Panel.OPERATION,
         help="Time for running requests to finish after SIGTERM or ctrl-C, in seconds; inf: unlimited.",
     )
-    tool_call_parser: str = option(
+    tool_call_parser: str = Panel.ANSWERS.option(
         choice("auto", "none", *TOOL_CALL_PARSERS),
         default="auto",
-        panel=Panel.ANSWERS,
         reported=True,
         in_llm=True,
         help="Format in which the model writes tool calls; auto: detected from the chat template; none: calls remain in the "
         "text.",
     )
-    context_overflow: str = option(
+    context_overflow: str = Panel.CONTEXT.option(
         choice(*get_args(ContextOverflow)),
         default="stop",
-        panel=Panel.CONTEXT,
         main=True,
         reported=True,
         in_llm=True,
         help="Handling of requests that are longer than the context: stop (the answer ends there), error (they are refused), "
         "shift (the oldest tokens are dropped) or drop_turns (chats lose their oldest turns).",
     )
-    keep_tokens: int | None = option(
+    keep_tokens: int | None = Panel.CONTEXT.option(
         TOKENS,
         default=None,
         scope="key",
-        panel=Panel.CONTEXT,
         reported=True,
         in_llm=True,
         help="Leading tokens that context shift never drops, rounded up to whole blocks. Default: a chat's system prompt, "
         "else 16.",
     )
-    attention_window: tuple[int, ...] | None = option(
+    attention_window: tuple[int, ...] | None = Panel.CONTEXT.option(
         Kind(
             form="a number of tokens, or two such as 4096,4: the window and the leading tokens that stay visible",
             read=_read_window,
             metavar="TOKENS[,SINKS]",
         ),
         default=None,
-        panel=Panel.CONTEXT,
         reported=True,
         in_llm=True,
         help="Number of tokens that each token attends to, itself included; a second number, as in 4096,4, adds that many "
         "leading tokens (attention sinks). Default: all tokens, no sinks.",
     )
-    cache_reuse: int = option(
+    cache_reuse: int = Panel.CONTEXT.option(
         TOKENS,
         default=0,
-        panel=Panel.CONTEXT,
         reported=True,
         in_llm=True,
         help="Shortest cached passage, in tokens, that is reused at any offset of a prompt, for requests that do not set it. "
         "At least 32. 0: reuse only equal prompt starts.",
     )
-    rope_policy: str = option(
+    rope_policy: str = Panel.ROTARY.option(
         Kind(form=_POLICY_FORM, read=_read_rope_policy, metavar="POLICY"),
         default="allow",
-        panel=Panel.ROTARY,
         main=True,
         reported=True,
         in_llm=True,
@@ -372,71 +342,60 @@ class ServerOptions(SamplingOptions):
         "(nothing). exact also allows exact recomputing, which computes the context again for every token past the model's "
         "length: alone it means allow,exact; with a comma profiles,exact or off,exact.",
     )
-    metrics_names: str = option(
+    metrics_names: str = Panel.OPERATION.option(
         choice(*get_args(MetricsNames)),
         default="windlass",
-        panel=Panel.OPERATION,
         help="Names of the metrics at /metrics: windlass, vllm (for dashboards made for vLLM) or both.",
     )
-    lora_folder: Path | None = option(
+    lora_folder: Path | None = Panel.ADAPTERS.option(
         path("DIR"),
         default=None,
-        panel=Panel.ADAPTERS,
         help="Folder from which clients may load and unload adapters while the server runs. Default: they may not.",
     )
-    ui: bool = option(SWITCH, default=True, panel=Panel.OPERATION, help="Serve a page to try the model at /.")
-    stats_interval: float = option(
+    ui: bool = Panel.OPERATION.option(SWITCH, default=True, help="Serve a page to try the model at /.")
+    stats_interval: float = Panel.OPERATION.option(
         seconds(),
         default=10.0,
         scope="variable",
-        panel=Panel.OPERATION,
         help="Seconds between log lines about running requests and their speed; 0, or log level warning: no lines.",
     )
-    log_format: str = option(
+    log_format: str = Panel.OPERATION.option(
         choice(*LOG_FORMATS),
         default="text",
-        panel=Panel.OPERATION,
         help="text, or json: every line on standard error is a JSON object.",
     )
-    otel_endpoint: str | None = option(
+    otel_endpoint: str | None = Panel.OPERATION.option(
         text("a URL", "URL"),
         default=None,
-        panel=Panel.OPERATION,
         help="Send spans of requests and of their phases to this collector (OTLP over HTTP), such as http://127.0.0.1:4318. "
         "Needs the extra otel. Default: none.",
     )
-    crash_dir: str | None = option(
+    crash_dir: str | None = Panel.OPERATION.option(
         text("a folder or none", "DIR"),
         default=None,
         scope="variable",
-        panel=Panel.OPERATION,
         help="Folder for reports, without prompts and keys, of engines that died; none: no reports. Default: crashes in "
         "WINDLASS_CACHE, else in ~/.cache/windlass.",
     )
-    record: Path | None = option(
+    record: Path | None = Panel.OPERATION.option(
         path("FILE"),
         default=None,
-        panel=Panel.OPERATION,
         in_ray=False,
         help="Append a line of JSON for each generation request: time, parameters, token counts and finish reason, without "
         "any text. `windlass replay` repeats it.",
     )
-    record_text: bool = option(
+    record_text: bool = Panel.OPERATION.option(
         SWITCH,
         default=False,
-        panel=Panel.OPERATION,
         help="Also record prompts as token ids, and digests of answers, so that a replay can compare them.",
     )
-    record_limit: int = option(
+    record_limit: int = Panel.OPERATION.option(
         MEMORY,
         default=256 << 20,
         scope="variable",
-        panel=Panel.OPERATION,
         help="Size of the record file at which recording stops. Default: 256MiB.",
     )
-    access_log: bool = option(
-        SWITCH, default=False, panel=Panel.OPERATION, in_ray=False, help="Log a line per HTTP request."
-    )
+    access_log: bool = Panel.OPERATION.option(SWITCH, default=False, in_ray=False, help="Log a line per HTTP request.")
 
     def to_settings(self, model_name: str, engine: EngineOptions | None = None) -> ServerSettings:
         """The HTTP side's settings. Raises LoadError, or RequestError that names the field at fault.
@@ -554,46 +513,40 @@ class ServerOptions(SamplingOptions):
 class ConnectionOptions:
     """Limits on the number of connections, and timeouts."""
 
-    max_connections: int = option(
+    max_connections: int = Panel.CONNECTIONS.option(
         integer(1),
         default=8192,
-        panel=Panel.CONNECTIONS,
         help="Largest number of open connections; further ones get status 503 unless a connection without a request can be "
         "closed instead. The limit of open files, less 128, is the upper bound.",
     )
-    max_connections_per_address: int = option(
+    max_connections_per_address: int = Panel.CONNECTIONS.option(
         integer(1),
         default=512,
-        panel=Panel.CONNECTIONS,
         help="Largest number of open connections of one IPv4 address or one IPv6 network of 64 bits; further ones get "
         "status 429.",
     )
-    forwarded_allow_ips: list[str] | None = option(
+    forwarded_allow_ips: list[str] | None = Panel.CONNECTIONS.option(
         texts("ADDRESS"),
         default=None,
-        panel=Panel.CONNECTIONS,
         help="Trusted proxies, as addresses or networks, * for all; repeatable or comma-separated. Their X-Forwarded-For is "
         "used, and the limit per address does not apply to them. Default: 127.0.0.1.",
     )
-    header_timeout: float = option(
+    header_timeout: float = Panel.CONNECTIONS.option(
         seconds(allow_zero=False),
         default=10.0,
         scope="variable",
-        panel=Panel.CONNECTIONS,
         help="Time for the request line and headers of a request, in seconds.",
     )
-    keep_alive_timeout: float = option(
+    keep_alive_timeout: float = Panel.CONNECTIONS.option(
         seconds(allow_zero=False),
         default=75.0,
         scope="variable",
-        panel=Panel.CONNECTIONS,
         help="Idle timeout between two requests of a connection, in seconds; a load balancer's must be shorter.",
     )
-    write_timeout: float = option(
+    write_timeout: float = Panel.CONNECTIONS.option(
         seconds(allow_zero=False),
         default=60.0,
         scope="variable",
-        panel=Panel.CONNECTIONS,
         help="Time in seconds after which a client that accepts no byte of its response is disconnected and its request "
         "aborted.",
     )
@@ -603,10 +556,9 @@ class ConnectionOptions:
 class ReplicaOptions:
     """The number of engines of `windlass serve`."""
 
-    replicas: int = option(
+    replicas: int = Panel.BATCHING.option(
         integer(1, MAX_REPLICAS),
         default=1,
-        panel=Panel.BATCHING,
         main=True,
         help="Engine processes behind one address, each with a share of the cores and its own cache; they share one copy of "
         "the weights. Requests go to the engine that has cached the start of their prompt.",
@@ -631,52 +583,45 @@ def _read_deployment_name(value: Any) -> str:
 class ClusterOptions:
     """Options of `windlass ray deploy` besides the engine's and the server's."""
 
-    replicas: str = option(
+    replicas: str = Panel.CLUSTER.option(
         Kind(
             form=f"a number between 1 and {MAX_REPLICAS}, or two such as 2..8",
             read=_read_replica_range,
             metavar="N|MIN..MAX",
         ),
         default="1",
-        panel=Panel.CLUSTER,
         main=True,
         help="Number of engines, or a range such as 2..8, in which it follows the number of requests.",
     )
-    address: str | None = option(
+    address: str | None = Panel.CLUSTER.option(
         text("an address", "HOST:PORT"),
         default=None,
-        panel=Panel.CLUSTER,
         help="Address of the Ray cluster. Default: RAY_ADDRESS, else the cluster of this machine.",
     )
-    name: str = option(
+    name: str = Panel.CLUSTER.option(
         Kind(form="letters, digits, dots, dashes and underscores", read=_read_deployment_name, metavar="NAME"),
         default="windlass",
-        panel=Panel.CLUSTER,
         help="Name of the application; an application of the same name is updated, one replica at a time.",
     )
-    listener: str = option(
+    listener: str = Panel.CLUSTER.option(
         choice("ingress", "proxy"),
         default="ingress",
-        panel=Panel.CLUSTER,
         help="What accepts connections at --host and --port of the head's machine: the server itself, or Ray's proxy, which "
         "forwards requests and tokens.",
     )
-    target_requests: int = option(
+    target_requests: int = Panel.CLUSTER.option(
         integer(1),
         default=8,
-        panel=Panel.CLUSTER,
         help="With a range of replicas: running and waiting requests per replica; more of them add a replica.",
     )
-    scale_up_seconds: float = option(
+    scale_up_seconds: float = Panel.CLUSTER.option(
         seconds(),
         default=10.0,
-        panel=Panel.CLUSTER,
         help="Time with more requests after which a replica is added, in seconds.",
     )
-    scale_down_seconds: float = option(
+    scale_down_seconds: float = Panel.CLUSTER.option(
         seconds(),
         default=300.0,
-        panel=Panel.CLUSTER,
         help="Time with fewer requests after which a replica is removed, in seconds.",
     )
 
