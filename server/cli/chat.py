@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Dialogue:
-    """exchanges: questions with their answers, in order. system: the system message, None for none.
+    """A conversation and the fields of its next requests.
 
-    params: fields of the next requests. rope: their rotary scaling, an object or a profile's name; None: the server's own.
+    exchanges: questions with their answers, in order. system: the system message, None for none. params: fields of the next
+    requests. rope: their rotary scaling, an object or a profile's name; None: the server's own.
     """
 
     system: str | None = None
@@ -53,12 +54,12 @@ class Dialogue:
 
 _BLOCK = '"""'
 
-# What could move the cursor, change colours or type into the terminal. New lines and tabs are text.
+# Control characters, which could move the cursor, change colours or send input to the terminal; newlines and tabs are text.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ChatConsole:
-    """interactive: a person types, rather than a file or another program. Make it in the main thread."""
+    """Input and output of a chat. Create it in the main thread. interactive: whether the input is a terminal."""
 
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
@@ -69,14 +70,14 @@ class ChatConsole:
                 stream.reconfigure(errors="replace")
         if self.interactive:
             with contextlib.suppress(ImportError):
-                import readline  # arrow keys, and what was typed before
+                import readline  # arrow keys and history
 
-                # Pasted lines then come as one message, which ends with the Enter that a person types.
+                # Pasted lines are then one message, which the next Enter ends.
                 readline.parse_and_bind("set enable-bracketed-paste on")
         signal.signal(signal.SIGINT, self._on_interrupt)
 
     def read(self) -> str:
-        """The next message, without blanks around it; may be empty. Raises EOFError at the end, KeyboardInterrupt on ctrl-C."""
+        """The next message, stripped; may be empty. Raises EOFError at the end of the input, KeyboardInterrupt on ctrl-C."""
         line = self._line("> ")
         if not line.lstrip().startswith(_BLOCK):
             return line.strip()
@@ -86,7 +87,7 @@ class ChatConsole:
                 text += "\n" + self._line("... ")
             except EOFError:
                 if self.interactive:
-                    raise  # ctrl-D leaves
+                    raise  # ctrl-D ends the chat
                 return text.strip()  # the end of a file ends its last message too
         return text.rstrip().removesuffix(_BLOCK).strip()
 
@@ -96,43 +97,43 @@ class ChatConsole:
             if not line:
                 raise EOFError
             return line.removesuffix("\n")
-        if not self._screen:  # `input` would write the prompt among the answers
+        if not self._screen:  # `input` would write the prompt between the answers
             print(prompt, end="", file=sys.stderr, flush=True)
             prompt = ""
         with self._on_ctrl_c("raise"):
             return input(prompt)
 
     def write(self, text: str) -> None:
-        """A piece of an answer, at once. A terminal gets no control characters: a model may write any."""
+        """Write a piece of an answer immediately, on a terminal without control characters, which a model may generate."""
         sys.stdout.write(_CONTROLS.sub("", text) if self._screen else text)
         sys.stdout.flush()
 
     def write_reasoning(self, text: str) -> None:
-        """A piece of what the model thinks before it answers, at once; like notes no part of the answer."""
+        """Write a piece of the reasoning immediately, to standard error, since it is not part of the answer."""
         text = _CONTROLS.sub("", text)
         sys.stderr.write(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text)
         sys.stderr.flush()
 
     def note(self, *lines: str) -> None:
-        """Lines that are no part of an answer; they go to standard error, as errors do."""
+        """Write lines that are not part of an answer, to standard error."""
         for line in lines:
             line = _CONTROLS.sub("", line)
             print_status(f"\x1b[2m{line}\x1b[0m" if sys.stderr.isatty() else line)
 
     def note_if_interactive(self, *lines: str) -> None:
-        """Lines for a person only."""
+        """Write lines if the input is a terminal."""
         if self.interactive:
             self.note(*lines)
 
     @contextlib.contextmanager
     def interrupt_exits(self) -> Iterator[None]:
-        """While nothing is there to stop but the chat: ctrl-C raises KeyboardInterrupt."""
+        """Context without an answer to stop: ctrl-C raises KeyboardInterrupt."""
         with self._on_ctrl_c("raise"):
             yield
 
     @contextlib.contextmanager
     def interrupt_stops_answer(self) -> Iterator[None]:
-        """While an answer comes: the first ctrl-C raises KeyboardInterrupt, further ones do nothing."""
+        """Context of a running answer: the first ctrl-C raises KeyboardInterrupt, further ones are ignored."""
         with self._on_ctrl_c("once"):
             yield
 
@@ -142,7 +143,7 @@ class ChatConsole:
         try:
             yield
         finally:
-            self._interrupt = "ignore"  # between two of these it is never clear what ctrl-C was meant for
+            self._interrupt = "ignore"  # between two contexts it is unclear what ctrl-C should stop
 
     def _on_interrupt(self, signum: int, frame: object) -> None:
         if self._interrupt == "ignore":
@@ -154,20 +155,20 @@ class ChatConsole:
 
 HELP = """\
 /rope yarn 4       rotary scaling of the next answers: a kind and its factor, fields as name=value, a JSON object,
-                   or a profile of the server; auto: the least that each answer's length needs; default: unscaled; off: the
-                   server's own; alone: show it
-/context shift     what is done where the chat outgrows the context: stop, error, shift (the oldest tokens go), drop_turns;
-                   with keep=, window=, sinks=, reuse= (least tokens of a passage), recompute=; off: the server's own
-/system TEXT       set the system message; off: remove it; alone: show it
-/params NAME=VALUE fields of the next requests, such as temperature=0.7 max_tokens=200 seed=1; NAME= takes one back
+                   or a profile of the server; auto: the smallest that each answer's length needs; default: unscaled; off:
+                   the server's own; without a value: show it
+/context shift     handling of a chat that exceeds the context: stop, error, shift (drop the oldest tokens), drop_turns;
+                   with keep=, window=, sinks=, reuse= (shortest passage in tokens), recompute=; off: the server's own
+/system TEXT       set the system message; off: remove it; without a value: show it
+/params NAME=VALUE fields of the next requests, such as temperature=0.7 max_tokens=200 seed=1; NAME= removes one
 /new               start a new conversation
-/undo              take back the last question and its answer
+/undo              remove the last question and its answer
 /retry             answer the last question again
-/quit              leave, as ctrl-D does
-ctrl-C             stop an answer; what is there of it stays
+/quit              end the chat, as ctrl-D does
+ctrl-C             stop an answer; the part received so far is stored
 \"\"\"                begins and ends a message of several lines"""
 
-# What a chat decides itself, or where an answer would not be one text.
+# Fields that the chat sets itself, or with which an answer would not be one text.
 _RESERVED_FIELDS = {"n", "best_of", "logprobs", "top_logprobs", "stream_options", "rope_scaling"}
 
 _RESERVED_FIELDS |= {*CallOptions.__annotations__, "deadline"}
@@ -176,7 +177,7 @@ _RESERVED_FIELDS |= {"tools", "tool_choice", "parallel_tool_calls", "functions",
 
 _OVERFLOWS = ("stop", "error", "shift", "drop_turns")
 
-# Their short names in /context.
+# Short names of fields in /context.
 _CONTEXT_FIELDS = {
     "keep": "keep_tokens",
     "window": "attention_window",
@@ -190,7 +191,7 @@ _CHAT_FIELDS = sorted(set(ChatOptions.__annotations__) - _RESERVED_FIELDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """lines: to show. ask: a question to answer now, in place of the exchange `retried`, which it took from the dialogue."""
+    """Result of a command. lines: to show. question: to answer now instead of `retried`, which was removed from the dialogue."""
 
     lines: tuple[str, ...] = ()
     question: str | None = None
@@ -199,7 +200,7 @@ class CommandResult:
 
 
 class ChatCommands:
-    """The commands, on one dialogue. last: the scaling that the last answer ran under, as the server reported it."""
+    """Commands that change a dialogue. last: rotary scaling of the last answer, as reported by the server."""
 
     def __init__(self, dialogue: Dialogue, client: Client, model: str | None) -> None:
         self._dialogue = dialogue
@@ -220,12 +221,12 @@ class ChatCommands:
         }
 
     def run(self, line: str) -> CommandResult:
-        """Carry out one line, which begins with a slash. Raises CommandError, one line, and APIError of the client."""
+        """Execute a line that begins with a slash. Raises CommandError, one line, and APIError of the client."""
         name, _, rest = line[1:].partition(" ")
         command = self._handlers.get(name.lower())
         if command is None:
             raise CommandError(
-                f"there is no /{name}{did_you_mean(name.lower(), self._handlers)}: /help lists what there is"
+                f"there is no /{name}{did_you_mean(name.lower(), self._handlers)}: /help lists the commands"
             )
         return command(rest.strip())
 
@@ -244,7 +245,7 @@ class ChatCommands:
         return _lines_result(*lines)
 
     def _check(self, wanted: dict[str, Any] | str) -> None:
-        """Have the server check a scaling before an answer needs it. Other kinds of servers are not asked."""
+        """Have the server check a scaling in advance. Errors of servers without this endpoint are ignored."""
         try:
             self._client.inspect(wanted, model=self._model)
         except NotFoundError:
@@ -269,14 +270,14 @@ class ChatCommands:
                 params["context_overflow"] = name
             elif not equals or name not in _CONTEXT_FIELDS:
                 wanted = [*_OVERFLOWS, *(f"{known}=NUMBER" for known in _CONTEXT_FIELDS), "off"]
-                raise CommandError(f"{word!r} says nothing of a context: write {', '.join(wanted)}")
+                raise CommandError(f"{word!r} is not a context setting: write {', '.join(wanted)}")
             elif value:
                 params[_CONTEXT_FIELDS[name]] = _value(value)
             else:
                 params.pop(_CONTEXT_FIELDS[name], None)
         self._dialogue.params = _validate_params(params)
         shown = " ".join(f"{name}={_brief(params[name])}" for name in fields if name in params)
-        lines = [f"next answers: {shown or 'as the server has it'}"]
+        lines = [f"next answers: {shown or 'the server’s default'}"]
         if not rest and self.last is not None:
             lines.append(f"last answer: {show_context(self.last.context) or 'the entire chat'}")
         return _lines_result(*lines)
@@ -299,15 +300,15 @@ class ChatCommands:
         merged = {**self._dialogue.params, **given}
         self._dialogue.params = _validate_params({name: value for name, value in merged.items() if value is not None})
         shown = " ".join(f"{name}={json.dumps(value)}" for name, value in self._dialogue.params.items())
-        return _lines_result(f"next requests: {shown or 'as the server has them by default'}")
+        return _lines_result(f"next requests: {shown or 'the server’s defaults'}")
 
     def _new(self, rest: str) -> CommandResult:
         self._dialogue.exchanges.clear()
-        return _lines_result("forgotten: the next message begins a new conversation")
+        return _lines_result("cleared: the next message begins a new conversation")
 
     def _undo(self, rest: str) -> CommandResult:
-        question, _ = self._last_exchange("take back")
-        return _lines_result(f"taken back: {_short(question)}")
+        question, _ = self._last_exchange("remove")
+        return _lines_result(f"removed: {_short(question)}")
 
     def _retry(self, rest: str) -> CommandResult:
         retried = self._last_exchange("answer again")
@@ -320,9 +321,9 @@ class ChatCommands:
 
 
 def show_scaling(scaling: dict[str, Any] | str) -> str:
-    """A scaling in a few words: "yarn, factor 4"; one by groups of layers as JSON."""
+    """A short description of a scaling: "yarn, factor 4"; a scaling per layer group as JSON."""
     if scaling == "auto":
-        return "auto, the least scaling that each answer's length needs"
+        return "auto, the smallest scaling that each answer's length needs"
     if isinstance(scaling, str):
         return f"the server's profile {scaling}"
     kind = scaling.get("rope_type")
@@ -332,7 +333,7 @@ def show_scaling(scaling: dict[str, Any] | str) -> str:
 
 
 def show_context(use: ContextUse | None) -> str:
-    """What became of the context of an answer, in a few words; "" where nothing did."""
+    """A short description of how the context of an answer was changed; "" if it was not."""
     if use is None:
         return ""
     counts = {
@@ -345,7 +346,7 @@ def show_context(use: ContextUse | None) -> str:
 
 
 def show_rotary(rotary: Rotary) -> str:
-    """What an answer ran under."""
+    """The rotary scaling of an answer."""
     shown = show_scaling({"rope_type": rotary.rope_type, **rotary.parameters})
     if rotary.auto is None or rotary.auto.length is None:
         return shown
@@ -356,11 +357,11 @@ _KINDS = "default, linear, ntk, dynamic, yarn, llama3, longrope, proportional, d
 
 _SCALING_WORDS = (*_KINDS.split(", "), "auto", "off")
 
-_SCALING_ALIASES = ("su", "mrope", "learned")  # that are taken too
+_SCALING_ALIASES = ("su", "mrope", "learned")  # accepted, but not listed
 
 
 def _parse_rope(text: str) -> dict[str, Any] | str:
-    """`yarn 4 beta_fast=16`, a JSON object, or a profile's name."""
+    """The scaling of `yarn 4 beta_fast=16`, a JSON object, or a profile's name."""
     if text.startswith("{"):
         try:
             given = json.loads(text)
@@ -378,7 +379,7 @@ def _parse_rope(text: str) -> dict[str, Any] | str:
         return _scaling(fields)
     except CommandError:
         if not words and kind not in _KINDS.split(", "):
-            return kind  # perhaps a profile: the server knows
+            return kind  # possibly a profile: the server checks it
         raise
 
 
@@ -395,7 +396,7 @@ def _scaling(given: Any) -> dict[str, Any]:
 
 
 def _validate_params(params: dict[str, Any]) -> dict[str, Any]:
-    """The fields, if a request may have them; raises CommandError that names the one at fault."""
+    """The fields, if a request may have them. Raises CommandError that names the field at fault."""
     from windlass.server.app.request_body import parse_body
     from windlass.server.errors import ApiError
     from windlass.server.schemas.chat import ChatRequest
@@ -408,7 +409,7 @@ def _validate_params(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split(text: str) -> list[str]:
-    """Words; a value in double quotes or brackets may hold spaces."""
+    """Words of a line. Values in double quotes or brackets may contain spaces."""
     words, depth, quoted = [""], 0, False
     for letter in text:
         if letter == '"' and not words[-1].endswith("\\"):
@@ -423,7 +424,7 @@ def _split(text: str) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """JSON where it is some, else the text itself."""
+    """The value of a JSON text; other texts unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -485,7 +486,7 @@ def chat_remote(url: str, api_key: str | None, model: str | None, system: str | 
 
 @dataclass(slots=True)
 class _AnswerTiming:
-    """Of one answer, on the monotonic clock: asked at, first text at, last text at; pieces of text that came."""
+    """Times of one answer on the monotonic clock: of the question, the first and the last text. pieces: of text."""
 
     asked: float
     first: float = 0.0
@@ -499,7 +500,7 @@ class _AnswerTiming:
 
 
 class ChatLoop:
-    """One chat. server: the one that it has for itself, None where it uses another's."""
+    """One chat. server: started for this chat; None if it uses a running one."""
 
     def __init__(
         self, console: ChatConsole, dialogue: Dialogue, client: Client, model: str | None, server: ManagedServer | None
@@ -515,7 +516,7 @@ class ChatLoop:
         self._failed = False
 
     def run(self) -> int:
-        """Until the person leaves. 0, or 1 where a message from a file or another program got no answer."""
+        """Chat until the user ends it. Returns 1 if a message that was not typed on a terminal got no answer, else 0."""
         self._introduce()
         while True:
             try:
@@ -526,7 +527,7 @@ class ChatLoop:
                 break
             except KeyboardInterrupt:
                 print(file=sys.stderr)
-                self._console.note("ctrl-D or /quit leaves")
+                self._console.note("ctrl-D or /quit ends the chat")
                 continue
             if not text:
                 continue
@@ -550,16 +551,16 @@ class ChatLoop:
         self._context = served.max_model_len
         facts = [served.id, served.architecture, f"context of {self._context:,} tokens" if self._context else None]
         self._console.note_if_interactive(
-            f"{', '.join(fact for fact in facts if fact)}. /help lists what there is, ctrl-D leaves."
+            f"{', '.join(fact for fact in facts if fact)}. /help lists the commands, ctrl-D ends the chat."
         )
-        if served.recommended_sampling:  # which holds for requests that do not say
+        if served.recommended_sampling:  # of requests that set none
             shown = " ".join(f"{name}={value:g}" for name, value in served.recommended_sampling.items())
             self._console.note_if_interactive(
-                f"Drawn with {shown}, as this model's authors recommend; /params sets others."
+                f"Sampling: {shown}, as recommended by the model's authors; /params changes it."
             )
 
     def _check_template(self, model: str) -> None:
-        """Raise EngineError, before anything is typed, where no message could be answered."""
+        """Raise EngineError before the first message if the model has no chat template."""
         from windlass.clients import APIError
 
         try:
@@ -573,7 +574,7 @@ class ChatLoop:
                 ) from None
 
     def _command(self, line: str) -> bool:
-        """Carry it out; False to leave."""
+        """Execute a command. Returns False to end the chat."""
         from windlass.clients import APIError
 
         try:
@@ -583,11 +584,11 @@ class ChatLoop:
             return True
         self._console.note(*result.lines)
         if result.question is not None and not self._ask(result.question) and result.retried is not None:
-            self._dialogue.exchanges.append(result.retried)  # nothing better came of it
+            self._dialogue.exchanges.append(result.retried)  # the new attempt failed
         return not result.exits
 
     def _ask(self, question: str) -> bool:
-        """Stream an answer; False where there is none that could be kept."""
+        """Stream an answer. Returns False if there is none to store."""
         from windlass.clients import APIError
 
         stream: Stream[ChatCompletionChunk, ChatCompletion] | None = None
@@ -641,20 +642,20 @@ class ChatLoop:
             facts.append(f"{usage.total_tokens:,} of {self._context:,} of the context")
         if self._dialogue.rope is not None:
             facts.append(show_rotary(stream.rotary) if stream.rotary else show_scaling(self._dialogue.rope))
-        if stream.rotary and (became := show_context(stream.rotary.context)):
-            facts.append(became)
+        if stream.rotary and (context := show_context(stream.rotary.context)):
+            facts.append(context)
         self._console.note(f"[{', '.join(facts)}]")
         if stopped or stream.finish_reasons.get(0) != "length":
             return
         if usage and self._context and usage.total_tokens >= self._context:
             self._console.note(_CONTEXT_FULL_HINT)
         else:
-            self._console.note("[it ends at max_tokens: /params max_tokens=N allows more]")
+            self._console.note("[stopped at max_tokens: /params max_tokens=N raises the limit]")
 
     def _check_server(self, seconds: float) -> None:
-        """Raise EngineError if the chat's own server ended, or does within so long."""
+        """Raise EngineError if the server of this chat has ended, or ends within this time."""
         if self._server is not None and (failure := self._server.failure(seconds)) is not None:
-            raise EngineError(f"the server is gone: {failure}")
+            raise EngineError(f"the server ended: {failure}")
 
     def _report_error(self, error: Exception) -> None:
         from windlass.clients import APIConnectionError
@@ -667,11 +668,11 @@ class ChatLoop:
             self._console.note(_CONTEXT_FULL_HINT)
 
 
-_EXIT_SECONDS = 2.0  # a process closes its connections a little before it is gone
+_EXIT_SECONDS = 2.0  # a process closes its connections shortly before it ends
 
 _CONTEXT_FULL_HINT = (
-    "[the context is full: /new starts a new chat, /undo removes the last question, /context drop_turns leaves the oldest turns "
-    "out, /context shift lets answers continue]"
+    "[the context is full: /new starts a new chat, /undo removes the last question, /context drop_turns drops the oldest turns, "
+    "/context shift lets answers continue]"
 )
 
 

@@ -40,7 +40,7 @@ TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class RecordHead(BaseModel):
-    """What a server says of itself before its first request."""
+    """Header of a recording: the server that wrote the following requests."""
 
     windlass_record: int
     model: str = ""
@@ -50,7 +50,7 @@ class RecordHead(BaseModel):
 
 
 class RecordedAnswer(BaseModel):
-    """digest: of its tokens, or of a text's rows, where text was recorded."""
+    """A recorded answer. digest: of its tokens, or of a text's rows; None if text was not recorded."""
 
     choice: int
     tokens: Annotated[int, Field(ge=0)] = 0
@@ -58,7 +58,7 @@ class RecordedAnswer(BaseModel):
 
 
 class RecordedRows(BaseModel):
-    """How rows were made of a request's texts: see `PoolingRule`."""
+    """Pooling of a request's texts into rows: see `PoolingRule`."""
 
     kind: PoolingKind
     dimensions: int | None = None
@@ -66,7 +66,7 @@ class RecordedRows(BaseModel):
 
 
 class RecordedLine(BaseModel):
-    """A request as it was recorded. `line` is its number in the file, `of` the head above it."""
+    """A recorded request. line: its number in the file. of: the header above it."""
 
     at: float
     request_id: str
@@ -83,7 +83,7 @@ class RecordedLine(BaseModel):
     exact: bool = False
     body: dict[str, Any] | None = None
     chat: bool = False
-    pooling: RecordedRows | None = None  # of one that generated nothing
+    pooling: RecordedRows | None = None  # of requests without generation
     line: int = 0
     of: RecordHead = RecordHead(windlass_record=RECORD_VERSION)
 
@@ -93,42 +93,42 @@ class RecordedLine(BaseModel):
 
     @property
     def tokens(self) -> int:
-        """Of its longest answer."""
+        """Number of tokens of the longest answer."""
         return max((answer.tokens for answer in self.answers), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedWorkload:
-    """The requests of a file, by their time of arrival. head: of the last server that wrote to it."""
+    """Requests of a file, ordered by arrival time. head: header of the last server that wrote to it."""
 
     head: RecordHead
     requests: list[RecordedLine]
 
 
 def read_recording(path: Path) -> RecordedWorkload:
-    """Raises CommandError, which names the file and the line at fault. A truncated last line is skipped with a notice."""
+    """Read a recording. A truncated last line is skipped with a notice. Raises CommandError with the file and line at fault."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     head: RecordHead | None = None
     requests = []
-    report_lines = text.split("\n")
-    for number, line in enumerate(report_lines, 1):
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        if number == len(report_lines):
-            print_status(f"notice: the last line of {path} is cut off and left out")
+        if number == len(lines):
+            print_status(f"notice: the last line of {path} is truncated and skipped")
             continue
         found = _read(line, path, number)
         if "windlass_record" in found:
             head = _checked(RecordHead, found, path, number)
             if head.windlass_record != RECORD_VERSION:
                 raise CommandError(
-                    f"{path}, line {number}: its form is {head.windlass_record}, this reads {RECORD_VERSION}"
+                    f"{path}, line {number}: format version {head.windlass_record} is not supported, only {RECORD_VERSION}"
                 )
         elif head is None:
-            raise CommandError(f"{path} was not written by `windlass serve --record`: it does not begin as such a file")
+            raise CommandError(f"{path} was not written by `windlass serve --record`: it has no header")
         else:
             request = _checked(RecordedLine, found, path, number)
             request.line, request.of = number, head
@@ -157,7 +157,7 @@ def _checked(kind: type[Model], found: Mapping[str, Any], path: Path, number: in
         raise CommandError(f"{path}, line {number}: {where}: {first['msg']}") from None
 
 
-# Of one client or one moment: a repetition has its own.
+# Fields of one client or one moment.
 _OMITTED_FIELDS = ("request_id", "timeout", "user", "metadata", "stream_options", "model", "safety_identifier")
 
 _TASKS = {"all": "token_embed", "classify": "classify", "classify tokens": "token_classify", "answer": "classify"}
@@ -165,9 +165,9 @@ _TASKS = {"all": "token_embed", "classify": "classify", "classify tokens": "toke
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
-    """path, body: what is posted. wanted: the digests of its answers by choice, None where there is nothing to compare with.
+    """A request to send. expected: digests of its answers by choice, None if there is nothing to compare.
 
-    some: whether the answers are some of `expected`, as the best of several are.
+    allows_subset: whether the answers are a subset of `expected`, as with best_of.
     """
 
     recorded: RecordedLine
@@ -178,7 +178,7 @@ class ReplayRequest:
 
 
 def make_replay_request(recorded: RecordedLine, ordinary: Sequence[int]) -> ReplayRequest:
-    """ordinary: token ids to make prompts of, where those of the request are not known."""
+    """The request that repeats a recorded one. ordinary: token ids of prompts whose own are not recorded."""
     if recorded.pooling is not None:
         return _pooling_request(recorded, recorded.pooling, ordinary)
     path = "/v1/completions"
@@ -213,7 +213,7 @@ def _limits_of_incomplete(recorded: RecordedLine, body: dict[str, Any]) -> dict[
 
 
 def _pooling_request(recorded: RecordedLine, rule: RecordedRows, ordinary: Sequence[int]) -> ReplayRequest:
-    """Whatever was made of the rows, such as scores: the rows themselves, as float32, so that they can be compared."""
+    """A request for the rows themselves, as float32, which can be compared even if only scores were computed from them."""
     kind: dict[str, Any] = {"task": _TASKS[rule.kind]} if rule.kind in _TASKS else {"pooling": rule.kind}
     if kind.get("task") in ("classify", "token_classify"):
         kind["use_activation"] = False
@@ -238,23 +238,23 @@ def _pooling_request(recorded: RecordedLine, rule: RecordedRows, ordinary: Seque
 
 
 def _common(recorded: RecordedLine) -> dict[str, Any]:
-    """What holds for every repetition of a generation."""
+    """Fields of every repeated generation."""
     return {"stream": recorded.stream, "return_token_ids": True, **_adapter_field(recorded)}
 
 
 def _adapter_field(recorded: RecordedLine) -> dict[str, Any]:
-    """Only an adapter is asked for by its name: the model may be called something else now."""
+    """The model field, for adapters only: the model may have another name now."""
     return {"model": recorded.model} if recorded.model and recorded.model != recorded.of.model else {}
 
 
 def _random_prompts(recorded: RecordedLine, ordinary: Sequence[int]) -> list[list[int]]:
-    """As long, of other tokens; the same ones each time the file is repeated."""
+    """Prompts of the same lengths with pseudorandom tokens, equal in each replay of the file."""
     random = Random(f"{recorded.line}/{recorded.request_id}")
     return [random.choices(ordinary, k=max(1, count)) for count in recorded.prompt_tokens]
 
 
 def _synthetic(recorded: RecordedLine, ordinary: Sequence[int]) -> dict[str, Any]:
-    """As long a prompt and as long an answer."""
+    """Fields of a request with prompts and answers of the recorded lengths."""
     prompts = _random_prompts(recorded, ordinary)
     tokens = recorded.tokens if recorded.ended_well or recorded.answers else 1
     fixed = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
@@ -269,7 +269,7 @@ _SHOWN = 200  # characters of an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPace:
-    """speed: 2 sends in half the time; None: without waiting for recorded times. concurrent: most requests in flight."""
+    """Pace of a replay. speed: 2 halves the recorded times, None ignores them. concurrent: limit of requests in flight."""
 
     speed: float | None = 1.0
     concurrent: int = 1024
@@ -277,7 +277,7 @@ class ReplayPace:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Outcome of one request. error: reason if there is no answer. late: delay of sending, in seconds."""
+    """Result of one request. error: reason if there is no answer. late: delay of sending, in seconds."""
 
     replayed_request: ReplayRequest
     digests: tuple[str, ...] = ()
@@ -293,12 +293,12 @@ class ReplayResult:
 
     @property
     def failed(self) -> bool:
-        """Whether it was answered then and is not now."""
+        """Whether it failed although the recorded request succeeded."""
         return bool(self.error) and self.replayed_request.recorded.ended_well
 
     @property
     def equal(self) -> bool:
-        """Whether every answer has the tokens it had."""
+        """Whether all answers equal the recorded ones."""
         expected = self.replayed_request.expected
         if expected is None or self.error:
             return False
@@ -309,9 +309,9 @@ class ReplayResult:
 
 @dataclass(slots=True)
 class ReplayRun:
-    """All of them, in the order of the recording. seconds: from the first sent to the last answered.
+    """Results in the order of the recording. seconds: from the first request to the last answer.
 
-    interrupted: whether it was stopped before; then only those that had ended are in it.
+    interrupted: whether it was stopped early; then requests still in flight are missing.
     """
 
     requests: list[ReplayResult]
@@ -321,7 +321,7 @@ class ReplayRun:
 
 @dataclass(slots=True)
 class _AnswerReader:
-    """Token ids by choice, while an answer comes; or the digests of a text's rows."""
+    """Accumulates token ids by choice, or digests of rows by text."""
 
     ids: dict[int, list[int]] = field(default_factory=dict)
     rows: dict[int, str] = field(default_factory=dict)
@@ -346,16 +346,16 @@ async def replay(
     progress: Progress | None = None,
     stop: asyncio.Event | None = None,
 ) -> ReplayRun:
-    """Send all to the server at `url` (without /v1) and wait for all answers. What fails is in the result, never raised.
+    """Send requests to the server at `url` (without /v1) and wait for all answers. Failures are in the result, not raised.
 
-    progress: called about twice a second. stop: once set, it ends at once and its result says `interrupted`.
+    progress: called about twice a second. stop: ends the replay early when set.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(
         max_connections=pace.concurrent, max_keepalive_connections=pace.concurrent, keepalive_expiry=4.0
     )
     slots = asyncio.Semaphore(pace.concurrent)
-    # Answers that are no streams come in no chunks.
+    # Answers that are not streamed have no chunks.
     progress_state = RunProgress(phase="running", total=len(replayed_request), chunks=None)
     results: list[ReplayResult | None] = [None] * len(replayed_request)
     begun = time.monotonic()
@@ -446,16 +446,16 @@ async def _read_stream(response: httpx.Response, read: _AnswerReader) -> None:
     raise ValueError("the stream ended early")
 
 
-MAX_SHOWN = 20  # mismatches, and failures, in lines
+MAX_SHOWN = 20  # mismatches, and failures, in the report
 
 
 def is_success(replayed: ReplayRun) -> bool:
-    """Whether all that was answered then is answered now, and all that is compared is equal."""
+    """Whether no request failed and all compared answers are equal."""
     return not any(each.failed or (each.compared and not each.equal) for each in replayed.requests)
 
 
 def to_dict(recording: RecordedWorkload, replayed: ReplayRun) -> dict[str, Any]:
-    """The same as JSON, with every mismatch and failure."""
+    """The report as JSON, with every mismatch and failure."""
     compared = [each for each in replayed.requests if each.compared]
     return {
         "requests": len(replayed.requests),
@@ -484,7 +484,7 @@ def to_dict(recording: RecordedWorkload, replayed: ReplayRun) -> dict[str, Any]:
 
 
 def report_lines(recording: RecordedWorkload, replayed: ReplayRun) -> Iterator[str]:
-    """For a person."""
+    """The report as text."""
     requests = replayed.requests
     tokens = sum(sum(each.tokens) for each in requests)
     late = max((each.late for each in requests), default=0.0)
@@ -508,7 +508,7 @@ def report_lines(recording: RecordedWorkload, replayed: ReplayRun) -> Iterator[s
     yield f"{len(compared):,} compared: {len(compared) - len(different):,} equal to the last token, {len(different):,} not"
     now, then = _fingerprint(replayed), recording.head.fingerprint
     if different and now and then and now != then:
-        yield f"this server computes with another model or other settings: it is {now}, the recorded one was {then}"
+        yield f"this server has another model or other settings: its fingerprint is {now}, the recorded one was {then}"
     elif different and not recording.head.deterministic:
         yield "the recorded server ran without --deterministic: answers may depend on other requests"
 
@@ -516,7 +516,7 @@ def report_lines(recording: RecordedWorkload, replayed: ReplayRun) -> Iterator[s
 def _difference(each: ReplayResult) -> str:
     expected = each.replayed_request.expected or ()
     if each.replayed_request.allows_subset or len(expected) != len(each.digests):
-        return f"mismatch: {_name(each)}: {len(expected)} answers recorded, {len(each.digests)} now, others among them"
+        return f"mismatch: {_name(each)}: {len(expected)} answers recorded, {len(each.digests)} now, with differences"
     index = next(i for i, (then, now) in enumerate(zip(expected, each.digests, strict=True)) if then != now)
     if each.replayed_request.recorded.pooling is not None:
         return f"mismatch: {_name(each)}: text {index}: its numbers were {expected[index]}, now {each.digests[index]}"
@@ -554,7 +554,7 @@ def _fingerprint(replayed: ReplayRun) -> str:
 
 
 def read_pace(speed: float, as_fast_as_possible: bool, concurrency: int) -> ReplayPace:
-    """Raises LoadError for a speed that is none."""
+    """The pace of these options. Raises LoadError for an invalid speed."""
     if not (math.isfinite(speed) and speed > 0):
         raise LoadError(f"--speed must be more than 0, got {speed:g}")
     return ReplayPace(speed=None if as_fast_as_possible else speed, concurrent=concurrency)
@@ -606,7 +606,7 @@ def _finish(recording: RecordedWorkload, client: Client, api_key: str | None, pa
 def _run(
     recording: RecordedWorkload, client: Client, url: str, api_key: str | None, pace: ReplayPace
 ) -> tuple[ReplayRun, signal.Signals | None]:
-    """What came of it, and the signal that cut it short."""
+    """The results, and the signal that stopped the replay, if any."""
     ordinary: list[int] = []
     if any(request.prompt_token_ids is None for request in recording.requests):
         found = client.tokenize(" ".join(WORDS), add_special_tokens=False)

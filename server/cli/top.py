@@ -38,13 +38,13 @@ class MetricsSnapshot:
 
     @property
     def is_windlass(self) -> bool:
-        """Whether the metrics bear the names that are read here."""
+        """Whether the metrics have Windlass's names."""
         return self.metrics.value(_PREFIX + "engine_up") is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """Of one rotary scaling: requests that run under it, and tokens a second of their prompts and answers."""
+    """One rotary scaling: its running requests, and tokens per second of their prompts and answers."""
 
     name: str
     running: int
@@ -56,8 +56,8 @@ class Scaling:
 class IntervalStats:
     """Statistics of an interval of `seconds`; rates are per second. None: not reported by the server.
 
-    prefix_hits: share of the queried prompt tokens that were cached. Latencies: seconds at each of QUANTILES, None where
-    nothing was observed in this time.
+    prefix_hits: share of the queried prompt tokens that were cached. Latencies: seconds at each of QUANTILES, None without
+    observations in the interval.
     """
 
     seconds: float
@@ -86,7 +86,7 @@ def interval_stats(before: MetricsSnapshot, after: MetricsSnapshot) -> IntervalS
     first, last = before.metrics, after.metrics
 
     def counter_growth(name: str, **labels: str) -> float | None:
-        """The sum over engines, any of which may have begun again."""
+        """The sum over engines, each of which may have restarted."""
         found = [s for s in last.samples if s.name == _PREFIX + name and s.labels.items() >= labels.items()]
         growths = [_growth(first.value(s.name, **s.labels), s.value) or 0.0 for s in found]
         return sum(growths) if found else None
@@ -131,7 +131,7 @@ def interval_stats(before: MetricsSnapshot, after: MetricsSnapshot) -> IntervalS
 
 
 def _growth(before: float | None, after: float | None) -> float | None:
-    """Of a counter; one that has become less began again at 0, with its process."""
+    """Growth of a counter. A smaller value means that the process restarted and counts from 0."""
     if after is None:
         return None
     return after - before if before is not None and after >= before else after
@@ -159,9 +159,9 @@ def _buckets(metrics: Metrics, name: str) -> Mapping[float, float]:
 
 
 def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> float:
-    """As Prometheus' histogram_quantile has it: evenly spread inside a bucket; past the last bound, that bound.
+    """A quantile as in Prometheus' histogram_quantile: linear inside a bucket; beyond the last finite bound, that bound.
 
-    bounds: ascending, the last one infinite. counts: of all observations up to each bound, the last one more than 0.
+    bounds: ascending, the last one infinite. counts: cumulative, the last one above 0.
     """
     wanted = share * counts[-1]
     index = next(i for i, count in enumerate(counts) if count >= wanted)
@@ -173,7 +173,7 @@ def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> 
     return low + (bounds[index] - low) * (wanted - under) / inside if inside else bounds[index]
 
 
-# What an arrow or a function key sends: it begins as the Escape key does and is not meant as one.
+# The sequence of an arrow or function key, which begins like the Escape key.
 _SEQUENCE = re.compile(r"\x1b(?:O.|\[[0-?]*[ -/]*[@-~])")
 
 
@@ -200,7 +200,7 @@ class Keys:
 
 @contextlib.contextmanager
 def typed_keys() -> Iterator[Keys]:
-    """Takes keys as they are typed, unechoed, and leaves the terminal as it was. Where there is none, nothing is ever typed."""
+    """Read keys as they are typed, without echo, and restore the terminal afterwards. Without a terminal there are no keys."""
     try:
         import termios
         import tty
@@ -230,7 +230,7 @@ _GOOD = "ready"
 
 
 def rows(interval_stats: IntervalStats) -> list[tuple[str, str]]:
-    """The figures as labelled lines, all but the scalings."""
+    """Labels and texts of all statistics except the scalings."""
     found = [
         ("engine", f"{interval_stats.state}{_engine(interval_stats)}"),
         (
@@ -255,7 +255,7 @@ def rows(interval_stats: IntervalStats) -> list[tuple[str, str]]:
 
 
 def plain(interval_stats: IntervalStats, url: str) -> str:
-    """All of them as text, for files and pipes."""
+    """All statistics as text, for files and pipes."""
     lines = [f"{url}, the last {interval_stats.seconds:.1f} s"]
     lines += [f"  {label:<12} {text}" for label, text in rows(interval_stats)]
     for scaling in interval_stats.scalings:
@@ -267,16 +267,16 @@ def plain(interval_stats: IntervalStats, url: str) -> str:
 
 
 def screen(interval_stats: IntervalStats | None, url: str, problem: str = "") -> RenderableType:
-    """What a terminal shows. figures: None before there are any. trouble: why there are no newer ones."""
+    """The terminal's content. interval_stats: None before the first ones. problem: why there are no newer ones."""
     head = Text(f"windlass top  {url}", style="bold", no_wrap=True, overflow="ellipsis")
     parts: list[RenderableType] = [head]
     if problem:
         parts.append(Text(problem, style="bold red", no_wrap=True, overflow="ellipsis"))
     if interval_stats is None:
-        parts.append(Text("" if problem else "asking ..."))
+        parts.append(Text("" if problem else "waiting ..."))
     else:
         parts += [_table(interval_stats), *_scalings(interval_stats)]
-    parts.append(Text("q leaves", style="dim"))
+    parts.append(Text("q quits", style="dim"))
     return Group(*parts)
 
 
@@ -336,7 +336,7 @@ def _seconds(value: float) -> str:
 
 
 def _count(value: float | None) -> str:
-    """12,345 as it is, 98,765,432 as 98.8M: a line has a bound."""
+    """A count of limited width: 12,345, or 98.8M for 98,765,432."""
     if value is None:
         return "-"
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
@@ -349,11 +349,11 @@ def _rate(value: float | None) -> str:
     return f"{value:,.1f}" if value is not None and value < 100 else _count(value)
 
 
-TIMEOUT_SECONDS = 5.0  # a server that takes longer counts as silent
+TIMEOUT_SECONDS = 5.0  # of each request
 
 
 class NotWindlassError(ValueError):
-    """What answered has no metrics under the names that are read here; the message says what to do."""
+    """The metrics do not have Windlass's names."""
 
 
 class MetricsWatcher:
@@ -373,13 +373,13 @@ class MetricsWatcher:
         snapshot = MetricsSnapshot(at=time.monotonic(), state=state, metrics=self._client.metrics())
         if not snapshot.is_windlass:
             raise NotWindlassError(
-                "its metrics have other names: this takes a Windlass server that was not started with --metrics-names vllm"
+                "its metrics have other names: use a Windlass server that was not started with --metrics-names vllm"
             )
         return snapshot
 
 
 def watch(url: str, api_key: str | None, interval: float, *, once: bool, as_json: bool) -> int:
-    """Until the person leaves, or for one interval; the exit code. Raises CommandError, one line."""
+    """Show statistics until the user quits, or for one interval. Returns the exit code. Raises CommandError, one line."""
     try:
         with Client(url, api_key=api_key, timeout=TIMEOUT_SECONDS, retry=RetryPolicy(max_retries=0)) as client:
             watched = MetricsWatcher(client)
@@ -412,7 +412,7 @@ def _write(watched: MetricsWatcher, url: str, interval: float, *, once: bool, as
             if once or not _is_temporary(error):
                 raise
             if not silent:
-                print_status(f"{url}: {_describe_error(error)} (it is asked again)")
+                print_status(f"{url}: {_describe_error(error)} (retrying)")
             silent = True
             continue
         silent = False
@@ -422,7 +422,7 @@ def _write(watched: MetricsWatcher, url: str, interval: float, *, once: bool, as
 
 
 def _object(found: IntervalStats) -> dict[str, object]:
-    """Latencies by the names of their quantiles."""
+    """Statistics as JSON, with latencies by quantile: p50."""
     shown = asdict(found)
     for name in ("first_token", "between_tokens", "loop_lag"):
         if shown[name] is not None:
@@ -446,7 +446,7 @@ def _show(watched: MetricsWatcher, url: str, interval: float) -> None:
 
 
 def _is_temporary(error: APIError) -> bool:
-    """Whether the same question may be answered later: not where it is refused, as with a key that is none any more."""
+    """Whether the same request may succeed later, unlike one with an invalid key."""
     return not isinstance(error, APIStatusError) or isinstance(error, (ServerError, RateLimitError))
 
 

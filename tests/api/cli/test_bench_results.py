@@ -1,4 +1,4 @@
-"""`windlass bench report` and `windlass bench compare`, from the command line to files, words and exit codes."""
+"""`windlass bench report` and `windlass bench compare`: files, texts and exit codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.server.cli.main import run
 
 @pytest.fixture
 def files(tmp_path):
-    """Two runs and a sweep, by name."""
+    """A folder with the files of two runs and a sweep."""
     write_json(simulated_run(count=100, rate=2, seed=1), tmp_path / "before.json")
     write_json(simulated_run(count=100, rate=2, seed=1, slowness=1.4), tmp_path / "after.json")
     runs = [simulated_run(count=20, rate=rate).to_dict() for rate in (1, 2)]
@@ -34,7 +34,7 @@ def test_a_report_of_one_run(files, capsys):
     assert str(page) in capsys.readouterr().out
 
 
-def test_a_report_of_a_sweep_and_of_files_under_names_of_their_own(files):
+def test_a_report_of_a_sweep_and_of_named_files(files):
     page = files / "page.html"
     assert run(["bench", "report", str(files / "sweep.json"), "--html", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def test_a_report_of_a_sweep_and_of_files_under_names_of_their_own(files):
     assert json.loads(re.search(r'id="report-data">(.*?)</script>', text)[1])["rate"]["rows"][-1]["group"] == "new"
 
 
-def test_sweeps_of_one_name_keep_lines_of_their_own(files):
+def test_sweeps_with_equal_names_have_separate_lines(files):
     (files / "other").mkdir()
     (files / "other" / "sweep.json").write_text((files / "sweep.json").read_text(encoding="utf-8"), encoding="utf-8")
     both = [str(files / "sweep.json"), str(files / "other" / "sweep.json")]
@@ -65,7 +65,7 @@ def test_sweeps_of_one_name_keep_lines_of_their_own(files):
     ]
 
 
-def test_a_comparison_in_words(files, capsys):
+def test_a_comparison_as_text(files, capsys):
     assert run(["bench", "compare", str(files / "before.json"), str(files / "after.json"), "--resamples", "200"]) == 0
     out = capsys.readouterr().out
     for part in ("before.json", "prompts of the same lengths", "one run cannot tell", "too few requests", "95% within"):
@@ -114,7 +114,7 @@ def test_a_comparison_as_json_is_repeatable(files, capsys):
     assert other["lines"][-1]["first"] == found["lines"][-1]["first"] and other["lines"] != found["lines"]
 
 
-def test_names_from_files_are_no_markup(files, capsys):
+def test_names_from_files_are_escaped(files, capsys):
     data = json.loads((files / "before.json").read_text(encoding="utf-8"))
     data["settings"]["[bold]x"] = "[red]y"
     (files / "[blink]z.json").write_text(json.dumps(data), encoding="utf-8")
@@ -148,7 +148,7 @@ def test_names_from_files_are_no_markup(files, capsys):
         (["compare", "before.json", "after.json", "--resamples", "3"], "--resamples"),
     ],
 )
-def test_mistakes_get_one_line_and_exit_code_2(files, monkeypatch, capsys, arguments, says):
+def test_errors_are_one_line_with_exit_code_2(files, monkeypatch, capsys, arguments, says):
     monkeypatch.chdir(files)
     (files / "text.json").write_text("hello", encoding="utf-8")
     (files / "other.json").write_text('{"format": "x"}', encoding="utf-8")
@@ -161,13 +161,13 @@ def test_mistakes_get_one_line_and_exit_code_2(files, monkeypatch, capsys, argum
 @pytest.mark.parametrize(
     "module", ["windlass.clients", "windlass.clients.loadtest.compare", "windlass.server.cli.main"]
 )
-def test_numpy_and_jinja_are_loaded_by_work_and_not_by_imports(module):
+def test_imports_load_neither_numpy_nor_jinja(module):
     code = f"import sys, {module}; sys.exit(bool({{'numpy', 'torch', 'matplotlib'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_two_runs_of_one_server_never_differ_by_verdict(tmp_path, capsys):
-    """One scripted server, quicker in its second run, as another day might make it."""
+def test_two_runs_of_one_server_have_no_verdict(tmp_path, capsys):
+    """A scripted server that is faster in its second run, as on another day."""
     with scripted_llm(*[stream(0.003, 0.003)] * 40, stream(0.002, 0.002)) as llm:
         for name in ("a", "b"):
             load = [

@@ -40,20 +40,19 @@ def terminal(server) -> Iterator[PseudoTerminal]:
 
 
 def answer(server: RealServer, *messages: tuple[str, str], **more: object) -> tuple[str, int]:
-    """What the API gives for these messages, and the tokens of question and answer together."""
-    told = [{"role": role, "content": text} for role, text in messages]
-    body = {"messages": told, **SETTINGS, **more}
+    """The API's answer to these messages, and the number of tokens of prompt and answer."""
+    body = {"messages": [{"role": role, "content": text} for role, text in messages], **SETTINGS, **more}
     found = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
     return found["choices"][0]["message"]["content"], found["usage"]["total_tokens"]
 
 
 def read(shown: str) -> tuple[str, int]:
-    """The answer, and the tokens of the context, from what the terminal shows."""
+    """The answer and the number of context tokens shown in a terminal."""
     (text, context) = re.fullmatch(r"(.*)\n\[.*?([\d,]+) of 512 of the context.*\]\n", shown, re.DOTALL).groups()
     return text, int(context.replace(",", ""))
 
 
-def test_what_was_said_is_sent_along_taken_back_asked_again_and_forgotten(server, terminal):
+def test_the_conversation_and_its_commands(server, terminal):
     terminal.ask(PARAMS, r"next requests: temperature=0 max_tokens=12 ignore_eos=true\n")
     horse, dog = "What does horse mean?", "What does dog mean?"
     first, second = read(terminal.ask(horse)), read(terminal.ask(dog))
@@ -61,7 +60,7 @@ def test_what_was_said_is_sent_along_taken_back_asked_again_and_forgotten(server
     both = ("user", horse), ("assistant", first[0]), ("user", dog)
     assert second == answer(server, *both) != answer(server, ("user", dog))
     assert read(terminal.ask("/retry")) == second
-    terminal.ask("/undo", r"taken back: What does dog mean\?\n")
+    terminal.ask("/undo", r"removed: What does dog mean\?\n")
     terminal.ask("/system Be brief.", r"system message: Be brief\.\n")
     third = read(terminal.ask(dog))
     assert third == answer(server, ("system", "Be brief."), *both) != second
@@ -73,7 +72,7 @@ def test_what_was_said_is_sent_along_taken_back_asked_again_and_forgotten(server
     assert terminal.end() == 0
 
 
-def test_scalings_are_switched_between_answers(server, terminal):
+def test_scalings_change_between_answers(server, terminal):
     terminal.ask(PARAMS, "ignore_eos=true\n")
     question = "What does horse mean?"
     assert "yarn" not in terminal.ask(question)
@@ -91,15 +90,15 @@ def test_scalings_are_switched_between_answers(server, terminal):
     ):
         terminal.ask("/new", "forgotten")
         terminal.ask(command, r"next answers: .*\n")
-        said = terminal.ask(question)
-        assert re.search(rf"{shown}\]\n$", said), said
-        assert read(said) == answer(server, ("user", question), rope_scaling=sent)
+        output = terminal.ask(question)
+        assert re.search(rf"{shown}\]\n$", output), output
+        assert read(output) == answer(server, ("user", question), rope_scaling=sent)
         assert re.search(rf"last answer: .*{shown}, policy frozen", terminal.ask("/rope", r"last answer: .*\n"))
     terminal.ask("/rope off", "under the server's own scaling\n")
     assert "rope_theta" not in terminal.ask(question)
 
 
-def test_commands_that_fail_say_why_in_one_line_and_change_nothing(server, terminal):
+def test_failed_commands_are_one_line_and_change_nothing(server, terminal):
     terminal.ask(PARAMS, "ignore_eos=true\n")
     terminal.ask("/rope yarn 4", "next answers: yarn, factor 4\n")
     for line, reason in (
@@ -118,23 +117,23 @@ def test_commands_that_fail_say_why_in_one_line_and_change_nothing(server, termi
         ("/params top_p=0.9 temperature=900", r"temperature should be less than or equal to 100"),
         ("/params seed=1.5", r"seed should be a valid integer"),
         ("/context window=wide", r"attention_window should be a valid integer"),
-        ("/context roll", r"'roll' says nothing of a context: write stop, error, shift, drop_turns, keep=NUMBER"),
-        ("/context shift bytes=3", r"'bytes=3' says nothing"),
+        ("/context roll", r"'roll' is not a context setting: write stop, error, shift, drop_turns, keep=NUMBER"),
+        ("/context shift bytes=3", r"'bytes=3' is not a context setting"),
         ("/undo", r"there is no question yet"),
         ("/retry", r"there is no question yet"),
     ):
-        said = terminal.ask(line, ".*\n")
-        assert re.fullmatch(f"error: .*{reason}.*\n", said) and "docs/" not in said, line
-    terminal.ask("/params reasoning_effort=high", r"high\"\n")  # what only the model's template can refuse
+        output = terminal.ask(line, ".*\n")
+        assert re.fullmatch(f"error: .*{reason}.*\n", output) and "docs/" not in output, line
+    terminal.ask("/params reasoning_effort=high", r"high\"\n")  # refused only by the model's template
     terminal.ask("hello", r"error: .*reasoning_effort.*\n")
     terminal.ask("/params reasoning_effort=", r"ignore_eos=true\n")
-    said = terminal.ask("What does horse mean?")  # the failed question is not among what was said
-    assert "yarn" in said
+    output = terminal.ask("What does horse mean?")  # the failed question is not part of the conversation
+    assert "yarn" in output
     sent = {"rope_type": "yarn", "factor": 4}
-    assert read(said) == answer(server, ("user", "What does horse mean?"), rope_scaling=sent)
+    assert read(output) == answer(server, ("user", "What does horse mean?"), rope_scaling=sent)
 
 
-def test_ctrl_c_stops_an_answer_and_nothing_else(server, terminal):
+def test_ctrl_c_stops_only_the_answer(server, terminal):
     terminal.ask("/params max_tokens=100000 ignore_eos=true temperature=0", "ignore_eos=true")
     terminal.ask("/context shift", "context_overflow=shift\n")
     terminal.wait_prompt()
@@ -144,19 +143,20 @@ def test_ctrl_c_stops_an_answer_and_nothing_else(server, terminal):
     terminal.wait(r"\[stopped after about \d+ tokens.*\]\n")
     eventually(lambda: server.metric("windlass_num_requests_running") == 0, 30)
     terminal.wait_prompt()
-    terminal.type("half a li" + CTRL_C)  # drops the line
-    terminal.wait("ctrl-D or /quit leaves\n")
-    terminal.ask(
-        "/params max_tokens=5 truncate_prompt_tokens=400", "max_tokens=5"
-    )  # of whatever came before it was stopped
+    terminal.type("half a li" + CTRL_C)  # discards the line
+    terminal.wait("ctrl-D or /quit ends the chat\n")
+    # The stopped answer may be of any length.
+    terminal.ask("/params max_tokens=5 truncate_prompt_tokens=400", "max_tokens=5")
     context = read(terminal.ask("What does dog mean?"))[1]
-    assert context > answer(server, ("user", "What does dog mean?"), max_tokens=5)[1]  # what was there of it stayed
+    assert (
+        context > answer(server, ("user", "What does dog mean?"), max_tokens=5)[1]
+    )  # the stopped answer is part of the conversation
     terminal.wait_prompt()
     terminal.type("/quit" + ENTER)
     assert terminal.end() == 0
 
 
-def test_of_several_ctrl_c_that_stop_an_answer_the_first_counts():
+def test_further_ctrl_c_are_ignored():
     before = signal.getsignal(signal.SIGINT)
     try:
         console = ChatConsole()
@@ -165,7 +165,7 @@ def test_of_several_ctrl_c_that_stop_an_answer_the_first_counts():
                 with pytest.raises(KeyboardInterrupt):
                     signal.raise_signal(signal.SIGINT)
                 signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)  # what is told of the stopped answer is told
+            signal.raise_signal(signal.SIGINT)  # between two contexts it is ignored
         with console.interrupt_exits():
             for _ in range(2):
                 with pytest.raises(KeyboardInterrupt):
@@ -174,7 +174,7 @@ def test_of_several_ctrl_c_that_stop_an_answer_the_first_counts():
         signal.signal(signal.SIGINT, before)
 
 
-def test_lines_that_were_typed_come_back_and_pasted_ones_are_one_message(server, terminal):
+def test_history_and_messages_of_several_lines(server, terminal):
     terminal.ask(PARAMS, "ignore_eos=true\n")
     shown = read(terminal.ask("What does dog mean?"))
     terminal.ask("/new", "forgotten")
@@ -183,8 +183,8 @@ def test_lines_that_were_typed_come_back_and_pasted_ones_are_one_message(server,
     lines = answer(server, ("user", "one\ntwo\nthree"))
     terminal.wait_prompt()
     terminal.type(paste("one\ntwo\nthree") + ENTER)
-    said = terminal.wait(r"of 512 of the context\]\n")
-    assert f"\n{lines[0]}\n[" in said and said.endswith(f" {lines[1]} of 512 of the context]\n")
+    output = terminal.wait(r"of 512 of the context\]\n")
+    assert f"\n{lines[0]}\n[" in output and output.endswith(f" {lines[1]} of 512 of the context]\n")
     terminal.ask("/new", "forgotten")
     terminal.wait_prompt()
     for line in ('"""one', "two"):
@@ -209,14 +209,14 @@ def test_without_a_terminal(server):
     assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
-def test_the_end_of_the_input_ends_a_block_that_was_left_open(server):
+def test_the_end_of_the_input_ends_an_open_block(server):
     result = piped(f'{PARAMS}\n"""What does\nhorse mean?\n', "--url", server.url)
     assert result.returncode == 0, result.stderr
     assert result.stdout == answer(server, ("user", "What does\nhorse mean?"))[0] + "\n"
     assert piped('"""\n', "--url", server.url).stdout == ""
 
 
-def test_what_the_model_s_authors_recommend_is_the_server_s_default_and_comes_back():
+def test_recommended_sampling_is_the_default():
     sampling = SamplingDefaults(temperature=0.2, top_p=0.9)
     with live_server(sampling=sampling, recommended_sampling={"temperature": 0.2, "top_p": 0.9}) as live:
         live.engine.eos_after = 3
@@ -226,11 +226,11 @@ def test_what_the_model_s_authors_recommend_is_the_server_s_default_and_comes_ba
         drawn = [(request.sampling.temperature, request.sampling.top_p) for request in live.engine.requests]
         assert drawn == [(0.2, 0.9), (1.0, 0.9), (0.2, 0.9)]
         with PseudoTerminal(*MAIN, "chat", "--url", live.url) as terminal:
-            terminal.wait(r"Drawn with temperature=0\.2 top_p=0\.9, as this model's authors recommend; /params .*\n")
+            terminal.wait(r"Sampling: temperature=0\.2 top_p=0\.9, as recommended by the model's authors; /params .*\n")
             terminal.ask("/params temperature=0", r"next requests: temperature=0\n")
 
 
-def test_a_model_without_a_template_is_told_of_before_anything_is_read():
+def test_a_model_without_a_template_is_refused_first():
     with live_server(template=None) as live:
         result = piped("hello\n", "--url", live.url)
         assert (result.returncode, result.stdout, live.engine.requests) == (2, "", [])
@@ -238,14 +238,14 @@ def test_a_model_without_a_template_is_told_of_before_anything_is_read():
         assert result.stderr.count("\n") == 1
 
 
-def test_a_server_that_is_not_there():
+def test_an_unreachable_server():
     result = piped("hello\n", "--url", "http://127.0.0.1:9")
     assert result.returncode == 2
     assert result.stderr.startswith("error: http://127.0.0.1:9: cannot reach") and result.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_a_key():
+def test_an_api_key():
     with serve("--kv-cache-memory", "64MiB", "--api-key", "secret") as locked:
         refused = piped("hi\n", "--url", locked.url)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1
@@ -254,7 +254,7 @@ def test_a_key():
         assert given.returncode == 0 and given.stdout
 
 
-def test_a_model_that_cannot_be_served_is_one_line(tmp_path):
+def test_an_invalid_model_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     result = piped("hello\n", str(tmp_path))
     assert result.returncode == 2
@@ -265,7 +265,7 @@ OWN = (*MAIN, "chat", "demo", "--kv-cache-memory", "64MiB", "--max-model-len", "
 
 
 def family(pid: int) -> set[int]:
-    """The processes that descend from one."""
+    """All descendants of a process."""
     below = set(children(pid))
     return below.union(*(family(child) for child in below))
 
@@ -277,7 +277,7 @@ def wait_gone(pids: set[int], seconds: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_server_of_its_own_with_the_options_and_what_a_full_context_means():
+def test_a_managed_server_and_a_full_context():
     with PseudoTerminal(*OWN, environment={"WINDLASS_PORT": "1", "WINDLASS_API_KEY": "theirs"}) as terminal:
         terminal.wait(r"demo, .* context of 64 tokens")
         below = family(terminal.process.pid)
@@ -296,7 +296,7 @@ def test_a_server_of_its_own_with_the_options_and_what_a_full_context_means():
         terminal.ask("/params max_tokens=200", "max_tokens=200 ")
         terminal.ask("/context shift keep=0", "next answers: context_overflow=shift keep_tokens=0\n")
         terminal.ask("What does horse mean?", r"200 tokens.* tokens dropped\]\n")
-        terminal.ask("/context off", "next answers: as the server has it\n")
+        terminal.ask("/context off", "next answers: the server’s default\n")
         terminal.wait_prompt()
         terminal.type(CTRL_D)
         assert terminal.end() == 0
@@ -311,7 +311,7 @@ def test_a_server_of_its_own_with_the_options_and_what_a_full_context_means():
         pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
     ],
 )
-def test_its_server_ends_with_it_however_that_happens(number):
+def test_the_managed_server_ends_with_the_chat(number):
     with PseudoTerminal(*OWN) as terminal:
         terminal.wait(r"demo, .* context of 64 tokens")
         below = family(terminal.process.pid)
@@ -321,11 +321,11 @@ def test_its_server_ends_with_it_however_that_happens(number):
 
 
 @pytest.mark.slow
-def test_its_server_dies():
+def test_the_managed_server_dies():
     with PseudoTerminal(*OWN) as terminal:
         terminal.wait(r"demo, .* context of 64 tokens")
         below = family(terminal.process.pid)
         for pid in below:
             os.kill(pid, signal.SIGKILL)
-        terminal.ask("hello", r"error: the server is gone.*\n")
+        terminal.ask("hello", r"error: the server ended.*\n")
         assert terminal.end() == 2

@@ -60,7 +60,7 @@ def clean_environment(monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What `serve` would have been started with."""
+    """Arguments of each call of `launch.serve`."""
     calls = []
     monkeypatch.setattr(launch, "serve", lambda *arguments: calls.append(arguments) or 0)
     return calls
@@ -68,7 +68,7 @@ def launched(monkeypatch):
 
 @pytest.fixture
 def model(tmp_path):
-    """A directory with a config and a tokenizer, and no weights."""
+    """A directory with a configuration and a tokenizer, without weights."""
     directory = tmp_path / "toy"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
@@ -83,7 +83,7 @@ def scripted(monkeypatch):
 
 
 def error_of(capsys, *arguments: str) -> str:
-    """The one line a failing command writes, without the leading "error: "."""
+    """The error line of a command without its prefix "error: "."""
     assert cli.run(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured
@@ -181,7 +181,7 @@ ENGINE_CONFIG = EngineConfig(
 
 
 @pytest.mark.parametrize("by", ["arguments", "environment"])
-def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
+def test_engine_options(by, launched, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     arguments = ["serve"]
     for name, value in ENGINE_VARIABLES.items():
@@ -211,21 +211,21 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
     assert len(ENGINE_ARGUMENTS) + len(ENGINE_VARIABLES) + 4 == len(dataclasses.fields(EngineOptions))
 
 
-def test_the_share_of_a_gpu_reaches_the_engine(launched):
+def test_the_memory_share_of_a_gpu(launched):
     assert cli.run(["serve", "--gpu-memory-utilization", "0.5"]) == 0
     ((_, engine, *_),) = launched
     assert engine.to_config(Path("m")) == engine_config("m", gpu_memory_utilization=0.5)
     assert engine.to_config(Path("m")).cache.device_share == 0.5
 
 
-def test_the_prediction_layer_reaches_the_engine(launched, monkeypatch):
+def test_the_mtp_layer(launched, monkeypatch):
     monkeypatch.setenv("WINDLASS_SPECULATIVE_MODEL_QUANTIZATION", "int8")
     assert cli.run(["serve", "--speculative-mtp"]) == 0
     ((_, engine, *_),) = launched
     assert engine.to_config(Path("m")).scheduling.speculation == SpeculationConfig(mtp=True, quantization="int8")
 
 
-def test_defaults_are_the_configurations_own(launched):
+def test_defaults_of_options_equal_those_of_the_configuration(launched):
     assert cli.run(["serve"]) == 0
     ((model, engine, server, connections, _, _),) = launched
     assert model is None
@@ -238,7 +238,7 @@ def test_defaults_are_the_configurations_own(launched):
 
 def test_server_options(launched, monkeypatch, tmp_path):
     keys = tmp_path / "keys"
-    keys.write_text("# ours\n  third \n\nfirst\n")
+    keys.write_text("# comment\n  third \n\nfirst\n")
     monkeypatch.setenv("WINDLASS_API_KEY", "first, second")
     monkeypatch.setenv("WINDLASS_PORT", "8123")
     arguments = [
@@ -291,7 +291,7 @@ def test_connection_options(launched, monkeypatch):
     assert (settings.header_seconds, settings.idle_seconds, settings.write_seconds) == (2.0, 7.5, 1.5)
     trusted = ("10.1.2.3", "::1", "::ffff:10.1.2.3", "127.0.0.1", "::2")
     assert [settings.trusts(address) for address in trusted] == [True, True, True, False, False]
-    # The limit of open files has the last word.
+    # The limit of open files is the upper bound.
     assert (settings.capped_by_files(228).max_connections, settings.capped_by_files(228).max_per_address) == (100, 20)
     assert (settings.capped_by_files(138).max_connections, settings.capped_by_files(138).max_per_address) == (10, 10)
 
@@ -299,9 +299,9 @@ def test_connection_options(launched, monkeypatch):
     assert all(map(ConnectionSettings.from_options(launched[-1][3]).trusts, trusted))
 
 
-def test_times_that_never_end() -> None:
+def test_infinite_times() -> None:
     settings = ServerOptions(grace_period=math.inf, request_timeout=math.inf).to_settings("m")
-    assert (settings.grace_seconds, settings.default_timeout) == (1e9, None)  # a clock counts so far
+    assert (settings.grace_seconds, settings.default_timeout) == (1e9, None)  # the range of clocks
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_times_that_never_end() -> None:
         (["/no/such/model"], "/no/such/model"),
     ],
 )
-def test_a_bad_option_is_one_line(arguments, expected, capsys):
+def test_errors_of_options_are_one_line(arguments, expected, capsys):
     assert expected in error_of(capsys, "serve", *arguments)
 
 
@@ -447,25 +447,25 @@ def test_a_bad_option_is_one_line(arguments, expected, capsys):
         ("WINDLASS_API_KEYS", "keys.toml", "the variable WINDLASS_API_KEYS was removed: use --api-key-file"),
     ],
 )
-def test_a_bad_variable_is_one_line(variable, value, expected, monkeypatch, capsys):
+def test_errors_of_variables_are_one_line(variable, value, expected, monkeypatch, capsys):
     monkeypatch.setenv(variable, value)
     assert expected in error_of(capsys, "serve", "/no/such/model")
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat"])
-def test_every_removed_option_names_its_replacement(command, capsys):
+def test_errors_of_removed_options_contain_their_replacement(command, capsys):
     for name, hint in REMOVED.items():
-        said = error_of(capsys, command, f"--{name.replace('_', '-')}", "1")
-        assert with_option_names(hint) in said and f"No such option: --{name.replace('_', '-')}: " in said
+        error = error_of(capsys, command, f"--{name.replace('_', '-')}", "1")
+        assert with_option_names(hint) in error and f"No such option: --{name.replace('_', '-')}: " in error
     for option in OPTIONS.values():
         if option.scope != "flag" and (command == "serve" or option.sets):
-            said = error_of(capsys, command, option.flag, "1")
-            assert option.variable in said
-            assert ("--config FILE" in said) == (command == "serve" and option.scope == "key")
+            error = error_of(capsys, command, option.flag, "1")
+            assert option.variable in error
+            assert ("--config FILE" in error) == (command == "serve" and option.scope == "key")
 
 
 @pytest.mark.parametrize("name", ["", " , "])
-def test_a_name_that_is_empty_is_refused(name):
+def test_an_empty_model_name_is_refused(name):
     with pytest.raises(LoadError, match="`served_model_name` is empty: give a name, or leave it out"):
         ServerOptions(served_model_name=[name]).to_settings("toy")
 
@@ -476,24 +476,24 @@ def test_a_name_that_is_empty_is_refused(name):
         ("WINDLASS_MAX_MODEL_LNE", "WINDLASS_MAX_MODEL_LEN"),
         ("WINDLASS_CHACHE", "WINDLASS_CACHE"),
         ("WINDLASS_PROT", "WINDLASS_PORT"),
-        ("WINDLASS_SYSTEMM", None),  # no command reads such a one from there
-        ("WINDLASS_SERVICE_HOST", None),  # Kubernetes gives these for a service of this name
+        ("WINDLASS_SYSTEMM", None),  # an option without a variable
+        ("WINDLASS_SERVICE_HOST", None),  # Kubernetes sets these for a service with this name
         ("WINDLASS_PORT_8000_TCP_ADDR", None),
         ("WINDLASS_MAX_MODEL_LEN", None),
         ("WINDLASS_API_KEY", None),
         ("MAX_MODEL_LNE", None),
     ],
 )
-def test_a_mistyped_variable_is_told_of(name, near, monkeypatch, capsys):
+def test_a_misspelled_variable_has_a_warning(name, near, monkeypatch, capsys):
     for variable in [variable for variable in os.environ if variable.startswith("WINDLASS_")]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv(name, "64")
     assert cli.run(["version"]) == 0
-    said = f"warning: the variable {name} has no effect: did you mean {near}?\n" if near else ""
-    assert capsys.readouterr().err == said
+    warning = f"warning: the variable {name} has no effect: did you mean {near}?\n" if near else ""
+    assert capsys.readouterr().err == warning
 
 
-def test_ctrl_c_while_it_is_imported_is_one(monkeypatch):
+def test_ctrl_c_during_the_imports(monkeypatch):
     class Interrupted:
         def find_spec(self, name, path, target=None):
             if name == "windlass.server.cli.main":
@@ -506,7 +506,7 @@ def test_ctrl_c_while_it_is_imported_is_one(monkeypatch):
     assert ended.value.code == 130
 
 
-def test_the_script_begins_where_little_is_imported():
+def test_the_entry_point_imports_no_large_libraries():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     assert scripts == {"windlass": f"{entry.__name__}:main"}
     code = f"import {entry.__name__}, sys; print([name for name in ('typer', 'rich', 'numpy') if name in sys.modules])"
@@ -558,19 +558,19 @@ def test_token_counts_with_a_unit(written, tokens, monkeypatch):
         (["serve", "--rope-scaling", '{"rope_type": "yarn", "facto": 4}'], "'factor'"),
     ],
 )
-def test_what_was_mistyped_is_suggested(arguments, meant, capsys):
+def test_misspelled_words_have_suggestions(arguments, meant, capsys):
     assert f"did you mean {meant}?" in error_of(capsys, *arguments).lower().replace("?)", "?")
 
 
 @pytest.mark.parametrize("name", ["--" + "x" * 100_000, "--prot\x1b[31m\n", "--'", "--"])
-def test_no_option_however_odd_is_more_than_a_line(name, capsys):
+def test_errors_of_odd_option_names_are_one_line(name, capsys):
     assert "\n" not in error_of(capsys, "serve", name, "/no/such/model")
 
 
 @pytest.mark.parametrize(
     ("given", "kept"), [("beside", "beside"), ("model", "beside"), ("x", str(Path("x").absolute()))]
 )
-def test_the_weight_cache_is_a_folder_wherever_the_engine_runs(given, kept, launched):
+def test_the_weight_cache_is_an_absolute_path(given, kept, launched):
     assert cli.run(["serve", "--weight-cache", given]) == 0
     assert launched[-1][1].to_config(Path("m")).loading.weight_cache == kept
 
@@ -581,7 +581,7 @@ def test_a_key_file_without_keys_does_not_open_the_server(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("command", [["serve"], ["generate"], ["chat"], ["bench", "engine"]])
-def test_help_is_short_and_says_where_the_rest_is(command, capsys):
+def test_the_short_help_refers_to_the_complete_one(command, capsys):
     assert cli.run([*command, "--help-all"]) == 0
     whole = capsys.readouterr().out
     assert cli.run([*command, "--help"]) == 0
@@ -590,17 +590,17 @@ def test_help_is_short_and_says_where_the_rest_is(command, capsys):
     assert "--rope-scaling" in short and "--quantization" in short and "--help-all" in short
     assert "--kv-persist" in whole and "--kv-persist" not in short
     assert "WINDLASS_KV_PERSIST" in whole and "WINDLASS_BLOCK_SIZE" in whole and "env var" not in short
-    # The page leaves nothing hidden behind it: the options work, and completion knows them.
+    # Printing the short help does not change the hidden options.
     assert cli.run([*command, "--help-all"]) == 0
     assert capsys.readouterr().out == whole
 
 
-def test_the_options_of_the_short_help_are_there():
+def test_common_options_exist():
     names = {parameter.name for parameter in get_command(cli.app).commands["serve"].params}
     assert not set(COMMON_OPTIONS) - names and 15 < len(COMMON_OPTIONS) < len(names) / 2
 
 
-def test_help_names_every_option_and_variable(capsys):
+def test_the_complete_help_has_every_option_and_variable(capsys):
     assert cli.run(["serve", "--help-all"]) == 0
     text = capsys.readouterr().out
     for options in (EngineOptions, ServerOptions, ConnectionOptions):
@@ -619,7 +619,7 @@ def test_help_names_every_option_and_variable(capsys):
     assert "frobnicate" in error_of(capsys, "frobnicate")
 
 
-def test_bench_engine_passes_everything_on(scripted, monkeypatch, capsys, model):
+def test_bench_engine(scripted, monkeypatch, capsys, model):
     calls = []
 
     def run_engine_benchmark(config, *, batch_size, input_len, output_len, progress):
@@ -656,7 +656,7 @@ def test_generate_streams_the_decoded_tokens(scripted, capsys, model):
     assert capsys.readouterr().out == captured.out.split(stop)[0]
 
 
-def test_generate_draws_as_the_model_says(scripted, capsys, model, monkeypatch):
+def test_generate_uses_the_sampling_parameters_of_the_model(scripted, capsys, model, monkeypatch):
     drawn, generate = [], engines.ProcessClient.generate
 
     def remember(self, request):
@@ -702,7 +702,7 @@ def test_generate_draws_as_the_model_says(scripted, capsys, model, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "replay"])
-def test_what_a_command_draws_by_is_checked_before_anything_else(command, capsys):
+def test_sampling_options_are_checked_first(command, capsys):
     given = [] if command == "chat" else ["no file"]
     for option, value in (("--generation-config", "/there/is/none"), ("--override-generation-config", '{"temp": 1}')):
         assert error_of(capsys, command, *given, option, value).startswith(option)
@@ -717,13 +717,13 @@ def test_generate_errors_are_one_line(scripted, capsys, model, monkeypatch):
         ("--seed", str(2**63), "should be less than or equal to"),
         ("--stop", "", "[0] should have at least 1 character"),
     ):
-        said = error_of(capsys, "generate", "hi", "--model", str(model), option, value)
-        assert said.startswith(option) and reason in said
+        error = error_of(capsys, "generate", "hi", "--model", str(model), option, value)
+        assert error.startswith(option) and reason in error
     monkeypatch.setenv("SCRIPT_LOAD_ERROR", "no weights in this directory")
     assert error_of(capsys, "generate", "hi", "--model", str(model)) == "no weights in this directory"
 
 
-def test_generate_asks_a_running_server(capsys, model, unused_port):
+def test_generate_on_a_running_server(capsys, model, unused_port):
     with Served(model, "--api-key", "secret", SCRIPT_STEP_SECONDS="0") as served:
         url = served.wait_ready()
         arguments = ["generate", "hello", "--max-tokens", "12", "--url"]
@@ -735,13 +735,13 @@ def test_generate_asks_a_running_server(capsys, model, unused_port):
         scaling = ["--api-key", "secret", "--rope-scaling", '{"rope_type": "linear", "factor": 2}']
         assert cli.run([*arguments, url, *scaling, "--rope-update", "frozen"]) == 0
         capsys.readouterr()
-        unknown = ["--api-key", "secret", "--rope-scaling", "long"]  # the server's profile, which it does not have
+        unknown = ["--api-key", "secret", "--rope-scaling", "long"]  # an unknown profile
         assert "there is no profile 'long' on this server" in error_of(capsys, *arguments, url, *unknown)
         assert "no chat template" in error_of(capsys, *arguments, url, "--api-key", "secret", "--chat")
         assert "does not exist here" in error_of(capsys, *arguments, url, "--api-key", "secret", "--model", "other")
     unused = f"http://127.0.0.1:{unused_port}"
-    said = error_of(capsys, *arguments, unused)
-    assert said.count("reach") == 1 and "is the server running" in said
+    error = error_of(capsys, *arguments, unused)
+    assert error.count("reach") == 1 and "is the server running" in error
 
 
 @pytest.fixture
@@ -756,7 +756,7 @@ def test_the_api_process_never_imports_torch(module):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_starting_up_does_not_wait_for_the_web_framework():
+def test_the_start_imports_no_web_framework():
     """The engine process is spawned before fastapi and the tokenizer are imported."""
     code = "import sys, windlass.server.cli.main, windlass.server.startup.launch; sys.exit('fastapi' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

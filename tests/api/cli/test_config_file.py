@@ -1,4 +1,4 @@
-"""`windlass serve --config FILE`: what it sets, what wins over it, and what is refused with its line."""
+"""`windlass serve --config FILE`: values, precedence, and errors with their lines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(tmp_path):
 
 
 WHOLE = """
-# of the house
+# a comment
 model: smollm2
 port: 8123
 max_model_len: 4096        # underscores too
@@ -64,7 +64,7 @@ def test_a_file_sets_every_kind_of_option(launched, write):
     assert cli.run(["serve", "--config", write(WHOLE)]) == 0
     ((model, engine, server, _, level, _),) = launched
     assert (model, level, server.port, server.keep_tokens) == ("smollm2", "debug", 8123, 1024)
-    assert (server.host, server.request_timeout) == ("127.0.0.1", None)  # left empty: their defaults
+    assert (server.host, server.request_timeout) == ("127.0.0.1", None)  # empty values mean the defaults
     assert (server.access_log, server.rope_policy) == (True, "off")
     assert (engine.max_model_len, engine.prefix_caching, engine.target_step_ms) == (4096, False, 100.0)
     config = engine.to_config(Path("m"))
@@ -75,12 +75,12 @@ def test_a_file_sets_every_kind_of_option(launched, write):
     assert factors == {"long": 8, "longer": 2}
 
 
-def test_the_command_line_wins_over_the_environment_and_that_over_the_file(launched, write, monkeypatch):
+def test_precedence(launched, write, monkeypatch):
     path = write("model: a\nport: 1\nhost: h1\nblock-size: 32\napi-key: [x, y]\nprefix-caching: false")
     monkeypatch.setenv("WINDLASS_CONFIG", path)
     monkeypatch.setenv("WINDLASS_PORT", "2")
     monkeypatch.setenv("WINDLASS_HOST", "h2")
-    monkeypatch.setenv("WINDLASS_BLOCK_SIZE", "")  # as a compose file hands on what is not set
+    monkeypatch.setenv("WINDLASS_BLOCK_SIZE", "")  # a compose file passes unset variables as empty
     assert cli.run(["serve", "--port", "3", "--api-key", "z", "--prefix-caching", "b"]) == 0
     ((model, engine, server, _, _, _),) = launched
     assert (model, server.port, server.host, engine.block_size) == ("b", 3, "h2", 32)
@@ -88,20 +88,20 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(launc
 
 
 @pytest.mark.parametrize("number", ["1e6", "1E+6", "1.e6", "10.0e5", "1.0e+6", "1_000_000.0", "1000000"])
-def test_a_number_in_an_object_is_one_however_it_is_spelt(number, launched, write):
+def test_numbers_in_objects(number, launched, write):
     text = f"rope-scaling: {{rope_type: default, rope_theta: {number}}}"
     assert cli.run(["serve", "--config", write(text)]) == 0
     assert launched[0][1].to_config(Path("m")).rotary.scaling.to_dict()["rope_theta"] == 1e6
 
 
 @pytest.mark.parametrize("word", ["1e", "e6", "'1e6'", "1e6x"])
-def test_a_word_in_an_object_stays_one(word, launched, write):
+def test_words_in_objects(word, launched, write):
     assert cli.run(["serve", "--config", write(f"rope-scaling: {{rope_type: yarn, factor: {word}}}")]) == 0
     with pytest.raises(RequestError, match=f"got {word.strip(chr(39))!r}"):
         launched[0][1].to_config(Path("m"))
 
 
-def test_a_byte_order_mark_is_no_part_of_a_file(launched, write, tmp_path):
+def test_byte_order_marks_are_ignored(launched, write, tmp_path):
     keys, template = tmp_path / "keys", tmp_path / "template.jinja"
     keys.write_bytes(b"\xef\xbb\xbfsecret\n")
     template.write_bytes(b"\xef\xbb\xbf{{ messages }}")
@@ -147,7 +147,7 @@ def test_an_empty_file_sets_nothing(launched, write):
         ("a: \x00", "this is not valid YAML"),
     ],
 )
-def test_what_is_wrong_is_one_line_that_says_where(text, expected, launched, write, capsys):
+def test_errors_are_one_line_with_their_place(text, expected, launched, write, capsys):
     assert cli.run(["serve", "--config", write(text)]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
@@ -155,7 +155,7 @@ def test_what_is_wrong_is_one_line_that_says_where(text, expected, launched, wri
     assert not launched
 
 
-def test_a_file_that_is_missing_or_too_large_is_refused(launched, write, capsys, monkeypatch, tmp_path):
+def test_missing_and_large_files_are_refused(launched, write, capsys, monkeypatch, tmp_path):
     assert cli.run(["serve", "--config", str(tmp_path / "none")]) == 2
     assert "cannot read --config" in capsys.readouterr().err
     monkeypatch.setattr(config_file, "MAX_BYTES", 10)
@@ -164,7 +164,6 @@ def test_a_file_that_is_missing_or_too_large_is_refused(launched, write, capsys,
     assert not launched
 
 
-def test_every_option_may_be_a_key(launched, write):
-    """Values in the file's spelling reach the options whatever their kind; JSON is YAML, too."""
+def test_a_file_may_be_json(launched, write):
     assert cli.run(["serve", "--config", write(json.dumps({"threads": 2, "deterministic": True, "model": "x"}))]) == 0
     assert (launched[0][0], launched[0][1].threads, launched[0][1].deterministic) == ("x", 2, True)

@@ -1,4 +1,4 @@
-"""The server that a chat or a replay starts for itself: how it is asked. It is a script here that names the server of a test."""
+"""The managed server of a chat or replay. Here it is a script that prints the URL of a test server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def live() -> Iterator[Live]:
 
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServer]:
-    """One that the environment names, and that lets nothing through."""
+    """A proxy in the environment that refuses all requests."""
     with scripted_server(answer({"error": "not through here"}, "403 Forbidden")) as server:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, server.url)
@@ -37,7 +37,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """From now on what is started is at this URL."""
+    """Make later managed servers report this URL."""
 
     def start(url: str) -> None:
         script = tmp_path / "python"
@@ -62,48 +62,48 @@ def command(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
     yield ["replay", str(file), "demo"]
 
 
-def test_it_is_asked_past_the_proxies_of_the_environment(
+def test_requests_bypass_the_proxies_of_the_environment(
     command: list[str], live: Live, proxy: ScriptedServer, started: Callable[[str], None]
 ) -> None:
     started(live.url)
-    asked = len(live.engine.requests)
+    count = len(live.engine.requests)
     assert cli.run(command) == 0
-    assert len(live.engine.requests) == asked + 1 and proxy.requests == []
+    assert len(live.engine.requests) == count + 1 and proxy.requests == []
 
 
-def test_it_draws_as_its_command_was_told(
+def test_sampling_options_reach_the_server(
     command: list[str], live: Live, started: Callable[[str], None], tmp_path: Path
 ) -> None:
     started(live.url)
-    told = ["--generation-config", "none", "--override-generation-config", '{"top_k": 3}']
-    assert cli.run([*command, *told]) == 0
+    options = ["--generation-config", "none", "--override-generation-config", '{"top_k": 3}']
+    assert cli.run([*command, *options]) == 0
     arguments = (tmp_path / "arguments").read_text()
     assert arguments.endswith(' --generation-config=none --override-generation-config={"top_k": 3}\n')
 
 
-def test_it_keeps_its_files_where_the_environment_says(
+def test_folders_of_the_environment_reach_the_server(
     command: list[str],
     live: Live,
     started: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    kept = {"WINDLASS_CACHE": "/cache", "WINDLASS_CRASH_DIR": "/crashes"}
-    for name, value in (kept | {"WINDLASS_PORT": "80"}).items():
+    passed = {"WINDLASS_CACHE": "/cache", "WINDLASS_CRASH_DIR": "/crashes"}
+    for name, value in (passed | {"WINDLASS_PORT": "80"}).items():
         monkeypatch.setenv(name, value)
     started(live.url)
     assert cli.run(command) == 0
     found = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
-    assert kept.items() <= found.items() and "WINDLASS_PORT" not in found
+    assert passed.items() <= found.items() and "WINDLASS_PORT" not in found
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_what_it_refuses_is_one_line(
+def test_a_refusal_is_one_line(
     command: list[str], ready: bool, started: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     refusal = answer({"error": {"message": "not\nyours"}}, "403 Forbidden")
     with scripted_server(*[answer({"status": "ready"})] * ready, refusal) as server:
         started(server.url)
         assert cli.run(command) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and said.err == f"error: {server.url}: not yours\n"
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err == f"error: {server.url}: not yours\n"

@@ -1,4 +1,4 @@
-"""`windlass models` and `windlass pull`, as a person sees them."""
+"""`windlass models` and `windlass pull`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEMO = Path(__file__).parents[3] / "models" / "demo"
 
 @pytest.fixture(autouse=True)
 def toy(tmp_path, monkeypatch):
-    """A model named toy can be pulled, the cache is empty, and so is that of Hugging Face."""
+    """A model named toy that can be pulled. Its cache and that of Hugging Face are empty."""
     (tmp_path / "links").mkdir()
     model = toy_model(make_wheel(tmp_path / "links"))
     monkeypatch.setitem(KNOWN, "toy", model)
@@ -41,7 +41,7 @@ def listed(capsys) -> dict[str, dict]:
     return {model["name"]: model for model in json.loads(capsys.readouterr().out)["models"]}
 
 
-def test_pull_and_what_is_listed_before_and_after(toy, capsys):
+def test_pull_and_models(toy, capsys):
     before = listed(capsys)
     assert set(before) == {"smollm2", "demo", "toy"}
     assert not before["toy"]["here"] and before["toy"]["where"] is None
@@ -63,7 +63,7 @@ def test_pull_and_what_is_listed_before_and_after(toy, capsys):
     assert error.startswith("error: ") and error.count("\n") == 1 and "pull again" in error
 
 
-def test_for_people(capsys):
+def test_models_as_text(capsys):
     assert cli.run(["models"]) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
@@ -72,7 +72,7 @@ def test_for_people(capsys):
     assert "windlass pull smollm2" in captured.err
 
 
-def test_names_that_nobody_knows(capsys):
+def test_unknown_names(capsys):
     assert cli.run(["pull", "smolm2"]) == 2
     error = capsys.readouterr().err
     assert "did you mean 'smollm2'?" in error and error.count("\n") == 1
@@ -80,7 +80,7 @@ def test_names_that_nobody_knows(capsys):
     assert str(DEMO) in capsys.readouterr().err
 
 
-def test_the_hugging_face_cache_is_listed_as_far_as_it_can_be_served(tmp_path, capsys):
+def test_supported_models_of_the_hugging_face_cache_are_listed(tmp_path, capsys):
     good = tmp_path / "hub" / "models--org--good" / "snapshots" / "main"
     shutil.copytree(DEMO, good)
     bad = tmp_path / "hub" / "models--org--bert" / "snapshots" / "main"
@@ -94,7 +94,7 @@ def test_the_hugging_face_cache_is_listed_as_far_as_it_can_be_served(tmp_path, c
     assert found["org/good"]["size"] == found["demo"]["size"]
 
 
-def test_gguf_files_in_the_hugging_face_cache_are_listed_as_they_are_served(tmp_path, capsys):
+def test_gguf_files_of_the_hugging_face_cache_are_listed(tmp_path, capsys):
     snapshot = tmp_path / "hub" / "models--org--tiny-GGUF" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
     source = make_model("llama", tmp_path / "hf", vocab_size=261, num_hidden_layers=1)
@@ -102,7 +102,7 @@ def test_gguf_files_in_the_hugging_face_cache_are_listed_as_they_are_served(tmp_
         convert(source, snapshot / f"tiny-{kind}.gguf", kind=kind, tokenizer=byte_vocabulary())
     (snapshot / "mmproj-tiny.gguf").write_bytes(b"GGUF")
     (snapshot / "other-Q5_K.gguf").write_bytes(b"GGUF, and cut off")
-    (snapshot / "split-F16-00001-of-00002.gguf").write_bytes(b"GGUF")  # the second part is not here
+    (snapshot / "split-F16-00001-of-00002.gguf").write_bytes(b"GGUF")  # the second part is missing
     found = listed(capsys)
     assert set(found) == {"smollm2", "demo", "toy", "org/tiny-GGUF:Q4_0", "org/tiny-GGUF:Q8_0"}
     small = found["org/tiny-GGUF:Q4_0"]

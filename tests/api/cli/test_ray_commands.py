@@ -11,7 +11,7 @@ from windlass.engine.errors import LoadError
 from windlass.server.config.server_options import ClusterOptions, ReplicaOptions
 
 
-def test_without_ray_the_command_says_how_to_have_it() -> None:
+def test_without_ray_the_error_has_the_installation() -> None:
     code = (
         "import sys; sys.modules['ray'] = None; sys.modules['ray.serve'] = None\n"
         "from windlass.server.cli.main import run\n"
@@ -25,12 +25,12 @@ def test_without_ray_the_command_says_how_to_have_it() -> None:
 @pytest.mark.parametrize(
     ("given", "found"), [("1", (1, 1)), ("2..8", (2, 8)), (" 3 ", (3, 3)), ("4..4", (4, 4)), ("1..1024", (1, 1024))]
 )
-def test_a_number_of_replicas_or_two(given: str, found: tuple[int, int]) -> None:
+def test_numbers_of_replicas(given: str, found: tuple[int, int]) -> None:
     assert ClusterOptions(replicas=given).replica_bounds() == found
 
 
 @pytest.mark.parametrize("given", ["", "0", "0..2", "3..2", "2...8", "-1", "many", "1..2000", "99999999999"])
-def test_what_is_no_number_of_replicas(given: str) -> None:
+def test_invalid_numbers_of_replicas(given: str) -> None:
     with pytest.raises(LoadError, match=r"`replicas` must be a number between 1 and 1024, or two such as 2\.\.8"):
         ClusterOptions(replicas=given)
 
@@ -45,7 +45,7 @@ def test_what_is_no_number_of_replicas(given: str) -> None:
         ({"scale_down_seconds": float("nan")}, "`scale_down_seconds` must be 0 or more"),
     ],
 )
-def test_options_that_cannot_be_meant(options: dict[str, object], says: str) -> None:
+def test_invalid_options(options: dict[str, object], says: str) -> None:
     with pytest.raises(LoadError, match=says):
         ClusterOptions(**options)  # type: ignore[arg-type]
     with pytest.raises(LoadError, match="`replicas` must be a whole number between 1 and 1024"):

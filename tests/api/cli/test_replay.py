@@ -1,4 +1,4 @@
-"""`--record` and `windlass replay`: real servers started twice give the same tokens, changed ones do not, and nothing leaks."""
+"""`--record` and `windlass replay`: equal servers give equal tokens, changed ones do not, and no text leaks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ASK = [{"role": "user", "content": f"What does horse mean? {CANARY}"}]
 
 
 def workload(server: RealServer) -> int:
-    """One request of each kind that takes another way; how many there are."""
+    """Send one request of each kind. Returns their number."""
     posts: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": f"The {CANARY}", "max_tokens": 24, "ignore_eos": True}),
         ("/v1/completions", {"prompt": "One", "max_tokens": 12, "n": 3, "seed": 5, "temperature": 1.5}),
@@ -57,11 +57,11 @@ def workload(server: RealServer) -> int:
         for path, body in posts:
             response = http.post(path, json=body)
             assert response.status_code == 200, response.text
-        # One that nobody waits for.
+        # The client disconnects.
         body = {"prompt": "Gone", "max_tokens": 4000, "ignore_eos": True, "stream": True, "context_overflow": "shift"}
         with http.stream("POST", "/v1/completions", json=body) as stream:
             next(stream.iter_lines())
-        # One that is refused after it was counted: nothing of it comes to the engine.
+        # Refused after it was counted: it does not reach the engine.
         assert http.post("/v1/completions", json={"prompt": "Refused", "max_tokens": -1}).status_code == 400
     return len(posts) + 1
 
@@ -71,7 +71,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def recorded(file: Path, *options: str) -> list[dict[str, Any]]:
-    """The requests that a server wrote while it had the workload."""
+    """The requests that a server recorded of the workload."""
     with serve(*SMALL, "--api-key", KEY, "--record", str(file), *options) as server:
         count = workload(server)
         eventually(lambda: len(file.read_text().splitlines()) == count + 1, 20)
@@ -109,11 +109,11 @@ def replayed(file: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_another_server_gives_the_same_tokens_one_by_one_and_all_at_once(with_text: Path) -> None:
+def test_another_server_gives_the_same_tokens_sequentially_and_concurrently(with_text: Path) -> None:
     code, found = replayed(with_text, "demo", *SMALL)
     assert code == 0, found
     assert found["requests"] == 16 and found["failed"] == found["mismatches"] == []
-    # All but the one whose client left: best_of too, and what grammars and penalties made of texts hold.
+    # All except the one with a disconnected client, including best_of, grammars and penalties.
     assert found["compared"] == found["equal"] == 15
     assert found["fingerprint"]["now"] == found["fingerprint"]["recorded"]
     code, crowded = replayed(with_text, "demo", *SMALL, "--as-fast-as-possible")
@@ -121,21 +121,21 @@ def test_another_server_gives_the_same_tokens_one_by_one_and_all_at_once(with_te
 
 
 @pytest.mark.slow
-def test_another_scaling_gives_mismatches_which_are_named(with_text: Path) -> None:
+def test_another_scaling_gives_mismatches(with_text: Path) -> None:
     done = run(str(with_text), "demo", *SMALL, "--rope-scaling", LINEAR, "--as-fast-as-possible")
     assert done.returncode == 1
     assert "mismatch: line 2, /v1/completions, request " in done.stdout
-    assert "computes with another model or other settings" in done.stdout
+    assert "has another model or other settings" in done.stdout
     code, found = replayed(with_text, "demo", *SMALL, "--rope-scaling", LINEAR, "--as-fast-as-possible")
     different = {each["line"] for each in found["mismatches"]}
     assert code == 1 and found["failed"] == []
-    # The one with a scaling of its own is as it was; what a grammar or a stop string leaves may be too.
+    # The request with its own scaling is equal; grammars and stop strings may hide differences.
     assert 7 not in different and len(different) >= 8
 
 
 @pytest.mark.slow
-def test_a_change_in_the_file_is_found(with_text: Path, tmp_path: Path) -> None:
-    """The comparison itself: one digest, one seed, one token of a prompt."""
+def test_changes_in_the_file_are_mismatches(with_text: Path, tmp_path: Path) -> None:
+    """A digest, a seed, and a token of a prompt."""
     lines = lines_of(with_text)
     lines[1]["answers"][0]["digest"] = "0" * 32
     lines[2]["fields"]["seed"] += 1
@@ -149,7 +149,7 @@ def test_a_change_in_the_file_is_found(with_text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_text_lengths_alone_are_kept_and_repeated(without: Path) -> None:
+def test_without_text_only_lengths_are_recorded_and_repeated(without: Path) -> None:
     text = without.read_text()
     assert CANARY not in text and KEY not in text and "horse" not in text and "prompt_token_ids" not in text
     assert "digest" not in text and '"stop"' not in text.replace('"finish_reason":"stop"', "").replace(
@@ -175,7 +175,7 @@ def test_without_text_lengths_alone_are_kept_and_repeated(without: Path) -> None
         code, found = replayed(without, "--url", server.url, "--api-key", KEY, "--speed", "8")
         assert code == 0 and found["compared"] == 0 and found["failed"] == []
         answers = [answer.get("tokens", 0) for line in lines for answer in line["answers"]]
-        # The answers of one prompt all become as long as its longest.
+        # All answers of a prompt become as long as its longest one.
         longest = sum(max(a.get("tokens", 0) for a in line["answers"]) * len(line["answers"]) for line in lines)
         assert sum(answers) <= found["tokens"] == longest
         prompts = sum(sum(line["prompt_tokens"]) for line in lines)
@@ -185,7 +185,7 @@ def test_without_text_lengths_alone_are_kept_and_repeated(without: Path) -> None
 
 
 @pytest.mark.slow
-def test_speed_and_times(without: Path, tmp_path: Path) -> None:
+def test_speed(without: Path, tmp_path: Path) -> None:
     head, *lines = lines_of(without)
     written = [line for line in lines if all("tokens" in answer for answer in line["answers"])]
     short = [line for line in written if sum(answer["tokens"] for answer in line["answers"]) < 40][:3]
@@ -211,7 +211,7 @@ def metric(server: RealServer, line: str) -> float:
 
 
 @pytest.mark.slow
-def test_a_full_file_stops_and_says_so_and_no_request_notices(tmp_path: Path) -> None:
+def test_a_full_file_ends_the_recording_without_failed_requests(tmp_path: Path) -> None:
     file = tmp_path / "small.jsonl"
     with serve("--kv-cache-memory", "64MiB", "--record", str(file), WINDLASS_RECORD_LIMIT="2KiB") as server:
         for _ in range(8):
@@ -221,13 +221,13 @@ def test_a_full_file_stops_and_says_so_and_no_request_notices(tmp_path: Path) ->
         log = server.log.read_text()
     assert log.count("WINDLASS_RECORD_LIMIT") == 1
     assert 1024 < file.stat().st_size <= 2048
-    lines_of(file)  # whole lines only
+    lines_of(file)  # complete lines only
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
-def test_a_disk_that_fails_is_counted_and_logged_once(tmp_path: Path) -> None:
+def test_disk_errors_are_counted_and_logged_once(tmp_path: Path) -> None:
     with serve("--kv-cache-memory", "64MiB", "--record", "/dev/full") as server:
         for _ in range(5):
             assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
@@ -236,14 +236,14 @@ def test_a_disk_that_fails_is_counted_and_logged_once(tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_recordings_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = json.dumps({"windlass_record": 1})
-    for name, text, said in (
+    for name, text, message in (
         ("none", None, "cannot read"),
         ("empty", "", "holds no requests"),
         ("other", '{"a": 1}\n', "was not written by"),
         ("broken", head + "\n{\n", "line 2 is not JSON"),
-        ("newer", '{"windlass_record": 99}\n', "its form is 99"),
+        ("newer", '{"windlass_record": 99}\n', "format version 99 is not supported"),
         ("wrong", head + '\n{"at": "x"}\n', "line 2: at:"),
         ("list", head + "\n[]\n", "line 2 is not an object"),
     ):
@@ -252,14 +252,14 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
             file.write_text(text)
         assert cli.run(["replay", str(file), "--url", "http://127.0.0.1:9"]) == 2
         shown = capsys.readouterr()
-        assert said in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+        assert message in shown.err and shown.err.count("\n") == 1 and shown.out == ""
 
 
 WELL = RecordedLine(at=0.0, request_id="r", route="/v1/completions", prompt_tokens=[1], fields={}, outcome="ok")
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "reason"),
     [
         (answer({"detail": "Not Found"}, "404 Not Found"), "HTTP 404: Not Found"),
         (answer({"error": "no such model"}, "400 Bad Request"), "HTTP 400: no such model"),
@@ -277,14 +277,14 @@ WELL = RecordedLine(at=0.0, request_id="r", route="/v1/completions", prompt_toke
         (answer({"choices": [{"index": 0, "token_ids": []}]}), ""),
     ],
 )
-def test_whatever_is_no_answer_is_a_failure_with_its_reason(script: Script, said: str) -> None:
+def test_invalid_answers_are_failures_with_a_reason(script: Script, reason: str) -> None:
     with scripted_server(script) as server:
         asked = ReplayRequest(WELL, "/v1/completions", {"prompt": "a"})
         (found,) = asyncio.run(replay(server.url, None, [asked], ReplayPace())).requests
-    assert (found.error, found.failed) == (said, bool(said))
+    assert (found.error, found.failed) == (reason, bool(reason))
 
 
-def test_a_server_that_wants_a_key_is_told_with_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_key_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "recording"
     file.write_text(json.dumps({"windlass_record": 1}) + "\n" + WELL.model_dump_json(exclude_none=True) + "\n")
     with scripted_server(answer({"error": {"message": "no key"}}, "401 Unauthorized")) as server:
@@ -293,14 +293,14 @@ def test_a_server_that_wants_a_key_is_told_with_the_option(tmp_path: Path, capsy
         assert len(server.requests) == 1
 
 
-def test_streams_follow_one_another_on_one_connection() -> None:
+def test_streams_reuse_a_connection() -> None:
     with scripted_server(events({"choices": [{"index": 0, "token_ids": [5]}]}, "[DONE]")) as server:
         asked = [ReplayRequest(WELL, "/v1/completions", {"prompt": "a"})] * 3
         found = asyncio.run(replay(server.url, None, asked, ReplayPace(speed=None, concurrent=1))).requests
     assert [each.error for each in found] == [""] * 3 and server.connections == 1
 
 
-def test_an_answer_is_waited_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_have_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
     async def sent(self: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
@@ -315,7 +315,7 @@ def test_an_answer_is_waited_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("outcome", ["ok", "client_disconnected"])
-def test_one_that_nobody_waited_for_is_asked_as_far_as_it_came(name: str, outcome: str) -> None:
+def test_incomplete_requests_are_limited_to_their_recorded_tokens(name: str, outcome: str) -> None:
     line = {
         "prompt_token_ids": [[1]],
         "outcome": outcome,

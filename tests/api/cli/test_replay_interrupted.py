@@ -1,4 +1,4 @@
-"""How far `windlass replay` is while it runs, and what is left of one that is ended by ctrl-C: a scripted server is asked."""
+"""Progress and interruption of `windlass replay` on a scripted server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNT = 9
 
 
 def recorded(number: int) -> RecordedLine:
-    """One whose answer was the token 5."""
+    """A recorded request with the answer 5."""
     return RecordedLine(
         at=float(number),
         request_id=f"r{number}",
@@ -56,7 +56,7 @@ def asked_for_answers(exchanges: list[Exchange]) -> int:
 
 
 def scripted(exchanges: list[Exchange], *answers: Script) -> Script:
-    """Gives the answers in turn, the last one to all further requests too."""
+    """A script that gives the answers in order and then repeats the last one."""
 
     async def script(exchange: Exchange) -> None:
         exchanges.append(exchange)
@@ -77,7 +77,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
-        # Where the tests run in the background of a shell, it would be ignored.
+        # A background job of a shell would ignore it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
@@ -90,9 +90,9 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_ends_it_with_what_was_compared(file: Path, number: signal.Signals, as_json: bool) -> None:
+def test_a_signal_ends_the_replay_with_a_report(file: Path, number: signal.Signals, as_json: bool) -> None:
     exchanges: list[Exchange] = []
-    # Two at once: the fifth is asked when three have been compared.
+    # Two at once: the fifth is sent when three have been compared.
     with scripted_server(scripted(exchanges, tokens(5), tokens(6), tokens(5), silence)) as server:
         options = ["--as-fast-as-possible", "--concurrency", "2", *(["--json"] if as_json else [])]
         process = start(str(file), "--url", server.url, *options)
@@ -133,26 +133,26 @@ def test_a_signal_before_any_answer(file: Path) -> None:
     assert "interrupted: 9 of 9 requests had not ended\nno answer was compared yet\n" in out
 
 
-def test_quiet_lines_where_there_is_no_terminal(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_terminal(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with scripted_server(scripted([], tokens(5))) as server:
         assert cli.run(["replay", str(file), "--url", server.url, "--as-fast-as-possible", "--json"]) == 0
-    said = capsys.readouterr()
-    assert said.err.splitlines()[:2] == [f"repeating 9 requests on {server.url}", "0/9 ended, 0 running"]
-    assert "\x1b" not in said.err
-    found = json.loads(said.out)
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[:2] == [f"repeating 9 requests on {server.url}", "0/9 ended, 0 running"]
+    assert "\x1b" not in captured.err
+    found = json.loads(captured.out)
     assert found["interrupted"] is False and found["requests"] == found["recorded_requests"] == COUNT
 
 
-def test_what_is_told_of_it_on_the_way() -> None:
-    """The last snapshot counts all; it is the one object, so it is looked at once all have ended."""
-    told: list[RunProgress] = []
-    asked = [ReplayRequest(recorded(number), "/v1/completions", {}) for number in range(3)]
+def test_progress_counts_all_requests() -> None:
+    """All calls get the same object, so it is read after the end."""
+    reported: list[RunProgress] = []
+    requests = [ReplayRequest(recorded(number), "/v1/completions", {}) for number in range(3)]
     with scripted_server(tokens(5), answer({}, "500 Internal Server Error"), tokens(5)) as server:
-        asyncio.run(replay(server.url, None, asked, ReplayPace(speed=None), progress=told.append))
-    assert (told[-1].total, told[-1].ended, told[-1].failed, told[-1].running) == (3, 3, 1, 0)
+        asyncio.run(replay(server.url, None, requests, ReplayPace(speed=None), progress=reported.append))
+    assert (reported[-1].total, reported[-1].ended, reported[-1].failed, reported[-1].running) == (3, 3, 1, 0)
 
 
-def test_a_bar_without_chunks_tells_of_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     display = ProgressDisplay(terminal=True)
     display(RunProgress(phase="running", total=10, ended=3, running=2, failed=1, chunks=None))
     display.stop()

@@ -1,4 +1,4 @@
-"""`windlass top`: figures against what was sent to a real server, its screen in a real terminal, its errors."""
+"""`windlass top`: statistics of a real server, the screen of a real terminal, and errors."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_figures_are_those_of_the_requests_between_two_looks(server: RealServer) -> None:
-    complete(server, 8)  # before the first look
+def test_statistics_between_two_snapshots(server: RealServer) -> None:
+    complete(server, 8)  # before the first snapshot
     with Client(server.url) as client:
         watch, beats = MetricsWatcher(client), server.metric("windlass_event_loop_lag_seconds_count")
         complete(server, 16)
@@ -76,7 +76,7 @@ def test_figures_are_those_of_the_requests_between_two_looks(server: RealServer)
     assert found.prompt_rate is not None and round(found.prompt_rate * found.seconds) >= 3 * 48
     assert found.state == "ready" and found.running == found.waiting == 0
     assert found.blocks is not None and found.blocks > 0 and found.blocks_used == 0
-    assert found.prefix_hits is not None and 0 < found.prefix_hits < 1  # the first prompt was there already
+    assert found.prefix_hits is not None and 0 < found.prefix_hits < 1  # the first prompt was cached
     assert found.first_token is not None and 0 < found.first_token[0] <= found.first_token[2]
     assert found.between_tokens is not None and found.loop_lag is not None
     by_name = {each.name: each for each in found.scalings}
@@ -85,14 +85,14 @@ def test_figures_are_those_of_the_requests_between_two_looks(server: RealServer)
     assert round(by_name["long"].generated_rate * seconds, 6) == 20
     assert round(by_name["linear"].generated_rate * seconds, 6) == 12
     assert round(by_name["long"].prompt_rate * seconds, 6) == 48
-    # Nothing came since.
+    # No further requests.
     assert after.generated_rate == 0 and after.first_token is None and after.prefix_hits is None
     assert all(each.generated_rate == 0 for each in after.scalings)
 
 
-def test_a_running_stream_is_counted_while_it_runs(server: RealServer) -> None:
+def test_a_running_stream_is_counted(server: RealServer) -> None:
     body = {"prompt": "a", "max_tokens": 100_000, "ignore_eos": True, "stream": True, "rope_scaling": "long"}
-    body |= {"context_overflow": "shift"}  # else it would be over before it is looked at
+    body |= {"context_overflow": "shift"}  # else it could end before the snapshot
     with Client(server.url) as client, httpx.stream("POST", f"{server.url}/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
@@ -104,36 +104,36 @@ def test_a_running_stream_is_counted_while_it_runs(server: RealServer) -> None:
     assert long.running == 1 and long.generated_rate > 0
 
 
-def look(at: float, text: str) -> MetricsSnapshot:
+def snapshot(at: float, text: str) -> MetricsSnapshot:
     return MetricsSnapshot(at=at, state="ready", metrics=Metrics.parse(text))
 
 
-def test_an_engine_that_began_anew_counts_from_zero() -> None:
+def test_counters_of_a_restarted_engine() -> None:
     first = "windlass_generation_tokens_total 500\n"
     second = "windlass_generation_tokens_total 30\n"
-    assert interval_stats(look(0, first), look(2, second)).generated_rate == 15
-    assert interval_stats(look(0, ""), look(2, second)).generated_rate == 15
-    # What it does not say is not zero.
-    assert interval_stats(look(0, first), look(2, "")).generated_rate is None
+    assert interval_stats(snapshot(0, first), snapshot(2, second)).generated_rate == 15
+    assert interval_stats(snapshot(0, ""), snapshot(2, second)).generated_rate == 15
+    # A missing metric is not zero.
+    assert interval_stats(snapshot(0, first), snapshot(2, "")).generated_rate is None
 
 
-def test_quantiles_are_those_of_evenly_filled_buckets() -> None:
+def test_quantiles_are_linear_inside_buckets() -> None:
     bounds = [0.1, 0.5, 1.0, math.inf]
     counts = [10.0, 30.0, 40.0, 40.0]
     for share in (0.05, 0.25, 0.5, 0.75, 0.9, 0.99):
         assert quantile(share, bounds, counts) == pytest.approx(
             np.interp(share * 40, [0, *counts[:3]], [0, *bounds[:3]])
         )
-    assert quantile(0.99, [0.1, math.inf], [1.0, 100.0]) == 0.1  # longer than any bound: no number is known
+    assert quantile(0.99, [0.1, math.inf], [1.0, 100.0]) == 0.1  # beyond all finite bounds
     assert quantile(0.5, [0.1, 0.2, math.inf], [0.0, 4.0, 4.0]) == pytest.approx(0.15)
 
 
-def test_plain_lines_fit_80_columns_whatever_the_numbers() -> None:
+def test_plain_lines_with_large_numbers_fit_80_columns() -> None:
     large = "".join(f"windlass_{name} 98765432109\n" for name in (
         "num_requests_running", "num_requests_waiting", "prompt_tokens_total", "generation_tokens_total",
         "kv_blocks", "kv_blocks_used", "engine_restarts_total"))  # fmt: skip
     large += "windlass_kv_cache_usage_perc 0.987\n"
-    found = interval_stats(look(0, ""), look(1, large))
+    found = interval_stats(snapshot(0, ""), snapshot(1, large))
     assert all(len(f"  {label:<12} {text}") <= 80 for label, text in rows(found))
     assert "98.8G running" in plain(found, "http://127.0.0.1:8000")
 
@@ -148,7 +148,7 @@ def test_once_is_text_or_one_json_object(server: RealServer) -> None:
     assert shown["state"] == "ready" and shown["running"] == 0 and shown["loop_lag"].keys() == {"p50", "p90", "p99"}
 
 
-def test_json_goes_on_until_its_reader_has_enough(server: RealServer) -> None:
+def test_json_ends_with_its_reader(server: RealServer) -> None:
     process = subprocess.Popen(
         [sys.executable, *MAIN, server.url, "--json", "--interval", "0.1"],
         stdout=subprocess.PIPE,
@@ -164,7 +164,7 @@ def test_json_goes_on_until_its_reader_has_enough(server: RealServer) -> None:
 
 
 @pytest.mark.parametrize("key", ["q", "\x1b", CTRL_C])
-def test_a_terminal_of_80_columns_shows_it_live_until_a_key(server: RealServer, key: str) -> None:
+def test_a_terminal_shows_live_statistics_until_a_key(server: RealServer, key: str) -> None:
     complete(server, rope_scaling="long")
     with PseudoTerminal(*MAIN, server.url, "--interval", "0.3", columns=80) as terminal:
         terminal.wait(rf"windlass top  {server.url}")
@@ -172,17 +172,17 @@ def test_a_terminal_of_80_columns_shows_it_live_until_a_key(server: RealServer, 
         terminal.wait(r"tokens/s +[\d.]+ in, [\d.]+ out")
         terminal.wait(r"scaling +running +in/s +out/s")
         terminal.wait(r"long +0 ")
-        terminal.type("\x1b[A\x1bOP\x1b[15~x")  # an arrow, F1, F5: none is the Escape key
+        terminal.type("\x1b[A\x1bOP\x1b[15~x")  # an arrow, F1 and F5 are not the Escape key
         for _ in range(2):
             terminal.wait(r"engine +ready")
         terminal.type(key)
         assert terminal.end() == 0
-        lines = re.split(r"\n|(?=windlass top)", terminal.shown)  # each frame is painted over the last one
+        lines = re.split(r"\n|(?=windlass top)", terminal.shown)  # each frame overwrites the previous one
         assert max(map(len, lines)) <= 80 and "Traceback" not in terminal.shown
 
 
 @pytest.mark.slow
-def test_a_server_that_goes_away_is_said_and_waited_for() -> None:
+def test_an_ended_server_is_reported() -> None:
     with (
         serve("--kv-cache-memory", "64MiB") as gone,
         PseudoTerminal(*MAIN, gone.url, "--interval", "0.2", columns=80) as terminal,
@@ -190,13 +190,13 @@ def test_a_server_that_goes_away_is_said_and_waited_for() -> None:
         terminal.wait(r"engine +ready")
         gone.process.terminate()
         terminal.wait(r"cannot reach http")
-        terminal.wait(r"engine +ready")  # the last that is known stays
+        terminal.wait(r"engine +ready")  # the last known statistics remain
         terminal.type("q")
         assert terminal.end() == 0
 
 
 class Flaky:
-    """A server that answers where the script says so."""
+    """Statistics of a server that is reachable at each + of the script and fails at each -."""
 
     def __init__(self, script: str, error: APIError | None = None) -> None:
         self.script = list(script)
@@ -207,24 +207,24 @@ class Flaky:
             raise KeyboardInterrupt
         if self.script.pop(0) == "-":
             raise self.error
-        return interval_stats(look(0, ""), look(1, ""))
+        return interval_stats(snapshot(0, ""), snapshot(1, ""))
 
 
-def test_json_goes_on_where_a_server_falls_silent(
+def test_json_continues_after_an_unreachable_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(top, "MetricsWatcher", lambda client: Flaky("+--+-+"))
     assert top.watch("http://127.0.0.1:9", None, 0, once=False, as_json=True) == 0
     out, err = capsys.readouterr()
     assert len([json.loads(line) for line in out.splitlines()]) == 3
-    assert err.count("\n") == err.count("cannot reach") == 2  # a line for each silence
+    assert err.count("\n") == err.count("cannot reach") == 2  # one line for each period without answers
     monkeypatch.setattr(top, "MetricsWatcher", lambda client: Flaky("-"))
     with pytest.raises(CommandError, match="cannot reach it"):
         top.watch("http://127.0.0.1:9", None, 0, once=True, as_json=True)
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_a_terminal_that_goes_away_ends_it_without_a_word(monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
+def test_a_closed_terminal_ends_it_silently(monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
     window, terminal = os.openpty()
 
     class Closing(Flaky):
@@ -239,7 +239,7 @@ def test_a_terminal_that_goes_away_ends_it_without_a_word(monkeypatch: pytest.Mo
         assert top.watch("http://127.0.0.1:9", None, 0.01, once=False, as_json=as_json) == 0
 
 
-def test_a_server_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_requests_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     def watch(status: int) -> int:
         error = status_error_class(status)("no", status=status)
         monkeypatch.setattr(top, "MetricsWatcher", lambda client: Flaky("-+", error))
@@ -252,7 +252,7 @@ def test_a_server_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_errors_are_one_line_that_says_what_to_do() -> None:
+def test_errors_are_one_line_with_advice() -> None:
     done = run("http://127.0.0.1:9", "--once")
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(r"error: http://127\.0\.0\.1:9: cannot reach .+ is the server running, .+\?\n", done.stderr)

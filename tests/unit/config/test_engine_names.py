@@ -1,4 +1,4 @@
-"""What the engine says of its fields, and what the command makes of it."""
+"""Names of engine fields in messages, and their translation to options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIXED = {  # fields that no option sets
     "scheduling.speculation.max_match",
     "scheduling.speculation.min_match",
 }
-PRIVATE = {  # how the engine process is started, by the engine itself
+PRIVATE = {  # arguments of child processes of the engine
     "client/child_process.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
     "core/engine_process.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
     "core/ranks.py": {"--fd", "--memory", "--parent", "--store"},
@@ -28,7 +28,7 @@ PRIVATE = {  # how the engine process is started, by the engine itself
 }
 
 
-def test_the_engine_knows_no_option() -> None:
+def test_engine_texts_contain_no_options() -> None:
     found = {
         str(path.relative_to(ENGINE)): set(re.findall(r"--[a-z][a-z-]*", path.read_text(encoding="utf-8")))
         for path in ENGINE.rglob("*.py")
@@ -38,7 +38,7 @@ def test_the_engine_knows_no_option() -> None:
 
 
 def messages(tree: ast.AST) -> list[str]:
-    """Every piece of text that is neither a docstring nor what a defect is reported with."""
+    """All texts except docstrings and errors of internal defects."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     defects = [node for node in ast.walk(tree) if isinstance(node, ast.Raise) and "RuntimeError(" in ast.unparse(node)]
     others = docstrings | {id(part) for defect in defects for part in ast.walk(defect)}
@@ -46,7 +46,7 @@ def messages(tree: ast.AST) -> list[str]:
     return [node.value for node in constants if isinstance(node.value, str)]
 
 
-def test_every_name_in_a_message_has_an_option() -> None:
+def test_names_in_engine_messages_are_options() -> None:
     texts = [text for path in ENGINE.rglob("*.py") for text in messages(ast.parse(path.read_text(encoding="utf-8")))]
     named = {name for text in texts for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)[=`]", text)}
     assert len(named) > 10
@@ -54,7 +54,7 @@ def test_every_name_in_a_message_has_an_option() -> None:
         assert with_option_names(f"`{name}`").startswith(("--", "WINDLASS_", "configuration key ")), name
 
 
-def test_every_engine_field_has_one_option_or_is_fixed() -> None:
+def test_engine_fields_have_one_option_or_are_fixed() -> None:
     paths = set(field_values(EngineConfig(model="")))
     set_by = [option.sets for option in OPTIONS.values() if option.sets]
     assert len(set(set_by)) == len(set_by) and set(set_by) <= paths
@@ -64,7 +64,7 @@ def test_every_engine_field_has_one_option_or_is_fixed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"),
+    ("message", "shown"),
     [
         ("raise `cache.memory` or lower `max_model_len`", "raise --kv-cache-memory or lower --max-model-len"),
         ("use `compute.device=cpu`, not `compute.device=cuda:1`", "use --device cpu, not --device cuda:1"),
@@ -79,17 +79,17 @@ def test_every_engine_field_has_one_option_or_is_fixed() -> None:
         ("the file `what.ever` and `rm -r` stay, as cache.memory does", None),
     ],
 )
-def test_fields_become_options(said: str, shown: str | None) -> None:
-    assert with_option_names(said) == (said if shown is None else shown)
+def test_fields_in_messages_become_options(message: str, shown: str | None) -> None:
+    assert with_option_names(message) == (message if shown is None else shown)
 
 
-def test_fields_become_keywords() -> None:
-    said = "raise `cache.memory`, `compute.device=cpu`, `cache.block_size`, `loading.format=dummy`"
+def test_fields_in_messages_become_keywords() -> None:
+    message = "raise `cache.memory`, `compute.device=cpu`, `cache.block_size`, `loading.format=dummy`"
     shown = "raise kv_cache_memory, device cpu, block_size, WINDLASS_LOAD_FORMAT=dummy"
-    assert with_keyword_names(said) == shown
+    assert with_keyword_names(message) == shown
 
 
-def test_flat_names_are_a_way_there_and_back() -> None:
+def test_flat_names_round_trip() -> None:
     config = from_flat("here", {"kv_cache_memory": 5, "speculative_ngram": 3, "cores": (1,), "max_model_len": 7})
     assert (config.cache.memory, config.scheduling.speculation.num_tokens) == (5, 3)
     assert (config.compute.cores, config.max_model_len, config.model) == ((1,), 7, "here")

@@ -21,7 +21,7 @@ OBJECT = json.dumps({"long": YARN, "wide-2.0": LINEAR}, indent=1)
     [
         ARGUMENTS,
         [" ".join(ARGUMENTS)],
-        " ".join(ARGUMENTS).split(),  # the value of a variable, which the command line's parser splits at spaces
+        " ".join(ARGUMENTS).split(),  # the value of a variable, which the parser of the command line splits at spaces
         [OBJECT],
         OBJECT.split(),
         [f"  {OBJECT}\n"],
