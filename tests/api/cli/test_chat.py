@@ -64,7 +64,7 @@ def test_the_conversation_and_its_commands(server, terminal):
     terminal.ask("/system Be brief.", r"system message: Be brief\.\n")
     third = read(terminal.ask(dog))
     assert third == answer(server, ("system", "Be brief."), *both) != second
-    terminal.ask("/new", r"forgotten.*\n")
+    terminal.ask("/new", r"cleared.*\n")
     terminal.ask("/system off", r"system message: none\n")
     assert read(terminal.ask(dog)) == answer(server, ("user", dog))
     terminal.wait_prompt()
@@ -88,7 +88,7 @@ def test_scalings_change_between_answers(server, terminal):
         ("/rope default", {"rope_type": "default"}, "default, rope_theta 10000"),
         ("/rope auto", "auto", r"default, rope_theta 10000, chosen for \d+ tokens"),
     ):
-        terminal.ask("/new", "forgotten")
+        terminal.ask("/new", "cleared")
         terminal.ask(command, r"next answers: .*\n")
         output = terminal.ask(question)
         assert re.search(rf"{shown}\]\n$", output), output
@@ -177,15 +177,15 @@ def test_further_ctrl_c_are_ignored():
 def test_history_and_messages_of_several_lines(server, terminal):
     terminal.ask(PARAMS, "ignore_eos=true\n")
     shown = read(terminal.ask("What does dog mean?"))
-    terminal.ask("/new", "forgotten")
+    terminal.ask("/new", "cleared")
     assert read(terminal.ask(UP + UP)) == shown
-    terminal.ask("/new", "forgotten")
+    terminal.ask("/new", "cleared")
     lines = answer(server, ("user", "one\ntwo\nthree"))
     terminal.wait_prompt()
     terminal.type(paste("one\ntwo\nthree") + ENTER)
     output = terminal.wait(r"of 512 of the context\]\n")
     assert f"\n{lines[0]}\n[" in output and output.endswith(f" {lines[1]} of 512 of the context]\n")
-    terminal.ask("/new", "forgotten")
+    terminal.ask("/new", "cleared")
     terminal.wait_prompt()
     for line in ('"""one', "two"):
         terminal.type(line + ENTER)
@@ -292,7 +292,7 @@ def test_a_managed_server_and_a_full_context():
         terminal.ask("/context drop_turns", "next answers: context_overflow=drop_turns\n")
         terminal.ask("What does horse mean?", r" of 64 of the context, \d+ turns dropped\]\n")
         terminal.ask("/context", r"context_overflow=drop_turns\n.*last answer: \d+ turns dropped\n")
-        terminal.ask("/new", "forgotten")
+        terminal.ask("/new", "cleared")
         terminal.ask("/params max_tokens=200", "max_tokens=200 ")
         terminal.ask("/context shift keep=0", "next answers: context_overflow=shift keep_tokens=0\n")
         terminal.ask("What does horse mean?", r"200 tokens.* tokens dropped\]\n")
