@@ -62,10 +62,10 @@ def changing() -> list[EngineRequest]:
     ("sent", "options"),
     [
         (alone, {}),
-        (alone, {"max_num_seqs": 3}),
+        pytest.param(alone, {"max_num_seqs": 3}, marks=pytest.mark.slow),
         pytest.param(alone, {"kv_cache_memory": 100 << 10, "prefix_caching": False}, marks=pytest.mark.slow),
         (changing, {"max_model_len": 160}),
-        (traffic, {}),
+        pytest.param(traffic, {}, marks=pytest.mark.slow),
         pytest.param(alone, {"speculative_ngram": 3}, marks=pytest.mark.slow),
     ],
     ids=["alone", "few sequences", "few blocks", "frequencies", "every kind", "speculation"],
@@ -196,7 +196,7 @@ def shifting() -> list[EngineRequest]:
 @BURSTS
 @pytest.mark.parametrize(
     ("sent", "every"),
-    [pytest.param(alone, 2, marks=pytest.mark.slow), (shifting, 2), (alone, 1)],
+    [pytest.param(alone, 2, marks=pytest.mark.slow), (shifting, 2), pytest.param(alone, 1, marks=pytest.mark.slow)],
     ids=["alone", "shifting", "always"],
 )
 def test_a_step_planned_ahead_without_memory_is_computed_after_the_previous_one(

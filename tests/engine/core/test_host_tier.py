@@ -121,7 +121,7 @@ def wait_until_rows_are_free(core: EngineCore) -> None:
     eventually(lambda: len(transfer._free) == len(transfer._incoming) and transfer._staged == {}, 30)
 
 
-@pytest.mark.parametrize("kind", slow_but(HOST_KINDS, "float32", "windows, int8", "latent", "scaling", "draft model"))
+@pytest.mark.parametrize("kind", slow_but(HOST_KINDS, "latent", "draft model"))
 def test_blocks_from_the_host_and_from_files_have_the_same_bits(kind: str, models: Models, tmp_path: Path) -> None:
     model, options, fields = kind_of_keys(kind, models)
     right = ask(make_core(model, deterministic=True, **options), **fields)
@@ -195,7 +195,9 @@ def test_preempted_streams_are_restored_by_copies(models: Models, small_core: Ma
     assert found.recomputed_tokens["preemption"] <= 16 * found.num_preemptions
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["one block a plan", "one plan"])
+@pytest.mark.parametrize(
+    "at_once", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one block a plan", "one plan"]
+)
 def test_restored_blocks_do_not_evict_each_other(at_once: bool, models: Models, small_core: MakeCore) -> None:
     """More is requested than fits next to a running stream: the first blocks are restored, to the blocks of the tables."""
     core, oracle = small_core(24, max_model_len=320, max_num_seqs=3), large_core(models)
@@ -309,6 +311,7 @@ def test_blocks_evicted_before_they_are_written_are_written_from_the_host(
         assert same_bits(again, right) and cached(again) == FULL and stats(core).host_read_blocks == 0
 
 
+@pytest.mark.slow
 def test_a_block_evicted_while_it_is_copied_to_a_file_is_not_written(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

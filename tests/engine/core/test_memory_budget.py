@@ -16,6 +16,7 @@ from helpers.adapters import save_adapter
 from helpers.configs import engine_config
 from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
+from helpers.marks import slow_but
 from helpers.played_copies import PlayedCopies
 from helpers.prediction_layers import make_predicting
 from helpers.tiny_models import make_model
@@ -148,7 +149,7 @@ def test_staging_rows_of_the_tiers_stay_free(
     core.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v2"])
+@pytest.mark.parametrize("family", slow_but(["llama", "gemma3", "deepseek_v2"], "gemma3"))
 def test_the_profiled_step_leaves_nothing(
     model_of: ModelOf, memory: SimulatedMemory, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -331,7 +332,7 @@ def gpus_of_ranks(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpus_of_ranks")
-@pytest.mark.parametrize("heads", [4, 3])
+@pytest.mark.parametrize("heads", [pytest.param(4, marks=pytest.mark.slow), 3])
 def test_the_fullest_device_limits_the_cache_of_all_ranks(tmp_path: Path, heads: int) -> None:
     """All run the largest step together; a rank with more key heads needs more memory per token."""
     wide = {"hidden_size": 96, "num_attention_heads": 2 * heads, "num_key_value_heads": heads, "head_dim": 16}

@@ -6,6 +6,7 @@ No GPU is needed: steps raise the error of torch on a GPU, after some of their l
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import weakref
 from pathlib import Path
@@ -18,6 +19,7 @@ from helpers.cache_invariants import assert_balanced
 from helpers.configs import engine_config
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.little_memory import NO_ROOM, POINTS, ROWS, little_memory
+from helpers.marks import slow_but
 from helpers.tiny_models import make_model
 
 from windlass.engine.client.process_client import ProcessClient
@@ -106,13 +108,26 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+# Each option, kind of request and point once.
+QUICK = {
+    ("plain", "attention", "three samples"),
+    ("n-gram proposals", "head", "greedy"),
+    ("deterministic", "draw", "penalties"),
+    ("plain", "draw", "prompt log-probabilities"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "point", "request_kind"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(OPTIONS, POINTS, FIELDS)
+    ],
+)
 def test_the_newest_request_of_a_step_fails_and_the_others_continue(
-    model: Path, options: dict[str, Any], point: str, fields: dict[str, Any]
+    model: Path, kind: str, point: str, request_kind: str
 ) -> None:
-    core = make_core(model, prefix_caching=False, **options)
+    core, fields = make_core(model, prefix_caching=False, **OPTIONS[kind]), FIELDS[request_kind]
     running, other = greedy("running", prompt(1, 9), 12, **fields), greedy("other", prompt(2, 6), 9, **fields)
     expected = {request.request_id: alone(core, request) for request in (running, other)}
     with little_memory(core, ROWS, point) as failed:
@@ -125,7 +140,7 @@ def test_the_newest_request_of_a_step_fails_and_the_others_continue(
     assert alone(core, greedy("newest", prompt(3, 20), 4)) == {0: alone(core, greedy("again", prompt(3, 20), 4))[0]}
 
 
-@pytest.mark.parametrize("point", ["head", "draw"])
+@pytest.mark.parametrize("point", slow_but(["head", "draw"], "draw"))
 @pytest.mark.parametrize(
     ("context", "options"),
     [

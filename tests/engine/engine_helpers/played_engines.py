@@ -20,7 +20,10 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 from windlass.kernels import backend_selector
 
-BURSTS = pytest.mark.parametrize("burst_seconds", [0.0, 1.0], ids=["single steps", "bursts"])
+# Bursts are quick where a test has no other parameter for them.
+BURSTS = pytest.mark.parametrize(
+    "burst_seconds", [0.0, pytest.param(1.0, marks=pytest.mark.slow)], ids=["single steps", "bursts"]
+)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import DEMO, prompt, run_checked, same, small_models, traffic
+from helpers.marks import slow_after, slow_but
 from helpers.tiny_models import make_model
 
 from windlass.engine.cache.cache_operations import LoadedBlock, SwappedPages
@@ -60,16 +61,19 @@ def both(
 
 @pytest.mark.parametrize(
     ("model", "draft", "drafting", "options"),
-    [
-        ("llama", "llama", {}, {}),
-        ("llama", "llama", {"speculative_adaptive": True}, {}),
-        ("llama", "qwen3", {"speculative_tokens": 3}, {}),  # other weights, norms and shapes
-        ("llama", "llama", {"speculative_model_quantization": "int4"}, {"max_num_batched_tokens": 16}),
-        ("qwen3", "llama", {}, {"prefix_caching": False, "max_num_seqs": 3}),
-        ("llama", "llama", {"speculative_ngram": 3, "speculative_ngram_min": 1}, {"deterministic": True}),
-        ("llama", "llama", {"speculative_tokens": 16}, {"deterministic": True, "kv_cache_dtype": "int8"}),
-        ("llama_bias", "llama", {}, {"deterministic": True, "quantization": "int8"}),
-    ],
+    slow_after(
+        3,
+        [
+            ("llama", "llama", {}, {}),
+            ("llama", "qwen3", {"speculative_tokens": 3}, {}),  # other weights, norms and shapes
+            ("llama", "llama", {"speculative_ngram": 3, "speculative_ngram_min": 1}, {"deterministic": True}),
+            ("llama", "llama", {"speculative_adaptive": True}, {}),
+            ("llama", "llama", {"speculative_model_quantization": "int4"}, {"max_num_batched_tokens": 16}),
+            ("qwen3", "llama", {}, {"prefix_caching": False, "max_num_seqs": 3}),
+            ("llama", "llama", {"speculative_tokens": 16}, {"deterministic": True, "kv_cache_dtype": "int8"}),
+            ("llama_bias", "llama", {}, {"deterministic": True, "quantization": "int8"}),
+        ],
+    ),
 )
 def test_a_draft_model_changes_no_result(
     model: str, draft: str, drafting: dict[str, Any], options: dict[str, Any], directory_of: DirectoryOf
@@ -81,7 +85,7 @@ def test_a_draft_model_changes_no_result(
         assert stats.spec_decode_model_num_accepted_tokens > 100
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+@pytest.mark.parametrize("length", slow_after(2, [1, 16, 15, 17, 40]))
 def test_all_proposals_of_the_same_model_are_accepted(length: int, directory_of: DirectoryOf) -> None:
     core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
     (got,) = run(core, [greedy("x", prompt(1, length), 41)]).values()
@@ -105,7 +109,9 @@ def test_a_cached_prefix_has_keys_of_the_draft_model(directory_of: DirectoryOf) 
     assert accepted == after.spec_decode_model_num_draft_tokens - before.spec_decode_model_num_draft_tokens > 20
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 3.0}])
+@pytest.mark.parametrize(
+    "rope", slow_after(1, [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 3.0}])
+)
 def test_the_draft_model_uses_the_scaling_of_the_request(rope: dict[str, Any], directory_of: DirectoryOf) -> None:
     core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
     run(core, [greedy("x", prompt(1, 70), 41, rope_scaling=RopeScaling.from_dict(rope)), greedy("y", prompt(2, 9), 41)])
@@ -113,7 +119,7 @@ def test_the_draft_model_uses_the_scaling_of_the_request(rope: dict[str, Any], d
     assert stats.spec_decode_model_num_accepted_tokens == stats.spec_decode_model_num_draft_tokens > 40
 
 
-@pytest.mark.parametrize("update", ["rotate", "recompute"])
+@pytest.mark.parametrize("update", slow_but(["rotate", "recompute"], "rotate"))
 def test_keys_of_the_draft_model_are_rerotated(update: str, directory_of: DirectoryOf) -> None:
     core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
     for layer in range(core.info.num_layers):  # keys that are read before they are computed change the result
@@ -127,7 +133,7 @@ def test_keys_of_the_draft_model_are_rerotated(update: str, directory_of: Direct
     assert stats.spec_decode_model_num_accepted_tokens > 0.9 * stats.spec_decode_model_num_draft_tokens > 40
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5])
+@pytest.mark.parametrize("temperature", slow_after(1, [0.0, 0.5]))
 def test_shifted_contexts_with_a_draft_model_give_equal_results(temperature: float, directory_of: DirectoryOf) -> None:
     def sent() -> list[EngineRequest]:
         rule = ContextRule(overflow="shift", keep_tokens=16)

@@ -16,6 +16,7 @@ from engine_helpers.rewritten_weights import rewritten
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.every_request import prompt, run_checked, same, traffic
 from helpers.little_memory import NO_ROOM
+from helpers.marks import slow_after, slow_but
 from helpers.prediction_layers import PredictionOracle, make_predicting
 from helpers.tiny_models import make_model
 from helpers.tiny_multimodal import make_multimodal
@@ -54,9 +55,11 @@ def with_config(directory: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "others", [{}, {"speculative_ngram": 2, "speculative_ngram_min": 1}], ids=["alone", "with n-grams"]
+    "others",
+    [pytest.param({}, marks=pytest.mark.slow), {"speculative_ngram": 2, "speculative_ngram_min": 1}],
+    ids=["alone", "with n-grams"],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3_5"))
 def test_proposals_equal_transformers(family: str, others: dict[str, Any], directory_of: DirectoryOf) -> None:
     """Chunked prompts, several streams, samples of one prompt, accepted and rejected tokens; alone, and combined with n-gram
     proposals in some steps."""
@@ -73,7 +76,7 @@ def test_proposals_equal_transformers(family: str, others: dict[str, Any], direc
     proposed.check(PredictionOracle(family, directory, specs_of(core, sent[0])), 15)
 
 
-@pytest.mark.parametrize("family", MORE_FAMILIES)
+@pytest.mark.parametrize("family", slow_but(MORE_FAMILIES, "deepseek_v3", "nemotron_h_experts"))
 def test_proposals_of_further_families_equal_transformers(family: str, directory_of: DirectoryOf) -> None:
     """And results equal those without the layer."""
     directory = directory_of(family)
@@ -88,7 +91,7 @@ def test_proposals_of_further_families_equal_transformers(family: str, directory
     proposed.check(PredictionOracle(family, directory, specs), 8)
 
 
-@pytest.mark.parametrize("method", ["fp8", "awq"])
+@pytest.mark.parametrize("method", slow_but(["fp8", "awq"], "fp8"))
 def test_proposals_of_quantized_checkpoints_equal_transformers(method: str, tmp_path: Path) -> None:
     """Quantized like the model's layers, except for the input projection, or not quantized."""
     family, sizes = ("deepseek_v3", {}) if method == "fp8" else ("glm4_moe", {"moe_intermediate_size": 64})
@@ -126,14 +129,17 @@ def test_the_next_turn_finds_cached_keys_of_the_mtp_layer(directory_of: Director
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [
-        ("qwen3_5", {}),
-        ("qwen3_5_moe", {"speculative_adaptive": True, "max_num_batched_tokens": 24}),
-        ("qwen3_next", {"speculative_ngram": 3, "speculative_ngram_min": 1, "deterministic": True}),
-        ("qwen3_5", {"prefix_caching": False, "max_num_seqs": 3, "speculative_tokens": 16}),
-        ("qwen3_5", {"deterministic": True, "quantization": "int8", "kv_cache_dtype": "int8"}),
-        ("qwen3_5_moe", {"deterministic": True, "dtype": "bfloat16"}),
-    ],
+    slow_after(
+        1,
+        [
+            ("qwen3_5", {}),
+            ("qwen3_5_moe", {"speculative_adaptive": True, "max_num_batched_tokens": 24}),
+            ("qwen3_next", {"speculative_ngram": 3, "speculative_ngram_min": 1, "deterministic": True}),
+            ("qwen3_5", {"prefix_caching": False, "max_num_seqs": 3, "speculative_tokens": 16}),
+            ("qwen3_5", {"deterministic": True, "quantization": "int8", "kv_cache_dtype": "int8"}),
+            ("qwen3_5_moe", {"deterministic": True, "dtype": "bfloat16"}),
+        ],
+    ),
 )
 def test_an_mtp_layer_changes_no_result(family: str, options: dict[str, Any], directory_of: DirectoryOf) -> None:
     own = {name: value for name, value in options.items() if not name.startswith("speculative")}
@@ -145,7 +151,7 @@ def test_an_mtp_layer_changes_no_result(family: str, options: dict[str, Any], di
     assert not predictor_of(core).progress
 
 
-@pytest.mark.parametrize("memory", ["little", "enough"])
+@pytest.mark.parametrize("memory", slow_but(["little", "enough"], "little"))
 def test_rotations_shifts_and_preemptions_with_an_mtp_layer(memory: str, tmp_path: Path) -> None:
     """The cache holds NaNs until it is written: every key that is read has been computed."""
 
@@ -190,7 +196,7 @@ def test_rotations_shifts_and_preemptions_with_an_mtp_layer(memory: str, tmp_pat
     assert stats.spec_decode_model_num_accepted_tokens > 100
 
 
-@pytest.mark.parametrize("rows", [0, 8])
+@pytest.mark.parametrize("rows", slow_after(1, [8, 0]))
 def test_an_mtp_layer_without_memory_fails_no_request(rows: int, directory_of: DirectoryOf) -> None:
     """Steps with more rows fail, so prompts or all proposals are skipped."""
     directory = directory_of("qwen3_5_moe")
@@ -295,7 +301,7 @@ def test_an_unused_mtp_layer_is_announced(tmp_path: Path, directory_of: Director
     assert not offers(make_model("qwen3_5", tmp_path / "without"))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", slow_after(1, [False, True]))
 def test_a_quantized_copy_of_the_head_changes_no_result(tied: bool, tmp_path: Path) -> None:
     """Proposals are often accepted, rejected ones change nothing, and the model's own head is unchanged."""
     directory = make_predicting("qwen3_5_moe", tmp_path, seed=1, tie_word_embeddings=tied, hidden_size=128)

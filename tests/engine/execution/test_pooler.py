@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers.engines import greedy, make_core, run, specs_of
+from helpers.marks import slow_after, slow_but
 from helpers.tiny_models import Reference, make_model
 
 from windlass.engine.core.engine_core import EngineCore
@@ -70,7 +71,7 @@ def expected(core: EngineCore, directory: Path, request: EngineRequest, kind: st
 
 
 @pytest.mark.parametrize("kind", ["last", "mean", "first", "all"])
-@pytest.mark.parametrize("budget", [2048, 7])
+@pytest.mark.parametrize("budget", slow_after(1, [7, 2048]))
 def test_pooled_rows_equal_transformers_in_any_chunks(directory: Path, kind: str, budget: int) -> None:
     core = make_core(directory, max_num_batched_tokens=budget)
     requests = [pooled(f"p{n}", prompt, kind) for n, prompt in enumerate(PROMPTS)]
@@ -86,8 +87,10 @@ def test_pooled_rows_equal_transformers_in_any_chunks(directory: Path, kind: str
     assert not core.runner._pooler._partial and not core.runner.input_batch.pooled
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])  # plain logits, soft-capped ones, scaled ones
-@pytest.mark.parametrize("budget", [2048, 7])
+@pytest.mark.parametrize(
+    "family", slow_but(["llama", "gemma2", "cohere"], "gemma2")
+)  # plain logits, soft-capped ones, scaled ones
+@pytest.mark.parametrize("budget", slow_after(1, [7, 2048]))
 def test_answer_scores_equal_transformers(family: str, budget: int, tmp_path: Path) -> None:
     directory = make_model(family, tmp_path)
     core = make_core(directory, max_num_batched_tokens=budget)
@@ -243,7 +246,7 @@ def make_classifier(family: str, directory: Path, **config: Any) -> Path:
     return directory / "classifier"
 
 
-@pytest.mark.parametrize("family", CLASSIFIERS)
+@pytest.mark.parametrize("family", slow_but(CLASSIFIERS, "llama", "gemma3"))
 def test_class_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     directory = make_classifier(family, tmp_path, num_labels=3)
     core = make_core(directory, max_num_batched_tokens=24)

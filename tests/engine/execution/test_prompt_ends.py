@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run
+from helpers.marks import slow_after, slow_but
 from helpers.tiny_models import make_model
 
 import windlass
@@ -47,7 +48,7 @@ def logits(core: EngineCore, tokens: list[int]) -> tuple[torch.Tensor, int]:
 @ON_A_CPU
 @needs_kernels
 @no_matrix_unit
-@pytest.mark.parametrize("model", ["demo", "gemma3", "qwen3"])
+@pytest.mark.parametrize("model", slow_but(["demo", "gemma3", "qwen3"], "gemma3"))
 @pytest.mark.parametrize("pages", ["auto", "int8"])
 def test_a_prompt_sent_twice_gives_the_same_bits(model: str, pages: str, tmp_path: Path) -> None:
     core = core_of(DEMO if model == "demo" else make_model(model, tmp_path / "model"), kv_cache_dtype=pages)
@@ -62,7 +63,7 @@ def test_a_prompt_sent_twice_gives_the_same_bits(model: str, pages: str, tmp_pat
 @ON_A_CPU
 @needs_kernels
 @no_matrix_unit
-@pytest.mark.parametrize("budget", [40, 61, 100])
+@pytest.mark.parametrize("budget", slow_after(1, [61, 40, 100]))
 def test_a_chunked_prompt_next_to_streams_gives_the_same_bits(budget: int) -> None:
     tokens = prompt(150)
     right, _ = logits(core_of(DEMO), tokens)

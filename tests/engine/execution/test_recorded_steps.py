@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
+from helpers.marks import slow_after
 from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore
@@ -88,7 +89,7 @@ def test_recorded_steps_give_the_same_bits(family: str, options: dict[str, Any],
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("rows", [1, 2, 8, 33])
+@pytest.mark.parametrize("rows", slow_after(1, [8, 1, 2, 33]))
 def test_steps_of_any_batch_size_are_recorded(rows: int, quantization: str, tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     requests = [greedy(f"r{i}", range(3 + i, 9 + i), 24) for i in range(rows)]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from helpers.device import DEVICE
 from helpers.engines import greedy, make_core
+from helpers.marks import slow_after, slow_but
 from helpers.tiny_models import make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,7 +87,7 @@ GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 PENALTIES = SamplingParams(max_tokens=64, temperature=0.0, repetition_penalty=1.1, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("family", "sampling"), [("llama", GREEDY), ("gemma3", PENALTIES)])
+@pytest.mark.parametrize(("family", "sampling"), slow_after(1, [("gemma3", PENALTIES), ("llama", GREEDY)]))
 def test_reads_and_lines_do_not_grow_with_the_context(family: str, sampling: SamplingParams, tmp_path: Path) -> None:
     directory = make_model(family, tmp_path)
     found = []
@@ -206,7 +207,7 @@ def step_calls(core: EngineCore, calls: Counter[str]) -> tuple[Counter[str], Cou
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", slow_but(["llama", "gemma3"], "gemma3"))
 def test_eight_scalings_need_no_more_calls_than_one(
     family: str, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

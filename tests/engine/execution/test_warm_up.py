@@ -10,6 +10,7 @@ import pytest
 from helpers.configs import engine_config
 from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
+from helpers.marks import slow_but
 from helpers.tiny_models import FAMILIES, make_model
 
 from windlass.engine.core.engine_core import EngineCore
@@ -17,6 +18,8 @@ from windlass.engine.core.engine_process import default_core
 from windlass.engine.execution import dummy_runs
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
+# One family per set of operations.
+QUICK_FAMILIES = ("llama", "gemma3", "hunyuan")
 OPTIONS = [
     {},
     {"quantization": "int8"},
@@ -74,7 +77,7 @@ def test_the_warm_up_time_is_bounded(monkeypatch):
     assert len(steps) == 1 and core.runner.tables.num_live == 0
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", slow_but(sorted(FAMILIES), *QUICK_FAMILIES))
 def test_a_warm_up_changes_no_result_of_any_family(family, tmp_path):
     directory = make_model(family, tmp_path)
     found = []

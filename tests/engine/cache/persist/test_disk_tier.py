@@ -322,6 +322,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_killed_writers_leave_only_complete_files(tmp_path: Path) -> None:
     moments = random.Random(5)
     for _ in range(5):
