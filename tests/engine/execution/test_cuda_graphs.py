@@ -336,7 +336,7 @@ def test_ranges_whose_capture_fails_are_computed_without_graphs(
 # -- recurrent states --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", slow_but(RECURRENT, "granite4_h"))
+@pytest.mark.parametrize("family", slow_but(RECURRENT))
 def test_recurrent_models_give_equal_results(family: str, directory_of: DirectoryOf) -> None:
     """Streams start and end, so that captured steps have padding rows; later requests find cached prefixes."""
     assert compare_graphs(directory_of(family), traffic(), **STATES).num_replayed > 60
