@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import gguf_granite_hybrid, gguf_more, gguf_state_spaces
-from engine_helpers.gguf_logits import derived
+from engine_helpers.gguf_checkpoints import convert, derived
 from engine_helpers.rewritten_weights import logits
 from helpers import gguf_conversion
 from helpers.adapters import merged, save_adapter
@@ -43,9 +42,9 @@ def smollm3(family: str, directory: Path) -> Path:
     ("family", "make", "convert"),
     [
         ("smollm3", smollm3, gguf_conversion.convert),
-        ("cohere2", make_model, gguf_more.convert),
-        ("granite4_h_nope", make_unrotated, gguf_granite_hybrid.convert),
-        ("nemotron_h", make_unrotated, gguf_state_spaces.convert),
+        ("cohere2", make_model, convert),
+        ("granite4_h_nope", make_unrotated, convert),
+        ("nemotron_h", make_unrotated, convert),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
@@ -63,6 +62,6 @@ def test_rows_of_layers_that_do_not_rotate_follow_it_too(
 def test_where_a_file_has_factors_in_its_weights_adapters_are_refused(tmp_path: Path) -> None:
     model = make_model("falcon_h1", tmp_path / "model")
     adapter = save_adapter(tmp_path / "adapter", model)
-    directory = derived(gguf_state_spaces.convert(model, tmp_path / "model.gguf"), tmp_path / "derived")
+    directory = derived(convert(model, tmp_path / "model.gguf"), tmp_path / "derived")
     with pytest.raises(LoadError, match="multiplied by factors that it does not name"):
         logits(directory, adapter)
