@@ -1,4 +1,4 @@
-"""The bundled model against outside judges: transformers loads it, and held-out text it never saw is far likelier than
+"""The bundled model: transformers loads it, and held-out text is far more likely than
 chance, while the same tokens in a shuffled order are not."""
 
 import json
@@ -38,7 +38,7 @@ def perplexity(model, ids: torch.Tensor) -> float:
         return math.exp(model(ids, labels=ids).loss)
 
 
-def test_shape_is_what_the_card_says(model):
+def test_shape_equals_the_model_card(model):
     config = model.config
     assert type(model).__name__ == "LlamaForCausalLM"
     assert config.num_attention_heads == 2 * config.num_key_value_heads  # grouped queries
@@ -58,7 +58,7 @@ def test_weights_are_bf16_and_finite():
 
 
 @pytest.mark.parametrize("source", ["bible", "postgresql", "python", "sqlite"])
-def test_held_out_text_is_likelier_than_its_shuffle(model, tokenizer, excerpt, source):
+def test_held_out_text_is_more_likely_than_shuffled_text(model, tokenizer, excerpt, source):
     ids = tokenizer(excerpt[source], return_tensors="pt")["input_ids"][:, :512]
     order = torch.randperm(ids.shape[1] - 1, generator=torch.Generator().manual_seed(0)) + 1
     shuffled = torch.cat((ids[:, :1], ids[:, order]), dim=1)
@@ -69,7 +69,7 @@ def test_held_out_text_is_likelier_than_its_shuffle(model, tokenizer, excerpt, s
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_any_text_comes_back_byte_for_byte(text):
+def test_tokenizer_round_trip_is_exact(text):
     tokenizer = _tokenizer()
     for special in _SPECIAL:
         text = text.replace(special, "")

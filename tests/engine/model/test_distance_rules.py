@@ -63,14 +63,14 @@ def core_of(model: Path, **options: Any) -> EngineCore:
 
 
 def context_sizes_of(scaling: dict[str, Any]) -> tuple[int, int]:
-    """(s, c) as the scaling's fields say."""
+    """Return (s, c) from the scaling's fields."""
     longest = int(TRAINED * scaling.get("factor", 1))
     most = scaling.get("chunk_size", longest * 3 // 4)
     return most - scaling.get("local_size", longest // 8), most
 
 
 def distance(scaling: dict[str, Any], i: int, j: int) -> float:
-    """How far key j seems from query i: the definition."""
+    """Return the distance of key j from query i by definition."""
     if scaling["rope_type"] == "self_extend":
         return self_extend(scaling.get("group_size", 4), scaling.get("window", TRAINED // 4))(i, j)
     if scaling["rope_type"] == "rerope":
@@ -86,7 +86,7 @@ def distance(scaling: dict[str, Any], i: int, j: int) -> float:
 
 
 def score_scale(scaling: dict[str, Any], i: int, length: int) -> float:
-    """Score factor of query i in a request with this many tokens."""
+    """Return the score factor of query i in a request with this many tokens."""
     trained = scaling.get("original_max_position_embeddings", TRAINED)
     scale = 1.0
     if scaling["rope_type"] == "log_n" or scaling.get("log_n"):
@@ -126,7 +126,7 @@ def asked(
 
 @pytest.mark.parametrize("name", ["dual chunk", "groups of 7", "leaky"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_stand_where_a_rule_places_them(family: str, name: str, models: dict[str, Path]) -> None:
+def test_logits_equal_rotation_by_the_rule(family: str, name: str, models: dict[str, Path]) -> None:
     core = core_of(models[family])
     request = asked(name)
     got = run(core, [request])["a", 0]
@@ -134,7 +134,7 @@ def test_keys_stand_where_a_rule_places_them(family: str, name: str, models: dic
 
 
 @pytest.mark.slow
-def test_layers_with_states_beside_keys_that_stand_twice(tmp_path: Path) -> None:
+def test_recurrent_layers_with_second_key_copies(tmp_path: Path) -> None:
     model = make_model("qwen3_5", tmp_path, max_position_embeddings=TRAINED)
     core = core_of(model, max_num_batched_tokens=20)
     request = asked("self extend")
@@ -144,15 +144,15 @@ def test_layers_with_states_beside_keys_that_stand_twice(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("budget", [7, pytest.param(2048, marks=pytest.mark.slow)])
-def test_every_rule_in_any_chunks(name: str, budget: int, models: dict[str, Path]) -> None:
+def test_every_rule_in_chunks_of_any_size(name: str, budget: int, models: dict[str, Path]) -> None:
     core = core_of(models["llama"], max_num_batched_tokens=budget)
     request = asked(name)
     got = run(core, [request])["a", 0]
     check(got, right_logits(core, models["llama"], request, PROMPT + got.token_ids))
 
 
-def test_the_rule_changes_what_is_answered(models: dict[str, Path]) -> None:
-    """Otherwise the comparison above would prove nothing."""
+def test_rule_changes_answers(models: dict[str, Path]) -> None:
+    """Sensitivity of the comparison above."""
     core = core_of(models["llama"])
     plain = run(core, [greedy("a", PROMPT, 1)])["a", 0].logits[0]
     for name in SCALINGS:
@@ -170,7 +170,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_all_rules_in_one_batch_do_not_notice_each_other(options: str, models: dict[str, Path]) -> None:
+def test_all_rules_in_one_batch(options: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"], **{"prefix_caching": False} | OPTIONS[options])
     requests = [asked(name, name, n=2, temperature=1.0, seed=3) for name in SCALINGS]
     requests.append(greedy("none", PROMPT, LENGTH))
@@ -188,7 +188,7 @@ def test_all_rules_in_one_batch_do_not_notice_each_other(options: str, models: d
 
 
 @pytest.mark.parametrize("name", ["dual chunk", "long scores", "groups of 7", "rerope", "log n"])
-def test_cached_keys_are_found_under_the_same_rule_only(name: str, models: dict[str, Path]) -> None:
+def test_prefix_cache_is_separate_for_each_rule(name: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     first = run(core, [asked(name)])["a", 0]
     run(core, [greedy("plain", PROMPT, LENGTH)])
@@ -201,7 +201,7 @@ def test_cached_keys_are_found_under_the_same_rule_only(name: str, models: dict[
     check(other, right)
 
 
-def test_short_texts_are_answered_as_without(models: dict[str, Path]) -> None:
+def test_short_texts_equal_answers_without_a_rule(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     plain = run(core, [greedy("a", PROMPT[:9], 5)])["a", 0]
     for name in ("dual chunk", "growing scores", "long scores", "rerope", "log n"):
@@ -210,7 +210,7 @@ def test_short_texts_are_answered_as_without(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["dual chunk", "leaky"])
-def test_decode_steps_are_recorded_and_repeated(name: str, models: dict[str, Path]) -> None:
+def test_recorded_decode_steps_give_the_same_bits(name: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     if core.runner.replay.obstacle is not None:
         pytest.skip("nothing is recorded here")
@@ -219,7 +219,7 @@ def test_decode_steps_are_recorded_and_repeated(name: str, models: dict[str, Pat
 
 
 @pytest.mark.parametrize("first", ["none", "log n"])
-def test_steps_that_grow_scores_share_recordings_with_those_that_do_not(first: str, models: dict[str, Path]) -> None:
+def test_steps_with_and_without_score_factors_share_recordings(first: str, models: dict[str, Path]) -> None:
     """A recording belongs to one form of step: the score factor of one request must not apply to the next."""
     requests = {"none": greedy("a", PROMPT, LENGTH), "log n": asked("log n")}
     alone = {name: run(core_of(models["llama"]), [request])["a", 0] for name, request in requests.items()}
@@ -246,7 +246,7 @@ def test_steps_that_grow_scores_share_recordings_with_those_that_do_not(first: s
         ({"low_freq_factor": 1.0}, "low_freq_factor"),
     ],
 )
-def test_chunks_that_do_not_fit_are_refused(fields: dict[str, Any], param: str, models: dict[str, Path]) -> None:
+def test_invalid_chunks_are_refused(fields: dict[str, Any], param: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     with pytest.raises(RequestError) as caught:
         core.add(greedy("a", PROMPT, 5, rope_scaling=RopeScaling.from_dict({"rope_type": "dual_chunk", **fields})))
@@ -266,14 +266,14 @@ def test_chunks_that_do_not_fit_are_refused(fields: dict[str, Any], param: str, 
         ({"rope_type": "rerope", "group_size": 4}, "group_size"),
     ],
 )
-def test_windows_that_do_not_fit_are_refused(fields: dict[str, Any], param: str, models: dict[str, Path]) -> None:
+def test_invalid_windows_are_refused(fields: dict[str, Any], param: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     with pytest.raises(RequestError) as caught:
         core.add(greedy("a", PROMPT, 5, rope_scaling=RopeScaling.from_dict(fields)))
     assert caught.value.param == f"rope_scaling.{param}"
 
 
-def test_keys_that_are_kept_twice_take_twice_the_pages(models: dict[str, Path]) -> None:
+def test_second_key_copies_use_twice_the_blocks(models: dict[str, Path]) -> None:
     core = core_of(models["llama"], kv_cache_memory=160 << 10)  # 10 blocks of 16 tokens
     assert run(core, [asked("dual chunk")])["a", 0].token_ids
     with pytest.raises(
@@ -292,7 +292,7 @@ def test_keys_that_are_kept_twice_take_twice_the_pages(models: dict[str, Path]) 
 @pytest.mark.parametrize(
     ("family", "why"), [("gemma3", "window"), ("mistral", "window"), ("hunyuan", "normed"), ("ministral3", "positions")]
 )
-def test_models_whose_distances_are_their_own_say_so(family: str, why: str, tmp_path: Path) -> None:
+def test_models_with_other_positions_refuse_rules(family: str, why: str, tmp_path: Path) -> None:
     core = core_of(make_model(family, tmp_path))
     for kind in ("dual_chunk", "self_extend", "rerope", "log_n"):
         with pytest.raises(RequestError, match=why) as caught:
@@ -301,7 +301,7 @@ def test_models_whose_distances_are_their_own_say_so(family: str, why: str, tmp_
 
 
 @pytest.mark.parametrize("kind", ["dual_chunk", "self_extend", "rerope", "log_n"])
-def test_what_else_says_where_keys_stand_is_refused(kind: str, models: dict[str, Path]) -> None:
+def test_other_position_options_are_refused_with_rules(kind: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"], shift_context=64)
     asked_with: dict[str, dict[str, Any]] = {
         "context_overflow": {"context": ContextRule("shift")},
@@ -314,7 +314,7 @@ def test_what_else_says_where_keys_stand_is_refused(kind: str, models: dict[str,
         assert caught.value.param == field
 
 
-def test_answers_tell_the_sizes_of_chunks(models: dict[str, Path]) -> None:
+def test_report_has_the_chunk_sizes(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     for name, sizes in (("dual chunk", (24, 4)), ("own sizes", (29, 9)), ("yarn inside", (48, 8))):
         report = run(core, [asked(name, length=2)])["a", 0].outputs[-1].rotary
@@ -325,7 +325,7 @@ def test_answers_tell_the_sizes_of_chunks(models: dict[str, Path]) -> None:
         assert report is not None and parameters.items() <= report.parameters.items()
 
 
-def test_a_server_may_have_a_rule_for_all(models: dict[str, Path]) -> None:
+def test_rule_of_the_server_applies_to_all_requests(models: dict[str, Path]) -> None:
     core = core_of(models["llama"], rope_scaling=RopeScaling.from_dict(SCALINGS["own sizes"]))
     by_server = run(core, [greedy("a", PROMPT, LENGTH)])["a", 0]
     by_request = run(core_of(models["llama"]), [asked("own sizes")])["a", 0]
@@ -334,7 +334,7 @@ def test_a_server_may_have_a_rule_for_all(models: dict[str, Path]) -> None:
     assert plain.token_ids == run(core_of(models["llama"]), [greedy("b", PROMPT, 4)])["b", 0].token_ids
 
 
-def test_a_ladder_may_end_in_chunks_and_computes_keys_anew_where_it_does(models: dict[str, Path]) -> None:
+def test_automatic_scaling_may_end_in_chunks(models: dict[str, Path]) -> None:
     rule = RopeScaling.from_dict(SCALINGS["dual chunk"])
     ladder = (ScalingThreshold(80), ScalingThreshold(None, rule, "chunks"))
     core = core_of(models["llama"], rope_ladder=ladder)

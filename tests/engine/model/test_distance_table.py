@@ -22,7 +22,7 @@ TRAINED = 64
 PROMPT = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(7)).tolist()
 MADE = 20
 
-# Each with its distances and the length from which scores grow, as the scaling is to be understood.
+# Each with its distances, and the length from which scores grow.
 KINDS: dict[str, tuple[dict[str, Any], Distance | None, int | None]] = {
     "defaults": ({"rope_type": "dual_chunk"}, dual_chunk(40, 48), None),
     "small chunks": ({"rope_type": "dual_chunk", "chunk_size": 25, "local_size": 8}, dual_chunk(17, 25), None),
@@ -64,7 +64,7 @@ def asked(kind: str, prompt: list[int] = PROMPT) -> EngineRequest:
 
 
 def right_logits(model: Path, core: EngineCore, kind: str, tokens: list[int], **options: bool) -> torch.Tensor:
-    """Of every token by the table; the frequencies are those of the kind that chunks have inside."""
+    """Return the logits of every token by the table, with the frequencies inside of chunks."""
     fields, distance, logarithm = KINDS.get(kind, ({}, None, None))
     inside = {"rope_type": "yarn", "factor": fields["factor"]} if kind == "yarn" else {"rope_type": "default"}
     spec = resolve(RopeScaling.from_dict(inside), core.info.model_rotary_groups[0].base, 1)
@@ -84,7 +84,7 @@ def check(got: Finished, prompt: list[int], right: torch.Tensor) -> None:
     assert got.token_ids == right.argmax(-1).tolist()
 
 
-def test_logits_are_those_of_the_table(kernels: str, model: Path) -> None:
+def test_logits_equal_the_table(kernels: str, model: Path) -> None:
     core = core_of(model)
     assert core.runner.decoder.backend.explain().startswith("plain torch") == (kernels == "plain torch")
     for kind in KINDS:
@@ -92,7 +92,7 @@ def test_logits_are_those_of_the_table(kernels: str, model: Path) -> None:
         check(got, PROMPT, right_logits(model, core, kind, PROMPT + got.token_ids))
 
 
-def test_one_head_of_keys(tmp_path: Path) -> None:
+def test_one_key_head_equals_the_table(tmp_path: Path) -> None:
     model = make_model("qwen3", tmp_path, max_position_embeddings=TRAINED, num_key_value_heads=1)
     core = core_of(model)
     got = run(core, [asked("all")])["all", 0]
@@ -100,8 +100,8 @@ def test_one_head_of_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma", "olmo2", "granite", "exaone4_full"])
-def test_families_whose_queries_differ(family: str, tmp_path: Path) -> None:
-    """Offsets of norms, norms of all heads at once, a scale of their own, norms of each head behind the projections."""
+def test_families_with_other_query_norms_equal_the_table(family: str, tmp_path: Path) -> None:
+    """Norm offsets, norms over all heads, a separate scale, and norms per head after the projections."""
     model = make_model(family, tmp_path, max_position_embeddings=TRAINED)
     core = core_of(model)
     got = run(core, [asked("small chunks")])["small chunks", 0]
@@ -109,7 +109,7 @@ def test_families_whose_queries_differ(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["small chunks", "threes", "leaky"])
-def test_latent_attention(kind: str, tmp_path: Path) -> None:
+def test_latent_attention_equals_the_table(kind: str, tmp_path: Path) -> None:
     model = make_model("deepseek_v3_half", tmp_path, max_position_embeddings=TRAINED)
     core = core_of(model)
     got = run(core, [asked(kind)])[kind, 0]
@@ -121,7 +121,7 @@ def crowd() -> list[EngineRequest]:
     return [asked(kind, PROMPT[: 150 - 13 * n]) for n, kind in enumerate([*KINDS, "plain"])]
 
 
-def test_all_kinds_in_one_batch(kernels: str, model: Path) -> None:
+def test_all_kinds_in_one_batch_equal_the_table(kernels: str, model: Path) -> None:
     core = core_of(model, max_num_seqs=16)
     got = run(core, crowd())
     for request in crowd():
@@ -130,7 +130,7 @@ def test_all_kinds_in_one_batch(kernels: str, model: Path) -> None:
 
 
 @pytest.mark.parametrize("pages", ["auto", "int8"])
-def test_the_same_bits_in_any_chunks_and_company_where_that_is_promised(pages: str, model: Path) -> None:
+def test_deterministic_bits_in_any_chunks_and_batches(pages: str, model: Path) -> None:
     fixed = {"deterministic": True, "max_num_seqs": 16, "kv_cache_dtype": pages, "prefix_caching": False}
     together = run(core_of(model, **fixed), crowd())
     for budget in (16, 2048):
@@ -140,7 +140,7 @@ def test_the_same_bits_in_any_chunks_and_company_where_that_is_promised(pages: s
             assert torch.equal(torch.stack(alone.logits), torch.stack(other.logits)), (request.request_id, budget)
 
 
-def test_a_draft_model_follows_the_rule(model: Path) -> None:
+def test_draft_model_uses_the_rule(model: Path) -> None:
     """A model that is its own draft model proposes its own tokens, as long as both see keys at the same distances."""
     core = core_of(model, speculative_model=str(model), speculative_adaptive=False)
     alone = core_of(model)

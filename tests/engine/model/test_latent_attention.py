@@ -44,7 +44,7 @@ def error(core: EngineCore, model: Path, request: EngineRequest, got: Finished) 
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_a_token_takes_its_latent_vector_and_one_rotated_part(dtype: str, size: int, models: dict[str, Path]) -> None:
+def test_token_size_is_the_latent_vector_and_one_rotated_part(dtype: str, size: int, models: dict[str, Path]) -> None:
     core = make_core(models["deepseek_v3"], kv_cache_dtype=dtype)
     assert core.info.kv_bytes_per_token == LAYERS * WIDTH * size
     pages = core.runner.cache.pages(0)
@@ -53,7 +53,7 @@ def test_a_token_takes_its_latent_vector_and_one_rotated_part(dtype: str, size: 
 
 
 @ON_A_CPU
-def test_a_token_in_8_bits_takes_a_scale_for_every_32_numbers(models: dict[str, Path]) -> None:
+def test_int8_token_size_has_a_scale_for_every_32_numbers(models: dict[str, Path]) -> None:
     core = make_core(models["deepseek_v3"], kv_cache_dtype="int8", kv_cache_memory=1 << 20)
     assert core.info.kv_cache_dtype == "int8" and core.info.kv_bytes_per_token == LAYERS * (WIDTH + 4)
     pages = [core.runner.cache.pages(layer) for layer in range(LAYERS)]
@@ -61,7 +61,7 @@ def test_a_token_in_8_bits_takes_a_scale_for_every_32_numbers(models: dict[str, 
     assert sum(t.nbytes for t in tensors) == core.info.kv_cache_bytes <= 1 << 20
 
 
-def test_an_int8_cache_is_for_the_cpu(models: dict[str, Path]) -> None:
+def test_int8_cache_is_refused_on_a_gpu(models: dict[str, Path]) -> None:
     config = engine_config(models["deepseek_v3"], kv_cache_dtype="int8", kv_cache_memory=8 << 20)
     prepare_model(config, DeviceCapabilities("cpu", True))
     with pytest.raises(LoadError, match=r"`cache\.dtype=int8` with latent attention is for the CPU"):
@@ -72,7 +72,7 @@ WIDE: dict[str, Any] = {"qk_rope_head_dim": 32, "kv_lora_rank": 80}  # rotated d
 
 
 def through_codes(x: Tensor) -> Tensor:
-    """What a group of 32 numbers and its codes say of each number of x [..., D]."""
+    """Round x [..., D] to codes with a scale for each group of 32 numbers, and back."""
     found = []
     for group in x.double().split(32, dim=-1):
         step = group.abs().amax(dim=-1, keepdim=True) / 127
@@ -83,7 +83,7 @@ def through_codes(x: Tensor) -> Tensor:
 def error_with_rounded_rows(
     monkeypatch: pytest.MonkeyPatch, model: Path, core: EngineCore, request: EngineRequest, got: Finished
 ) -> float:
-    """Against transformers whose latent vectors and shared rotated keys are rounded to codes, where they would be cached."""
+    """Return logits of transformers with latent vectors and shared rotated keys rounded to codes before attention."""
     reference = Reference(model, specs_of(core, request), ["full_attention"])
     attention = [layer.self_attn for layer in reference.model.model.layers]
     module = sys.modules[type(attention[0]).__module__]
@@ -107,7 +107,7 @@ def error_with_rounded_rows(
     "options", [{}, {"max_num_batched_tokens": 7}, {"deterministic": True}], ids=["", "chunks", "det"]
 )
 @pytest.mark.parametrize("compiled", [True, False])
-def test_8_bits_lose_what_their_codes_lose(
+def test_int8_cache_equals_rounded_transformers(
     compiled: bool, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
@@ -124,8 +124,8 @@ def test_8_bits_lose_what_their_codes_lose(
 
 @ON_A_CPU
 @pytest.mark.parametrize("model", ["deepseek_v3", "minicpm3"])
-def test_8_bit_rows_in_company_preempted_cut_and_from_the_cache(model: str, models: dict[str, Path]) -> None:
-    """Bit by bit under `deterministic`, where nothing else may round a number to another code."""
+def test_int8_rows_in_batches_chunks_preempted_and_cached(model: str, models: dict[str, Path]) -> None:
+    """Equal bits under `deterministic`, in which no other rounding changes a code."""
     options: dict[str, Any] = {"kv_cache_dtype": "int8", "deterministic": True, "max_model_len": 96}
     requests = [greedy(f"r{i}", PROMPT[i:] + PROMPT[: 3 * i], 30) for i in range(6)]
     alone = {one.request_id: run(make_core(models[model], **options), [one])[one.request_id, 0] for one in requests}
@@ -145,7 +145,7 @@ def test_8_bit_rows_in_company_preempted_cut_and_from_the_cache(model: str, mode
 
 
 @ON_A_CPU
-def test_8_bit_rows_are_recorded(models: dict[str, Path]) -> None:
+def test_int8_rows_in_recorded_steps(models: dict[str, Path]) -> None:
     if library.unavailable_reason() is not None:
         pytest.skip("no compiled kernels")
     core = make_core(models["minicpm3"], kv_cache_dtype="int8")
@@ -154,8 +154,8 @@ def test_8_bit_rows_are_recorded(models: dict[str, Path]) -> None:
 
 
 @ON_A_CPU
-def test_8_bit_rows_that_are_turned_are_rounded_once(tmp_path: Path) -> None:
-    """Under `rotate`: only the rotated groups change, and four turns away they are as near as after their first rounding."""
+def test_rotated_int8_rows_are_rounded_once(tmp_path: Path) -> None:
+    """Only the rotated groups change, and after four rotations they are as near as after the first rounding."""
     model = make_model(
         "deepseek_v3", tmp_path, max_position_embeddings=32, rope_parameters={"rope_type": "default"}, **WIDE
     )
@@ -201,10 +201,8 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}], ids=["", "chunks"])
-def test_requests_under_other_scalings_in_one_batch(
-    options: dict[str, Any], models: dict[str, Path], tmp_path: Path
-) -> None:
-    """Each as transformers has it with that object in its config.json, mscale_all_dim on whole scores included."""
+def test_mixed_scalings_equal_transformers(options: dict[str, Any], models: dict[str, Path], tmp_path: Path) -> None:
+    """transformers has each scaling in its config.json, including mscale_all_dim on entire scores."""
     model, core = models["deepseek_v3"], make_core(models["deepseek_v3"], **options)
     requests = [
         greedy(name, PROMPT, 9, rope_scaling=None if given is None else RopeScaling.from_dict(given))
@@ -219,14 +217,14 @@ def test_requests_under_other_scalings_in_one_batch(
             parameters = {"rope_theta": config["rope_parameters"]["rope_theta"], **given}
             (other / "config.json").write_text(json.dumps({**config, "rope_parameters": parameters}))
         assert error(core, other, request, together[name, 0]) < 1e-5, name
-    # Where whole scores were left as they are, this would show.
+    # A missing factor on entire scores fails here.
     assert error(core, models["deepseek_v3"], requests[3], together["none", 0]) > 1e-3
     factor = specs_of(core, requests[3])[0].score_scale
     assert factor == pytest.approx((0.1 * torch.tensor(8.0).log().item() + 1) ** 2)
     assert len({specs_of(core, request)[0].fingerprint for request in requests}) == len(requests)
 
 
-def test_a_factor_on_scores_has_a_bound(models: dict[str, Path]) -> None:
+def test_factor_on_scores_is_bounded(models: dict[str, Path]) -> None:
     scaling = RopeScaling.from_dict({"rope_type": "yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1e9})
     with pytest.raises(RequestError, match="rope_scaling"):
         make_core(models["deepseek_v3"]).add(greedy("a", PROMPT, rope_scaling=scaling))
@@ -234,9 +232,7 @@ def test_a_factor_on_scores_has_a_bound(models: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("model", ["deepseek_v3", "minicpm3"])
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["", "deterministic"])
-def test_a_crowd_that_is_preempted_gets_what_each_gets_alone(
-    model: str, options: dict[str, Any], models: dict[str, Path]
-) -> None:
+def test_preempted_batch_equals_single_requests(model: str, options: dict[str, Any], models: dict[str, Path]) -> None:
     requests = [greedy(f"r{i}", PROMPT[i:] + PROMPT[: 3 * i], 30) for i in range(6)]
     alone = {one.request_id: run(make_core(models[model], **options), [one])[one.request_id, 0] for one in requests}
     room = 14 * 16 * LAYERS * WIDTH * 4  # 14 blocks
@@ -253,7 +249,7 @@ def test_a_crowd_that_is_preempted_gets_what_each_gets_alone(
 @ON_A_CPU
 @pytest.mark.skipif(library.unavailable_reason() is not None, reason="no compiled kernels")
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "bfloat16"}], ids=["float32", "bfloat16 pages"])
-def test_decode_steps_are_recorded_and_repeated(options: dict[str, Any], models: dict[str, Path]) -> None:
+def test_recorded_decode_steps_give_the_same_bits(options: dict[str, Any], models: dict[str, Path]) -> None:
     core = make_core(models["minicpm3"], **options)
     requests = [greedy("a", PROMPT, 30), greedy("b", PROMPT[:9], 30)]
     got = run(core, requests)
@@ -262,7 +258,7 @@ def test_decode_steps_are_recorded_and_repeated(options: dict[str, Any], models:
         assert all(error(core, models["minicpm3"], one, got[one.request_id, 0]) < 1e-5 for one in requests)
 
 
-def test_proposed_tokens_change_nothing(models: dict[str, Path]) -> None:
+def test_proposals_do_not_change_answers(models: dict[str, Path]) -> None:
     request = greedy("a", PROMPT[:8] * 4, 40)
     right = run(make_core(models["deepseek_v3"]), [request])["a", 0]
     core = make_core(models["deepseek_v3"], speculative_ngram=4, speculative_ngram_min=1)
@@ -270,8 +266,8 @@ def test_proposed_tokens_change_nothing(models: dict[str, Path]) -> None:
     assert core.stats().spec_decode_num_draft_tokens > 0
 
 
-def test_keys_are_rotated_anew_as_a_text_grows(tmp_path: Path) -> None:
-    """Under `rotate` only the rotated part of a cached row changes, and the rest goes along to the new block."""
+def test_cached_keys_are_rotated_again_as_a_text_grows(tmp_path: Path) -> None:
+    """With `rotate`, only the rotated part of a cached row changes. The rest is copied to the new block."""
     model = make_model("deepseek_v3", tmp_path, max_position_embeddings=32, rope_parameters={"rope_type": "default"})
     core, prompt = make_core(model, max_model_len=128), PROMPT[:20]
     scaling = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 4.0})
@@ -300,7 +296,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def test_what_config_json_leaves_out_is_what_the_class_has() -> None:
+def test_omitted_keys_have_the_defaults_of_the_class() -> None:
     mixer = read_spec(BASE).layers[0].mixer
     assert isinstance(mixer, LatentSpec)
     assert (mixer.latent_dim, mixer.rotary_dim, mixer.plain_dim, mixer.value_dim) == (512, 64, 128, 128)
@@ -325,6 +321,6 @@ def test_what_config_json_leaves_out_is_what_the_class_has() -> None:
         ({"rope_interleave": 1}, "rope_interleave must be true or false"),
     ],
 )
-def test_what_such_layers_cannot_have_is_refused(given: dict[str, Any], says: str) -> None:
+def test_unsupported_options_are_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(LoadError, match=says):
         read_spec({**BASE, **given})

@@ -1,4 +1,4 @@
-"""The two forms of latent attention: equal to a float64 formula, for prompts, pieces of them, mixtures and moved keys."""
+"""The two forms of latent attention compared with a float64 formula: prompts, chunks, mixed batches and moved keys."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def at_cost(monkeypatch: pytest.MonkeyPatch) -> Choice:
 
 @pytest.fixture
 def expansions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of rows of every expansion since."""
+    """Record the number of rows of every later expansion."""
     found: list[int] = []
     original = latent_attention.expand_latents
 
@@ -74,7 +74,7 @@ def bound(backend: type[Backend]) -> Backend:
 
 
 def operands(spec: LatentSpec, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, KVPages]:
-    """The heads' matrices, and pages full of latent rows."""
+    """Matrices of the heads, and cache blocks of latent rows."""
     up = torch.randn(spec.num_heads, spec.plain_dim + spec.value_dim, spec.latent_dim) / spec.latent_dim**0.5
     rows = torch.randn(BLOCKS, SIZE, 1, spec.cached_dim)
     if dtype == torch.int8:
@@ -95,7 +95,7 @@ def call_of(spec: LatentSpec, lengths: list[int], news: list[int], **options: An
 def expected(
     spec: LatentSpec, up: torch.Tensor, pages: KVPages, call: AttentionCall, versions: torch.Tensor
 ) -> torch.Tensor:
-    """In float64, query by query. versions: [N, H, R + N], all rows that the call's ranges name."""
+    """Attention in float64, one query at a time. versions: [N, H, R + N], all rows that the call's ranges name."""
     found = []
     starts, wide = call.query_start.tolist(), up.double()
     for b, length in enumerate(call.seq_lens.tolist()):
@@ -133,7 +133,7 @@ def expected(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["narrow", "deepseek"])
 @pytest.mark.parametrize("cost", [0.0, None], ids=["expanded", "absorbed"])
-def test_whole_prompts_pieces_and_single_tokens(
+def test_prompts_chunks_and_single_tokens_equal_the_formula(
     backend: type[Backend],
     dtype: torch.dtype,
     spec: LatentSpec,
@@ -152,10 +152,10 @@ def test_whole_prompts_pieces_and_single_tokens(
 
 @pytest.mark.parametrize("backend", [TorchBackend, COMPILED])
 @pytest.mark.parametrize("cost", [0.0, None], ids=["expanded", "absorbed"])
-def test_queries_that_do_not_see_early_keys(
+def test_windows_equal_the_formula(
     backend: type[Backend], cost: float | None, at_cost: Choice, expansions: list[int]
 ) -> None:
-    """Keys before every window are neither expanded nor read: the table has no blocks there."""
+    """Keys before all windows are neither expanded nor read: the table has no blocks there."""
     at_cost(cost)
     up, pages = operands(SPEC)
     call = call_of(SPEC, [300, 100], [20, 20], window=33)
@@ -169,10 +169,10 @@ def test_queries_that_do_not_see_early_keys(
 @pytest.mark.parametrize("backend", [TorchBackend, COMPILED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("cost", [0.0, 1.0, None], ids=["expanded", "mixed", "absorbed"])
-def test_moved_keys_meet_their_versions(
+def test_moved_keys_use_their_rotated_queries(
     backend: type[Backend], dtype: torch.dtype, cost: float | None, at_cost: Choice, expansions: list[int]
 ) -> None:
-    """Sequences with a turned first part, with a hole, with nothing of that, and one that decodes, in one call."""
+    """Sequences with a rotated first part, with a hole, with neither, and one that decodes, in one call."""
     at_cost(cost)
     up, pages = operands(SPEC, dtype)
     news, lengths = [1, 40, 33, 50], [200, 70, 90, 50]
@@ -199,11 +199,11 @@ def test_moved_keys_meet_their_versions(
     got = LatentAttentionForms(SPEC, up, own).attend(LatentQueries(q, rotations), pages, call)
     assert start.tolist() == call.query_start.tolist()
     assert (got - expected(SPEC, up, pages, call, versions)).abs().max() < 1e-5
-    # Of the third sequence the hole's two blocks stay as they are.
+    # The two blocks of the third sequence's hole are unchanged.
     assert expansions == {0.0: [80, 64, 64], 1.0: [80, 64, 64], None: []}[cost]
 
 
-def test_many_heads_go_a_few_at_a_time(at_cost: Choice, expansions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_expanded_in_groups(at_cost: Choice, expansions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     at_cost(0.0)
     monkeypatch.setattr(latent_attention, "_MAX_EXPANDED_BYTES", 2 * 4 * 64 * 30)
     up, pages = operands(SPEC)
@@ -218,7 +218,7 @@ def test_many_heads_go_a_few_at_a_time(at_cost: Choice, expansions: list[int], m
     ("length", "news", "expands"),
     [(512, 512, True), (64, 64, True), (16, 16, False), (900, 64, False), (900, 400, True), (900, 1, False)],
 )
-def test_the_form_that_multiplies_less_is_taken(length: int, news: int, expands: bool, expansions: list[int]) -> None:
+def test_form_with_fewer_multiplications_is_used(length: int, news: int, expands: bool, expansions: list[int]) -> None:
     up, pages = operands(WIDE)
     call = call_of(WIDE, [length], [news])
     q = torch.randn(news, WIDE.num_heads, WIDE.rotary_dim + WIDE.plain_dim)
@@ -226,9 +226,7 @@ def test_the_form_that_multiplies_less_is_taken(length: int, news: int, expands:
     assert bool(expansions) is expands
 
 
-def test_what_would_take_too_much_memory_is_not_expanded(
-    at_cost: Choice, expansions: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_expansions_are_avoided(at_cost: Choice, expansions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     at_cost(0.0)
     monkeypatch.setattr(latent_attention, "_MAX_EXPANDED_ROWS", 60)
     up, pages = operands(SPEC)
@@ -239,7 +237,7 @@ def test_what_would_take_too_much_memory_is_not_expanded(
     assert expansions == [64]
 
 
-def test_rows_that_depend_on_nobody_never_take_it(expansions: list[int]) -> None:
+def test_row_independent_backend_never_expands(expansions: list[int]) -> None:
     up, pages = operands(SPEC)
     call = call_of(SPEC, [40], [40])
     q = torch.randn(40, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
@@ -249,8 +247,8 @@ def test_rows_that_depend_on_nobody_never_take_it(expansions: list[int]) -> None
 
 
 @pytest.mark.parametrize("name", MATRIX_FORMS)
-def test_a_matrix_unit_gets_keys_and_values_of_16_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where prompts may be rounded, and what is cached is not float32."""
+def test_matrix_unit_receives_16_bit_keys_and_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If prompts may be rounded and the cache is not float32."""
     form = kernels(name)
     choose(monkeypatch, form)
     device = torch.device("cpu")
@@ -283,9 +281,7 @@ def test_a_matrix_unit_gets_keys_and_values_of_16_bits(name: str, monkeypatch: p
         (900, 1, False),
     ],
 )
-def test_the_form_that_is_quicker_there_is_taken(
-    length: int, news: int, expands: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faster_form_is_used(length: int, news: int, expands: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With measured costs, a query costs more than a cached row."""
     monkeypatch.setattr(
         TorchBackend,
@@ -309,7 +305,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("model", ["deepseek_v3", "minicpm3"])
 @pytest.mark.parametrize("piece", [2048, 37, 7, 1], ids=["whole", "odd pieces", "small pieces", "token by token"])
-def test_a_prompt_cut_anyhow_is_what_transformers_has(
+def test_prompt_in_any_chunks_equals_transformers(
     model: str, piece: int, models: dict[str, Path], at_cost: Choice, expansions: list[int]
 ) -> None:
     at_cost(0.0)
@@ -323,9 +319,7 @@ def test_a_prompt_cut_anyhow_is_what_transformers_has(
 
 
 @ON_A_CPU
-def test_a_prefix_from_the_cache_is_expanded_too(
-    models: dict[str, Path], at_cost: Choice, expansions: list[int]
-) -> None:
+def test_cached_prefix_is_expanded(models: dict[str, Path], at_cost: Choice, expansions: list[int]) -> None:
     at_cost(0.0)
     core = make_core(models["deepseek_v3"])
     run(core, [greedy("first", PROMPT[:64], 1)])
@@ -342,7 +336,7 @@ def test_a_prefix_from_the_cache_is_expanded_too(
 
 
 @ON_A_CPU
-def test_a_text_that_lost_its_middle_goes_on_right(tmp_path: Path, at_cost: Choice, expansions: list[int]) -> None:
+def test_expanded_form_after_a_context_shift(tmp_path: Path, at_cost: Choice, expansions: list[int]) -> None:
     """Keys at other positions are expanded unchanged, queries are rotated; proposed tokens are short prompts there."""
     at_cost(0.0)
     model = make_model("deepseek_v3", tmp_path)

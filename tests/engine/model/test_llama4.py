@@ -41,7 +41,7 @@ def mixers(spec: ModelSpec) -> list[AttentionSpec]:
     return [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
 
 
-def test_every_fourth_layer_sees_everything_and_does_not_rotate() -> None:
+def test_every_fourth_layer_has_no_window_and_no_rotation() -> None:
     spec = read_spec(CONFIG)
     assert [(one.window, one.chunked, one.rotary_group, one.qk_norm) for one in mixers(spec)] == [
         *[(32, True, 0, "after")] * 3,
@@ -53,12 +53,12 @@ def test_every_fourth_layer_sees_everything_and_does_not_rotate() -> None:
 
 
 @pytest.mark.parametrize("keys", [{"no_rope_layers": []}, {"no_rope_layers": [1, 1, 1, 0]}])
-def test_other_ways_to_say_so(keys: dict[str, Any]) -> None:
+def test_layer_types_and_no_rope_layers_give_the_same_layers(keys: dict[str, Any]) -> None:
     kinds = ["chunked_attention"] * 3 + ["full_attention"]
     assert read_spec({**CONFIG, **keys, "layer_types": kinds}).layers == read_spec(CONFIG).layers
 
 
-def test_what_may_be_left_out_is() -> None:
+def test_optional_parts_may_be_disabled() -> None:
     spec = read_spec({**CONFIG, "attention_chunk_size": None, "use_qk_norm": False, "attn_temperature_tuning": False})
     assert all(one.window is None and not one.chunked and one.qk_norm is None for one in mixers(spec))
     assert spec.unrotated_temperature is None and not spec.has_chunked_attention
@@ -69,7 +69,7 @@ def test_what_may_be_left_out_is() -> None:
 @pytest.mark.parametrize(
     ("keys", "dense"), [({}, []), ({"interleave_moe_layer_step": 2}, [0, 2]), ({"moe_layers": [3]}, [0, 1, 2])]
 )
-def test_which_layers_have_experts(keys: dict[str, Any], dense: list[int]) -> None:
+def test_layers_with_experts(keys: dict[str, Any], dense: list[int]) -> None:
     layers = [layer.feed_forward for layer in read_spec({**CONFIG, **keys}).layers]
     assert [i for i, one in enumerate(layers) if not isinstance(one, MoESpec)] == dense
     for one in layers:
@@ -78,7 +78,7 @@ def test_which_layers_have_experts(keys: dict[str, Any], dense: list[int]) -> No
         assert not isinstance(one, MoESpec) or (one.shared_size, one.scaled_inputs) == (48, True)
 
 
-def test_a_list_of_layers_that_is_none_is_refused() -> None:
+def test_invalid_list_of_layers_is_refused() -> None:
     with pytest.raises(LoadError, match="moe_layers must be a list of the numbers of layers"):
         read_spec({**CONFIG, "moe_layers": ["3"]})
 
@@ -92,14 +92,14 @@ def test_a_list_of_layers_that_is_none_is_refused() -> None:
     ],
     ids=["shift", "window", "passages"],
 )
-def test_what_would_move_tokens_is_refused(asked: dict[str, Any], model: Path) -> None:
+def test_context_changes_are_refused(asked: dict[str, Any], model: Path) -> None:
     core = make_core(model)
     with pytest.raises(RequestError, match="see chunks that begin at fixed positions"):
         core.add(greedy("a", PROMPT, **asked))
 
 
-def test_int8_pages_and_blocks_behind_a_chunk(model: Path) -> None:
-    """Compiled attention over codes sees the same chunks, and blocks of chunks that are over are given back."""
+def test_int8_cache_and_freed_blocks_of_past_chunks(model: Path) -> None:
+    """Compiled attention over int8 keys sees the same chunks, and blocks of past chunks are freed."""
     found = []
     for dtype in ("float32", "int8"):
         core = make_core(model, kv_cache_dtype=dtype)

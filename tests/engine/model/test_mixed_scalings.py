@@ -1,4 +1,4 @@
-"""Sixteen requests under eight scalings in one batch: each as if alone, and as transformers configured with its scaling."""
+"""Sixteen requests under eight scalings in one batch equal single requests and transformers with the scaling."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requests() -> list[EngineRequest]:
-    """Two of each scaling, of lengths that differ; those of one scaling share their first 33 tokens."""
+    """Return two requests of different lengths for each scaling. Those of one scaling share their first 33 tokens."""
     generator = torch.Generator().manual_seed(5)
     common = torch.randint(3, 128, (33,), generator=generator).tolist()
     made = []
@@ -58,7 +58,7 @@ def core_of(model: Path, **options: Any) -> EngineCore:
 
 
 def transformers_frequencies(kind: str, length: float) -> tuple[list[float], float]:
-    """inv_freq and attention factor as transformers forms them, for what it has no kind for by a base of its own."""
+    """Return inv_freq and attention factor of transformers; kinds that it does not have use another base."""
     parameters = {"rope_theta": THETA, **SCALINGS[kind]}
     if kind == "ntk":
         parameters = {"rope_type": "default", "rope_theta": THETA * 4.0 ** (DIM / (DIM - 2))}
@@ -79,7 +79,7 @@ def worst(got: list[torch.Tensor], right: torch.Tensor) -> float:
     return float((torch.stack(got) - right).abs().max() / right.abs().max())
 
 
-def test_sixteen_requests_under_eight_scalings_are_each_as_if_alone_and_as_in_transformers(model: Path) -> None:
+def test_mixed_scalings_equal_single_requests_and_transformers(model: Path) -> None:
     core = core_of(model)
     together = run(core, requests())
     outcomes: dict[str, Finished] = {}
@@ -102,13 +102,13 @@ def test_sixteen_requests_under_eight_scalings_are_each_as_if_alone_and_as_in_tr
             assert alone.token_ids == result.token_ids
             assert worst(result.logits, torch.stack(alone.logits)) < 1e-5
         outcomes[kind] = result
-    # The scalings do make a difference here, or the above would say little.
+    # Sensitivity: scalings change logits.
     first = outcomes["default"].logits[0]
     for kind in list(SCALINGS)[1:]:
         assert float((outcomes[kind].logits[0] - first).abs().max()) > 1e-2
 
 
-def test_the_cache_is_shared_under_one_scaling_whatever_its_name_and_never_across(model: Path) -> None:
+def test_prefix_cache_is_shared_by_equal_frequencies_only(model: Path) -> None:
     core = core_of(model)
     prompt = torch.randint(3, 128, (49,), generator=torch.Generator().manual_seed(6)).tolist()
 
@@ -119,7 +119,7 @@ def test_the_cache_is_shared_under_one_scaling_whatever_its_name_and_never_acros
 
     assert cached(None) == 0
     for scaling in list(SCALINGS.values())[1:]:
-        # 51 tokens: dynamic is still at its first grid point, where it equals no scaling at all.
+        # 51 tokens: dynamic is still at its first grid point, which equals no scaling.
         assert cached(scaling) == (48 if scaling["rope_type"] == "dynamic" else 0)
         assert cached(scaling) == 48
         assert cached(scaling, salt="mine") == 0

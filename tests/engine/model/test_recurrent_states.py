@@ -1,4 +1,4 @@
-"""Recurrent models: however a sequence is scheduled, its logits equal those of its tokens computed at once."""
+"""Recurrent models: logits do not depend on scheduling, caching, preemption or frequency changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.lab.scoring import Scorer
 
-# With a memory, without one, and with one beside attention; and bytes for a cache so little that sequences give up their places.
+# With a memory, without one, and with one in parallel with attention; cache sizes in bytes that cause preemptions.
 FAMILIES = {"qwen3_5": 300 << 10, "lfm2": 160 << 10, "granite4_h": 400 << 10, "falcon_h1": 400 << 10}
 _generator = torch.Generator().manual_seed(1)
 PROMPTS = [torch.randint(3, 128, (count,), generator=_generator).tolist() for count in (5, 16, 17, 33, 60, 90)]
@@ -44,7 +44,7 @@ def core_of(model: Path, **options: Any) -> EngineCore:
 
 
 def check(reference: Reference, prompt: Sequence[int], got: Finished) -> None:
-    """Of all tokens whose logits are on record, and the draws of those."""
+    """Return the logits and sampled tokens of all recorded rows."""
     tokens = [*prompt, *got.token_ids]
     right = reference.logits(tokens)[len(prompt) - 1 : len(tokens) - 1]
     assert got.token_ids == right.argmax(-1).tolist()
@@ -63,9 +63,11 @@ def check(reference: Reference, prompt: Sequence[int], got: Finished) -> None:
     ],
     ids=lambda options: next(iter(options), "plain"),
 )
-def test_sequences_of_all_lengths_side_by_side(model: Path, reference: Reference, options: dict[str, Any]) -> None:
+def test_batch_of_all_lengths_equals_single_sequences(
+    model: Path, reference: Reference, options: dict[str, Any]
+) -> None:
     little = {name: by_family[model.name] for name, by_family in options.items() if by_family is FAMILIES}
-    if little and model.name == "falcon_h1":  # whose states take more than a short context's keys
+    if little and model.name == "falcon_h1":  # states are larger than the keys of a short context
         little["max_model_len"] = 144
     core = core_of(model, **options | little)
     requests = [greedy(str(i), prompt, 40) for i, prompt in enumerate(PROMPTS)]
@@ -76,19 +78,19 @@ def test_sequences_of_all_lengths_side_by_side(model: Path, reference: Reference
     assert core.runner.replay.num_replayed > 20 or core.runner.decoder.device.type != "cpu"
 
 
-def test_the_next_turn_begins_where_the_last_one_ended(model: Path, reference: Reference) -> None:
+def test_next_turn_continues_from_cached_states(model: Path, reference: Reference) -> None:
     core = core_of(model)
     prompt = PROMPTS[5]
     first = run(core, [greedy("first", prompt, 30)])["first", 0]
     turn = [*prompt, *first.token_ids, 9, 8, 7]
-    again = [*prompt, 5, 6, 7]  # as where what was thought is left out
+    again = [*prompt, 5, 6, 7]  # as if the thinking is omitted
     found = run(core, [greedy("turn", turn, 8), greedy("again", again, 8)])
     for name, tokens, cached in (("turn", turn, 112), ("again", again, 80)):
         assert found[name, 0].outputs[-1].cached_tokens == cached
         check(reference, tokens, found[name, 0])
 
 
-def test_samples_of_a_prompt_go_apart(model: Path, reference: Reference) -> None:
+def test_samples_of_a_prompt_diverge(model: Path, reference: Reference) -> None:
     core = core_of(model)
     prompt = PROMPTS[4]
     found = run(core, [greedy("three", prompt, 20, n=3, temperature=1.0, seed=5)])
@@ -99,15 +101,15 @@ def test_samples_of_a_prompt_go_apart(model: Path, reference: Reference) -> None
         assert (torch.stack(one.logits) - right).abs().max() < 1e-5 * right.abs().max()
 
 
-def test_company_changes_no_bit_of_a_deterministic_stream(model: Path) -> None:
+def test_deterministic_bits_are_equal_in_batches(model: Path) -> None:
     alone = run(core_of(model, deterministic=True), [greedy("a", PROMPTS[5], 12)])["a", 0]
     requests = [greedy("a", PROMPTS[5], 12), *(greedy(str(i), prompt, 20) for i, prompt in enumerate(PROMPTS))]
     together = run(core_of(model, deterministic=True, max_num_batched_tokens=96), requests)["a", 0]
     assert all(torch.equal(one, other) for one, other in zip(alone.logits, together.logits, strict=True))
 
 
-def test_scalings_side_by_side_and_keys_that_turn(model: Path) -> None:
-    """Frequencies change under `rotate` while states do not: greedy tokens equal those of the engine's scorer."""
+def test_mixed_scalings_and_rotated_keys(model: Path) -> None:
+    """`rotate` changes frequencies and not states. Greedy tokens equal those of the engine's scorer."""
     core = core_of(model)
     scalings = {
         "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
@@ -130,7 +132,7 @@ def test_scalings_side_by_side_and_keys_that_turn(model: Path) -> None:
         assert (ours - theirs).abs().max() > 1e-3 * ours.abs().max()
 
 
-def test_endings_are_read_behind_the_same_text(model: Path, reference: Reference) -> None:
+def test_endings_share_the_state_of_their_text(model: Path, reference: Reference) -> None:
     core = core_of(model)
     text, endings = PROMPTS[3], [[4], [5, 6, 7], [4, 9]]
     plan = core.plan_rotation(greedy("any", text))
@@ -142,7 +144,7 @@ def test_endings_are_read_behind_the_same_text(model: Path, reference: Reference
 
 
 @ON_A_CPU
-def test_states_come_back_from_files(model: Path, reference: Reference, tmp_path: Path) -> None:
+def test_states_are_restored_from_files(model: Path, reference: Reference, tmp_path: Path) -> None:
     prompt = PROMPTS[5]
     with keeping(model, tmp_path, max_num_batched_tokens=40, max_model_len=256) as core:
         first = run(core, [greedy("first", prompt, 8)])["first", 0]
@@ -153,7 +155,7 @@ def test_states_come_back_from_files(model: Path, reference: Reference, tmp_path
     check(reference, prompt, second)
 
 
-def test_what_states_have_nothing_for_is_refused(model: Path) -> None:
+def test_context_changes_are_refused(model: Path) -> None:
     core = core_of(model)
     request = greedy("a", PROMPTS[5], 4, reuse=NonPrefixReuseParams(32, scope="me"))
     with pytest.raises(RequestError, match=r"cache_reuse: .* carry a state from token to token") as caught:
@@ -164,18 +166,18 @@ def test_what_states_have_nothing_for_is_refused(model: Path) -> None:
     assert core.info.num_states == 17 and core.info.state_bytes
 
 
-def test_attention_is_shown_of_layers_that_have_it(model: Path) -> None:
+def test_attention_weights_of_layers_that_attend(model: Path) -> None:
     scorer = Scorer(core_of(model).runner.decoder, torch.float32)
     weights = attention_weights(scorer, PROMPTS[1], 2)
     assert torch.allclose(weights.sum(-1), torch.ones(weights.shape[:2]))
-    if model.name == "falcon_h1":  # all of whose layers attend
+    if model.name == "falcon_h1":  # all layers attend
         return
     with pytest.raises(RequestError, match=r"layer 1 attends to nothing, as it carries a state: ask for one of 2, 4"):
         attention_weights(scorer, PROMPTS[1], 1)
 
 
-def test_a_window_of_one_token_keeps_the_state(model: Path, reference: Reference) -> None:
-    """Key blocks that no later token sees are freed, at the end of a block all of them; the state remains."""
+def test_window_of_one_token_retains_the_state(model: Path, reference: Reference) -> None:
+    """Key blocks that no later token sees are freed, all of them at a block's end. The state remains."""
     core = core_of(model)
     seen = ContextRule(attention_window=1)
     scorer = Scorer(core.runner.decoder, torch.float32)
@@ -188,7 +190,7 @@ def test_a_window_of_one_token_keeps_the_state(model: Path, reference: Reference
     assert torch.allclose(found, right, atol=1e-4)
 
 
-def test_few_states_let_fewer_run_and_nobody_begins_again(tmp_path: Path) -> None:
+def test_few_states_limit_running_sequences_without_recomputation(tmp_path: Path) -> None:
     model = make_model("qwen3_5", tmp_path / "model")
     ample = make_core(model, max_model_len=256)
     state, token = ample.info.state_bytes, ample.info.kv_bytes_per_token
@@ -200,7 +202,7 @@ def test_few_states_let_fewer_run_and_nobody_begins_again(tmp_path: Path) -> Non
     assert [found[str(i), 0].token_ids for i in range(8)] == [right[str(i), 0].token_ids for i in range(8)]
 
 
-def test_keys_that_turn_or_stand_twice_with_one_place(model: Path) -> None:
+def test_rotated_and_second_key_copies_with_one_state_slot(model: Path) -> None:
     core = core_of(model, max_num_seqs=1)
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 4.0})
     twice = RopeScaling.from_dict({"rope_type": "self_extend", "group_size": 4, "window": 16})
@@ -209,7 +211,7 @@ def test_keys_that_turn_or_stand_twice_with_one_place(model: Path) -> None:
         assert run(core, [request])["a", 0].finish_reason == "length"
 
 
-def test_samples_whose_keys_stand_twice(model: Path) -> None:
+def test_samples_with_second_key_copies(model: Path) -> None:
     core = core_of(model, kv_cache_memory=FAMILIES[model.name], max_num_seqs=8)
     twice = RopeScaling.from_dict({"rope_type": "self_extend", "group_size": 4, "window": 16})
     drawn: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 5}
@@ -219,9 +221,7 @@ def test_samples_whose_keys_stand_twice(model: Path) -> None:
     assert again.outputs[-1].cached_tokens in (0, 32)
 
 
-def test_a_repetition_that_fails_ends_the_engine_and_repeats_nothing(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_recorded_step_ends_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_of(model)
     core.add(greedy("a", PROMPTS[1], 40))
     while core.runner.replay.num_replayed < 3:

@@ -1,4 +1,4 @@
-"""Each rotary scaling on a whole model: configured in config.json, by the operator, and per request, against transformers."""
+"""Rotary scalings of models compared with transformers: from config.json, server option and request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_scaling(plain: Path, directory: Path, kind: str) -> Path:
-    """The same weights under another config.json."""
+    """Copy a model with another config.json."""
     directory.mkdir(exist_ok=True)
     (directory / "model.safetensors").symlink_to(plain / "model.safetensors")
     config = json.loads((plain / "config.json").read_text())
@@ -68,8 +68,8 @@ def test_config_server_and_request_agree_with_transformers(kind: str, plain: Pat
     }
     specs = specs_of(cores["config"][0], request)
     reference = Reference(scaled, specs, ["full_attention"])
-    # Below M the frozen dynamic frequencies are the plain ones, as in transformers; the others do not depend on length
-    # but longrope, whose long factors transformers takes up past the original length.
+    # Below M the frozen dynamic frequencies are the plain ones, as in transformers. The others do not depend on length,
+    # except longrope, whose long factors transformers uses above the original length.
     rotary = reference.model.model.rotary_emb
     expected = rotary.long_inv_freq if hasattr(rotary, "long_inv_freq") else rotary.inv_freq
     if kind == "longrope":
@@ -88,13 +88,13 @@ def shortened(kind: str, pairs: int) -> dict[str, Any]:
     return {key: value[:pairs] if isinstance(value, list) else value for key, value in KINDS[kind].items()}
 
 
-# Partial and interleaved; interleaved; layers without rotation; query and key norms behind the rotation.
+# Partial and interleaved; interleaved; layers without rotation; query and key norms after the rotation.
 PAIRS = {"glm": 4, "helium": 8, "smollm3": 8, "hunyuan": 8}
 
 
 @pytest.mark.parametrize("family", sorted(PAIRS))
-def test_every_kind_under_every_pairing(family: str, tmp_path: Path) -> None:
-    """One batch with a request of each kind, each against transformers under the frequencies of that kind."""
+def test_every_kind_with_every_pair_layout(family: str, tmp_path: Path) -> None:
+    """One batch with a request of each kind, compared with transformers at the frequencies of that kind."""
     model = make_model(family, tmp_path, max_position_embeddings=M)
     core = make_core(model, max_num_batched_tokens=70)
     prompt = torch.randint(3, 128, (50,), generator=torch.Generator().manual_seed(4)).tolist()
@@ -104,7 +104,7 @@ def test_every_kind_under_every_pairing(family: str, tmp_path: Path) -> None:
             continue  # its heads have dimensions that never rotate
         scaling = RopeScaling.from_dict(shortened(kind, PAIRS[family]))
         requests[kind] = greedy(kind, prompt, 6, rope_scaling=scaling)
-    # A factor far from 1 shows the place of a norm: the epsilon of one behind the rotation weighs a hundred times more.
+    # A factor far from 1 makes the place of a norm visible: after the rotation, its epsilon weighs a hundred times more.
     small = RopeScaling.from_dict({"rope_type": "yarn", "factor": 4, "attention_factor": 0.1})
     requests["small"] = greedy("small", prompt, 6, rope_scaling=small)
     results = run(core, requests.values())
@@ -117,7 +117,7 @@ def test_every_kind_under_every_pairing(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["glm", "phi3", "hunyuan"])
-def test_kinds_a_model_cannot_run_are_refused(family: str, tmp_path: Path) -> None:
+def test_unsupported_kinds_are_refused(family: str, tmp_path: Path) -> None:
     core = make_core(make_model(family, tmp_path, max_position_embeddings=M))
     cases = [("learned", {"rope_type": "learned"}), ("longrope", KINDS["longrope"] | {"short_factor": [1.0] * 3})]
     if family != "hunyuan":
@@ -130,14 +130,14 @@ def test_kinds_a_model_cannot_run_are_refused(family: str, tmp_path: Path) -> No
     assert not core.has_work()
 
 
-def test_two_scalings_in_one_batch_share_nothing(plain: Path) -> None:
-    """The same tokens under two scalings: each as if alone, and no prefix hit across, but one within."""
+def test_two_scalings_share_no_prefix(plain: Path) -> None:
+    """Equal tokens under two scalings give separate answers, with prefix hits only within a scaling."""
     core = make_core(plain)
     prompt = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     names = ["default", "linear", "yarn", "llama3"]
     requests = {n: greedy(n, prompt, 8, rope_scaling=RopeScaling.from_dict(KINDS[n])) for n in names}
     results = run(core, requests.values())
-    for name in names[1:]:  # the scalings do make a difference on this model
+    for name in names[1:]:  # sensitivity: scalings change logits
         first = results["default", 0].logits[0]
         assert (results[name, 0].logits[0] - first).abs().max() / first.abs().max() > 1e-2
     for name, request in requests.items():

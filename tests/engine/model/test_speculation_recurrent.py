@@ -19,7 +19,7 @@ from windlass.engine.interface.context import ContextRule
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence
 
-# Of each operation one: short convolutions, the gated delta rule, a state space beside attention; bytes for a cache of few pages.
+# One family for each operation: short convolutions, the gated delta rule, a state space in parallel with attention; small cache sizes in bytes.
 FAMILIES = {"lfm2": 180 << 10, "qwen3_5": 240 << 10, "falcon_h1": 540 << 10}
 LITTLE = {"max_num_seqs": 6, "max_model_len": 96, "max_total_tokens": 400, "deterministic": True}
 ROOMY: dict[str, Any] = {"max_model_len": 256}
@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def traffic() -> list[EngineRequest]:
-    """Texts that loop, and texts that do not: prompts of several steps, single tokens and proposals side by side."""
+    """Repetitive and other texts: prompts of several steps, single tokens and proposals in one batch."""
     fields: list[dict[str, Any]] = [
         {"logprobs": 2},
         {"temperature": 0.5, "seed": 5},
@@ -52,7 +52,7 @@ def traffic() -> list[EngineRequest]:
 def both(
     model: Path, sent: Callable[[], list[EngineRequest]], proposing: dict[str, Any], **options: Any
 ) -> tuple[EngineCore, Results]:
-    """The engine that proposed, whose answers are those of one that did not, and they."""
+    """Return the engine with proposals and its answers, which equal those of an engine without proposals."""
     options = {"max_model_len": 256, "max_num_batched_tokens": 40, **options}
     want = run(make_core(model, **options), sent())
     core = make_core(model, **proposing, **options)
@@ -66,15 +66,15 @@ def both(
 @pytest.mark.parametrize(
     "options", [{}, {"deterministic": True, "prefix_caching": False}], ids=lambda options: next(iter(options), "plain")
 )
-def test_answers_are_those_without_proposals(model: Path, options: dict[str, Any]) -> None:
+def test_proposals_do_not_change_answers(model: Path, options: dict[str, Any]) -> None:
     core, _ = both(model, traffic, PROPOSING, **options)
     assert core.info.num_states == 8 + 1 + 8 * (not options) + 8 * 5
     if core.runner.replay.obstacle is None:
         assert core.runner.replay.num_replayed > 0
 
 
-def test_the_next_turn_begins_where_the_last_one_ended(model: Path) -> None:
-    """Wherever in a step of proposed tokens the end of a block came: its state is as good as any."""
+def test_next_turn_continues_from_cached_states(model: Path) -> None:
+    """The end of a block may be anywhere in a step of proposed tokens."""
     few = {"allowed_token_ids": (20, 21, 22)}
     first = [prompt(i, 20 + i, period=3) for i in range(6)]
     plain, core = make_core(model, max_model_len=256), make_core(model, max_model_len=256, **PROPOSING)
@@ -85,15 +85,15 @@ def test_the_next_turn_begins_where_the_last_one_ended(model: Path) -> None:
         found.append((got, run(one, [greedy(f"{i}", turn, 20, **few) for i, turn in enumerate(turns)])))
     for got, want in zip(found[1], found[0], strict=True):
         same(got, want)
-    for i, text in enumerate(first):  # what was computed last, and whole: all but the last token drawn
+    for i, text in enumerate(first):  # everything computed: all tokens except the last sampled one
         cached = [got[f"{i}", 0].outputs[-1].cached_tokens for _, got in found]
         assert cached == [(len(text) + 40 + i - 1) // 16 * 16] * 2
     assert core.stats().spec_decode_num_accepted_tokens > 60
 
 
 @ON_A_CPU
-def test_states_behind_accepted_tokens_come_back_from_files(model: Path, tmp_path: Path) -> None:
-    """States of the model and of a draft model."""
+def test_states_after_accepted_tokens_are_restored_from_files(model: Path, tmp_path: Path) -> None:
+    """Of the model and of a draft model."""
     text, few = prompt(1, 30, period=3), {"allowed_token_ids": (20, 21, 22)}
     plain = make_core(model, deterministic=True, **ROOMY)
     want = run(plain, [greedy("first", text, 60, **few)])
@@ -113,7 +113,7 @@ def test_states_behind_accepted_tokens_come_back_from_files(model: Path, tmp_pat
     assert 10 < stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
 
 
-def test_streams_that_lose_their_places_or_drop_tokens(model: Path) -> None:
+def test_preempted_and_shifted_streams_equal_unspeculated_ones(model: Path) -> None:
     def sent() -> list[EngineRequest]:
         shift, few = (
             ContextRule(overflow="shift", keep_tokens=16),
@@ -145,7 +145,7 @@ def test_streams_that_lose_their_places_or_drop_tokens(model: Path) -> None:
     assert stats.num_preemptions > 0 and stats.context_shifts > 5
 
 
-def test_fewer_tokens_are_proposed_where_states_are_few(model: Path) -> None:
+def test_few_states_limit_proposals(model: Path) -> None:
     info = make_core(model).info
     memory = 128 * info.kv_bytes_per_token + 4 * info.state_bytes
     core, _ = both(model, traffic, PROPOSING, kv_cache_memory=memory, max_model_len=128, max_num_seqs=2)
@@ -155,7 +155,7 @@ def test_fewer_tokens_are_proposed_where_states_are_few(model: Path) -> None:
 
 
 def guess(core: EngineCore, answers: Results) -> None:
-    """Let its draft model propose these answers, but for every fifth token."""
+    """Let the draft model propose these answers, with every fifth token replaced."""
     proposer = core.runner.proposer
     assert proposer is not None
     compute, by_id = proposer._draft, proposer.input_batch.by_id
@@ -170,7 +170,7 @@ def guess(core: EngineCore, answers: Results) -> None:
                 one.token_ids for (name, i), one in answers.items() if (prompts[name], i) == (prompted, slot.index)
             )
             first = item.start + 1 - slot.num_prompt_tokens
-            tokens = right[first : first + len(drafted)]  # fewer where the answer ends by one
+            tokens = right[first : first + len(drafted)]  # fewer at the end of an answer
             tokens = [token ^ (i % 5 == 3) for i, token in enumerate(tokens, start=first)]
             found[item.seq_id] = [*tokens, *drafted[len(tokens) :]]
         return found
@@ -179,15 +179,15 @@ def guess(core: EngineCore, answers: Results) -> None:
 
 
 def park_some(core: EngineCore, swapped_out: list[int]) -> None:
-    """Let a stream that has dropped tokens give up its place, every few steps: its pages are kept aside."""
+    """Preempt a stream that has dropped tokens, every few steps. Its blocks are swapped out."""
     shifted = [seq for seq in core.scheduler.running if seq.cache.num_shifts]
     if shifted and core.scheduler.counters.num_steps % 7 == 0:
         core.scheduler._queues.preempt(shifted[-1])
         swapped_out += [shifted[-1].seq_id] * shifted[-1].cache.is_swapped_out
 
 
-def test_a_draft_model_proposes_to_states(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which has none of its own: blocks of states are not its to park and copy."""
+def test_draft_model_without_states_proposes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not swap or copy blocks of states."""
     drafting = {"speculative_model": str(make_model("llama", tmp_path / "draft")), "speculative_adaptive": False}
     little = {**LITTLE, "kv_cache_memory": 2 * FAMILIES[model.name]}
     shift, swapped_out = ContextRule(overflow="shift", keep_tokens=16), list[int]()
@@ -213,14 +213,14 @@ def test_a_draft_model_proposes_to_states(model: Path, tmp_path: Path, monkeypat
         assert core.runner.replay.num_replayed > 8, "steps with proposals are decode steps and may be repeated"
 
 
-def test_a_draft_model_with_states_is_always_right_where_it_is_the_model_itself(model: Path, tmp_path: Path) -> None:
-    """However far it is behind, after proposals of either kind, at the end of a block or not, and behind a cached prefix."""
+def test_model_as_its_own_draft_model_is_always_accepted(model: Path, tmp_path: Path) -> None:
+    """For every draft lag, after proposals of either kind, at block boundaries, and after a cached prefix."""
     options = {
         **ROOMY,
         "deterministic": True,
         "max_num_batched_tokens": 20,
         "max_num_seqs": 6,
-    }  # too few for all to propose
+    }  # too few for proposals of all streams
     drafting = {"speculative_model": str(model), "speculative_adaptive": False, "speculative_tokens": 3}
     first = [greedy(f"{i}", prompt(i, length), 30 + length) for i, length in enumerate((1, 15, 16, 17, 33, 60))]
     for ngram in ({}, {"speculative_ngram": 4, "speculative_ngram_min": 2}):

@@ -20,7 +20,7 @@ UNSPECIFIED = {("bloom", "max_position_embeddings")}  # by the configuration cla
 OF_ANOTHER = {"internlm3"}  # run by another family's class
 
 
-def test_the_families_that_transformers_has_no_class_of_are_known() -> None:
+def test_families_without_a_class_of_transformers() -> None:
     without = {family.model_type for family in FAMILIES if not hasattr(transformers, family.architecture)}
     assert without == REMOTE | OF_ANOTHER
 
@@ -30,9 +30,9 @@ def test_the_families_that_transformers_has_no_class_of_are_known() -> None:
     [family for family in FAMILIES if family.model_type not in REMOTE],
     ids=lambda family: family.model_type,
 )
-def test_defaults_are_those_of_the_configuration_class(family: Family) -> None:
+def test_defaults_equal_the_configuration_class(family: Family) -> None:
     theirs, rules = AutoConfig.for_model(family.model_type), family.rules
-    theirs.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose global layers have other heads
+    theirs.allow_global_per_layer_attribute_access = True  # for Gemma 4, whose global layers have other heads
     if family.model_type not in OF_ANOTHER:
         assert getattr(transformers, family.architecture).config_class is type(theirs)
     sizes = rules.sizes
