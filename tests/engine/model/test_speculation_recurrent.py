@@ -19,7 +19,7 @@ from windlass.engine.interface.context import ContextRule
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence
 
-# One family for each operation: short convolutions, the gated delta rule, a state space in parallel with attention; small cache sizes in bytes.
+# One family for each operation: short convolutions, Gated DeltaNet, a parallel state space; small cache sizes in bytes.
 FAMILIES = {"lfm2": 180 << 10, "qwen3_5": 240 << 10, "falcon_h1": 540 << 10}
 LITTLE = {"max_num_seqs": 6, "max_model_len": 96, "max_total_tokens": 400, "deterministic": True}
 ROOMY: dict[str, Any] = {"max_model_len": 256}

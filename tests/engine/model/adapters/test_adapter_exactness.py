@@ -44,14 +44,14 @@ def only(finished: dict[tuple[str, int], Finished], name: str = "r") -> Finished
 
 
 def distance(found: Finished, wanted: Finished) -> float:
-    """Largest difference of logits as a share of the largest logit."""
+    """Return the largest difference of logits, relative to the largest logit."""
     assert found.token_ids == wanted.token_ids
     a, b = torch.stack(found.logits), torch.stack(wanted.logits)
     return float((a - b).abs().max() / b.abs().max())
 
 
 @pytest.mark.parametrize("settings", [s for s, _ in SETTINGS], ids=[str(i) for i in range(len(SETTINGS))])
-def test_an_adapter_is_what_it_is_merged(llama: Path, tmp_path: Path, settings: dict[str, object]) -> None:
+def test_adapter_equals_merged_weights(llama: Path, tmp_path: Path, settings: dict[str, object]) -> None:
     adapter = save_adapter(tmp_path / "adapter", llama, **settings)  # type: ignore[arg-type]
     plain = only(run(make_core(llama), [greedy("r", PROMPT)]))
     wanted = only(run(make_core(merged(llama, adapter, tmp_path / "merged")), [greedy("r", PROMPT)]))
@@ -61,7 +61,7 @@ def test_an_adapter_is_what_it_is_merged(llama: Path, tmp_path: Path, settings: 
     assert plain.logits[0].sub(wanted.logits[0]).abs().max() > 1e-2 * plain.logits[0].abs().max()
 
 
-def test_layers_of_another_name_and_heads_that_are_stored_one_by_one(tmp_path: Path) -> None:
+def test_other_layer_names_and_separate_heads(tmp_path: Path) -> None:
     model = make_model("gpt_neox", tmp_path / "model")
     adapter = save_adapter(tmp_path / "adapter", model, NEOX)
     plain = only(run(make_core(model), [greedy("r", PROMPT)]))

@@ -59,7 +59,7 @@ def test_rows_of_layers_that_do_not_rotate_follow_it_too(
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-def test_where_a_file_has_factors_in_its_weights_adapters_are_refused(tmp_path: Path) -> None:
+def test_adapters_are_refused_for_weights_with_factors(tmp_path: Path) -> None:
     model = make_model("falcon_h1", tmp_path / "model")
     adapter = save_adapter(tmp_path / "adapter", model)
     directory = derived(convert(model, tmp_path / "model.gguf"), tmp_path / "derived")

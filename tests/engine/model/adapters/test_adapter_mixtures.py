@@ -35,7 +35,7 @@ def sources(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Adap
     [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}],
     ids=["float32", "bfloat16", "int8", "int4"],
 )
-def test_eight_in_one_batch_answer_as_each_alone(
+def test_eight_adapters_in_a_batch_equal_single_requests(
     llama: Path, sources: tuple[AdapterSource, ...], options: dict[str, str]
 ) -> None:
     ids = [None, *range(1, 9)]
@@ -49,10 +49,10 @@ def test_eight_in_one_batch_answer_as_each_alone(
         assert found.token_ids == wanted.token_ids
         assert all(torch.equal(a, b) for a, b in zip(found.logits, wanted.logits, strict=True))
         seen.add(tuple(found.logits[0].tolist()))
-    assert len(seen) == 9  # and each of them is another model
+    assert len(seen) == 9  # each of them gives other answers
 
 
-def test_blocks_belong_to_what_an_adapter_holds(llama: Path, sources: tuple[AdapterSource, ...]) -> None:
+def test_cached_blocks_belong_to_the_contents_of_an_adapter(llama: Path, sources: tuple[AdapterSource, ...]) -> None:
     core = make_core(llama, lora=sources[:2])
 
     def cached(adapter: int | None) -> int:
@@ -71,7 +71,7 @@ def test_blocks_belong_to_what_an_adapter_holds(llama: Path, sources: tuple[Adap
     assert cached(10) == 0  # others, under the same name
 
 
-def test_one_in_use_stays_until_its_request_has_ended(llama: Path, sources: tuple[AdapterSource, ...]) -> None:
+def test_adapter_in_use_is_unloaded_after_its_request(llama: Path, sources: tuple[AdapterSource, ...]) -> None:
     core = make_core(llama, lora=sources[:1])
     whole = run(core, [greedy("r", PROMPT, 6, adapter=1)])["r", 0].token_ids
     core.add(greedy("s", PROMPT, 6, adapter=1))
@@ -84,7 +84,7 @@ def test_one_in_use_stays_until_its_request_has_ended(llama: Path, sources: tupl
     assert core.stats().adapters_loaded == 0
 
 
-def test_one_that_comes_again_takes_its_own_place() -> None:
+def test_reloaded_adapter_has_its_own_slot() -> None:
     """Cached blocks of an adapter are not found by the next one."""
     backend = select_backend("cpu")
     loaded = LoadedAdapters(2, [{"q": LowRankTarget((8,), 8, 2), "v": LowRankTarget((8,), 8, 2)}], backend)

@@ -1,4 +1,4 @@
-"""Adapters that PEFT itself made and saved, against the model into which PEFT merged them, run by transformers."""
+"""Adapters saved by PEFT compared with transformers on the model into which PEFT merged them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def trained(model: Path, target: Path, **config: Any) -> torch.nn.Module:
     ],
     ids=["all", "rslora", "patterns", "qwen3", "phi3", "gemma3", "gemma4"],
 )
-def test_it_answers_as_peft_merged_it(family: str, config: dict[str, Any], tmp_path: Path) -> None:
+def test_adapter_equals_the_model_that_peft_merged(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model")
     merged = trained(model, tmp_path / "adapter", **config)
     core = make_core(model, lora=(AdapterSource(1, "a", str(tmp_path / "adapter")),))
@@ -83,7 +83,7 @@ def test_it_answers_as_peft_merged_it(family: str, config: dict[str, Any], tmp_p
     ],
     ids=["dora", "saved modules", "pissa", "biases", "embedding"],
 )
-def test_other_kinds_that_peft_saves_are_refused_by_name(config: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_other_kinds_of_peft_are_refused_by_name(config: dict[str, Any], reason: str, tmp_path: Path) -> None:
     model = make_model("llama", tmp_path / "model")
     trained(model, tmp_path / "adapter", **{"r": 4, "target_modules": ["q_proj"], **config})
     with pytest.raises(LoadError, match=f"(?i){reason}"):

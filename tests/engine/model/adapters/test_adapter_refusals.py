@@ -102,7 +102,7 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_it_is_refused_by_name(core: EngineCore, model: Path, tmp_path: Path, case: int) -> None:
+def test_invalid_adapter_is_refused(core: EngineCore, model: Path, tmp_path: Path, case: int) -> None:
     break_it, said = CASES[case]
     adapter = save_adapter(tmp_path / "adapter", model)
     break_it(adapter)
@@ -112,7 +112,7 @@ def test_it_is_refused_by_name(core: EngineCore, model: Path, tmp_path: Path, ca
     assert core.stats().adapters_loaded == 0
 
 
-def test_a_device_without_memory_for_it_says_so(
+def test_missing_memory_is_reported(
     core: EngineCore, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = AdapterSource(1, "poet", str(save_adapter(tmp_path / "adapter", model)))
@@ -128,14 +128,14 @@ def test_a_device_without_memory_for_it_says_so(
     assert core.read_adapter(source).result(30).info.name == "poet"
 
 
-def test_a_start_with_such_a_file_fails_with_its_name(model: Path, tmp_path: Path) -> None:
+def test_start_with_an_invalid_adapter_fails(model: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", model, use_dora=True)
     with pytest.raises(LoadError, match=r"adapters\.sources=poet.*DoRA"):
         make_core(model, lora=(AdapterSource(1, "poet", str(adapter)),))
 
 
 def test_patterns_are_compiled_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More patterns than the cache of `re` holds, with many modules."""
+    """More patterns than the cache of `re` holds, and many modules."""
     patterns = {f"layers.{n}.q_proj": 1 + n % 8 for n in range(1000)} | {
         r"^model\.layers\.\d+\.v_proj": 3,
         "[ou]_proj": 5,
@@ -148,7 +148,7 @@ def test_patterns_are_compiled_once(model: Path, tmp_path: Path, monkeypatch: py
     assert described.scale_of("model.layers.7.q_proj") == 4.0 / 8
 
 
-def test_how_many_there_may_be_is_bounded() -> None:
+def test_number_of_adapters_is_bounded() -> None:
     assert AdapterConfig(max_loaded=1024).max_loaded == 1024
     with pytest.raises(LoadError, match=r"max_loaded.* at most 1024, got 1025"):
         AdapterConfig(max_loaded=1025)

@@ -38,7 +38,7 @@ def num_bytes(core: EngineCore) -> int:
 
 
 def rewritten(adapter: Path, target: Path, dtype: torch.dtype) -> Path:
-    """The same numbers, rounded to this type, in float32."""
+    """Return the numbers rounded to this dtype, in float32."""
     target.mkdir()
     (target / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())
     tensors = load_file(adapter / "adapter_model.safetensors")
@@ -48,12 +48,12 @@ def rewritten(adapter: Path, target: Path, dtype: torch.dtype) -> Path:
 
 @ON_A_CPU
 @pytest.mark.parametrize("dtype", HALVES)
-def test_rounding_is_asked_for_and_halves_the_memory(llama: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_configured_dtype_rounds_and_halves_the_memory(llama: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     adapter = save_adapter(tmp_path / "wide", llama, rank=5)
     name = str(dtype).removeprefix("torch.")
     exact, rounded = with_adapter(llama, adapter), with_adapter(llama, adapter, lora_dtype=name)
     assert 2 * num_bytes(rounded) == num_bytes(exact)
-    # Numbers that this type holds exactly are kept in it by themselves, and those are the rounded ones.
+    # The rounded numbers are exact in this dtype, which is therefore their default.
     same = with_adapter(llama, rewritten(adapter, tmp_path / "narrow", dtype))
     assert num_bytes(same) == num_bytes(rounded)
     found = logits(rounded)
@@ -63,7 +63,7 @@ def test_rounding_is_asked_for_and_halves_the_memory(llama: Path, tmp_path: Path
     assert torch.equal(found, logits(wide))
 
 
-def test_numbers_that_do_not_fit_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_numbers_beyond_the_dtype_are_refused(llama: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "large", llama, strength=1e5)
     with pytest.raises(LoadError, match=r"too large for `adapters.dtype=float16`"):
         with_adapter(llama, adapter, lora_dtype="float16")

@@ -1,4 +1,4 @@
-"""Which quantized checkpoints config.json says are read, and what it must say of them."""
+"""Quantization methods in config.json: supported ones, refused ones, and invalid values."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ READ: list[tuple[dict[str, Any], QuantizationConfig]] = [
         compressed("float-quantized", num_bits=8, type="float", block_structure="128x64"),
         QuantizationConfig("compressed-tensors", block=(128, 64), bits=(8,)),
     ),
-    (  # a width that is not said is 8
+    (  # the default width is 8
         {
             **compressed("pack-quantized"),
             "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}, "b": {"weights": {"type": "int"}}},
         },
         QuantizationConfig("compressed-tensors", bits=(4, 8)),
     ),
-    (  # as releases left it that had stored the codes
+    (  # from releases that stored the codes
         {**compressed("naive-quantized", num_bits=8, type="float"), "quantization_status": "frozen"},
         QuantizationConfig("compressed-tensors", bits=(8,)),
     ),
-    # What is no number of bits says nothing.
+    # Other values than a number of bits are ignored.
     *(
         (compressed("pack-quantized", num_bits=told), QuantizationConfig("compressed-tensors"))
         for told in ([4], {}, True, "4", 4.0, 0, None)
@@ -70,13 +70,13 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("config", "told"), READ)
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_what_is_read(config: dict[str, Any], told: QuantizationConfig, key: str) -> None:
+def test_supported_methods_are_read(config: dict[str, Any], told: QuantizationConfig, key: str) -> None:
     assert read_quantization_config({key: config}) == told
     assert describe_quantized({key: config}, ["model.norm.weight", "a.qweight", "a.scales"]) is None
 
 
 @pytest.mark.parametrize(("config", "called"), UNREAD)
-def test_what_is_not_read(config: dict[str, Any], called: str) -> None:
+def test_unsupported_methods_are_refused(config: dict[str, Any], called: str) -> None:
     said = describe_quantized({"quantization_config": config})
     assert said is not None and said.startswith(
         f"this checkpoint is quantized ({called}), which is not read: take the un"
@@ -84,7 +84,7 @@ def test_what_is_not_read(config: dict[str, Any], called: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, [], "gptq", {}, {"quant_method": None}, {"quant_method": ["gptq"]}])
-def test_what_is_no_quantization(value: object) -> None:
+def test_configs_without_quantization(value: object) -> None:
     assert read_quantization_config({"quantization_config": value}) is None
 
 
@@ -100,11 +100,11 @@ def test_what_is_no_quantization(value: object) -> None:
         {"config_groups": {"a": {"weights": {"block_structure": "0x0"}}}},
     ],
 )
-def test_values_of_a_wrong_kind_are_no_traceback(change: dict[str, Any]) -> None:
+def test_values_of_a_wrong_type_are_refused(change: dict[str, Any]) -> None:
     assert read_quantization_config({"quantization_config": {**compressed("dense"), **change}}) is not None
 
 
 @pytest.mark.parametrize("group_size", ["128", 0, -1, None, [32], True])
-def test_sizes_of_groups_that_are_none(group_size: object) -> None:
+def test_invalid_group_sizes_are_refused(group_size: object) -> None:
     told = read_quantization_config({"quantization_config": {**GPTQ, "group_size": group_size}})
     assert told is not None and told.group_size is None

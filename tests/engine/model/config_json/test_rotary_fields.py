@@ -1,4 +1,4 @@
-"""What config.json says of a rotation, in its corner cases."""
+"""Rotary fields of config.json: corner cases."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ GPT_OSS = {
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_yarn_heeds_truncate(nested: bool) -> None:
-    """gpt-oss does not round the ends of the ramp; transformers forgets the field where groups are named."""
+def test_yarn_uses_truncate(nested: bool) -> None:
+    """gpt-oss does not round the ends of the ramp. transformers ignores the field if groups are named."""
     types = ["full_attention", "sliding_attention"]
     config: dict[str, Any] = {"model_type": "qwen3", "head_dim": 64, "num_hidden_layers": 2, "layer_types": types}
     config |= {"use_sliding_window": True, "max_position_embeddings": 131_072}
@@ -42,7 +42,7 @@ def test_yarn_heeds_truncate(nested: bool) -> None:
     assert max(abs(a / b - 1) for a, b in zip(spec.inv_freq, rounded.inv_freq, strict=True)) > 0.05
 
 
-def test_a_head_too_wide_for_its_frequencies_is_refused_at_once() -> None:
+def test_too_wide_head_is_refused() -> None:
     config: dict[str, Any] = {"model_type": "qwen3", "head_dim": 10**9, "num_hidden_layers": 2}
     config |= {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
     with pytest.raises(LoadError, match=r"head_dim must be a positive integer up to 65536, got 1000000000"):

@@ -1,4 +1,4 @@
-"""An architecture that is not supported is refused by its name and with the reason, as far as name or config.json tell."""
+"""An unsupported architecture is refused by name, with the reason that its name or config.json gives."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ REASONS = {
 
 
 def config_of(architecture: str) -> dict[str, Any]:
-    """The config.json that transformers writes for a model of this class with its defaults."""
+    """Return the config.json that transformers writes for this class with its defaults."""
     config = getattr(transformers, architecture).config_class()
     return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [architecture]}
 
 
 @pytest.mark.parametrize("architecture", REASONS)
-def test_the_reason_is_told(architecture: str) -> None:
+def test_refusal_names_the_reason(architecture: str) -> None:
     with pytest.raises(LoadError) as refused:
         read_spec(config_of(architecture))
     told = str(refused.value)
@@ -106,39 +106,37 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_that_is_not_supported_is_refused_with_the_reason(name: str) -> None:
+def test_unsupported_variant_is_refused_with_the_reason(name: str) -> None:
     config, reason = VARIANTS[name]
     with pytest.raises(LoadError, match=reason):
         read_spec(config)
 
 
-def test_layers_that_are_not_attention_are_named() -> None:
+def test_unsupported_layer_types_are_named() -> None:
     config = {"layer_types": ["full_attention", "wavelet", "sliding_attention"]}
     assert describe_architecture("NewForCausalLM", config) == "a model with layers that are not attention (wavelet)"
     assert describe_architecture("NewForCausalLM", {"layer_types": ["full_attention", "chunked_attention"]}) is None
 
 
 @pytest.mark.parametrize("layer_types", [7, "mamba", {"a": 1}, [None], [["mamba"]], [{}]])
-def test_layer_types_of_any_shape_are_no_crash(layer_types: object) -> None:
+def test_invalid_layer_types_are_refused(layer_types: object) -> None:
     with pytest.raises(LoadError, match=r"'NewForCausalLM'.*not supported"):
         read_spec({"architectures": ["NewForCausalLM"], "layer_types": layer_types})
 
 
-# One that is called a model, as others' are without their head, is found before anybody asks.
+# A class named a model, like others without their head, is found earlier.
 NAMED = [family for family in FAMILIES if not family.architecture.endswith("Model")]
 
 
 @pytest.mark.parametrize("family", NAMED, ids=lambda family: family.model_type)
-def test_no_supported_family_is_described_so(family: Any) -> None:
+def test_supported_families_are_not_refused(family: Any) -> None:
     known = family.model_type in CONFIG_MAPPING
     config = json.loads(AutoConfig.for_model(family.model_type).to_json_string(use_diff=False)) if known else {}
     described = describe_architecture(family.architecture, config)
-    others = family.rules.other_layers  # of an unknown class they say that it is another kind of model
+    others = family.rules.other_layers  # in an unknown class they indicate another kind of model
     assert (
         described is None
         or (family.experts is not None and "experts" in described)
-        or (
-            "n_routed_experts" in family.extra_keys and "experts" in described
-        )  # of layers that its models need not have
+        or ("n_routed_experts" in family.extra_keys and "experts" in described)  # of optional layers
         or any(kind in described for kind in others)
     )

@@ -1,4 +1,4 @@
-"""A checkpoint that is replaced while it is read: weights of which nobody knows whose they are serve nothing."""
+"""A checkpoint that is replaced while it is read is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.mark.parametrize("replaced", ["before the weights are read", "behind that"])
 @pytest.mark.parametrize("of", ["model", "draft model"])
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(
+def test_replaced_checkpoint_is_refused(
     of: str, replaced: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, other = make_model("llama", tmp_path / "model"), make_model("llama", tmp_path / "other", seed=1)

@@ -1,4 +1,4 @@
-"""Bit patterns that are no finite numbers, against torch's own opinion of every pattern of 8 and 16 bits."""
+"""Non-finite bit patterns compared with torch, for all patterns of 8 and 16 bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def finite(tensor: torch.Tensor) -> bool:
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
 )
-def test_every_pattern(dtype: torch.dtype) -> None:
+def test_every_pattern_equals_torch(dtype: torch.dtype) -> None:
     patterns = torch.arange(1 << (8 * dtype.itemsize)).to(torch.int16 if dtype.itemsize == 2 else torch.uint8)
     numbers = patterns.view(dtype)
     wanted = numbers.float().isfinite()
@@ -25,7 +25,7 @@ def test_every_pattern(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_edges_of_wide_types(dtype: torch.dtype) -> None:
+def test_limits_of_wide_types(dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     numbers = torch.tensor([info.max, info.min, info.tiny, 0.0, -0.0, 1.0], dtype=dtype).repeat(1000)
     assert finite(numbers)
@@ -36,6 +36,6 @@ def test_the_edges_of_wide_types(dtype: torch.dtype) -> None:
             assert not finite(damaged)
 
 
-def test_integers_and_nothing_are_finite() -> None:
+def test_integers_and_empty_tensors_are_finite() -> None:
     assert finite(torch.full((16,), -1, dtype=torch.int8)) and finite(torch.full((16,), 255, dtype=torch.uint8))
     assert finite(torch.empty(0, dtype=torch.float32))

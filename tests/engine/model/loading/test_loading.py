@@ -1,4 +1,4 @@
-"""What loading accepts and refuses: every refusal is a LoadError of one line that says what to do."""
+"""Accepted and refused checkpoints: every refusal is a LoadError of one line with a remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refused(model: Path, match: str, **options: Any) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_directory_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "does not exist.*model directory")
 
 
@@ -89,7 +89,7 @@ def test_truncated_file_and_no_file(model: Path) -> None:
         ({"num_hidden_layers": "four"}, "num_hidden_layers"),
     ],
 )
-def test_configs_that_are_not_understood(model: Path, changes: dict[str, Any], match: str) -> None:
+def test_unsupported_configs_are_refused(model: Path, changes: dict[str, Any], match: str) -> None:
     edit_config(model, **changes)
     refused(model, match)
 
@@ -105,7 +105,7 @@ def test_unknown_keys_are_named(model: Path) -> None:
     assert any("attention_swirl" in notice for notice in make_core(model).info.notices)
 
 
-def test_options_that_do_not_fit(model: Path) -> None:
+def test_unsuitable_options_are_refused(model: Path) -> None:
     refused(model, "100000 tokens does not fit.*`cache.memory`", max_model_len=100_000)
     refused(model, "unknown dtype 'int3'.*float32", dtype="int3")
     refused(model, "device", device="cuda:77")
@@ -118,15 +118,15 @@ def test_options_that_do_not_fit(model: Path) -> None:
         refused(model, f"`{field}", **options)
 
 
-def test_context_defaults_to_what_the_cache_holds(model: Path) -> None:
+def test_context_defaults_to_the_cache_size(model: Path) -> None:
     per_block = make_core(model).info.kv_bytes_per_token * 16
     info = make_core(model, kv_cache_memory=5 * per_block).info
     assert info.max_model_len == 80
     assert any("80 tokens" in notice for notice in info.notices)
-    assert make_core(model, max_model_len=1000).info.max_model_len == 1000  # past the model's own length is allowed
+    assert make_core(model, max_model_len=1000).info.max_model_len == 1000  # beyond the trained length is allowed
 
 
-def test_sharded_checkpoint_gives_the_same_model(model: Path, tmp_path: Path) -> None:
+def test_sharded_checkpoint_gives_the_same_bits(model: Path, tmp_path: Path) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded.save_pretrained(tmp_path / "sharded", max_shard_size="200KB")
     assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 2
@@ -160,7 +160,7 @@ def test_dummy_weights_need_only_a_config(model: Path) -> None:
         run_engine_benchmark(config, batch_size=1, input_len=400, output_len=5)
 
 
-def test_requests_the_engine_refuses(model: Path) -> None:
+def test_invalid_requests_are_refused(model: Path) -> None:
     core = make_core(model)
     length = core.info.max_model_len
     cases = [
@@ -182,7 +182,7 @@ def test_requests_the_engine_refuses(model: Path) -> None:
     assert not core.has_work()
 
 
-def test_max_tokens_past_the_context_ends_with_length(model: Path) -> None:
+def test_max_tokens_beyond_the_context_ends_with_length(model: Path) -> None:
     core = EngineCore(engine_config(model, max_model_len=32, device="cpu", kv_cache_memory=8 << 20))
     result = run(core, [greedy("a", range(3, 23), 1000)], every_logit=False)["a", 0]
     assert len(result.token_ids) == 12 and result.finish_reason == "length"
@@ -202,8 +202,8 @@ NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
     "options", [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16"}], ids=str
 )
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-def test_numbers_that_are_not_finite_are_refused_by_name(model: Path, stored: str, options: dict[str, Any]) -> None:
-    """A matrix that is read into place or in parts, a part of a fused one, the embedding, a norm: first, inner, last."""
+def test_non_finite_numbers_are_refused_by_name(model: Path, stored: str, options: dict[str, Any]) -> None:
+    """In a matrix read directly or in parts, a part of a fused one, the embedding, and a norm."""
     names = ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
     tensors = {name: t.to(getattr(torch, stored)) for name, t in load_file(model / "model.safetensors").items()}
     for name, place, value in zip(
@@ -217,7 +217,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name(model: Path, stored: st
     make_core(model, **options)
 
 
-def test_a_tied_head_that_is_not_finite_is_named_too(tmp_path: Path) -> None:
+def test_non_finite_tied_head_is_named(tmp_path: Path) -> None:
     tied = make_model("llama_bias", tmp_path / "tied")
     edit_weights(
         tied, lambda t: t.update({"lm_head.weight": torch.full_like(t["model.embed_tokens.weight"], torch.inf)})
@@ -225,8 +225,8 @@ def test_a_tied_head_that_is_not_finite_is_named_too(tmp_path: Path) -> None:
     refused(tied, r"tensor 'lm_head\.weight' holds numbers that are NaN or infinite")
 
 
-def test_a_head_of_another_name_that_is_tied(tmp_path: Path) -> None:
-    """Files of GPT-NeoX hold it beside the embedding."""
+def test_tied_head_with_another_name(tmp_path: Path) -> None:
+    """Files of GPT-NeoX contain it in addition to the embedding."""
     tied = make_model("gpt_neox", tmp_path / "tied", tie_word_embeddings=True)
     wanted = run(make_core(tied), [greedy("a", [5, 6, 7])])["a", 0]
     edit_weights(tied, lambda t: t.update({"embed_out.weight": t["gpt_neox.embed_in.weight"].clone()}))
@@ -235,7 +235,7 @@ def test_a_head_of_another_name_that_is_tied(tmp_path: Path) -> None:
     refused(tied, r"embed_out\.weight differs from the embedding although the model ties them")
 
 
-def test_a_tied_head_keeps_its_bias(tmp_path: Path) -> None:
+def test_tied_head_with_a_bias(tmp_path: Path) -> None:
     tied = make_model("phi", tmp_path / "tied", tie_word_embeddings=True)
     plain = run(make_core(tied), [greedy("a", [5, 6, 7], 1)])["a", 0].logits[0]
     edit_weights(tied, lambda t: t.update({"lm_head.bias": t["lm_head.bias"] + torch.arange(128.0)}))
@@ -243,13 +243,13 @@ def test_a_tied_head_keeps_its_bias(tmp_path: Path) -> None:
     torch.testing.assert_close(added, torch.arange(128.0), rtol=1e-5, atol=1e-4)
 
 
-def test_buffers_that_nobody_reads_may_hold_anything(model: Path) -> None:
+def test_unused_buffers_may_hold_any_numbers(model: Path) -> None:
     edit_weights(model, lambda t: t.update({"model.rotary_emb.inv_freq": torch.full((8,), torch.nan)}))
     make_core(model)
 
 
-def test_large_numbers_are_numbers(model: Path) -> None:
-    """Their sum is infinite; each of them is not."""
+def test_large_finite_numbers_are_accepted(model: Path) -> None:
+    """Their sum is infinite, but each of them is finite."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         largest = torch.full((64,), torch.finfo(dtype).max, dtype=dtype)
         edit_weights(model, lambda t, w=largest: t.update({"model.norm.weight": w}))
@@ -258,7 +258,7 @@ def test_large_numbers_are_numbers(model: Path) -> None:
         make_core(model)
 
 
-def test_numbers_beyond_the_type_they_are_converted_to_are_refused(model: Path) -> None:
+def test_numbers_beyond_the_target_dtype_are_refused(model: Path) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
 
     def enlarge(tensors: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Every tensor is used once: what a checkpoint's headers tell is refused before a weight is read, with the names at fault."""
+"""Tensor headers are checked before weights are read: every tensor is used once, and errors name tensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_headers_tell(case: str, model: Path) -> None:
+def test_inconsistent_headers_are_refused(case: str, model: Path) -> None:
     change, says = CASES[case]
     tensors = load_file(model / "model.safetensors")
     change(tensors)
@@ -68,7 +68,7 @@ def test_what_headers_tell(case: str, model: Path) -> None:
     assert "\n" not in str(caught.value) and str(model) in str(caught.value)
 
 
-def test_a_tensor_in_two_shards(model: Path) -> None:
+def test_tensor_in_two_shards_is_refused(model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -81,7 +81,7 @@ def test_a_tensor_in_two_shards(model: Path) -> None:
         check_start(engine_config(model, device="cpu"))
 
 
-def test_buffers_a_tied_head_and_whole_numbers_of_other_names_may_be_there(tmp_path: Path) -> None:
+def test_unused_buffers_and_integers_are_accepted(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path / "tied", tie_word_embeddings=True)
     tensors = load_file(model / "model.safetensors")
     extra = {
@@ -115,13 +115,11 @@ def written(file: Path, data: int, **tensors: tuple[str, list[int], int, int]) -
         {"a": ("F32", [2], 8, 0), "b": ("F32", [2], 0, 8)},
     ],
 )
-def test_tensors_that_overlap_leave_holes_or_do_not_fit_their_shape(
-    tensors: dict[str, tuple[str, list[int], int, int]], tmp_path: Path
-) -> None:
+def test_invalid_tensor_ranges_are_refused(tensors: dict[str, tuple[str, list[int], int, int]], tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"its header is damaged at tensor '[ab]': download or copy the file again"):
         read_header(written(tmp_path / "x.safetensors", 8, **tensors))
 
 
-def test_tensors_without_numbers_and_of_types_of_tomorrow_are_left_alone(tmp_path: Path) -> None:
+def test_empty_tensors_and_unknown_dtypes_are_ignored(tmp_path: Path) -> None:
     file = written(tmp_path / "x.safetensors", 8, e=("F32", [0, 3], 0, 0), a=("F4", [16], 0, 8), z=("I8", [0], 8, 8))
     assert set(read_header(file).tensors) == {"a", "e", "z"}

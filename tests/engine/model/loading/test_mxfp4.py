@@ -1,4 +1,4 @@
-"""gpt-oss as it is published: 4-bit floats of its experts become codes of 5 bits that mean the same, to the bit."""
+"""Published gpt-oss: the MXFP4 experts become 5-bit codes with exactly the same numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_same_logits(core: EngineCore, plain: Path, tolerance: float) -> None:
     assert (got - want).norm() < tolerance * want.norm()
 
 
-def test_the_published_form_gives_the_logits_of_its_numbers(models: tuple[Path, Path]) -> None:
+def test_mxfp4_gives_the_logits_of_its_numbers(models: tuple[Path, Path]) -> None:
     published, plain = models
     core = make_core(published, dtype="float32", activations="float32")
     assert core.info.quantization == "MXFP4 (q5_0)"
@@ -51,7 +51,7 @@ def test_the_published_form_gives_the_logits_of_its_numbers(models: tuple[Path, 
     assert_same_logits(make_core(published), plain, 0.05)
 
 
-def test_every_weight_is_what_transformers_makes_of_it(models: tuple[Path, Path]) -> None:
+def test_every_weight_equals_transformers(models: tuple[Path, Path]) -> None:
     published, _ = models
     config = transformers.Mxfp4Config(dequantize=True)
     other = transformers.AutoModelForCausalLM.from_pretrained(
@@ -65,15 +65,13 @@ def test_every_weight_is_what_transformers_makes_of_it(models: tuple[Path, Path]
             for expert in range(EXPERTS):
                 mine, want = weights[f"layers.{layer}.experts.{expert}.{name}"], stack[expert]
                 assert isinstance(mine, BlockWeight) and mine.form == FORMS["q5_0"]
-                if name == "gate_up":  # rows of gate and up by turns
+                if name == "gate_up":  # rows of gate and up alternate
                     want = torch.cat((want[0::2], want[1::2]))
                 assert torch.equal(mine.dequantize(), want)
 
 
-def test_they_become_numbers_where_no_block_holds_them(
-    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows are turned and sorted in another way then."""
+def test_mxfp4_is_dequantized_if_blocks_do_not_fit(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are transposed and sorted in another way then."""
     published, plain = models
     from windlass.engine.model.loading import preflight
 
@@ -87,7 +85,7 @@ def test_they_become_numbers_where_no_block_holds_them(
     assert_same_logits(core, plain, 1e-5)
 
 
-def test_the_engine_reads_it_with_nothing_left_to_say(models: tuple[Path, Path]) -> None:
+def test_published_model_is_loaded_without_notices(models: tuple[Path, Path]) -> None:
     model = check_start(engine_config(models[0]))
     assert model.quantized is not None and model.is_quantized and not model.spec.notices
     with pytest.raises(LoadError, match=r"is quantized already \(MXFP4\): leave `compute.quantization=int4` out"):
@@ -95,7 +93,7 @@ def test_the_engine_reads_it_with_nothing_left_to_say(models: tuple[Path, Path])
 
 
 @pytest.mark.parametrize("exponent", [104, 120, 127, 143])
-def test_every_float_has_its_code(exponent: int) -> None:
+def test_every_float_has_a_code(exponent: int) -> None:
     floats = torch.arange(32, dtype=torch.uint8)[None] % 16
     exponents = torch.tensor([exponent], dtype=torch.uint8)
     codes, scales = scales_of_fp4(codes_of_fp4(floats), exponents, "w")
@@ -103,7 +101,7 @@ def test_every_float_has_its_code(exponent: int) -> None:
     assert torch.equal((codes.float() - 16) * scales.float()[:, None], numbers(blocks[:, None], exponents[:, None]))
 
 
-def test_blocks_of_next_to_nothing_are_rounded_and_zeros_stay() -> None:
+def test_tiny_blocks_are_rounded_and_zeros_are_exact() -> None:
     floats = torch.arange(32, dtype=torch.uint8)[None].repeat(3, 1) % 16
     floats[2] = 8  # minus zero
     exponents = torch.tensor([103, 98, 250], dtype=torch.uint8)
@@ -141,7 +139,7 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_files_are_one_line(case: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_damaged_files_are_refused(case: str, models: tuple[Path, Path], tmp_path: Path) -> None:
     damage, says = DAMAGED[case]
     tensors = load_file(models[0] / "model.safetensors")
     damage(tensors)
@@ -152,7 +150,7 @@ def test_damaged_files_are_one_line(case: str, models: tuple[Path, Path], tmp_pa
     assert "\n" not in str(error.value)
 
 
-def test_a_config_that_does_not_tell_is_told_apart(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_config_without_a_method_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
     config = json.loads((models[0] / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Checkpoints whose files and config.json do not say the same, or say it in odd words."""
+"""Checkpoints whose files and config.json contradict each other or use unusual values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def edit_config(model: Path, drop: tuple[str, ...] = (), **changes: Any) -> None
 @ON_A_CPU
 @pytest.mark.skipif(not kernels.reads_16bit_weights("cpu"), reason="weights are always widened here")
 @pytest.mark.parametrize(("stored", "named"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", None)])
-def test_matrices_are_kept_as_the_files_store_them(model: Path, stored: str, named: str | None) -> None:
+def test_matrices_have_the_dtype_of_the_files(model: Path, stored: str, named: str | None) -> None:
     tensors = {name: t.to(getattr(torch, stored)) for name, t in load_file(model / "model.safetensors").items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     edit_config(model, drop=("dtype",), torch_dtype=named)
@@ -41,7 +41,7 @@ def test_matrices_are_kept_as_the_files_store_them(model: Path, stored: str, nam
     assert torch.equal(core.runner.decoder.embedding.float(), embedding.float())
 
 
-def test_a_head_that_differs_from_the_embedding_is_not_dropped(model: Path) -> None:
+def test_head_that_differs_from_the_embedding_is_used(model: Path) -> None:
     edit_config(model, tie_word_embeddings=True)
     with pytest.raises(LoadError, match=r"lm_head\.weight differs.*tie_word_embeddings"):
         make_core(model)
@@ -63,7 +63,7 @@ def test_a_head_that_differs_from_the_embedding_is_not_dropped(model: Path) -> N
         ("gemma3", "final_logit_softcapping", -1),
     ],
 )
-def test_config_values_of_the_wrong_kind_are_named(tmp_path: Path, family: str, key: str, value: Any) -> None:
+def test_config_values_of_a_wrong_type_are_named(tmp_path: Path, family: str, key: str, value: Any) -> None:
     model = make_model(family, tmp_path / "model")
     (model / "generation_config.json").unlink(missing_ok=True)
     edit_config(model, drop=("layer_types",), **{key: value})
@@ -72,7 +72,7 @@ def test_config_values_of_the_wrong_kind_are_named(tmp_path: Path, family: str, 
 
 
 def test_gemma3_without_layer_types_reads_one_pattern_everywhere(tmp_path: Path) -> None:
-    # `_sliding_window_pattern` is bookkeeping of transformers, which reads only `sliding_window_pattern`.
+    # transformers writes `_sliding_window_pattern`, and reads only `sliding_window_pattern`.
     model = make_model("gemma3", tmp_path / "model")
     edit_config(model, drop=("layer_types", "rope_parameters"), _sliding_window_pattern=2, rope_local_base_freq=10_000)
     spec = make_core(model).runner.decoder.spec
@@ -107,7 +107,7 @@ def test_rotary_groups_of_different_width(tmp_path: Path, monkeypatch: pytest.Mo
     assert (torch.stack(result.logits) - expected).abs().max() / expected.abs().max() < 1e-5
 
 
-def test_biases_are_permuted_with_their_rows(tmp_path: Path) -> None:
+def test_biases_are_permuted_with_rows(tmp_path: Path) -> None:
     """An interleaved checkpoint whose matrices are permuted and whose biases are not."""
     helium = make_model("helium", tmp_path)
     tensors, decoder = load_file(helium / "model.safetensors"), make_core(helium).runner.decoder

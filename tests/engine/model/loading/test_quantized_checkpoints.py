@@ -1,4 +1,4 @@
-"""Quantized checkpoints through the whole engine: the numbers are the checkpoint's, and so are the logits."""
+"""Quantized checkpoints: weights equal their numbers, logits equal a model of these numbers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from windlass.engine.model.loading.preflight import check_start
 from windlass.engine.model.weight_storage import block_formats
 from windlass.kernels import BlockWeight, PanelWeight, StackedWeight, Weight
 
-TOLERANCE = 1e-5  # of the largest reference logit, nothing being rounded
-ROUNDED = 0.05  # of their norm, where rows are rounded to 8 bits: these models amplify what they are given
+TOLERANCE = 1e-5  # of the largest reference logit, without rounding
+ROUNDED = 0.05  # of their norm, for rows rounded to 8 bits: these models amplify differences
 EXACT: dict[str, Any] = {"dtype": "float32", "activations": "float32"}
 IDS = torch.randint(3, 128, (24,), generator=torch.Generator().manual_seed(1)).tolist()
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -162,7 +162,7 @@ def load(model: Path, **options: Any) -> LoadedModel:
 
 
 def assert_same_numbers(model: Path, plain: Path, rounded: torch.dtype = torch.float32, **options: Any) -> LoadedModel:
-    """Bit for bit, every weight of the model; those that are not in blocks `rounded` to a type."""
+    """Assert equal bits of every weight. Those that are not in blocks are `rounded` to a dtype."""
     loaded, other = load(model, **options), load(plain, dtype="float32")
     for (name, mine), theirs in zip(loaded.decoder.weights().items(), other.decoder.tensors(), strict=True):
         want = numbers_of(theirs)
@@ -177,7 +177,7 @@ def forms(loaded: LoadedModel) -> list[str]:
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_what_fits_is_multiplied_as_it_is_stored(case: str, llama: Path, tmp_path: Path) -> None:
+def test_suitable_weights_are_stored_as_blocks(case: str, llama: Path, tmp_path: Path) -> None:
     quantization, layout, stored = KEPT[case]
     model, plain = make_quantized(llama, tmp_path, quantization, layout)
     loaded = assert_same_numbers(model, plain)
@@ -190,7 +190,7 @@ def test_what_fits_is_multiplied_as_it_is_stored(case: str, llama: Path, tmp_pat
 
 
 @pytest.mark.parametrize("case", DEQUANTIZED)
-def test_what_does_not_fit_is_dequantized_with_a_notice(case: str, llama: Path, tmp_path: Path) -> None:
+def test_unsuitable_weights_are_dequantized_with_a_notice(case: str, llama: Path, tmp_path: Path) -> None:
     quantization, layout, reason = DEQUANTIZED[case]
     model, plain = make_quantized(llama, tmp_path, quantization, layout)
     loaded = assert_same_numbers(model, plain)
@@ -201,15 +201,17 @@ def test_what_does_not_fit_is_dequantized_with_a_notice(case: str, llama: Path, 
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
-def test_numbers_get_the_type_of_the_other_weights(dtype: torch.dtype, llama: Path, tmp_path: Path) -> None:
+def test_dequantized_numbers_have_the_dtype_of_the_other_weights(
+    dtype: torch.dtype, llama: Path, tmp_path: Path
+) -> None:
     model, plain = make_quantized(llama, tmp_path, FP8, floats("row"), dtype=dtype)
     name = str(dtype).removeprefix("torch.")
     assert f" become {name}, " in assert_same_numbers(model, plain, dtype).notices[0]
     assert " become float32, " in assert_same_numbers(model, plain, dtype="float32").notices[0]
 
 
-def test_some_fit_and_some_do_not(llama: Path, tmp_path: Path) -> None:
-    """A weight of the decoder may then be stored in two ways; the notice counts by reason."""
+def test_mixed_storage_of_a_weight(llama: Path, tmp_path: Path) -> None:
+    """A weight of the decoder may be stored in two ways. The notice has counts by reason."""
 
     def layout(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         kind = awq(16) if "v_proj" in module else awq(dtype=torch.float32) if "down" in module else awq()
@@ -225,7 +227,7 @@ def test_some_fit_and_some_do_not(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "glm4"])
-def test_other_families(family: str, tmp_path: Path) -> None:
+def test_other_families_have_the_numbers_of_the_checkpoint(family: str, tmp_path: Path) -> None:
     """Fused tensors, and rows in another order."""
     source = make_model(family, tmp_path / "source", num_hidden_layers=2)
     for name, quantization, layout in (("kept", GPTQ, gptq()), ("act", GPTQ, gptq(act_order=True))):
@@ -233,14 +235,14 @@ def test_other_families(family: str, tmp_path: Path) -> None:
         assert bool(forms(assert_same_numbers(model, plain))) == (name == "kept")
 
 
-def test_a_quantized_head(llama: Path, tmp_path: Path) -> None:
+def test_quantized_head(llama: Path, tmp_path: Path) -> None:
     model, plain = make_quantized(llama, tmp_path, GPTQ, gptq(), leave=())
     assert isinstance(assert_same_numbers(model, plain).decoder.head, BlockWeight)
     assert_same_logits(model, plain, exact=True)
 
 
-def test_tensors_beside_the_weights(llama: Path, tmp_path: Path) -> None:
-    """Scales of activations and of cached keys change nothing; biases that the model has not must be zero."""
+def test_additional_tensors_are_checked(llama: Path, tmp_path: Path) -> None:
+    """Scales of activations and cached keys have no effect. Biases that the model does not have must be zero."""
     model, plain = make_quantized(llama, tmp_path, compressed("int-quantized", num_bits=8), int8_recipe())
     path = model / "model.safetensors"
     tensors = load_file(path)
@@ -259,8 +261,8 @@ def test_tensors_beside_the_weights(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
-def test_scales_too_large_for_their_codes_are_named(dtype: str, llama: Path, tmp_path: Path) -> None:
-    """Every scale and every code is a number, and the weights they mean are none."""
+def test_too_large_scales_are_named(dtype: str, llama: Path, tmp_path: Path) -> None:
+    """All scales and codes are finite, but not their products."""
     model, _ = make_quantized(llama, tmp_path, FP8, floats("row"))
     tensors = load_file(model / "model.safetensors")
     tensors[f"{Q}.weight_scale"][5] = 1e38
@@ -269,8 +271,8 @@ def test_scales_too_large_for_their_codes_are_named(dtype: str, llama: Path, tmp
         load(model, dtype=dtype)
 
 
-def test_several_files(llama: Path, tmp_path: Path) -> None:
-    """What a weight is made of may lie in two of them."""
+def test_sharded_quantized_checkpoint(llama: Path, tmp_path: Path) -> None:
+    """The tensors of one weight may be in two files."""
     model, plain = make_quantized(llama, tmp_path, GPTQ, gptq())
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
@@ -282,12 +284,12 @@ def test_several_files(llama: Path, tmp_path: Path) -> None:
     assert_same_numbers(model, plain)
 
 
-def test_integers_are_not_quantized_again(llama: Path, tmp_path: Path) -> None:
+def test_quantized_checkpoint_is_not_quantized_again(llama: Path, tmp_path: Path) -> None:
     model, _ = make_quantized(llama, tmp_path / "integers", GPTQ, gptq())
     with pytest.raises(LoadError, match=r"is quantized already \(GPTQ\): leave `compute.quantization=int8` out"):
         check_start(engine_config(model, quantization="int8"))
     model, plain = make_quantized(llama, tmp_path / "floats", FP8, floats("row"))
-    loaded = load(model, quantization="int8")  # of which nothing would be kept as it is
+    loaded = load(model, quantization="int8")  # of which nothing is stored unchanged
     assert (forms(loaded), loaded.notices) == (["q8_0"], ())
     other = load(plain, quantization="int8")
     for mine, theirs in zip(loaded.decoder.tensors(), other.decoder.tensors(), strict=True):
@@ -337,7 +339,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], Layout, Damage, str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_checkpoints_are_one_line(case: str, llama: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_refused(case: str, llama: Path, tmp_path: Path) -> None:
     quantization, layout, damage, says = DAMAGED[case]
     model, _ = make_quantized(llama, tmp_path, quantization, layout)
     tensors = load_file(model / "model.safetensors")
@@ -348,7 +350,7 @@ def test_damaged_checkpoints_are_one_line(case: str, llama: Path, tmp_path: Path
     assert re.search(says, str(error.value)) and "\n" not in str(error.value)
 
 
-def test_it_needs_no_torch_to_look(llama: Path, tmp_path: Path) -> None:
+def test_description_imports_no_torch(llama: Path, tmp_path: Path) -> None:
     model, _ = make_quantized(llama, tmp_path, AWQ, awq())
     code = (
         "import sys\nfrom windlass.engine.interface.config import EngineConfig\n"

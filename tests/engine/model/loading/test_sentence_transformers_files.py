@@ -1,4 +1,4 @@
-"""What a model's files say of the words by which it judges pairs, and what of it is refused."""
+"""Files of sentence-transformers that specify how a model scores pairs, and refused ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write(directory: Path, files: dict[str, Any]) -> Path:
         ({"modules.json": LOGIT_SCORE[:1]}, None),
     ],
 )
-def test_what_files_declare(files: dict[str, Any], declared: ClassifierTokens | None, tmp_path: Path) -> None:
+def test_declared_scoring_is_read(files: dict[str, Any], declared: ClassifierTokens | None, tmp_path: Path) -> None:
     assert read_reranker_config(write(tmp_path, files)) == declared
     assert has_classifier_tokens(files.get("config.json", {})) == ("classifier_from_token" in str(files))
 
@@ -77,7 +77,7 @@ def test_what_files_declare(files: dict[str, Any], declared: ClassifierTokens | 
         ({"modules.json": "[", "config.json": "{}"}, "cannot read"),
     ],
 )
-def test_what_cannot_be_understood_is_said(files: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_unsupported_declaration_is_reported(files: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=says) as caught:
         read_reranker_config(write(tmp_path, files))
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors are named otherwise than the family's: saved without a head, or from inside another model."""
+"""Checkpoints with other tensor names than the family's: saved without a head, or as part of another model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def logits(directory: Path, adapter: Path | None = None) -> torch.Tensor:
 
 
 def without_head(model: Path, target: Path) -> Path:
-    """The model as transformers saves its part below the head."""
+    """Save a model without its head, as transformers does."""
     transformers.AutoModelForCausalLM.from_pretrained(model).base_model.save_pretrained(target)
     return target
 
@@ -40,9 +40,9 @@ def renamed(model: Path, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "gptj", "falcon"])
-def test_a_tied_model_that_was_saved_without_its_head(family: str, tmp_path: Path) -> None:
+def test_tied_model_without_a_head(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model", tie_word_embeddings=True)
-    if family == "gptj":  # its head has a bias, which is not there then
+    if family == "gptj":  # its head has a bias, which is missing then
         with pytest.raises(LoadError, match=r"lm_head\.bias"):
             logits(without_head(model, tmp_path / "base"))
         return
@@ -54,15 +54,15 @@ def test_a_tied_model_that_was_saved_without_its_head(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("prefix", ["wrapped.", "a.b."])
-def test_a_model_from_inside_another(prefix: str, tmp_path: Path) -> None:
+def test_model_from_inside_another_model(prefix: str, tmp_path: Path) -> None:
     model = make_model("llama", tmp_path / "model")
     wanted = logits(model)
     renamed(model, prefix)
     assert torch.equal(logits(model), wanted)
 
 
-def test_a_model_without_its_head_has_nothing_proposed(tmp_path: Path) -> None:
-    """Its files hold all of its prediction layer, with an embedding of its own, and no name has a prefix."""
+def test_model_without_a_head_has_no_mtp(tmp_path: Path) -> None:
+    """Its files contain the complete MTP layer with its own embedding, and names have no prefix."""
     model = make_predicting("deepseek_v3", tmp_path)
     tensors = load_file(model / "model.safetensors")
     del tensors["lm_head.weight"]
@@ -76,7 +76,7 @@ def test_a_model_without_its_head_has_nothing_proposed(tmp_path: Path) -> None:
         make_core(model, speculative_mtp=True)
 
 
-def test_an_adapter_of_the_whole_model_fits(tmp_path: Path) -> None:
+def test_adapter_of_the_entire_model_fits(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path / "model", tie_word_embeddings=True)
     adapter = save_adapter(tmp_path / "adapter", model)
     wanted = logits(merged(model, adapter, tmp_path / "merged"))
@@ -84,7 +84,7 @@ def test_an_adapter_of_the_whole_model_fits(tmp_path: Path) -> None:
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-def test_a_model_without_its_head_makes_vectors(tmp_path: Path) -> None:
+def test_model_without_a_head_gives_embeddings(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path / "model")
     core, prompt = make_core(without_head(model, tmp_path / "base")), [5, 6, 7, 8, 9]
     assert core.info.architecture == "LlamaModel" and not core.info.generates
@@ -98,7 +98,7 @@ def test_a_model_without_its_head_makes_vectors(tmp_path: Path) -> None:
     assert ours is not None and ours == theirs
 
 
-def test_a_head_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_head_is_named(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path / "model")
     base = without_head(model, tmp_path / "base")
     config = json.loads((base / "config.json").read_text())

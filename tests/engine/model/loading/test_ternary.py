@@ -1,4 +1,4 @@
-"""BitNet as it is published: ternary weights in two bits become blocks of four bits that mean the same."""
+"""Published BitNet: ternary weights in two bits become blocks of four bits with the same numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DOWN = "model.layers.1.mlp.down_proj"
 
 
 def packed(ternary: Tensor) -> Tensor:
-    """Rows of -1, 0 and 1 as the checkpoint has them, a number at a time."""
+    """Pack rows of -1, 0 and 1 as the checkpoint does, one number at a time."""
     quarter = -(-len(ternary) // 4)
     rows = [[0] * ternary.shape[1] for _ in range(quarter)]
     for i, row in enumerate(ternary.int().tolist()):
@@ -44,7 +44,7 @@ def layout(*, divided: bool) -> Layout:
         size = weight.abs().mean()
         ternary = (weight / size).round().clamp(-1, 1)
         scale = (1 / size if divided else size).to(torch.bfloat16).view(1)
-        # What divides is rounded to float16 where weights are kept in blocks.
+        # The divisor is rounded to float16 if weights are stored as blocks.
         factor = (1 / scale.float()).half().float() if divided else scale.float()
         return {f"{module}.weight": packed(ternary), f"{module}.weight_scale": scale}, ternary * factor
 
@@ -58,7 +58,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_quantized(source, folder, KINDS[request.param], layout(divided=request.param == "divided"))
 
 
-def test_the_published_form_gives_the_logits_of_its_numbers(models: tuple[Path, Path]) -> None:
+def test_ternary_weights_give_the_logits_of_their_numbers(models: tuple[Path, Path]) -> None:
     published, plain = models
     for options, tolerance in (({"dtype": "float32", "activations": "float32"}, 1e-5), ({}, 0.05)):
         core, request = make_core(published, **options), greedy("a", IDS, 4)
@@ -69,8 +69,8 @@ def test_the_published_form_gives_the_logits_of_its_numbers(models: tuple[Path, 
         assert (got - want).norm() < tolerance * want.norm()
 
 
-def test_products_are_those_of_the_layers_of_transformers(models: tuple[Path, Path]) -> None:
-    """Which round what they are given to 8 bits, a row with one scale; here 32 numbers share one."""
+def test_products_equal_the_layers_of_transformers(models: tuple[Path, Path]) -> None:
+    """They round inputs to 8 bits with one scale per row. Here 32 numbers share a scale."""
     loaded = load_model(engine_config(models[0], device="cpu"))
     tensors, config = load_file(models[0] / "model.safetensors"), json.loads((models[0] / "config.json").read_text())
     kind = AutoBitLinear if config["quantization_config"].get("linear_class") == "autobitlinear" else BitLinear
@@ -91,7 +91,7 @@ def test_products_are_those_of_the_layers_of_transformers(models: tuple[Path, Pa
     assert (x @ weight.dequantize().t() - want).norm() < 0.02 * want.norm()
 
 
-def test_the_api_process_can_tell(models: tuple[Path, Path]) -> None:
+def test_method_is_known_without_torch(models: tuple[Path, Path]) -> None:
     model = check_start(engine_config(models[0]))
     assert model.quantized is not None and len(model.quantized.storages()) == 14 and not model.spec.notices
     with pytest.raises(LoadError, match=r"is quantized already \(BitNet\): leave `compute.quantization=int8` out"):
@@ -113,7 +113,7 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize("case", DAMAGED)
 @pytest.mark.parametrize("models", ["multiplied"], indirect=True)
-def test_damaged_files_are_one_line(case: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_damaged_files_are_refused(case: str, models: tuple[Path, Path], tmp_path: Path) -> None:
     damage, says = DAMAGED[case]
     tensors = load_file(models[0] / "model.safetensors")
     damage(tensors)

@@ -19,7 +19,7 @@ pytestmark = ON_A_CPU
 
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU stands in for a device without its own kernels."""
+    """Use the CPU as a device without its own kernels."""
     monkeypatch.setattr(
         backend_selector,
         "_NATIVE_BACKENDS",
@@ -32,7 +32,7 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     [("llama_bias", {}), ("gpt_oss", {}), ("llama_bias", {"deterministic": True, "max_num_batched_tokens": 16})],
     ids=["dense", "experts and windows", "deterministic"],
 )
-def test_logits_are_those_of_one_process(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+def test_logits_equal_one_process(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     model = make_model(family, tmp_path / "model")
     asked = [greedy("a", range(5, 45), 10, prompt_logprobs=1), greedy("b", range(20, 33), 6), greedy("c", [7, 9], 6)]
     expected = run(make_core(model, threads=1, **options), asked)
