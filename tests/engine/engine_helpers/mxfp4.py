@@ -1,5 +1,5 @@
-"""A checkpoint of gpt-oss as it is published: experts as 4-bit floats in blocks (MXFP4). Written from the format's description,
-a number at a time; shares nothing with the reader."""
+"""gpt-oss checkpoints with MXFP4 experts, written from the description of the format,
+one number at a time, independent of the reader."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ BLOCK = 32
 
 
 def _nearest(value: float) -> int:
-    """The 4 bits of a number in units of its block: the sign on top."""
+    """Return the 4 bits of a number in units of its block, with the sign first."""
     code = min(range(8), key=lambda i: abs(FLOATS[i] - abs(value)))
     return code | (8 if value < 0 else 0)
 
 
 def as_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [..., columns] as blocks uint8 [..., columns / 32, 16] and exponents uint8 [..., columns / 32]."""
+    """Encode rows [..., columns] as blocks uint8 [..., columns / 32, 16] and exponents uint8 [..., columns / 32]."""
     groups = weight.double().numpy().reshape(-1, BLOCK)
     blocks, scales = np.zeros((len(groups), 16), np.uint8), np.zeros(len(groups), np.uint8)
     for i, group in enumerate(groups):
@@ -38,7 +38,7 @@ def as_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def numbers(blocks: Tensor, scales: Tensor) -> Tensor:
-    """What they mean: float32 [..., columns]."""
+    """Return the numbers of blocks and exponents, float32 [..., columns]."""
     signed = torch.tensor([*FLOATS, *(-x for x in FLOATS)], dtype=torch.float64)
     pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [..., groups, 32]
     found = signed[pairs.long()] * 2.0 ** (scales.double() - 127)[..., None]
@@ -46,7 +46,7 @@ def numbers(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def publish(source: Path, folder: Path) -> tuple[Path, Path]:
-    """The model `source` of transformers with its experts in MXFP4, and one of plain numbers that are the same."""
+    """Save the model `source` with MXFP4 experts, and a model of the same plain numbers."""
     stored, plain = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):

@@ -1,4 +1,4 @@
-"""Engines that keep their blocks in a folder, one after the other."""
+"""Successive engines with a disk tier in one folder."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from windlass.engine.core.engine_core import EngineCore
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Those of kept blocks."""
+    """Return the files of stored blocks."""
     return sorted(folder.glob("*/*.safetensors"))
 
 
 @contextlib.contextmanager
 def keeping(model: Path, folder: Path, **options: Any) -> Iterator[EngineCore]:
-    """An engine that knows the files of its own kind in `folder`, and has written its blocks once it is left."""
+    """An engine that has scanned `folder` for its files, and has written its blocks at the end."""
     core = make_core(model, **{"deterministic": True, "kv_persist": str(folder), **options})
     try:
         assert core._store is not None
@@ -32,5 +32,5 @@ def keeping(model: Path, folder: Path, **options: Any) -> Iterator[EngineCore]:
 
 
 def written(core: EngineCore) -> None:
-    """Wait until every block is in a file, or cannot be."""
+    """Wait until every block is written or has failed."""
     eventually(lambda: not core.stats().persist.waiting_blocks or core.stats().persist.failures, 30)

@@ -20,7 +20,7 @@ from windlass.kernels import backend_selector
 
 @pytest.fixture(autouse=True)
 def played_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU is taken for such a device."""
+    """Use the CPU as a device with graphs."""
     if DEVICE != "cpu":
         pytest.skip("plays a device on a CPU")
     _play(monkeypatch)
@@ -28,7 +28,7 @@ def played_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU that tests compute on, where they do; else the CPU is taken for one."""
+    """Use the GPU of the tests, or the CPU as a device with graphs."""
     if DEVICE == "cpu":
         _play(monkeypatch)
 
@@ -39,7 +39,7 @@ def _play(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graphed(directory: Path, **options: Any) -> tuple[EngineCore, PlayedGraphs]:
-    """An engine that has captured its decode steps, and its device."""
+    """Return an engine that has captured its decode steps, and its device."""
     core = make_core(directory, **options)
     proposer = core.runner.proposer
     assert core.runner.graphs is not None and (
@@ -53,7 +53,7 @@ def graphed(directory: Path, **options: Any) -> tuple[EngineCore, PlayedGraphs]:
 
 
 def kinds_that_stand(core: EngineCore) -> list[GraphKey]:
-    """Which captured steps with ranges or adapters stand for steps from now on, one after the other."""
+    """Record which captured graphs with ranges or adapters later steps use, in order."""
     found, graphs = list[GraphKey](), core.runner.graphs
     assert graphs is not None
     find = graphs.lazy_graphs.find
@@ -73,5 +73,5 @@ def device_of(decoder: Decoder) -> PlayedGraphs:
 
 
 def texts(results: Results) -> dict[tuple[str, int], tuple[list[int], str | None]]:
-    """What each sample came to."""
+    """Return tokens and finish reason of each sample."""
     return {key: (one.token_ids, one.finish_reason) for key, one in results.items()}

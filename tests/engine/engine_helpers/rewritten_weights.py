@@ -1,4 +1,4 @@
-"""Checkpoints with other weights than a tiny model was saved with, and the logits that an engine makes of a prompt with any."""
+"""Tiny models with replaced weights, and logits of an engine for a fixed prompt."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)
 
 
 def rewritten(source: Path, target: Path, weights: dict[str, Tensor]) -> Path:
-    """A copy of a directory with these weights in place of its own."""
+    """Copy a model with other weights."""
     shutil.copytree(source, target)
     save_file({name: one.contiguous() for name, one in weights.items()}, target / "model.safetensors")
     return target
 
 
 def logits(directory: Path, adapter: Path | None = None, **options: Any) -> Tensor:
-    """Of five tokens behind `PROMPT`, [5, V]."""
+    """Return the logits of five tokens after `PROMPT`, [5, V]."""
     lora = () if adapter is None else (AdapterSource(1, "tuned", str(adapter)),)
     request = greedy("a", PROMPT, 5, adapter=None if adapter is None else 1)
     return torch.stack(run(make_core(directory, lora=lora, **options), [request])["a", 0].logits)
