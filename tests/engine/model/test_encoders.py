@@ -6,7 +6,6 @@ Reference: float32, eager attention, one text at a time, cos and sin from float6
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_helpers.rewritten_weights import reconfigured, rewritten, with_other_theta
 from helpers.cpu_kernels import choose
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_encoders import FAMILIES, HEADS, EncoderReference, make_encoder
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
@@ -141,17 +141,8 @@ def test_other_pair_layout_changes_states(encoder: Path, monkeypatch: pytest.Mon
     assert error(make_core(encoder), encoder) > 100 * TOLERANCE
 
 
-def skewed(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {k: v * 1.3 if k == "rope_theta" else skewed(v) for k, v in value.items()}
-
-
 def test_other_theta_changes_states(encoder: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(encoder, tmp_path / "other")
-    config = json.loads((encoder / "config.json").read_text())
-    rope = config.get("rope_parameters") or {"rope_theta": 10_000.0}
-    (other / "config.json").write_text(json.dumps({**config, "rope_parameters": skewed(rope)}))
+    other = with_other_theta(encoder, tmp_path / "other")
     (ours,), (theirs,) = (answers(make_core(one), [asked("a", TEXT)]) for one in (other, encoder))
     assert (ours - theirs).abs().max() / theirs.abs().max() > 10 * TOLERANCE
 
@@ -168,10 +159,7 @@ def test_every_vector_changes_states(family: str, head: str, tmp_path: Path) -> 
     for name in names:
         if ".2." in name or ".3." in name:
             continue
-        other = tmp_path / "other"
-        shutil.rmtree(other, ignore_errors=True)
-        shutil.copytree(directory, other)
-        save_file({**tensors, name: torch.zeros_like(tensors[name])}, other / "model.safetensors")
+        other = rewritten(directory, tmp_path / "other", {**tensors, name: torch.zeros_like(tensors[name])})
         found = answers(make_core(other), wanted)
         changes = [(ours - own).abs().max() / own.abs().max() for ours, own in zip(found, expected, strict=True)]
         assert max(changes) > 10 * TOLERANCE, name
@@ -179,9 +167,7 @@ def test_every_vector_changes_states(family: str, head: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", ["modernbert"], indirect=True)
 def test_window_covers_both_sides(encoder: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(encoder, tmp_path / "other")
-    config = json.loads((encoder / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "local_attention": 10}))
+    other = reconfigured(encoder, tmp_path / "other", local_attention=10)
     assert error(make_core(other), encoder) > 100 * TOLERANCE
 
 

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from engine_helpers.rewritten_weights import PROMPT, difference, rewritten, with_other_theta
 from helpers import tiny_experts, tiny_families, tiny_plain, tiny_unrotated
 from helpers.cpu_kernels import choose
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.marks import slow_but
 from helpers.tiny_models import Reference, make_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import RequestError
@@ -30,7 +31,6 @@ from windlass.engine.model.families.family import is_set
 
 FAMILIES = tiny_families.FAMILIES | tiny_plain.FAMILIES | tiny_experts.FAMILIES
 TOLERANCE = 1e-5  # of the largest reference logit
-PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 # Families with operations that no other has.
 OWN_OPERATIONS = (
     "apertus",
@@ -113,22 +113,11 @@ def test_logits_equal_transformers(family: Path, budget: int) -> None:
     assert error(make_core(family, max_num_batched_tokens=budget), family) < TOLERANCE
 
 
-def skewed(value: Any) -> Any:
-    """Return a rope object with another theta."""
-    if not isinstance(value, dict):
-        return value
-    return {k: v * 1.3 if k == "rope_theta" else skewed(v) for k, v in value.items()}
-
-
 def test_other_theta_changes_logits(family: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(family, tmp_path / "other")
-    config = json.loads((family / "config.json").read_text())
-    rope = config.get("rope_parameters") or {"rope_theta": 10_000.0}
-    (other / "config.json").write_text(json.dumps({**config, "rope_parameters": skewed(rope)}))
-    reference = make_core(family)
-    core, request = make_core(other), greedy("a", PROMPT, 1)
-    ours, theirs = (run(one, [request])["a", 0].logits[0] for one in (core, reference))
-    assert (ours - theirs).abs().max() / theirs.abs().max() > 10 * TOLERANCE
+    request = greedy("a", PROMPT, 1)
+    other = with_other_theta(family, tmp_path / "other")
+    ours, theirs = (run(make_core(one), [request])["a", 0].logits[0] for one in (other, family))
+    assert difference(ours, theirs) > 10 * TOLERANCE
 
 
 def test_other_pair_layout_changes_logits(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,12 +146,9 @@ def test_every_vector_changes_logits(family: Path, tmp_path: Path) -> None:
     ]
     assert names
     for name in names:
-        other = tmp_path / "other"
-        shutil.rmtree(other, ignore_errors=True)
-        shutil.copytree(family, other)
-        save_file({**tensors, name: torch.zeros_like(tensors[name])}, other / "model.safetensors")
+        other = rewritten(family, tmp_path / "other", {**tensors, name: torch.zeros_like(tensors[name])})
         logits = run(make_core(other), [request])["a", 0].logits[0]
-        assert (logits - expected).abs().max() / expected.abs().max() > 10 * TOLERANCE, name
+        assert difference(logits, expected) > 10 * TOLERANCE, name
 
 
 @pytest.mark.parametrize(
@@ -172,14 +158,14 @@ def test_every_vector_changes_logits(family: Path, tmp_path: Path) -> None:
     ids=str,
 )
 def test_config_key_changes_logits(family: Path, changes: dict[str, Any], tmp_path: Path) -> None:
-    changed = shutil.copytree(family, tmp_path / "other")
     config = json.loads((family / "config.json").read_text())
     assert all(config[key] != value for key, value in changes.items())
+    changed = shutil.copytree(family, tmp_path / "other")  # None stays in the file
     (changed / "config.json").write_text(json.dumps({**config, **changes}))
     request = greedy("a", PROMPT, 1)
     ours, theirs = (run(make_core(one), [request])["a", 0].logits[0] for one in (changed, family))
     limit = 1e-3 if "NemotronHForCausalLM" in config["architectures"] else 10 * TOLERANCE
-    assert (ours - theirs).abs().max() / theirs.abs().max() > limit
+    assert difference(ours, theirs) > limit
 
 
 @pytest.mark.parametrize("family", OWN_OPERATIONS, indirect=True)
@@ -257,7 +243,7 @@ def test_token_classes_equal_transformers(family: str, tmp_path: Path) -> None:
         (output,) = run(core, [request])["a", 0].outputs
         assert output.pooled is not None
         found = torch.from_numpy(np.frombuffer(output.pooled.values, "<f4").reshape(-1, 3).copy())
-        assert (found - expected).abs().max() / expected.abs().max() < 2e-5  # angles are float32 in the reference
+        assert difference(found, expected) < 2e-5  # angles are float32 in the reference
     with pytest.raises(RequestError, match="classifies each token"):
         core.add(replace(greedy("b", PROMPT, 0), pooling=PoolingRule("classify")))
     with pytest.raises(RequestError, match="generates nothing"):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_helpers.rewritten_weights import difference, reconfigured
 from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
@@ -42,25 +42,13 @@ def logits(core: EngineCore, max_tokens: int = 1) -> torch.Tensor:
     return torch.stack(run(core, [greedy("a", PROMPT, max_tokens)])["a", 0].logits)
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
-def changed(directory: Path, target: Path, **keys: Any) -> Path:
-    """Copy a model with other keys of config.json; None omits one."""
-    shutil.copytree(directory, target)
-    config = json.loads((target / "config.json").read_text()) | keys
-    (target / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    return target
-
-
 def test_every_tensor_of_a_layer_changes_logits(qwen: Path, tmp_path: Path) -> None:
     """Zeros in the router, an expert, the shared expert or its gate give other logits."""
     tensors, expected = load_file(qwen / "model.safetensors"), logits(make_core(qwen))
     names = [name for name in tensors if ".layers.2.mlp." in name and ("experts" not in name or ".experts.0." in name)]
     assert len(names) == 8
     for name in names:
-        other = changed(qwen, tmp_path / name)
+        other = reconfigured(qwen, tmp_path / name)
         save_file({**tensors, name: torch.zeros_like(tensors[name])}, other / "model.safetensors")
         assert difference(logits(make_core(other)), expected) > 10 * TOLERANCE, name
 
@@ -73,12 +61,12 @@ def test_permuted_experts_give_equal_logits(qwen: Path, tmp_path: Path) -> None:
         for a, b in (("experts.0.", "experts.3."), ("experts.3.", "experts.0.")):
             if a in name:
                 swapped[name] = tensors[name.replace(a, b)]
-    alone = changed(qwen, tmp_path / "alone")
+    alone = reconfigured(qwen, tmp_path / "alone")
     save_file(swapped, alone / "model.safetensors")
     assert difference(logits(make_core(alone)), expected) > 10 * TOLERANCE
     order = torch.tensor([3, 1, 2, 0, 4, 5])
     both = {name: one[order] if name.endswith("mlp.gate.weight") else one for name, one in swapped.items()}
-    together = changed(qwen, tmp_path / "together")
+    together = reconfigured(qwen, tmp_path / "together")
     save_file({name: one.contiguous() for name, one in both.items()}, together / "model.safetensors")
     assert difference(logits(make_core(together)), expected) < TOLERANCE
 
@@ -144,13 +132,13 @@ REFUSED = {
 @pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
 def test_inconsistent_config_is_refused(glm: Path, tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(LoadError, match=message) as refused:
-        make_core(changed(glm, tmp_path / "x", **keys))
+        make_core(reconfigured(glm, tmp_path / "x", **keys))
     assert "\n" not in str(refused.value)
 
 
 def test_mtp_layers_are_omitted(glm: Path, tmp_path: Path) -> None:
     expected = logits(make_core(glm))
-    other = changed(glm, tmp_path / "x", num_nextn_predict_layers=1)
+    other = reconfigured(glm, tmp_path / "x", num_nextn_predict_layers=1)
     tensors = load_file(glm / "model.safetensors")
     more = {name.replace(".3.", ".4.", 1): one for name, one in tensors.items() if ".layers.3." in name}
     save_file({**tensors, **{name: one.clone() for name, one in more.items()}}, other / "model.safetensors")
@@ -175,7 +163,7 @@ def test_both_names_of_the_number_of_experts() -> None:
 def test_float32_router_in_a_bfloat16_checkpoint(glm: Path, tmp_path: Path) -> None:
     """The other weights stay bfloat16."""
     tensors = load_file(glm / "model.safetensors")
-    other = changed(glm, tmp_path / "x", dtype="bfloat16")
+    other = reconfigured(glm, tmp_path / "x", dtype="bfloat16")
     narrow = {name: one if "mlp.gate." in name else one.bfloat16() for name, one in tensors.items()}
     save_file(narrow, other / "model.safetensors")
     core = make_core(other, dtype="auto")

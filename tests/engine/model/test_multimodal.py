@@ -6,13 +6,13 @@ Reference: transformers' class of the entire model, float32, eager attention, on
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_helpers.quantized_checkpoints import AWQ, as_awq, as_packed, compressed, make_quantized, quantize
+from engine_helpers.rewritten_weights import PROMPT, logits, reconfigured, rewritten
 from helpers.adapters import merged, save_adapter
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_multimodal import MODELS, TextLogits, make_multimodal
@@ -22,12 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.interface.model_info import AdapterSource
 from windlass.engine.model.families.multimodal import MULTIMODAL, text_config_of
 from windlass.engine.model.families.spec_reader import read_rotary_groups
 
 TOLERANCE = 1e-5  # of the largest reference logit
-PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def test_every_class_is_compared() -> None:
@@ -63,27 +61,10 @@ def test_logits_equal_the_entire_model(model: Path) -> None:
 
 def renamed(model: Path, target: Path, old: str, new: str) -> Path:
     """Copy the model with another prefix of tensor names."""
-    shutil.copytree(model, target)
     weights = load_file(model / "model.safetensors")
     moved = {new + name.removeprefix(old) if name.startswith(old) else name: one for name, one in weights.items()}
     assert moved.keys() != weights.keys()
-    save_file(moved, target / "model.safetensors")
-    return target
-
-
-def changed(model: Path, target: Path, **keys: Any) -> Path:
-    """Copy the model with other keys in config.json; None omits one."""
-    shutil.copytree(model, target)
-    config = json.loads((target / "config.json").read_text()) | keys
-    config = {key: value for key, value in config.items() if value is not None}
-    (target / "config.json").write_text(json.dumps(config))
-    return target
-
-
-def logits(model: Path, adapter: Path | None = None, **options: Any) -> torch.Tensor:
-    lora = () if adapter is None else (AdapterSource(1, "tuned", str(adapter)),)
-    request = greedy("a", PROMPT, 5, adapter=None if adapter is None else 1)
-    return torch.stack(run(make_core(model, lora=lora, **options), [request])["a", 0].logits)
+    return rewritten(model, target, moved)
 
 
 def test_other_tensor_prefixes_give_the_same_bits(gemma: Path, tmp_path: Path) -> None:
@@ -112,9 +93,7 @@ def test_transposed_experts_give_the_same_bits(tmp_path: Path) -> None:
     weights = load_file(model / "model.safetensors")
     stacks = [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     assert len(stacks) == 8
-    other = shutil.copytree(model, tmp_path / "other")
-    turned = {name: weights[name].transpose(1, 2).contiguous() for name in stacks}
-    save_file(weights | turned, other / "model.safetensors")
+    other = rewritten(model, tmp_path / "other", weights | {name: weights[name].transpose(1, 2) for name in stacks})
     assert torch.equal(logits(other), logits(model))
 
 
@@ -145,12 +124,12 @@ def test_older_config_with_keys_at_the_top_level(tmp_path: Path) -> None:
     rope = text.pop("rope_parameters")
     flat = {**text, **config, "rope_theta": rope["rope_theta"], "tie_word_embeddings": False}
     flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
-    other = changed(model, tmp_path / "other", **{**flat, "text_config": None})
+    other = reconfigured(model, tmp_path / "other", **{**flat, "text_config": None})
     assert torch.equal(logits(other), logits(model))
 
 
 def test_end_tokens_of_the_entire_model_are_used(gemma: Path, tmp_path: Path) -> None:
-    other = changed(gemma, tmp_path / "other", eos_token_id=[1, 106])
+    other = reconfigured(gemma, tmp_path / "other", eos_token_id=[1, 106])
     (other / "generation_config.json").unlink()
     assert make_core(other).info.eos_token_ids == (1, 106)
 
@@ -180,13 +159,12 @@ def test_omitted_sizes_have_the_defaults_of_the_class(model_type: str) -> None:
 )
 def test_unsupported_text_part_is_refused(gemma: Path, tmp_path: Path, keys: dict[str, Any], reason: str) -> None:
     with pytest.raises(LoadError, match=reason):
-        make_core(changed(gemma, tmp_path / "other", **keys))
+        make_core(reconfigured(gemma, tmp_path / "other", **keys))
 
 
 def test_unexpected_tensor_is_refused(gemma: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(gemma, tmp_path / "other")
-    weights = load_file(gemma / "model.safetensors")
-    save_file({**weights, "language_model.model.gates.weight": torch.zeros(2)}, other / "model.safetensors")
+    more = {"language_model.model.gates.weight": torch.zeros(2)}
+    other = rewritten(gemma, tmp_path / "other", load_file(gemma / "model.safetensors") | more)
     with pytest.raises(LoadError, match=r"unexpected tensor 'language_model\.model\.gates\.weight'"):
         make_core(other)
 

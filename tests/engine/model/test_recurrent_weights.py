@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_helpers.quantized_checkpoints import GPTQ, as_gptq, make_quantized, quantize
-from engine_helpers.rewritten_weights import PROMPT, logits, rewritten
+from engine_helpers.rewritten_weights import PROMPT, difference, logits, rewritten
 from helpers import tiny_unrotated
 from helpers.adapters import ALL, merged, save_adapter
 from helpers.configs import engine_config
@@ -56,10 +56,6 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 ModelOf = Callable[[str], Path]
-
-
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 # -- tensors of checkpoints --------------------------------------------------------------------------------------------

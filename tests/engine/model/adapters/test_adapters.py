@@ -1,4 +1,4 @@
-"""Logits, mixtures, storage and GGUF files of adapters. Adapters give the logits of a model into which they were merged, for every kind of module, dtype and mixture."""
+"""Adapters: logits of a model into which they were merged, mixtures in a batch, storage dtype, and GGUF files."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from engine_helpers.gguf_checkpoints import PROMPT, YARN, convert, converted, derived, logits, tensors_of
+from engine_helpers.rewritten_weights import difference
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from helpers import tiny_unrotated
@@ -130,11 +131,6 @@ SourceOf = Callable[[str], Path]
 
 def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert difference(found, wanted) < 1e-5
-
-
-def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest wanted number."""
-    return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 @pytest.mark.parametrize("case", CASES)
