@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +17,18 @@ from helpers.adapters import ALL, merged, save_adapter
 from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.gguf_models import make_gguf
+from helpers.little_memory import NO_ROOM
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
 from safetensors.torch import load_file, save_file
 
+from windlass.engine.core import adapter_manager
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.errors import DeviceMemoryError, LoadError, RequestError
+from windlass.engine.interface.config import AdapterConfig
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
+from windlass.engine.model.loading import adapter_loader
+from windlass.engine.model.loading.adapter_loader import read_peft_config
 from windlass.engine.model.lora import Adapter, LoadedAdapters
 from windlass.kernels import LowRankPart, LowRankTarget, LowRankUpdate, select_backend
 
@@ -271,3 +279,212 @@ def test_adapters_are_refused_for_weights_with_factors(tmp_path: Path) -> None:
     directory = derived(convert(model, tmp_path / "model.gguf"), tmp_path / "derived")
     with pytest.raises(LoadError, match="multiplied by factors that it does not name"):
         logits(directory, adapter)
+
+
+# -- refused adapters --------------------------------------------------------------------------------------------------
+
+A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+MODULE = A.removesuffix(".lora_A.weight")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="module")
+def core(model: Path) -> EngineCore:
+    return make_core(model, max_lora_rank=8)
+
+
+def config(**changes: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "adapter_model.safetensors"
+        found = load_file(path)
+        edit(found)
+        save_file(found, path)
+
+    return change
+
+
+def cut(directory: Path) -> None:
+    path = directory / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pipe(directory: Path) -> None:
+    path = directory / "adapter_config.json"
+    path.unlink()
+    os.mkfifo(path)
+
+
+CASES: list[tuple[Callable[[Path], None], str]] = [
+    (config(peft_type="IA3"), "peft_type"),
+    (config(use_dora=True), "DoRA"),
+    (config(bias="all"), "bias"),
+    (config(modules_to_save=["lm_head"]), "modules_to_save"),
+    (config(target_modules=["lm_head"]), "lm_head"),
+    (config(init_lora_weights="pissa_niter_4"), "pissa"),
+    (config(init_lora_weights="lora_ga", lora_ga_config={"direction": "ArB2r"}), "lora_ga"),
+    (config(use_something_new=True), "use_something_new"),
+    (config(r=0), "r must be"),
+    (config(r="4"), "r must be"),
+    (config(r=9), "`adapters.max_rank`"),
+    (config(r=5), "wrong|shape"),
+    (config(lora_alpha=float("nan")), "lora_alpha"),
+    (config(use_rslora="yes"), "use_rslora"),
+    (config(alpha_pattern={"(a+)+$": 1.0}), "pattern"),
+    (config(rank_pattern={"q_proj": 99}), "rank_pattern"),
+    (lambda d: (d / "adapter_config.json").write_text("{"), "JSON"),
+    (lambda d: (d / "adapter_config.json").unlink(), "adapter_config.json"),
+    (lambda d: (d / "adapter_config.json").write_text(" " * (1 << 20) + "{}"), "larger than"),
+    (pipe, "not a regular file"),
+    (lambda d: (d / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
+    (lambda d: (d / "adapter_model.safetensors").write_bytes(b""), "cut off"),
+    (cut, "bytes where"),
+    (tensors(lambda t: t[A].view(-1)[3].fill_(float("nan"))), "NaN"),
+    (tensors(lambda t: t.pop(A)), "only one of"),
+    (tensors(lambda t: t.clear()), "no tensors"),
+    (tensors(lambda t: t.update({A: t[A][:, :-1].contiguous()})), "another model or rank"),
+    (tensors(lambda t: t.update({A: t[A].to(torch.int32)})), "I32"),
+    (tensors(lambda t: t.update({A.replace("layers.0", "layers.77"): t[A].clone()})), "layers.77"),
+    (tensors(lambda t: t.update({f"{MODULE}.lora_magnitude_vector": torch.ones(4)})), "magnitude"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_invalid_adapter_is_refused(core: EngineCore, model: Path, tmp_path: Path, case: int) -> None:
+    break_it, said = CASES[case]
+    adapter = save_adapter(tmp_path / "adapter", model)
+    break_it(adapter)
+    with pytest.raises(RequestError, match=said) as raised:
+        core.read_adapter(AdapterSource(1, "a", str(adapter))).result(30)
+    assert raised.value.param == "lora_path" and raised.value.code
+    assert core.stats().adapters_loaded == 0
+
+
+def test_missing_memory_is_reported(
+    core: EngineCore, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = AdapterSource(1, "poet", str(save_adapter(tmp_path / "adapter", model)))
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError(NO_ROOM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(adapter_manager, "read_adapter", fails)
+        with pytest.raises(DeviceMemoryError, match="the adapter poet"):
+            core.read_adapter(source).result(30)
+    assert core.stats().adapters_loaded == 0
+    assert core.read_adapter(source).result(30).info.name == "poet"
+
+
+def test_start_with_an_invalid_adapter_fails(model: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", model, use_dora=True)
+    with pytest.raises(LoadError, match=r"adapters\.sources=poet.*DoRA"):
+        make_core(model, lora=(AdapterSource(1, "poet", str(adapter)),))
+
+
+def test_patterns_are_compiled_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More patterns than the cache of `re` holds, and many modules."""
+    patterns = {f"layers.{n}.q_proj": 1 + n % 8 for n in range(1000)} | {
+        r"^model\.layers\.\d+\.v_proj": 3,
+        "[ou]_proj": 5,
+    }
+    described = read_peft_config(save_adapter(tmp_path / "adapter", model, rank_pattern=patterns, alpha=4.0), 8)
+    monkeypatch.setattr(adapter_loader, "re", None)
+    found = [described.rank_of(f"model.layers.7.{name}_proj") for name in "qkvou"]
+    assert found == [8, 4, 3, 5, 5]
+    assert described.rank_of("model.layers.1007.q_proj") == described.rank_of("x.model.layers.7.v_proj") == 4
+    assert described.scale_of("model.layers.7.q_proj") == 4.0 / 8
+
+
+def test_number_of_adapters_is_bounded() -> None:
+    assert AdapterConfig(max_loaded=1024).max_loaded == 1024
+    with pytest.raises(LoadError, match=r"max_loaded.* at most 1024, got 1025"):
+        AdapterConfig(max_loaded=1025)
+
+
+# -- PEFT --------------------------------------------------------------------------------------------------------------
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+
+def trained(model: Path, target: Path, **config: Any) -> torch.nn.Module:
+    """Save an adapter as PEFT does, every matrix of it random, and return the model with it merged."""
+    torch.manual_seed(5)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **config))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0.0, 0.1)
+    adapted.save_pretrained(target)
+    return adapted.merge_and_unload().eval()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {"r": 8, "lora_alpha": 12, "target_modules": "all-linear"}),
+        ("llama", {"r": 4, "lora_alpha": 9, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]}),
+        (
+            "llama",
+            {
+                "r": 6,
+                "lora_alpha": 6,
+                "target_modules": "all-linear",
+                "rank_pattern": {"down_proj": 3, r"layers\.1\.self_attn\.q_proj": 11},
+                "alpha_pattern": {"k_proj": 20},
+            },
+        ),
+        (
+            "qwen3",
+            {"r": 16, "lora_alpha": 32, "target_modules": ["o_proj", "gate_proj", "up_proj"], "lora_dropout": 0.1},
+        ),
+        ("phi3", {"r": 5, "lora_alpha": 10, "target_modules": "all-linear"}),
+        ("gemma3", {"r": 2, "lora_alpha": 3, "target_modules": "all-linear", "exclude_modules": ["down_proj"]}),
+        ("gemma4_e2b", {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}),
+    ],
+    ids=["all", "rslora", "patterns", "qwen3", "phi3", "gemma3", "gemma4"],
+)
+def test_adapter_equals_the_model_that_peft_merged(family: str, config: dict[str, Any], tmp_path: Path) -> None:
+    model = make_model(family, tmp_path / "model")
+    merged = trained(model, tmp_path / "adapter", **config)
+    core = make_core(model, lora=(AdapterSource(1, "a", str(tmp_path / "adapter")),))
+    found = run(core, [greedy("r", PROMPT, adapter=1)])["r", 0]
+    plain = run(core, [greedy("r", PROMPT)])["r", 0]
+    ids = torch.tensor([[*PROMPT, *found.token_ids]])
+    with torch.no_grad():
+        wanted = merged(ids).logits[0, len(PROMPT) - 1 : -1]
+    logits = torch.stack(found.logits)
+    assert (logits - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert (logits[0] - plain.logits[0]).abs().max() > 1e-2 * wanted.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.")
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"bias": "all"}, "bias"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens"),
+    ],
+    ids=["dora", "saved modules", "pissa", "biases", "embedding"],
+)
+def test_other_kinds_of_peft_are_refused_by_name(config: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model")
+    trained(model, tmp_path / "adapter", **{"r": 4, "target_modules": ["q_proj"], **config})
+    with pytest.raises(LoadError, match=f"(?i){reason}"):
+        make_core(model, lora=(AdapterSource(1, "a", str(tmp_path / "adapter")),))
