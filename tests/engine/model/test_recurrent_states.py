@@ -241,13 +241,13 @@ def test_failing_recorded_step_ends_the_engine(model: Path, monkeypatch: pytest.
 # -- proposals ---------------------------------------------------------------------------------------------------------
 
 # One family for each operation: short convolutions, Gated DeltaNet, a parallel state space; small cache sizes in bytes.
-PROPOSING = {"lfm2": 180 << 10, "qwen3_5": 240 << 10, "falcon_h1": 540 << 10}
+SMALL_CACHES = {"lfm2": 180 << 10, "qwen3_5": 240 << 10, "falcon_h1": 540 << 10}
 LITTLE = {"max_num_seqs": 6, "max_model_len": 96, "max_total_tokens": 400, "deterministic": True}
 ROOMY: dict[str, Any] = {"max_model_len": 256}
 PROPOSING = {"speculative_ngram": 5, "speculative_ngram_min": 1}
 
 
-@pytest.fixture(scope="module", params=PROPOSING)
+@pytest.fixture(scope="module", params=SMALL_CACHES)
 def proposing_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(request.param, tmp_path_factory.mktemp("models") / request.param)
 
@@ -364,7 +364,7 @@ def test_preempted_and_shifted_streams_equal_unspeculated_ones(proposing_model: 
             for i, (rule, fields) in enumerate(rules)
         ]
 
-    core, _ = both(proposing_model, sent, PROPOSING, **LITTLE, kv_cache_memory=PROPOSING[proposing_model.name])
+    core, _ = both(proposing_model, sent, PROPOSING, **LITTLE, kv_cache_memory=SMALL_CACHES[proposing_model.name])
     stats = core.stats()
     assert stats.num_preemptions > 0 and stats.context_shifts > 5
 
@@ -415,7 +415,7 @@ def test_draft_model_without_states_proposes(
 ) -> None:
     """It must not swap or copy blocks of states."""
     drafting = {"speculative_model": str(make_model("llama", tmp_path / "draft")), "speculative_adaptive": False}
-    little = {**LITTLE, "kv_cache_memory": 2 * PROPOSING[proposing_model.name]}
+    little = {**LITTLE, "kv_cache_memory": 2 * SMALL_CACHES[proposing_model.name]}
     shift, swapped_out = ContextRule(overflow="shift", keep_tokens=16), list[int]()
     shifting = [
         replace(one, context=shift, sampling=replace(one.sampling, max_tokens=120), priority=-i)
