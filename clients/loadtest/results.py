@@ -515,16 +515,6 @@ class NamedRun:
         return self.name if self.series is None else self.series
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultFile:
-    """The contents of one file: a run, or a sweep with its SLOs and the highest rate that met them (None for none)."""
-
-    runs: tuple[NamedRun, ...]
-    sweep: bool = False
-    slo: dict[str, float] = field(default_factory=dict)
-    highest_rate: float | None = None
-
-
 def write_json(result: RunResult | SweepResult, path: Path) -> None:
     """Write the JSON object of a run or a sweep, with a line per request. Raises OSError."""
     path.write_text(_to_json(result) + "\n", encoding="utf-8")
@@ -564,8 +554,8 @@ def read_json(path: Path) -> RunResult:
     return RunResult.from_dict(loads(path.read_text(encoding="utf-8")))
 
 
-def read_file(path: Path) -> ResultFile:
-    """Read a run, named after the file, or a sweep, its runs named after their rates.
+def read_file(path: Path) -> RunResult | SweepResult:
+    """Read a run, or a sweep without its judgements.
 
     Raises OSError, or ValueError with one line that does not name the file.
     """
@@ -576,20 +566,15 @@ def read_file(path: Path) -> ResultFile:
     except ValueError as error:
         raise ValueError(f"not a JSON file: {error}") from None
     if not isinstance(data, Mapping) or data.get("format") not in (SWEEP_FORMAT, _OLD_SWEEP_FORMAT):
-        result = RunResult.from_dict(data)
-        return ResultFile(runs=(NamedRun(name=path.stem, result=result),), slo=result.slo)
+        return RunResult.from_dict(data)
     runs = data.get("runs")
     if not isinstance(runs, list) or not runs:
         raise ValueError("this sweep has no `runs`")
-    sweep = _parse_checked(ResultFile, {**data, "runs": []}, "this sweep")
+    sweep = _parse_checked(SweepResult, {**data, "runs": []}, "this sweep")
     _check_finite("slo", sweep.slo.values())
     _check_finite("highest_rate", [sweep.highest_rate])
-    return replace(
-        sweep,
-        runs=name_runs(RunResult.from_dict(run) for run in runs),
-        sweep=True,
-        highest_rate=sweep.highest_rate if data["format"] == SWEEP_FORMAT else None,
-    )
+    highest_rate = sweep.highest_rate if data["format"] == SWEEP_FORMAT else None
+    return replace(sweep, runs=tuple(map(RunResult.from_dict, runs)), highest_rate=highest_rate)
 
 
 def name_runs(runs: Iterable[RunResult | NamedRun]) -> tuple[NamedRun, ...]:

@@ -11,8 +11,8 @@ from helpers.browser import chromium
 from helpers.load_results import simulated_run
 from playwright.sync_api import Browser, Page
 
-from windlass.clients.loadtest.report import MAX_FAILURES, named, to_html, write_html
-from windlass.clients.loadtest.results import NamedRun, RequestRecord, ResultFile, RunResult
+from windlass.clients.loadtest.report import MAX_FAILURES, to_html, write_html
+from windlass.clients.loadtest.results import NamedRun, RequestRecord, RunResult, SweepResult
 
 EVIL = '</script><script>window.ran=1</script><img src="http://evil.invalid/x.png" onerror="window.ran=1"><!--{{7*7}}'
 
@@ -147,7 +147,7 @@ def test_even_unescaped_text_could_not_run_or_fetch(browser, tmp_path):
 
 def test_a_sweep_has_curves_over_rate_and_a_part_per_run(browser, tmp_path):
     runs = [simulated_run(rate=rate, count=30, slo={"ttft": 200}, limited=rate == 8) for rate in (8, 1, 4)]
-    write_html(ResultFile(runs=tuple(named(runs)), highest_rate=4.0), tmp_path / "sweep.html")
+    write_html(SweepResult(runs=tuple(runs), highest_rate=4.0), tmp_path / "sweep.html")
     opened = Opened(browser, tmp_path / "sweep.html")
     page = opened.page
     assert page.locator(".found").inner_text().endswith("4 requests per second")
