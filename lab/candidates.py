@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from windlass.engine.errors import RequestError
@@ -246,7 +246,7 @@ def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[Task
     """
     base, own = group.base, group.scaling
     factor = float(f"{max(longest / trained, 2.0):.4g}")
-    original = {} if trained == base.trained_len else {"original_max_position_embeddings": trained}
+    original: dict[str, Any] = {} if trained == base.trained_len else {"original_max_position_embeddings": trained}
     # The smallest values that bring every distance within the trained length, with the default windows.
     near_group, near_rerope = max(trained // 4, 1), max(trained // 2, 1)
     group_size = max(2, math.ceil((longest - near_group) / (trained - near_group)))
@@ -257,35 +257,29 @@ def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[Task
         found.append(TaskCandidate(f"model's own ({own.rope_type})", "own", None))
     found.append(_cut(unscaled, trained))
     found += [
-        TaskCandidate(f"linear {factor:g}", "linear", {"rope_type": "linear", "factor": factor}),
-        TaskCandidate(f"ntk {factor:g}", "ntk", {"rope_type": "ntk", "factor": factor}),
+        _scaled(f"linear {factor:g}", "linear", factor=factor),
+        _scaled(f"ntk {factor:g}", "ntk", factor=factor),
         # A prompt given at once runs under the frequencies of its own length, whatever the policy.
-        TaskCandidate(
-            "dynamic 2", "dynamic", {"rope_type": "dynamic", "factor": 2.0}, "recompute", plain_to=base.trained_len
-        ),
-        TaskCandidate(f"yarn {factor:g}", "yarn", {"rope_type": "yarn", "factor": factor, **original}),
-        TaskCandidate(
-            f"llama3 {factor:g}",
-            "llama3",
-            {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **original},
-        ),
-        _by_distance("dual_chunk", "dual_chunk", {"rope_type": "dual_chunk", **original}, base, longest),
-        _by_distance(
-            f"self_extend {group_size}",
-            "self_extend",
-            {"rope_type": "self_extend", "group_size": group_size, **original},
-            base,
-            longest,
-        ),
-        _by_distance("rerope", "rerope", {"rope_type": "rerope", **original}, base, longest),
-        _by_distance(
-            f"leaky rerope {leak:g}", "rerope", {"rope_type": "rerope", "factor": leak, **original}, base, longest
-        ),
-        TaskCandidate("log_n", "log_n", {"rope_type": "log_n", **original}, plain_to=trained),
+        replace(_scaled("dynamic 2", "dynamic", factor=2.0), policy="recompute", plain_to=base.trained_len),
+        _scaled(f"yarn {factor:g}", "yarn", factor=factor, **original),
+        _scaled(f"llama3 {factor:g}", "llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, **original),
     ]
+    by_distance = [
+        _scaled("dual_chunk", "dual_chunk", **original),
+        _scaled(f"self_extend {group_size}", "self_extend", group_size=group_size, **original),
+        _scaled("rerope", "rerope", **original),
+        _scaled(f"leaky rerope {leak:g}", "rerope", factor=leak, **original),
+    ]
+    found += [replace(candidate, plain_to=_unchanged_to(candidate, base, longest)) for candidate in by_distance]
+    found.append(replace(_scaled("log_n", "log_n", **original), plain_to=trained))
     if base.inv_freq is None:
         found.append(_longrope(base, trained, factor))
     return found
+
+
+def _scaled(name: str, kind: _ScalingKind, **fields: Any) -> TaskCandidate:
+    """fields: of `rope_scaling`, after its `rope_type`."""
+    return TaskCandidate(name, kind, {"rope_type": kind, **fields})
 
 
 def window_candidate(group: RotaryGroup, rule: ContextRule) -> TaskCandidate:
@@ -294,25 +288,21 @@ def window_candidate(group: RotaryGroup, rule: ContextRule) -> TaskCandidate:
     return TaskCandidate(window_name(rule), "window", unscaled, context=rule, plain_to=equal_to, chosen=True)
 
 
-def _by_distance(name: str, kind: Kind, scaling: dict[str, Any], base: RotaryBase, longest: int) -> TaskCandidate:
-    """A kind that changes distances; none does so within a chunk or the window of near keys."""
+def _unchanged_to(candidate: TaskCandidate, base: RotaryBase, longest: int) -> int:
+    """The length up to which a scaling that changes distances does not: a chunk, or the window of near keys."""
     try:
-        rule = resolve(RopeScaling.from_dict(scaling), base, longest).distances
+        rule = resolve(candidate.parsed or RopeScaling(), base, longest).distances
     except RequestError:  # a model that cannot run it, which is reported when it is tried
-        return TaskCandidate(name, kind, scaling)
-    return TaskCandidate(name, kind, scaling, plain_to=rule.chunk or rule.near or 0)
+        return 0
+    return rule.chunk or rule.near or 0
 
 
 def _longrope(base: RotaryBase, trained: int, factor: float) -> TaskCandidate:
     ramp = _ramp(base, trained, factor)
-    scaling = {
-        "rope_type": "longrope",
-        "short_factor": [1.0] * len(ramp),
-        "long_factor": ramp,
-        "factor": factor,
-        "original_max_position_embeddings": trained,
-    }
-    return TaskCandidate(f"longrope, untrained ramp to {factor:g}", "longrope", scaling, plain_to=trained)
+    lists = {"short_factor": [1.0] * len(ramp), "long_factor": ramp}
+    name = f"longrope, untrained ramp to {factor:g}"
+    scaled = _scaled(name, "longrope", **lists, factor=factor, original_max_position_embeddings=trained)
+    return replace(scaled, plain_to=trained)
 
 
 def _ramp(base: RotaryBase, trained: int, factor: float) -> list[float]:

@@ -115,7 +115,6 @@ class RetrievalRunner:
     def _run(self, document: Document, layouts: list[_Layout]) -> None:
         owners = [(layout, index) for layout in layouts for index in range(len(layout.texts))]
         texts = [layout.texts[index] for layout, index in owners]
-        left = {layout.key: len(layout.texts) for layout in layouts}
         entries: dict[str, dict[int, tuple[tuple[float, bool], ...]]] = {layout.key: {} for layout in layouts}
         before = sum(layout.work for layout in layouts)
         done = 0
@@ -128,12 +127,12 @@ class RetrievalRunner:
 
         for place, scored in self._scorer.scores(texts, computed):
             layout, index = owners[place]
-            entries[layout.key][index] = tuple((entry.logprob, entry.rank == 1) for entry in scored)
-            left[layout.key] -= 1
-            if not left[layout.key]:
+            found = entries[layout.key]
+            found[index] = tuple((entry.logprob, entry.rank == 1) for entry in scored)
+            if len(found) == len(layout.texts):
                 if layout is layouts[-1] and before > done:
                     computed(before - done)
-                self._finish(document, layout, [entries[layout.key][i] for i in range(len(layout.texts))])
+                self._finish(document, layout, [entries for _, entries in sorted(found.items())])
 
     def _finish(self, document: Document, layout: _Layout, scored: list[tuple[tuple[float, bool], ...]]) -> None:
         segment: tuple[float, ...] = ()
@@ -220,7 +219,7 @@ class TaskOptions(CommonSweepOptions):
 
 def parse_tasks(given: Sequence[str]) -> tuple[str, ...]:
     """Names of tasks from `--tasks A,B`, or `all`; raises LoadError, one line."""
-    names = [name.strip() for text in given for name in text.split(",") if name.strip()]
+    names = _split(given)
     if names == ["all"]:
         return ALL_TASKS
     for name in names:
@@ -232,9 +231,14 @@ def parse_tasks(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(task for task in ALL_TASKS if task in names)
 
 
+def _split(given: Sequence[str]) -> list[str]:
+    """The words between commas that are not empty."""
+    return [word.strip() for text in given for word in text.split(",") if word.strip()]
+
+
 def parse_lengths(given: Sequence[str]) -> tuple[int, ...]:
     """Lengths from `--lengths 2048,4096`, ascending; raises LoadError, one line."""
-    words = [word.strip() for text in given for word in text.split(",") if word.strip()]
+    words = _split(given)
     if not words or not all(word.isascii() and word.isdigit() and 0 < int(word[:12]) < 2**31 for word in words):
         raise LoadError("--lengths takes numbers of tokens: write them like 2048,4096")
     return tuple(sorted({int(word) for word in words}))

@@ -256,7 +256,7 @@ def _by_request(run: RunResult, measure: str, *, keep: bool = False) -> list[lis
 
 def _shares(run: RunResult, measure: str) -> list[float]:
     """Cached or reused share of the prompt of each completed request; empty unless all are known."""
-    shares = [getattr(record, f"{measure}_share") for record in run.completed]
+    shares = [record.prompt_share(getattr(record, f"{measure}_tokens")) for record in run.completed]
     return [] if None in shares else shares
 
 

@@ -189,15 +189,9 @@ class RequestRecord:
         """Output tokens per chunk; 1 where the server did not report any."""
         return self.output_tokens / len(self.chunks) if self.chunks and self.output_tokens else 1.0
 
-    @property
-    def cached_share(self) -> float | None:
-        """Share of the prompt found in a cache."""
-        return _ratio(self.cached_tokens, self.input_tokens)
-
-    @property
-    def reused_share(self) -> float | None:
-        """Share of the prompt reused from passages at other positions; a part of `cached_share`."""
-        return _ratio(self.reused_tokens, self.input_tokens)
+    def prompt_share(self, tokens: int | None) -> float | None:
+        """A part of the prompt, such as `cached_tokens`, divided by the prompt; None where one of them is unknown."""
+        return None if tokens is None or not self.input_tokens else tokens / self.input_tokens
 
     @property
     def scheduled(self) -> bool:
@@ -215,10 +209,6 @@ class RequestRecord:
             return self.gaps_ms
         value: float | None = getattr(self, f"{measure}_ms")
         return [] if value is None else [value]
-
-
-def _ratio(part: int | None, total: int) -> float | None:
-    return None if part is None or not total else part / total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

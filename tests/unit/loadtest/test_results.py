@@ -43,7 +43,8 @@ def test_percentiles_equal_numpy(count):
 
 
 def test_known_cache_counts_are_summed():
-    assert GOOD.cached_share == 4 / 7 and GOOD.reused_share == 3 / 7 and LEFT.cached_share is None
+    assert GOOD.prompt_share(GOOD.cached_tokens) == 4 / 7 and GOOD.prompt_share(GOOD.reused_tokens) == 3 / 7
+    assert LEFT.prompt_share(LEFT.cached_tokens) is LEFT.prompt_share(3) is None
     other = RequestRecord(index=3, intended=0, input_tokens=10, cached_tokens=5)
     summary = RunResult(records=(GOOD, other, FAILED), duration_s=1.0).summary()
     assert (summary["cached_tokens"], summary["reused_tokens"]) == (9, 3)
