@@ -95,7 +95,7 @@ def new_figure(size: tuple[float, float], title: str = "", *, fontsize: int = 12
 
 def style_axes(axes: Axes, *, x: str = "", y: str = "", title: str = "", ink: str | None = None) -> None:
     """Set labels and title; hide the frame at the top and at the right. ink: colour of all that remains, None: black."""
-    colour = {} if ink is None else {"color": ink}
+    colour: dict[str, Any] = {} if ink is None else {"color": ink}
     axes.set_xlabel(x, **colour)
     axes.set_ylabel(y, **colour)
     axes.set_title(title, fontsize=10, **colour)

@@ -251,7 +251,7 @@ class WorkloadOptions:
         """The workload. Raises LoadTestError or CommandError."""
         from windlass.clients.loadtest.load_plan import Lengths, WeightedScaling, WorkloadSpec
 
-        values = {field.name: getattr(self, field.name, None) for field in fields(WorkloadSpec)}
+        values: dict[str, Any] = {field.name: getattr(self, field.name, None) for field in fields(WorkloadSpec)}
         for name in ("input_len", "output_len", "documents_per_prompt", "document_len", "document_offset"):
             minimum = 0 if name in ("document_len", "document_offset") else 1
             values[name] = Lengths.parse(values[name], f"--{name.replace('_', '-')}", minimum)

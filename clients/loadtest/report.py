@@ -88,7 +88,8 @@ def named(results: Results) -> tuple[NamedRun, ...]:
     if isinstance(results, RunResult):
         given = [results]
     elif isinstance(results, SweepResult):
-        given = sorted(results.runs, key=lambda run: run.offered_rate or 0.0)
+        ascending = sorted(results.runs, key=lambda run: run.offered_rate or 0.0)
+        given = ascending
     else:
         given = results
     if not given:
