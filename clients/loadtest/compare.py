@@ -257,7 +257,8 @@ def _by_request(run: RunResult, measure: str, *, keep: bool = False) -> list[lis
 def _shares(run: RunResult, measure: str) -> list[float]:
     """Cached or reused share of the prompt of each completed request; empty unless all are known."""
     shares = [record.prompt_share(getattr(record, f"{measure}_tokens")) for record in run.completed]
-    return [] if None in shares else shares
+    known = [share for share in shares if share is not None]
+    return known if len(known) == len(shares) else []
 
 
 def _token_arrivals(run: RunResult) -> Iterator[tuple[float, float]]:
