@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from helpers.real_server import RealServer
 
 # Long files start first, so that no process is left alone with one at the end.
-_LONG = frozenset({"test_scheduler_machine.py", "test_soak.py", "test_replicas_soak.py", "test_simulation.py"})
+_LONG = frozenset({"test_scheduler_machine.py", "test_soak.py", "test_simulation.py"})
 
 # `make test` runs these folders, apart from tests marked slow or soak. Triton's interpreter is slow.
 _TESTS = Path(__file__).parent
