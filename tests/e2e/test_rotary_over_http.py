@@ -1,4 +1,4 @@
-"""Rotary scaling per request against a real server with the bundled model (trained for 512 tokens), deterministic."""
+"""Rotary scaling per request on a deterministic server with the bundled model, which was trained for 512 tokens."""
 
 from __future__ import annotations
 
@@ -47,21 +47,23 @@ def body(prompt: Any = "In the beginning", tokens: int = 12, **fields: Any) -> d
 
 
 def complete(server: RealServer, *args: Any, **fields: Any) -> dict[str, Any]:
-    response = httpx.post(f"{server.url}/v1/completions", json=body(*args, **fields), timeout=60)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return server.ask("/v1/completions", **body(*args, **fields))
+
+
+def inspect(server: RealServer, **body: Any) -> dict[str, Any]:
+    return server.ask("/v1/rotary/inspect", **body)
 
 
 def grid(length: int) -> float:
-    """The grid point at or above a length, by counting up."""
+    """The smallest grid point that is not below a length."""
     point = 0
     while M * 2 ** (point / 4) < length:
         point += 1
     return M * 2 ** (point / 4)
 
 
-def test_a_batch_of_scalings_answers_as_each_alone(server: RealServer) -> None:
-    """More text than one step takes, so prompts are cut and mixed with decoding."""
+def test_batch_of_scalings_gives_the_answers_of_each_alone(server: RealServer) -> None:
+    """With more tokens than fit into a step, so that prompts are computed in chunks next to decoding."""
     prompts = [list(range(20 + i, 220 + 11 * i)) for i in range(2)]
     jobs = [(prompt, scaling) for scaling in SCALINGS for prompt in prompts]
 
@@ -70,17 +72,17 @@ def test_a_batch_of_scalings_answers_as_each_alone(server: RealServer) -> None:
 
     salt = "alone"
     alone = [ask(job) for job in jobs]
-    salt = "together"  # nothing computed alone may be taken from the cache
+    salt = "together"  # the cache of the first requests is not used
     with ThreadPoolExecutor(len(jobs)) as pool:
         together = list(pool.map(ask, jobs))
     for one, other in zip(alone, together, strict=True):
         assert one["choices"] == other["choices"] and one["rotary"] == other["rotary"]
-    assert len({answer["choices"][0]["text"] for answer in alone}) >= len(SCALINGS) - 1  # they do differ
+    assert len({answer["choices"][0]["text"] for answer in alone}) >= len(SCALINGS) - 1
     prints = [answer["rotary"]["fingerprint"] for answer in alone[::2]]
-    assert prints[0] == prints[1] and len(set(prints)) == len(SCALINGS) - 2  # dynamic within M is no scaling
+    assert prints[0] == prints[1] and len(set(prints)) == len(SCALINGS) - 2  # dynamic changes nothing below M
 
 
-def test_a_name_and_its_object_share_the_cache(server: RealServer) -> None:
+def test_profile_and_its_scaling_share_the_cache(server: RealServer) -> None:
     prompt = list(range(300, 400))
     first = complete(server, prompt, rope_scaling="long")
     second = complete(server, prompt, rope_scaling=YARN)
@@ -88,7 +90,7 @@ def test_a_name_and_its_object_share_the_cache(server: RealServer) -> None:
     cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (first, second, other)]
     assert cached == [0, 96, 0]
     assert first["choices"] == second["choices"] and first["rotary"] == second["rotary"] != other["rotary"]
-    inspected = httpx.post(f"{server.url}/v1/rotary/inspect", json={"rope_scaling": "long"}).json()
+    inspected = inspect(server, rope_scaling="long")
     assert inspected["fingerprint"] == first["rotary"]["fingerprint"]
     assert first["rotary"]["parameters"] == {"rope_theta": 10000.0, "factor": 2.0}
 
@@ -96,35 +98,33 @@ def test_a_name_and_its_object_share_the_cache(server: RealServer) -> None:
 @pytest.mark.parametrize(
     ("update", "policy", "reach", "moves"),
     [
-        # 500 tokens of prompt and 130 drawn, of which 629 are computed; a request of 630 at most.
+        # The prompt has 500 tokens and the answer 130, of which the last is not computed.
         (None, "frozen", grid(630), 0),
         ("recompute", "recompute", grid(629), 0),
         ("rotate", "rotate", grid(629), 2),
-        ({"policy": "recompute", "exact": True}, "recompute", 515, 0),  # 16 tokens drawn
+        ({"policy": "recompute", "exact": True}, "recompute", 515, 0),  # the answer has 16 tokens
     ],
 )
-def test_what_a_growing_answer_reports(server: RealServer, update: Any, policy: str, reach: float, moves: int) -> None:
+def test_report_of_a_growing_answer(server: RealServer, update: Any, policy: str, reach: float, moves: int) -> None:
     tokens = 16 if isinstance(update, dict) else 130
     recomputed = server.metric("windlass_recomputed_tokens_total")
-    turned = server.metric("windlass_key_moves_total")
+    rotated = server.metric("windlass_key_moves_total")
     answer = complete(server, list(range(20, 520)), tokens, rope_scaling=DYNAMIC, rope_update=update)
     rotary = answer["rotary"]
     assert (rotary["policy"], rotary["moves"]) == (policy, moves)
     assert rotary["effective_length"] == pytest.approx(reach)
-    question = {"rope_scaling": "grow", "rope_update": update, "length": math.floor(reach)}
-    inspected = httpx.post(f"{server.url}/v1/rotary/inspect", json=question).json()
+    inspected = inspect(server, rope_scaling="grow", rope_update=update, length=math.floor(reach))
     assert inspected["fingerprint"] == rotary["fingerprint"]
     assert (server.metric("windlass_recomputed_tokens_total") > recomputed) == (policy == "recompute")
-    assert (server.metric("windlass_key_moves_total") > turned) == (policy == "rotate")
+    assert (server.metric("windlass_key_moves_total") > rotated) == (policy == "rotate")
 
 
 @pytest.mark.parametrize("update", ["frozen", "recompute", "rotate"])
-def test_a_stop_string_reports_what_the_engine_would_have(server: RealServer, update: str) -> None:
-    """The server makes this report by itself; an answer of exactly that many tokens has the engine's."""
+def test_report_at_a_stop_string_equals_that_of_the_engine(server: RealServer, update: str) -> None:
+    """At a stop string, the report is made by the server; an answer limited to the same length has that of the engine."""
     prompt, fields = list(range(20, 500)), {"rope_scaling": DYNAMIC, "rope_update": update}
-    whole = complete(server, prompt, 140, return_token_ids=True, **fields)
-    ids = whole["choices"][0]["token_ids"]
-    stop = httpx.post(f"{server.url}/detokenize", json={"tokens": ids[120:124]}).json()["prompt"]
+    ids = complete(server, prompt, 140, return_token_ids=True, **fields)["choices"][0]["token_ids"]
+    stop = server.ask("/detokenize", tokens=ids[120:124])["prompt"]
     cut = complete(server, prompt, 140, stop=[stop], min_tokens=60, **fields)
     assert cut["choices"][0]["finish_reason"] == "stop"
     count = cut["usage"]["completion_tokens"]
@@ -133,13 +133,13 @@ def test_a_stop_string_reports_what_the_engine_would_have(server: RealServer, up
     assert cut["rotary"] == expected["rotary"]
 
 
-def test_kinds_without_a_length_are_frozen(server: RealServer) -> None:
+def test_scalings_without_a_length_are_frozen(server: RealServer) -> None:
     for update in ("recompute", "rotate", {"policy": "recompute", "exact": True}):
         rotary = complete(server, tokens=2, rope_scaling="long", rope_update=update)["rotary"]
         assert (rotary["policy"], rotary["effective_length"], rotary["moves"]) == ("frozen", None, 0)
 
 
-def test_choices_of_different_lengths_report_for_themselves(server: RealServer) -> None:
+def test_choices_of_different_lengths_have_separate_reports(server: RealServer) -> None:
     prompts = [list(range(20, 40)), list(range(20, 620))]
     answer = complete(server, prompts, 4, rope_scaling="grow", n=2)
     lengths = [choice["rotary"]["effective_length"] for choice in answer["choices"]]
@@ -147,17 +147,17 @@ def test_choices_of_different_lengths_report_for_themselves(server: RealServer) 
     assert answer["rotary"] == answer["choices"][0]["rotary"]
 
 
-def test_the_openai_package(server: RealServer) -> None:
+def test_openai_package_passes_scalings(server: RealServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         extra = {"rope_scaling": DYNAMIC, "rope_update": "rotate", "ignore_eos": True}
         settings: dict[str, Any] = {"model": "demo", "prompt": "The sea", "max_tokens": 8, "temperature": 0}
-        whole: Any = client.completions.create(**settings, extra_body=extra)
-        assert whole.rotary["policy"] == "rotate" and whole.rotary["effective_length"] == M
+        plain: Any = client.completions.create(**settings, extra_body=extra)
+        assert plain.rotary["policy"] == "rotate" and plain.rotary["effective_length"] == M
         chunks: list[Any] = list(
             client.completions.create(**settings, extra_body=extra, stream=True, stream_options={"include_usage": True})
         )
-        assert chunks[-2].rotary == chunks[-1].rotary == whole.rotary
-        assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+        assert chunks[-2].rotary == chunks[-1].rotary == plain.rotary
+        assert "".join(c.choices[0].text for c in chunks if c.choices) == plain.choices[0].text
         messages: Any = [{"role": "user", "content": "What is a horse?"}]
         chat: Any = client.chat.completions.create(
             model="demo", messages=messages, max_tokens=4, extra_body={"rope_scaling": "long"}
@@ -168,7 +168,7 @@ def test_the_openai_package(server: RealServer) -> None:
         assert (caught.value.code, caught.value.param) == ("unknown_profile", "rope_scaling")
 
 
-def test_the_python_client(server: RealServer) -> None:
+def test_python_client_reports_scalings(server: RealServer) -> None:
     with Client(server.url) as client:
         rules = client.rotary()
         assert rules.profiles == {"long": YARN, "grow": DYNAMIC} and rules.rope_exact
@@ -204,7 +204,7 @@ BAD: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("scaling", "param"), BAD)
-def test_bad_input_never_reaches_the_engine(server: RealServer, scaling: str, param: str) -> None:
+def test_invalid_scaling_never_reaches_the_engine(server: RealServer, scaling: str, param: str) -> None:
     computed = server.metric("windlass_prompt_tokens_total")
     text = json.dumps(body(rope_scaling="?")).replace('"?"', scaling)
     headers = {"content-type": "application/json"}

@@ -1,4 +1,4 @@
-"""Mistakes such as people make, each planted into the real code while a context is open. Simulations have to find every one."""
+"""Typical defects, each planted into the product code while a context is open. Simulations must detect all of them."""
 
 from __future__ import annotations
 
@@ -21,219 +21,160 @@ from windlass.server.http.uvicorn_protocol import HttpProtocol
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.workers.pool import FairLimiter
 
-
-def _wrapped(owner: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> AbstractContextManager[Any]:
-    """`make` gets the method and returns what takes its place."""
-    return mock.patch.object(owner, name, make(getattr(owner, name)))
-
-
-def blocks_stay_held_after_a_cancel() -> AbstractContextManager[Any]:
-    def make(abort: Any) -> Any:
-        def patched(self: Scheduler, request_id: str) -> None:
-            with mock.patch.object(BlockManager, "free", lambda self, handle: None):
-                abort(self, request_id)
-
-        return patched
-
-    return _wrapped(Scheduler, "abort", make)
+Planted = dict[str, Callable[[], AbstractContextManager[Any]]]
+DEFECTS: Planted = {}
+REPLICA_DEFECTS: Planted = {}
 
 
-def the_last_token_is_dropped() -> AbstractContextManager[Any]:
-    def make(append: Any) -> Any:
-        def patched(*args: Any, **options: Any) -> Any:
-            output = append(*args, **options)
-            return replace(output, token_ids=output.token_ids[:-1]) if output.finish_reason == "length" else output
+def defect(owner: type, name: str, defects: Planted = DEFECTS) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function that replaces a method. It gets the method before its arguments."""
 
-        return patched
+    def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def plant() -> Iterator[None]:
+            original = getattr(owner, name)
 
-    return _wrapped(Scheduler, "_append", make)
+            def patched(*args: Any, **options: Any) -> Any:
+                return replacement(original, *args, **options)
 
+            with mock.patch.object(owner, name, patched):
+                yield
 
-def an_event_goes_to_another_stream() -> AbstractContextManager[Any]:
-    def make(deliver: Any) -> Any:
-        def patched(self: RequestRouter, message: Message) -> bool:
-            if isinstance(message, StepDone) and len(message.outputs) > 1:
-                first, second, *rest = message.outputs
-                if first.error is second.error is first.finish_reason is second.finish_reason is None:
-                    first, second = (
-                        replace(first, request_id=second.request_id),
-                        replace(second, request_id=first.request_id),
-                    )
-                message = replace(message, outputs=(first, second, *rest))
-            return bool(deliver(self, message))
+        defects[replacement.__name__] = plant
+        return replacement
 
-        return patched
-
-    return _wrapped(RequestRouter, "deliver", make)
+    return register
 
 
-def an_error_keeps_its_callers_place() -> AbstractContextManager[Any]:
-    def make(send_error: Any) -> Any:
-        async def patched(self: Exchange, error: Any) -> None:
-            callers, caller = self._state.callers, self._scope.get("windlass.caller") or ""
-            callers._in_flight[callers.key_of(caller).name] += 1
-            await send_error(self, error)
-
-        return patched
-
-    return _wrapped(Exchange, "_send_error", make)
+@defect(Scheduler, "abort")
+def blocks_of_a_cancelled_request_stay_held(abort: Any, self: Scheduler, request_id: str) -> None:
+    with mock.patch.object(BlockManager, "free", lambda self, handle: None):
+        abort(self, request_id)
 
 
-def a_message_is_delivered_twice() -> AbstractContextManager[Any]:
-    def make(deliver: Any) -> Any:
-        count = 0
+@defect(Scheduler, "_append")
+def last_token_is_dropped(append: Any, *args: Any, **options: Any) -> Any:
+    output = append(*args, **options)
+    return replace(output, token_ids=output.token_ids[:-1]) if output.finish_reason == "length" else output
 
-        def patched(self: RequestRouter, message: Message) -> bool:
-            nonlocal count
-            count += isinstance(message, StepDone)
-            if count % 7 == 0:
-                deliver(self, message)
-            return bool(deliver(self, message))
 
-        return patched
+@defect(RequestRouter, "deliver")
+def output_is_delivered_to_another_stream(deliver: Any, self: RequestRouter, message: Message) -> bool:
+    if isinstance(message, StepDone) and len(message.outputs) > 1:
+        first, second, *rest = message.outputs
+        if first.error is second.error is first.finish_reason is second.finish_reason is None:
+            exchanged = replace(first, request_id=second.request_id), replace(second, request_id=first.request_id)
+            first, second = exchanged
+        message = replace(message, outputs=(first, second, *rest))
+    return bool(deliver(self, message))
 
-    return _wrapped(RequestRouter, "deliver", make)
+
+@defect(Exchange, "_send_error")
+async def error_does_not_release_its_caller(send_error: Any, self: Exchange, error: Any) -> None:
+    callers, caller = self._state.callers, self._scope.get("windlass.caller") or ""
+    callers._in_flight[callers.key_of(caller).name] += 1
+    await send_error(self, error)
+
+
+@defect(RequestRouter, "deliver")
+def message_is_delivered_twice(deliver: Any, self: RequestRouter, message: Message) -> bool:
+    count = self.__dict__["delivered"] = self.__dict__.get("delivered", 0) + isinstance(message, StepDone)
+    if count % 7 == 0:
+        deliver(self, message)
+    return bool(deliver(self, message))
+
+
+@defect(SchedulerQueues, "preempt")
+def preempted_request_loses_a_token(preempt: Any, self: SchedulerQueues, seq: Any) -> None:
+    preempt(self, seq)
+    if seq.num_output_tokens > 1:
+        seq.token_ids.pop()
+
+
+@defect(ProcessClient, "_watch")
+async def engine_is_not_watched(watch: Any, self: ProcessClient, *args: Any) -> None:
+    pass
+
+
+@defect(HttpProtocol, "pause_writing")
+def writers_never_pause(pause: Any, self: HttpProtocol) -> None:
+    pass
+
+
+@defect(BlockPool, "take")
+def evicted_block_is_still_found(take: Any, self: BlockPool, private: bool = False) -> int:
+    before = dict(self.cached)
+    block: int = take(self, private)
+    self.cached.update(before)
+    return block
+
+
+@defect(RequestRouter, "fail_all")
+def requests_of_a_dead_engine_are_forgotten(fail_all: Any, self: RequestRouter, make_error: Any) -> None:
+    self._streams.clear()
+
+
+@defect(FairLimiter, "_release")
+def place_in_a_lane_is_lost(release: Any, self: FairLimiter) -> None:
+    if self._queues:
+        release(self)
+
+
+@defect(RequestRouter, "generate")
+async def request_continues_after_its_client_left(
+    generate: Any, self: RequestRouter, request: Any
+) -> AsyncGenerator[Any, None]:
+    outputs = generate(self, request)
+    leaked = self.__dict__.setdefault("leaked", [])
+    async for output in outputs:
+        leaked.append(outputs)  # never closed
+        yield output
 
 
 @contextmanager
 def deadlines_are_ignored() -> Iterator[None]:
-    def make(init: Any) -> Any:
-        def patched(self: Exchange, *args: Any, deadline: float | None = None, **options: Any) -> None:
-            init(self, *args, **options)
+    init = Exchange.__init__
 
-        return patched
+    def patched(self: Exchange, *args: Any, deadline: float | None = None, **options: Any) -> None:
+        init(self, *args, **options)
 
-    with _wrapped(Exchange, "__init__", make), mock.patch.object(Deadlines, "add", lambda *args: None):
+    with (
+        mock.patch.object(Exchange, "__init__", patched),
+        mock.patch.object(Deadlines, "add", lambda *args: None),
+    ):
         yield
 
 
-def a_preempted_request_loses_a_token() -> AbstractContextManager[Any]:
-    def make(preempt: Any) -> Any:
-        def patched(self: SchedulerQueues, seq: Any) -> None:
-            preempt(self, seq)
-            if seq.num_output_tokens > 1:
-                seq.token_ids.pop()
-
-        return patched
-
-    return _wrapped(SchedulerQueues, "preempt", make)
+def slow_reader_counts_as_load_of_the_engine() -> AbstractContextManager[Any]:
+    all_streams = property(lambda self: len(self._streams) + len(self._aborting))
+    return mock.patch.object(RequestRouter, "in_flight", all_streams)
 
 
-def nobody_watches_the_engine() -> AbstractContextManager[Any]:
-    async def patched(self: ProcessClient, *args: Any) -> None:
-        pass
-
-    return mock.patch.object(ProcessClient, "_watch", patched)
+DEFECTS |= {plant.__name__: plant for plant in (deadlines_are_ignored, slow_reader_counts_as_load_of_the_engine)}
 
 
-def writers_never_pause() -> AbstractContextManager[Any]:
-    return mock.patch.object(HttpProtocol, "pause_writing", lambda self: None)
+@defect(ReplicatedClient, "_has_alternative", REPLICA_DEFECTS)
+def every_death_is_reported(has_alternative: Any, self: ReplicatedClient, tried: Any) -> bool:
+    """Also to requests that another engine could compute."""
+    return False
 
 
-def an_evicted_block_is_still_found() -> AbstractContextManager[Any]:
-    def make(take: Any) -> Any:
-        def patched(self: BlockPool, private: bool = False) -> int:
-            before = dict(self.cached)
-            block: int = take(self, private)
-            self.cached.update(before)
-            return block
-
-        return patched
-
-    return _wrapped(BlockPool, "take", make)
-
-
-def requests_of_a_dead_engine_are_forgotten() -> AbstractContextManager[Any]:
-    return mock.patch.object(RequestRouter, "fail_all", lambda self, make_error: self._streams.clear())
+@defect(ReplicatedClient, "generate", REPLICA_DEFECTS)
+async def started_request_starts_again(
+    generate: Any, self: ReplicatedClient, request: Any
+) -> AsyncGenerator[Any, None]:
+    while True:
+        try:
+            async for output in generate(self, request):
+                yield output
+            return
+        except EngineDeadError:
+            if self.state != "ready":
+                raise
 
 
-def a_slow_reader_counts_against_the_engine() -> AbstractContextManager[Any]:
-    whole = property(lambda self: len(self._streams) + len(self._aborting))
-    return mock.patch.object(RequestRouter, "in_flight", whole)
-
-
-@contextmanager
-def a_request_goes_on_after_its_client_left() -> Iterator[None]:
-    async def generate(self: RequestRouter, request: Any) -> AsyncGenerator[Any, None]:
-        outputs = original(self, request)
-        async for output in outputs:  # and nobody closes it
-            kept.append(outputs)
-            yield output
-
-    kept: list[Any] = []
-    original = RequestRouter.generate
-    with mock.patch.object(RequestRouter, "generate", generate):
-        yield
-
-
-def a_place_in_a_lane_is_lost() -> AbstractContextManager[Any]:
-    def make(pass_on: Any) -> Any:
-        def patched(self: FairLimiter) -> None:
-            if self._queues:
-                pass_on(self)
-
-        return patched
-
-    return _wrapped(FairLimiter, "_release", make)
-
-
-@contextmanager
-def everybody_is_told_of_a_death() -> Iterator[None]:
-    """Also those that another engine could have taken."""
-    with mock.patch.object(ReplicatedClient, "_has_alternative", lambda self, tried: False):
-        yield
-
-
-@contextmanager
-def a_begun_request_begins_again() -> Iterator[None]:
-    async def generate(self: ReplicatedClient, request: Any) -> AsyncGenerator[Any, None]:
-        while True:
-            try:
-                async for output in original(self, request):
-                    yield output
-                return
-            except EngineDeadError:
-                if self.state != "ready":
-                    raise
-
-    original = ReplicatedClient.generate
-    with mock.patch.object(ReplicatedClient, "generate", generate):
-        yield
-
-
-def a_replica_stays_charged() -> AbstractContextManager[Any]:
-    def make(choose: Any) -> Any:
-        def patched(self: ReplicatedClient, digests: Any, tried: Any) -> Any:
-            replica = choose(self, digests, tried)
-            replica.in_flight += bool(tried)
-            return replica
-
-        return patched
-
-    return _wrapped(ReplicatedClient, "_choose", make)
-
-
-MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    mistake.__name__: mistake
-    for mistake in (
-        blocks_stay_held_after_a_cancel,
-        the_last_token_is_dropped,
-        an_event_goes_to_another_stream,
-        an_error_keeps_its_callers_place,
-        a_message_is_delivered_twice,
-        deadlines_are_ignored,
-        a_preempted_request_loses_a_token,
-        nobody_watches_the_engine,
-        writers_never_pause,
-        an_evicted_block_is_still_found,
-        requests_of_a_dead_engine_are_forgotten,
-        a_slow_reader_counts_against_the_engine,
-        a_request_goes_on_after_its_client_left,
-        a_place_in_a_lane_is_lost,
-    )
-}
-
-MISTAKES_OF_REPLICAS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    mistake.__name__: mistake
-    for mistake in (everybody_is_told_of_a_death, a_begun_request_begins_again, a_replica_stays_charged)
-}
+@defect(ReplicatedClient, "_choose", REPLICA_DEFECTS)
+def replica_stays_charged(choose: Any, self: ReplicatedClient, digests: Any, tried: Any) -> Any:
+    replica = choose(self, digests, tried)
+    replica.in_flight += bool(tried)
+    return replica

@@ -1,6 +1,6 @@
-"""Simulated processes for text work: the real jobs, done on the spot, by processes that may die, be slow or have no memory.
+"""Simulated text workers: real jobs that run at once, in processes that may die, be slow or run out of memory.
 
-Takes the place of `windlass.server.text.workers.processes`, which is where the operating system begins.
+Replaces `windlass.server.text.workers.processes`, which uses the operating system.
 """
 
 from __future__ import annotations

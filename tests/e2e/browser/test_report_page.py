@@ -1,13 +1,11 @@
-"""The report in real Chromium: nothing is fetched, nothing from results runs, the charts are drawn and answer."""
+"""Load test reports in a real browser: no requests, no scripts from results, and interactive charts."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.browser import chromium
 from helpers.load_results import simulated_run
 from playwright.sync_api import Browser, Page
 
@@ -17,14 +15,8 @@ from windlass.clients.loadtest.results import NamedRun, RequestRecord, ResultFil
 EVIL = '</script><script>window.ran=1</script><img src="http://evil.invalid/x.png" onerror="window.ran=1"><!--{{7*7}}'
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
-
-
 class Opened:
-    """A page and everything it asked for, said or threw."""
+    """A page, its requests, its console messages and its errors."""
 
     def __init__(self, browser: Browser, path: Path, *, dark: bool = False, width: int = 1200) -> None:
         self.page: Page = browser.new_page(
@@ -39,7 +31,7 @@ class Opened:
         self.page.wait_for_load_state("networkidle")
 
     def inked(self, figure: str) -> bool:
-        """Whether the chart's canvas holds anything but one colour."""
+        """Whether the canvas of a chart has several colours."""
         return self.page.evaluate(
             """(selector) => {
                 const canvas = document.querySelector(selector + " canvas");
@@ -55,7 +47,7 @@ def kinds(page: Page) -> list[str]:
     return page.eval_on_selector_all("figure.chart", "all => all.map(one => one.dataset.kind)")
 
 
-def test_the_headline_tells_what_came_from_the_cache():
+def test_headline_contains_cached_tokens():
     def text(cached: int | None, reused: int | None, prompt: int = 160) -> str:
         record = RequestRecord(
             index=0, intended=0, sent=0, chunks=(0.5,), ended=1, input_tokens=prompt, output_tokens=1,
@@ -69,7 +61,7 @@ def test_the_headline_tells_what_came_from_the_cache():
     assert "From the cache" not in text(80, 0, prompt=0)
 
 
-def test_one_run_is_drawn_whole_and_asks_for_nothing(browser, tmp_path):
+def test_all_charts_of_a_run_are_drawn_without_requests(browser, tmp_path):
     path = tmp_path / "report.html"
     write_html(simulated_run(failing=4, slo={"ttft": 300}), path, title="A run")
     opened = Opened(browser, path)
@@ -85,7 +77,7 @@ def test_one_run_is_drawn_whole_and_asks_for_nothing(browser, tmp_path):
     page.close()
 
 
-def test_figures_on_the_page_are_the_summary_s(browser, tmp_path):
+def test_figures_equal_those_of_the_summary(browser, tmp_path):
     run = simulated_run(count=40)
     write_html(run, tmp_path / "report.html")
     page = Opened(browser, tmp_path / "report.html").page
@@ -102,7 +94,7 @@ def test_figures_on_the_page_are_the_summary_s(browser, tmp_path):
     page.close()
 
 
-def test_nothing_from_results_runs_and_all_of_it_is_shown(browser, tmp_path):
+def test_scripts_in_results_are_shown_as_text(browser, tmp_path):
     run = simulated_run(failing=3, message=EVIL)
     evil = dataclasses.replace(
         run,
@@ -130,8 +122,7 @@ def test_nothing_from_results_runs_and_all_of_it_is_shown(browser, tmp_path):
     page.close()
 
 
-def test_even_unescaped_text_could_not_run_or_fetch(browser, tmp_path):
-    """The second wall: with markup forced into the page its policy still lets nothing run and nothing out."""
+def test_policy_blocks_unescaped_scripts_and_requests(browser, tmp_path):
     path = tmp_path / "report.html"
     page_text = to_html(simulated_run(count=5))
     forced = "<script>window.ran=1</script><img src='http://evil.invalid/x.png' onerror='window.ran=1'>"
@@ -140,12 +131,12 @@ def test_even_unescaped_text_could_not_run_or_fetch(browser, tmp_path):
     opened = Opened(browser, path)
     assert opened.page.evaluate("window.ran") is None
     assert len(opened.complaints) >= 2 and all("Content Security Policy" in text for text in opened.complaints)
-    # Chromium names a request that its policy stops; none has a response.
+    # Chromium lists requests that the policy blocks, without a response.
     assert opened.page.evaluate("performance.getEntriesByType('resource').filter(e => e.responseStatus).length") == 0
     opened.page.close()
 
 
-def test_a_sweep_has_curves_over_rate_and_a_part_per_run(browser, tmp_path):
+def test_sweep_has_charts_over_rate_and_a_section_per_run(browser, tmp_path):
     runs = [simulated_run(rate=rate, count=30, slo={"ttft": 200}, limited=rate == 8) for rate in (8, 1, 4)]
     write_html(ResultFile(runs=tuple(named(runs)), highest_rate=4.0), tmp_path / "sweep.html")
     opened = Opened(browser, tmp_path / "sweep.html")
@@ -167,7 +158,7 @@ def test_a_sweep_has_curves_over_rate_and_a_part_per_run(browser, tmp_path):
     page.close()
 
 
-def test_measures_can_be_chosen_and_series_hidden(browser, tmp_path):
+def test_measures_are_selected_and_series_hidden(browser, tmp_path):
     write_html([simulated_run(rate=rate, count=30) for rate in (1, 4)], tmp_path / "sweep.html")
     opened = Opened(browser, tmp_path / "sweep.html")
     figure = opened.page.locator('figure[data-kind="tails"]')
@@ -175,14 +166,14 @@ def test_measures_can_be_chosen_and_series_hidden(browser, tmp_path):
     figure.get_by_role("button", name="ITL").click()
     assert figure.locator('.choices [aria-pressed="true"]').all_inner_texts() == ["ITL"]
     assert figure.locator("canvas").screenshot() != shot
-    whole = figure.locator("canvas").screenshot()
+    before = figure.locator("canvas").screenshot()
     figure.get_by_role("button", name="4 req/s").click()
-    assert figure.locator("canvas").screenshot() != whole
+    assert figure.locator("canvas").screenshot() != before
     assert opened.complaints == []
     opened.page.close()
 
 
-def test_pointing_at_a_request_tells_about_it(browser, tmp_path):
+def test_tooltip_describes_a_request(browser, tmp_path):
     records = [
         RequestRecord(index=0, intended=0.0, sent=0.5, chunks=(1.0, 2.0), ended=2.0, input_tokens=9, output_tokens=2),
         RequestRecord(index=1, intended=0.0, sent=0.0, ended=1.0, outcome="http_500", message="it broke"),
@@ -202,7 +193,7 @@ def test_pointing_at_a_request_tells_about_it(browser, tmp_path):
 
 
 @pytest.mark.parametrize("width", [360, 1400])
-def test_pages_fit_narrow_and_wide_screens_light_and_dark(browser, tmp_path, width):
+def test_pages_fit_narrow_and_wide_screens_in_both_colour_schemes(browser, tmp_path, width):
     write_html([simulated_run(rate=rate, failing=2, message="x" * 300) for rate in (1, 2)], tmp_path / "r.html")
     grounds = []
     for dark in (False, True):
@@ -219,7 +210,7 @@ def test_pages_fit_narrow_and_wide_screens_light_and_dark(browser, tmp_path, wid
     [(), (RequestRecord(index=0, intended=0.0, outcome="connect", message="refused"),)],
     ids=["no requests", "none sent"],
 )
-def test_runs_without_measurements_make_a_page_all_the_same(browser, tmp_path, records):
+def test_runs_without_measurements_have_a_page(browser, tmp_path, records):
     write_html(RunResult(records=records, duration_s=0.0, interrupted=True), tmp_path / "r.html")
     opened = Opened(browser, tmp_path / "r.html")
     assert "interrupted" in opened.page.locator(".warnings").inner_text()
@@ -228,8 +219,7 @@ def test_runs_without_measurements_make_a_page_all_the_same(browser, tmp_path, r
     opened.page.close()
 
 
-def test_requests_given_up_on_purpose_are_no_failures(monkeypatch):
-    """Where results tell the two apart, the page does."""
+def test_abandoned_requests_are_not_failures(monkeypatch):
     records = [
         RequestRecord(index=k, intended=float(k), sent=float(k), ended=k + 1.0, outcome=outcome)
         for k, outcome in enumerate(["timeout", "disconnected", "disconnected"])
@@ -243,12 +233,12 @@ def test_requests_given_up_on_purpose_are_no_failures(monkeypatch):
     assert page.count('class="message"') == 1 and "given up on purpose</span>" in page
 
 
-def test_many_failures_are_counted_not_all_listed():
+def test_number_of_listed_failures_is_limited():
     records = [RequestRecord(index=k, intended=float(k), outcome="timeout") for k in range(MAX_FAILURES + 30)]
     page = to_html(RunResult(records=tuple(records), duration_s=90.0))
     assert "and 30 more." in page and page.count('class="message"') == MAX_FAILURES
 
 
-def test_no_runs_are_refused():
+def test_report_without_runs_is_refused():
     with pytest.raises(ValueError, match="needs a run"):
         to_html([])
