@@ -107,21 +107,6 @@ def test_python_client_streams_the_same_text(server: RealServer) -> None:
         assert streamed == client.completions("A cat is", max_tokens=10, temperature=0).text
 
 
-def test_scaling_of_a_request_changes_its_answer(server: RealServer) -> None:
-    body = {**LONG, "max_tokens": 20}
-    plain, default, scaled = (
-        text_of(server.ask(COMPLETIONS, **body, **fields))
-        for fields in (
-            {},
-            {"rope_scaling": {"rope_type": "default"}},
-            {"rope_scaling": {"type": "linear", "factor": 4}},
-        )
-    )
-    assert plain == default != scaled
-    error = server.refuse(COMPLETIONS, **body, rope_scaling={"type": "linear", "factor": -1})
-    assert error["param"] == "rope_scaling.factor"
-
-
 def test_disconnected_client_frees_its_blocks(server: RealServer) -> None:
     """Both a stream and a plain request, closed during generation."""
     eventually(lambda: server.metric("windlass_num_requests_running") == 0, 20)

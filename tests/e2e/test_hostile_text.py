@@ -116,6 +116,16 @@ def save_model(folder: Path, tokenizer: tokenizers.Tokenizer, template: str | No
     return folder
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model", toys.byte_level())
+
+
+@pytest.fixture
+def hostile_model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "hostile", toys.byte_level(), TEMPLATE)
+
+
 def resident(pid: int) -> float:
     """Memory of a server and its text workers without the engine, in MiB. Shared pages are counted once."""
     total = 0.0
@@ -153,7 +163,7 @@ def render_all(url: str) -> list[tuple[int, int, float, str]]:
 
 
 @pytest.mark.slow
-def test_hostile_templates_are_refused(tmp_path: Path) -> None:
+def test_hostile_templates_are_refused() -> None:
     assert len(HOSTILE) == 50
     with live_server(template=TEMPLATE, template_seconds=0.5, template_memory=192 * MIB) as live:
 
@@ -169,9 +179,8 @@ def test_hostile_templates_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_hostile_templates_do_not_disturb_streams(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", toys.byte_level(), TEMPLATE)
-    with Served(model) as served:
+def test_hostile_templates_do_not_disturb_streams(hostile_model: Path) -> None:
+    with Served(hostile_model) as served:
         url = served.wait_ready()
         before = resident(served.process.pid)
         with watched(url) as found:
@@ -185,12 +194,11 @@ def test_hostile_templates_do_not_disturb_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_hanging_template_delays_no_shutdown(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", toys.byte_level(), TEMPLATE)
+def test_hanging_template_delays_no_shutdown(hostile_model: Path) -> None:
     which = next(number for number, source in enumerate(HOSTILE) if "tojson" in source)
 
     def seconds_to_end() -> float:
-        with Served(model, "--grace-period", "1") as served, ThreadPoolExecutor(1) as pool:
+        with Served(hostile_model, "--grace-period", "1") as served, ThreadPoolExecutor(1) as pool:
             url = served.wait_ready()
             body = {"messages": USER, "chat_template_kwargs": {"which": which}}
             answer = pool.submit(httpx.post, url + CHAT, json=body, timeout=60)
@@ -280,8 +288,8 @@ def longest_wait(url: str, name: str) -> float:
 
 
 @pytest.mark.slow
-def test_large_texts_do_not_disturb_streams(tmp_path: Path) -> None:
-    with Served(save_model(tmp_path / "model", toys.byte_level())) as served:
+def test_large_texts_do_not_disturb_streams(model: Path) -> None:
+    with Served(model) as served:
         names = ("tokenize one word", "detokenize", "truncate too much", "too many ids to truncate")
         url = served.wait_ready()
         for name in names:
@@ -289,8 +297,8 @@ def test_large_texts_do_not_disturb_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_memory_of_the_largest_texts_is_released(tmp_path: Path) -> None:
-    with Served(save_model(tmp_path / "model", toys.byte_level())) as served:
+def test_memory_of_the_largest_texts_is_released(model: Path) -> None:
+    with Served(model) as served:
         url = served.wait_ready()
         with httpx.Client(base_url=url) as client:
             client.post("/tokenize", json={"prompt": "hello"})
@@ -332,9 +340,9 @@ def test_large_texts_of_callers_alternate() -> None:
 
 
 @pytest.mark.slow
-def test_disconnected_clients_release_the_worker_of_large_texts(tmp_path: Path) -> None:
+def test_disconnected_clients_release_the_worker_of_large_texts(model: Path) -> None:
     """Sockets are closed at various moments of the wait for one worker. Then large texts are served as before."""
-    with Served(save_model(tmp_path / "model", toys.byte_level())) as served:
+    with Served(model) as served:
         url = served.wait_ready()
         port = int(url.rpartition(":")[2])
         for path in ("/tokenize", "/v1/completions"):

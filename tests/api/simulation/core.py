@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from helpers.cache_invariants import assert_balanced, assert_consistent
+from helpers.scripted_engine import model_info
 from simulation.faults import INJECTED
 from simulation.invariants import check_bounds
 from simulation.model import EOS, GROUPS, PLANNER, VOCAB, PagedKeys, draw, frequencies_of, key_of
@@ -220,30 +221,19 @@ class SimulatedRunner:
 
 
 def _info(config: EngineConfig, plan: Plan) -> ModelInfo:
-    return ModelInfo(
+    return model_info(
         path=config.model,
         architecture="SimulatedForCausalLM",
         vocab_size=VOCAB,
         max_model_len=plan.max_model_len,
         trained_len=24,
-        dtype="float32",
-        weight_dtype="float32",
-        kv_cache_dtype="float32",
-        quantization=None,
-        device="cpu",
-        num_parameters=1000,
         num_layers=1,
         block_size=plan.block_size,
         num_kv_blocks=(plan.num_blocks,),
-        kv_cache_bytes=1 << 20,
-        kv_bytes_per_token=64,
         max_num_seqs=config.scheduling.max_num_seqs,
         max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
         eos_token_ids=(EOS,),
         rotary_groups=GROUPS,
         model_rotary_groups=GROUPS,
-        weight_bytes=1 << 20,
-        load_seconds=0.1,
-        shift_context=plan.max_model_len,
         fingerprint="simulated",
     )

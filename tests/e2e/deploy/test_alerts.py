@@ -6,8 +6,7 @@ import re
 
 import pytest
 import yaml
-from e2e_helpers.dashboard import PANELS
-from e2e_helpers.prometheus import ALERTS, ROOT, needs_prometheus, promtool
+from e2e_helpers.prometheus import ALERTS, PANELS, ROOT, needs_prometheus, promtool
 from typer.main import get_command
 
 from windlass.engine.errors import DeadlineError, EngineDeadError, QueueFullError, RequestError
