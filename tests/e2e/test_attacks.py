@@ -346,7 +346,7 @@ def test_ten_thousand_connections_beyond_the_limits() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_thousand_unread_streams_are_dropped() -> None:
+def test_thousand_unread_streams_are_dropped() -> None:
     options = ("--max-connections-per-address", str(UNREAD), "--write-timeout", "3")
     with serve(*options) as server:
         pid, engine = server.process.pid, server.engine_pid()

@@ -55,6 +55,12 @@ def run_seeds(seeds: range, replicas: int = 1) -> list[Report]:
     return reports
 
 
+def test_first_seeds_have_no_violations() -> None:
+    run_seeds(range(10))
+    run_seeds(range(10), replicas=2)
+
+
+@pytest.mark.slow
 def test_seeds_have_no_violations() -> None:
     reports = run_seeds(range(60))
     # The seeds must cover most faults and outcomes.
@@ -67,6 +73,7 @@ def test_seeds_have_no_violations() -> None:
     assert len(happened) > 10, happened
 
 
+@pytest.mark.slow
 def test_seeds_with_two_engines_have_no_violations() -> None:
     """A death fails only the started requests of the engine, if another engine is ready."""
     reports = run_seeds(range(40), replicas=2)

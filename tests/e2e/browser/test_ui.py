@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from helpers.browser import Seen
 from helpers.live_server import Live, live_server
@@ -10,6 +12,14 @@ from playwright.sync_api import Browser, expect
 from windlass.server.app.web_pages import UI_PATHS
 
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+@pytest.fixture
+def seen(browser: Browser, live: Live) -> Iterator[Seen]:
+    """The page, which is checked for errors at the end."""
+    seen = Seen(browser, live)
+    yield seen
+    seen.done()
 
 
 def set_reply(live: Live, text: str) -> None:
@@ -48,10 +58,9 @@ def test_disabled_page_is_not_found() -> None:
         assert live.http.get("/", headers=HTML).status_code == 401
 
 
-def test_answer_is_shown_as_markdown_without_html(browser: Browser, live: Live) -> None:
+def test_answer_is_shown_as_markdown_without_html(seen: Seen, live: Live) -> None:
     hostile = "**bold** <img src=x onerror=alert(1)> [bad](javascript:alert(1)) ![p](https://other.example/p.png)\n\n"
     set_reply(live, hostile + "```js\n1 < 2\n```\n")
-    seen = Seen(browser, live)
     seen.ask("hello")
     answer = seen.page.locator(".message.assistant")
     expect(answer.locator("strong")).to_have_text("bold")
@@ -60,10 +69,9 @@ def test_answer_is_shown_as_markdown_without_html(browser: Browser, live: Live) 
     assert "<img src=x onerror=alert(1)>" in answer.inner_text() and "javascript:alert(1)" in answer.inner_text()
     assert answer.locator("img, script").count() == 0
     assert [link.get_attribute("href") for link in answer.locator("a").all()] == ["https://other.example/p.png"]
-    seen.done()
 
 
-def test_deeply_nested_markdown_is_shown_as_text(browser: Browser, live: Live) -> None:
+def test_deeply_nested_markdown_is_shown_as_text(seen: Seen) -> None:
     draw = """async (text) => {
         const { html, render } = await import("/ui/html.js");
         const { Markdown } = await import("/ui/markdown.js");
@@ -71,7 +79,6 @@ def test_deeply_nested_markdown_is_shown_as_text(browser: Browser, live: Live) -
         render(html`<${Markdown} text=${text} />`, place);
         return place.innerText;
     }"""
-    seen = Seen(browser, live)
     mixed = (
         "".join(("*a ", "**b ")[i % 2] for i in range(200)) + "end" + "".join(("** ", "* ")[i % 2] for i in range(200))
     )
@@ -79,12 +86,10 @@ def test_deeply_nested_markdown_is_shown_as_text(browser: Browser, live: Live) -
         assert "end" in seen.page.evaluate(draw, text), text[:10]
     seen.page.evaluate(draw, "> " * 20 + "- **end**")
     assert seen.page.locator("blockquote " * 20 + "li strong").last.inner_text() == "end"
-    seen.done()
 
 
-def test_settings_system_prompt_and_scaling_reach_the_engine(browser: Browser, live: Live) -> None:
+def test_settings_system_prompt_and_scaling_reach_the_engine(seen: Seen, live: Live) -> None:
     set_reply(live, "yes")
-    seen = Seen(browser, live)
     page = seen.page
     page.get_by_text("Settings", exact=True).click()
     page.get_by_label("System prompt").fill("Be brief.")
@@ -97,24 +102,20 @@ def test_settings_system_prompt_and_scaling_reach_the_engine(browser: Browser, l
     assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 7)
     assert request.rope_scaling is not None and request.rope_scaling.rope_type == "linear"
     assert "[system]Be brief." in live.tokenizer.decode(request.prompt_token_ids)
-    seen.done()
 
 
-def test_escape_stops_the_answer_and_the_engine(browser: Browser, live: Live) -> None:
+def test_escape_stops_the_answer_and_the_engine(seen: Seen, live: Live) -> None:
     live.engine.delay = 0.02
-    seen = Seen(browser, live)
     seen.ask("hello")
     expect(seen.page.get_by_role("button", name="Stop")).to_be_visible()
     expect(seen.page.locator(".message.assistant .markdown")).not_to_be_empty()
     seen.page.keyboard.press("Escape")
     expect(seen.page.locator(".message.assistant .facts")).to_contain_text("stopped")
     live.wait(lambda: len(live.engine.aborted) == 1)
-    seen.done()
 
 
-def test_message_is_edited_and_answer_regenerated(browser: Browser, live: Live) -> None:
+def test_message_is_edited_and_answer_regenerated(seen: Seen, live: Live) -> None:
     set_reply(live, "fine")
-    seen = Seen(browser, live)
     page = seen.page
     for text in ("first", "second"):
         seen.ask(text)
@@ -130,24 +131,20 @@ def test_message_is_edited_and_answer_regenerated(browser: Browser, live: Live) 
     prompt = live.tokenizer.decode(live.engine.requests[3].prompt_token_ids)
     assert "third" in prompt and "first" not in prompt and "second" not in prompt
     expect(page.locator(".message")).to_have_count(2)
-    seen.done()
 
 
-def test_two_scalings_are_compared(browser: Browser, live: Live) -> None:
+def test_two_scalings_are_compared(seen: Seen, live: Live) -> None:
     set_reply(live, "both")
-    seen = Seen(browser, live)
     seen.page.get_by_role("button", name="Compare").click()
     seen.page.get_by_label("Right: rotary scaling").fill('{"rope_type": "yarn", "factor": 4}')
     seen.ask("hello")
     expect(seen.page.locator(".message.assistant .facts")).to_have_count(2)
     kinds = {request.rope_scaling and request.rope_scaling.rope_type for request in live.engine.requests}
     assert kinds == {None, "yarn"}
-    seen.done()
 
 
-def test_refusals_are_shown_and_the_chat_continues(browser: Browser, live: Live) -> None:
+def test_refusals_are_shown_and_the_chat_continues(seen: Seen, live: Live) -> None:
     set_reply(live, "now")
-    seen = Seen(browser, live)
     field = seen.page.get_by_label("Rotary scaling")
     field.fill("{")
     seen.ask("hello")
@@ -161,7 +158,6 @@ def test_refusals_are_shown_and_the_chat_continues(browser: Browser, live: Live)
     expect(seen.page.locator(".message.assistant .markdown")).to_have_text("now")
     expect(seen.page.locator(".message")).to_have_count(2)
     seen.complaints.clear()  # of the browser about the 400
-    seen.done()
 
 
 def test_copied_program_sends_the_request_of_the_page(browser: Browser, live: Live) -> None:

@@ -39,11 +39,11 @@ def through_the_sdk(dashboard: Any) -> Any:
     return json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
 
 
-def test_the_sdk_of_grafana_knows_every_field():
+def test_sdk_of_grafana_knows_every_field():
     assert list(lost_values(DASHBOARD, through_the_sdk(DASHBOARD), "dashboard")) == []
 
 
-def test_the_sdk_drops_unknown_fields():
+def test_sdk_drops_unknown_fields():
     text = json.dumps(DASHBOARD).replace('"fillOpacity"', '"fill"', 1).replace('"graphMode"', '"mode"', 1)
     wrong = json.loads(text)
     assert len(list(lost_values(wrong, through_the_sdk(wrong), "dashboard"))) == 2
@@ -61,7 +61,7 @@ def test_every_query_uses_the_provisioned_data_source():
         assert len(set(references)) == len(references), panel["title"]
 
 
-def test_the_dashboard_is_provisioned_from_its_mount():
+def test_dashboard_is_provisioned_from_its_mount():
     (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/windlass.yml").read_text())["providers"]
     assert provider["options"]["path"] == "/etc/grafana/dashboards"
     assert f"{provider['options']['path']}/windlass.json" in (GRAFANA / "grafana.ini").read_text()

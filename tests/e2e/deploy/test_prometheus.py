@@ -165,7 +165,7 @@ def test_every_queried_metric_and_label_exists(expression, printed):
             assert not known or not set(names) - known, f"{name}: {value!r} is not in {known}"
 
 
-def test_the_dashboard_shows_every_metric(printed):
+def test_dashboard_shows_every_metric(printed):
     shown = {name for expression in QUERIES for name in uses(expression).names}
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in printed if not name.endswith("_created")}
