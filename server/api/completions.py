@@ -7,35 +7,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.outputs import TokenLogprobs
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
-from windlass.server.http.request_id import request_id, set_request_id
+from windlass.server.observability.logging import request_id
 from windlass.server.schemas.completions import Completion, CompletionEvent, CompletionRequest
-from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, fingerprinted_envelope, run_generation
-from windlass.server.serving.job import GenerationJob, scaling_hint
+from windlass.server.serving.job import GenerationJob, ResponseOptions, admit_request, scaling_hint
 from windlass.server.serving.prompts import check_suffix, check_token_prompts, fill_in_prompts, split_prompts
 from windlass.server.serving.response_format import CompletionLogprobLists, JsonList
-from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice, ResponseOptions, in_batches
+from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice, in_batches
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
-
 _LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+router = ApiRouter("Completions", "Continuations of prompts.")
 
 
 @dataclass(slots=True)
 class _Echo:
-    """The prompt as its choices repeat it. `end`: where the text goes on, in characters."""
+    """The prompt that its choices repeat. end: offset in characters at which the generated text begins."""
 
     text: str
     logprobs: dict[str, JsonList] | None = None
@@ -43,7 +43,7 @@ class _Echo:
 
 
 class CompletionWriter(ChoiceWriter):
-    """`echoes`: per prompt the text to repeat before each of its choices, or None."""
+    """Writes the answers to prompts. echoes: text of each prompt that its choices repeat, None without `echo`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class CompletionWriter(ChoiceWriter):
             echo.logprobs = _empty_lists()
             pairs = list(zip(self.prompts[prompt_index].token_ids, entries, strict=True))
             for piece in in_batches(pairs):
-                self.count_bytes(_extend(echo.logprobs, layout.layout(*zip(*piece, strict=True))))
+                self.budget.add(_extend(echo.logprobs, layout.layout(*zip(*piece, strict=True))))
             echo.end = layout.position
 
     def begin(self, choice: int) -> bytes:
@@ -148,30 +148,80 @@ def _empty_lists() -> dict[str, JsonList]:
 
 
 def _extend(lists: dict[str, JsonList], layout: dict[str, Any]) -> int:
-    """Append what was laid out; returns the bytes that took."""
+    """Append the lists; returns the number of added bytes."""
     before = sum(found.size for found in lists.values())
     for name, found in lists.items():
         found.extend(layout[name])
     return sum(found.size for found in lists.values()) - before
 
 
-router = APIRouter(tags=["Completions"])
+def _example_chunk(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1767225600,
+        "model": "demo",
+        "system_fingerprint": "fp_4f1d2c3b5a697887",
+        "choices": choices,
+        "usage": usage,
+    }
 
 
-@router.post(
-    "/v1/completions",
-    openapi_extra=openapi_body(CompletionRequest),
-    responses=openapi_responses(Completion, events=CompletionEvent, errors=GENERATION_ERRORS),
+_COMPLETION = Operation(
+    body=CompletionRequest,
+    response=Completion,
+    events=CompletionEvent,
+    done_event=True,
+    errors=GENERATION_ERRORS,
+    examples={
+        "plain": ("Continuation of a prompt", {"prompt": "The king said", "max_tokens": 16}),
+        "several": (
+            "Two prompts with two answers each",
+            {"prompt": ["The king", "The sea"], "max_tokens": 8, "n": 2, "seed": 7},
+        ),
+        "scored": (
+            "Log-probabilities of a text",
+            {"prompt": "The sea is wide", "max_tokens": 0, "echo": True, "logprobs": 1},
+        ),
+        "streamed": (
+            "Streamed",
+            {
+                "prompt": "The king said",
+                "max_tokens": 16,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+        ),
+        "scaled": (
+            "Another rotary scaling",
+            {"prompt": "The king said", "max_tokens": 8, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        ),
+    },
+    stream_examples=[
+        _example_chunk([{"index": 0, "text": " no", "logprobs": None, "finish_reason": None}]),
+        _example_chunk(
+            [{"index": 0, "text": ".", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
+        ),
+        _example_chunk(
+            [],
+            {
+                "prompt_tokens": 6,
+                "completion_tokens": 2,
+                "total_tokens": 8,
+                "prompt_tokens_details": {"cached_tokens": 0},
+            },
+        ),
+    ],
 )
+
+
+@router.endpoint("POST", "/v1/completions", _COMPLETION)
 async def create_completion(request: Request) -> Response:
     """Continue one or several prompts, given as text or token ids."""
     arrival = time.monotonic()
     state = state_of(request)
-    body = await read_body(request, CompletionRequest, stall_seconds=state.settings.body_stall_seconds)
-    if body.request_id is not None:
-        set_request_id(request.scope, body.request_id)
-    state.check_model(body.model)
-    info = state.admit(caller_of(request))
+    body = await read_body(request, CompletionRequest)
+    info = admit_request(request, body)
     job = check_generation(
         state,
         body,
@@ -181,7 +231,6 @@ async def create_completion(request: Request) -> Response:
         arrival=arrival,
         default_max_tokens=state.settings.completion_max_tokens,
         logprobs=body.logprobs,
-        chat=False,
         echo=bool(body.echo),
     )
 
@@ -227,7 +276,7 @@ async def _encode_prompts(job: GenerationJob, body: CompletionRequest) -> list[P
 
 
 async def _echo_texts(job: GenerationJob, prompts: list[Prompt]) -> list[str]:
-    """What `echo` repeats: the caller's own text where there is one, else what the token ids say."""
+    """The texts that `echo` repeats: those of the request, or decoded token ids."""
     without_text = [prompt.token_ids for prompt in prompts if prompt.text is None]
     decoded: Iterator[str] = iter(())
     if without_text:

@@ -1,4 +1,4 @@
-"""Errors about fields of a chat, in the names of the API that the request used."""
+"""Requests translated from other APIs, whose errors use the field names of the API that the client used."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from windlass.engine.errors import RequestError
 from windlass.server.errors import ApiError
-from windlass.server.schemas.chat import ChatRequest
+from windlass.server.schemas.generation import GenerationRequest
+
+B = TypeVar("B", bound=GenerationRequest)
 
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.(\w+))?.*")
 
 
 class FieldNames:
-    """names: by the chat's name of a field, what it is called here. places: by message, where it came from.
+    """Names of fields in the original API.
 
-    parts: by the chat's name of a field of a message, what it is called there; "" for the place itself.
+    names: by the name in the translated request. message_paths: path in the original body, by message of the chat.
+    message_fields: by the name of a field of a chat message; "" means the path itself.
     """
 
     def __init__(
@@ -29,7 +33,7 @@ class FieldNames:
 
     @contextmanager
     def renamed_errors(self) -> Iterator[None]:
-        """Errors raised inside name the fields as this API does."""
+        """Rename the fields in errors that are raised inside."""
         try:
             yield
         except ApiError as error:
@@ -55,8 +59,8 @@ class FieldNames:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatTranslation:
-    """A chat in place of another body, and how errors about it are told."""
+class Translation(Generic[B]):
+    """A request made from the body of another API, and the names of its fields in that API."""
 
-    body: ChatRequest
+    body: B
     names: FieldNames

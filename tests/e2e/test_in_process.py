@@ -25,7 +25,7 @@ from windlass.clients import APIConnectionError, APIError, APIStatusError, BadRe
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.config.server_options import ServerOptions
-from windlass.server.startup.llm import ANSWER_OPTIONS, read_options
+from windlass.server.startup.in_process import ANSWER_OPTIONS, read_options
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--kv-cache-memory", "64MiB", "--deterministic")
@@ -179,7 +179,7 @@ def test_options_of_engine_and_answers_are_read() -> None:
         ),
         ({"max_model_len": "5k"}, "max_model_len should be a valid integer, "),
         ({"max_num_seqs": 1.5}, "max_num_seqs should be a valid integer, "),
-        ({"max_model_len": True}, "max_model_len is no switch, got True"),
+        ({"max_model_len": True}, "max_model_len must not be a boolean, got True"),
         ({"prefix_caching": "maybe"}, "prefix_caching should be a valid boolean, "),
         ({"dtype": 5}, "dtype should be a valid string, got 5"),
         ({"chat_template": 5}, "chat_template should be a path, got 5"),
@@ -270,9 +270,9 @@ def test_close_ends_the_engine_and_requests_of_other_threads(llm: LLM) -> None:
         broken.get_final()
     model.close()
     assert engines() == before
-    with pytest.raises(APIConnectionError, match="make another"):
+    with pytest.raises(APIConnectionError, match="create another"):
         model.generate("a")
-    with pytest.raises(APIConnectionError, match="make another"):
+    with pytest.raises(APIConnectionError, match="create another"):
         model.client.models()
 
 

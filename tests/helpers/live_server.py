@@ -24,8 +24,8 @@ from helpers.toy_tokenizers import byte_level
 
 from windlass.server.app.state import ServerState
 from windlass.server.application import create_app
-from windlass.server.config.settings import ConnectionSettings, ServerSettings
-from windlass.server.http.connections import ConnectionRegistry
+from windlass.server.config.settings import ServerSettings
+from windlass.server.http.connection_limits import ConnectionRegistry, ConnectionSettings
 from windlass.server.http.server import HttpServer
 from windlass.server.text.tokenizer import Tokenizer
 

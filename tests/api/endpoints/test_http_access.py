@@ -1,4 +1,4 @@
-"""Keys, request ids, CORS, unknown paths, models, the API's description, tokenizing and metrics."""
+"""API keys, request ids, CORS, unknown paths, models, the OpenAPI document, tokenization and metrics."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PATHS = [
     "path", [*PATHS, "/health/", "//health", "/ready/x", "/HEALTH", "/health%2f..%2fmetrics", "/ui/"]
 )
 def test_every_path_but_two_needs_a_key(locked: Live, path: str) -> None:
-    url = locked.url + path  # a path alone that begins with // is read as a host
+    url = locked.url + path  # a path that begins with // is parsed as a host
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer"}, {"authorization": "first-key"}):
         for method in ("GET", "POST", "OPTIONS", "HEAD"):
             response = locked.http.request(method, url, headers=headers)
@@ -58,14 +58,14 @@ def test_health_needs_no_key(locked: Live) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_opens(locked: Live, key: str) -> None:
+def test_every_configured_key_is_accepted(locked: Live, key: str) -> None:
     for scheme in ("Bearer", "bearer"):
         headers = {"authorization": f"{scheme} {key}".encode()}
         assert locked.http.get("/v1/models", headers=headers).status_code == 200
         assert locked.http.get("/metrics", headers=headers).status_code == 200
 
 
-def test_a_host_header_cannot_move_the_path(locked: Live) -> None:
+def test_host_header_cannot_change_the_path(locked: Live) -> None:
     url = httpx.URL(locked.url)
     for request in (
         b"GET /v1/models HTTP/1.1\r\nhost: x/health?\r\n",
@@ -94,10 +94,11 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         scope = {"headers": [(b"authorization", b"Bearer " + key)]}
         assert (middleware._caller(scope) is not None) is allowed
         assert len(compared) == 3  # all keys, whatever matched
-        assert {len(digest) for pair in compared for digest in pair} == {64}  # and digests, so lengths do not tell
+        # Digests: the duration does not depend on the length.
+        assert {len(digest) for pair in compared for digest in pair} == {64}
 
 
-def test_empty_keys_are_no_keys() -> None:
+def test_empty_keys_are_ignored() -> None:
     with pytest.raises(ValueError, match="API key"):
         ServerSettings(served_model_name="m", api_keys=("",))
 
@@ -120,7 +121,7 @@ def test_request_ids(live: Live) -> None:
     assert len({request.request_id for request in live.engine.requests}) == len(live.engine.requests)
 
 
-def test_cors_is_off_unless_asked_for(live: Live) -> None:
+def test_cors_is_off_by_default(live: Live) -> None:
     headers = {"origin": "http://page.example", "access-control-request-method": "POST"}
     response = live.http.options("/v1/completions", headers=headers)
     assert response.status_code == 204 and "access-control-allow-origin" not in response.headers
@@ -142,7 +143,7 @@ def test_cors_never_allows_credentials(origins: tuple[str, ...]) -> None:
         assert other.headers.get("access-control-allow-origin") == ("*" if origins == ("*",) else None)
 
 
-# What openai's JavaScript client sends, and other clients beside it.
+# Headers of openai's JavaScript client and of other clients.
 CLIENT_HEADERS = """authorization content-type x-api-key x-request-id x-stainless-arch x-stainless-lang x-stainless-os
     x-stainless-package-version x-stainless-retry-count x-stainless-runtime x-stainless-runtime-version
     x-stainless-timeout openai-organization anthropic-version""".split()
@@ -203,7 +204,7 @@ def test_unknown_paths_and_methods(live: Live) -> None:
      "/v1/rotary", "/v1/responses/resp_1", "/nope", "/v1/completions"],
 )  # fmt: skip
 def test_head_answers_as_get_without_a_body(live: Live, path: str) -> None:
-    """The second request on the connection would fail, were there a body."""
+    """A body would make the second request on the connection fail."""
     for _ in range(2):
         got, head = live.http.get(path), live.http.head(path)
         assert head.status_code == got.status_code and head.content == b"" and got.content
@@ -213,7 +214,7 @@ def test_head_answers_as_get_without_a_body(live: Live, path: str) -> None:
         assert set(head.headers) == set(got.headers)
 
 
-def test_options_and_refused_methods_name_what_a_path_takes(live: Live) -> None:
+def test_allowed_methods_of_a_path(live: Live) -> None:
     for path, allowed in (
         ("/v1/completions", "OPTIONS, POST"),
         ("/v1/models", "GET, HEAD, OPTIONS"),
@@ -259,7 +260,7 @@ def test_models(live: Live) -> None:
         assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
 
 
-def test_a_models_template_tells_what_it_knows() -> None:
+def test_model_object_has_template_capabilities() -> None:
     source = (
         "{% if tools %}{{ tools }}{% endif %}{% for message in messages %}{{ message.content }}{{ message.tool_calls }}"
         "{% endfor %}{% if enable_thinking %}<think>{% endif %}</think>"
@@ -284,7 +285,7 @@ def test_unknown_models_get_404(live: Live) -> None:
         assert live.post(path, {**body, "model": "toy"}).status_code == 200
 
 
-def test_the_description_documents_streams_bodies_and_errors(live: Live) -> None:
+def test_openapi_document_has_streams_bodies_and_errors(live: Live) -> None:
     schema = live.http.get("/openapi.json").json()
     for path, body in (("/v1/completions", "CompletionRequest"), ("/v1/chat/completions", "ChatRequest")):
         post = schema["paths"][path]["post"]
@@ -416,7 +417,7 @@ def test_metrics() -> None:
         assert samples(live)["engine_up"] == 0
 
 
-def test_two_apps_keep_their_metrics_apart(live: Live) -> None:
+def test_two_apps_have_separate_metrics(live: Live) -> None:
     with live_server() as other:
         other.complete(max_tokens=1)
         assert samples(other)["time_to_first_token_seconds_count"] == 1

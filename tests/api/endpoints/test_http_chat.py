@@ -30,11 +30,11 @@ def live(shared: Live) -> Live:
 
 
 def prompt_of(live: Live) -> str:
-    """The text that reached the engine last."""
+    """The text of the last request to the engine."""
     return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
 
 
-def test_a_whole_answer(live: Live) -> None:
+def test_complete_answer(live: Live) -> None:
     answer = live.chat("hello", max_tokens=4)
     assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
     (choice,) = answer["choices"]
@@ -83,7 +83,7 @@ def test_logprobs(live: Live) -> None:
     assert live.refuse(PATH, {"messages": USER, "top_logprobs": 2})["param"] == "top_logprobs"
 
 
-def test_prompt_facts_stand_at_the_top(live: Live) -> None:
+def test_prompt_values_are_at_the_top_level(live: Live) -> None:
     body = {"messages": USER, "max_tokens": 2, "return_token_ids": True, "prompt_logprobs": 0}
     answer = live.chat(**body)
     ids = live.engine.requests[-1].prompt_token_ids
@@ -138,7 +138,7 @@ def test_template_options(live: Live) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"context_overflow": "drop_turns"}])
-def test_a_slip_of_a_role_is_refused_in_any_turn(live: Live, fields: dict[str, Any]) -> None:
+def test_misspelled_role_is_refused_in_any_turn(live: Live, fields: dict[str, Any]) -> None:
     error = live.refuse(PATH, {"messages": [{"role": "usr", "content": "a"}, *USER], **fields})
     assert error["message"] == "messages[0].role is 'usr': did you mean 'user'?"
     assert (error["param"], error["code"]) == ("messages[0].role", "invalid_value")
@@ -146,14 +146,14 @@ def test_a_slip_of_a_role_is_refused_in_any_turn(live: Live, fields: dict[str, A
 
 
 @pytest.mark.parametrize("role", ["user", "system", "developer"])
-def test_who_asks_says_something(live: Live, role: str) -> None:
+def test_empty_user_message(live: Live, role: str) -> None:
     for silent in ({"role": role}, {"role": role, "content": None}):
         error = live.refuse(PATH, {"messages": [*USER, silent]})
         assert (error["param"], error["code"]) == ("messages[1].content", "missing_field")
     live.chat(messages=[{"role": role, "content": ""}], max_tokens=1)
 
 
-def test_what_the_template_refuses_is_the_callers_fault(live: Live) -> None:
+def test_errors_of_the_template_are_a_400(live: Live) -> None:
     error = live.refuse(PATH, {"messages": [{"role": "forbidden", "content": "x"}]})
     assert "no such role" in error["message"] and error["param"] == "messages"
     for name in ("messages", "add_generation_prompt", "tools"):
@@ -186,7 +186,7 @@ def test_a_chat_that_cannot_fit_is_refused_with_both_numbers(live: Live) -> None
         ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],
 )
-def test_what_would_change_the_answer_is_refused(live: Live, fields: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_with_effect_are_refused(live: Live, fields: dict[str, Any], param: str) -> None:
     assert live.refuse(PATH, {"messages": USER, **fields})["param"] == param
 
 
@@ -205,11 +205,11 @@ def test_empty_requests_for_tools_are_accepted(live: Live) -> None:
         ({"role": "assistant", "content": "x", "audio": {"id": "y"}}, "audio"),
     ],
 )
-def test_messages_at_fault_are_named(live: Live, message: dict[str, Any], param: str) -> None:
+def test_invalid_messages_are_named(live: Live, message: dict[str, Any], param: str) -> None:
     assert live.refuse(PATH, {"messages": [*USER, message]})["param"] == f"messages[1].{param}"
 
 
-def test_a_model_without_template_says_so() -> None:
+def test_model_without_template() -> None:
     with live_server(template=None) as live:
         error = live.refuse(PATH, {"messages": USER})
         assert "no chat template" in error["message"]
@@ -220,7 +220,7 @@ def test_a_model_without_template_says_so() -> None:
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def test_a_slow_template_is_ended_and_holds_nobody_up() -> None:
+def test_slow_template_is_ended_and_delays_no_other_request() -> None:
     template = "{% if spin %}" + SLOW + "{% endif %}ok"
     with live_server(template=template, template_seconds=2.0) as live, ThreadPoolExecutor(1) as pool:
         body = {"messages": USER, "chat_template_kwargs": {"spin": True}}
@@ -236,7 +236,7 @@ def test_a_slow_template_is_ended_and_holds_nobody_up() -> None:
             assert 2.0 <= time.monotonic() - begin < 15
             return took
 
-        in_time(seconds_of_others, 2.0)  # that is, before the slow one is ended
+        in_time(seconds_of_others, 2.0)  # before the slow one is ended
 
 
 def test_the_openai_client(live: Live) -> None:
@@ -282,3 +282,16 @@ def test_the_async_openai_client_with_many_streams_at_once(live: Live) -> None:
             return await asyncio.gather(*(one(number) for number in range(12)))
 
     assert asyncio.run(main()) == [("bcd" * 4)[: number + 1] for number in range(12)]
+
+
+def test_process_round_trips_of_a_streaming_chat() -> None:
+    """One job of a text worker and one engine request; a grammar that is not cached is compiled in a second job."""
+    function = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    forced = {"tools": [function], "tool_choice": "required"}
+    with live_server(template="{% if tools %}{% endif %}{{ messages[-1].content }}") as live:
+        for fields, jobs in (({}, 1), ({"truncate_prompt_tokens": 5}, 1), (forced, 2), (forced, 1)):
+            before, requests = live.state.text._pool.jobs, len(live.engine.requests)
+            body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, **fields}
+            assert live.stream("/v1/chat/completions", body)[-1] == "[DONE]"
+            assert live.state.text._pool.jobs - before == jobs, fields
+            assert len(live.engine.requests) - requests == 1

@@ -1,4 +1,4 @@
-"""What holds for requests that say nothing: the model's own sampling; its names; its fingerprint; the path of a proxy."""
+"""Defaults of requests: the model's sampling parameters, its names and fingerprint, and the path of a proxy."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def sampling_of(live: Live, path: str, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_the_models_defaults_hold_where_a_request_says_nothing(live: Live, path: str) -> None:
+def test_model_defaults_apply_to_requests_without_the_fields(live: Live, path: str) -> None:
     names = list(SamplingDefaults.__dataclass_fields__)
     neutral = SamplingDefaults()
     sampling = sampling_of(live, path)
     assert {name: getattr(sampling, name) for name in names} == {name: getattr(DEFAULTS, name) for name in names}
-    for given in names:  # one at a time, and neutral or 0 counts as given
+    for given in names:  # individually; a neutral value or 0 counts as given
         sampling = sampling_of(live, path, **{given: getattr(neutral, given)})
         for name in names:
             assert getattr(sampling, name) == getattr(neutral if name == given else DEFAULTS, name), (given, name)
@@ -49,7 +49,7 @@ def test_the_models_defaults_hold_where_a_request_says_nothing(live: Live, path:
     assert sampling_of(live, path, temperature=None).temperature == 0.6
 
 
-def test_the_model_tells_its_defaults_under_every_name(live: Live) -> None:
+def test_model_object_has_the_defaults_under_every_name(live: Live) -> None:
     listed = live.http.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["toy", "alias", "org/model"]
     assert all(model["sampling_defaults"]["top_k"] == 20 for model in listed)
@@ -80,7 +80,7 @@ def test_the_fingerprint_changes_with_what_changes_answers(live: Live) -> None:
     assert fingerprint() != own
 
 
-def test_a_path_may_be_cut_by_the_proxy_or_not(live: Live) -> None:
+def test_root_path_with_and_without_a_stripping_proxy(live: Live) -> None:
     assert live.http.get("/a/llm/v1/models").json() == live.http.get("/v1/models").json()
     assert live.post("/a/llm/v1/completions", {"prompt": "a"}).status_code == 200
     for path in ("/a/llmv1/models", "/a/v1/models", "/a/llm", "/a/llm/a/llm/v1/models"):
@@ -88,7 +88,7 @@ def test_a_path_may_be_cut_by_the_proxy_or_not(live: Live) -> None:
     assert live.http.get("/openapi.json").json()["servers"] == [{"url": "/a/llm"}]
 
 
-def test_keys_are_asked_for_under_the_path_of_a_proxy_too() -> None:
+def test_keys_are_required_under_a_root_path() -> None:
     with live_server(root_path="/llm", api_keys=("k",)) as locked:
         for path in ("/v1/models", "/llm/v1/models", "/llm/llm/health", "/health/llm/v1/models"):
             assert locked.http.get(path).status_code == 401, path

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: which ids a prompt and a suffix become, and what is refused."""
+"""Fill-in-the-middle: token ids of prompt and suffix, and refused requests."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def plain(live: Live, text: str) -> list[int]:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("names", DIALECTS)
-def test_a_gap_stands_between_the_models_own_tokens(names: tuple[str, str, str], special: bool) -> None:
+def test_gap_uses_the_fill_in_tokens_of_the_model(names: tuple[str, str, str], special: bool) -> None:
     backend = taught(names, special=special)
     with live_server(backend=backend) as live:
         live.complete("def f(x):\n    ", suffix="\n    return y")
         (request,) = live.engine.requests
-        # As transformers' tokenizers make them of the text that the models' cards show.
+        # Token ids of the text in the model cards, by transformers' tokenizers.
         text = f"{names[0]}def f(x):\n    {names[1]}\n    return y{names[2]}"
         assert request.prompt_token_ids == backend.encode(text, add_special_tokens=True).ids
         assert live.http.get("/v1/models").json()["data"][0]["tasks"][:2] == ["generate", "infill"]
 
 
-def test_each_prompt_has_a_gap_of_its_own(live: Live) -> None:
+def test_each_prompt_has_its_own_gap(live: Live) -> None:
     prefix, suffix, middle = map(live.tokenizer.backend.token_to_id, QWEN)
     after = plain(live, "the dog")
     live.http.post(PATH, json={"prompt": ["The ", "fox"], "suffix": "the dog", "max_tokens": 2})
@@ -65,7 +65,7 @@ def test_each_prompt_has_a_gap_of_its_own(live: Live) -> None:
 
 
 @pytest.mark.parametrize("field", ["prompt", "suffix"])
-def test_what_a_caller_writes_never_ends_the_part_it_stands_in(live: Live, field: str) -> None:
+def test_special_tokens_in_texts_are_plain_text(live: Live, field: str) -> None:
     hostile = "".join(QWEN) + QWEN[2] * 3 + "x"
     live.complete(**{"prompt": "a", "suffix": "b", field: hostile})
     (request,) = live.engine.requests
@@ -83,18 +83,18 @@ def test_a_gap_at_the_start_of_a_file(live: Live) -> None:
     assert live.engine.requests[0].prompt_token_ids == ids
 
 
-def test_copies_of_a_suffix_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_suffixes_have_a_total_limit(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "MAX_SUFFIX_TOKENS", 20)
     error = live.refuse(PATH, {"prompt": ["a"] * 3, "suffix": live.tokenizer.decode([300] * 7)})
     assert error["param"] == "suffix" and "at most 20" in error["message"] and not live.engine.requests
 
 
-def test_an_empty_suffix_asks_for_nothing(live: Live) -> None:
+def test_empty_suffix_has_no_effect(live: Live) -> None:
     live.complete("The king", suffix="")
     assert live.engine.requests[0].prompt_token_ids == live.tokenizer.encode("The king")
 
 
-def test_echo_repeats_what_stands_before_the_gap(live: Live) -> None:
+def test_echo_repeats_the_text_before_the_gap(live: Live) -> None:
     answer = live.http.post(PATH, json={"prompt": "The king", "suffix": "said", "echo": True, "max_tokens": 0}).json()
     assert answer["choices"][0]["text"] == "The king"
 
@@ -114,13 +114,13 @@ def test_echo_repeats_what_stands_before_the_gap(live: Live) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_gaps_are_named(live: Live, body: dict[str, Any], param: str, code: str | None, stream: bool) -> None:
+def test_invalid_gaps_are_named(live: Live, body: dict[str, Any], param: str, code: str | None, stream: bool) -> None:
     error = live.refuse(PATH, {"prompt": "a", **body, "stream": stream})
     assert error["param"] == param and (code is None or error["code"] == code)
     assert live.engine.requests == []
 
 
-def test_halves_that_fit_alone_and_not_together_are_refused(live: Live) -> None:
+def test_prefix_and_suffix_too_long_together_are_refused(live: Live) -> None:
     most = live.engine.info.max_model_len
     half = [300] * (most // 2 + 1)
     error = live.refuse(PATH, {"prompt": half, "suffix": live.tokenizer.decode(half)})
@@ -128,7 +128,7 @@ def test_halves_that_fit_alone_and_not_together_are_refused(live: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_without_the_tokens_says_so(stream: bool) -> None:
+def test_model_without_fill_in_tokens(stream: bool) -> None:
     with live_server() as live:
         error = live.refuse(PATH, {"prompt": "a", "suffix": "b", "stream": stream})
         assert error["param"] == "suffix" and error["code"] == "no_fill_in_the_middle"
@@ -146,7 +146,7 @@ def test_a_template_is_applied(live: Live) -> None:
     assert live.tokenizer.encode(text, add_special_tokens=False) == ids
 
 
-def test_bad_templates_are_named(live: Live) -> None:
+def test_invalid_templates_are_named(live: Live) -> None:
     assert live.refuse("/apply_template", {"messages": []})["param"] == "messages"
     assert live.refuse("/apply_template", {"prompt": "a"})["type"] == "invalid_request_error"
     forbidden = {"messages": [{"role": "forbidden", "content": "a"}]}

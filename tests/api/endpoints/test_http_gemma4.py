@@ -1,4 +1,4 @@
-"""What Gemma 4 writes, over HTTP against a scripted engine: thinking and calls in every API, whole and streamed."""
+"""Output of Gemma 4 over HTTP with a scripted engine: thinking and calls in every API, complete and streamed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.server.text.tool_parsers.formats import FORMATS
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
-# In the notation of Google's, and much shorter.
+# Google's template, abridged.
 TEMPLATE = """
 {%- macro value(it) -%}
 {%- if it is string %}{{ '<|"|>' ~ it ~ '<|"|>' }}
@@ -104,7 +104,7 @@ def live(shared: Live) -> Live:
 
 
 def say(live: Live, text: str) -> None:
-    """Have the engine generate this text."""
+    """Let the engine generate this text."""
     ids = live.tokenizer.encode(text, add_special_tokens=False)
     live.engine.reply, live.engine.eos_after = ids, len(ids)
 
@@ -114,7 +114,7 @@ def prompt_of(live: Live) -> str:
 
 
 def ask(live: Live, **fields: Any) -> tuple[str | None, str | None, list[tuple[str, Any]], str]:
-    """Content, reasoning, calls and the reason for the end, which a stream has alike."""
+    """Content, reasoning, calls and finish reason, which a stream must equal."""
     body = {"messages": USER, "max_tokens": 400, "tools": [LOOK], **fields}
     response = live.post(PATH, body)
     assert response.status_code == 200, response.text
@@ -145,13 +145,13 @@ def ask(live: Live, **fields: Any) -> tuple[str | None, str | None, list[tuple[s
         ("<|tool_call>call:look{city:Rome]} so", ("]} so", None, [("look", {"city": "Rome"})], "tool_calls")),
     ],
 )
-def test_thinking_and_calls_are_told_apart(live: Live, text: str, expected: Any, at_once: int) -> None:
+def test_thinking_and_calls_are_separated(live: Live, text: str, expected: Any, at_once: int) -> None:
     live.engine.tokens_per_output = at_once
     say(live, text)
     assert ask(live, **ON) == ask(live) == expected
 
 
-def test_no_markers_are_shown_where_nothing_can_be_called(live: Live) -> None:
+def test_markers_are_hidden_without_tools(live: Live) -> None:
     say(live, THOUGHT + "Hello. " + CALL)
     content, reasoning, calls, _ = ask(live, tools=None)
     assert (content, reasoning, calls) == ("Hello. call:look{city:Rome,days:3}", "let me see", [])
@@ -190,7 +190,7 @@ def test_the_switch_of_the_template(live: Live) -> None:
 
 
 def test_a_round_trip(live: Live) -> None:
-    """The model's call comes back to it as it was written, and it may go on in the thinking that the template opened."""
+    """The model's call is rendered as it was generated, also inside thinking that the template opened."""
     say(live, THOUGHT + CALL)
     message = live.chat(tools=[LOOK], **ON)["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "name": "look", "content": "sunny"}
@@ -200,7 +200,7 @@ def test_a_round_trip(live: Live) -> None:
     assert prompt_of(live).endswith(THOUGHT + CALL + answered)
 
 
-def test_a_budget_begins_behind_the_label(live: Live) -> None:
+def test_budget_starts_after_the_label(live: Live) -> None:
     live.chat(thinking_budget=7, **ON)
     ids = {text: tuple(live.tokenizer.encode(text, add_special_tokens=False)) for text in (THOUGHT[:17], "<channel|>")}
     assert len(ids["<|channel>thought"]) > 1
@@ -208,8 +208,8 @@ def test_a_budget_begins_behind_the_label(live: Live) -> None:
     assert budget == ThinkingBudget(7, ids["<channel|>"], (ids["<|channel>thought"],))
 
 
-def test_a_required_call_is_written_as_the_model_does(live: Live) -> None:
-    """Behind the thinking, with the tokens around strings."""
+def test_required_call_has_the_format_of_the_model(live: Live) -> None:
+    """After the thinking, with the tokens around strings."""
     say(live, THOUGHT + CALL)
     assert ask(live, tool_choice="required", **ON)[2] == [("look", ROME)]
     grammar = live.engine.requests[-1].sampling.grammar
@@ -231,8 +231,8 @@ def value_of(chance: random.Random, depth: int = 0) -> Any:
     return {key: value_of(chance, depth + 1) for key in keys}
 
 
-def test_whatever_the_template_writes_is_read_back() -> None:
-    """Values of any kind, thinking before any call, and pieces of any size."""
+def test_output_of_the_template_is_parsed_back() -> None:
+    """Values of any kind, thinking before calls, and pieces of any size."""
     chance, template = random.Random(4), ChatTemplate(TEMPLATE)
     for _ in range(150):
         calls, thoughts, text = list[tuple[str, Any]](), list[str](), ""

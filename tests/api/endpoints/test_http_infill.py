@@ -1,4 +1,4 @@
-"""`/infill`: llama.cpp's form, what is cut to fit, and how answers end."""
+"""`/infill`: llama.cpp's fields, truncation to the context, and how answers end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def live(shared: Live) -> Live:
 
 
 def ids_of(live: Live, *parts: str) -> list[int]:
-    """Each part tokenized by itself."""
+    """Each part, tokenized separately."""
     return [token for part in parts for token in live.tokenizer.encode(part, add_special_tokens=False)]
 
 
@@ -45,7 +45,7 @@ def fill(live: Live, **fields: Any) -> dict[str, Any]:
 
 
 def asked(live: Live) -> list[int]:
-    """The only prompt the engine was asked for, without what begins every text."""
+    """The only prompt of the engine, without the special tokens at its start."""
     (request,) = live.engine.requests
     assert request.prompt_token_ids[0] == live.tokenizer.bos_token_id
     return request.prompt_token_ids[1:]
@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_cut_where_it_matters_least(live: Live) -> None:
     answer = fill(live, input_prefix=b, input_suffix=c * 1000, n_predict=10)
     assert asked(live) == [prefix, 287, suffix, *[266] * (room - 1), middle] and answer["truncated"]
 
-    # Passages take what is left, the last ones first, and whole.
+    # Passages get the remaining space, the last ones first, undivided.
     live.engine.reset()
     passages = [{"filename": "f", "text": a * size} for size in (50, 100, 60)]
     answer = fill(live, input_prefix=b * 5, input_suffix=c * 5, input_extra=passages, n_predict=10)
@@ -122,7 +122,7 @@ def test_a_huge_prefix_costs_little(live: Live) -> None:
 
 
 def test_nothing_to_predict_reads_the_prompt_alone(live: Live) -> None:
-    # What llama.vim sends to have its passages read before they are needed.
+    # Request of llama.vim that caches its passages in advance.
     answer = fill(
         live, input_prefix="", input_suffix="", prompt="", n_predict=0, samplers=[], t_max_predict_ms=1,
         input_extra=[{"filename": "a", "text": "x"}], response_fields=[""], cache_prompt=True, id_slot=0,
@@ -247,7 +247,7 @@ def test_bad_fields_are_named(live: Live, fields: dict[str, Any], param: str | N
     error = live.refuse(PATH, {**GAP, "n_predict": 3, **fields, "stream": stream}, 404 if "model" in fields else 400)
     assert param is None or (error["param"] or "").startswith(param.split("[")[0]), error
     assert live.engine.requests == []
-    assert "max_tokens" in fields or "max_tokens" not in error["message"]  # which is what completions call it
+    assert "max_tokens" in fields or "max_tokens" not in error["message"]  # the name in completions
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,4 +1,4 @@
-"""What clients send along: nulls, and keys that they keep in histories, change nothing; errors always have a code."""
+"""Nulls and history fields of clients have no effect, and errors always have a code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def live(server: Live) -> Live:
 
 
 def prompt_of(live: Live, path: str, body: dict[str, Any]) -> Any:
-    """What reaches the engine."""
+    """The prompt in the engine."""
     live.engine.requests.clear()
     response = live.post(path, body)
     assert response.status_code == 200, response.text
@@ -100,7 +100,7 @@ def test_null_counts_as_absent_in_every_object(live: Live, place: int) -> None:
          {"output_config": {"effort": None, "format": {**FORM, "name": None}}}),
     ],
 )  # fmt: skip
-def test_null_counts_as_absent_in_what_is_checked_by_hand(live: Live, path: str, body: Any, nulls: Any) -> None:
+def test_null_counts_as_absent_in_free_form_objects(live: Live, path: str, body: Any, nulls: Any) -> None:
     assert prompt_of(live, path, {**body, **nulls}) == prompt_of(live, path, body)
 
 
@@ -154,7 +154,7 @@ PLAINEST: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", PLAINEST)
-def test_fields_of_other_servers_may_ask_for_nothing(live: Live, path: str) -> None:
+def test_neutral_values_of_other_servers_are_accepted(live: Live, path: str) -> None:
     plain = {**PLAINEST[path], "temperature": 0}
     assert prompt_of(live, path, {**plain, **base.NEUTRAL_VALUES, "prediction": None}) == prompt_of(live, path, plain)
     others = (not value if isinstance(value, bool) else [0, "", {"a": 1}] for value in base.NEUTRAL_VALUES.values())
@@ -170,7 +170,7 @@ def test_fields_of_other_servers_may_ask_for_nothing(live: Live, path: str) -> N
         assert live.refuse(path, {**plain, name: value})["param"] == name
 
 
-def test_the_page_has_the_values_that_ask_for_nothing() -> None:
+def test_documentation_lists_the_neutral_values() -> None:
     page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"with this value alone: (.*?)\. With any", page, re.DOTALL)
     shown = dict(part.split() for part in listed.replace("`", "").split(","))
@@ -194,7 +194,7 @@ def test_the_page_has_the_values_that_ask_for_nothing() -> None:
          "it is rope_scaling here, an object such as {'rope_type': 'linear', 'factor': 4}"),
     ],
 )  # fmt: skip
-def test_a_field_of_another_server_is_told_its_name_here(live: Live, path: str, fields: Any, said: str) -> None:
+def test_field_of_another_server_gets_a_hint(live: Live, path: str, fields: Any, said: str) -> None:
     (name,) = fields
     assert live.refuse(path, {**PLAINEST[path], **fields})["message"] == f"unknown field '{name}': {said}"
 
@@ -220,11 +220,11 @@ def test_a_field_of_another_server_is_told_its_name_here(live: Live, path: str, 
         (response_answers.ListedReasoning, responses.ReasoningItem),
     ],
 )
-def test_every_field_of_an_answer_may_come_back(answered: type[StrictModel], taken: type[StrictModel]) -> None:
+def test_every_field_of_an_answer_can_be_sent_back(answered: type[StrictModel], taken: type[StrictModel]) -> None:
     assert set(answered.model_fields) <= set(taken.model_fields) | taken.ignored
 
 
-def test_what_would_change_the_answer_is_still_refused(live: Live) -> None:
+def test_values_with_effect_are_refused(live: Live) -> None:
     for message, param in (
         ({"role": "user", "content": "a", "prefix": True}, "messages[0].prefix"),
         ({"role": "assistant", "content": "a", "images": [{}]}, "messages[0].images"),

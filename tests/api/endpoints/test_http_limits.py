@@ -1,4 +1,4 @@
-"""The bounds on size and shape, each at its edge, over real sockets. The server must live on after every one."""
+"""Limits on size and shape, each at its edge, over real sockets. The server must keep running after each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def live(shared: Live) -> Iterator[Live]:
 
 
 def padded(size: int) -> bytes:
-    """A valid body of exactly so many bytes."""
+    """A valid body of exactly this many bytes."""
     body = b'{"prompt": "a", "max_tokens": 1}'
     return body + b" " * (size - len(body))
 
@@ -52,7 +52,7 @@ def test_body_without_declared_length(live: Live) -> None:
     assert response.status_code == 413 and response.json()["error"]["code"] == "request_too_large"
 
 
-def test_a_huge_declared_length_is_refused_before_it_is_sent(live: Live) -> None:
+def test_huge_declared_length_is_refused_before_the_body(live: Live) -> None:
     with socket.create_connection(httpx_address(live), timeout=5) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -80,7 +80,7 @@ def test_bodies_of_all_requests_together() -> None:
             assert (refused.status_code, error["code"]) == (429, "too_many_bytes")
             assert error["message"].startswith("the bodies of your requests in progress may have 300000 bytes")
             assert refused.headers["retry-after"] == "1"
-            assert live.http.post(PATH, content=padded(60_000)).status_code == 200  # small ones go on
+            assert live.http.post(PATH, content=padded(60_000)).status_code == 200  # small ones are still accepted
             half_sent.sendall(b" ")
             assert half_sent.recv(4096).startswith(b"HTTP/1.1 200 ")
         assert live.http.post(PATH, content=padded(size)).status_code == 200
@@ -93,7 +93,7 @@ def test_headers_of_64_kib(live: Live) -> None:
         assert response.status_code == 431 and response.json()["error"]["code"] == "request_too_large"
 
 
-def test_a_client_that_stops_sending_is_not_waited_for() -> None:
+def test_stalled_body_times_out() -> None:
     with live_server(body_stall_seconds=0.2) as live, socket.create_connection(httpx_address(live), 5) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
         assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
@@ -138,7 +138,7 @@ def test_twenty_logprobs(live: Live) -> None:
     assert live.refuse(PATH, {"prompt": "a", "prompt_logprobs": 21})["param"] == "prompt_logprobs"
 
 
-def test_a_prompt_that_fills_the_context(live: Live) -> None:
+def test_prompt_that_fills_the_context(live: Live) -> None:
     live.complete([5] * 255, max_tokens=1)
     live.complete([5] * 256, max_tokens=0, echo=True, logprobs=0)
     for count in (256, 257, 100_000):
@@ -150,7 +150,7 @@ def test_a_prompt_that_fills_the_context(live: Live) -> None:
     assert error["code"] == "context_length_exceeded" and f" {counted} tokens" in error["message"]
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(live: Live) -> None:
+def test_too_long_text_is_refused_before_tokenization(live: Live) -> None:
     def seconds() -> float:
         begin = time.monotonic()
         error = live.refuse(PATH, {"prompt": "z " * (8 * MIB)})
@@ -161,7 +161,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(live: Live) ->
     in_time(seconds, 3)  # tokenizing 16 MiB takes more than ten seconds
 
 
-def test_tokenizing_has_a_bound_of_its_own() -> None:
+def test_tokenize_has_its_own_limit() -> None:
     with live_server(max_tokenize_chars=100) as live:
         assert live.post("/tokenize", {"prompt": "a" * 100}).status_code == 200
         assert live.refuse("/tokenize", {"prompt": "a" * 101})["param"] == "prompt"
@@ -221,13 +221,13 @@ def test_json_that_is_not_a_valid_body(live: Live, body: bytes) -> None:
     assert time.monotonic() - begin < 20
 
 
-def test_brackets_inside_a_long_text_are_no_structure(live: Live) -> None:
+def test_brackets_in_a_long_text_do_not_count_as_structure(live: Live) -> None:
     text = '[{"a": "\\\\"}, {' * 40_000
     live.complete(text, max_tokens=1, truncate_prompt_tokens=4)
     assert live.engine.requests[-1].prompt_token_ids == live.tokenizer.encode(text)[-4:]
 
 
-def test_messages_by_the_ten_thousand(live: Live) -> None:
+def test_ten_thousand_messages(live: Live) -> None:
     for message in ({}, {"role": "user"}, {"role": "user", "content": "x"}, 5):
         error = live.refuse("/v1/chat/completions", {"messages": [message] * 20_000})
         assert error["param"].startswith("messages")
@@ -257,7 +257,7 @@ def test_other_content_types(live: Live, headers: dict[str, str], param: str) ->
         "application/json; x=y; Charset=US-ASCII",
     ],
 )
-def test_json_by_other_names(live: Live, value: str) -> None:
+def test_other_json_content_types(live: Live, value: str) -> None:
     assert live.http.post(PATH, content=padded(100), headers={"content-type": value}).status_code == 200
 
 

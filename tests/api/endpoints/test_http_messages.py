@@ -1,4 +1,4 @@
-"""`/v1/messages` against a scripted engine: whole and streamed, blocks, tools, thinking, counts, and what is refused."""
+"""`/v1/messages` with a scripted engine: complete and streamed answers, blocks, tools, thinking, counts, refusals."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def stream(live: Live, messages: Any = USER, **fields: Any) -> list[dict[str, An
 
 
 def refuse(live: Live, path: str, body: Any, status: int = 400, *, details: bool = False) -> dict[str, Any]:
-    """The error of a request that must be refused, in Anthropic's shape."""
+    """Error of a refused request, in Anthropic's form."""
     response = live.post(path, body)
     assert response.status_code == status, response.text
     answer = response.json()
@@ -91,7 +91,7 @@ def refuse(live: Live, path: str, body: Any, status: int = 400, *, details: bool
 
 
 def built(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message as a client puts it together."""
+    """The message as a client assembles it."""
     message: dict[str, Any] = {}
     partial: dict[int, str] = {}
     for event in events:
@@ -124,7 +124,7 @@ def lasting(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "id": "", "content": content}
 
 
-def test_a_plain_answer(live: Live) -> None:
+def test_plain_answer(live: Live) -> None:
     live.engine.cached_tokens = 2
     answer = ask(live, system="Be kind.", metadata={"user_id": "me"}, model="toy", cache_control={"type": "ephemeral"})
     assert prompt_of(live) == "[system]Be kind.[user]hello[assistant]"
@@ -148,7 +148,7 @@ def test_a_plain_answer(live: Live) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])
-def test_events_come_in_their_order(live: Live, at_once: int) -> None:
+def test_order_of_events(live: Live, at_once: int) -> None:
     live.engine.tokens_per_output = at_once
     names = [event["type"] for event in stream(live)]
     assert names[:3] == ["message_start", "content_block_start", "ping"]
@@ -166,7 +166,7 @@ def test_events_come_in_their_order(live: Live, at_once: int) -> None:
         ("", ["text"]),
     ],
 )
-def test_a_stream_builds_the_whole_answer(live: Live, text: str, kinds: list[str], at_once: int) -> None:
+def test_stream_equals_the_complete_answer(live: Live, text: str, kinds: list[str], at_once: int) -> None:
     say(live, text)
     live.engine.tokens_per_output = at_once
     whole = ask(live, tools=[LOOK])
@@ -174,7 +174,7 @@ def test_a_stream_builds_the_whole_answer(live: Live, text: str, kinds: list[str
     assert lasting(built(stream(live, tools=[LOOK]))) == lasting(whole)
 
 
-def test_blocks_hold_what_was_written(live: Live) -> None:
+def test_contents_of_blocks(live: Live) -> None:
     say(live, f"<think>so</think>Wait. {CALL}")
     answer = ask(live, tools=[LOOK, FIND])
     thought, text, call = answer["content"]
@@ -188,7 +188,7 @@ def test_blocks_hold_what_was_written(live: Live) -> None:
     assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": thought}
 
 
-def test_why_it_ended(live: Live) -> None:
+def test_stop_reasons(live: Live) -> None:
     assert ask(live, max_tokens=3)["stop_reason"] == "max_tokens"
     stopped = ask(live, stop_sequences=["lo", "zz"])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "lo")
@@ -202,7 +202,7 @@ def test_why_it_ended(live: Live) -> None:
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", "Ro")
 
 
-def test_a_failure_on_the_way(live: Live) -> None:
+def test_failure_within_a_stream(live: Live) -> None:
     live.engine.fail_after = (2, EngineDeadError("gone"))
     event = stream(live)[-1]
     assert event["type"] == "error" and event["error"]["type"] == "overloaded_error"
@@ -235,7 +235,7 @@ def test_a_client_that_leaves_ends_the_request(live: Live) -> None:
     live.wait(lambda: live.state.in_flight == 0)
 
 
-# ---- what goes in ----------------------------------------------------------------------------------------------------
+# ---- requests --------------------------------------------------------------------------------------------------------
 def test_blocks_become_turns(live: Live) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": each, "cache_control": {"type": "ephemeral"}} for each in "ab"]},
@@ -259,7 +259,7 @@ def test_blocks_become_turns(live: Live) -> None:
     )
 
 
-def test_an_answer_goes_in_again(live: Live) -> None:
+def test_answer_can_be_sent_back(live: Live) -> None:
     say(live, f"<think>so</think>Wait. {CALL}")
     live.engine.report = lambda request: RotaryReport("default", {}, "frozen", None, "f", 0)
     answer = ask(live, tools=[LOOK])
@@ -271,7 +271,7 @@ def test_an_answer_goes_in_again(live: Live) -> None:
     assert prompt_of(live).endswith("</tool_call>[tool][assistant]") and "<so>Wait." in prompt_of(live)
 
 
-def test_an_answer_that_is_begun_goes_on(live: Live) -> None:
+def test_partial_answer_is_continued(live: Live) -> None:
     ask(live, [*USER, {"role": "assistant", "content": "The answer is"}])
     assert prompt_of(live) == "[user]hello[assistant]The answer is"
 
@@ -285,12 +285,12 @@ def test_an_answer_that_is_begun_goes_on(live: Live) -> None:
         ({"type": "tool", "name": "look", "disable_parallel_tool_use": True}, True),
     ],
 )
-def test_a_call_can_be_demanded(live: Live, choice: Any, demanded: bool) -> None:
+def test_required_call(live: Live, choice: Any, demanded: bool) -> None:
     ask(live, tools=[LOOK, FIND], tool_choice=choice)
     assert (live.engine.requests[-1].sampling.grammar is not None) is demanded
 
 
-def test_one_call_at_most(live: Live) -> None:
+def test_parallel_calls_disabled(live: Live) -> None:
     say(live, CALL * 3)
     one = ask(live, tools=[LOOK], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
     assert len(one["content"]) == 1 and len(ask(live, tools=[LOOK])["content"]) == 3
@@ -321,8 +321,8 @@ def test_thinking(live: Live) -> None:
     assert prompt_of(live).startswith("True[user]") and live.engine.requests[-1].sampling.thinking is None
 
 
-def test_a_budget_is_a_hint_where_thinking_is_not_told_apart() -> None:
-    """Clients have thinking switched on or off, whatever the model; the operator's options are not theirs to change."""
+def test_budget_is_a_hint_without_thinking_parser() -> None:
+    """Clients enable thinking for every model, and cannot know the operator's options."""
     with live_server() as plain:
         body = {"messages": USER, "max_tokens": 2, "thinking": {"type": "enabled", "budget_tokens": 1024}}
         assert plain.post(PATH, body).status_code == plain.post(COUNT, {**body, "max_tokens": None}).status_code == 200
@@ -333,7 +333,7 @@ def test_a_budget_is_a_hint_where_thinking_is_not_told_apart() -> None:
 
 
 def test_an_effort_is_a_hint(live: Live) -> None:
-    """Anthropic's clients send one to every model."""
+    """Anthropic's clients send an effort to every model."""
     for effort in ("low", "max"):
         ask(live, output_config={"effort": effort})
         assert prompt_of(live).startswith("True[user]")
@@ -364,11 +364,11 @@ def test_an_effort_is_a_hint(live: Live) -> None:
         {"fallback_credit_token": {"token": "abc", "mode": "best_effort"}},
     ],
 )
-def test_what_concerns_only_anthropics_service(live: Live, fields: dict[str, Any]) -> None:
+def test_fields_of_the_service_of_anthropic(live: Live, fields: dict[str, Any]) -> None:
     ask(live, **fields)
 
 
-def test_a_name_of_a_toolset_has_no_effect(live: Live) -> None:
+def test_toolset_name_has_no_effect(live: Live) -> None:
     messages = [
         *USER,
         {"role": "assistant", "content": [{**USE, "toolset_name": None}, {**USE, "id": "u", "toolset_name": "browser"}]},
@@ -380,14 +380,14 @@ def test_a_name_of_a_toolset_has_no_effect(live: Live) -> None:
     ask(live, messages)
 
 
-def test_threads_are_refused_so_that_a_tool_runner_goes_on_without(live: Live) -> None:
+def test_refused_threads_let_a_tool_runner_continue(live: Live) -> None:
     body = {"messages": USER, "max_tokens": 2, "thread": {"type": "create"}}
     error = refuse(live, PATH, body, details=True)
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "thread", "unsupported_field")
     assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
-def test_a_strict_tool_is_held_to_as_a_whole(live: Live) -> None:
+def test_strict_tool_is_enforced_completely(live: Live) -> None:
     schema = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
     ask(live, tools=[{**LOOK, "input_schema": schema}], tool_choice={"type": "any"})
     body = {"messages": USER, "max_tokens": 5, "tool_choice": {"type": "any"}}
@@ -403,14 +403,14 @@ CLEAR = {"type": "clear_thinking_20251015", "keep": "all"}
     [
         *((given, True) for given in (None, {}, {"edits": None}, {"edits": []}, {"edits": [CLEAR]})),
         ({"edits": [{**CLEAR, "keep": {"type": "all"}}, {**CLEAR, "more": None}]}, True),
-        ({"edits": [{"type": "clear_thinking_20251015"}]}, False),  # which keeps those of the last turn
+        ({"edits": [{"type": "clear_thinking_20251015"}]}, False),  # which clears all but those of the last turn
         ({"edits": [{**CLEAR, "keep": {"type": "thinking_turns", "value": 2}}]}, False),
         ({"edits": [CLEAR, {"type": "clear_tool_uses_20250919"}]}, False),
         ({"edits": [{**CLEAR, "type": "clear_tool_uses_20250919"}]}, False),
         *((given, False) for given in ({"edits": "all"}, {"edit": []}, {"edits": [5]}, [CLEAR], "all")),
     ],
 )
-def test_an_edit_that_clears_nothing_asks_for_nothing(live: Live, given: Any, accepted: bool) -> None:
+def test_edit_that_clears_nothing_is_accepted(live: Live, given: Any, accepted: bool) -> None:
     body = {"messages": USER, "context_management": given, "mcp_servers": []}
     for path, fields in ((PATH, {"max_tokens": 2}), (COUNT, {})):
         if accepted:
@@ -420,7 +420,7 @@ def test_an_edit_that_clears_nothing_asks_for_nothing(live: Live, given: Any, ac
             assert (error["param"], error["code"]) == ("context_management", "unsupported_field")
 
 
-def test_names_of_tools_are_as_long_as_those_of_anthropic(live: Live) -> None:
+def test_tool_names_have_the_limit_of_anthropic(live: Live) -> None:
     name = f"mcp__server__{'x' * 115}"
     say(live, CALL.replace("look", name))
     answer = ask(live, tools=[{**LOOK, "name": name}], tool_choice={"type": "tool", "name": name})
@@ -429,7 +429,7 @@ def test_names_of_tools_are_as_long_as_those_of_anthropic(live: Live) -> None:
     assert error["param"] == "tools[0].name"
 
 
-def test_a_form(live: Live) -> None:
+def test_output_format(live: Live) -> None:
     ask(live, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
     assert live.engine.requests[-1].sampling.grammar is not None
 
@@ -448,7 +448,7 @@ def test_counting(live: Live) -> None:
     assert longer["input_tokens"] > 4096  # more than the context holds
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "%%%not base64"}}
 USE = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
 
@@ -499,13 +499,13 @@ USE = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
         ({"rope_scaling": {"rope_type": "yarn", "factor": -1}}, "rope_scaling.factor"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(live: Live, fields: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_named(live: Live, fields: dict[str, Any], param: str) -> None:
     error = refuse(live, PATH, {"messages": USER, "max_tokens": 5, **fields})
     assert (error["param"], error["type"]) == (param, "invalid_request_error") and error["code"]
     assert not live.engine.requests
 
 
-def test_the_rest_of_the_server_refuses_in_the_same_shape(live: Live) -> None:
+def test_all_errors_have_the_form_of_the_api(live: Live) -> None:
     assert refuse(live, PATH, {"messages": USER, "max_tokens": 5, "model": "x"}, 404)["type"] == "not_found_error"
     assert refuse(live, f"{PATH}/batches", {}, 404)["type"] == "not_found_error"
     assert live.http.get(PATH).json()["type"] == "error"
@@ -514,7 +514,7 @@ def test_the_rest_of_the_server_refuses_in_the_same_shape(live: Live) -> None:
     assert "error" in live.http.get("/v1/messagesx").json() and "type" not in live.http.get("/v1/messagesx").json()
 
 
-def test_what_a_key_may_not_is_said_in_their_words() -> None:
+def test_permission_errors_have_the_form_of_the_api() -> None:
     error = ApiError(403, "no", code="not_an_administrator")
     assert error_body(error, {"path": PATH})["error"]["type"] == "permission_error"
 

@@ -1,4 +1,4 @@
-"""A model with a template of its own for chats with functions: it is used where there are some, and read for what it teaches."""
+"""A model with a separate template for chats with functions, which also determines the format of calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helpers.live_server import TEMPLATE, Live, live_server
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
-# As Hermes writes calls, which the default template says nothing of.
+# Calls in the format of Hermes, which the default template does not contain.
 TOOL_USE = (
     "TOOLS {% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>{{ messages[0].content }} tool_calls"
 )
@@ -28,7 +28,7 @@ def prompt_of(live: Live, **fields: Any) -> str:
     return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
 
 
-def test_it_is_used_where_functions_are_on_offer(live: Live) -> None:
+def test_tool_template_is_used_with_functions(live: Live) -> None:
     plain = prompt_of(live)
     assert "hello" in plain and "TOOLS" not in plain
     for fields in ({"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"}, {"functions": [TOOL["function"]]}):
@@ -37,7 +37,7 @@ def test_it_is_used_where_functions_are_on_offer(live: Live) -> None:
         assert prompt_of(live, **fields) == plain
 
 
-def test_its_form_of_calls_is_read(live: Live) -> None:
+def test_calls_in_the_format_of_the_tool_template(live: Live) -> None:
     said = live.tokenizer.encode(
         '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>', add_special_tokens=False
     )
@@ -53,7 +53,7 @@ def test_without_a_default_it_serves_chats_with_functions_only() -> None:
         assert error["code"] == "no_chat_template" and error["message"].endswith("with --chat-template FILE")
 
 
-def test_one_that_does_not_parse_is_told() -> None:
+def test_invalid_tool_template_is_reported() -> None:
     with live_server(tool_template="{% for %}") as live:
         error = live.refuse(PATH, {"messages": USER, "tools": [TOOL]}, 503)
         assert error["code"] == "text_unavailable" and "does not parse" in error["message"]

@@ -1,4 +1,4 @@
-"""What is done where prompt and answer are longer than the context, over a real socket, against a scripted engine."""
+"""Prompts and answers longer than the context, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def context_of(live: Live) -> int:
 
 
 def long_chat(live: Live) -> list[dict[str, str]]:
-    """More turns than the context holds, numbered."""
+    """More turns than fit into the context, numbered."""
     messages = [{"role": "system", "content": "be kind"}]
     for turn in range(context_of(live) // 20):
         messages += [{"role": "user", "content": f"question {turn} " + "a b c d e f g h"}]
@@ -47,7 +47,7 @@ def prompt_of(live: Live) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_oldest_turns_go_and_the_answer_says_how_many(live: Live, stream: bool) -> None:
+def test_oldest_turns_are_dropped_and_counted(live: Live, stream: bool) -> None:
     messages = long_chat(live)
     assert live.refuse(CHAT, {"messages": messages, "max_tokens": 30})["code"] == "context_length_exceeded"
     body: dict[str, Any] = {"messages": messages, "max_tokens": 30, "context_overflow": "drop_turns"}
@@ -63,26 +63,26 @@ def test_oldest_turns_go_and_the_answer_says_how_many(live: Live, stream: bool) 
     (request,) = live.engine.requests
     assert request.sampling.max_tokens == 30
     assert len(request.prompt_token_ids) + 30 <= context_of(live)
-    # One turn fewer would not have fitted.
+    # With one more turn it would not have fitted.
     kept = [messages[0], *messages[1 + 2 * (dropped - 1) :]]
     live.refuse(CHAT, {"messages": kept, "max_tokens": 30, "context_overflow": "error"})
 
 
-def test_a_chat_that_fits_stays_whole(live: Live) -> None:
+def test_fitting_chat_is_unchanged(live: Live) -> None:
     answer = live.chat("hello", max_tokens=4, context_overflow="drop_turns")
     assert answer["rotary"]["context"] == {"dropped_turns": 0}
     assert prompt_of(live) == "<|bos|>[user]hello\n[assistant]"
     assert "context" not in live.chat("hello", max_tokens=4)["rotary"]
 
 
-def test_an_answer_longer_than_the_context_gets_what_the_shortest_chat_leaves(live: Live) -> None:
+def test_long_answer_gets_the_space_of_the_shortest_chat(live: Live) -> None:
     live.chat(messages=long_chat(live), max_tokens=10**6, context_overflow="drop_turns")
     (request,) = live.engine.requests
     assert "question 0" not in prompt_of(live) and "the last question" in prompt_of(live)
     assert len(request.prompt_token_ids) + request.sampling.max_tokens == context_of(live)
 
 
-def test_what_must_stay_and_is_too_long_is_refused(live: Live) -> None:
+def test_too_long_required_turns_are_refused(live: Live) -> None:
     messages = [*long_chat(live), {"role": "user", "content": "a b " * context_of(live)}]
     error = live.refuse(CHAT, {"messages": messages, "context_overflow": "drop_turns"})
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
@@ -90,14 +90,14 @@ def test_what_must_stay_and_is_too_long_is_refused(live: Live) -> None:
     assert live.engine.requests == []
 
 
-def test_calls_without_results_are_refused_in_turns_that_go_too(live: Live) -> None:
+def test_calls_without_results_are_refused_in_dropped_turns(live: Live) -> None:
     messages = long_chat(live)
     messages.insert(2, {"role": "tool", "content": "x", "tool_call_id": "nobody's"})
     error = live.refuse(CHAT, {"messages": messages, "context_overflow": "drop_turns"})
     assert error["param"] == "messages[2].tool_call_id"
 
 
-def test_error_refuses_an_answer_that_the_context_would_cut(live: Live) -> None:
+def test_error_refuses_an_answer_that_would_be_cut(live: Live) -> None:
     prompt = [5] * 10
     most = context_of(live) - 10
     live.complete(prompt, max_tokens=most, context_overflow="error", ignore_eos=True)
@@ -108,7 +108,7 @@ def test_error_refuses_an_answer_that_the_context_would_cut(live: Live) -> None:
     live.complete(prompt, max_tokens=most + 1)  # stop
 
 
-def test_what_excludes_each_other_is_refused(live: Live) -> None:
+def test_conflicting_fields_are_refused(live: Live) -> None:
     body = {"messages": long_chat(live), "context_overflow": "drop_turns", "truncate_prompt_tokens": 8}
     assert live.refuse(CHAT, body)["param"] == "truncate_prompt_tokens"
     error = live.refuse("/v1/completions", {"prompt": "a", "context_overflow": "drop_turns"})
@@ -116,7 +116,7 @@ def test_what_excludes_each_other_is_refused(live: Live) -> None:
     assert live.engine.requests == []
 
 
-def test_the_servers_default_holds_for_requests_that_do_not_say() -> None:
+def test_server_default_applies_without_the_field() -> None:
     with live_server(default_max_tokens=20, context_overflow="drop_turns") as live:
         live.engine.report = lambda request: REPORT
         assert live.chat(messages=long_chat(live))["rotary"]["context"]["dropped_turns"] > 0

@@ -1,4 +1,4 @@
-"""Pages of other sites, in the browser of somebody who runs a server without keys, cannot have it work."""
+"""Web pages of other origins cannot use a server without keys through a browser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         {"sec-fetch-site": "same-site", "origin": "http://127.0.0.1:1"},
     ],
 )
-def test_what_a_page_sends_unasked_is_refused_everywhere(live: Live, headers: dict[str, str]) -> None:
+def test_cross_origin_simple_requests_are_refused(live: Live, headers: dict[str, str]) -> None:
     live.engine.reset()
     paths = [path for path, methods in live.http.get("/openapi.json").json()["paths"].items() if "post" in methods]
     assert PATH in paths and "/v1/load_lora_adapter" in paths and len(paths) > 15
@@ -55,12 +55,12 @@ def test_what_a_page_sends_unasked_is_refused_everywhere(live: Live, headers: di
         },  # a proxy's
     ],
 )
-def test_what_others_send_is_answered(live: Live, headers: dict[str, str]) -> None:
+def test_other_requests_are_answered(live: Live, headers: dict[str, str]) -> None:
     assert live.http.post(PATH, content=BODY, headers=headers).status_code == 200
 
 
-def test_a_key_changes_nothing() -> None:
-    """A proxy may have added it."""
+def test_key_does_not_permit_simple_requests() -> None:
+    """A proxy may have added the key."""
     with live_server(callers=(ApiKey.plain("secret"),)) as live:
         headers = {"origin": "http://page.example", "authorization": "Bearer secret"}
         assert live.http.post(PATH, content=BODY, headers=headers).status_code == 400

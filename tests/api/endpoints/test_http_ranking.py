@@ -1,4 +1,4 @@
-"""`/pooling`, `/v1/score`, `/v1/rerank` and `/classify`: what they answer, and what they refuse by name."""
+"""`/pooling`, `/v1/score`, `/v1/rerank` and `/classify`: responses, and refused requests."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def ask(live: Live, path: str, **body: Any) -> dict[str, Any]:
 
 
 def vector(text: str, live: Live) -> list[float]:
-    """What the scripted engine makes of a text."""
+    """The scripted engine's vector of a text."""
     return [live.tokenizer.backend.encode(text).ids[-1], *range(1, 8)]
 
 
 def cosine(a: list[float], b: list[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))  # the scripted rows are taken as of length 1
+    return sum(x * y for x, y in zip(a, b, strict=True))  # the scripted rows count as normalized
 
 
-def test_states_come_as_they_are_or_token_by_token(live: Live) -> None:
+def test_states_per_text_or_per_token(live: Live) -> None:
     one = ask(live, "/pooling", input=[[5, 6], [7]])
     assert [r.pooling for r in live.engine.requests] == [PoolingRule("last", None, False)] * 2
     assert [(item["shape"], item["data"][0]) for item in one["data"]] == [([1, 8], 6), ([1, 8], 7)]
@@ -69,7 +69,7 @@ def test_states_come_as_they_are_or_token_by_token(live: Live) -> None:
     assert every["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
 
 
-def test_states_of_many_tokens_are_refused_by_their_size() -> None:
+def test_too_large_token_states_are_refused() -> None:
     with live_server(max_response_bytes=1 << 20) as live:
         inputs = [[5] * 200] * 100
         assert live.refuse("/pooling", {"input": inputs, "pooling": "all"})["code"] == "response_too_large"
@@ -88,7 +88,7 @@ def test_pairs_are_scored_by_cosine(live: Live) -> None:
     assert [item["score"] for item in both["data"]] == wanted
 
 
-def test_a_head_of_one_class_reads_both_texts_in_a_row(judge: Live) -> None:
+def test_head_with_one_class_reads_the_joined_pair(judge: Live) -> None:
     judge.engine.requests.clear()
     answer = ask(judge, "/v1/score", text_1="ab", text_2=["c", "def"])
     ids = [judge.tokenizer.backend.encode(text).ids for text in ("ab", "c", "def")]
@@ -101,7 +101,7 @@ def test_a_head_of_one_class_reads_both_texts_in_a_row(judge: Live) -> None:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("most", [-1, 20])
-def test_a_pair_for_a_head_is_cut_at_its_second_text(judge: Live, most: int, side: str) -> None:
+def test_pair_for_a_head_is_truncated_in_its_second_text(judge: Live, most: int, side: str) -> None:
     judge.engine.requests.clear()
     query, short, long = (judge.tokenizer.backend.encode(text).ids for text in ("ab", "c", "xyz" * 100))
     room = (256 if most == -1 else most) - len(query)
@@ -110,11 +110,11 @@ def test_a_pair_for_a_head_is_cut_at_its_second_text(judge: Live, most: int, sid
     kept = long[:room] if side == "right" else long[-room:]
     assert [r.prompt_token_ids for r in judge.engine.requests] == [query + short, query + kept]
     error = judge.refuse("/v1/rerank", {"query": "x" * 300, "documents": ["c"], **fields})
-    assert error["param"] == "query" and "no room" in error["message"]
+    assert error["param"] == "query" and "leaves none of" in error["message"]
 
 
-def test_documents_are_read_to_so_many_tokens_and_told_whole(judge: Live, answerer: Live) -> None:
-    whale = "\U0001f40b"  # a character of several tokens, which is never cut in two
+def test_truncated_documents_are_returned_in_full(judge: Live, answerer: Live) -> None:
+    whale = "\U0001f40b"  # a character of several tokens, which is never split
     documents = ["c", "xyz" * 100, whale * 3]
     for each in (judge, answerer):
         each.engine.requests.clear()
@@ -133,7 +133,7 @@ def test_documents_are_read_to_so_many_tokens_and_told_whole(judge: Live, answer
     assert error["param"] == "max_tokens_per_doc"
 
 
-def test_only_coheres_path_answers_with_its_meta(live: Live) -> None:
+def test_only_the_path_of_cohere_has_meta(live: Live) -> None:
     metas = [
         ask(live, path, query="a", documents=["b"]).get("meta") for path in ("/v2/rerank", "/v1/rerank", "/rerank")
     ]
@@ -141,7 +141,7 @@ def test_only_coheres_path_answers_with_its_meta(live: Live) -> None:
 
 
 @pytest.mark.parametrize("encoder", [False, True])
-def test_joined_pairs_are_bounded_together_as_a_body_is(encoder: bool) -> None:
+def test_joined_pairs_have_a_total_limit(encoder: bool) -> None:
     info = model_info(classifier=ClassifierInfo(("fits",), "sigmoid"), generates=False, is_bidirectional=encoder)
     with live_server(ScriptedEngine(info=info), max_body_bytes=20_000) as live:
         query = "".join(chr(33 + n % 90) for n in range(150))
@@ -155,7 +155,7 @@ def test_joined_pairs_are_bounded_together_as_a_body_is(encoder: bool) -> None:
 
 
 def test_pairs_for_a_head_share_their_query(judge: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list for each pair would take the query's length times the documents."""
+    """Separate lists would take the query's length for each document."""
 
     async def pool(
         exchange: Exchange, job: PoolingJob, prompts: Sequence[Collection[int]], rule: PoolingRule
@@ -177,7 +177,7 @@ def answerer() -> Iterator[Live]:
         yield live
 
 
-def test_a_model_that_answers_gets_its_prompt(answerer: Live) -> None:
+def test_answering_reranker_gets_its_prompt(answerer: Live) -> None:
     answerer.engine.requests.clear()
     backend = answerer.tokenizer.backend
     texts = ["c", "<|im_end|> def"]
@@ -195,7 +195,7 @@ def test_a_model_that_answers_gets_its_prompt(answerer: Live) -> None:
     assert answerer.http.get("/v1/models").json()["data"][0]["scored_by"] == "answer"
 
 
-def test_the_files_instruction_stands_where_requests_bring_none() -> None:
+def test_instruction_of_the_files_is_the_default() -> None:
     ranking = RankSettings(
         template=QWEN3_RERANKER_TEMPLATE, needs_template=True, tokens=("yes",), instruction="take any"
     )
@@ -206,7 +206,7 @@ def test_the_files_instruction_stands_where_requests_bring_none() -> None:
             assert live.engine.requests[-1].prompt_token_ids == wanted
 
 
-def test_prompts_are_bounded_together_as_a_body_is() -> None:
+def test_prompts_have_a_total_limit() -> None:
     ranking = RankSettings(template=QWEN3_RERANKER_TEMPLATE, needs_template=True, tokens=("yes",))
     engine = ScriptedEngine(info=model_info(max_model_len=512))
     with live_server(engine, backend=tokenizer(), ranking=ranking, max_body_bytes=40_000) as live:
@@ -216,21 +216,21 @@ def test_prompts_are_bounded_together_as_a_body_is() -> None:
         assert (error["param"], error["code"]) == ("documents", "too_many") and live.engine.requests == []
 
 
-def test_rows_of_answers_are_told_by_pooling_too(answerer: Live) -> None:
+def test_pooling_returns_answer_rows(answerer: Live) -> None:
     raw = ask(answerer, "/pooling", input=[[5, 6, 7], [8]], task="classify", use_activation=False)
     assert [(item["data"], item["shape"]) for item in raw["data"]] == [([-3], [1, 1]), ([-1], [1, 1])]
     activated = ask(answerer, "/pooling", input=[[5, 6, 7]], task="classify")
     assert activated["data"][0]["data"] == [pytest.approx(1 / (1 + math.exp(3)))]
 
 
-def test_instructions_without_a_place_are_refused(live: Live, judge: Live) -> None:
+def test_instruction_for_a_prompt_without_one_is_refused(live: Live, judge: Live) -> None:
     for each in (live, judge):
         error = each.refuse("/v1/rerank", {"query": "a", "documents": ["b"], "instruction": "c"})
         assert (error["param"], error["code"]) == ("instruction", "unsupported_value")
 
 
-def test_a_chat_template_that_takes_no_pair_leaves_a_head_to_join_them() -> None:
-    """Unless a pair needs a prompt; then the text processes do not load, and say why."""
+def test_head_joins_pairs_if_the_chat_template_cannot() -> None:
+    """If a pair needs a prompt, the text processes refuse to load."""
     with live_server(scorer("fits", activation="sigmoid"), ranking=RankSettings()) as live:
         ask(live, "/v1/score", text_1="ab", text_2="c")
         ids = [live.tokenizer.backend.encode(text).ids for text in ("ab", "c")]
@@ -272,7 +272,7 @@ def test_texts_are_classified(classifier: Live) -> None:
     assert raw["data"][0]["probs"] == [-3, 1, 2]
 
 
-def test_models_say_what_they_can_be_asked_for(live: Live, classifier: Live, judge: Live) -> None:
+def test_model_object_lists_tasks(live: Live, classifier: Live, judge: Live) -> None:
     found = [each.http.get("/v1/models").json()["data"][0] for each in (live, classifier, judge)]
     assert [model["tasks"] for model in found] == [
         ["generate", "embed", "score"],
@@ -310,16 +310,14 @@ def test_models_say_what_they_can_be_asked_for(live: Live, classifier: Live, jud
         ("/pooling", {"input": "a", "pooling": "none"}, "pooling", None),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
-    live: Live, path: str, body: dict[str, Any], param: str, code: str | None
-) -> None:
+def test_invalid_fields_are_named(live: Live, path: str, body: dict[str, Any], param: str, code: str | None) -> None:
     error = live.refuse(path, body)
     assert error["param"] == param, error
     assert code is None or error["code"] == code, error
     assert live.engine.requests == []
 
 
-def test_what_a_head_cannot_do_is_refused(classifier: Live, judge: Live) -> None:
+def test_tasks_without_a_head_are_refused(classifier: Live, judge: Live) -> None:
     for path, body in (
         ("/v1/score", {"text_1": "a", "text_2": "b"}),
         ("/v1/rerank", {"query": "a", "documents": ["b"]}),

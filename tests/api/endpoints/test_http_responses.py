@@ -1,4 +1,4 @@
-"""`/v1/responses` against a scripted engine: whole and streamed, items, tools, thinking, forms, and what is refused."""
+"""`/v1/responses` with a scripted engine: complete and streamed answers, items, tools, thinking, formats, refusals."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def lasting(value: Any) -> Any:
 
 
 def built(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The output as a client puts it together from the events of items, parts and pieces."""
+    """The output as a client assembles it from the events of items, parts and pieces."""
     output: list[dict[str, Any]] = []
     for event in events:
         kind = event["type"]
@@ -121,7 +121,7 @@ def built(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return output
 
 
-def test_a_plain_answer(live: Live) -> None:
+def test_plain_answer(live: Live) -> None:
     live.engine.cached_tokens = 2
     answer = ask(live, instructions="Be kind.", metadata={"a": "b"}, user="me", temperature=0.5, max_output_tokens=50)
     assert prompt_of(live) == "[system]Be kind.[user]hello"
@@ -143,7 +143,7 @@ def test_a_plain_answer(live: Live) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])
-def test_events_come_in_their_order(live: Live, at_once: int) -> None:
+def test_order_of_events(live: Live, at_once: int) -> None:
     live.engine.tokens_per_output = at_once
     events = stream(live)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -167,7 +167,7 @@ def test_events_come_in_their_order(live: Live, at_once: int) -> None:
         ("", ["message"]),
     ],
 )
-def test_a_stream_builds_the_whole_answer(live: Live, text: str, kinds: list[str], at_once: int) -> None:
+def test_stream_equals_the_complete_answer(live: Live, text: str, kinds: list[str], at_once: int) -> None:
     say(live, text)
     live.engine.tokens_per_output = at_once
     whole = ask(live, tools=[LOOK])
@@ -182,7 +182,7 @@ def test_a_stream_builds_the_whole_answer(live: Live, text: str, kinds: list[str
     assert done == output
 
 
-def test_items_hold_what_was_written(live: Live) -> None:
+def test_contents_of_items(live: Live) -> None:
     say(live, f"<think>so</think>Wait. {CALL}")
     thought, message, call = ask(live, tools=[LOOK, FIND])["output"]
     assert prompt_of(live).startswith("(look)(find)")
@@ -192,14 +192,14 @@ def test_items_hold_what_was_written(live: Live) -> None:
     assert call["id"].startswith("fc_") and call["call_id"].startswith("call_")
 
 
-def test_an_answer_cut_short_is_incomplete(live: Live) -> None:
+def test_truncated_answer_is_incomplete(live: Live) -> None:
     for answer in (ask(live, max_output_tokens=3), stream(live, max_output_tokens=3)[-1]["response"]):
         assert answer["status"] == "incomplete" and answer["incomplete_details"] == {"reason": "max_output_tokens"}
         assert answer["output"][0]["status"] == "incomplete" and answer["completed_at"] is None
     assert stream(live, max_output_tokens=3)[-1]["type"] == "response.incomplete"
 
 
-def test_a_call_that_was_cut_short_goes_back_without_effect(live: Live) -> None:
+def test_incomplete_call_has_no_effect_when_sent_back(live: Live) -> None:
     say(live, CALL)
     for fields, status in (
         ({"max_output_tokens": len(live.engine.reply) - 5}, "incomplete"),
@@ -220,7 +220,7 @@ def test_a_call_that_was_cut_short_goes_back_without_effect(live: Live) -> None:
             assert f"<tool_call>{shown}</tool_call>[tool]x" in prompt_of(live)
         refused = live.post(PATH, {"input": [call], "tools": [LOOK]})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"
-        whole = {**call, "arguments": ROME}  # somebody carried it out all the same
+        whole = {**call, "arguments": ROME}  # the call was executed anyway
         ask(live, [question, whole, result, question], tools=[LOOK])
         assert "tool_call" in prompt_of(live)
     events = stream(live, tools=[LOOK], stop=["Ro"])
@@ -230,7 +230,7 @@ def test_a_call_that_was_cut_short_goes_back_without_effect(live: Live) -> None:
     assert answer["status"] == "incomplete" and answer["output"][0]["status"] == "completed"
 
 
-def test_a_call_too_long_to_be_sent_back_is_answered_and_not_kept(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_call_is_answered_but_not_stored(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in ("{" + " " * MAX_ARGUMENTS, '"' * (MAX_ARGUMENTS - 100)):  # the second one only as JSON
         fields = {"type": "function_call", "status": "completed", "call_id": "c", "name": "look"}
         assert input_items_of_output([{**fields, "arguments": arguments}]) == []
@@ -242,7 +242,7 @@ def test_a_call_too_long_to_be_sent_back_is_answered_and_not_kept(live: Live, mo
         assert "Wait." in prompt_of(live) and "tool_call" not in prompt_of(live)
 
 
-def test_a_failure_on_the_way(live: Live) -> None:
+def test_failure_within_a_stream(live: Live) -> None:
     live.engine.fail_after = (2, EngineDeadError("gone"))
     events = stream(live)
     assert events[-1]["type"] == "response.failed"
@@ -260,7 +260,7 @@ def test_a_failure_before_the_stream_has_its_own_status(live: Live) -> None:
 
 
 def test_a_failure_after_silence_is_an_event(live: Live) -> None:
-    """Keep-alive comments went out first, so there is no status left to tell it by."""
+    """Keep-alive comments were sent before, so the status is already 200."""
     with live_server(stream_comment_seconds=0.02) as quick:
         quick.engine.first_delay, quick.engine.fail_after = 0.2, (0, EngineDeadError("gone"))
         (event,) = named_events(quick, PATH, {"input": "a"})
@@ -275,7 +275,7 @@ def test_a_client_that_leaves_ends_the_request(live: Live) -> None:
     live.wait(lambda: live.state.in_flight == 0)
 
 
-# ---- what goes in ----------------------------------------------------------------------------------------------------
+# ---- requests --------------------------------------------------------------------------------------------------------
 def test_items_become_turns(live: Live) -> None:
     items = [
         {"role": "developer", "content": "Rules."},
@@ -296,8 +296,8 @@ def test_items_become_turns(live: Live) -> None:
     )
 
 
-def test_what_came_out_goes_in_again(live: Live) -> None:
-    """As clients that keep the conversation themselves do it."""
+def test_output_can_be_sent_back(live: Live) -> None:
+    """Like clients that store the conversation themselves."""
     say(live, f"<think>so</think>Wait. {CALL}")
     first = ask(live, tools=[LOOK])
     call = first["output"][-1]
@@ -359,7 +359,7 @@ def test_log_probabilities(live: Live) -> None:
         {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True},
     ],
 )
-def test_a_form_reaches_the_engine(live: Live, form: dict[str, Any]) -> None:
+def test_format_reaches_the_engine(live: Live, form: dict[str, Any]) -> None:
     answer = ask(live, text={"format": form, "verbosity": "low"})
     assert live.engine.requests[-1].sampling.grammar is not None
     assert answer["text"]["format"] == form
@@ -368,14 +368,14 @@ def test_a_form_reaches_the_engine(live: Live, form: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look"}])
-def test_a_call_can_be_demanded(live: Live, choice: Any) -> None:
+def test_required_call(live: Live, choice: Any) -> None:
     answer = ask(live, tools=[LOOK, FIND], tool_choice=choice, parallel_tool_calls=False)
     assert live.engine.requests[-1].sampling.grammar is not None
     assert answer["tool_choice"] == choice and answer["parallel_tool_calls"] is False
     assert [tool["name"] for tool in answer["tools"]] == ["look", "find"] and answer["tools"][0] == LOOK
 
 
-def test_some_of_the_tools_may_be_called(live: Live) -> None:
+def test_allowed_tools(live: Live) -> None:
     say(live, CALL + CALL.replace("look", "find"))
     for mode in ("auto", "required"):
         choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "look"}]}
@@ -385,7 +385,7 @@ def test_some_of_the_tools_may_be_called(live: Live) -> None:
         assert (live.engine.requests[-1].sampling.grammar is not None) is (mode == "required")
 
 
-def test_what_other_services_run_may_ask_for_nothing(live: Live) -> None:
+def test_empty_features_of_other_services_are_accepted(live: Live) -> None:
     tool = {**LOOK, "allowed_callers": ["direct"], "async": False, "output_schema": {"type": "object"}}
     ask(live, tools=[LOOK])
     plain = prompt_of(live)
@@ -423,7 +423,7 @@ def test_truncation(live: Live) -> None:
     assert "max_output_tokens" in error["message"] and "max_tokens" not in error["message"]
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 NAMED = {"type": "function", "name": "look"}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,%%%not base64"}
 CALLED = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
@@ -494,7 +494,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "look", "arguments": 
         ({"passages": [{"start": 0, "end": 1}]}, "passages"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(live: Live, fields: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_named(live: Live, fields: dict[str, Any], param: str) -> None:
     error = live.refuse(PATH, {"input": "hello", **fields})
     assert error["param"] == param and error["code"]
     assert "messages" not in error["message"] or param == "messages"
@@ -505,13 +505,13 @@ def test_another_model(live: Live) -> None:
     assert live.refuse(PATH, {"input": "a", "model": "other"}, 404)["code"] == "model_not_found"
 
 
-def test_an_effort_that_changes_nothing() -> None:
+def test_effort_without_effect() -> None:
     with live_server() as plain:
         error = plain.refuse(PATH, {"input": "a", "reasoning": {"effort": "low"}})
     assert error["param"] == "reasoning.effort" and "reasoning_effort" not in error["message"]
 
 
-def test_json_of_the_stream_is_one_line_each(live: Live) -> None:
+def test_events_are_single_lines(live: Live) -> None:
     say(live, "a\n\nb")
     assert built(stream(live))[0]["content"][0]["text"] == "a\n\nb"
     assert json.loads(json.dumps(ask(live)["output"]))[0]["content"][0]["text"] == "a\n\nb"

@@ -1,4 +1,4 @@
-"""Cached passages used anywhere in another prompt: what the fields come to, and a real engine that takes them."""
+"""Non-prefix KV reuse: the fields, and a real engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def asked(live: Live, **fields: Any) -> NonPrefixReuseParams | None:
 
 
 def test_fields_reach_the_engine(live: Live) -> None:
-    assert asked(live) == NonPrefixReuseParams(0, (), 0.15, "")  # it can be taken from
+    assert asked(live) == NonPrefixReuseParams(0, (), 0.15, "")  # its passages can be reused
     assert asked(live, cache_reuse=64) == NonPrefixReuseParams(64, (), 0.15, "")
     assert asked(live, cache_reuse=64, cache_reuse_recompute=0.3, cache_salt="s") == NonPrefixReuseParams(
         64, (), 0.3, "salt s"
@@ -71,28 +71,28 @@ def test_passages_are_shared_among_requests_of_one_key() -> None:
         ({"passages": [{"start": 0, "end": 9}] * 65}, "passages"),
     ],
 )
-def test_what_cannot_be_is_refused(live: Live, fields: dict[str, Any], param: str) -> None:
+def test_invalid_combinations_are_refused(live: Live, fields: dict[str, Any], param: str) -> None:
     error = live.refuse(COMPLETIONS, {"prompt": "a", **fields})
     assert error["param"].startswith(param) and error["code"] and not live.engine.requests
 
 
-def test_chats_have_no_spans(live: Live) -> None:
+def test_chats_refuse_spans(live: Live) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "passages": [{"start": 0, "end": 40}]}
     assert live.refuse(CHAT, body)["param"] == "passages"
 
 
-def test_openapi_describes_what_is_asked_and_what_is_told_of_contexts(live: Live) -> None:
+def test_openapi_describes_context_fields_of_requests_and_responses(live: Live) -> None:
     schemas = live.http.get("/openapi.json").json()["components"]["schemas"]
     settings = schemas["ContextSettings"]["properties"]
     asked = (*(name for name in settings if schemas["CompletionRequest"]["properties"].get(name)),)
     assert len(asked) == 5
     for request in ("CompletionRequest", "ChatRequest", "ResponseRequest", "MessageRequest"):
         of = schemas[request]["properties"]
-        for name in asked:  # each says where its default is told, and that is really there
+        for name in asked:  # each names the place of its default, which exists
             assert f"`context.{name}`" in of[name]["description"], (request, name)
-        assert f" {MIN_PASSAGE_TOKENS} or more" in of["cache_reuse"]["description"]
+        assert f"at least {MIN_PASSAGE_TOKENS}" in of["cache_reuse"]["description"]
         assert of["cache_reuse_recompute"]["description"].endswith(f"Default: {DEFAULT_RECOMPUTE}.")
-        assert "completions only" in of["passages"]["description"]
+        assert "Only for completions" in of["passages"]["description"]
     told = schemas["ContextUse"]["properties"]
     assert set(told) == {field.name for field in fields(ContextUse)}
     assert schemas["Rotary"]["properties"]["context"]["anyOf"][0]["$ref"].endswith("/ContextUse")
@@ -126,7 +126,7 @@ def cached(answer: dict[str, Any]) -> int:
 DOCUMENTS = [" ".join(f"{word} {number}" for number in range(40)) for word in ("river", "stone", "cloud")]
 
 
-def test_documents_in_another_order_are_taken_from_the_cache(server: RealServer) -> None:
+def test_reordered_documents_are_reused_from_the_cache(server: RealServer) -> None:
     first, second, third = DOCUMENTS
     ask(server, f"Documents: {first} {second} {third} What are they about?")
     turned = f"Other documents: {third} {first} {second} Which is the longest?"
@@ -140,7 +140,7 @@ def test_documents_in_another_order_are_taken_from_the_cache(server: RealServer)
     assert heads["usage"]["prompt_tokens"] > prompt
 
 
-def test_spans_outside_the_prompt_or_over_each_other_are_refused(server: RealServer) -> None:
+def test_spans_outside_the_prompt_or_overlapping_are_refused(server: RealServer) -> None:
     for spans in ([{"start": 0, "end": 10**6}], [{"start": 0, "end": 60}, {"start": 50, "end": 90}]):
         body = {"prompt": DOCUMENTS[0], "max_tokens": 2, "passages": spans}
         response = httpx.post(f"{server.url}{COMPLETIONS}", json=body, timeout=60)
@@ -150,7 +150,7 @@ def test_spans_outside_the_prompt_or_over_each_other_are_refused(server: RealSer
 
 
 @pytest.mark.slow
-def test_a_deterministic_server_refuses() -> None:
+def test_deterministic_server_refuses_reuse() -> None:
     with serve("--deterministic") as server:
         server.wait_ready()
         response = httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "a", "cache_reuse": 64}, timeout=60)

@@ -1,4 +1,4 @@
-"""What reuse is for, case by case as clients send it: a prompt whose early tokens change finds what stands behind them."""
+"""Typical cases of KV reuse: prompts whose early tokens change and whose later passages are reused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def post(server: RealServer, path: str, **body: Any) -> dict[str, Any]:
 
 
 def reused(answer: dict[str, Any]) -> tuple[int, int]:
-    """Tokens taken behind the equal beginning, and those of the prompt."""
+    """Number of tokens reused after the common prefix, and number of prompt tokens."""
     return answer["rotary"]["context"]["reused_tokens"], answer["usage"]["prompt_tokens"]
 
 
@@ -46,7 +46,7 @@ def test_an_edited_history(server: RealServer) -> None:
     edited = said("Something else altogether.", *STORY[1:])
     tokens, prompt = reused(post(server, "chat/completions", messages=edited, **REUSE, **salt))
     assert tokens > prompt / 2
-    shortened = said(*STORY[2:])  # its first question and answer are cut off
+    shortened = said(*STORY[2:])  # without its first question and answer
     tokens, prompt = reused(post(server, "chat/completions", messages=shortened, **REUSE, **salt))
     assert tokens > prompt / 2
 
@@ -67,7 +67,7 @@ def test_the_next_turn_of_such_a_chat(server: RealServer) -> None:
 
 
 def test_a_changed_tool_list(server: RealServer) -> None:
-    """As templates have it: the tools' descriptions stand before the chat."""
+    """Templates place the descriptions of tools before the chat."""
     salt = {"cache_salt": "tools"}
     one, two = ("You may call weather(city).", "You may call weather(city), news(topic) and search(words, count).")
     post(server, "chat/completions", messages=said(*STORY, system=one), **REUSE, **salt)

@@ -1,4 +1,4 @@
-"""Answers that go past their context: what the fields and options come to, and a real engine that does it."""
+"""Answers longer than the context: fields and options, and a real engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_fields_reach_the_engine(live: Live) -> None:
 
 
 @pytest.mark.slow
-def test_max_tokens_may_pass_the_context_under_shift_alone(live: Live) -> None:
+def test_max_tokens_may_exceed_the_context_only_with_shift(live: Live) -> None:
     most = live.http.get("/v1/models").json()["data"][0]["max_model_len"]
     live.stream(COMPLETIONS, {"prompt": "a", "max_tokens": 10**4, "context_overflow": "stop"})
     assert live.engine.requests[-1].sampling.max_tokens < most
@@ -56,7 +56,7 @@ def test_max_tokens_may_pass_the_context_under_shift_alone(live: Live) -> None:
     assert error["code"] == "context_length_exceeded"
 
 
-def test_the_model_tells_what_holds_for_contexts() -> None:
+def test_model_object_has_the_context_defaults() -> None:
     info = model_info(max_model_len=4096, shift_context=1024, max_total_tokens=10**6)
     defaults: dict[str, Any] = {"context_overflow": "shift", "keep_tokens": 32, "cache_reuse": 64}
     with live_server(ScriptedEngine(info=info), attention_window=512, attention_sinks=4, **defaults) as live:
@@ -87,14 +87,14 @@ def test_the_model_tells_what_holds_for_contexts() -> None:
         ({"context_overflow": "roll"}, "context_overflow", "'error', 'stop', 'shift' or 'drop_turns'"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_limits(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_values_are_refused_with_the_limits(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
     error = live.refuse(COMPLETIONS, {"prompt": "a", **fields})
     assert error["param"] == param and says in error["message"], error["message"]
     assert error["code"]
     assert not live.engine.requests
 
 
-def test_a_model_that_cannot_says_why() -> None:
+def test_model_without_shift_explains_the_refusal() -> None:
     learned = "its positions are learned"
     engine = ScriptedEngine(info=model_info(shift_refusal=learned, window_refusal=learned))
     with live_server(engine) as live:
@@ -103,7 +103,7 @@ def test_a_model_that_cannot_says_why() -> None:
             assert "its positions are learned" in error["message"] and error["param"] == next(iter(fields))
 
 
-def test_a_chats_system_prompt_is_kept(live: Live) -> None:
+def test_system_prompt_of_a_chat_is_retained(live: Live) -> None:
     system = {"role": "system", "content": "be kind " * 10}
     live.chat(messages=[system, {"role": "user", "content": "hello"}], max_tokens=3, context_overflow="shift")
     request = live.engine.requests[-1]
@@ -116,7 +116,7 @@ def test_a_chats_system_prompt_is_kept(live: Live) -> None:
     assert live.engine.requests[-1].context.keep_tokens == 32
 
 
-def test_the_operators_defaults_hold_for_requests_that_do_not_say() -> None:
+def test_operator_defaults_apply_to_requests_without_the_fields() -> None:
     settings = {"context_overflow": "shift", "keep_tokens": 32, "attention_window": 48, "attention_sinks": 2}
     with live_server(**settings) as live:
         assert asked(live) == ContextRule("shift", 32, 48, 2)
@@ -124,7 +124,7 @@ def test_the_operators_defaults_hold_for_requests_that_do_not_say() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_say_what_became_of_the_context(live: Live, stream: bool) -> None:
+def test_answers_report_the_context(live: Live, stream: bool) -> None:
     live.engine.report = lambda request: RotaryReport("default", {}, "frozen", None, "f", 0)
     live.engine.context = ContextReport(64, 16, 48, 3)
     body = {"prompt": "a", "max_tokens": 3, "context_overflow": "shift"}
@@ -145,7 +145,7 @@ def server() -> Iterator[RealServer]:
         yield server
 
 
-def test_a_stream_goes_far_beyond_its_context(server: RealServer) -> None:
+def test_stream_far_longer_than_its_context(server: RealServer) -> None:
     with Client(f"{server.url}") as client:
         answer = client.completions(
             "Once upon a time", max_tokens=300, ignore_eos=True, context_overflow="shift", seed=1
@@ -159,7 +159,7 @@ def test_a_stream_goes_far_beyond_its_context(server: RealServer) -> None:
     assert server.metric("windlass_num_requests_running") == 0
 
 
-def test_a_stop_string_ends_it_with_the_same_report(server: RealServer) -> None:
+def test_stop_string_ends_a_stream_with_the_same_report(server: RealServer) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "temperature": 1, "seed": 4}
     body |= {"context_overflow": "shift"}
     whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
@@ -173,7 +173,7 @@ def test_a_stop_string_ends_it_with_the_same_report(server: RealServer) -> None:
     assert ended["rotary"]["context"]["shifts"] == -(-(tokens - 64) // 16)
 
 
-def test_it_ends_where_the_operator_says(server: RealServer) -> None:
+def test_stream_ends_at_the_operator_limit(server: RealServer) -> None:
     body = {"prompt": "Once", "max_tokens": 5000, "ignore_eos": True, "context_overflow": "shift"}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     assert answer["usage"]["total_tokens"] == 600 and answer["choices"][0]["finish_reason"] == "length"

@@ -1,4 +1,4 @@
-"""Structured output over HTTP: every spelling comes to a grammar that takes what was wanted and nothing else, or to a 400."""
+"""Structured output over HTTP: every spelling becomes a grammar that accepts exactly the wanted text, or gets a 400."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from helpers.toy_tokenizers import byte_level
 from llguidance import LLMatcher, LLTokenizer
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.workers.frames import TaskCall
+from windlass.server.text.workers.pool import Limits
+from windlass.server.text.workers.tasks import TextTasks
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -58,7 +60,7 @@ def live(shared: Live) -> Live:
 
 
 def takes(live: Live, grammar: str | None, text: str) -> bool:
-    """Whether the whole text matches the grammar that the engine was given."""
+    """Whether the entire text matches the engine's grammar."""
     assert grammar is not None
     known = LLTokenizer(live.tokenizer.backend.to_str(), eos_token=live.tokenizer.eos_token_id)
     matcher = LLMatcher(known, grammar, log_level=0)
@@ -125,8 +127,8 @@ OPEN = {"type": "object", "properties": {"x": {"type": "integer", "not": {"const
         {"json_schema": OPEN},
     ],
 )
-def test_a_schema_that_is_not_strict_is_held_to_as_far_as_that_goes(live: Live, fields: dict[str, Any]) -> None:
-    """And takes no members but those that it names."""
+def test_lax_schema_is_enforced_partially(live: Live, fields: dict[str, Any]) -> None:
+    """Only named members are permitted."""
     live.complete("a", **fields)
     check(live, *POINTS)
 
@@ -147,7 +149,7 @@ def test_a_schema_that_is_not_strict_is_held_to_as_far_as_that_goes(live: Live, 
         {"structured_outputs": {"json_object": False, "json": None, "structural_tag": None}},
     ],
 )
-def test_what_asks_for_nothing(live: Live, fields: dict[str, Any]) -> None:
+def test_values_without_effect(live: Live, fields: dict[str, Any]) -> None:
     live.complete("a", **fields)
     assert live.engine.requests[-1].sampling.grammar is None
 
@@ -212,7 +214,7 @@ PLACE = "response_format"
         (in_format({"type": "string", "pattern": "(a"}), PLACE, "unclosed"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_named_with_the_reason(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_formats_are_named_with_the_reason(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
     for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": USER, "stream": True})):
         error = live.refuse(path, {**body, **fields})
         assert error["param"] == param and error["code"] and says in error["message"], error
@@ -238,7 +240,7 @@ HOSTILE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_hostile_grammars_end_in_time_and_harm_no_stream(live: Live) -> None:
+def test_hostile_grammars_time_out_and_delay_no_stream(live: Live) -> None:
     in_time(lambda: longest_gap_beside_hostile_grammars(live), 2)
 
 
@@ -268,7 +270,7 @@ def longest_gap_beside_hostile_grammars(live: Live) -> float:
                 assert response.status_code in (200, 400), response.text
                 if response.status_code == 400:
                     assert response.json()["error"]["param"] == next(iter(fields))
-                assert seconds < 15, (seconds, str(fields)[:80])  # it may take 4, and the machine may be busy
+                assert seconds < 15, (seconds, str(fields)[:80])  # the limit is 4, and the machine may be busy
         finally:
             done.append(True)
             following.result()
@@ -278,9 +280,9 @@ def longest_gap_beside_hostile_grammars(live: Live) -> float:
 def test_compiled_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     live.complete("a", guided_regex="once|twice")
 
-    async def run(call: TaskCall[Any], **more: Any) -> Any:
-        assert call.task != "compile_grammar", "it is compiled again"
-        return await original(call, **more)
+    async def run(task: partial[Any], *limits: Limits, **more: Any) -> Any:
+        assert task.func is not TextTasks.compile_grammar, "it is compiled again"
+        return await original(task, *limits, **more)
 
     pool = live.state.text._pool
     original = pool.run
@@ -289,13 +291,13 @@ def test_compiled_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({request.sampling.grammar for request in live.engine.requests}) == 1
 
 
-def test_what_the_engine_says_of_a_grammar_names_the_field(live: Live) -> None:
+def test_grammar_errors_of_the_engine_name_the_field(live: Live) -> None:
     live.engine.refuse = lambda request: RequestError("it grows too large", "grammar", "invalid_grammar")
     error = live.refuse(TEXT, {"prompt": "a", "guided_regex": "x+"})
     assert (error["param"], error["code"]) == ("guided_regex", "invalid_grammar") and "too large" in error["message"]
 
 
-def test_a_strict_function_is_held_to_as_a_whole(live: Live) -> None:
+def test_strict_function_is_enforced_completely(live: Live) -> None:
     function = {"name": "look", "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}
     asked = {"messages": USER, "tool_choice": "required"}
     live.chat(**asked | {"tools": [{"type": "function", "function": function}]})
@@ -317,7 +319,7 @@ def call(arguments: str, name: str = "look") -> str:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-def test_calls_that_are_asked_for_are_held_to_their_schema(live: Live, choice: Any) -> None:
+def test_required_calls_follow_their_schema(live: Live, choice: Any) -> None:
     live.chat(tools=[LOOK, {"type": "function", "function": {"name": "find"}}], tool_choice=choice)
     good, bad = (
         [call('{"city": "Rome"}')],
@@ -327,7 +329,7 @@ def test_calls_that_are_asked_for_are_held_to_their_schema(live: Live, choice: A
     check(live, good, bad)
 
 
-def test_a_form_leaves_calls_that_are_up_to_the_model(live: Live) -> None:
+def test_format_permits_optional_calls(live: Live) -> None:
     live.chat(tools=[LOOK], response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}})
     good, bad = [*POINTS[0], call('{"city": "Rome"}')], [*POINTS[1], call("{}"), call('{"city": "Rome"}', "nope")]
     check(live, [*good, "<think>hm</think>" + call('{"city": "Rome"}')], bad)
@@ -337,8 +339,8 @@ def test_a_form_leaves_calls_that_are_up_to_the_model(live: Live) -> None:
     assert error["param"] == "guided_json"
 
 
-def test_a_format_says_nothing_of_an_answer_that_is_calls(live: Live) -> None:
-    """It is about the text. Whoever offers tools sends one with every turn; what it says has to be right all the same."""
+def test_format_does_not_apply_to_calls(live: Live) -> None:
+    """The format applies to text. Clients with tools send one with every turn; it must still be valid."""
     form = {"name": "p", "schema": POINT}
     for path, body in (
         (CHAT, {"messages": USER, "response_format": {"type": "json_schema", "json_schema": form}, "tools": [LOOK],
@@ -356,8 +358,8 @@ def test_a_format_says_nothing_of_an_answer_that_is_calls(live: Live) -> None:
     assert live.refuse(CHAT, wrong)["param"] == "response_format"
 
 
-def test_thinking_may_come_before(live: Live) -> None:
-    """It is told apart by what the prompt ends with."""
+def test_thinking_may_precede_the_format(live: Live) -> None:
+    """It is recognized by the end of the prompt."""
     ask = {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}}}
     live.chat(**ask)
     check(

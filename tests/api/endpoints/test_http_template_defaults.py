@@ -1,4 +1,4 @@
-"""The operator's variables of the chat template: wherever a chat is rendered, behind those of the request."""
+"""The operator's variables of the chat template: used wherever a chat is rendered, overridden by those of the request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prompt_of(live: Live, path: str, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_they_hold_where_a_request_says_nothing_and_one_at_a_time(live: Live, path: str) -> None:
+def test_defaults_apply_individually_to_absent_variables(live: Live, path: str) -> None:
     assert prompt_of(live, path).startswith("False<|bos|>so: ")
     assert prompt_of(live, path, chat_template_kwargs={"enable_thinking": True}).startswith("True<|bos|>so: ")
     assert prompt_of(live, path, chat_template_kwargs={"prefix": "no: "}).startswith("False<|bos|>no: ")
@@ -56,11 +56,11 @@ def test_they_hold_where_a_request_says_nothing_and_one_at_a_time(live: Live, pa
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 2000}}),
     ],
 )
-def test_a_request_that_asks_for_thinking_gets_it(live: Live, path: str, fields: dict[str, Any]) -> None:
+def test_request_can_enable_thinking(live: Live, path: str, fields: dict[str, Any]) -> None:
     assert prompt_of(live, path, **fields).startswith("True")
 
 
-def test_a_chat_that_is_counted_or_shown_has_them_too(live: Live) -> None:
+def test_counting_and_rendering_use_the_defaults(live: Live) -> None:
     prompt = prompt_of(live, CHAT)
     count = len(live.engine.requests[-1].prompt_token_ids)
     assert live.post("/apply_template", {"messages": HELLO}).json()["prompt"] == prompt
@@ -68,6 +68,6 @@ def test_a_chat_that_is_counted_or_shown_has_them_too(live: Live) -> None:
     assert live.post("/v1/messages/count_tokens", {"messages": HELLO}).json()["input_tokens"] == count
 
 
-def test_answers_tell_them_by_their_fingerprint(live: Live) -> None:
+def test_fingerprint_depends_on_the_defaults(live: Live) -> None:
     with live_server(template=SWITCHED) as plain:
         assert plain.chat()["system_fingerprint"] != live.chat()["system_fingerprint"]

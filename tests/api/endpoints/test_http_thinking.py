@@ -1,4 +1,4 @@
-"""Thinking over HTTP, against a scripted engine: told apart whole and streamed, counted by tokens, chosen by requests."""
+"""Thinking over HTTP with a scripted engine: separated in complete and streamed answers, counted, selected by requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SWITCHED = (
 
 
 def thinking_tokenizer() -> tokenizers.Tokenizer:
-    """The toy one with markers that are special tokens, which a reader of the answer would not see."""
+    """The toy tokenizer, with special tokens as markers, which are not part of the text."""
     backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
     backend.add_special_tokens(["<think>", "</think>"])
     return backend
@@ -50,7 +50,7 @@ def live(shared: Live) -> Live:
 
 
 def say(live: Live, text: str, **fields: Any) -> list[int]:
-    """Have the engine generate this text."""
+    """Let the engine generate this text."""
     ids = live.tokenizer.encode(text, add_special_tokens=False)
     live.engine.reply, live.engine.eos_after = ids, len(ids)
     for name, value in fields.items():
@@ -71,8 +71,8 @@ def prompt_of(live: Live) -> str:
         ("<think>\nthe answer is cut", "the answer is cut", ""),
     ],
 )
-def test_thinking_is_told_apart(live: Live, text: str, thinking: str | None, content: str, at_once: int) -> None:
-    """Whole and streamed alike, however many tokens come at once; counted up to the closing marker."""
+def test_thinking_is_separated(live: Live, text: str, thinking: str | None, content: str, at_once: int) -> None:
+    """Complete and streamed, whatever the number of tokens per delta; counted up to the end marker."""
     ids = say(live, text, tokens_per_output=at_once)
     answer = live.chat(max_tokens=100)
     message = answer["choices"][0]["message"]
@@ -91,7 +91,7 @@ def test_thinking_is_told_apart(live: Live, text: str, thinking: str | None, con
 
 
 def test_continued_usage_never_counts_down(live: Live) -> None:
-    say(live, " \n\nfour")  # may open the thinking, and does not
+    say(live, " \n\nfour")  # may start the thinking, but does not
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = live.stream(PATH, {"messages": USER, "stream_options": options})
     counts = {event["usage"]["completion_tokens_details"]["reasoning_tokens"] for event in events[:-1]}
@@ -106,7 +106,7 @@ def test_each_choice_has_its_own_thinking(live: Live) -> None:
 
 
 def test_a_prompt_that_closes_the_thinking(live: Live) -> None:
-    """Told not to think, a template may close it at once: then the answer has none."""
+    """Without thinking, a template may close it immediately: the answer has none."""
     say(live, "<think>x</think>")
     message = live.chat(chat_template_kwargs={"enable_thinking": False})["choices"][0]["message"]
     assert prompt_of(live).endswith("<think>\n\n</think>\n\n")
@@ -136,7 +136,7 @@ def test_the_effort_reaches_the_template(live: Live, fields: dict[str, Any], beg
     assert prompt_of(live).startswith(begin)
 
 
-def test_an_effort_that_is_none(live: Live) -> None:
+def test_effort_none(live: Live) -> None:
     error = live.refuse(PATH, {"messages": USER, "reasoning_effort": "extreme"})
     assert error["param"] == "reasoning_effort"
 
@@ -153,7 +153,7 @@ def test_a_model_without_thinking() -> None:
         answer = live.chat()
         assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
         assert "completion_tokens_details" not in answer["usage"]
-        live.chat(reasoning_effort="none")  # nothing is asked for
+        live.chat(reasoning_effort="none")  # no budget is requested
         error = live.refuse(PATH, {"messages": USER, "reasoning_effort": "low"})
         assert (error["param"], error["code"]) == ("reasoning_effort", "unsupported_parameter")
 
@@ -180,7 +180,7 @@ def test_a_budget_reaches_the_engine(live: Live, fields: dict[str, Any], opening
 
 
 def test_a_budget_whose_markers_are_words() -> None:
-    """They are forced as the template spells them; every other spelling opens or ends the thinking as well."""
+    """They are forced in the template's spelling; every other spelling also starts or ends the thinking."""
     with live_server(reasoning_parser="granite", template=TEMPLATE + "{# Here is my response: #}") as live:
         live.chat(thinking_budget=7)
         budget = live.engine.requests[-1].sampling.thinking
@@ -198,7 +198,7 @@ def test_a_budget_whose_markers_are_words() -> None:
             assert forced_token(replace(budget, tokens=2), [*output, *ids("so it")[:2]], 0) == budget.close[0]
 
 
-def test_a_budget_where_nothing_is_thought(live: Live) -> None:
+def test_budget_without_thinking(live: Live) -> None:
     live.chat(thinking_budget=7, chat_template_kwargs={"enable_thinking": False})
     assert live.engine.requests[-1].sampling.thinking is None
     live.chat()
@@ -207,7 +207,7 @@ def test_a_budget_where_nothing_is_thought(live: Live) -> None:
 
 
 @pytest.mark.parametrize("parser, reason", [("none", "does not separate thinking")])
-def test_a_budget_that_cannot_be_kept(parser: str, reason: str) -> None:
+def test_unenforceable_budget_is_refused(parser: str, reason: str) -> None:
     with live_server(reasoning_parser=parser) as live:
         error = live.refuse(PATH, {"messages": USER, "thinking_budget": 5})
         assert (error["param"], error["code"]) == ("thinking_budget", "unsupported_parameter")

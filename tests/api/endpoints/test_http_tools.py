@@ -1,4 +1,4 @@
-"""Tools over HTTP, against a scripted engine and through the openai package: offered, called, answered, refused."""
+"""Tools over HTTP with a scripted engine, also through the openai package: offered, called, answered, refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VOCABULARY = 425
 
 
 def tool_tokenizer() -> tokenizers.Tokenizer:
-    """The toy one with markers that are special tokens, which a reader of the answer would not see."""
+    """The toy tokenizer, with special tokens as markers, which are not part of the text."""
     backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
     backend.add_special_tokens(["<tool_call>", "</tool_call>"])
     return backend
@@ -69,7 +69,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 
 def say(live: Live, text: str) -> None:
-    """Have the engine generate this text."""
+    """Let the engine generate this text."""
     ids = live.tokenizer.encode(text, add_special_tokens=False)
     live.engine.reply, live.engine.eos_after = ids, len(ids)
 
@@ -79,7 +79,7 @@ def prompt_of(live: Live) -> str:
 
 
 def ask(live: Live, **fields: Any) -> dict[str, Any]:
-    """The choice of a whole answer, which a stream put together must equal but for the ids of calls."""
+    """The choice of a complete answer, which the stream must equal except for ids of calls."""
     body = {"messages": USER, "max_tokens": 400, **fields}
     response = live.post(PATH, body)
     assert response.status_code == 200, response.text
@@ -97,7 +97,7 @@ def anonymous(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])
-def test_a_call_is_read_from_the_text(live: Live, at_once: int) -> None:
+def test_call_is_parsed_from_the_text(live: Live, at_once: int) -> None:
     say(live, f"Wait.\n{CALL}\n{CALL}")
     live.engine.tokens_per_output = at_once
     choice = ask(live, tools=[LOOK, FIND])
@@ -110,7 +110,7 @@ def test_a_call_is_read_from_the_text(live: Live, at_once: int) -> None:
     assert first["id"] != second["id"] and first["id"].startswith("call_") and choice["message"]["content"] == "Wait."
 
 
-def test_half_a_character_in_a_call_is_told_as_such(live: Live) -> None:
+def test_lone_surrogate_in_a_call(live: Live) -> None:
     say(live, r'<tool_call>{"name": "a\ud83d", "arguments": "{\"city\": \"\ude00 \ud83d\ude00\"}"}</tool_call>')
     call = {"name": "a\ufffd", "arguments": '{"city": "\ufffd \U0001f600"}'}
     assert ask(live, tools=[LOOK])["message"]["tool_calls"][0]["function"] == call
@@ -136,7 +136,7 @@ def test_the_template_shows_the_tools(live: Live) -> None:
     assert counted == live.engine.requests[-1].prompt_token_ids
 
 
-def test_tool_choice_none_shows_the_tools_and_looks_for_no_calls(live: Live) -> None:
+def test_tool_choice_none_shows_tools_without_parsing_calls(live: Live) -> None:
     say(live, CALL)
     choice = ask(live, tools=[LOOK], tool_choice="none")
     assert "look" in prompt_of(live)
@@ -144,14 +144,14 @@ def test_tool_choice_none_shows_the_tools_and_looks_for_no_calls(live: Live) -> 
     assert choice["message"]["content"] == CALL.replace("<tool_call>", "").replace("</tool_call>", "")  # special tokens
 
 
-def test_one_call_at_most(live: Live) -> None:
+def test_parallel_calls_disabled(live: Live) -> None:
     say(live, CALL * 3)
     assert len(ask(live, tools=[LOOK], parallel_tool_calls=False)["message"]["tool_calls"]) == 1
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_of_the_tools_that_are_shown_some_may_be_called(live: Live, mode: str) -> None:
-    """What names another one is no call, where nothing keeps the model from writing it."""
+def test_allowed_tools(live: Live, mode: str) -> None:
+    """A text that names another function is no call, if no grammar prevents it."""
     say(live, f'{CALL.replace("look", "find")}{CALL}<tool_call>{{"name": "made up"}}</tool_call>')
     choice = ask(live, tools=[LOOK, FIND], tool_choice=allowed(mode, "look"))
     assert prompt_of(live).startswith(f"({json.dumps(LOOK)})({json.dumps(FIND)})")
@@ -164,7 +164,7 @@ def test_of_the_tools_that_are_shown_some_may_be_called(live: Live, mode: str) -
     assert len(choice["message"]["tool_calls"]) == 2 and choice["message"]["content"] is None
 
 
-def test_a_tool_of_another_kind_is_refused_by_it(live: Live) -> None:
+def test_unsupported_kind_of_tool_is_named(live: Live) -> None:
     for kind in ("custom", "web_search"):
         for path, tool in ((PATH, {"type": kind, kind: {"name": "x"}}), ("/v1/responses", {"type": kind, "name": "x"})):
             error = live.refuse(
@@ -174,7 +174,7 @@ def test_a_tool_of_another_kind_is_refused_by_it(live: Live) -> None:
             assert error["message"].endswith(f"{kind!r} is not among the tools that are supported: function")
 
 
-def test_the_older_form(live: Live) -> None:
+def test_older_form_of_calls(live: Live) -> None:
     say(live, CALL)
     choice = ask(live, functions=[LOOK["function"]], function_call="auto")
     assert choice["finish_reason"] == "function_call"
@@ -188,7 +188,7 @@ def test_a_call_cut_short_ends_with_length(live: Live) -> None:
     assert choice["finish_reason"] == "length"
 
 
-def test_a_stop_string_in_a_call_ends_it_and_says_so(live: Live) -> None:
+def test_stop_string_in_a_call_ends_it(live: Live) -> None:
     say(live, CALL)
     for stop, arguments in (("Ro", '{"city": "'), ("city", '{"')):
         choice = ask(live, tools=[LOOK], stop=[stop])
@@ -211,7 +211,7 @@ def test_a_stop_string_in_a_call_ends_it_and_says_so(live: Live) -> None:
 
 @pytest.mark.parametrize("required", [False, True])
 def test_a_stop_string_before_the_arguments_of_a_second_call(live: Live, required: bool) -> None:
-    """The first one is whole; the beginning of the second stays in the text, where there may be any."""
+    """The first call is complete; the start of the second one stays in the text if content is permitted."""
     say(live, CALL + CALL.replace("look", "find"))
     choice = ask(live, tools=[LOOK, FIND], stop=['find"'], tool_choice="required" if required else "auto")
     (call,) = choice["message"]["tool_calls"]
@@ -246,8 +246,8 @@ def test_a_round_trip(live: Live) -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"a":', "Rome", "[1]", "[" * 10_000, '{"a": NaN}', '{"a": 1e301}'])
-def test_arguments_that_are_no_object_are_shown_as_text(live: Live, arguments: str) -> None:
-    """Whatever a model wrote, and however it was cut: or the conversation could never go on."""
+def test_arguments_other_than_objects_are_shown_as_text(live: Live, arguments: str) -> None:
+    """Any output of a model must be accepted, or the conversation could not continue."""
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
     result = {"role": "tool", "tool_call_id": "a", "content": "no"}
     live.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=20_000)
@@ -262,7 +262,7 @@ def test_arguments_that_are_no_object_are_shown_as_text(live: Live, arguments: s
         )
 
 
-def test_whatever_messages_offer_a_chat_may(live: Live) -> None:
+def test_chat_accepts_the_tools_of_messages(live: Live) -> None:
     """`windlass replay` sends recorded messages with tools as chats."""
     (offered,) = function_definitions([CustomTool(name="x" * 128, input_schema={})])
     say(live, "Hello.")
@@ -311,12 +311,12 @@ def test_whatever_messages_offer_a_chat_may(live: Live) -> None:
         ({"messages": [*USER, {"role": "tool", "tool_call_id": "a", "content": "x"}]}, "messages[1].tool_call_id"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(live: Live, fields: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_named(live: Live, fields: dict[str, Any], param: str) -> None:
     error = live.refuse(PATH, {"messages": USER, **fields})
     assert error["param"] == param and error["code"]
 
 
-def test_a_server_that_looks_for_no_calls() -> None:
+def test_server_without_call_parser() -> None:
     with live_server(template=TEMPLATE, backend=tool_tokenizer(), tool_call_parser="none") as live:
         live.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=4096)
         say(live, "x " + CALL)
@@ -368,7 +368,7 @@ TEMPLATES = {
 }
 
 
-def test_the_format_is_found_by_the_template() -> None:
+def test_call_format_is_detected_from_the_template() -> None:
     assert {name: detect(text).name for name, text in TEMPLATES.items()} == {name: name for name in FORMATS}
     assert set(TOOL_CALL_PARSERS) == set(FORMATS)
     assert detect(None).name == "plain_json"

@@ -1,4 +1,4 @@
-"""A server that another takes over from: what it has begun it ends, and nobody loses a request by a connection it closed."""
+"""Handover to another server: the retired one finishes its requests, and no client loses a request by a closed connection."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from windlass.server.config.settings import ConnectionSettings
+from windlass.server.http.connection_limits import ConnectionSettings
 from windlass.server.http.server import HttpServer
 
 
-def test_connections_end_with_an_answer_that_says_so() -> None:
+def test_a_retired_server_announces_that_connections_close() -> None:
     async def main() -> None:
         half, retired = asyncio.Event(), asyncio.Event()
 
@@ -28,7 +28,7 @@ def test_connections_end_with_an_answer_that_says_so() -> None:
             await send({"type": "http.response.body", "body": b"whole"})
 
         listener = socket.create_server(("127.0.0.1", 0))
-        held = listener.dup()  # somebody else accepts later
+        held = listener.dup()  # another server accepts later
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = HttpServer(app, listener, ConnectionSettings(), max_header_bytes=65536)
         serving = asyncio.create_task(server.serve())
@@ -41,10 +41,10 @@ def test_connections_end_with_an_answer_that_says_so() -> None:
             server.retire()
             retired.set()
             first = await begun
-            again = await client.get(url)  # by the same connection: no other is accepted
+            again = await client.get(url)  # over the same connection: no other is accepted
             assert (first.text, again.text) == ("halfwhole", "halfwhole")
             assert "connection" not in first.headers and again.headers["connection"] == "close"
-            await asyncio.sleep(1.2)  # uvicorn has made its headers anew
+            await asyncio.sleep(1.2)  # uvicorn has renewed its headers
             assert len(server.registry) == 0
             with pytest.raises(httpx.ReadTimeout):
                 await client.get(url, timeout=httpx.Timeout(10, read=0.3))  # it is in the listener's queue

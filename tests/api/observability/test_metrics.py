@@ -1,4 +1,4 @@
-"""What `/metrics` prints beyond the engine's numbers: the errors an operator is to be alarmed by."""
+"""Metrics of the server: errors that should alert an operator."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("error", "status", "code"), FAULTS, ids=[code for _, _, code in FAULTS])
-def test_the_servers_faults_are_counted_from_zero(error, status, code):
-    """Prometheus sees no increase in a series whose first value is 1 already."""
+def test_server_errors_are_exported_from_zero(error, status, code):
+    """Prometheus sees no increase in a series whose first value is already 1."""
     engine = ScriptedEngine(refuse=lambda request: error)
     app = create_app(engine, toy_tokenizer(), ServerSettings(served_model_name="toy"))
     line = f'windlass_request_errors_total{{code="{code}"}}'

@@ -1,4 +1,4 @@
-"""Limits of named callers: rates against a simulation by hand, concurrency, and what a new file changes."""
+"""Limits of named callers: rates compared with a simulation, concurrency, and reloaded keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_requests_a_minute() -> None:
     callers.admit("bob")
     clock.now += 30
     callers.admit("alice")
-    clock.now += 1000  # no more than a minute's worth is saved up
+    clock.now += 1000  # at most the amount of a minute accumulates
     callers.admit("alice")
     callers.admit("alice")
     with pytest.raises(ApiError):
@@ -50,11 +50,11 @@ def test_requests_a_minute() -> None:
     assert callers.usage["alice"].refused == {"requests_per_minute": 2}
 
 
-def test_answers_are_paid_for_by_waiting() -> None:
+def test_generated_tokens_delay_later_requests() -> None:
     clock = Clock()
     callers = Callers([key(tokens_per_minute=600)], clock)
     callers.charge_prompt_tokens("alice", 100)
-    callers.charge_generated_tokens("alice", 700)  # 200 more than there was
+    callers.charge_generated_tokens("alice", 700)  # 200 more than were available
     with pytest.raises(ApiError) as error:
         callers.charge_prompt_tokens("alice", 50)
     assert retry_after(error) == 25
@@ -65,7 +65,7 @@ def test_answers_are_paid_for_by_waiting() -> None:
     callers.charge_prompt_tokens("alice", 50)
 
 
-def test_a_prompt_longer_than_a_minutes_worth_waits_for_a_whole_one() -> None:
+def test_a_prompt_over_the_limit_of_a_minute_waits_for_a_full_bucket() -> None:
     clock = Clock()
     callers = Callers([key(tokens_per_minute=100)], clock)
     callers.charge_prompt_tokens("alice", 1000)
@@ -78,9 +78,7 @@ def test_a_prompt_longer_than_a_minutes_worth_waits_for_a_whole_one() -> None:
     rate=st.integers(1, 1000),
     events=st.lists(st.tuples(st.floats(0, 100), st.integers(1, 300)), min_size=1, max_size=40),
 )
-def test_over_any_time_no_more_is_let_in_than_the_rate_and_a_minutes_worth(
-    rate: int, events: list[tuple[float, int]]
-) -> None:
+def test_admission_never_exceeds_the_rate(rate: int, events: list[tuple[float, int]]) -> None:
     clock = Clock()
     callers = Callers([key(tokens_per_minute=rate)], clock)
     let_in = 0.0
@@ -95,7 +93,7 @@ def test_over_any_time_no_more_is_let_in_than_the_rate_and_a_minutes_worth(
             later.now = clock.now + seconds
             saved = callers._clock
             callers._clock = later
-            callers.charge_prompt_tokens("alice", tokens)  # what it says is true
+            callers.charge_prompt_tokens("alice", tokens)  # the stated waiting time is sufficient
             callers._clock, clock.now = saved, later.now
         let_in += tokens
         assert let_in <= rate + rate * clock.now / 60 + largest + 1e-6
@@ -125,14 +123,14 @@ def test_priorities() -> None:
         callers.priority("alice", 4)
 
 
-def test_who_may_administer() -> None:
+def test_administrators() -> None:
     assert Callers([]).is_admin("")
     callers = Callers([ApiKey.plain("k"), key(), ApiKey(digest="root", name="root", admin=True)])
     assert callers.is_admin(ApiKey.plain("k").digest) and callers.is_admin("root")
     assert not callers.is_admin("alice") and not callers.is_admin("") and not callers.is_admin("gone")
 
 
-def test_a_new_file_keeps_what_those_who_stay_have_used() -> None:
+def test_remaining_callers_keep_their_usage() -> None:
     clock = Clock()
     callers = Callers([key(requests_per_minute=1), key("bob", requests_per_minute=1)], clock)
     callers.admit("alice")
@@ -141,11 +139,11 @@ def test_a_new_file_keeps_what_those_who_stay_have_used() -> None:
         callers.replace([ApiKey(digest="new", name="alice", requests_per_minute=1, concurrency=1, admin=False)])
         assert callers.find("alice") is None and callers.find("bob") is None and callers.find("new") is not None
         with pytest.raises(ApiError):
-            callers.admit("new")  # another key of the same caller, who has had this minute's request
+            callers.admit("new")  # another key of the same caller, whose request of this minute is used
         clock.now += 60
         with pytest.raises(ApiError, match="in progress"):
             callers.admit("new")
     callers.admit("new")
     assert set(callers.usage) == {"alice"} and callers.usage["alice"].requests == 2
     callers.replace([key("bob", requests_per_minute=1)])
-    callers.admit("bob")  # who was away begins anew
+    callers.admit("bob")  # a caller that was removed starts from zero

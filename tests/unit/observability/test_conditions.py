@@ -1,4 +1,4 @@
-"""What has lately gone wrong, and for how long it is told."""
+"""Health conditions: recent problems, and how long they are reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from windlass.clients import Client
 from windlass.server.app.state import CONDITION_SECONDS, HealthConditions
 
 
-def test_a_condition_is_told_for_a_minute() -> None:
+def test_a_condition_is_reported_for_a_minute() -> None:
     now = 1000.0
     conditions = HealthConditions(lambda: now)
     assert conditions.current() == []
@@ -35,7 +35,7 @@ def test_counts_that_grow() -> None:
     assert conditions.current() == ["engine_restarted"]
 
 
-def test_health_has_them() -> None:
+def test_health_reports_conditions() -> None:
     with live_server() as live, Client(live.url) as client:
         assert client.health().degraded == ()
         assert live.http.get("/health").json() == {"status": "ready"}

@@ -1,4 +1,4 @@
-"""What `--record` appends to: files that come and go, and disks that are full for a while."""
+"""`--record`: rotated files, and disks that are full for a while."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_file_that_is_begun_anew_tells_of_the_server_too(recorder: WorkloadRecorder, tmp_path: Path) -> None:
+def test_a_new_file_has_a_header(recorder: WorkloadRecorder, tmp_path: Path) -> None:
     file, away = tmp_path / "load.jsonl", tmp_path / "away.jsonl"
     put(recorder, 1)
     put(recorder, 2)
@@ -48,7 +48,7 @@ def test_a_file_that_is_begun_anew_tells_of_the_server_too(recorder: WorkloadRec
     assert lines_of(file) == [HEAD, {"number": 3}]
 
 
-def test_another_server_says_who_it_is_in_a_file_that_is_there(recorder: WorkloadRecorder, tmp_path: Path) -> None:
+def test_another_server_adds_its_header_to_an_existing_file(recorder: WorkloadRecorder, tmp_path: Path) -> None:
     (tmp_path / "load.jsonl").write_text(json.dumps(HEAD) + '\n{"number": 0}\n')
     other = {"windlass_record": 1, "model": "another"}
     put(recorder, 1, other)
@@ -57,7 +57,7 @@ def test_another_server_says_who_it_is_in_a_file_that_is_there(recorder: Workloa
     assert lines_of(tmp_path / "load.jsonl") == [HEAD, {"number": 0}, other, {"number": 1}, {"number": 2}]
 
 
-def test_a_disk_that_was_full_at_first_loses_requests_and_not_the_head(
+def test_a_full_disk_loses_requests_but_not_the_header(
     recorder: WorkloadRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = os.write

@@ -1,4 +1,4 @@
-"""What lookers-on may cost: answers that are shared, and work done one at a time."""
+"""Limits of introspection: cached values, and jobs that run one at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def anyio_backend() -> str:
 
 
 @pytest.mark.parametrize(("cost", "good_for"), [(0.0, 0.2), (0.1, 2.0)])
-async def test_an_answer_is_good_for_a_while(monkeypatch: pytest.MonkeyPatch, cost: float, good_for: float) -> None:
+async def test_a_value_is_cached_for_a_while(monkeypatch: pytest.MonkeyPatch, cost: float, good_for: float) -> None:
     now, made = 100.0, 0
     monkeypatch.setattr(state.time, "monotonic", lambda: now)
 
@@ -38,7 +38,7 @@ async def test_an_answer_is_good_for_a_while(monkeypatch: pytest.MonkeyPatch, co
     assert await shared.get(make) == 2
 
 
-async def test_work_that_nobody_waits_for_holds_its_turn() -> None:
+async def test_a_cancelled_job_still_ends_first() -> None:
     turn, gate, running, most = SerialExecutor(), asyncio.Event(), 0, 0
 
     async def work() -> str:
@@ -64,7 +64,7 @@ async def test_work_that_nobody_waits_for_holds_its_turn() -> None:
     assert await turn.run(work) == "done"
 
 
-async def test_what_fails_fails_for_whoever_asked_alone() -> None:
+async def test_an_error_reaches_only_its_caller() -> None:
     turn = SerialExecutor()
 
     async def fail() -> None:

@@ -1,4 +1,4 @@
-"""Bytes of bodies: those of one caller, those of all, and that all are given back."""
+"""Budget of body bytes: per caller, in total, and released completely."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_one_caller_may_have_half() -> None:
     assert budget.reserved_bytes == 0
 
 
-def test_all_together() -> None:
+def test_all_callers_share_the_total() -> None:
     budget = BodyBudget(1000)
     with ExitStack() as stack:
         for caller in "abc":
@@ -46,7 +46,7 @@ def test_all_together() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 3 * UNCOUNTED_BYTES), max_size=5)), max_size=12)
 )
-def test_it_never_holds_more_and_gives_all_back(wanted: list[tuple[str, list[int]]]) -> None:
+def test_the_limit_holds_and_all_bytes_are_released(wanted: list[tuple[str, list[int]]]) -> None:
     most = 4 * UNCOUNTED_BYTES
     budget = BodyBudget(most)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Arguments of calls with half a character in them, as a model may write them: read, repeated, and told as objects."""
+"""Arguments of calls with lone surrogates, as a model may write them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from windlass.server.schemas.tools import check_arguments, parse_arguments, repl
         (r"\"\ud7ff\ue000", '"\ud7ff\ue000'),
     ],
 )
-def test_what_is_read(written: str, read: str) -> None:
+def test_lone_surrogates_are_replaced(written: str, read: str) -> None:
     text = f'{{"a": "{written}", "b{written}": [1]}}'
     assert parse_arguments(text) == _arguments_object(text) == {"a": read, f"b{read}": [1]}
     assert check_arguments(text) == text  # as it was sent
 
 
 @given(st.text(st.sampled_from('a"\\\u00e9\U0001f600\ud83d\ude00\ud800\udfff')))
-def test_all_else_stays_as_it_is(text: str) -> None:
+def test_other_text_is_unchanged(text: str) -> None:
     written = json.dumps(text)
     found = json.loads(replace_lone_surrogates(written))
     halves = {i for i, character in enumerate(json.loads(written)) if "\ud800" <= character <= "\udfff"}

@@ -1,4 +1,4 @@
-"""JSON in pieces says what JSON in one piece says."""
+"""JSON encoded in pieces equals JSON encoded at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_any_value(value: Any) -> None:
 
 
 @given(st.lists(st.lists(VALUES, max_size=4), max_size=6))
-def test_a_list_that_comes_in_parts(parts: list[list[Any]]) -> None:
+def test_a_list_extended_in_parts(parts: list[list[Any]]) -> None:
     found = JsonList()
     for part in parts:
         found.extend(part)
@@ -33,7 +33,7 @@ def test_a_list_that_comes_in_parts(parts: list[list[Any]]) -> None:
     assert len(encode(found)) == (found.size + 1 if items else 2)
 
 
-def test_it_is_made_in_pieces() -> None:
+def test_pieces_are_small() -> None:
     found = JsonList()
     for _ in range(1000):
         found.extend(["x" * 100] * 256)

@@ -1,4 +1,4 @@
-"""Items of a response's input put together to turns: what stands in a row is one, at a cost that grows with it alone."""
+"""Items of a response's input merged into turns, at linear cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def messages_of(*items: dict[str, Any]) -> list[ChatMessage]:
     ("thoughts", "expected"),
     [(["a"], "a"), (["a", "b"], "a\nb"), (["", "a", "", "b", ""], "a\n\nb\n"), (["", ""], "")],
 )
-def test_thoughts_in_a_row_are_one(thoughts: list[str], expected: str) -> None:
+def test_consecutive_thoughts_are_merged(thoughts: list[str], expected: str) -> None:
     said = {"role": "assistant", "content": "hello"}
     (_, turn, _) = messages_of(USER, *map(thought, thoughts), said, USER)
     assert (turn.reasoning_content, turn.content) == (expected, "hello")
@@ -46,8 +46,8 @@ def test_thoughts_in_a_row_are_one(thoughts: list[str], expected: str) -> None:
 
 
 def test_thoughts_and_calls_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted, not timed: what was there before must not be copied again with each item."""
-    made: list[int] = []  # ids of what the turn holds while items come in
+    """Counted, not timed: earlier items must not be copied again with each further one."""
+    made: list[int] = []  # ids of the turn's values while items are added
 
     class Watching(responses._MessagesBuilder):
         def add(self, item: Any, place: str) -> None:
@@ -62,8 +62,8 @@ def test_thoughts_and_calls_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(set(made)) == 2, "one object for the thoughts and one for the calls"
 
 
-def test_a_turn_holds_no_more_calls_than_a_message_of_a_chat() -> None:
-    """As many as there are in one message there, which is what they become."""
+def test_a_turn_has_at_most_the_calls_of_a_chat_message() -> None:
+    """They become one message of a chat, which has this limit."""
     items = [*map(call, range(MAX_CALLS + 1)), *map(result, range(MAX_CALLS + 1))]
     with pytest.raises(ApiError) as caught:
         messages_of(USER, *items)
@@ -73,10 +73,10 @@ def test_a_turn_holds_no_more_calls_than_a_message_of_a_chat() -> None:
     assert len(messages_of(*[item for number in range(200) for item in (call(number), result(number))])) == 400
 
 
-def test_a_call_that_was_cut_short_counts_where_there_is_a_result_of_it() -> None:
+def test_an_incomplete_call_is_kept_if_it_has_a_result() -> None:
     for arguments in ('{"a": [' + "0," * 100_001 + "0]}", '{"a": 1e301}', '{"a": "b'):
         cut = call(1, status="incomplete", arguments=arguments)
-        assert len(messages_of(USER, cut)) == 1  # nobody carried it out
+        assert len(messages_of(USER, cut)) == 1  # without a result it is left out
         (_, turn, _) = messages_of(USER, cut, result(1))
         assert turn.tool_calls is not None
         assert json.loads(turn.tool_calls[0].function.arguments) == {"arguments": arguments}

@@ -1,4 +1,4 @@
-"""What asyncio says of writes to clients that have left is not logged; it is what this asyncio really says."""
+"""Log lines that clients can cause: limits for repeated ones, and asyncio's real warnings of writes to disconnected clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from windlass.server.http.logs import is_not_lost_write_warning
+from windlass.server.observability.logging import LOG_INTERVAL_SECONDS, RateLimitedLogger, is_not_lost_write_warning
 
 
 @pytest.fixture
@@ -34,7 +34,9 @@ async def write_to_a_client_that_left() -> None:
         writer.transport.abort()
 
 
-def test_writes_to_clients_that_left(asyncios: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+def test_writes_to_disconnected_clients_are_not_logged(
+    asyncios: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
     asyncio.run(write_to_a_client_that_left())
     assert len(caplog.records) > 5  # else this test could not fail
     caplog.clear()
@@ -42,3 +44,16 @@ def test_writes_to_clients_that_left(asyncios: logging.Logger, caplog: pytest.Lo
     asyncio.run(write_to_a_client_that_left())
     asyncios.warning("something else")
     assert [record.message for record in caplog.records] == ["something else"]
+
+
+def test_a_rate_limited_line_has_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    limited = RateLimitedLogger(logging.getLogger("limited"), logging.WARNING, clock=lambda: now)
+    for _ in range(1000):
+        limited.log("it happened")
+    now += LOG_INTERVAL_SECONDS
+    limited.log("it happened")
+    assert [record.getMessage() for record in caplog.records] == [
+        "it happened",
+        "it happened (1000 times since the last such message)",
+    ]

@@ -1,4 +1,4 @@
-"""A loop that stands still is noticed while it does, with the place that holds it up."""
+"""Event loop monitor: stalls are logged while they last, with the blocking code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from windlass.server.http.event_loop_monitor import EventLoopMonitor
+from windlass.server.observability.event_loop_monitor import EventLoopMonitor
 
 pytestmark = pytest.mark.anyio
 
 
 def hold_up(seconds: float, noticed: Callable[[], bool] = lambda: True) -> None:
-    """For so long, and until it was noticed."""
+    """Block for this long, and until it was noticed."""
     begin = time.monotonic()
     while time.monotonic() < begin + seconds or not (noticed() or time.monotonic() > begin + 30):
         time.sleep(0.05)
@@ -23,7 +23,7 @@ def hold_up(seconds: float, noticed: Callable[[], bool] = lambda: True) -> None:
 
 async def test_a_stall_is_logged_while_it_lasts_and_observed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "windlass.server")
-    for _ in range(3):  # a machine with other work may hold it up itself, and there is a line a minute
+    for _ in range(3):  # a busy machine may stall the loop itself, and only one line a minute is logged
         caplog.clear()
         late: list[float] = []
         watch = EventLoopMonitor(late.append, stall=0.4)
@@ -35,7 +35,11 @@ async def test_a_stall_is_logged_while_it_lasts_and_observed(caplog: pytest.LogC
         watch.stop()
     hold_up(1.0, lambda: bool(caplog.records))
     stalled = [record for record in caplog.records if "hold_up" in record.message]
-    assert len(stalled) == 1 and "has stood still" in stalled[0].message and "test_loop_watch.py" in stalled[0].message
+    assert (
+        len(stalled) == 1
+        and "has been blocked" in stalled[0].message
+        and "test_event_loop_monitor.py" in stalled[0].message
+    )
     async with asyncio.timeout(30):
         while not any("runs again after" in record.message for record in caplog.records):
             await asyncio.sleep(0.05)
@@ -46,7 +50,7 @@ async def test_a_stall_is_logged_while_it_lasts_and_observed(caplog: pytest.LogC
     assert len(late) <= count + 1
 
 
-async def test_stalls_that_follow_soon_are_not_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_repeated_stalls_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "windlass.server")
     late: list[float] = []
     watch = EventLoopMonitor(late.append, stall=0.04)
@@ -57,5 +61,5 @@ async def test_stalls_that_follow_soon_are_not_logged_again(caplog: pytest.LogCa
             while sum(seconds > 0.1 for seconds in late) < count:
                 await asyncio.sleep(0.02)
     watch.stop()
-    assert sum("has stood still" in record.message for record in caplog.records) == 1
+    assert sum("has been blocked" in record.message for record in caplog.records) == 1
     assert sum("runs again" in record.message for record in caplog.records) <= 1
