@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.prefill_case import PrefillCase
+from helpers.attention_case import AttentionCase
 from helpers.ranges import Part, RangeCase, random_parts
 from kernels_helpers.attention_calls import decode_call
 from kernels_helpers.interpreted import ON_THE_DEVICE, assert_near
@@ -20,20 +20,6 @@ from windlass.kernels.triton.paged_attention import paged_attention
 
 pytestmark = ON_THE_DEVICE
 MIXED = [(17, 4), (0, 9), (70, 1)]
-
-
-def call_of(case: PrefillCase, **options: Any) -> AttentionCall:
-    return AttentionCall(
-        case.table,
-        case.start,
-        case.lengths,
-        case.temperature,
-        case.scale,
-        window=case.window,
-        causal=case.causal,
-        chunk=case.chunk,
-        **options,
-    )
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -55,9 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
 def test_decode_and_prompts_beside_each_other(name: str) -> None:
     options = dict(CASES[name])
     cap, with_sinks = options.pop("soft_cap", None), options.pop("sinks", False)
-    case = PrefillCase(MIXED, **options)
+    case = AttentionCase(MIXED, **options)
     sinks = torch.randn(case.q.shape[1]) if with_sinks else None
-    found = paged_attention(case.q, case.all_pages, call_of(case, soft_cap=cap, sink_logits=sinks))
+    found = paged_attention(case.q, case.all_pages, case.call(soft_cap=cap, sink_logits=sinks))
     assert_near(found.double(), case.expected(sinks, cap))
 
 
@@ -66,9 +52,9 @@ def test_decode_and_prompts_beside_each_other(name: str) -> None:
 def test_tokens_one_by_one(name: str) -> None:
     options = dict(CASES[name])
     cap, with_sinks = options.pop("soft_cap", None), options.pop("sinks", False)
-    case = PrefillCase(MIXED, **options)
+    case = AttentionCase(MIXED, **options)
     sinks = torch.randn(case.q.shape[1]) if with_sinks else None
-    call = call_of(case, soft_cap=cap, sink_logits=sinks)
+    call = case.call(soft_cap=cap, sink_logits=sinks)
     assert_near(paged_attention(case.q, case.all_pages, call, deterministic=True).double(), case.expected(sinks, cap))
 
 
@@ -84,18 +70,18 @@ def test_sizes_that_models_have(dim: int, group: int) -> None:
     Every size and every group meets both ways, the next one the other.
     """
     shapes = [(15, 1), (16, 1), (31, 2), (0, 16), (14, 5), (0, 1)]
-    case = PrefillCase(shapes, dim=dim, heads=group, kv_heads=1, page_type=torch.float16)
+    case = AttentionCase(shapes, dim=dim, heads=group, kv_heads=1, page_type=torch.float16)
     deterministic = bool((DIMS.index(dim) + GROUPS.index(group)) % 2)
-    found = paged_attention(case.q, case.all_pages, call_of(case), deterministic=deterministic)
+    found = paged_attention(case.q, case.all_pages, case.call(), deterministic=deterministic)
     assert_near(found.double(), case.expected())
 
 
 def test_long_contexts_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_LEAST_SPLIT", 64)
-    case = PrefillCase([(299, 1), (3, 1), (64, 1)], heads=2, kv_heads=1, dim=16)
+    case = AttentionCase([(299, 1), (3, 1), (64, 1)], heads=2, kv_heads=1, dim=16)
     sinks = torch.randn(2)
     for processors in (1, 132):  # few splits and many
-        call = call_of(case, sink_logits=sinks)
+        call = case.call(sink_logits=sinks)
         assert_near(
             paged_attention(case.q, case.all_pages, call, device=Device(processors)).double(), case.expected(sinks)
         )
@@ -116,8 +102,8 @@ def test_any_ranges(seed: int) -> None:
 
 @pytest.mark.parametrize("page_type", [torch.float16, torch.int8], ids=str)
 def test_heads_of_512_in_tiles_of_16_bits(page_type: torch.dtype) -> None:
-    case = PrefillCase([(17, 9), (20, 1)], heads=8, kv_heads=1, dim=512, q_type=torch.float16, page_type=page_type)
-    assert_near(paged_attention(case.q, case.all_pages, call_of(case)).double(), case.expected(), 2e-3)
+    case = AttentionCase([(17, 9), (20, 1)], heads=8, kv_heads=1, dim=512, q_type=torch.float16, page_type=page_type)
+    assert_near(paged_attention(case.q, case.all_pages, case.call()).double(), case.expected(), 2e-3)
 
 
 def test_ranges_of_heads_of_512_of_which_some_pairs_stay() -> None:
@@ -133,8 +119,8 @@ def test_ranges_of_heads_of_512_of_which_some_pairs_stay() -> None:
 def test_a_row_has_the_bits_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """For other sequences of any length, and as a part of a prompt or alone."""
     monkeypatch.setattr(attention, "KEY_SPLIT", 64)  # one with two splits, one with one
-    case = PrefillCase([(15, 3), (70, 1)], heads=2, kv_heads=1, dim=16)
-    call = call_of(case, sink_logits=torch.randn(2))
+    case = AttentionCase([(15, 3), (70, 1)], heads=2, kv_heads=1, dim=16)
+    call = case.call(sink_logits=torch.randn(2))
     whole = paged_attention(case.q, case.all_pages, call, deterministic=True)
     for rows, length, own in call.sequences():
         narrow = replace(own, block_tables=own.block_tables[:, : -(-length // 16)])
@@ -153,8 +139,8 @@ def test_tokens_by_themselves_take_little_memory_at_once(ranged: bool, monkeypat
         parts = [random_parts(old, new, 3, random.Random(1)) for old, new in shapes]
         q, pages, call = RangeCase(shapes, parts).operands()
     else:
-        case = PrefillCase([(15, 3), (70, 0), (9, 15), (9, 1)], heads=2, kv_heads=1, dim=16)
-        q, pages, call = case.q, case.all_pages, call_of(case, sink_logits=torch.randn(2))
+        case = AttentionCase([(15, 3), (70, 0), (9, 15), (9, 1)], heads=2, kv_heads=1, dim=16)
+        q, pages, call = case.q, case.all_pages, case.call(sink_logits=torch.randn(2))
     whole = paged_attention(q, pages, call, deterministic=True)
     splits = -(-call.block_tables.shape[1] * pages.block_size // 64)
     each = whole.shape[1] * splits * (pages.value_dim + 2) * 4
@@ -214,22 +200,22 @@ def test_what_is_not_there_shows() -> None:
 def test_a_scale_that_is_none_shows_and_others_may_be_anything(options: dict[str, Any]) -> None:
     """NaN, 0, and below 0: of prompts and of single tokens."""
     cap = options.pop("soft_cap", None)
-    case = PrefillCase(MIXED, **options)
+    case = AttentionCase(MIXED, **options)
     case.temperature[[0, 3, 13]] = torch.tensor([0.0, -0.7, -1.1])
-    call, expected = call_of(case, soft_cap=cap), case.expected(soft_cap=cap)
+    call, expected = case.call(soft_cap=cap), case.expected(soft_cap=cap)
     for deterministic in (False, True):
         found = paged_attention(case.q, case.all_pages, call, deterministic=deterministic)
         assert_near(found.double(), expected, 1e-5)
     case.temperature[5] = torch.nan
     for deterministic in (False, True):
-        found = paged_attention(case.q, case.all_pages, call_of(case, soft_cap=cap), deterministic=deterministic)
+        found = paged_attention(case.q, case.all_pages, case.call(soft_cap=cap), deterministic=deterministic)
         assert found[5].isnan().all() and found.isnan().any(-1).any(-1).sum() == 1
 
 
 def test_a_block_that_is_none_in_the_midst_of_others_shows() -> None:
     """In tiles that all rows see whole, of prompts and of single tokens."""
-    case = PrefillCase([(70, 3), (80, 1)], dim=16)
-    call = call_of(case)
+    case = AttentionCase([(70, 3), (80, 1)], dim=16)
+    call = case.call()
     sound = paged_attention(case.q, case.all_pages, call)
     for sequence, rows in ((0, slice(0, 3)), (1, slice(3, 4))):
         tables = call.block_tables.clone()
@@ -242,23 +228,23 @@ def test_a_block_that_is_none_in_the_midst_of_others_shows() -> None:
 
 def test_scores_may_be_turned_round() -> None:
     """Scales below 0 make the least product the largest score."""
-    case = PrefillCase([(70, 3), (80, 1)], dim=16, spread=40.0)
+    case = AttentionCase([(70, 3), (80, 1)], dim=16, spread=40.0)
     case.scale = -case.scale
-    assert_near(paged_attention(case.q, case.all_pages, call_of(case)).double(), case.expected())
+    assert_near(paged_attention(case.q, case.all_pages, case.call()).double(), case.expected())
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])
 def test_blocks_of_other_sizes(block_size: int) -> None:
     """Several in a tile of keys, one, and several tiles in one."""
-    case = PrefillCase([(130, 3), (200, 1)], dim=16, block_size=block_size, window=90)
+    case = AttentionCase([(130, 3), (200, 1)], dim=16, block_size=block_size, window=90)
     for deterministic in (False, True):
-        found = paged_attention(case.q, case.all_pages, call_of(case), deterministic=deterministic)
+        found = paged_attention(case.q, case.all_pages, case.call(), deterministic=deterministic)
         assert_near(found.double(), case.expected())
 
 
 def test_nothing_in_nothing_out() -> None:
     """No sequences, and sequences of no keys."""
-    case = PrefillCase([(3, 2)], dim=16)
+    case = AttentionCase([(3, 2)], dim=16)
     empty = AttentionCall(case.table[:0], torch.zeros(1).long(), case.lengths[:0], case.temperature[:0], 1.0)
     assert paged_attention(case.q[:0], case.all_pages, empty).shape == (0, 4, 16)
     none = decode_call(case.table, torch.zeros(1).long(), torch.ones(1), 1.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.prefill_case import PrefillCase
+from helpers.attention_case import AttentionCase
 from kernels_helpers.interpreted import ON_THE_DEVICE, assert_near
 
 from windlass.kernels import AttentionCall, PrefillTotals
@@ -22,12 +22,7 @@ OTHER = slice(4, 5)
 HOPPER = Device(132, 227 << 10, (9, 0))
 
 
-def call_of(case: PrefillCase, **options: Any) -> AttentionCall:
-    operands = case.table, case.start, case.lengths, case.temperature, case.scale
-    return AttentionCall(*operands, window=case.window, causal=case.causal, chunk=case.chunk, **options)
-
-
-def attended(case: PrefillCase, call: AttentionCall, sizes: PrefillTile) -> torch.Tensor:
+def attended(case: AttentionCase, call: AttentionCall, sizes: PrefillTile) -> torch.Tensor:
     """Rows of the sequence of one token as they were: NaN."""
     out = torch.full((len(case.q), case.q.shape[1], case.all_pages.value_dim), torch.nan)
     prefill_attention.prefill_attention(case.q, case.all_pages, call, out, sizes)
@@ -53,9 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
 def test_prompts(name: str) -> None:
     options = dict(CASES[name])
     with_sinks = options.pop("sinks", False)
-    case = PrefillCase(options.pop("shapes", SHAPES), **options)
+    case = AttentionCase(options.pop("shapes", SHAPES), **options)
     sinks = torch.randn(case.q.shape[1]) if with_sinks else None
-    found = attended(case, call_of(case, sink_logits=sinks), PrefillTile(16, 16, 4, 2))
+    found = attended(case, case.call(sink_logits=sinks), PrefillTile(16, 16, 4, 2))
     assert found[OTHER].isnan().all()
     expected = case.expected(sinks)
     found[OTHER] = expected[OTHER].to(found.dtype)
@@ -64,15 +59,15 @@ def test_prompts(name: str) -> None:
 
 def test_scores_may_be_turned_round() -> None:
     """Scales below 0 make the least product the largest score."""
-    case = PrefillCase(SHAPES[2:], dim=16, spread=10.0)
+    case = AttentionCase(SHAPES[2:], dim=16, spread=10.0)
     case.scale = -case.scale
-    assert_near(attended(case, call_of(case), PrefillTile(64, 32, 4, 2)).double(), case.expected())
+    assert_near(attended(case, case.call(), PrefillTile(64, 32, 4, 2)).double(), case.expected())
 
 
 def test_a_block_that_is_none_shows() -> None:
     """In the rows of its sequence that see it, and nowhere else; a block of no keys does not matter."""
-    case = PrefillCase([(70, 3), (20, 30)], dim=16)
-    call = call_of(case)
+    case = AttentionCase([(70, 3), (20, 30)], dim=16)
+    call = case.call()
     sound = attended(case, call, PrefillTile(16, 32, 4, 2))
     assert sound.isfinite().all()
     for block in (-1, case.all_pages.key.shape[0]):
@@ -86,17 +81,17 @@ def test_a_block_that_is_none_shows() -> None:
 
 def test_calls_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many new tokens of 16 bits on Hopper, without a soft cap or bias, and with memory for gathered keys and values."""
-    case = PrefillCase([(3, 130), (0, 140)], q_type=torch.float16, page_type=torch.float16)
-    q, pages, call = case.q, case.all_pages, call_of(case)
+    case = AttentionCase([(3, 130), (0, 140)], q_type=torch.float16, page_type=torch.float16)
+    q, pages, call = case.q, case.all_pages, case.call()
     assert prefill_attention.takes_prefill(q, pages, call, HOPPER)
     assert not prefill_attention.takes_prefill(q.float(), pages, call, HOPPER)
     assert not prefill_attention.takes_prefill(q, pages, replace(call, soft_cap=3.0), HOPPER)
     for capability in ((8, 0), (8, 9), (12, 0)):
         assert not prefill_attention.takes_prefill(q, pages, call, HOPPER._replace(capability=capability))
-    short = PrefillCase([(3, 130), (0, 100)], q_type=torch.float16)
-    assert not prefill_attention.takes_prefill(short.q, short.all_pages, call_of(short), HOPPER)
-    wide = PrefillCase([(3, 130)], q_type=torch.float16, dim=136)
-    assert not prefill_attention.takes_prefill(wide.q, wide.all_pages, call_of(wide), HOPPER)
+    short = AttentionCase([(3, 130), (0, 100)], q_type=torch.float16)
+    assert not prefill_attention.takes_prefill(short.q, short.all_pages, short.call(), HOPPER)
+    wide = AttentionCase([(3, 130)], q_type=torch.float16, dim=136)
+    assert not prefill_attention.takes_prefill(wide.q, wide.all_pages, wide.call(), HOPPER)
     known = replace(call, prompts=PrefillTotals(2, 270, 273))
     monkeypatch.setattr(
         prefill_attention, "MOST_BYTES", 4 * 128 * 2 * (64 + 64) * 2
@@ -110,8 +105,8 @@ def test_prompts_beside_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host knows of prompts decides, and is all that they take; streams of one token come before and between them."""
     monkeypatch.setattr(prefill_attention, "_LEAST_TOKENS", 20)
     shapes = [(9, 1)] * 66 + [(3, 40), (5, 1), (140, 20)]
-    case = PrefillCase(shapes, heads=2, kv_heads=1, dim=16, q_type=torch.float16)
-    q, pages, call = case.q, case.all_pages, call_of(case)
+    case = AttentionCase(shapes, heads=2, kv_heads=1, dim=16, q_type=torch.float16)
+    q, pages, call = case.q, case.all_pages, case.call()
     known = replace(call, prompts=PrefillTotals(2, 60, 203))
     assert prefill_attention.takes_prefill(q, pages, known, HOPPER) and not prefill_attention.takes_prefill(
         q, pages, call, HOPPER
@@ -126,10 +121,10 @@ def test_prompts_beside_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_part_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Together with a sequence of one token, in one call."""
     monkeypatch.setattr(prefill_attention, "_LEAST_TOKENS", 1)
-    case = PrefillCase(SHAPES, dim=32, q_type=torch.float16, page_type=torch.float16)
+    case = AttentionCase(SHAPES, dim=32, q_type=torch.float16, page_type=torch.float16)
     taken = list[int]()
     real = prefill_attention.prefill_attention
     monkeypatch.setattr(prefill_attention, "prefill_attention", lambda *given: taken.append(1) or real(*given))
-    found = paged_attention(case.q, case.all_pages, call_of(case), device=HOPPER)
+    found = paged_attention(case.q, case.all_pages, case.call(), device=HOPPER)
     assert_near(found.double(), case.expected(), 2e-3)
     assert taken

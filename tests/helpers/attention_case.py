@@ -1,4 +1,4 @@
-"""Attention calls of prompts over shuffled blocks, and their float64 reference."""
+"""Attention calls over shuffled blocks, and their float64 reference."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from typing import Any
 
 import torch
 from helpers.code_pages import pages_of_codes
+from helpers.cpu_kernels import at_the_end_of_memory
 
 from windlass.kernels import AttentionCall, KVPages, cpu
 from windlass.kernels.cpu.library import Library
 
 
-class PrefillCase:
-    """Sequences of (cached, new) tokens over shuffled blocks. Invisible slots are NaN, table entries before them -1."""
+class AttentionCase:
+    """Sequences of (cached, new) tokens over shuffled blocks. Invisible slots are NaN, table entries before them -1.
+
+    (-1, 1) is a query without any keys.
+    """
 
     def __init__(
         self,
@@ -39,13 +43,12 @@ class PrefillCase:
         self.table = torch.full((len(shapes), max(-(-n // block_size) for n in lengths) + 2), -1, dtype=torch.int32)
         for b, (old, new) in enumerate(shapes):
             first = 0 if window is None else max(0, old - window + 1)
-            first = first if chunk is None else old // chunk * chunk
+            first = first if chunk is None else max(0, old // chunk * chunk)
             for i in range(first // block_size, -(-(old + new) // block_size)):
                 self.table[b, i] = free.pop()
             at = torch.arange(first, old + new)
-            where = self.table[b].long()[at // block_size], at % block_size
             for part in self.wide:
-                part[where] = torch.randn(len(at), kv_heads, part.shape[-1])
+                part[self.slots(b, at)] = torch.randn(len(at), kv_heads, part.shape[-1])
         if page_type == torch.int8:
             # Random codes and scales; scales of invisible slots remain NaN.
             seen = self.wide[0].isfinite().all(-1)
@@ -66,18 +69,17 @@ class PrefillCase:
         self.scale = dim**-0.5
 
     def expected(self, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> torch.Tensor:
-        (_, block_size, kv_heads, _), found = self.wide[0].shape, []
+        kv_heads, found = self.wide[0].shape[2], []
         for b, (old, new) in enumerate(self.shapes):
             rows = slice(int(self.start[b]), int(self.start[b]) + new)
             last = torch.arange(old, old + new)
             ahead = 0 if self.causal else old + new if self.window is None else self.window - 1
             first = torch.zeros_like(last) if self.window is None else (last - self.window + 1).clamp(min=0)
-            first = first if self.chunk is None else last // self.chunk * self.chunk
+            first = first if self.chunk is None else (last // self.chunk * self.chunk).clamp(min=0)
             # Keys before those of the first row are NaN and invisible.
             at = torch.arange(int(first[0]), old + new)
             seen = (at >= first[:, None]) & (at <= last[:, None] + ahead)
-            where = self.table[b].long()[at // block_size], at % block_size
-            keys, values = (part[where].double() for part in self.wide)
+            keys, values = (part[self.slots(b, at)].double() for part in self.wide)
             q = self.q[rows].double().unflatten(1, (kv_heads, -1))
             scores = torch.einsum("skd,tkgd->tkgs", keys, q).flatten(1, 2)
             scores *= self.scale * self.temperature[rows].double()[:, None, None]
@@ -90,22 +92,37 @@ class PrefillCase:
             found.append(torch.einsum("tkgs,skd->tkgd", weights, values).flatten(1, 2))
         return torch.cat(found)
 
-    def got(
+    def call(self, **options: Any) -> AttentionCall:
+        """options: fields of the call with a default."""
+        operands = self.table, self.start, self.lengths, self.temperature, self.scale
+        return AttentionCall(*operands, window=self.window, causal=self.causal, chunk=self.chunk, **options)
+
+    def prefill(
         self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None, **options: Any
     ) -> torch.Tensor:
-        call = AttentionCall(
-            self.table,
-            self.start,
-            self.lengths,
-            self.temperature,
-            self.scale,
-            window=self.window,
-            soft_cap=soft_cap,
-            sink_logits=sinks,
-            causal=self.causal,
-            chunk=self.chunk,
-        )
+        call = self.call(soft_cap=soft_cap, sink_logits=sinks)
         return cpu.paged_attention_prefill(library, self.q, self.all_pages, call, **options)
+
+    def decode(
+        self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None
+    ) -> torch.Tensor:
+        """Compute sequences of one new token each."""
+        call = self.call(soft_cap=soft_cap, sink_logits=sinks)
+        return cpu.paged_attention_decode(library, self.q, self.all_pages, call)
+
+    def slots(self, b: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the blocks of these keys of a sequence, and their places in the blocks."""
+        block_size = self.wide[0].shape[1]
+        return self.table[b].long()[at // block_size], at % block_size
+
+    def move_to_the_end_of_memory(self) -> None:
+        """Give every operand of a single sequence in whole blocks memory that an unreadable page follows."""
+        used = self.table[0, : -(-int(self.lengths[0]) // self.wide[0].shape[1])].long()
+        self.pages = [at_the_end_of_memory(part[used]) for part in self.pages]
+        self.scales = {name: at_the_end_of_memory(scale[used]) for name, scale in self.scales.items()}
+        self.wide = [part[used] for part in self.wide]
+        self.table = at_the_end_of_memory(torch.arange(len(used), dtype=torch.int32)[None])
+        self.q = at_the_end_of_memory(self.q)
 
     @property
     def all_pages(self) -> KVPages:
